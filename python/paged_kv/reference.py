@@ -1,0 +1,246 @@
+"""The NumPy float64 oracle: what every op must compute, with the ops' own signatures, written to be read.
+
+Letters in shapes: B requests, R rows (query tokens), N new tokens, Hq query heads, Hk KV heads, D head dimension.
+Page tables are dense: `lookup_table [B, max_pages]` uint32, where token j of request b lives in page
+`lookup_table[b, j // page_size]`, slot `j % page_size`; entries past a request's used pages are never looked at.
+K and V are storage of any float dtype, ml_dtypes' bfloat16 and float8 included, in one of these arrangements:
+
+    rank  layout  arrays
+    4     NHD     k_blocks and v_blocks, each [pages, page_size, Hk, D]
+    4     HND     k_blocks and v_blocks, each [pages, Hk, page_size, D]
+    5     NHD     one array passed as both, [pages, 2, page_size, Hk, D]
+    5     HND     one array passed as both, [pages, 2, Hk, page_size, D]
+    6     NHD     one array passed as both, [pages, 2, layers, page_size, Hk, D]; `layer` selects
+
+The ops enforce the contract of their inputs; the oracle trusts them. A page id or a position past the arrays is NumPy's
+IndexError, before anything is written.
+"""
+
+import numpy as np
+
+from paged_kv.errors import ContractError, ShapeError
+
+
+def cache_views(
+    k_blocks: np.ndarray, v_blocks: np.ndarray, layout: str = "NHD", layer: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """K and V as `[page, slot, head, dim]` views of the storage: writing to them writes to the cache.
+
+    Raises:
+        ShapeError: the rank is not 4, 5 or 6.
+        ContractError: the layout is unknown or not one of this rank's, or the layer does not exist.
+    """
+    rank = k_blocks.ndim
+    if rank not in (4, 5, 6) or v_blocks.ndim != rank:
+        raise ShapeError(f"k_blocks and v_blocks must have one rank of 4, 5 or 6, got {rank} and {v_blocks.ndim}")
+    if layout not in (("NHD",) if rank == 6 else ("NHD", "HND")):
+        raise ContractError(f"layout must be NHD, or HND below rank 6, got {layout!r} at rank {rank}")
+    layers = k_blocks.shape[2] if rank == 6 else 1
+    if not 0 <= layer < layers:
+        raise ContractError(f"layer must be in [0, {layers}), got {layer}")
+    if rank == 6:
+        return k_blocks[:, 0, layer], v_blocks[:, 1, layer]
+    k, v = (k_blocks, v_blocks) if rank == 4 else (k_blocks[:, 0], v_blocks[:, 1])
+    return (k, v) if layout == "NHD" else (k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+
+def attention(
+    q: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    row_batch: np.ndarray,
+    row_lengths: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    alibi_slopes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    rope_theta: float | None = None,
+    rope_scale: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of query rows over the pages: one row a request is a decode step, one row a token a causal prefill.
+
+    Row r, of request b = row_batch[r], sees the first L = row_lengths[r] tokens of b and stands at position L - 1:
+
+        x_j = sm_scale * q_scale * k_scale * dot(rope(q, L - 1), rope(k_j, j))   rope only with a rope_theta
+        x_j = x_j + alibi_slopes[h] * j
+        x_j = cap * tanh(x_j / cap)                                              cap = logits_soft_cap > 0
+        keep j >= L - 1 - window_left                                            -1: keep all
+        lse = log2(exp(sinks[h]) + sum_j exp(x_j))
+        o   = v_scale * sum_j exp(x_j) * v_j / 2^lse
+
+    A sink is one more natural-log logit, with no value of its own: it is in the denominator, so it is in `lse` too, and
+    2^lse stays what `o` was divided by. Partial results to be merged must therefore count the sinks exactly once.
+
+    Args:
+        q: `[R, Hq, D]`, any float dtype; query head h reads KV head h // (Hq / Hk).
+        row_batch: `[R]` int32; -1 marks a padding row.
+        row_lengths: `[R]` int32, in tokens, the row's own token included.
+        sm_scale: 1 / sqrt(D) when None.
+        alibi_slopes, sinks: `[Hq]`.
+
+    Returns:
+        o `[R, Hq, D]` float64 and lse `[R, Hq]` float64 in base 2; 0 and -inf for padding rows and rows of length 0.
+
+    Raises:
+        ShapeError: Hk does not divide Hq.
+        ShapeError, ContractError: as `cache_views`.
+    """
+    keys, values = cache_views(k_blocks, v_blocks, layout, layer)
+    rows, q_heads, head_dim = q.shape
+    kv_heads = keys.shape[2]
+    if q_heads % kv_heads:
+        raise ShapeError(f"q has {q_heads} heads, not a multiple of the cache's {kv_heads} KV heads")
+    scale = (head_dim**-0.5 if sm_scale is None else sm_scale) * q_scale * k_scale
+
+    o = np.zeros((rows, q_heads, values.shape[3]))
+    lse = np.full((rows, q_heads), -np.inf)
+    seen = (row_batch >= 0) & (row_lengths > 0)
+    for b in np.unique(row_batch[seen]):
+        rows_of_b = np.flatnonzero(seen & (row_batch == b))
+        j = np.arange(row_lengths[rows_of_b].max())  # no row looks further: these slots are used, the others may be NaN
+        at = _address(lookup_table, b, j, keys.shape[1])
+        k, v = keys[at].astype(np.float64), values[at].astype(np.float64)  # [max L, Hk, D]
+        if rope_theta is not None:
+            k = rope(k, j, rope_theta, rope_scale)
+        for r in rows_of_b:
+            length = int(row_lengths[r])
+            first = max(0, length - 1 - window_left) if window_left >= 0 else 0
+            query = q[r].astype(np.float64)  # [Hq, D]
+            if rope_theta is not None:
+                query = rope(query[None], np.array([length - 1]), rope_theta, rope_scale)[0]
+            query = query.reshape(kv_heads, q_heads // kv_heads, head_dim)
+            x = scale * np.einsum("hgd,jhd->hgj", query, k[first:length]).reshape(q_heads, length - first)
+            if alibi_slopes is not None:
+                x += alibi_slopes[:, None] * j[first:length]
+            if logits_soft_cap > 0:
+                x = logits_soft_cap * np.tanh(x / logits_soft_cap)
+            o[r], lse[r] = _softmax_v(x, v[first:length], sinks)
+    return o * v_scale, lse
+
+
+def append(
+    k_new: np.ndarray,
+    v_new: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+) -> None:
+    """Writes token i of `k_new` and `v_new` `[N, Hk, D]` to `positions[i]` of request `batch_indices[i]`, in place.
+
+    `batch_indices` and `positions` are `[N]` int32; a token of batch -1 is skipped. Raises as `cache_views`.
+    """
+    k, v = cache_views(k_blocks, v_blocks, layout, layer)
+    kept = batch_indices >= 0
+    at = _address(lookup_table, batch_indices[kept], positions[kept], k.shape[1])
+    k[at] = k_new[kept]
+    v[at] = v_new[kept]
+
+
+def gather(
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first `lengths[b]` tokens of every request, made contiguous; `lengths` is `[B]`, any integer dtype.
+
+    Returns K and V `[sum(lengths), Hk, D]` in the cache's dtype, in request order, and `indptr [B + 1]` int32:
+    request b's tokens are rows `indptr[b]` to `indptr[b + 1]`. Raises as `cache_views`.
+    """
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    batch, positions = ragged_rows(indptr, np.zeros_like(lengths), int(indptr[-1]))
+    k, v = cache_views(k_blocks, v_blocks, layout, layer)
+    at = _address(lookup_table, batch, positions, k.shape[1])
+    return k[at], v[at], indptr
+
+
+def ragged_rows(row_offsets: np.ndarray, cache_lengths: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The request and the position of each of `num_rows` new tokens, both `[num_rows]` int32.
+
+    Request b's new tokens are rows `row_offsets[b]` to `row_offsets[b + 1]` (`[B + 1]`, from 0) and follow the
+    `cache_lengths[b]` (`[B]`) tokens it already has. Rows past `row_offsets[B]` are padding: batch -1, position 0.
+    """
+    offsets = row_offsets.astype(np.int64)
+    batch = np.repeat(np.arange(len(cache_lengths)), np.diff(offsets))  # [rows that are not padding]
+    positions = cache_lengths.astype(np.int64)[batch] + np.arange(len(batch)) - offsets[batch]
+    padding = (0, num_rows - len(batch))
+    return (
+        np.pad(batch, padding, constant_values=-1).astype(np.int32),
+        np.pad(positions, padding).astype(np.int32),
+    )
+
+
+def merge(o_a: np.ndarray, lse_a: np.ndarray, o_b: np.ndarray, lse_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Attention over two disjoint sets of keys, from `o [..., D]` and the base-2 `lse [...]` over each; float64.
+
+    A side whose lse is -inf has seen no key: its `o` is ignored, whatever it holds. Both -inf: o = 0, lse = -inf.
+    """
+    highest = np.maximum(lse_a, lse_b, dtype=np.float64)
+    base = np.where(np.isneginf(highest), 0.0, highest)  # -inf - -inf would be NaN
+    weight_a, weight_b = np.exp2(lse_a - base)[..., None], np.exp2(lse_b - base)[..., None]
+    total = np.maximum(weight_a + weight_b, 1.0)  # below 1 only when both sides are empty
+    o = (weight_a * np.where(weight_a > 0, o_a, 0.0) + weight_b * np.where(weight_b > 0, o_b, 0.0)) / total
+    return o, highest + np.log2(total[..., 0])
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """The ALiBi slope of each of `num_heads` heads, `[num_heads]` float64.
+
+    With n the largest power of two up to `num_heads`, head h < n has 2^(-8 (h + 1) / n); the rest take every other
+    slope of a model of 2n heads, 2^(-4 (2 (h - n) + 1) / n).
+    """
+    n = 1 << num_heads.bit_length() - 1
+    h = np.arange(num_heads)
+    return np.exp2(np.where(h < n, -8 * (h + 1) / n, -4 * (2 * (h - n) + 1) / n))
+
+
+def rope(x: np.ndarray, positions: np.ndarray, theta: float = 1e4, scale: float = 1.0) -> np.ndarray:
+    """Rotates `x [T, H, D]`, whose row t stands at `positions[t]`, half-split: element i turns with element i + D / 2.
+
+    The angle is `position * theta^(-2 i / D) / scale`. Returns `[T, H, D]` float64; raises ShapeError for odd D.
+    """
+    head_dim = x.shape[-1]
+    if head_dim % 2:
+        raise ShapeError(f"rope needs an even head_dim, got {head_dim}")
+    frequency = theta ** (-2 * np.arange(head_dim // 2) / head_dim) / scale
+    angle = np.asarray(positions)[:, None, None] * frequency  # [T, 1, D / 2]
+    low, high = np.split(x.astype(np.float64), 2, axis=-1)
+    return np.concatenate(
+        [low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)], axis=-1
+    )
+
+
+def _address(
+    lookup_table: np.ndarray, batch: np.ndarray, positions: np.ndarray, page_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The page and the slot of each position of its request, to index a `[page, slot, head, dim]` view with."""
+    return lookup_table[batch, positions // page_size], positions % page_size
+
+
+def _softmax_v(x: np.ndarray, v: np.ndarray, sinks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """softmax(x) . V and the base-2 lse, from natural-log logits `x [Hq, L]`, `v [L, Hk, D]` and `sinks [Hq]`."""
+    q_heads, length = x.shape
+    kv_heads = v.shape[1]
+    sink = np.full(q_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    highest = np.maximum(x.max(axis=1), sink)
+    p = np.exp(x - highest[:, None])
+    denominator = p.sum(axis=1) + np.exp(sink - highest)
+    p = (p / denominator[:, None]).reshape(kv_heads, q_heads // kv_heads, length)
+    o = np.einsum("hgj,jhd->hgd", p, v).reshape(q_heads, v.shape[2])
+    return o, (highest + np.log(denominator)) / np.log(2)
