@@ -1,0 +1,76 @@
+"""What one step of a batch needs to know, in one dataclass with one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+import numpy as np
+from max.dtype import DType
+from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, Value
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DecodeInputs(Generic[T]):
+    """One step: for each of `B` requests its next tokens, one after the other (`T` in all).
+
+    The same fields in the same order serve as input types, as values inside the graph, and as arrays.
+    A request brings one token when it decodes and many when it prefills; one step may mix both.
+    """
+
+    tokens: T
+    """`[T]` int32: the new tokens, request after request; entries past the last request's are padding."""
+    row_offsets: T
+    """`[B + 1]` uint32: request `b` brings `tokens[row_offsets[b] : row_offsets[b + 1]]`, at least one."""
+    cache_lengths: T
+    """`[B]` uint32: tokens already in the cache, those of this step excluded."""
+    lookup_table: T
+    """`[B, max_pages]` uint32: the pages of each request, enough for this step's tokens too."""
+    blocks: T
+    """`[pages, 2, layers, page_size, Hk, D]`: K and V of all layers, changed in place."""
+
+    def flatten(self) -> list[T]:
+        """The fields in the order of the graph's inputs."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+
+def input_types(dtype: DType, blocks: Sequence[int | str], device: DeviceRef) -> DecodeInputs[TensorType | BufferType]:
+    """The graph's input types; `blocks` is the shape of the cache, every other size is symbolic."""
+    return DecodeInputs(
+        TensorType(DType.int32, ["T"], device),
+        TensorType(DType.uint32, ["B_plus_1"], device),
+        TensorType(DType.uint32, ["B"], device),
+        TensorType(DType.uint32, ["B", "max_pages"], device),
+        BufferType(dtype, list(blocks), device),
+    )
+
+
+def graph_inputs(values: Sequence[Value]) -> DecodeInputs[TensorValue | BufferValue]:
+    """A graph's inputs, by name."""
+    *tensors, blocks = values
+    return DecodeInputs(*(value.tensor for value in tensors), blocks.buffer)
+
+
+def step_arrays(
+    tokens: Sequence[Sequence[int]],
+    cache_lengths: Sequence[int],
+    pages: Sequence[Sequence[int]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """tokens, row_offsets, cache_lengths and lookup_table of one step, from lists by request.
+
+    Table entries past a request's pages hold a page id that no pool has, so that a use of one is an error.
+    """
+    offsets = np.zeros(len(tokens) + 1, np.uint32)
+    np.cumsum([len(new) for new in tokens], out=offsets[1:])
+    table = np.full((len(pages), max(map(len, pages), default=0)), NO_PAGE, np.uint32)
+    for row, owned in zip(table, pages, strict=True):
+        row[: len(owned)] = owned
+    flat = np.concatenate([np.asarray(new, np.int32) for new in tokens]) if tokens else np.zeros(0, np.int32)
+    return flat, offsets, np.asarray(cache_lengths, np.uint32), table
+
+
+NO_PAGE = 0xFFFFFFFF
+"""The page id that fills the unused entries of a lookup table."""

@@ -1,0 +1,305 @@
+"""One typed wrapper per registered op: what is wrong is refused while the graph is built.
+
+Names of ops live here and nowhere else. Shapes below use `N` and `R` rows, `B` requests, `Hq` query heads,
+`Hk` KV heads and `D` = head_dim; any of them may be symbolic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from max.dtype import DType
+from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
+
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+
+KVLayout = Literal["NHD", "HND", "STRIDED"]
+Scalar = float | int | TensorValue
+
+APPEND = "paged_kv_append"
+GATHER = "paged_kv_gather"
+ATTENTION = "paged_kv_attention"
+RAGGED_ROWS = "paged_kv_ragged_rows"
+
+KV_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+
+
+def kernels() -> Path:
+    """The folder of the Mojo package: pass it as `custom_extensions` of a graph that uses these ops."""
+    return Path(str(files("paged_kv.mojo_ops")))
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """The pages of a cache inside a graph, with the table that says which request owns which.
+
+    `k_blocks` and `v_blocks` are graph buffers in one of the storage layouts:
+
+    * rank 4, two buffers: NHD `[pages, page_size, Hk, D]` or HND `[pages, Hk, page_size, D]`;
+    * rank 5, one buffer given twice: `[pages, 2, ...]`;
+    * rank 6, one buffer given twice, all layers: NHD `[pages, 2, layers, page_size, Hk, D]`;
+    * rank 1, two buffers, kv_layout "STRIDED": flat memory whose shape and strides are told at run time by
+      `view`, `[12]` int64 on the host (`mojo_ops/ops.mojo`); every size of the cache is then unknown here.
+
+    `lookup_table` is `[B, max_pages]` uint32.
+    """
+
+    k_blocks: BufferValue
+    v_blocks: BufferValue
+    lookup_table: TensorValue
+    kv_layout: KVLayout = "NHD"
+    view: TensorValue | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("k_blocks", "v_blocks"):
+            blocks = getattr(self, name)
+            if not isinstance(blocks, BufferValue):
+                raise ContractTypeError(f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}")
+        k, v = self.k_blocks, self.v_blocks
+        if k.dtype not in KV_DTYPES:
+            raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {_names(KV_DTYPES)}")
+        if v.dtype != k.dtype:
+            raise ContractTypeError(f"v_blocks: dtype {v.dtype.name} differs from k_blocks' {k.dtype.name}")
+        if v.device != k.device:
+            raise ContractError(f"v_blocks is on {v.device}, k_blocks on {k.device}")
+        _check(self, "lookup_table", self.lookup_table, DType.uint32, [None, None])
+        if self.kv_layout == "STRIDED":
+            self._check_strided()
+        else:
+            self._check_contiguous()
+
+    def _check_strided(self) -> None:
+        for name in ("k_blocks", "v_blocks"):
+            if getattr(self, name).rank != 1:
+                raise ShapeError(f"{name}: rank {getattr(self, name).rank}, strided storage is flat (rank 1)")
+        if self.view is None:
+            raise ContractError("view is needed where kv_layout is 'STRIDED'")
+        _check_value("view", self.view, DType.int64, [Dim(12)], DeviceRef.CPU())
+
+    def _check_contiguous(self) -> None:
+        k, v = self.k_blocks, self.v_blocks
+        if self.kv_layout not in ("NHD", "HND"):
+            raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {self.kv_layout!r}")
+        if k.rank not in (4, 5, 6):
+            raise ShapeError(f"k_blocks: rank {k.rank} is none of 4, 5, 6")
+        if list(v.shape) != list(k.shape):
+            raise ShapeError(f"v_blocks: shape {_show(v.shape)} differs from k_blocks' {_show(k.shape)}")
+        if k.rank == 6 and self.kv_layout != "NHD":
+            raise ContractError("kv_layout: a buffer of all layers (rank 6) is NHD")
+        if k.rank >= 5 and k.shape[1] != Dim(2):
+            raise ShapeError(f"k_blocks: dimension 1 must be 2 (K and V), not {k.shape[1]}")
+
+    @staticmethod
+    def of(blocks: BufferValue, lookup_table: TensorValue, kv_layout: KVLayout = "NHD") -> PagedCache:
+        """The cache whose one buffer holds K and V (rank 5 or 6)."""
+        return PagedCache(blocks, blocks, lookup_table, kv_layout)
+
+    @property
+    def dtype(self) -> DType:
+        return self.k_blocks.dtype
+
+    @property
+    def device(self) -> DeviceRef:
+        return self.k_blocks.device
+
+    @property
+    def num_kv_heads(self) -> Dim | None:
+        """KV heads; None where the storage is strided."""
+        axis = {"NHD": -2, "HND": -3}.get(self.kv_layout)
+        return None if axis is None else self.k_blocks.shape[axis]
+
+    @property
+    def head_dim(self) -> Dim | None:
+        """Elements of a head; None where the storage is strided."""
+        return None if self.kv_layout == "STRIDED" else self.k_blocks.shape[-1]
+
+    def operands(self, layer: int) -> list[BufferValue | TensorValue]:
+        """What every op over pages takes after its own tensors."""
+        layers = self.k_blocks.shape[2] if self.k_blocks.rank == 6 else Dim(1)
+        if layer < 0 or (isinstance(layers, StaticDim) and layer >= layers.dim):
+            raise ContractError(f"layer is {layer}, the cache has {layers}")
+        view = self.view
+        if view is None:
+            view = ops.constant(np.array([layer], np.int64), DType.int64, DeviceRef.CPU())
+        return [self.k_blocks, self.v_blocks, self.lookup_table, view]
+
+
+def append(
+    cache: PagedCache,
+    k: TensorValue,
+    v: TensorValue,
+    batch_indices: TensorValue,
+    positions: TensorValue,
+    *,
+    layer: int = 0,
+) -> None:
+    """Writes `N` tokens into their pages, in place.
+
+    Row `i` of `k` and `v` `[N, Hk, D]` (in the cache's dtype) becomes token `positions[i]` of request
+    `batch_indices[i]` (both `[N]` int32); a row whose batch index is -1 is skipped. When the graph runs, a
+    position outside the request's pages, a page id outside the pool and two rows for one slot are errors
+    (`ValueError`), and nothing is written.
+    """
+    _check(cache, "k", k, cache.dtype, [None, cache.num_kv_heads, cache.head_dim])
+    _check(cache, "v", v, cache.dtype, [k.shape[0], cache.num_kv_heads, cache.head_dim])
+    _check(cache, "batch_indices", batch_indices, DType.int32, [k.shape[0]])
+    _check(cache, "positions", positions, DType.int32, [k.shape[0]])
+    ops.inplace_custom(
+        APPEND,
+        device=cache.device,
+        values=[k, v, batch_indices, positions, *cache.operands(layer)],
+        parameters={"kv_layout": cache.kv_layout},
+    )
+
+
+def gather(
+    cache: PagedCache,
+    indptr: TensorValue,
+    num_tokens: Dim | str | int,
+    *,
+    num_kv_heads: Dim | str | int | None = None,
+    head_dim: Dim | str | int | None = None,
+    layer: int = 0,
+) -> tuple[TensorValue, TensorValue]:
+    """The tokens of every request, out of their pages: k and v `[num_tokens, Hk, D]`, request after request.
+
+    `indptr` `[B + 1]` int32: request `b` fills rows `[indptr[b], indptr[b + 1])`; its last entry is `num_tokens`.
+    `num_kv_heads` and `head_dim` are needed where the storage is strided, and are the cache's elsewhere.
+    """
+    _check(cache, "indptr", indptr, DType.int32, [None])
+    heads, dim = num_kv_heads or cache.num_kv_heads, head_dim or cache.head_dim
+    if heads is None or dim is None:
+        raise ContractError("num_kv_heads and head_dim are needed where kv_layout is 'STRIDED'")
+    kind = TensorType(cache.dtype, [num_tokens, heads, dim], cache.device)
+    k, v = ops.inplace_custom(
+        GATHER,
+        device=cache.device,
+        values=[indptr, *cache.operands(layer)],
+        out_types=[kind, kind],
+        parameters={"kv_layout": cache.kv_layout},
+    )
+    return k.tensor, v.tensor
+
+
+def attention(
+    cache: PagedCache,
+    q: TensorValue,
+    row_batch: TensorValue,
+    row_lengths: TensorValue,
+    *,
+    layer: int = 0,
+    sm_scale: Scalar | None = None,
+    window_left: Scalar = -1,
+    logits_soft_cap: Scalar = 0.0,
+) -> tuple[TensorValue, TensorValue]:
+    """Attention of `R` query rows over the pages of their requests: decode and causal prefill alike.
+
+    Row `r` of `q` `[R, Hq, D]` belongs to request `row_batch[r]` and sees its first `row_lengths[r]` tokens
+    (both `[R]` int32); a decode step has one row a request, a prefill one row a token.
+
+    Args:
+        sm_scale: Multiplies q . k; `1 / sqrt(D)` where None.
+        window_left: Tokens before the last that are kept; -1 keeps all (FlashInfer's convention).
+        logits_soft_cap: `cap * tanh(x / cap)`; 0 is off.
+
+    Returns:
+        o `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
+        has o = 0 and lse = -inf.
+    """
+    if q.rank != 3:
+        raise ShapeError(f"q: rank {q.rank}, expected 3 [R, Hq, D]")
+    if q.dtype not in KV_DTYPES:
+        raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {_names(KV_DTYPES)}")
+    rows, heads, head_dim = q.shape
+    _check(cache, "q", q, q.dtype, [None, None, cache.head_dim])
+    _check(cache, "row_batch", row_batch, DType.int32, [rows])
+    _check(cache, "row_lengths", row_lengths, DType.int32, [rows])
+    kv_heads = cache.num_kv_heads
+    if isinstance(heads, StaticDim) and isinstance(kv_heads, StaticDim) and int(heads) % max(int(kv_heads), 1):
+        raise ShapeError(f"q: its {heads} heads are no multiple of the cache's {kv_heads} KV heads")
+    if isinstance(head_dim, StaticDim) and not (8 <= int(head_dim) <= 512 and int(head_dim) % 8 == 0):
+        raise ShapeError(f"q: head_dim {head_dim} is no multiple of 8 from 8 to 512")
+    if sm_scale is None:
+        if not isinstance(head_dim, StaticDim):
+            raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
+        sm_scale = 1 / math.sqrt(int(head_dim))
+    if isinstance(window_left, int) and window_left < -1:
+        raise ContractError(f"window_left must be at least -1 (-1 = off), not {window_left}")
+    if isinstance(logits_soft_cap, float | int) and not 0 <= logits_soft_cap < math.inf:
+        raise ContractError(f"logits_soft_cap must be finite and at least 0 (0 = off), not {logits_soft_cap}")
+    o, lse = ops.inplace_custom(
+        ATTENTION,
+        device=cache.device,
+        values=[
+            q,
+            row_batch,
+            row_lengths,
+            *cache.operands(layer),
+            _scalar("sm_scale", sm_scale, DType.float32),
+            _scalar("window_left", window_left, DType.int32),
+            _scalar("logits_soft_cap", logits_soft_cap, DType.float32),
+        ],
+        out_types=[TensorType(q.dtype, q.shape, cache.device), TensorType(DType.float32, [rows, heads], cache.device)],
+        parameters={"kv_layout": cache.kv_layout},
+    )
+    return o.tensor, lse.tensor
+
+
+def ragged_rows(
+    row_offsets: TensorValue, cache_lengths: TensorValue, num_rows: Dim | str | int
+) -> tuple[TensorValue, TensorValue]:
+    """Request and position of each of `num_rows` rows, both `[num_rows]` int32.
+
+    Rows `[row_offsets[b], row_offsets[b + 1])` (`[B + 1]` uint32) are request `b`'s next tokens after the
+    `cache_lengths[b]` (`[B]` uint32) that it has. Rows past the last are padding: batch index -1, position 0.
+    """
+    device = row_offsets.device
+    for name, value in (("row_offsets", row_offsets), ("cache_lengths", cache_lengths)):
+        _check_value(name, value, DType.uint32, [None], device)
+    kind = TensorType(DType.int32, [num_rows], device)
+    batch_indices, positions = ops.custom(
+        RAGGED_ROWS, device=device, values=[row_offsets, cache_lengths], out_types=[kind, kind]
+    )
+    return batch_indices.tensor, positions.tensor
+
+
+def _scalar(name: str, value: Scalar, dtype: DType) -> TensorValue:
+    """A host scalar: a constant of the graph, or a value that comes in at run time."""
+    if isinstance(value, TensorValue):
+        _check_value(name, value, dtype, [], DeviceRef.CPU())
+        return value
+    return ops.constant(value, dtype, DeviceRef.CPU())
+
+
+def _check(cache: PagedCache, name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None]) -> None:
+    _check_value(name, value, dtype, shape, cache.device)
+
+
+def _check_value(name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None], device: DeviceRef) -> None:
+    """Dtype, rank, dimensions (None = any) and device of one argument."""
+    if not isinstance(value, TensorValue):
+        raise ContractTypeError(f"{name} must be a graph tensor, not {type(value).__name__}")
+    if value.dtype != dtype:
+        raise ContractTypeError(f"{name}: dtype {value.dtype.name}, expected {dtype.name}")
+    if value.rank != len(shape):
+        raise ShapeError(f"{name}: rank {value.rank}, expected {len(shape)}")
+    for axis, (found, expected) in enumerate(zip(value.shape, shape, strict=True)):
+        # Two static dimensions can be compared now; a symbolic one is checked when the graph runs.
+        if isinstance(found, StaticDim) and isinstance(expected, StaticDim) and found != expected:
+            raise ShapeError(f"{name}: dimension {axis} is {found}, expected {expected} (shape {_show(value.shape)})")
+    if value.device != device:
+        raise ContractError(f"{name} is on {value.device}, expected {device}")
+
+
+def _names(dtypes: Sequence[DType]) -> str:
+    return ", ".join(dtype.name for dtype in dtypes)
+
+
+def _show(shape: Sequence[Dim]) -> str:
+    return "[" + ", ".join(str(dim) for dim in shape) + "]"

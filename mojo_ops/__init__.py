@@ -1,0 +1,1 @@
+"""Mojo sources of the custom ops (see README.md in this folder)."""

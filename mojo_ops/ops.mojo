@@ -1,0 +1,237 @@
+"""The registered ops: the only file MAX sees. Each one validates, then dispatches to a kernel.
+
+Operands that every op over pages shares:
+    k_blocks, v_blocks: the storage of K and V, changed in place; the same array twice where it holds both.
+    lookup_table: `[B, max_pages]` uint32.
+    view: int64, what the shape of the storage does not tell. `[layer]` where the parameter `kv_layout` is
+        "NHD" or "HND" (only rank 6 has layers). Where it is "STRIDED", the storage is flat memory, and view is
+        `[pages, page_size, kv_heads, head_dim]`, then `[start, page, slot, head]` strides of K, then of V.
+"""
+
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from extensibility import _MutableInputTensor as MutableInputTensor
+from layout import UNKNOWN_VALUE
+from max.gpu.host import DeviceContext
+from max.runtime.asyncrt import parallelism_level
+from std.utils import IndexList
+
+from .append import append_rows
+from .checks import PageTable, RowPointer, check_append, check_equal, check_gather, check_heads, check_offsets, check_rows, check_same_cache, check_view
+from .decode_cpu import AttentionRows, attend_rows
+from .gather import gather_rows
+from .kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, TablePointer, page_shape
+from .logits import Logits
+from .rows import fill_rows
+
+comptime Unknown = KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE)
+
+
+@fieldwise_init
+struct PagedPair[dtype: DType](TrivialRegisterPassable):
+    """The K and V views of one call, checked against each other, and their page table."""
+
+    comptime Cache = PagedKVCache[Self.dtype, Unknown, UNKNOWN_VALUE]
+    var k: Self.Cache
+    var v: Self.Cache
+    var table: PageTable
+
+    @staticmethod
+    def of[
+        rank: Int, //, kv_layout: StaticString
+    ](
+        k_blocks: MutableInputTensor[dtype=Self.dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=Self.dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+    ) raises -> Self:
+        var k_storage = untracked(k_blocks.unsafe_ptr())
+        var v_storage = untracked(v_blocks.unsafe_ptr())
+        var numbers = untracked_immutable(view.unsafe_ptr())
+        var shape: IndexList[4]
+        var k_strides: PageStrides
+        var v_strides: PageStrides
+        comptime if kv_layout == "STRIDED":
+            comptime assert rank == 1, "strided storage is flat"
+            check_equal("view: its length", view.dim_size(0), 12)
+            shape = IndexList[4](
+                Int(numbers[unsafe_offset=0]),
+                Int(numbers[unsafe_offset=1]),
+                Int(numbers[unsafe_offset=2]),
+                Int(numbers[unsafe_offset=3]),
+            )
+            k_strides = PageStrides.read(numbers.unsafe_offset(4))
+            v_strides = PageStrides.read(numbers.unsafe_offset(8))
+            check_view("k_blocks", shape, k_strides, k_blocks.size())
+            check_view("v_blocks", shape, v_strides, v_blocks.size())
+        else:
+            check_same_cache(k_blocks.shape(), v_blocks.shape(), Int(k_storage), Int(v_storage))
+            check_equal("view: its length", view.dim_size(0), 1)
+            var layer = Int(numbers[unsafe_offset=0])
+            var layers = k_blocks.dim_size(2) if rank == 6 else 1
+            if layer < 0 or layer >= layers:
+                raise Error("layer is ", layer, ", the cache has ", layers)
+            shape = page_shape[kv_layout](k_blocks.shape())
+            k_strides = PageStrides.of[kv_layout](k_blocks.shape(), False, layer)
+            v_strides = PageStrides.of[kv_layout](v_blocks.shape(), True, layer)
+        var entries = untracked_immutable(lookup_table.unsafe_ptr())
+        var batch = lookup_table.dim_size(0)
+        var max_pages = lookup_table.dim_size(1)
+        return Self(
+            Self.Cache(k_storage, shape, k_strides, entries, batch, max_pages),
+            Self.Cache(v_storage, shape, v_strides, entries, batch, max_pages),
+            PageTable(entries, batch, max_pages, shape[0], shape[1]),
+        )
+
+
+@always_inline
+def untracked[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, MutUntrackedOrigin]:
+    """The same address, without the origin that a view's field cannot hold."""
+    return pointer.unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+
+
+@always_inline
+def untracked_immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrigin]:
+    return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+
+
+@always_inline
+def rows_of(tensor: InputTensor[dtype=DType.int32, rank=1, ...]) -> RowPointer:
+    return untracked_immutable(tensor.unsafe_ptr())
+
+
+@extensibility.register("paged_kv_append")
+struct Append:
+    """Writes K and V of `N` tokens into their pages, in place; a row of batch index -1 is skipped.
+
+    k, v `[N, Hk, D]` in the cache's dtype; batch_indices, positions `[N]` int32.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
+    ](
+        k: InputTensor[dtype=dtype, rank=3, ...],
+        v: InputTensor[dtype=dtype, rank=3, ...],
+        batch_indices: InputTensor[dtype=DType.int32, rank=1, ...],
+        positions: InputTensor[dtype=DType.int32, rank=1, ...],
+        k_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var count = k.dim_size(0)
+        check_equal("v: its number of tokens", v.dim_size(0), count)
+        check_equal("batch_indices: its length", batch_indices.dim_size(0), count)
+        check_equal("positions: its length", positions.dim_size(0), count)
+        check_equal("k: its number of KV heads", k.dim_size(1), pair.k.num_heads())
+        check_equal("v: its number of KV heads", v.dim_size(1), pair.k.num_heads())
+        check_equal("k: its head_dim", k.dim_size(2), pair.k.head_dim())
+        check_equal("v: its head_dim", v.dim_size(2), pair.k.head_dim())
+        check_append(pair.table, rows_of(batch_indices), rows_of(positions), count)
+        append_rows(pair.k, untracked(k.unsafe_ptr()), rows_of(batch_indices), rows_of(positions), count)
+        append_rows(pair.v, untracked(v.unsafe_ptr()), rows_of(batch_indices), rows_of(positions), count)
+
+
+@extensibility.register("paged_kv_gather")
+struct Gather:
+    """Copies the tokens of every request out of their pages.
+
+    indptr `[B + 1]` int32: request b's tokens go to rows `[indptr[b], indptr[b + 1])` of k and v `[N, Hk, D]`.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
+    ](
+        k: OutputTensor[dtype=dtype, rank=3, ...],
+        v: OutputTensor[dtype=dtype, rank=3, ...],
+        indptr: InputTensor[dtype=DType.int32, rank=1, ...],
+        k_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        check_equal("indptr: its length", indptr.dim_size(0), pair.table.batch + 1)
+        check_gather(pair.table, rows_of(indptr), k.dim_size(0))
+        gather_rows(pair.k, untracked(k.unsafe_ptr()), rows_of(indptr), pair.table.batch)
+        gather_rows(pair.v, untracked(v.unsafe_ptr()), rows_of(indptr), pair.table.batch)
+
+
+@extensibility.register("paged_kv_attention")
+struct Attention:
+    """Attention of `R` query rows over the pages of their requests: decode and causal prefill in one op.
+
+    q `[R, Hq, D]`; row_batch, row_lengths `[R]` int32: row r sees the first `row_lengths[r]` tokens of
+    request `row_batch[r]`. o `[R, Hq, D]` in q's dtype; lse `[R, Hq]` float32, base 2. A row of request -1
+    or of length 0 gives o = 0, lse = -inf.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, kv_dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
+    ](
+        o: OutputTensor[dtype=dtype, rank=3, ...],
+        lse: OutputTensor[dtype=DType.float32, rank=2, ...],
+        q: InputTensor[dtype=dtype, rank=3, ...],
+        row_batch: InputTensor[dtype=DType.int32, rank=1, ...],
+        row_lengths: InputTensor[dtype=DType.int32, rank=1, ...],
+        k_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+        sm_scale: Float32,
+        window_left: Int32,
+        logits_soft_cap: Float32,
+        ctx: DeviceContext,
+    ) raises:
+        var pair = PagedPair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var logits = Logits(sm_scale, logits_soft_cap, Int(window_left))
+        var rows = AttentionRows[dtype](
+            untracked(q.unsafe_ptr()),
+            untracked(o.unsafe_ptr()),
+            untracked(lse.unsafe_ptr()),
+            rows_of(row_batch),
+            rows_of(row_lengths),
+            q.dim_size(0),
+            q.dim_size(1),
+        )
+        check_equal("row_batch: its length", row_batch.dim_size(0), rows.num_rows)
+        check_equal("row_lengths: its length", row_lengths.dim_size(0), rows.num_rows)
+        check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
+        logits.check()
+        check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
+        attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+
+
+@extensibility.register("paged_kv_ragged_rows")
+struct RaggedRows:
+    """Request and position of each of `N` rows, from `row_offsets` `[B + 1]` and `cache_lengths` `[B]` (uint32)."""
+
+    @staticmethod
+    def execute[
+        target: StaticString
+    ](
+        batch_indices: OutputTensor[dtype=DType.int32, rank=1, ...],
+        positions: OutputTensor[dtype=DType.int32, rank=1, ...],
+        row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+        cache_lengths: InputTensor[dtype=DType.uint32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var batch = cache_lengths.dim_size(0)
+        var num_rows = batch_indices.dim_size(0)
+        check_equal("row_offsets: its length", row_offsets.dim_size(0), batch + 1)
+        var offsets = untracked_immutable(row_offsets.unsafe_ptr())
+        check_offsets(offsets, batch, num_rows)
+        fill_rows(
+            untracked(batch_indices.unsafe_ptr()),
+            untracked(positions.unsafe_ptr()),
+            num_rows,
+            offsets,
+            untracked_immutable(cache_lengths.unsafe_ptr()),
+            batch,
+        )

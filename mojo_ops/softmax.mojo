@@ -1,0 +1,92 @@
+"""The running state of a softmax whose scores arrive in parts.
+
+Scores are in base 2: a natural-log score `x` enters as `x * LOG2E`. So `exp2` serves the
+weights and the lse comes out in the base that FlashInfer's convention asks for.
+"""
+
+from std.math import log2
+from std.memory import bitcast
+from std.utils.numerics import neg_inf
+
+comptime LOG2E: Float32 = 1.4426950408889634
+comptime MINUS_INFINITY = neg_inf[DType.float32]()
+
+
+@always_inline
+def exp2(x: SIMD[DType.float32, _]) -> type_of(x):
+    """The 2^x for x <= 0, to 2 units in the last place; 0 below -125, NaN for NaN.
+
+    The library's float32 `exp2` is off by up to 1.4e-5, more than the whole error that attention may have.
+    """
+    comptime to_integer: Float32 = 12582912  # 1.5 * 2^23: a sum with it keeps the nearest integer in the low bits
+    var rounded = x + to_integer
+    var f = x - (rounded - to_integer)
+    # Interpolates 2^f on [-1/2, 1/2] at the Chebyshev nodes: relative error below 3e-9.
+    var p = f.fma(1.546144469e-4, 1.340042818e-3)
+    p = p.fma(f, 9.618056679e-3).fma(f, 5.550327227e-2).fma(f, 0.2402265092).fma(f, 0.6931472067).fma(f, 1)
+    var power = bitcast[DType.int32, x.length](rounded) << 23
+    var result = bitcast[DType.float32, x.length](bitcast[DType.int32, x.length](p) + power)
+    # Not `max`: that would turn a NaN into a number.
+    return x.lt(-125).select(type_of(x)(0), x.eq(x).select(result, x))
+
+
+struct AttentionState(TrivialRegisterPassable):
+    """The greatest score so far and the sum of `2^(score - greatest)`.
+
+    The sum of weighted values belongs to the caller; every method says by what factor
+    that sum has to be scaled.
+    """
+
+    var greatest: Float32
+    """-inf while no score was seen."""
+    var total: Float32
+    """The sum of the weights, relative to `greatest`."""
+
+    def __init__(out self):
+        """The empty state: its output is 0 and its lse -inf."""
+        self.greatest = MINUS_INFINITY
+        self.total = 0
+
+    def __init__(out self, greatest: Float32, total: Float32):
+        self.greatest = greatest
+        self.total = total
+
+    @staticmethod
+    def of_lse(lse: Float32) -> Self:
+        """The state of a part whose values are already normalised."""
+        return Self(lse, Float32(0) if lse == MINUS_INFINITY else Float32(1))
+
+    @always_inline
+    def raise_to(mut self, score: Float32) -> Float32:
+        """Lifts the reference to `score` if that is greater; returns the factor for the values so far."""
+        if score <= self.greatest:
+            return 1
+        var factor = exp2(self.greatest - score)
+        self.greatest = score
+        self.total *= factor
+        return factor
+
+    @always_inline
+    def add(mut self, weight: Float32):
+        """Adds the sum of the weights of a part, relative to `greatest`."""
+        self.total += weight
+
+    @always_inline
+    def merge(mut self, other: Self) -> Tuple[Float32, Float32]:
+        """Joins another part; returns the factors for this part's and the other's values."""
+        if other.greatest == MINUS_INFINITY:
+            return (Float32(1), Float32(0))
+        var mine = self.raise_to(other.greatest)
+        var theirs = exp2(other.greatest - self.greatest)
+        self.total += other.total * theirs
+        return (mine, theirs)
+
+    @always_inline
+    def normaliser(self) -> Float32:
+        """What the weighted values are multiplied by to become the output; 0 for the empty state."""
+        return 1 / self.total if self.total != 0 else 0
+
+    @always_inline
+    def lse(self) -> Float32:
+        """The log2 of the sum of `2^score`; -inf for the empty state."""
+        return self.greatest + log2(self.total) if self.greatest != MINUS_INFINITY else MINUS_INFINITY

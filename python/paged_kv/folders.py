@@ -1,0 +1,41 @@
+"""Where this package keeps its own files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from paged_kv.errors import ToolchainError
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of this package, created where missing: `$XDG_CACHE_HOME/paged-kv` or the system's own.
+
+    Raises:
+        ToolchainError: it cannot be created or written.
+    """
+    try:
+        folder = _caches() / "paged-kv"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        raise ToolchainError(
+            f"no cache folder ({error}): set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ToolchainError(
+            f"cache folder {folder} cannot be written: set XDG_CACHE_HOME to a folder that can be written"
+        )
+    return folder
+
+
+def _caches() -> Path:
+    """The folder in which programs keep caches on this system."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(named).is_absolute():  # the XDG specification ignores relative paths
+        return Path(named)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    return Path.home() / ".cache"

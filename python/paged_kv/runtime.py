@@ -1,0 +1,122 @@
+"""Compiled variants of the ops: compile a family together, keep it, execute.
+
+A cold compile costs some 15 s for one graph and little more for a few, so a variant that is missing is
+compiled together with its family. One variant serves every storage layout: the storage goes in as flat
+memory, its shape and strides as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, get_args
+
+from max.driver import CPU, Buffer
+from max.dtype import DType
+from max.engine import InferenceSession, Model
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+
+from paged_kv.compiled import load_graphs
+from paged_kv.cpu_target import apply_cpu_target
+from paged_kv.graphs import ops
+from paged_kv.graphs.ops import PagedCache
+
+Op = Literal["append", "gather", "attention"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled graph: an op with its dtypes. Sizes, strides and options are run-time values."""
+
+    op: Op
+    dtype: DType
+    """Of q, or of the rows that append writes and gather returns."""
+    kv_dtype: DType
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.dtype.name}_{self.kv_dtype.name}"
+
+    def family(self) -> list[Variant]:
+        """The variants that are compiled along with this one: every op on the same dtypes."""
+        return [replace(self, op=op) for op in get_args(Op)]
+
+    def build(self, module: Module) -> None:
+        """Adds this variant's graph to `module`.
+
+        Its inputs, in order: the rows (attention: q, row_batch, row_lengths; append: k, v, batch_indices,
+        positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
+        then k_blocks, v_blocks, lookup_table, view, and for attention sm_scale, window_left, logits_soft_cap.
+        """
+        cpu = DeviceRef.CPU()
+
+        def tensor(dtype: DType, *shape: str | int) -> TensorType:
+            return TensorType(dtype, list(shape), cpu)
+
+        rows = {
+            "append": [
+                tensor(self.dtype, "N", "Hk", "D"),
+                tensor(self.dtype, "N", "Hk", "D"),
+                tensor(DType.int32, "N"),
+                tensor(DType.int32, "N"),
+            ],
+            "gather": [tensor(DType.int32, "offsets"), tensor(DType.int8, "N", "Hk", "D")],
+            "attention": [tensor(self.dtype, "R", "Hq", "D"), tensor(DType.int32, "R"), tensor(DType.int32, "R")],
+        }[self.op]
+        storage = [
+            BufferType(self.kv_dtype, ["k_elements"], cpu),
+            BufferType(self.kv_dtype, ["v_elements"], cpu),
+            tensor(DType.uint32, "B", "pages_per_request"),
+            tensor(DType.int64, 12),
+        ]
+        options = [tensor(DType.float32), tensor(DType.int32), tensor(DType.float32)]
+        types = [*rows, *storage, *(options if self.op == "attention" else [])]
+        with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+            args = [value.tensor for value in graph.inputs[: len(rows)]]
+            k_blocks, v_blocks, table, view, *scalars = graph.inputs[len(rows) :]
+            cache = PagedCache(k_blocks.buffer, v_blocks.buffer, table.tensor, "STRIDED", view.tensor)
+            if self.op == "append":
+                ops.append(cache, *args)
+                graph.output()
+            elif self.op == "gather":
+                indptr, like = args
+                num_tokens, heads, head_dim = like.shape
+                graph.output(*ops.gather(cache, indptr, num_tokens, num_kv_heads=heads, head_dim=head_dim))
+            else:
+                scale, window, cap = (value.tensor for value in scalars)
+                graph.output(*ops.attention(cache, *args, sm_scale=scale, window_left=window, logits_soft_cap=cap))
+
+
+class Runtime:
+    """The process's MAX session on the CPU, and the variants loaded in it."""
+
+    def __init__(self) -> None:
+        apply_cpu_target()
+        self.session = InferenceSession(devices=[CPU()])
+        self._models: dict[Variant, Model] = {}
+
+    def load(self, variants: Iterable[Variant]) -> None:
+        """Loads those of `variants` that are missing, compiled in one go where the disk has them not."""
+        missing = sorted({variant for variant in variants if variant not in self._models}, key=lambda v: v.name)
+        if not missing:
+            return
+
+        def build(module: Module) -> None:
+            for variant in missing:
+                variant.build(module)
+
+        models = load_graphs(self.session, " ".join(variant.name for variant in missing), build)
+        self._models.update({variant: models[variant.name] for variant in missing})
+
+    def execute(self, variant: Variant, *inputs: Buffer) -> list[Buffer]:
+        """Runs one variant, loading its family first where needed; see `Variant.build` for the inputs."""
+        if variant not in self._models:
+            self.load(variant.family())
+        return self._models[variant].execute(*inputs)
+
+
+@cache
+def default_runtime() -> Runtime:
+    """The one runtime of this process."""
+    return Runtime()
