@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from max.dtype import DType
 from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, Value
 
+NO_PAGE = 0xFFFFFFFF
+"""The page id that fills the unused entries of a lookup table."""
+
 T = TypeVar("T")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
-class DecodeInputs(Generic[T]):
+class DecodeInputs(Generic[T, B]):
     """One step: for each of `B` requests its next tokens, one after the other (`T` in all).
 
     The same fields in the same order serve as input types, as values inside the graph, and as arrays.
@@ -29,15 +33,15 @@ class DecodeInputs(Generic[T]):
     """`[B]` uint32: tokens already in the cache, those of this step excluded."""
     lookup_table: T
     """`[B, max_pages]` uint32: the pages of each request, enough for this step's tokens too."""
-    blocks: T
+    blocks: B
     """`[pages, 2, layers, page_size, Hk, D]`: K and V of all layers, changed in place."""
 
-    def flatten(self) -> list[T]:
+    def flatten(self) -> list[T | B]:
         """The fields in the order of the graph's inputs."""
         return [getattr(self, field.name) for field in fields(self)]
 
 
-def input_types(dtype: DType, blocks: Sequence[int | str], device: DeviceRef) -> DecodeInputs[TensorType | BufferType]:
+def input_types(dtype: DType, blocks: Sequence[int | str], device: DeviceRef) -> DecodeInputs[TensorType, BufferType]:
     """The graph's input types; `blocks` is the shape of the cache, every other size is symbolic."""
     return DecodeInputs(
         TensorType(DType.int32, ["T"], device),
@@ -48,29 +52,23 @@ def input_types(dtype: DType, blocks: Sequence[int | str], device: DeviceRef) ->
     )
 
 
-def graph_inputs(values: Sequence[Value]) -> DecodeInputs[TensorValue | BufferValue]:
+def graph_inputs(values: Sequence[Value[Any]]) -> DecodeInputs[TensorValue, BufferValue]:
     """A graph's inputs, by name."""
-    *tensors, blocks = values
-    return DecodeInputs(*(value.tensor for value in tensors), blocks.buffer)
+    tokens, row_offsets, cache_lengths, lookup_table, blocks = values
+    return DecodeInputs(tokens.tensor, row_offsets.tensor, cache_lengths.tensor, lookup_table.tensor, blocks.buffer)
 
 
-def step_arrays(
-    tokens: Sequence[Sequence[int]],
-    cache_lengths: Sequence[int],
-    pages: Sequence[Sequence[int]],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """tokens, row_offsets, cache_lengths and lookup_table of one step, from lists by request.
+def step_inputs(
+    tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]], blocks: B
+) -> DecodeInputs[np.ndarray, B]:
+    """One step from lists by request, over the storage `blocks`.
 
-    Table entries past a request's pages hold a page id that no pool has, so that a use of one is an error.
+    Table entries past a request's pages hold a page id that no pool has: a use of one is an error.
     """
-    offsets = np.zeros(len(tokens) + 1, np.uint32)
-    np.cumsum([len(new) for new in tokens], out=offsets[1:])
-    table = np.full((len(pages), max(map(len, pages), default=0)), NO_PAGE, np.uint32)
-    for row, owned in zip(table, pages, strict=True):
+    row_offsets = np.zeros(len(tokens) + 1, np.uint32)
+    np.cumsum([len(new) for new in tokens], out=row_offsets[1:])
+    lookup_table = np.full((len(pages), max(map(len, pages), default=0)), NO_PAGE, np.uint32)
+    for row, owned in zip(lookup_table, pages, strict=True):
         row[: len(owned)] = owned
-    flat = np.concatenate([np.asarray(new, np.int32) for new in tokens]) if tokens else np.zeros(0, np.int32)
-    return flat, offsets, np.asarray(cache_lengths, np.uint32), table
-
-
-NO_PAGE = 0xFFFFFFFF
-"""The page id that fills the unused entries of a lookup table."""
+    flat = np.fromiter((token for new in tokens for token in new), np.int32)
+    return DecodeInputs(flat, row_offsets, np.asarray(cache_lengths, np.uint32), lookup_table, blocks)

@@ -26,6 +26,7 @@ APPEND = "paged_kv_append"
 GATHER = "paged_kv_gather"
 ATTENTION = "paged_kv_attention"
 RAGGED_ROWS = "paged_kv_ragged_rows"
+LINEAR = "paged_kv_linear"
 
 KV_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 
@@ -60,7 +61,9 @@ class PagedCache:
         for name in ("k_blocks", "v_blocks"):
             blocks = getattr(self, name)
             if not isinstance(blocks, BufferValue):
-                raise ContractTypeError(f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}")
+                raise ContractTypeError(
+                    f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}"
+                )
         k, v = self.k_blocks, self.v_blocks
         if k.dtype not in KV_DTYPES:
             raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {_names(KV_DTYPES)}")
@@ -267,6 +270,18 @@ def ragged_rows(
         RAGGED_ROWS, device=device, values=[row_offsets, cache_lengths], out_types=[kind, kind]
     )
     return batch_indices.tensor, positions.tensor
+
+
+def linear(x: TensorValue, w: TensorValue) -> TensorValue:
+    """`x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it; `[M, N]` in x's dtype, summed in float32."""
+    for name, value in (("x", x), ("w", w)):
+        if value.rank != 2:
+            raise ShapeError(f"{name}: rank {value.rank}, expected 2")
+        if value.dtype not in KV_DTYPES:
+            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {_names(KV_DTYPES)}")
+    _check_value("w", w, w.dtype, [None, x.shape[1]], x.device)
+    kind = TensorType(x.dtype, [x.shape[0], w.shape[0]], x.device)
+    return ops.custom(LINEAR, device=x.device, values=[x, w], out_types=[kind])[0].tensor
 
 
 def _scalar(name: str, value: Scalar, dtype: DType) -> TensorValue:

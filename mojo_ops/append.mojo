@@ -27,7 +27,9 @@ def append_rows(
     var row_bytes = max(1, heads * dim * size_of[cache.dtype]())
     var rows_per_task = max(1, BYTES_PER_TASK // row_bytes)
 
-    def task(index: Int) {var cache, var rows, var batch_indices, var positions, var num_rows, var heads, var dim, var rows_per_task}:
+    def task(
+        index: Int,
+    ) {var cache, var rows, var batch_indices, var positions, var num_rows, var heads, var dim, var rows_per_task}:
         for row in range(index * rows_per_task, min(num_rows, (index + 1) * rows_per_task)):
             var request = Int(batch_indices[unsafe_offset=row])
             if request < 0:
@@ -39,7 +41,9 @@ def append_rows(
             else:
                 for head in range(heads):
                     unsafe_memcpy(
-                        dest=cache.block_paged_ptr[1](request, position, head), src=src.unsafe_offset(head * dim), count=dim
+                        dest=cache.block_paged_ptr[1](request, position, head),
+                        src=src.unsafe_offset(head * dim),
+                        count=dim,
                     )
 
     sync_parallelize(task, ceildiv(num_rows, rows_per_task))

@@ -31,8 +31,15 @@ struct PageTable(TrivialRegisterPassable):
         var page = Int(self.entries[unsafe_offset=request * self.max_pages + page_slot])
         if page >= self.num_pages:
             raise Error(
-                "lookup_table: request ", request, ", page slot ", page_slot, " holds page id ", page,
-                ", outside the pool's [0, ", self.num_pages, ")",
+                "lookup_table: request ",
+                request,
+                ", page slot ",
+                page_slot,
+                " holds page id ",
+                page,
+                ", outside the pool's [0, ",
+                self.num_pages,
+                ")",
             )
         return page
 
@@ -41,16 +48,23 @@ struct PageTable(TrivialRegisterPassable):
         var used = ceildiv(length, self.page_size)
         if used > self.max_pages:
             raise Error(
-                "row_lengths: request ", request, " has ", length, " tokens, which need ", used,
-                " pages of ", self.page_size, ", but lookup_table has ", self.max_pages, " columns",
+                "row_lengths: request ",
+                request,
+                " has ",
+                length,
+                " tokens, which need ",
+                used,
+                " pages of ",
+                self.page_size,
+                ", but lookup_table has ",
+                self.max_pages,
+                " columns",
             )
         for page_slot in range(first // self.page_size, used):
             _ = self.page(request, page_slot)
 
 
-def check_same_cache[
-    rank: Int
-](k_shape: IndexList[rank], v_shape: IndexList[rank], k_at: Int, v_at: Int) raises:
+def check_same_cache[rank: Int](k_shape: IndexList[rank], v_shape: IndexList[rank], k_at: Int, v_at: Int) raises:
     """K and V have one shape; only arrays that hold both (rank 5, 6) may be, and must be, the same."""
     if k_shape != v_shape:
         raise Error("v_blocks: shape ", v_shape, " differs from k_blocks' ", k_shape)
@@ -82,9 +96,7 @@ def check_equal(what: StaticString, found: Int, expected: Int) raises:
         raise Error(what, " is ", found, ", expected ", expected)
 
 
-def check_rows(
-    table: PageTable, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits
-) raises:
+def check_rows(table: PageTable, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits) raises:
     """Checks the rows of an attention call and every page that they read."""
     table.check_shape()
     var first = List[Int](length=table.batch, fill=Int.MAX)
@@ -124,8 +136,17 @@ def check_append(table: PageTable, batch_indices: RowPointer, positions: RowPoin
         var page_slot, slot = divmod(position, table.page_size)
         if page_slot >= table.max_pages:
             raise Error(
-                "positions: row ", row, " (request ", request, ") has position ", position,
-                ", past the ", table.max_pages, " pages of ", table.page_size, " in lookup_table",
+                "positions: row ",
+                row,
+                " (request ",
+                request,
+                ") has position ",
+                position,
+                ", past the ",
+                table.max_pages,
+                " pages of ",
+                table.page_size,
+                " in lookup_table",
             )
         var page = table.page(request, page_slot)
         var key = page * table.page_size + slot + 1
@@ -133,8 +154,17 @@ def check_append(table: PageTable, batch_indices: RowPointer, positions: RowPoin
         while seen[probe] != 0:
             if seen[probe] == key:
                 raise Error(
-                    "positions: row ", row, " (request ", request, ", position ", position,
-                    ") writes slot ", slot, " of page ", page, ", which an earlier row already writes",
+                    "positions: row ",
+                    row,
+                    " (request ",
+                    request,
+                    ", position ",
+                    position,
+                    ") writes slot ",
+                    slot,
+                    " of page ",
+                    page,
+                    ", which an earlier row already writes",
                 )
             probe = (probe + 1) & (capacity - 1)
         seen[probe] = key

@@ -171,7 +171,9 @@ def dot(a: Vector, b: Vector, count: Int) -> Float32:
 def accumulate(target: Vector, weight: Float32, x: Vector, count: Int):
     """`target += weight * x`."""
     for i in range(0, count, WIDTH):
-        var sum = x.unsafe_load[width=WIDTH](i).fma(SIMD[DType.float32, WIDTH](weight), target.unsafe_load[width=WIDTH](i))
+        var sum = x.unsafe_load[width=WIDTH](i).fma(
+            SIMD[DType.float32, WIDTH](weight), target.unsafe_load[width=WIDTH](i)
+        )
         target.unsafe_store(i, sum)
 
 

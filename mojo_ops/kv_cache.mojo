@@ -8,12 +8,16 @@ from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.utils import IndexList
 from layout import ComptimeInt, Coord, IntTuple, Layout, TileTensor, UNKNOWN_VALUE
 from layout.tile_layout import Layout as TileLayout
+from max.gpu.host import DeviceContext
+from max.gpu.host.nvidia.tma import TensorMapSwizzle
+
+from .storage import PageStrides, page_shape
+from .tma import PageBox, box_slots, create_page_map
 
 
 @fieldwise_init
-struct KVCacheStaticParams(Equatable, TrivialRegisterPassable):
-    """What a cache's type knows at compile time; `UNKNOWN_VALUE` leaves a field to run time.
-    """
+struct KVCacheStaticParams(Equatable, TrivialRegisterPassable, Writable):
+    """What a cache's type knows at compile time; `UNKNOWN_VALUE` leaves a field to run time."""
 
     var num_heads: Int
     """KV heads."""
@@ -26,71 +30,6 @@ struct KVCacheStaticParams(Equatable, TrivialRegisterPassable):
         self.num_heads = num_heads
         self.head_size = head_size
         self.is_mla = False
-
-
-@fieldwise_init
-struct PageStrides(Equatable, TrivialRegisterPassable):
-    """Where element `[page, slot, head, 0]` lies in a storage array, in elements.
-
-    `start + page * page_stride + slot * slot_stride + head * head_stride`, 64 bits each.
-    """
-
-    var start: Int
-    var page: Int
-    var slot: Int
-    var head: Int
-
-    @staticmethod
-    def read(numbers: Pointer[Int64, ImmUntrackedOrigin]) -> Self:
-        """The four strides from memory, in the order of the fields."""
-        return Self(
-            Int(numbers[unsafe_offset=0]),
-            Int(numbers[unsafe_offset=1]),
-            Int(numbers[unsafe_offset=2]),
-            Int(numbers[unsafe_offset=3]),
-        )
-
-    @staticmethod
-    def of[
-        kv_layout: StaticString, rank: Int
-    ](shape: IndexList[rank], is_value: Bool, layer: Int = 0) -> Self:
-        """The strides of K or V inside a contiguous storage array.
-
-        Parameters:
-            kv_layout: "NHD" (heads inside a slot) or "HND" (slots inside a head).
-            rank: 4: K or V alone, `[page, ...]`; 5: both, `[page, 2, ...]`;
-                6: both, of every layer, `[page, 2, layer, ...]`.
-
-        Args:
-            shape: The shape of the array.
-            is_value: False for K (index 0), True for V (index 1); unused for rank 4.
-            layer: The layer; unused below rank 6.
-        """
-        comptime assert kv_layout == "NHD" or kv_layout == "HND", "kv_layout is NHD or HND"
-        comptime assert rank >= 4 and rank <= 6, "a cache has 4, 5 or 6 dimensions"
-        var head_dim = shape[rank - 1]
-        var row = shape[rank - 2] * head_dim
-        var half = shape[rank - 3] * row
-        var start = 0
-        comptime if rank == 6:
-            start = layer * half
-            half *= shape[2]
-        var page = half
-        comptime if rank >= 5:
-            start += half if is_value else 0
-            page *= 2
-        comptime if kv_layout == "NHD":
-            return Self(start, page, slot=row, head=head_dim)
-        else:
-            return Self(start, page, slot=head_dim, head=row)
-
-
-def page_shape[kv_layout: StaticString, rank: Int](shape: IndexList[rank]) -> IndexList[4]:
-    """`(pages, page_size, kv_heads, head_dim)` of a storage array."""
-    comptime nhd = kv_layout == "NHD"
-    var slots = shape[rank - 3] if nhd else shape[rank - 2]
-    var heads = shape[rank - 2] if nhd else shape[rank - 3]
-    return IndexList[4](shape[0], slots, heads, shape[rank - 1])
 
 
 comptime TablePointer = Pointer[UInt32, ImmUntrackedOrigin]
@@ -115,12 +54,8 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
 
     # All strides but the last are run-time values: one type then stands for
     # NHD, HND and the buffer of all layers.
-    comptime blocks_shape = IntTuple(
-        UNKNOWN_VALUE, Self.page_size, Self.kv_params.num_heads, Self.kv_params.head_size
-    )
-    comptime blocks_layout = Layout(
-        Self.blocks_shape, IntTuple(UNKNOWN_VALUE, UNKNOWN_VALUE, UNKNOWN_VALUE, 1)
-    )
+    comptime blocks_shape = IntTuple(UNKNOWN_VALUE, Self.page_size, Self.kv_params.num_heads, Self.kv_params.head_size)
+    comptime blocks_layout = Layout(Self.blocks_shape, IntTuple(UNKNOWN_VALUE, UNKNOWN_VALUE, UNKNOWN_VALUE, 1))
     comptime BlocksLayout = TileLayout[
         shape_types=Coord[Int64, Int64, Int64, Int64].element_types,
         stride_types=Coord[Int64, Int64, Int64, ComptimeInt[1]].element_types,
@@ -197,15 +132,11 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
         )
         self.cache_lengths = Self.cache_lengths_type(
             ptr=cache_lengths.or_else(lookup_table),
-            layout=Self.LengthsLayout(
-                Coord(Int64(batch if cache_lengths else 0)), Coord(ComptimeInt[1]())
-            ),
+            layout=Self.LengthsLayout(Coord(Int64(batch if cache_lengths else 0)), Coord(ComptimeInt[1]())),
         )
         self.lookup_table = Self.lookup_table_type(
             ptr=lookup_table,
-            layout=Self.TableLayout(
-                Coord(Int64(batch), Int64(max_pages)), Coord(Int64(max_pages), ComptimeInt[1]())
-            ),
+            layout=Self.TableLayout(Coord(Int64(batch), Int64(max_pages)), Coord(Int64(max_pages), ComptimeInt[1]())),
         )
         self.max_seq_length = UInt32(max_seq_length)
         self.max_cache_length = UInt32(max_cache_length)
@@ -215,7 +146,8 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
 
     @staticmethod
     def get_type_name() -> String:
-        return "PagedKVCache"
+        """The name that an error about a kernel's arguments shows."""
+        return String("PagedKVCache[", Self.dtype, ", ", Self.kv_params, ", ", Self.page_size, "]")
 
     @staticmethod
     def get_device_type_name() -> String:
@@ -223,7 +155,7 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
 
     @staticmethod
     def max_tile_size() -> Int:
-        """The most consecutive tokens that one `block_paged_ptr` can span: a page."""
+        """The most tokens that one `block_paged_ptr` can span: a page's; `UNKNOWN_VALUE` where the type has none."""
         return Self.page_size
 
     # Sizes: a compile-time constant where the type knows it, so that divisions by it fold away.
@@ -274,6 +206,7 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
     @always_inline
     def cache_length(self, batch_idx: Int) -> Int:
         """The tokens cached for one request."""
+        debug_assert(batch_idx < Int(self.cache_lengths.dim[0]()), "the view holds no length for request ", batch_idx)
         return Int(self.cache_lengths.ptr[unsafe_offset=batch_idx])
 
     def empty_cache(self) -> Bool:
@@ -294,7 +227,14 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
     def page(self, batch_idx: Int, page_slot: Int) -> Int:
         """The id of the `page_slot`-th page of a request."""
         var columns = Int(self.lookup_table.layout.stride[0]().value())
+        debug_assert(page_slot < columns, "page slot ", page_slot, " of a lookup table with ", columns, " columns")
         return Int(self.lookup_table.ptr[unsafe_offset=batch_idx * columns + page_slot])
+
+    @always_inline
+    def locate(self, batch_idx: Int, tok_idx: Int) -> Tuple[Int, Int]:
+        """The page and the slot of a token."""
+        var page_slot, slot = divmod(tok_idx, self.slots())
+        return (self.page(batch_idx, page_slot), slot)
 
     @always_inline
     def offset(self, page: Int, slot: Int, head_idx: Int, head_dim_idx: Int = 0) -> Int:
@@ -310,8 +250,8 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
         so a large pool has more than 2^32 of them. Needs a page stride that is a
         multiple of the slot stride, as in every contiguous layout.
         """
-        var page_slot, slot = divmod(Int(tok_idx), self.slots())
-        return self.page(Int(batch_idx), page_slot) * (self.strides().page // self.row_pitch()) + slot
+        var page, slot = self.locate(Int(batch_idx), Int(tok_idx))
+        return page * (self.strides().page // self.row_pitch()) + slot
 
     @always_inline
     def col_idx(self, head_idx: UInt32) -> Int:
@@ -335,14 +275,14 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
         comptime assert (
             Self.page_size == UNKNOWN_VALUE or Self.page_size % tile_size == 0
         ), "a tile must not cross a page: page_size is no multiple of tile_size"
-        var page_slot, slot = divmod(start_tok_idx, self.slots())
-        var page = self.page(batch_idx, page_slot)
+        var page, slot = self.locate(batch_idx, start_tok_idx)
+        debug_assert(
+            slot + tile_size <= self.slots(), "a tile of ", tile_size, " tokens at slot ", slot, " crosses a page"
+        )
         return self.blocks.ptr.unsafe_offset(self.offset(page, slot, head_idx, head_dim_idx))
 
     @always_inline
-    def load[
-        width: Int
-    ](self, bs: Int, head_idx: Int, tok_idx: Int, head_dim_idx: Int) -> SIMD[Self.dtype, width]:
+    def load[width: Int](self, bs: Int, head_idx: Int, tok_idx: Int, head_dim_idx: Int) -> SIMD[Self.dtype, width]:
         """`width` elements of token `tok_idx` of request `bs`, from `head_dim_idx` on."""
         return self.block_paged_ptr[1](bs, tok_idx, head_idx, head_dim_idx).unsafe_load[width=width]()
 
@@ -350,3 +290,44 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
     def store(self, bs: Int, head_idx: Int, tok_idx: Int, head_dim_idx: Int, val: SIMD[Self.dtype, _]):
         """Writes `val` to token `tok_idx` of request `bs`, from `head_dim_idx` on."""
         self.block_paged_ptr[1](bs, tok_idx, head_idx, head_dim_idx).unsafe_store(val)
+
+    # TMA
+
+    def create_tma_tile[
+        tile_m: Int, tile_n: Int, swizzle_mode: TensorMapSwizzle, *, is_k_major: Bool = True
+    ](self, ctx: DeviceContext) raises -> PageBox[
+        Self.dtype, box_slots(Self.page_size, tile_m), tile_n, swizzle_mode, is_k_major
+    ]:
+        """The cache's tensor map; `tma_coords` gives the coordinates of a copy.
+
+        Unlike MAX's, which sees a matrix of `row_idx` and `col_idx`, this map has four dimensions
+        `[page, slot, head, dim]`, so that any strides and any number of rows will do; a copy stays
+        within one page and one head, a tile of several pages takes several.
+
+        Parameters:
+            tile_m: Tokens in a tile; a box has as many slots, but no more than a page
+                (where `page_size` is unknown, the caller picks `tile_m` to suit the page).
+            tile_n: Elements of a head that one `async_copy_4d` fetches; whole swizzle atoms.
+            swizzle_mode: How rows of a box are permuted in shared memory.
+            is_k_major: Whether the matrix multiply reduces over head_dim (K) or over tokens (V).
+                A box has the same bytes either way; only the type tells them apart.
+
+        Args:
+            ctx: The device that holds the cache.
+
+        Raises:
+            Where the hardware cannot address the cache: its address and strides have to be
+            multiples of 16 bytes.
+        """
+        var shape = IndexList[4](self.num_pages(), self.slots(), self.num_heads(), self.head_dim())
+        return create_page_map[box_slots(Self.page_size, tile_m), tile_n, swizzle_mode, is_k_major=is_k_major](
+            ctx, self.blocks.ptr, shape, self.strides()
+        )
+
+    @always_inline
+    def tma_coords(
+        self, batch_idx: Int, tok_idx: Int, head_idx: Int, head_dim_idx: Int = 0
+    ) -> Tuple[Int, Int, Int, Int]:
+        """Where the box begins that starts with this token: `(dim, head, slot, page)`."""
+        var page, slot = self.locate(batch_idx, tok_idx)
+        return (head_dim_idx, head_idx, slot, page)

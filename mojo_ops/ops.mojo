@@ -17,10 +17,22 @@ from max.runtime.asyncrt import parallelism_level
 from std.utils import IndexList
 
 from .append import append_rows
-from .checks import PageTable, RowPointer, check_append, check_equal, check_gather, check_heads, check_offsets, check_rows, check_same_cache, check_view
+from .checks import (
+    PageTable,
+    RowPointer,
+    check_append,
+    check_equal,
+    check_gather,
+    check_heads,
+    check_offsets,
+    check_rows,
+    check_same_cache,
+    check_view,
+)
 from .decode_cpu import AttentionRows, attend_rows
 from .gather import gather_rows
 from .kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, TablePointer, page_shape
+from .linear import Linear, widen
 from .logits import Logits
 from .rows import fill_rows
 
@@ -235,3 +247,29 @@ struct RaggedRows:
             untracked_immutable(cache_lengths.unsafe_ptr()),
             batch,
         )
+
+
+@extensibility.register("paged_kv_linear")
+struct LinearLayer:
+    """Computes `y = x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it, y `[M, N]` in x's dtype."""
+
+    @staticmethod
+    def execute[
+        dtype: DType, weight_dtype: DType, //, target: StaticString
+    ](
+        y: OutputTensor[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=2, ...],
+        w: InputTensor[dtype=weight_dtype, rank=2, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var m = x.dim_size(0)
+        var k = x.dim_size(1)
+        check_equal("w: its second dimension", w.dim_size(1), k)
+        var wide = List[Float32](length=m * k, fill=0)
+        var wide_x = untracked(wide.unsafe_ptr())
+        widen(untracked(x.unsafe_ptr()), wide_x, m * k)
+        var call = Linear[dtype, weight_dtype](
+            untracked(y.unsafe_ptr()), wide_x, untracked(w.unsafe_ptr()), m, w.dim_size(0), k
+        )
+        call.run(parallelism_level(None))
+        _ = wide^

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
 
 from paged_kv.compiled import load_graphs
 from paged_kv.cpu_target import apply_cpu_target
@@ -54,7 +54,7 @@ class Variant:
         def tensor(dtype: DType, *shape: str | int) -> TensorType:
             return TensorType(dtype, list(shape), cpu)
 
-        rows = {
+        rows: list[TensorType] = {
             "append": [
                 tensor(self.dtype, "N", "Hk", "D"),
                 tensor(self.dtype, "N", "Hk", "D"),
@@ -64,14 +64,14 @@ class Variant:
             "gather": [tensor(DType.int32, "offsets"), tensor(DType.int8, "N", "Hk", "D")],
             "attention": [tensor(self.dtype, "R", "Hq", "D"), tensor(DType.int32, "R"), tensor(DType.int32, "R")],
         }[self.op]
-        storage = [
+        storage: list[Type[Any]] = [
             BufferType(self.kv_dtype, ["k_elements"], cpu),
             BufferType(self.kv_dtype, ["v_elements"], cpu),
             tensor(DType.uint32, "B", "pages_per_request"),
             tensor(DType.int64, 12),
         ]
         options = [tensor(DType.float32), tensor(DType.int32), tensor(DType.float32)]
-        types = [*rows, *storage, *(options if self.op == "attention" else [])]
+        types: list[Type[Any]] = [*rows, *storage, *(options if self.op == "attention" else [])]
         with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             args = [value.tensor for value in graph.inputs[: len(rows)]]
             k_blocks, v_blocks, table, view, *scalars = graph.inputs[len(rows) :]

@@ -1,0 +1,96 @@
+"""A Llama checkpoint, compiled and bound to its weights, with the pages of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from max.dtype import DType
+from max.engine import Model
+
+from paged_kv.arrays import numpy_dtype, to_buffer
+from paged_kv.compiled import load_graphs
+from paged_kv.graphs.config import LlamaConfig
+from paged_kv.graphs.inputs import step_inputs
+from paged_kv.graphs.llama import STEP, build_step, cache_shape
+from paged_kv.graphs.weights import OnProgress, open_checkpoint
+from paged_kv.runtime import Runtime, default_runtime
+
+
+class LlamaModel:
+    """Runs decode steps. It owns the storage of the pages; which request owns which page is the caller's business."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Mapping[str, Any],
+        *,
+        dtype: DType,
+        num_pages: int,
+        page_size: int,
+        on_compile: Callable[[], None] = lambda: None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """Compiles the step, or reads it from disk, and binds `weights` without copying them.
+
+        Args:
+            weights: By checkpoint name, in `dtype`; they must outlive the model.
+            dtype: Of weights, activations and cache.
+            num_pages: Pages of the cache; memory is used as pages are first written.
+            on_compile: Called before a compile (some 20 s, once per model geometry and machine).
+        """
+        self.config = config
+        self.weights = weights
+        self.num_pages = num_pages
+        self.page_size = page_size
+        runtime = runtime or default_runtime()
+        models = load_graphs(
+            runtime.session,
+            f"llama {dtype.name} page_size={page_size} {config}",
+            lambda module: build_step(config, dtype, page_size, module),
+            weights=weights,
+            on_compile=on_compile,
+        )
+        self._model: Model = models[STEP]
+        shape = [int(size) for size in cache_shape(config, num_pages, page_size)]
+        self._blocks = to_buffer(np.empty(shape, numpy_dtype(dtype)))
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path | str,
+        *,
+        dtype: DType,
+        num_pages: int,
+        page_size: int = 16,
+        on_progress: OnProgress | None = None,
+        on_compile: Callable[[], None] = lambda: None,
+    ) -> LlamaModel:
+        """The model of a Hugging Face folder, its weights memory-mapped and converted only where `dtype` differs.
+
+        Raises:
+            CheckpointError: the folder does not hold a checkpoint that this package runs.
+        """
+        config = LlamaConfig.from_folder(folder)
+        weights = open_checkpoint(folder).load(config, dtype, on_progress)
+        return cls(config, weights, dtype=dtype, num_pages=num_pages, page_size=page_size, on_compile=on_compile)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: K and V of all layers."""
+        return self._blocks.num_elements * self._blocks.dtype.size_in_bytes // max(self.num_pages, 1)
+
+    def step(
+        self, tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """Appends each request's new tokens to the cache; logits `[B, vocab]` float32 after the last of them.
+
+        Args:
+            tokens: At least one new token of each of `B` requests.
+            cache_lengths: Tokens that each request has in the cache.
+            pages: Page ids of each request, enough for the new tokens too.
+        """
+        inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
+        return self._model.execute(*map(to_buffer, inputs.flatten()))[0].to_numpy()

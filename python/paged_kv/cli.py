@@ -1,0 +1,230 @@
+"""The command line: `paged-kv demo | generate | doctor`.
+
+stdout carries results alone; progress, statistics and errors go to stderr. Bad input is one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paged_kv import __version__
+from paged_kv.errors import ContractError, PagedKVError
+
+if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
+    from paged_kv.graphs.generate import Generation, Statistics
+    from paged_kv.graphs.model import LlamaModel
+    from paged_kv.graphs.tokenizer import Tokenizer
+
+DEMO_PROMPTS = (
+    "a",
+    "the pages of a cache",
+    "once a prompt is longer than a page, its keys and values go on in another page, anywhere in the pool",
+    "shuffled " * 30,
+)
+DEMO_NEW_TOKENS = 48
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits: 0 fine, 1 a check failed, 2 bad input, 130 interrupted."""
+    sys.exit(_run(args))
+
+
+def _run(args: Sequence[str] | None) -> int:
+    try:
+        status = commands.main(args=args, prog_name="paged-kv", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.ClickException as error:
+        return _refuse(error.format_message())
+    except PagedKVError as error:
+        return _refuse(str(error))
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return 130
+    except BrokenPipeError:  # the reader of stdout has gone, as `head` does
+        sys.stdout = None
+        return 0
+    return status if isinstance(status, int) else 0
+
+
+def _refuse(message: str) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return 2
+
+
+def _note(message: str) -> None:
+    click.echo(message, err=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def commands() -> None:
+    """A paged KV cache and decode attention for LLM inference on MAX."""
+
+
+@commands.command()
+def doctor() -> int:
+    """Print what was found: toolchain, CPU and its target, GPUs, cache folder."""
+    from paged_kv.doctor import collect, render
+
+    report = collect()
+    click.echo(render(report))
+    return report.exit_status
+
+
+@commands.command()
+@click.option("--model", "folder", type=click.Path(path_type=Path), required=True, help="Checkpoint folder.")
+@click.option("--prompt", "prompts", multiple=True, required=True, help="Repeat it for a batch.")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens after each prompt.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus sampling.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random streams, one a prompt.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: the checkpoint's own.")
+@click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
+@click.option("--pages", type=int, help="Pages of the cache. Default: what these prompts can need.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt, as it ends.")
+def generate(
+    folder: Path,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    dtype: str | None,
+    page_size: int,
+    pages: int | None,
+    as_json: bool,
+) -> None:
+    """Continue prompts with a Llama checkpoint in Hugging Face format, all of them as one batch."""
+    from paged_kv.graphs.config import LlamaConfig
+    from paged_kv.graphs.generate import Generation, pages_for
+    from paged_kv.graphs.sampling import Sampler
+    from paged_kv.graphs.tokenizer import Tokenizer
+
+    if page_size < 1:
+        raise ContractError(f"--page-size must be at least 1, not {page_size}")
+    if pages is not None and pages < 1:
+        raise ContractError(f"--pages must be at least 1, not {pages}")
+    sampler = Sampler(temperature, top_p, seed)
+    config = LlamaConfig.from_folder(folder)
+    tokenizer = Tokenizer(folder, config)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    needed = pages_for(config, encoded, max_new_tokens, page_size)
+    if pages is not None and needed > pages:
+        raise ContractError(f"--pages {pages} is too few: prompts and new tokens need {needed} pages of {page_size}")
+    model = _load(folder, config.dtype if dtype is None else dtype, pages or needed, page_size)
+    run = Generation(model, encoded, max_new_tokens, sampler, frozenset(config.eos_token_ids))
+    _print_texts(run, tokenizer, prompts, as_json)
+    _print_statistics(run.statistics, model)
+
+
+@commands.command()
+def demo() -> int:
+    """Decode four prompts with a small made-up model, and check the tokens against a recompute without a cache."""
+    from paged_kv.arrays import to_numpy
+    from paged_kv.folders import cache_folder
+    from paged_kv.graphs.config import LlamaConfig
+    from paged_kv.graphs.demo import write_demo_checkpoint
+    from paged_kv.graphs.generate import Generation, pages_for
+    from paged_kv.graphs.oracle import recompute
+    from paged_kv.graphs.sampling import Sampler
+    from paged_kv.graphs.tokenizer import Tokenizer
+
+    folder = write_demo_checkpoint(cache_folder() / "demo")
+    _note(f"model: {folder} (random weights: its text is noise)")
+    config = LlamaConfig.from_folder(folder)
+    tokenizer = Tokenizer(folder, config)
+    encoded = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
+    model = _load(folder, "float32", pages_for(config, encoded, DEMO_NEW_TOKENS, 16), 16)
+    run = Generation(model, encoded, DEMO_NEW_TOKENS, Sampler(), frozenset(config.eos_token_ids))
+    generated = _print_texts(run, tokenizer, DEMO_PROMPTS, as_json=False)
+    _print_statistics(run.statistics, model)
+
+    weights = {name: to_numpy(buffer) for name, buffer in model.weights.items()}
+    equal = 0
+    for prompt, new in zip(encoded, generated, strict=True):
+        logits = recompute(config, weights, [*prompt, *new[:-1]])  # [T, vocab]
+        equal += sum(int(row.argmax()) == token for row, token in zip(logits[len(prompt) - 1 :], new, strict=True))
+    total = sum(map(len, generated))
+    click.echo(f"\npaged tokens equal to those of a recompute without a cache: {equal} of {total}")
+    return 0 if equal == total else 1
+
+
+def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int) -> LlamaModel:
+    from max.dtype import DType
+
+    from paged_kv.graphs.model import LlamaModel
+    from paged_kv.graphs.weights import progress_bar
+
+    with progress_bar("weights") as on_progress:
+        return LlamaModel.from_folder(
+            folder,
+            dtype=DType.bfloat16 if dtype == "bfloat16" else DType.float32,
+            num_pages=num_pages,
+            page_size=page_size,
+            on_progress=on_progress,
+            on_compile=lambda: _note("compiling the decode step: about a minute, once for this model and machine"),
+        )
+
+
+def _print_texts(run: Generation, tokenizer: Tokenizer, prompts: Sequence[str], as_json: bool) -> list[list[int]]:
+    """Prints each prompt's text as it comes; returns the generated tokens, by prompt.
+
+    One prompt's text streams at a time, in order: what the others have by then waits for its heading.
+    """
+    tokens: list[list[int]] = [[] for _ in prompts]
+    waiting = ["" for _ in prompts]
+    streams = [tokenizer.stream() for _ in prompts]
+    done: set[int] = set()
+    shown = 0
+
+    def heading(index: int) -> str:
+        return "" if len(prompts) == 1 else f"{chr(10) * (index > 0)}=== prompt {index + 1}: {prompts[index]}\n"
+
+    if not as_json:
+        click.echo(heading(0), nl=False)
+    for emitted in run:
+        index = emitted.request
+        tokens[index].append(emitted.token)
+        waiting[index] += streams[index].push(emitted.token)
+        if emitted.finish:
+            waiting[index] += streams[index].flush()
+            done.add(index)
+        if as_json:
+            if emitted.finish:
+                record = {
+                    "prompt": prompts[index],
+                    "text": waiting[index],
+                    "tokens": len(tokens[index]),
+                    "finish_reason": emitted.finish,
+                    "index": index,
+                }
+                click.echo(json.dumps(record, ensure_ascii=False))
+            continue
+        while shown < len(prompts):
+            click.echo(waiting[shown], nl=False)
+            waiting[shown] = ""
+            if shown not in done:
+                break
+            click.echo()
+            shown += 1
+            if shown < len(prompts):
+                click.echo(heading(shown), nl=False)
+    return tokens
+
+
+def _print_statistics(statistics: Statistics, model: LlamaModel) -> None:
+    def rate(tokens: int, seconds: float) -> str:
+        return f"{tokens} tokens, {tokens / seconds:.1f} tokens/s" if seconds else f"{tokens} tokens"
+
+    _note(f"prompt: {rate(statistics.prompt_tokens, statistics.prefill_seconds)}")
+    _note(f"decode: {rate(statistics.decode_tokens, statistics.decode_seconds)}")
+    used = statistics.peak_pages
+    _note(f"pages: {used} used, of {model.num_pages} ({model.page_size} tokens, {model.page_bytes} bytes each)")
