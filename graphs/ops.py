@@ -176,9 +176,8 @@ def gather(
     `num_kv_heads` and `head_dim` are needed where the storage is strided, and are the cache's elsewhere.
     """
     _check(cache, "indptr", indptr, DType.int32, [None])
-    heads, dim = num_kv_heads or cache.num_kv_heads, head_dim or cache.head_dim
-    if heads is None or dim is None:
-        raise ContractError("num_kv_heads and head_dim are needed where kv_layout is 'STRIDED'")
+    heads = _size("num_kv_heads", num_kv_heads, cache.num_kv_heads)
+    dim = _size("head_dim", head_dim, cache.head_dim)
     kind = TensorType(cache.dtype, [num_tokens, heads, dim], cache.device)
     k, v = ops.inplace_custom(
         GATHER,
@@ -215,12 +214,11 @@ def attention(
         o `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
         has o = 0 and lse = -inf.
     """
-    if q.rank != 3:
-        raise ShapeError(f"q: rank {q.rank}, expected 3 [R, Hq, D]")
+    _check_tensor("q", q)
     if q.dtype not in KV_DTYPES:
         raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {_names(KV_DTYPES)}")
-    rows, heads, head_dim = q.shape
     _check(cache, "q", q, q.dtype, [None, None, cache.head_dim])
+    rows, heads, head_dim = q.shape
     _check(cache, "row_batch", row_batch, DType.int32, [rows])
     _check(cache, "row_lengths", row_lengths, DType.int32, [rows])
     kv_heads = cache.num_kv_heads
@@ -232,9 +230,11 @@ def attention(
         if not isinstance(head_dim, StaticDim):
             raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
         sm_scale = 1 / math.sqrt(int(head_dim))
-    if isinstance(window_left, int) and window_left < -1:
-        raise ContractError(f"window_left must be at least -1 (-1 = off), not {window_left}")
-    if isinstance(logits_soft_cap, float | int) and not 0 <= logits_soft_cap < math.inf:
+    if not isinstance(sm_scale, TensorValue) and not math.isfinite(sm_scale):
+        raise ContractError(f"sm_scale must be finite, not {sm_scale}")
+    if not isinstance(window_left, TensorValue) and (window_left < -1 or window_left % 1 != 0):
+        raise ContractError(f"window_left must be an integer of at least -1 (-1 = off), not {window_left}")
+    if not isinstance(logits_soft_cap, TensorValue) and not 0 <= logits_soft_cap < math.inf:
         raise ContractError(f"logits_soft_cap must be finite and at least 0 (0 = off), not {logits_soft_cap}")
     o, lse = ops.inplace_custom(
         ATTENTION,
@@ -262,6 +262,7 @@ def ragged_rows(
     Rows `[row_offsets[b], row_offsets[b + 1])` (`[B + 1]` uint32) are request `b`'s next tokens after the
     `cache_lengths[b]` (`[B]` uint32) that it has. Rows past the last are padding: batch index -1, position 0.
     """
+    _check_tensor("row_offsets", row_offsets)
     device = row_offsets.device
     for name, value in (("row_offsets", row_offsets), ("cache_lengths", cache_lengths)):
         _check_value(name, value, DType.uint32, [None], device)
@@ -292,14 +293,29 @@ def _scalar(name: str, value: Scalar, dtype: DType) -> TensorValue:
     return ops.constant(value, dtype, DeviceRef.CPU())
 
 
+def _size(name: str, given: Dim | str | int | None, found: Dim | None) -> Dim:
+    """A size of the cache, from the caller where the storage is strided; both where they agree."""
+    if found is None:
+        if given is None:
+            raise ContractError(f"{name} is needed where kv_layout is 'STRIDED'")
+        return Dim(given)
+    if given is not None and Dim(given) != found:
+        raise ShapeError(f"{name} is {given}, the cache has {found}")
+    return found
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, TensorValue):
+        raise ContractTypeError(f"{name} must be a graph tensor, not {type(value).__name__}")
+
+
 def _check(cache: PagedCache, name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None]) -> None:
     _check_value(name, value, dtype, shape, cache.device)
 
 
 def _check_value(name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None], device: DeviceRef) -> None:
     """Dtype, rank, dimensions (None = any) and device of one argument."""
-    if not isinstance(value, TensorValue):
-        raise ContractTypeError(f"{name} must be a graph tensor, not {type(value).__name__}")
+    _check_tensor(name, value)
     if value.dtype != dtype:
         raise ContractTypeError(f"{name}: dtype {value.dtype.name}, expected {dtype.name}")
     if value.rank != len(shape):

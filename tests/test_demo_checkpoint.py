@@ -58,15 +58,15 @@ def test_transformers_reads_it_and_computes_the_same(folder):
 def test_its_greedy_text_does_not_collapse(folder):
     config, weights = load(folder)
     tokenizer = Tokenizer(folder, config)
-    for prompt in ("Hello", "a", "Once upon a time there was a paged cache"):
+    for prompt in ("Hello", "Once upon a time"):
         tokens = tokenizer.encode(prompt)
-        for _ in range(48):
+        for _ in range(32):
             tokens.append(int(recompute(config, weights, tokens, np.float32)[-1].argmax()))
         text = tokenizer.decode(tokens)[len(prompt) :]
-        assert len(text) == 48
+        assert len(text) == 32
         assert text.isascii()
         assert text.isprintable()
-        assert max(text.count(letter) for letter in set(text)) < 16
+        assert max(text.count(letter) for letter in set(text)) < 12
 
 
 def test_a_seed_always_gives_the_same_weights(folder, tmp_path):
@@ -142,14 +142,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_two_writers_at_once_agree(tmp_path, monkeypatch):
-    """The other process is done between our last look and our rename."""
-    folder, write = tmp_path / "demo", demo._write
+    """The other process is done just before our rename."""
+    folder, move = tmp_path / "demo", demo._move
 
-    def overtaken(made, seed):
-        write(made, seed)
-        monkeypatch.setattr(demo, "_write", write)
-        write_demo_checkpoint(folder, seed=seed)
+    def overtaken(made, path, seed):
+        monkeypatch.setattr(demo, "_move", move)
+        write_demo_checkpoint(path, seed=seed)
+        move(made, path, seed)
 
-    monkeypatch.setattr(demo, "_write", overtaken)
+    monkeypatch.setattr(demo, "_move", overtaken)
     assert digest(write_demo_checkpoint(folder))
     assert {file.name for file in folder.iterdir()} == FILES
+    assert list(tmp_path.iterdir()) == [folder]

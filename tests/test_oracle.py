@@ -6,7 +6,7 @@ import torch
 
 from checkpoints import make_checkpoint, relative_error
 from paged_kv.errors import ContractError
-from paged_kv.graphs.config import LlamaConfig
+from paged_kv.graphs.config import LlamaConfig, expected_tensors
 from paged_kv.graphs.oracle import recompute
 
 LLAMA3 = {
@@ -21,7 +21,8 @@ LLAMA3 = {
 
 def build(folder, **overrides):
     model = make_checkpoint(folder, **overrides)
-    return LlamaConfig.from_folder(folder), model, {k: v.numpy() for k, v in model.state_dict().items()}
+    config, state = LlamaConfig.from_folder(folder), model.state_dict()
+    return config, model, {name: state[name].numpy() for name in expected_tensors(config)}
 
 
 @pytest.mark.parametrize(
