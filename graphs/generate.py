@@ -73,7 +73,7 @@ class Emitted:
 
 @dataclass
 class Statistics:
-    """What a run did; times in seconds."""
+    """What a run did; times in seconds. A step that mixes prompts and decoding is shared by their tokens."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -96,6 +96,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         """Refuses, before anything runs, what could not be carried through."""
+        if self.max_step_tokens < 1:
+            raise ContractError(f"max_step_tokens must be at least 1, not {self.max_step_tokens}")
         model = self.model
         needed = pages_for(model.config, self.prompts, self.max_new_tokens, model.page_size)
         if needed > model.num_pages:
@@ -133,10 +135,10 @@ class Generation:
                 yield Emitted(request.index, token, finish)
 
     def _schedule(self, running: Sequence[Request]) -> list[tuple[Request, list[int]]]:
-        """The next step: decoding requests first, for each is one token, then prompts while there is room."""
+        """The next step: decoding requests first, for each is one token, then prompts, the shortest rest first."""
         room = self.max_step_tokens
         step = []
-        for request in sorted(running, key=lambda r: len(r.tokens) - r.cached):
+        for request in sorted(running, key=lambda r: (r.cached < r.prompt_length, len(r.tokens) - r.cached)):
             new = request.tokens[request.cached : request.cached + max(room, 0)]
             room -= len(new)
             if new:
@@ -155,12 +157,11 @@ class Generation:
         statistics = self.statistics
         statistics.peak_pages = max(statistics.peak_pages, pool.num_used)
         count = sum(len(new) for _, new in step)
-        if all(request.cached >= request.prompt_length for request, _ in step):
-            statistics.decode_tokens += count
-            statistics.decode_seconds += seconds
-        else:
-            statistics.prompt_tokens += count
-            statistics.prefill_seconds += seconds
+        prompt = sum(len(new) for request, new in step if request.cached < request.prompt_length)
+        statistics.prompt_tokens += prompt
+        statistics.decode_tokens += count - prompt
+        statistics.prefill_seconds += seconds * prompt / count
+        statistics.decode_seconds += seconds * (count - prompt) / count
         for request, new in step:
             request.cached += len(new)
         return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class LlamaModel:
         runtime = runtime or default_runtime()
         models = load_graphs(
             runtime.session,
-            f"llama {dtype.name} page_size={page_size} {config}",
+            f"llama {dtype.name} page_size={page_size} {_geometry(config)}",
             lambda module: build_step(config, dtype, page_size, module),
             weights=weights,
             on_compile=on_compile,
@@ -94,3 +95,8 @@ class LlamaModel:
         """
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
         return self._model.execute(*map(to_buffer, inputs.flatten()))[0].to_numpy()
+
+
+def _geometry(config: LlamaConfig) -> LlamaConfig:
+    """`config` without what the compiled step does not depend on."""
+    return replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)
