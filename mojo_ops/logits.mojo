@@ -44,7 +44,9 @@ struct Logits(TrivialRegisterPassable):
         """The base-2 scores of one query head for consecutive tokens from `token` on."""
         var x = dot * self.scale
         if self.has_alibi:
-            x = iota[DType.float32, dot.length](Float32(token)).fma(type_of(dot)(self.alibi_slopes[unsafe_offset=head]), x)
+            x = iota[DType.float32, dot.length](Float32(token)).fma(
+                type_of(dot)(self.alibi_slopes[unsafe_offset=head]), x
+            )
         if self.soft_cap > 0:
             x = self.soft_cap * tanh(x / self.soft_cap)
         return x * LOG2E

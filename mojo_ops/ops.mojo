@@ -30,6 +30,7 @@ from .checks import (
     check_view,
 )
 from .decode_cpu import AttentionRows, attend_rows
+from .decode_tiles import attend_tiles
 from .gather import gather_rows
 from .kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, TablePointer, page_shape
 from .linear import Linear, widen
@@ -238,7 +239,10 @@ struct Attention:
         check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
         logits.check()
         check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
-        attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+        if rows.rope_theta == 0:
+            attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
+        else:
+            attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_ragged_rows")

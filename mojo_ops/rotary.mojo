@@ -3,7 +3,6 @@
 from std.math import cos, exp, log, pi, round, sin
 
 
-
 struct Rotary(Movable):
     """Rotates one head by its position: dimension `i` turns with dimension `i + D / 2` by
     `position * theta^(-2 i / D) / scale`.
