@@ -180,9 +180,8 @@ def gather(
     `num_kv_heads` and `head_dim` are needed where the storage is strided, and are the cache's elsewhere.
     """
     _check(cache, "indptr", indptr, DType.int32, [None])
-    heads, dim = num_kv_heads or cache.num_kv_heads, head_dim or cache.head_dim
-    if heads is None or dim is None:
-        raise ContractError("num_kv_heads and head_dim are needed where kv_layout is 'STRIDED'")
+    heads = _size("num_kv_heads", num_kv_heads, cache.num_kv_heads)
+    dim = _size("head_dim", head_dim, cache.head_dim)
     kind = TensorType(cache.dtype, [num_tokens, heads, dim], cache.device)
     k, v = ops.inplace_custom(
         GATHER,
@@ -201,7 +200,14 @@ def attention(
     row_lengths: TensorValue,
     *,
     layer: int = 0,
-    options: AttentionOptions | None = None,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    rope_theta: float | None = None,
+    rope_scale: float = 1.0,
     alibi_slopes: TensorValue | None = None,
     sinks: TensorValue | None = None,
 ) -> tuple[TensorValue, TensorValue]:
@@ -211,7 +217,8 @@ def attention(
     (both `[R]` int32); a decode step has one row a request, a prefill one row a token.
 
     Args:
-        options: Scale, window, soft cap, quantisation scales, rotary embedding.
+        sm_scale, window_left, logits_soft_cap, q_scale, k_scale, v_scale, rope_theta, rope_scale: see
+            `paged_kv.options.AttentionOptions`, which also checks them.
         alibi_slopes: `[Hq]` float32: adds `slope * token` to a scaled score.
         sinks: `[Hq]` float32: natural-log scores that join the softmax's denominator alone, and so the lse.
 
@@ -219,14 +226,14 @@ def attention(
         o `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
         has o = 0 and lse = -inf.
     """
-    options = options or AttentionOptions()
+    options = AttentionOptions(
+        sm_scale, window_left, logits_soft_cap, q_scale, k_scale, v_scale, rope_theta, rope_scale
+    )
+    _check_tensor("q", q)
     head_dim = q.shape[-1] if q.rank else Dim(0)
-    if isinstance(head_dim, StaticDim):
-        numbers = options.numbers(max(int(head_dim), 1))
-    elif options.sm_scale is not None:
-        numbers = options.numbers(1)
-    else:
-        raise ContractError(f"options: sm_scale is needed where head_dim is symbolic ({head_dim})")
+    if sm_scale is None and not isinstance(head_dim, StaticDim):
+        raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
+    numbers = options.numbers(max(int(head_dim), 1) if isinstance(head_dim, StaticDim) else 1)
     none = np.zeros(0, np.float32)
     return attention_at_run_time(
         cache,
@@ -258,14 +265,13 @@ def attention_at_run_time(
     `options` `[5]` float32 is `AttentionOptions.numbers`, `window_left` an int32 scalar; `alibi_slopes` and `sinks`
     have `[Hq]` or no entries. All four lie on the host.
     """
-    if q.rank != 3:
-        raise ShapeError(f"q: rank {q.rank}, expected 3 [R, Hq, D]")
+    _check_tensor("q", q)
     if q.dtype not in DTYPES:
         raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {_names(DTYPES)}")
     if cache.dtype not in KV_DTYPES:
         raise ContractTypeError(f"k_blocks: dtype {cache.dtype.name} is none of {_names(KV_DTYPES)}")
-    rows, heads, head_dim = q.shape
     _check(cache, "q", q, q.dtype, [None, None, cache.head_dim])
+    rows, heads, head_dim = q.shape
     _check(cache, "row_batch", row_batch, DType.int32, [rows])
     _check(cache, "row_lengths", row_lengths, DType.int32, [rows])
     kv_heads = cache.num_kv_heads
@@ -297,6 +303,7 @@ def ragged_rows(
     Rows `[row_offsets[b], row_offsets[b + 1])` (`[B + 1]` uint32) are request `b`'s next tokens after the
     `cache_lengths[b]` (`[B]` uint32) that it has. Rows past the last are padding: batch index -1, position 0.
     """
+    _check_tensor("row_offsets", row_offsets)
     device = row_offsets.device
     for name, value in (("row_offsets", row_offsets), ("cache_lengths", cache_lengths)):
         _check_value(name, value, DType.uint32, [None], device)
@@ -324,14 +331,29 @@ def _constant(values: np.ndarray) -> TensorValue:
     return ops.constant(values, DType.from_numpy(values.dtype), DeviceRef.CPU())
 
 
+def _size(name: str, given: Dim | str | int | None, found: Dim | None) -> Dim:
+    """A size of the cache, from the caller where the storage is strided; both where they agree."""
+    if found is None:
+        if given is None:
+            raise ContractError(f"{name} is needed where kv_layout is 'STRIDED'")
+        return Dim(given)
+    if given is not None and Dim(given) != found:
+        raise ShapeError(f"{name} is {given}, the cache has {found}")
+    return found
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, TensorValue):
+        raise ContractTypeError(f"{name} must be a graph tensor, not {type(value).__name__}")
+
+
 def _check(cache: PagedCache, name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None]) -> None:
     _check_value(name, value, dtype, shape, cache.device)
 
 
 def _check_value(name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None], device: DeviceRef) -> None:
     """Dtype, rank, dimensions (None = any) and device of one argument."""
-    if not isinstance(value, TensorValue):
-        raise ContractTypeError(f"{name} must be a graph tensor, not {type(value).__name__}")
+    _check_tensor(name, value)
     if value.dtype != dtype:
         raise ContractTypeError(f"{name}: dtype {value.dtype.name}, expected {dtype.name}")
     if value.rank != len(shape):

@@ -11,7 +11,7 @@ from paged_kv.graphs.config import LlamaConfig, checkpoint_folder
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 _UNFINISHED = 3  # a character has at most four bytes: at most three can wait for the last
-_CONTEXT = 8  # tokens that a stream decodes again, since a token's text depends on those before it
+_CONTEXT = 8  # tokens after which a stream forgets older ones, whole character or not
 
 
 class Tokenizer:
@@ -72,21 +72,39 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._recent: list[int] = []
-        self._shown = 0  # characters of decode(_recent) that were returned
+        self._recent: list[int] = []  # a token's text depends on those before it: these are decoded together
+        self._new = 0  # how many of them came after the last whole character
+        self._shown = ""  # their text, as far as it was returned
 
     def push(self, token: int) -> str:
         """The text that this token completes, perhaps none."""
         self._recent.append(token)
-        text = self._tokenizer.decode(self._recent)
-        waiting = min(len(text) - len(text.rstrip(_REPLACEMENT)), _UNFINISHED)
-        piece = text[self._shown : len(text) - waiting]
-        self._recent = self._recent[-_CONTEXT:]
-        self._shown = max(0, len(self._tokenizer.decode(self._recent)) - waiting)
+        self._new += 1
+        text = self._text()
+        # Where characters are spelt in byte tokens, an unfinished one spoils the whole ones beside it. Those stay as
+        # they were shown, and what is new is decoded by itself.
+        if not text.startswith(self._shown):
+            self._recent, self._shown = self._recent[-self._new :], ""
+            text = self._text()
+        waiting = _waiting(text)
+        piece = text[len(self._shown) : len(text) - waiting]
+        self._shown += piece
+        if (piece and not waiting) or self._new > _CONTEXT:
+            self._recent, self._new = self._recent[-self._new :], 0
+            text = self._text()
+            self._shown = text[: len(text) - waiting]
         return piece
 
     def flush(self) -> str:
         """The text still waiting, unfinished characters as U+FFFD. The stream is then at its start again."""
-        piece = self._tokenizer.decode(self._recent)[self._shown :]
-        self._recent, self._shown = [], 0
+        piece = self._text()[len(self._shown) :]
+        self._recent, self._new, self._shown = [], 0, ""
         return piece
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._recent)
+
+
+def _waiting(text: str) -> int:
+    """How many characters at the end of a text may still change."""
+    return min(len(text) - len(text.rstrip(_REPLACEMENT)), _UNFINISHED)

@@ -200,7 +200,8 @@ def _promised_bytes(file: Path) -> int | None:
 
 
 def _address(view: Buffer) -> int:
-    return int(view.view(DType.uint8, (view.num_elements * view.element_size,)).to_numpy().ctypes.data)
+    # NumPy's DLPack does not know bfloat16; Buffer.to_numpy may copy.
+    return int(np.from_dlpack(view.view(DType.uint8, (view.num_elements * view.element_size,))).ctypes.data)
 
 
 def _copy(name: str, stored: StoredTensor, dtype: DType) -> Buffer:
@@ -214,5 +215,5 @@ def _copy(name: str, stored: StoredTensor, dtype: DType) -> Buffer:
         for start in range(0, stored.shape[0], rows):
             stop = min(start + rows, stored.shape[0])
             result[start:stop] = source[start:stop]
-    # NumPy's DLPack does not know bfloat16: the bits travel as bytes.
+    # NumPy's DLPack does not know bfloat16: its bits travel as bytes.
     return Buffer.from_numpy(result.reshape(-1).view(np.uint8)).view(dtype, stored.shape)

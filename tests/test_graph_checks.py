@@ -136,7 +136,7 @@ OWN = [
     ("attention", {"types": {"q": tensor(F32, 4, 6, 64), "row_batch": tensor(I32, 5)}}, ShapeError, "row_batch.*5.*4"),
     ("attention", {"window_left": -2}, ContractError, "window_left.*-2"),
     ("attention", {"window_left": np.int32(-2)}, ContractError, "window_left.*-2"),
-    ("attention", {"window_left": 2.5}, ContractError, "window_left.*2.5"),
+    ("attention", {"window_left": 2.5}, ContractTypeError, "window_left.*2.5"),
     ("attention", {"logits_soft_cap": -1}, ContractError, "logits_soft_cap.*-1"),
     ("attention", {"logits_soft_cap": math.nan}, ContractError, "logits_soft_cap.*nan"),
     ("attention", {"logits_soft_cap": np.float32(math.inf)}, ContractError, "logits_soft_cap.*inf"),
@@ -183,21 +183,28 @@ def test_symbolic_head_dim_needs_a_scale():
     refuse("attention", change, ContractError, "sm_scale.*D")
 
 
-@pytest.mark.parametrize("name", ["sm_scale", "window_left", "logits_soft_cap"])
-def test_options_as_graph_values(name):
-    """On the host, without dimensions, of the right dtype."""
-    dtype, other = (I32, F32) if name == "window_left" else (F32, I32)
-    for kind, error, message in (
-        (tensor(other), ContractTypeError, f"{name}.*{other.name}"),
-        (tensor(dtype, 1), ShapeError, f"{name}.*rank 1"),
-        (tensor(dtype, device=GPU), ContractError, f"{name} is on gpu"),
-    ):
-        with Graph("option", input_types=[*TYPES.values(), kind]) as graph:
-            args = dict(zip(TYPES, graph.inputs, strict=False))
-            cache = PagedCache(args["k_blocks"].buffer, args["v_blocks"].buffer, args["lookup_table"].tensor)
-            rows = (args[key].tensor for key in ("q", "row_batch", "row_lengths"))
-            with pytest.raises(error, match=message):
-                ops.attention(cache, *rows, **{name: graph.inputs[-1].tensor})
+@pytest.mark.parametrize(
+    ("name", "kind", "error", "message"),
+    [
+        ("window_left", tensor(F32), ContractTypeError, "window_left.*float32"),
+        ("window_left", tensor(I32, 1), ShapeError, "window_left.*rank 1"),
+        ("window_left", tensor(I32, device=GPU), ContractError, "window_left is on gpu"),
+        ("options", tensor(I32, 5), ContractTypeError, "options.*int32"),
+        ("options", tensor(F32, 4), ShapeError, "options.*4.*5"),
+        ("alibi_slopes", tensor(F32, 5), ShapeError, "alibi_slopes.*5.*6"),
+        ("sinks", tensor(F32, 6, 1), ShapeError, "sinks.*rank 2"),
+        ("sinks", tensor(F32, 6, device=GPU), ContractError, "sinks is on gpu"),
+    ],
+)
+def test_options_as_graph_values(name, kind, error, message):
+    kinds = {"alibi_slopes": tensor(F32, 6), "sinks": tensor(F32, 0), "window_left": tensor(I32)}
+    kinds = {**kinds, "options": tensor(F32, 5), name: kind}
+    with Graph("options", input_types=[*TYPES.values(), *kinds.values()]) as graph:
+        args = dict(zip([*TYPES, *kinds], graph.inputs, strict=True))
+        cache = PagedCache(args["k_blocks"].buffer, args["v_blocks"].buffer, args["lookup_table"].tensor)
+        rows = (args[key].tensor for key in ("q", "row_batch", "row_lengths"))
+        with pytest.raises(error, match=message):
+            ops.attention_at_run_time(cache, *rows, **{key: args[key].tensor for key in kinds})
 
 
 @pytest.mark.parametrize("op", ["append", "gather", "attention", "ragged_rows"])

@@ -1,0 +1,232 @@
+"""AttentionState and exp2, against Float64."""
+
+from std.math import log2
+from std.memory import bitcast
+from std.testing import TestSuite, assert_almost_equal, assert_equal, assert_true
+from std.utils.numerics import inf, isnan, nan
+
+from mojo_ops.softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
+
+comptime NAN = nan[DType.float32]()
+comptime INFINITY = inf[DType.float32]()
+
+
+def exp2_64(x: Float64) -> Float64:
+    """The Taylor series of e^(f ln 2), with the integer part of x as a power of two."""
+    comptime ln2: Float64 = 0.69314718055994530942
+    var whole = Int(x)
+    var f = (x - Float64(whole)) * ln2
+    var term = Float64(1)
+    var sum = Float64(1)
+    for i in range(1, 30):
+        term *= f / Float64(i)
+        sum += term
+    for _ in range(abs(whole)):
+        sum *= 0.5 if whole < 0 else 2.0
+    return sum
+
+
+def scores() -> List[Float32]:
+    """Base-2 scores of 40 tokens, far apart and close together."""
+    var scores = List[Float32]()
+    for i in range(40):
+        scores.append(Float32((i * 37) % 41) * 0.75 - Float32(i % 7) * 3.5 - 4)
+    return scores^
+
+
+struct Part(Copyable):
+    """Scores `[begin, end)` and their values 1, 2, 3 ...: a state and its weighted sum."""
+
+    var state: AttentionState
+    var sum: Float32
+
+    def __init__(out self, scores: List[Float32], begin: Int, end: Int):
+        self.state = AttentionState()
+        self.sum = 0
+        for i in range(begin, end):
+            self.sum *= self.state.raise_to(scores[i])
+            var weight = exp2(scores[i] - self.state.greatest)
+            self.state.add(weight)
+            self.sum += weight * Float32(i + 1)
+
+    def merge(mut self, other: Self):
+        var mine, theirs = self.state.merge(other.state)
+        self.sum = self.sum * mine + other.sum * theirs
+
+    def check(self, scores: List[Float32], begin: Int, end: Int) raises:
+        """Compares with a softmax over `[begin, end)` in Float64."""
+        var total = Float64(0)
+        var sum = Float64(0)
+        for i in range(begin, end):
+            var weight = exp2_64(Float64(scores[i]))
+            total += weight
+            sum += weight * Float64(i + 1)
+        assert_almost_equal(Float64(self.state.lse()), log2(total), atol=1e-6, rtol=1e-6)
+        var output = Float64(self.sum * self.state.normaliser())
+        assert_almost_equal(output, sum / total, atol=0, rtol=1e-6)
+
+
+def check_empty(state: AttentionState) raises:
+    assert_equal(state.lse(), MINUS_INFINITY)
+    assert_equal(state.normaliser(), 0)
+    assert_equal(state.total, 0)
+
+
+def test_exp2_accuracy() raises:
+    """A relative error of 2^-23, two units in the last place at most, from 0 down to the end of its range."""
+    assert_almost_equal(exp2_64(0.5), 1.4142135623730951, atol=0, rtol=1e-15)
+    assert_equal(exp2_64(-3), 0.125)
+    assert_almost_equal(exp2_64(-124.3), 3.8191924134344818e-38, atol=0, rtol=1e-14)
+    var worst = Float64(0)
+    for i in range(125 * 1024 + 1):
+        var x = -Float32(i) / 1024
+        var expected = exp2_64(Float64(x))
+        worst = max(worst, abs(Float64(exp2(x)) / expected - 1))
+    assert_true(worst <= 1.0 / (1 << 23), String("off by ", worst))
+
+
+def test_exp2_is_exact_at_integers() raises:
+    var expected = Float32(1)
+    for i in range(126):
+        assert_equal(exp2(Float32(-i)), expected)
+        expected *= 0.5
+
+
+def test_exp2_of_what_is_no_score() raises:
+    assert_equal(exp2(MINUS_INFINITY), 0)
+    assert_equal(exp2(Float32(-125.01)), 0)
+    assert_equal(exp2(Float32(-3e38)), 0)
+    assert_true(isnan(exp2(NAN)))
+    # A NaN may carry any bits; arithmetic on them must not make it a number.
+    for payload in [Int32(0x7FC00001), Int32(-1), Int32(0x7F800001)]:
+        assert_true(isnan(exp2(bitcast[DType.float32, 1](payload))))
+
+
+def test_exp2_of_a_vector() raises:
+    var found = exp2(SIMD[DType.float32, 8](0, -1, -2.5, MINUS_INFINITY, NAN, -126, -0.125, -20))
+    for lane in [0, 1, 2, 3, 5, 6, 7]:
+        assert_equal(found[lane], exp2(SIMD[DType.float32, 8](0, -1, -2.5, MINUS_INFINITY, 0, -126, -0.125, -20)[lane]))
+    assert_true(isnan(found[4]))
+
+
+def test_log2e() raises:
+    assert_almost_equal(exp2_64(Float64(LOG2E)), 2.718281828459045, atol=0, rtol=1e-7)
+
+
+def test_empty_state() raises:
+    check_empty(AttentionState())
+    check_empty(AttentionState.of_lse(MINUS_INFINITY))
+    var state = AttentionState()
+    assert_equal(state.raise_to(MINUS_INFINITY), 1)
+    check_empty(state)
+
+
+def test_one_element() raises:
+    for score in [Float32(0), Float32(-1000.25), Float32(88.5), Float32(3e38)]:
+        var state = AttentionState()
+        assert_equal(state.raise_to(score), 0)
+        state.add(1)
+        assert_equal(state.lse(), score)
+        assert_equal(state.normaliser(), 1)
+
+
+def test_merge_of_empties() raises:
+    var state = AttentionState()
+    var mine, theirs = state.merge(AttentionState())
+    assert_equal(mine, 1)
+    assert_equal(theirs, 0)
+    check_empty(state)
+
+
+def test_merge_with_an_empty_changes_nothing() raises:
+    var all = scores()
+    var whole = Part(all, 0, 40)
+    var before = Part(all, 40, 40)
+    before.merge(whole)
+    var after = whole.copy()
+    after.merge(Part(all, 40, 40))
+    for merged in [before^, after^]:
+        assert_equal(merged.state.greatest, whole.state.greatest)
+        assert_equal(merged.state.total, whole.state.total)
+        assert_equal(merged.sum, whole.sum)
+
+
+def test_a_whole() raises:
+    var all = scores()
+    Part(all, 0, 40).check(all, 0, 40)
+    Part(all, 7, 8).check(all, 7, 8)
+
+
+def test_merge_of_parts_is_the_whole() raises:
+    """Any cut, either order, empties among the parts."""
+    var all = scores()
+    for cut in range(41):
+        var left = Part(all, 0, cut)
+        left.merge(Part(all, cut, 40))
+        left.check(all, 0, 40)
+        var right = Part(all, cut, 40)
+        right.merge(Part(all, 0, cut))
+        right.check(all, 0, 40)
+
+
+def test_merge_of_many_parts() raises:
+    var all = scores()
+    for length in [1, 3, 16]:
+        var merged = Part(all, 0, 0)
+        for begin in range(0, 40, length):
+            merged.merge(Part(all, begin, min(40, begin + length)))
+        merged.check(all, 0, 40)
+
+
+def test_merge_of_normalised_parts() raises:
+    """What merges outputs that are already divided by their sums: only the lse is known of them."""
+    var all = scores()
+    for cut in [0, 1, 20, 40]:
+        var merged = Part(all, 0, 0)
+        for begin, end in [(0, cut), (cut, 40)]:
+            var part = Part(all, begin, end)
+            part.sum *= part.state.normaliser()
+            part.state = AttentionState.of_lse(part.state.lse())
+            merged.merge(part)
+        merged.check(all, 0, 40)
+
+
+def test_scores_far_apart() raises:
+    """The lesser part vanishes; nothing overflows."""
+    var all: List[Float32] = [3e38, -3e38, 1000, -1000]
+    for begin in range(4):
+        var merged = Part(all, begin, begin + 1)
+        for other in range(4):
+            if other != begin:
+                merged.merge(Part(all, other, other + 1))
+        assert_equal(merged.state.lse(), 3e38)
+        assert_equal(merged.sum * merged.state.normaliser(), 1)
+
+
+def test_a_masked_score_weighs_nothing() raises:
+    var all: List[Float32] = [MINUS_INFINITY, 2, MINUS_INFINITY]
+    var part = Part(all, 1, 3)
+    assert_equal(part.state.lse(), 2)
+    assert_equal(part.sum * part.state.normaliser(), 2)
+
+
+def test_nan_stays() raises:
+    """A NaN score shows in the result, whatever comes before, after, or from the other side of a merge."""
+    var before: List[Float32] = [NAN, 1]
+    var after: List[Float32] = [1, NAN]
+    for all in [before^, after^]:
+        assert_true(isnan(Part(all, 0, 2).state.lse()))
+        assert_true(isnan(Part(all, 0, 2).state.normaliser()))
+        var merged = Part(all, 0, 1)
+        merged.merge(Part(all, 1, 2))
+        assert_true(isnan(merged.state.lse()))
+        assert_true(isnan(merged.sum * merged.state.normaliser()))
+
+
+def test_an_infinite_score_gives_nan() raises:
+    var all: List[Float32] = [1, INFINITY]
+    assert_true(isnan(Part(all, 0, 2).state.lse()))
+
+
+def main() raises:
+    TestSuite.discover_tests[__functions_in_module()]().run()
