@@ -6,7 +6,6 @@ Names of ops live here and nowhere else. Shapes below use `N` and `R` rows, `B` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,9 +17,9 @@ from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.options import AttentionOptions
 
 KVLayout = Literal["NHD", "HND", "STRIDED"]
-Scalar = float | int | TensorValue
 
 APPEND = "paged_kv_append"
 GATHER = "paged_kv_gather"
@@ -28,7 +27,12 @@ ATTENTION = "paged_kv_attention"
 RAGGED_ROWS = "paged_kv_ragged_rows"
 LINEAR = "paged_kv_linear"
 
-KV_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+"""Of queries, outputs and linear layers."""
+KV_DTYPES = (*DTYPES, DType.float8_e4m3fn, DType.float8_e5m2)
+"""Of a cache that is attended to."""
+BITS = (DType.uint8, DType.uint16, DType.uint32)
+"""A cache of any type may stand as one of these, of its size, where rows are only moved: append and gather."""
 
 
 def kernels() -> Path:
@@ -65,8 +69,8 @@ class PagedCache:
                     f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}"
                 )
         k, v = self.k_blocks, self.v_blocks
-        if k.dtype not in KV_DTYPES:
-            raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {_names(KV_DTYPES)}")
+        if k.dtype not in KV_DTYPES + BITS:
+            raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {_names(KV_DTYPES + BITS)}")
         if v.dtype != k.dtype:
             raise ContractTypeError(f"v_blocks: dtype {v.dtype.name} differs from k_blocks' {k.dtype.name}")
         if v.device != k.device:
@@ -129,7 +133,7 @@ class PagedCache:
             raise ContractError(f"layer is {layer}, the cache has {layers}")
         view = self.view
         if view is None:
-            view = ops.constant(np.array([layer], np.int64), DType.int64, DeviceRef.CPU())
+            view = _constant(np.array([layer], np.int64))
         return [self.k_blocks, self.v_blocks, self.lookup_table, view]
 
 
@@ -196,9 +200,16 @@ def attention(
     row_lengths: TensorValue,
     *,
     layer: int = 0,
-    sm_scale: Scalar | None = None,
-    window_left: Scalar = -1,
-    logits_soft_cap: Scalar = 0.0,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    rope_theta: float | None = None,
+    rope_scale: float = 1.0,
+    alibi_slopes: TensorValue | None = None,
+    sinks: TensorValue | None = None,
 ) -> tuple[TensorValue, TensorValue]:
     """Attention of `R` query rows over the pages of their requests: decode and causal prefill alike.
 
@@ -206,17 +217,59 @@ def attention(
     (both `[R]` int32); a decode step has one row a request, a prefill one row a token.
 
     Args:
-        sm_scale: Multiplies q . k; `1 / sqrt(D)` where None.
-        window_left: Tokens before the last that are kept; -1 keeps all (FlashInfer's convention).
-        logits_soft_cap: `cap * tanh(x / cap)`; 0 is off.
+        sm_scale, window_left, logits_soft_cap, q_scale, k_scale, v_scale, rope_theta, rope_scale: see
+            `paged_kv.options.AttentionOptions`, which also checks them.
+        alibi_slopes: `[Hq]` float32: adds `slope * token` to a scaled score.
+        sinks: `[Hq]` float32: natural-log scores that join the softmax's denominator alone, and so the lse.
 
     Returns:
         o `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
         has o = 0 and lse = -inf.
     """
+    options = AttentionOptions(
+        sm_scale, window_left, logits_soft_cap, q_scale, k_scale, v_scale, rope_theta, rope_scale
+    )
     _check_tensor("q", q)
-    if q.dtype not in KV_DTYPES:
-        raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {_names(KV_DTYPES)}")
+    head_dim = q.shape[-1] if q.rank else Dim(0)
+    if sm_scale is None and not isinstance(head_dim, StaticDim):
+        raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
+    numbers = options.numbers(max(int(head_dim), 1) if isinstance(head_dim, StaticDim) else 1)
+    none = np.zeros(0, np.float32)
+    return attention_at_run_time(
+        cache,
+        q,
+        row_batch,
+        row_lengths,
+        alibi_slopes=_constant(none) if alibi_slopes is None else alibi_slopes,
+        sinks=_constant(none) if sinks is None else sinks,
+        window_left=ops.constant(options.window_left, DType.int32, DeviceRef.CPU()),
+        options=_constant(numbers),
+        layer=layer,
+    )
+
+
+def attention_at_run_time(
+    cache: PagedCache,
+    q: TensorValue,
+    row_batch: TensorValue,
+    row_lengths: TensorValue,
+    *,
+    alibi_slopes: TensorValue,
+    sinks: TensorValue,
+    window_left: TensorValue,
+    options: TensorValue,
+    layer: int = 0,
+) -> tuple[TensorValue, TensorValue]:
+    """`attention` with its options as values of the graph.
+
+    `options` `[5]` float32 is `AttentionOptions.numbers`, `window_left` an int32 scalar; `alibi_slopes` and `sinks`
+    have `[Hq]` or no entries. All four lie on the host.
+    """
+    _check_tensor("q", q)
+    if q.dtype not in DTYPES:
+        raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {_names(DTYPES)}")
+    if cache.dtype not in KV_DTYPES:
+        raise ContractTypeError(f"k_blocks: dtype {cache.dtype.name} is none of {_names(KV_DTYPES)}")
     _check(cache, "q", q, q.dtype, [None, None, cache.head_dim])
     rows, heads, head_dim = q.shape
     _check(cache, "row_batch", row_batch, DType.int32, [rows])
@@ -226,28 +279,16 @@ def attention(
         raise ShapeError(f"q: its {heads} heads are no multiple of the cache's {kv_heads} KV heads")
     if isinstance(head_dim, StaticDim) and not (8 <= int(head_dim) <= 512 and int(head_dim) % 8 == 0):
         raise ShapeError(f"q: head_dim {head_dim} is no multiple of 8 from 8 to 512")
-    if sm_scale is None:
-        if not isinstance(head_dim, StaticDim):
-            raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
-        sm_scale = 1 / math.sqrt(int(head_dim))
-    if not isinstance(sm_scale, TensorValue) and not math.isfinite(sm_scale):
-        raise ContractError(f"sm_scale must be finite, not {sm_scale}")
-    if not isinstance(window_left, TensorValue) and (window_left < -1 or window_left % 1 != 0):
-        raise ContractError(f"window_left must be an integer of at least -1 (-1 = off), not {window_left}")
-    if not isinstance(logits_soft_cap, TensorValue) and not 0 <= logits_soft_cap < math.inf:
-        raise ContractError(f"logits_soft_cap must be finite and at least 0 (0 = off), not {logits_soft_cap}")
+    host = DeviceRef.CPU()
+    for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        none = isinstance(value, TensorValue) and list(value.shape) == [Dim(0)]
+        _check_value(name, value, DType.float32, [None if none else heads], host)
+    _check_value("window_left", window_left, DType.int32, [], host)
+    _check_value("options", options, DType.float32, [Dim(5)], host)
     o, lse = ops.inplace_custom(
         ATTENTION,
         device=cache.device,
-        values=[
-            q,
-            row_batch,
-            row_lengths,
-            *cache.operands(layer),
-            _scalar("sm_scale", sm_scale, DType.float32),
-            _scalar("window_left", window_left, DType.int32),
-            _scalar("logits_soft_cap", logits_soft_cap, DType.float32),
-        ],
+        values=[q, row_batch, row_lengths, *cache.operands(layer), alibi_slopes, sinks, window_left, options],
         out_types=[TensorType(q.dtype, q.shape, cache.device), TensorType(DType.float32, [rows, heads], cache.device)],
         parameters={"kv_layout": cache.kv_layout},
     )
@@ -278,19 +319,16 @@ def linear(x: TensorValue, w: TensorValue) -> TensorValue:
     for name, value in (("x", x), ("w", w)):
         if value.rank != 2:
             raise ShapeError(f"{name}: rank {value.rank}, expected 2")
-        if value.dtype not in KV_DTYPES:
-            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {_names(KV_DTYPES)}")
+        if value.dtype not in DTYPES:
+            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {_names(DTYPES)}")
     _check_value("w", w, w.dtype, [None, x.shape[1]], x.device)
     kind = TensorType(x.dtype, [x.shape[0], w.shape[0]], x.device)
     return ops.custom(LINEAR, device=x.device, values=[x, w], out_types=[kind])[0].tensor
 
 
-def _scalar(name: str, value: Scalar, dtype: DType) -> TensorValue:
-    """A host scalar: a constant of the graph, or a value that comes in at run time."""
-    if isinstance(value, TensorValue):
-        _check_value(name, value, dtype, [], DeviceRef.CPU())
-        return value
-    return ops.constant(value, dtype, DeviceRef.CPU())
+def _constant(values: np.ndarray) -> TensorValue:
+    """Numbers on the host, part of the graph."""
+    return ops.constant(values, DType.from_numpy(values.dtype), DeviceRef.CPU())
 
 
 def _size(name: str, given: Dim | str | int | None, found: Dim | None) -> Dim:

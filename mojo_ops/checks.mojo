@@ -43,12 +43,13 @@ struct PageTable(TrivialRegisterPassable):
             )
         return page
 
-    def check_tokens(self, request: Int, first: Int, length: Int) raises:
+    def check_tokens(self, what: StaticString, request: Int, first: Int, length: Int) raises:
         """Refuses a request whose tokens `[first, length)` do not all lie in pages of the pool."""
         var used = ceildiv(length, self.page_size)
         if used > self.max_pages:
             raise Error(
-                "row_lengths: request ",
+                what,
+                ": request ",
                 request,
                 " has ",
                 length,
@@ -77,18 +78,23 @@ def check_same_cache[rank: Int](k_shape: IndexList[rank], v_shape: IndexList[ran
 
 def check_view(what: StaticString, shape: IndexList[4], strides: PageStrides, size: Int) raises:
     """A strided view `[page, slot, head, dim]` lies within its `size` elements."""
-    var last = strides.start
+    var is_empty = False
     for axis in range(4):
         if shape[axis] < 0:
             raise Error(what, ": shape ", shape, " has a negative dimension")
-    if shape[0] * shape[1] * shape[2] * shape[3] == 0:
+        is_empty |= shape[axis] == 0
+    if is_empty:
         return
     if strides.start < 0 or strides.page < 0 or strides.slot < 0 or strides.head < 0:
         raise Error(what, ": negative strides are not supported")
-    last += (shape[0] - 1) * strides.page + (shape[1] - 1) * strides.slot
-    last += (shape[2] - 1) * strides.head + shape[3] - 1
-    if last >= size:
-        raise Error(what, ": the view of shape ", shape, " ends at element ", last, ", past the storage's ", size)
+    # What is left of the storage shrinks axis by axis: a product of sizes could pass 64 bits.
+    var left = size - 1 - strides.start
+    var steps = IndexList[4](strides.page, strides.slot, strides.head, 1)
+    for axis in range(4):
+        var last = shape[axis] - 1
+        if left < 0 or (steps[axis] > 0 and last > left // steps[axis]):
+            raise Error(what, ": the view of shape ", shape, " runs past the storage's ", size, " elements")
+        left -= last * steps[axis]
 
 
 def check_equal(what: StaticString, found: Int, expected: Int) raises:
@@ -113,7 +119,7 @@ def check_rows(table: PageTable, row_batch: RowPointer, row_lengths: RowPointer,
             longest[request] = max(longest[request], length)
     for request in range(table.batch):
         if longest[request] > 0:
-            table.check_tokens(request, first[request], longest[request])
+            table.check_tokens("row_lengths", request, first[request], longest[request])
 
 
 def check_append(table: PageTable, batch_indices: RowPointer, positions: RowPointer, num_rows: Int) raises:
@@ -179,7 +185,7 @@ def check_gather(table: PageTable, indptr: RowPointer, num_rows: Int) raises:
         var length = Int(indptr[unsafe_offset=request + 1] - indptr[unsafe_offset=request])
         if length < 0:
             raise Error("indptr decreases at request ", request, ": ", length, " tokens")
-        table.check_tokens(request, 0, length)
+        table.check_tokens("indptr", request, 0, length)
     check_equal("indptr: its last entry", Int(indptr[unsafe_offset=table.batch]), num_rows)
 
 

@@ -2,11 +2,13 @@
 
 from max.algorithm import sync_parallelize
 from std.math import iota
+from std.utils.numerics import isfinite
 
 from .checks import RowPointer
 from .kv_cache import PagedKVCache
 from .logits import Logits
-from .softmax import AttentionState, MINUS_INFINITY, exp2
+from .rotary import Rotary
+from .softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
 
 comptime WIDTH = 8
 """Lanes of the arithmetic: head_dim is a multiple of 8."""
@@ -31,6 +33,20 @@ struct AttentionRows[dtype: DType](TrivialRegisterPassable):
     var num_rows: Int
     var num_heads: Int
     """Query heads; a multiple of the cache's KV heads."""
+    var v_scale: Float32
+    """Multiplies the output."""
+    var rope_theta: Float32
+    """Base of the rotary embedding of q and of the cached keys; 0 = none."""
+    var rope_scale: Float32
+    """Divides the rotary frequencies."""
+
+    def check(self) raises:
+        if not isfinite(self.v_scale):
+            raise Error("v_scale must be finite, not ", self.v_scale)
+        if not isfinite(self.rope_theta) or self.rope_theta < 0:
+            raise Error("rope_theta must be finite and positive (0 = off), not ", self.rope_theta)
+        if not isfinite(self.rope_scale) or self.rope_scale <= 0:
+            raise Error("rope_scale must be finite and positive, not ", self.rope_scale)
 
 
 struct GroupScratch:
@@ -46,13 +62,15 @@ struct GroupScratch:
     """`[group, TILE]`: scores, then weights."""
     var state: List[AttentionState]
     """`[group]`."""
+    var rotary: Rotary
 
-    def __init__(out self, group: Int, head_dim: Int):
+    def __init__(out self, group: Int, head_dim: Int, var rotary: Rotary):
         self.q = List[Float32](length=group * head_dim, fill=0)
         self.acc = List[Float32](length=group * head_dim, fill=0)
         self.token = List[Float32](length=head_dim, fill=0)
         self.weights = List[Float32](length=group * TILE, fill=0)
         self.state = List[AttentionState](length=group, fill=AttentionState())
+        self.rotary = rotary^
 
 
 def attend_rows[dtype: DType](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
@@ -66,7 +84,8 @@ def attend_rows[dtype: DType](rows: AttentionRows[dtype], k: PagedKVCache, v: ty
     var tasks = min(pieces, max(1, workers) * 4)
 
     def task(index: Int) {var rows, var k, var v, var logits, var kv_heads, var pieces, var tasks}:
-        var scratch = GroupScratch(rows.num_heads // kv_heads, k.head_dim())
+        var rotary = Rotary(k.head_dim(), rows.rope_theta, rows.rope_scale)
+        var scratch = GroupScratch(rows.num_heads // kv_heads, k.head_dim(), rotary^)
         for piece in range(index, pieces, tasks):
             var row, head = divmod(piece, kv_heads)
             attend_group(rows, row, k, v, head, logits, scratch)
@@ -102,6 +121,7 @@ def attend_group[
         acc.unsafe_store(i, SIMD[DType.float32, WIDTH](0))
     for g in range(group):
         scratch.state[g] = AttentionState()
+        scratch.rotary.rotate(q.unsafe_offset(g * dim), length - 1)
 
     var start = logits.first_token(length)
     while start < length:
@@ -110,6 +130,7 @@ def attend_group[
         var source = k.block_paged_ptr[1](request, start, kv_head)
         for i in range(count):
             widen(source.unsafe_offset(i * k.row_pitch()), token, dim)
+            scratch.rotary.rotate(token, start + i)
             for g in range(group):
                 weights[unsafe_offset=g * TILE + i] = dot(q.unsafe_offset(g * dim), token, dim)
 
@@ -119,7 +140,7 @@ def attend_group[
             var greatest = MINUS_INFINITY
             for i in range(0, TILE, WIDTH):
                 var lane = iota[DType.int32, WIDTH](Int32(i))
-                var scores = logits.score(tile.unsafe_load[width=WIDTH](i))
+                var scores = logits.score(tile.unsafe_load[width=WIDTH](i), kv_head * group + g, start + i)
                 scores = lane.lt(Int32(count)).select(scores, MINUS_INFINITY)
                 tile.unsafe_store(i, scores)
                 greatest = max(greatest, scores.reduce_max())
@@ -142,9 +163,14 @@ def attend_group[
 
     for g in range(group):
         ref state = scratch.state[g]
+        if logits.has_sinks and length > 0:
+            var sink = logits.sinks[unsafe_offset=kv_head * group + g] * LOG2E
+            scale(acc.unsafe_offset(g * dim), state.raise_to(sink), dim)
+            state.add(exp2(sink - state.greatest))
+        var factor = state.normaliser() * rows.v_scale
         var target = rows.o.unsafe_offset((first_head + g) * dim)
         for i in range(0, dim, WIDTH):
-            var out = acc.unsafe_load[width=WIDTH](g * dim + i) * state.normaliser()
+            var out = acc.unsafe_load[width=WIDTH](g * dim + i) * factor
             target.unsafe_store(i, out.cast[dtype]())
         rows.lse[unsafe_offset=first_head + g] = state.lse()
 

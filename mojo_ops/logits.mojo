@@ -1,21 +1,30 @@
 """What happens to a raw dot product before the softmax, and which tokens take part."""
 
-from std.math import tanh
+from std.math import iota, tanh
 from std.utils.numerics import isfinite
 
 from .softmax import LOG2E
 
+comptime HeadPointer = Pointer[Float32, ImmUntrackedOrigin]
+"""`[Hq]` float32, one number a query head."""
+
 
 @fieldwise_init
 struct Logits(TrivialRegisterPassable):
-    """Scale, soft cap and window of one attention call (the formula is in `README.md`)."""
+    """The options of one attention call (the formula is in `README.md`)."""
 
     var scale: Float32
-    """Multiplies q . k; the product of sm_scale and any q and k scales."""
+    """Multiplies q . k; the product of sm_scale, q_scale and k_scale."""
     var soft_cap: Float32
-    """`cap * tanh(x / cap)` where > 0; 0 = off."""
+    """Makes x into `cap * tanh(x / cap)` where > 0; 0 = off."""
     var window_left: Int
     """Keeps the last `window_left + 1` tokens; -1 = all."""
+    var alibi_slopes: HeadPointer
+    """Adds `slope * token` after the scale and before the cap."""
+    var has_alibi: Bool
+    var sinks: HeadPointer
+    """Natural-log scores that join the denominator alone."""
+    var has_sinks: Bool
 
     def check(self) raises:
         if not isfinite(self.scale):
@@ -31,9 +40,13 @@ struct Logits(TrivialRegisterPassable):
         return max(0, length - 1 - self.window_left) if self.window_left >= 0 else 0
 
     @always_inline
-    def score(self, dot: SIMD[DType.float32, _]) -> type_of(dot):
-        """The base-2 scores of raw dot products."""
+    def score(self, dot: SIMD[DType.float32, _], head: Int, token: Int) -> type_of(dot):
+        """The base-2 scores of one query head for consecutive tokens from `token` on."""
         var x = dot * self.scale
+        if self.has_alibi:
+            x = iota[DType.float32, dot.length](Float32(token)).fma(
+                type_of(dot)(self.alibi_slopes[unsafe_offset=head]), x
+            )
         if self.soft_cap > 0:
             x = self.soft_cap * tanh(x / self.soft_cap)
         return x * LOG2E

@@ -30,6 +30,7 @@ from .checks import (
     check_view,
 )
 from .decode_cpu import AttentionRows, attend_rows
+from .decode_tiles import attend_tiles
 from .gather import gather_rows
 from .kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, TablePointer, page_shape
 from .linear import Linear, widen
@@ -181,6 +182,8 @@ struct Attention:
     q `[R, Hq, D]`; row_batch, row_lengths `[R]` int32: row r sees the first `row_lengths[r]` tokens of
     request `row_batch[r]`. o `[R, Hq, D]` in q's dtype; lse `[R, Hq]` float32, base 2. A row of request -1
     or of length 0 gives o = 0, lse = -inf.
+    alibi_slopes, sinks: `[Hq]` float32, or `[0]` for none. options `[5]` float32: sm_scale (q and k scales in
+    it), logits_soft_cap, v_scale, rope_theta (0 = keys are stored as they are used), rope_scale.
     """
 
     @staticmethod
@@ -196,13 +199,24 @@ struct Attention:
         v_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
         lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
         view: InputTensor[dtype=DType.int64, rank=1, ...],
-        sm_scale: Float32,
+        alibi_slopes: InputTensor[dtype=DType.float32, rank=1, ...],
+        sinks: InputTensor[dtype=DType.float32, rank=1, ...],
         window_left: Int32,
-        logits_soft_cap: Float32,
+        options: InputTensor[dtype=DType.float32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
         var pair = PagedPair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
-        var logits = Logits(sm_scale, logits_soft_cap, Int(window_left))
+        check_equal("options: its length", options.dim_size(0), 5)
+        var option = options.unsafe_ptr()
+        var logits = Logits(
+            scale=option[unsafe_offset=0],
+            soft_cap=option[unsafe_offset=1],
+            window_left=Int(window_left),
+            alibi_slopes=untracked_immutable(alibi_slopes.unsafe_ptr()),
+            has_alibi=alibi_slopes.dim_size(0) > 0,
+            sinks=untracked_immutable(sinks.unsafe_ptr()),
+            has_sinks=sinks.dim_size(0) > 0,
+        )
         var rows = AttentionRows[dtype](
             untracked(q.unsafe_ptr()),
             untracked(o.unsafe_ptr()),
@@ -211,13 +225,24 @@ struct Attention:
             rows_of(row_lengths),
             q.dim_size(0),
             q.dim_size(1),
+            v_scale=option[unsafe_offset=2],
+            rope_theta=option[unsafe_offset=3],
+            rope_scale=option[unsafe_offset=4],
         )
+        if logits.has_alibi:
+            check_equal("alibi_slopes: its length", alibi_slopes.dim_size(0), rows.num_heads)
+        if logits.has_sinks:
+            check_equal("sinks: its length", sinks.dim_size(0), rows.num_heads)
+        rows.check()
         check_equal("row_batch: its length", row_batch.dim_size(0), rows.num_rows)
         check_equal("row_lengths: its length", row_lengths.dim_size(0), rows.num_rows)
         check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
         logits.check()
         check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
-        attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+        if rows.rope_theta == 0:
+            attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
+        else:
+            attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_ragged_rows")

@@ -7,10 +7,11 @@ memory, its shape and strides as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from max.driver import CPU, Buffer
 from max.dtype import DType
@@ -31,23 +32,30 @@ class Variant:
 
     op: Op
     dtype: DType
-    """Of q, or of the rows that append writes and gather returns."""
+    """Of q; append and gather only move rows: there it is the unsigned integer of the rows' size."""
     kv_dtype: DType
 
     @property
     def name(self) -> str:
         return f"{self.op}_{self.dtype.name}_{self.kv_dtype.name}"
 
+    def __str__(self) -> str:
+        """For people: `attention (bfloat16 over float8_e4m3fn)`, `append (16 bits)`."""
+        if self.op != "attention":
+            return f"{self.op} ({8 * self.dtype.size_in_bytes} bits)"
+        over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype.name}"
+        return f"{self.op} ({self.dtype.name}{over})"
+
     def family(self) -> list[Variant]:
-        """The variants that are compiled along with this one: every op on the same dtypes."""
-        return [replace(self, op=op) for op in get_args(Op)]
+        """The variants that are compiled along with this one: append and gather go together."""
+        return [self] if self.op == "attention" else [replace(self, op="append"), replace(self, op="gather")]
 
     def build(self, module: Module) -> None:
         """Adds this variant's graph to `module`.
 
         Its inputs, in order: the rows (attention: q, row_batch, row_lengths; append: k, v, batch_indices,
         positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
-        then k_blocks, v_blocks, lookup_table, view, and for attention sm_scale, window_left, logits_soft_cap.
+        then k_blocks, v_blocks, lookup_table, view, and for attention alibi_slopes, sinks, window_left, options.
         """
         cpu = DeviceRef.CPU()
 
@@ -70,11 +78,16 @@ class Variant:
             tensor(DType.uint32, "B", "pages_per_request"),
             tensor(DType.int64, 12),
         ]
-        options = [tensor(DType.float32), tensor(DType.int32), tensor(DType.float32)]
+        options = [
+            tensor(DType.float32, "slopes"),
+            tensor(DType.float32, "sinks"),
+            tensor(DType.int32),
+            tensor(DType.float32, 5),
+        ]
         types: list[Type[Any]] = [*rows, *storage, *(options if self.op == "attention" else [])]
         with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             args = [value.tensor for value in graph.inputs[: len(rows)]]
-            k_blocks, v_blocks, table, view, *scalars = graph.inputs[len(rows) :]
+            k_blocks, v_blocks, table, view, *rest = graph.inputs[len(rows) :]
             cache = PagedCache(k_blocks.buffer, v_blocks.buffer, table.tensor, "STRIDED", view.tensor)
             if self.op == "append":
                 ops.append(cache, *args)
@@ -84,8 +97,12 @@ class Variant:
                 num_tokens, heads, head_dim = like.shape
                 graph.output(*ops.gather(cache, indptr, num_tokens, num_kv_heads=heads, head_dim=head_dim))
             else:
-                scale, window, cap = (value.tensor for value in scalars)
-                graph.output(*ops.attention(cache, *args, sm_scale=scale, window_left=window, logits_soft_cap=cap))
+                slopes, sinks, window_left, numbers = (value.tensor for value in rest)
+                graph.output(
+                    *ops.attention_at_run_time(
+                        cache, *args, alibi_slopes=slopes, sinks=sinks, window_left=window_left, options=numbers
+                    )
+                )
 
 
 class Runtime:
@@ -102,11 +119,19 @@ class Runtime:
         if not missing:
             return
 
-        def build(module: Module) -> None:
-            for variant in missing:
-                variant.build(module)
+        by_name = {variant.name: variant for variant in missing}
 
-        models = load_graphs(self.session, " ".join(variant.name for variant in missing), build)
+        def build(module: Module, names: Sequence[str]) -> None:
+            for name in names:
+                by_name[name].build(module)
+
+        words = ", ".join(str(variant) for variant in missing)
+        models = load_graphs(
+            self.session,
+            {name: name for name in by_name},
+            build,
+            on_compile=lambda: _announce(f"paged-kv: compiling {words}: some 15 s, once on this machine"),
+        )
         self._models.update({variant: models[variant.name] for variant in missing})
 
     def execute(self, variant: Variant, *inputs: Buffer) -> list[Buffer]:
@@ -114,6 +139,12 @@ class Runtime:
         if variant not in self._models:
             self.load(variant.family())
         return self._models[variant].execute(*inputs)
+
+
+def _announce(line: str) -> None:
+    """One line for whoever waits at a terminal; logs and pipes stay clean."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 @cache

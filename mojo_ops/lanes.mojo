@@ -1,0 +1,127 @@
+"""Stored elements as float32 vectors: `CHUNK` elements at a time, in whatever order is cheapest.
+
+A chunk becomes two vectors of `HALF` lanes. For bfloat16 these are the even and the odd elements (a shift and a mask),
+for the other types the first and the second half. Queries are packed in the same order and outputs unpacked from it, so
+that nobody else knows.
+"""
+
+from std.memory import bitcast
+from std.utils import IndexList
+
+comptime HALF = 16
+comptime CHUNK = 2 * HALF
+comptime Vec = SIMD[DType.float32, HALF]
+
+
+@fieldwise_init
+struct Pair(TrivialRegisterPassable):
+    """The two vectors of one chunk."""
+
+    var a: Vec
+    var b: Vec
+
+
+@always_inline
+def load_chunk[dtype: DType, //, full: Bool](source: Pointer[Scalar[dtype], _], count: Int) -> Pair:
+    """The chunk at `source`: `CHUNK` elements, or where not `full` only the first `count`, then zeros.
+
+    Nothing past `count` is read: it may be another head's, and NaN.
+    """
+    comptime if dtype == DType.bfloat16:
+        var bits = load_bits[DType.uint16, full](source, count)
+        var pairs = bitcast[DType.uint32, HALF](bits)
+        return Pair(bitcast[DType.float32, HALF](pairs << 16), bitcast[DType.float32, HALF](pairs & 0xFFFF0000))
+    elif dtype == DType.float8_e4m3fn or dtype == DType.float8_e5m2:
+        var bits = load_bits[DType.uint8, full](source, count)
+        return Pair(widen_fp8[dtype](bits.slice[HALF, offset=0]()), widen_fp8[dtype](bits.slice[HALF, offset=HALF]()))
+    else:
+        comptime if full:
+            return Pair(
+                source.unsafe_load[width=HALF]().cast[DType.float32](),
+                source.unsafe_load[width=HALF](HALF).cast[DType.float32](),
+            )
+        else:
+            comptime bits_type = DType.uint16 if dtype == DType.float16 else DType.uint32
+            var bits = load_bits[bits_type, full](source, count)
+            var values = bitcast[dtype, CHUNK](bits)
+            return Pair(
+                values.slice[HALF, offset=0]().cast[DType.float32](),
+                values.slice[HALF, offset=HALF]().cast[DType.float32](),
+            )
+
+
+@always_inline
+def load_bits[
+    dtype: DType, //, out_type: DType, full: Bool
+](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[out_type, CHUNK]:
+    var raw = source.unsafe_bitcast[Scalar[out_type]]()
+    comptime if full:
+        return raw.unsafe_load[width=CHUNK]()
+    else:
+        var out = SIMD[out_type, CHUNK](0)
+        for i in range(0, count, 8):
+            var piece = raw.unsafe_load[width=8](i)
+            comptime for j in range(CHUNK // 8):
+                if i == 8 * j:
+                    out = out.insert[offset=8 * j](piece)
+        return out
+
+
+@always_inline
+def widen_fp8[dtype: DType](bits: SIMD[DType.uint8, HALF]) -> Vec:
+    """Float32 of 16 float8 numbers, by way of float16 whose exponent holds theirs."""
+    var wide = bits.cast[DType.uint16]()
+    comptime if dtype == DType.float8_e5m2:
+        return bitcast[DType.float16, HALF](wide << 8).cast[DType.float32]()
+    else:
+        # seeeemmm -> s0eeeemmm0000000: the exponent bias is 7 there and 15 here.
+        var half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        var value = bitcast[DType.float16, HALF](half).cast[DType.float32]() * 256
+        return (wide & 0x7F).eq(0x7F).select(Vec(0) / Vec(0), value)
+
+
+@always_inline
+def pack[kv_dtype: DType](x: SIMD[DType.float32, CHUNK]) -> Pair:
+    """Elements in their natural order, as the lanes of a `kv_dtype` chunk."""
+    comptime if kv_dtype == DType.bfloat16:
+        var halves = x.deinterleave()
+        return Pair(rebind[Vec](halves[0]), rebind[Vec](halves[1]))
+    else:
+        return Pair(x.slice[HALF, offset=0](), x.slice[HALF, offset=HALF]())
+
+
+@always_inline
+def unpack[kv_dtype: DType](pair: Pair) -> SIMD[DType.float32, CHUNK]:
+    """The elements of a chunk in their natural order."""
+    comptime if kv_dtype == DType.bfloat16:
+        return rebind[SIMD[DType.float32, CHUNK]](pair.a.interleave(pair.b))
+    else:
+        return rebind[SIMD[DType.float32, CHUNK]](pair.a.join(pair.b))
+
+
+@always_inline
+def sum_each(mut x: Array[Vec, HALF]) -> Vec:
+    """Lane `i` is the sum of the lanes of `x[i]`: 15 additions instead of 16 times 4."""
+    comptime for i in range(8):
+        x[i] = fold[8](x[i], x[i + 8])
+    comptime for i in range(4):
+        x[i] = fold[4](x[i], x[i + 4])
+    comptime for i in range(2):
+        x[i] = fold[2](x[i], x[i + 2])
+    return fold[1](x[0], x[1])
+
+
+@always_inline
+def fold[width: Int](a: Vec, b: Vec) -> Vec:
+    """Halves every group of `2 * width` lanes by adding its halves; a's groups alternate with b's."""
+    comptime first = fold_mask(width, 0)
+    comptime second = fold_mask(width, width)
+    return a.shuffle[mask=first](b) + a.shuffle[mask=second](b)
+
+
+def fold_mask(width: Int, shift: Int) -> IndexList[HALF]:
+    var mask = IndexList[HALF]()
+    for lane in range(HALF):
+        var group = lane // width  # even groups come from a, odd ones from b
+        mask[lane] = group // 2 * 2 * width + shift + lane % width + group % 2 * HALF
+    return mask

@@ -1,0 +1,244 @@
+"""The attention op against the oracle, over caches whose tables are shuffled and whose unused memory is NaN.
+
+`o` may be off by REL of its row (compare.py says how), whatever the options. The lse is float32 for every dtype and
+computed from the same rounded inputs, so it has one bound: LSE_TOL, absolute below 1 and relative above, because a
+score's own rounding in float32 grows with the score.
+"""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import harness
+from cases import DTYPES, GROUPS, STORAGES, UNUSED_PAGE, CacheCase, build, causal_rows, permuted
+from compare import assert_bits_equal, assert_close, assert_lse_close
+from grids import LENGTHS, all_pairs, case_of, setting_id
+from paged_kv import reference
+
+REL = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+LSE_TOL = 1e-5
+
+AXES = {
+    "dtype": DTYPES,
+    "storage": STORAGES,
+    "page_size": (1, 5, 16, 128),
+    "group": GROUPS,
+    "num_kv_heads": (1, 2, 3),
+    "head_dim": (8, 40, 64, 80, 128, 256, 512),
+    "lengths": LENGTHS,
+    "rows": ("decode", "mixed"),
+    "window_left": (-1, 0, 1, 6, 127, 5000),
+    "logits_soft_cap": (0.0, 0.5, 30.0, 50.0),
+    "sm_scale": (None, 0.2, -0.05),
+}
+OPTIONS = ("window_left", "logits_soft_cap", "sm_scale")
+GRID = all_pairs(AXES)
+
+
+def mixed_rows(cache, seed=0):
+    """Rows of a step that decodes some requests and prefills others, in random order among rows of padding.
+
+    A padding row's query is NaN and its length anything; so is the query of a row that sees no token.
+    """
+    rng = np.random.default_rng(seed)
+    new_tokens = [min(length, (1, 5, 2)[b % 3]) for b, length in enumerate(cache.case.lengths)]
+    q, row_batch, row_lengths = causal_rows(cache, new_tokens)
+    empty = np.flatnonzero(cache.lengths == 0)
+    row_batch = np.concatenate([row_batch, [-1, -1, -1], empty]).astype(np.int32)
+    row_lengths = np.concatenate([row_lengths, [0, 7, 10**6], 0 * empty]).astype(np.int32)
+    q = np.concatenate([q, np.full((3 + len(empty), *q.shape[1:]), np.nan, q.dtype)])
+    order = rng.permutation(len(q))
+    return q[order], row_batch[order], row_lengths[order]
+
+
+def rows_of(cache, kind):
+    return mixed_rows(cache) if kind == "mixed" else (cache.q, *cache.decode_rows)
+
+
+def compare(cache, rows, what="", **options):
+    """Runs both, compares, and returns the op's results; the cache must stay as it was."""
+    q, row_batch, row_lengths = rows
+    before = [blocks.copy() for blocks in cache.pages]
+    o, lse = harness.attention(q, *cache.pages, row_batch, row_lengths, **cache.storage, **options)
+    expected_o, expected_lse = reference.attention(q, *cache.pages, row_batch, row_lengths, **cache.storage, **options)
+    what = f"{what or cache.case} {options}"
+    assert (o.dtype, lse.dtype) == (q.dtype, np.float32)
+    assert_close(o, expected_o, rel=REL[q.dtype.name], what=f"o of {what}")
+    assert_lse_close(lse, expected_lse, tol=LSE_TOL, what=f"lse of {what}")
+    for blocks, copy in zip(cache.pages, before, strict=True):
+        assert_bits_equal(blocks, copy, what=f"cache after {what}")
+    return o, lse
+
+
+def test_grid_tries_every_two_values_together():
+    met = {pair for setting in GRID for pair in combinations(sorted(setting.items(), key=str), 2)}
+    every = {
+        pair
+        for a, b in combinations(AXES, 2)
+        for x in AXES[a]
+        for y in AXES[b]
+        for pair in combinations(sorted([(a, x), (b, y)], key=str), 2)
+    }
+    assert met == every
+    assert len(GRID) < 90
+
+
+@pytest.mark.parametrize("setting", GRID, ids=setting_id)
+def test_grid(setting):
+    cache = build(case_of(setting))
+    compare(cache, rows_of(cache, setting["rows"]), **{name: setting[name] for name in OPTIONS})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize(("rank", "layout"), STORAGES)
+def test_nothing_to_attend_to(dtype, lengths, rank, layout):
+    cache = build(CacheCase(lengths=lengths, dtype=dtype, rank=rank, layout=layout))
+    for rows in rows_of(cache, "decode"), rows_of(cache, "mixed"):
+        o, lse = compare(cache, rows, window_left=3, logits_soft_cap=30.0)
+        assert_bits_equal(o, np.zeros_like(o), what="o")
+        assert np.isneginf(lse).all()
+
+
+def test_pool_without_a_page_and_table_without_a_column():
+    blocks = np.zeros((0, 16, 2, 8), np.float32)
+    table = np.zeros((1, 0), np.uint32)
+    q = np.ones((2, 4, 8), np.float32)
+    row_batch, row_lengths = np.array([0, -1], np.int32), np.zeros(2, np.int32)
+    o, lse = harness.attention(q, blocks, blocks.copy(), table, row_batch, row_lengths)
+    assert_bits_equal(o, np.zeros_like(q), what="o")
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rank", "layout"), STORAGES)
+def test_pages_and_repetition_change_no_bit(dtype, rank, layout):
+    storage = {"page_size": 5, "rank": rank, "layout": layout, "dtype": dtype}
+    cache = build(CacheCase(lengths=(70, 0, 33, 1), num_q_heads=6, head_dim=40, **storage))
+    rows = mixed_rows(cache)
+    once = compare(cache, rows, window_left=40, logits_soft_cap=30.0)
+    for again in cache, permuted(cache, np.random.default_rng(1)), permuted(cache, np.random.default_rng(2)):
+        results = compare(again, rows, window_left=40, logits_soft_cap=30.0)
+        for name, result, expected in zip(("o", "lse"), results, once, strict=True):
+            assert_bits_equal(result, expected, what=name)
+
+
+def test_a_row_depends_on_no_other_row():
+    cache = build(CacheCase(lengths=(70, 0, 33, 1), page_size=5, dtype="bfloat16"))
+    q, row_batch, row_lengths = mixed_rows(cache)
+    o, lse = harness.attention(q, *cache.pages, row_batch, row_lengths)
+    for r in range(len(q)):
+        one = slice(r, r + 1)
+        o_one, lse_one = harness.attention(q[one], *cache.pages, row_batch[one], row_lengths[one])
+        assert_bits_equal(o_one, o[one], what=f"o of row {r} alone")
+        assert_bits_equal(lse_one, lse[one], what=f"lse of row {r} alone")
+
+
+def test_float32_queries_over_bfloat16_pages():
+    q_dtype, dtype = "float32", "bfloat16"
+    cache = build(CacheCase(lengths=(70, 0, 33, 1), page_size=5, dtype=dtype))
+    q, *rows = mixed_rows(cache)
+    compare(cache, (np.float32(0.7) * q.astype(q_dtype), *rows))
+
+
+def test_pages_before_the_window_are_not_looked_at():
+    cache = build(CacheCase(lengths=(40, 9, 24), page_size=8))
+    expected = reference.attention(cache.q, *cache.pages, *cache.decode_rows, window_left=8)
+    cache.lookup_table[0, :3] = UNUSED_PAGE  # the window of 9 tokens begins at token 31
+    cache.lookup_table[2, :1] = UNUSED_PAGE  # ... at token 15
+    o, lse = harness.attention(cache.q, *cache.pages, *cache.decode_rows, window_left=8)
+    assert_close(o, expected[0], rel=1e-5, what="o")
+    assert_lse_close(lse, expected[1], tol=LSE_TOL, what="lse")
+
+
+@pytest.mark.parametrize("sm_scale", [30.0, -30.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_logits_stay_finite(dtype, sm_scale):
+    """Scores near 1000 lie past exp's range; their own rounding, 8 ulp of the greatest, is all that may show in `o`."""
+    cache = build(CacheCase(lengths=(200, 1, 33), page_size=16, head_dim=64, num_q_heads=8, dtype=dtype))
+    q, row_batch, row_lengths = mixed_rows(cache)
+    o, lse = harness.attention(q, *cache.pages, row_batch, row_lengths, sm_scale=sm_scale)
+    expected_o, expected_lse = reference.attention(q, *cache.pages, row_batch, row_lengths, sm_scale=sm_scale)
+    greatest = np.abs(expected_lse[np.isfinite(expected_lse)]).max()
+    assert greatest > 700
+    assert_close(o, expected_o, rel=max(REL[dtype], 8 * 2**-23 * greatest), what="o")
+    assert_lse_close(lse, expected_lse, tol=LSE_TOL, what="lse")
+
+
+@pytest.mark.parametrize("score", [-1e5, 1e5])
+def test_equal_logits_of_any_size_average_the_values(score):
+    cache = build(CacheCase(lengths=(77,), num_q_heads=2, num_kv_heads=1, head_dim=8, page_size=16, rank=5))
+    cache.k_blocks[:, 0] = 1
+    q = np.ones((1, 2, 8), np.float32)
+    compare(cache, (q, *cache.decode_rows), sm_scale=score / 8)
+
+
+# The accuracy of the functions inside, at their worst
+
+
+def two_tokens(first, second, cap):
+    """Returns o and lse of rows that see two tokens with the given scores (before the cap) and the values 0 and 1."""
+    rows = len(first)
+    q = np.zeros((rows, 1, 8), np.float32)
+    q[:, 0, 0], q[:, 0, 1] = first, second
+    k, v = np.zeros((2, 1, 2, 1, 8), np.float32)
+    k[0, 0, 0, 0] = k[0, 1, 0, 1] = v[0, 1, 0, 0] = 1
+    row_batch, row_lengths = np.zeros(rows, np.int32), np.full(rows, 2, np.int32)
+    table = np.zeros((1, 1), np.uint32)
+    o, lse = harness.attention(q, k, v, table, row_batch, row_lengths, sm_scale=1.0, logits_soft_cap=cap)
+    return o[:, 0, 0], lse[:, 0]
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.5, 30.0, 50.0])
+def test_worst_error_of_exp2_log2_and_tanh(cap):
+    """A weight alone in its row, over scores up to 20: 1e-5 is all it may be off. Past 20 a score's rounding shows."""
+    first, second = np.random.default_rng(0).uniform(-20, 20, (2, 200_000)).astype(np.float32)
+    o, lse = two_tokens(first, second, cap)
+    x, y = (cap * np.tanh(s / cap) if cap else s for s in (first.astype(np.float64), second.astype(np.float64)))
+    expected = 1 / (1 + np.exp(x - y))
+    assert (np.abs(o - expected) / expected).max() < 1e-5
+    assert_lse_close(lse, np.logaddexp(x, y) / math.log(2), tol=1e-6, what="lse")
+
+
+def test_worst_error_of_lse_over_lengths():
+    length = np.arange(1, 5001, dtype=np.int32)
+    k = np.zeros((5000, 1, 1, 8), np.float32)
+    table = np.arange(5000, dtype=np.uint32)[None]
+    _, lse = harness.attention(np.zeros((5000, 1, 8), np.float32), k, k.copy(), table, 0 * length, length)
+    assert_lse_close(lse[:, 0], np.log2(length), tol=1e-6, what="lse")
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_any_options(data):
+    draw = data.draw
+    rank, layout = draw(st.sampled_from(STORAGES))
+    page_size = draw(st.integers(1, 40))
+    kv_heads = draw(st.integers(1, 4))
+    head_dim = 8 * draw(st.integers(1, 20))
+    cache = build(
+        CacheCase(
+            lengths=tuple(draw(st.lists(st.integers(0, 3 * page_size + 1), max_size=5))),
+            num_q_heads=kv_heads * draw(st.integers(1, 17)),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            rank=rank,
+            layout=layout,
+            layers=draw(st.integers(1, 3)),
+            dtype=draw(st.sampled_from(DTYPES)),
+            seed=draw(st.integers(0, 2**32 - 1)),
+        )
+    )
+    compare(
+        cache,
+        rows_of(cache, draw(st.sampled_from(["decode", "mixed"]))),
+        # Scores stay below some 20: past that their own rounding in float32 shows in o.
+        sm_scale=draw(st.none() | st.floats(-4, 4).map(lambda factor: factor / math.sqrt(head_dim))),
+        window_left=draw(st.just(-1) | st.integers(0, 130)),
+        logits_soft_cap=draw(st.just(0.0) | st.floats(0.1, 100)),
+    )

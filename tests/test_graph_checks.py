@@ -1,0 +1,214 @@
+"""What the wrappers of graphs/ops.py refuse while a graph is built: nothing here is compiled.
+
+Every call is made from arguments that are right but for one. A call that slipped through would fail otherwise: no
+custom ops are loaded, so MAX does not know the op (`test_the_right_arguments_pass_the_checks`).
+"""
+
+import math
+
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
+
+from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, ShapeError
+from paged_kv.graphs import ops
+from paged_kv.graphs.ops import PagedCache
+
+CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU()
+F16, F32, I32, U32, I64 = DType.float16, DType.float32, DType.int32, DType.uint32, DType.int64
+NHD = ["P", 16, 2, 64]
+
+
+def tensor(dtype, *shape, device=CPU):
+    return TensorType(dtype, list(shape), device)
+
+
+def buffer(dtype, *shape, device=CPU):
+    return BufferType(dtype, list(shape), device)
+
+
+TYPES = {
+    "k": tensor(F32, "N", 2, 64),
+    "v": tensor(F32, "N", 2, 64),
+    "batch_indices": tensor(I32, "N"),
+    "positions": tensor(I32, "N"),
+    "q": tensor(F32, "R", 6, 64),
+    "row_batch": tensor(I32, "R"),
+    "row_lengths": tensor(I32, "R"),
+    "indptr": tensor(I32, "offsets"),
+    "k_blocks": buffer(F32, *NHD),
+    "v_blocks": buffer(F32, *NHD),
+    "lookup_table": tensor(U32, "B", "max_pages"),
+    "view": tensor(I64, 12),
+    "row_offsets": tensor(U32, "offsets"),
+    "cache_lengths": tensor(U32, "B"),
+}
+BOTH = {"one": buffer(F32, "P", 2, 16, 2, 64)}  # one buffer of K and V, passed twice
+
+
+def call(op, types=None, kv_layout="NHD", *, view=False, values=None, **options):
+    """Builds a graph of one op from TYPES, changed by `types`; `values` stand in for graph values."""
+    types = {**TYPES, **(types or {})}
+    with Graph("refused", input_types=list(types.values())) as graph:
+        inputs = zip(types.items(), graph.inputs, strict=True)
+        args = {name: x.buffer if isinstance(kind, BufferType) else x.tensor for (name, kind), x in inputs}
+        args.update(values or {})
+        if op == "ragged_rows":
+            return ops.ragged_rows(args["row_offsets"], args["cache_lengths"], "N")
+        k_blocks, v_blocks = (args.get("one", args[name]) for name in ("k_blocks", "v_blocks"))
+        cache = PagedCache(k_blocks, v_blocks, args["lookup_table"], kv_layout, args["view"] if view else None)
+        if op == "append":
+            return ops.append(cache, args["k"], args["v"], args["batch_indices"], args["positions"], **options)
+        if op == "gather":
+            return ops.gather(cache, args["indptr"], "N", **options)
+        return ops.attention(cache, args["q"], args["row_batch"], args["row_lengths"], **options)
+
+
+def both(*shape):
+    return {"types": {"one": buffer(F32, *shape)}}
+
+
+def given(name, kind):
+    return {"types": {name: kind}}
+
+
+FLAT = {name: buffer(F32, "elements") for name in ("k_blocks", "v_blocks")}
+STRIDED = {"types": FLAT, "kv_layout": "STRIDED", "view": True}
+NOT_A_TENSOR = np.zeros((2, 2), np.float32)
+
+CACHE = [
+    ("a tensor as storage", {"values": {"k_blocks": NOT_A_TENSOR}}, ContractTypeError, "k_blocks"),
+    ("no buffer", given("v_blocks", tensor(F32, *NHD)), ContractTypeError, "v_blocks"),
+    ("dtype", given("k_blocks", buffer(DType.float64, *NHD)), ContractTypeError, "k_blocks.*float64"),
+    ("K, V dtypes", given("v_blocks", buffer(F16, *NHD)), ContractTypeError, "v_blocks.*float16.*float32"),
+    ("K, V devices", given("v_blocks", buffer(F32, *NHD, device=GPU)), ContractError, "v_blocks.*gpu"),
+    ("K, V shapes", given("v_blocks", buffer(F32, "P", 16, 4, 64)), ShapeError, "v_blocks.*4.*2"),
+    ("K, V pages", given("v_blocks", buffer(F32, "Q", 16, 2, 64)), ShapeError, "v_blocks.*Q.*P"),
+    ("rank 3", both("P", 32, 64), ShapeError, "k_blocks.*rank 3"),
+    ("rank 7", both(1, "P", 2, 3, 16, 2, 64), ShapeError, "k_blocks.*rank 7"),
+    ("K and V in one", both("P", 3, 16, 2, 64), ShapeError, "k_blocks.*dimension 1.*3"),
+    ("K and V in one, symbolic", both("P", "two", 16, 2, 64), ShapeError, "k_blocks.*dimension 1.*two"),
+    ("layout", {"kv_layout": "HDN"}, ContractError, "kv_layout.*'HDN'"),
+    ("HND of all layers", {**both("P", 2, 3, 16, 2, 64), "kv_layout": "HND"}, ContractError, "kv_layout.*rank 6"),
+    ("table dtype", given("lookup_table", tensor(I32, "B", "m")), ContractTypeError, "lookup_table.*int32.*uint32"),
+    ("table rank", given("lookup_table", tensor(U32, "B")), ShapeError, "lookup_table.*rank 1"),
+    ("table device", given("lookup_table", tensor(U32, "B", "m", device=GPU)), ContractError, "lookup_table.*gpu"),
+    ("table is no tensor", {"values": {"lookup_table": NOT_A_TENSOR}}, ContractTypeError, "lookup_table.*ndarray"),
+    ("strided rank", {"kv_layout": "STRIDED", "view": True}, ShapeError, "k_blocks.*rank 4"),
+    ("strided without view", {**STRIDED, "view": False}, ContractError, "view"),
+    ("view dtype", {**STRIDED, "types": {**FLAT, "view": tensor(I32, 12)}}, ContractTypeError, "view.*int32"),
+    ("view size", {**STRIDED, "types": {**FLAT, "view": tensor(I64, 8)}}, ShapeError, "view.*8.*12"),
+    ("negative layer", {**both("P", 2, 3, 16, 2, 64), "layer": -1}, ContractError, "layer.*-1.*3"),
+    ("layer past the last", {**both("P", 2, 3, 16, 2, 64), "layer": 3}, ContractError, "layer is 3.*3"),
+    ("layer without layers", {"layer": 1}, ContractError, "layer is 1.*1"),
+]
+OWN = [
+    ("append", given("k", tensor(F16, "N", 2, 64)), ContractTypeError, "k: .*float16.*float32"),
+    ("append", given("v", tensor(F16, "N", 2, 64)), ContractTypeError, "v: .*float16.*float32"),
+    ("append", given("k", tensor(F32, "N", 128)), ShapeError, "k: rank 2"),
+    ("append", given("k", tensor(F32, "N", 4, 64)), ShapeError, "k: dimension 1 is 4, expected 2"),
+    ("append", given("k", tensor(F32, "N", 2, 32)), ShapeError, "k: dimension 2 is 32, expected 64"),
+    ("append", given("v", tensor(F32, "N", 4, 64)), ShapeError, "v: dimension 1 is 4, expected 2"),
+    ("append", given("v", tensor(F32, "N", 2, 32)), ShapeError, "v: dimension 2 is 32, expected 64"),
+    ("append", {"types": {"k": tensor(F32, 4, 2, 64), "v": tensor(F32, 5, 2, 64)}}, ShapeError, "v: .*5.*4"),
+    ("append", {"types": {"k": tensor(F32, 4, 2, 64), "positions": tensor(I32, 5)}}, ShapeError, "positions.*5.*4"),
+    ("append", given("k", tensor(F32, "N", 2, 64, device=GPU)), ContractError, "k is on gpu"),
+    ("append", given("batch_indices", tensor(I64, "N")), ContractTypeError, "batch_indices.*int64.*int32"),
+    ("append", given("batch_indices", tensor(I32, "N", 1)), ShapeError, "batch_indices.*rank 2"),
+    ("append", given("positions", tensor(U32, "N")), ContractTypeError, "positions.*uint32.*int32"),
+    ("append", {"values": {"k": NOT_A_TENSOR}}, ContractTypeError, "k must be.*ndarray"),
+    ("append", {"values": {"positions": [0, 1]}}, ContractTypeError, "positions must be.*list"),
+    ("gather", given("indptr", tensor(U32, "offsets")), ContractTypeError, "indptr.*uint32.*int32"),
+    ("gather", given("indptr", tensor(I32, "offsets", device=GPU)), ContractError, "indptr is on gpu"),
+    ("gather", {**STRIDED, "head_dim": 64}, ContractError, "num_kv_heads"),
+    ("gather", {**STRIDED, "num_kv_heads": 2}, ContractError, "head_dim"),
+    ("gather", {"num_kv_heads": 4}, ShapeError, "num_kv_heads is 4.*2"),
+    ("gather", {"head_dim": 32}, ShapeError, "head_dim is 32.*64"),
+    ("attention", given("q", tensor(I32, "R", 6, 64)), ContractTypeError, "q: .*int32"),
+    ("attention", given("q", tensor(F32, "R", 384)), ShapeError, "q: rank 2"),
+    ("attention", given("q", tensor(F32, "R", 6, 32)), ShapeError, "q: dimension 2 is 32, expected 64"),
+    ("attention", given("q", tensor(F32, "R", 5, 64)), ShapeError, "q: .*5 heads.*2 KV heads"),
+    ("attention", given("q", tensor(F32, "R", 6, 64, device=GPU)), ContractError, "q is on gpu"),
+    ("attention", {"values": {"q": NOT_A_TENSOR}}, ContractTypeError, "q must be.*ndarray"),
+    ("attention", given("row_batch", tensor(I64, "R")), ContractTypeError, "row_batch.*int64.*int32"),
+    ("attention", given("row_lengths", tensor(U32, "R")), ContractTypeError, "row_lengths.*uint32.*int32"),
+    ("attention", {"types": {"q": tensor(F32, 4, 6, 64), "row_batch": tensor(I32, 5)}}, ShapeError, "row_batch.*5.*4"),
+    ("attention", {"window_left": -2}, ContractError, "window_left.*-2"),
+    ("attention", {"window_left": np.int32(-2)}, ContractError, "window_left.*-2"),
+    ("attention", {"window_left": 2.5}, ContractTypeError, "window_left.*2.5"),
+    ("attention", {"logits_soft_cap": -1}, ContractError, "logits_soft_cap.*-1"),
+    ("attention", {"logits_soft_cap": math.nan}, ContractError, "logits_soft_cap.*nan"),
+    ("attention", {"logits_soft_cap": np.float32(math.inf)}, ContractError, "logits_soft_cap.*inf"),
+    ("attention", {"sm_scale": math.inf}, ContractError, "sm_scale.*inf"),
+    ("attention", {"sm_scale": math.nan}, ContractError, "sm_scale.*nan"),
+    ("ragged_rows", given("row_offsets", tensor(I32, "offsets")), ContractTypeError, "row_offsets.*int32.*uint32"),
+    ("ragged_rows", given("row_offsets", tensor(U32, "B", 2)), ShapeError, "row_offsets.*rank 2"),
+    ("ragged_rows", given("cache_lengths", tensor(I64, "B")), ContractTypeError, "cache_lengths.*int64.*uint32"),
+    ("ragged_rows", given("cache_lengths", tensor(U32, "B", device=GPU)), ContractError, "cache_lengths is on gpu"),
+    ("ragged_rows", {"values": {"row_offsets": [0, 1]}}, ContractTypeError, "row_offsets must be.*list"),
+    ("ragged_rows", {"values": {"cache_lengths": [0, 1]}}, ContractTypeError, "cache_lengths must be.*list"),
+]
+
+
+def refuse(op, change, error, message):
+    with pytest.raises(PagedKVError, match=message) as caught:
+        call(op, **change)
+    assert type(caught.value) is error
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["append", "gather", "attention"])
+@pytest.mark.parametrize(("change", "error", "message"), [pytest.param(*row[1:], id=row[0]) for row in CACHE])
+def test_cache(op, change, error, message):
+    refuse(op, change, error, message)
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "error", "message"), [pytest.param(*row, id=f"{row[0]}-{row[3]}") for row in OWN]
+)
+def test_own_arguments(op, change, error, message):
+    refuse(op, change, error, message)
+
+
+@pytest.mark.parametrize("head_dim", [4, 12, 520])
+def test_head_dim_that_attention_does_not_take(head_dim):
+    blocks = {name: buffer(F32, "P", 16, 2, head_dim) for name in ("k_blocks", "v_blocks")}
+    change = {"types": {**blocks, "q": tensor(F32, "R", 6, head_dim)}}
+    refuse("attention", change, ShapeError, f"head_dim {head_dim}")
+
+
+def test_symbolic_head_dim_needs_a_scale():
+    change = {"types": {"q": tensor(F32, "R", 6, "D")}}
+    refuse("attention", change, ContractError, "sm_scale.*D")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "error", "message"),
+    [
+        ("window_left", tensor(F32), ContractTypeError, "window_left.*float32"),
+        ("window_left", tensor(I32, 1), ShapeError, "window_left.*rank 1"),
+        ("window_left", tensor(I32, device=GPU), ContractError, "window_left is on gpu"),
+        ("options", tensor(I32, 5), ContractTypeError, "options.*int32"),
+        ("options", tensor(F32, 4), ShapeError, "options.*4.*5"),
+        ("alibi_slopes", tensor(F32, 5), ShapeError, "alibi_slopes.*5.*6"),
+        ("sinks", tensor(F32, 6, 1), ShapeError, "sinks.*rank 2"),
+        ("sinks", tensor(F32, 6, device=GPU), ContractError, "sinks is on gpu"),
+    ],
+)
+def test_options_as_graph_values(name, kind, error, message):
+    kinds = {"alibi_slopes": tensor(F32, 6), "sinks": tensor(F32, 0), "window_left": tensor(I32)}
+    kinds = {**kinds, "options": tensor(F32, 5), name: kind}
+    with Graph("options", input_types=[*TYPES.values(), *kinds.values()]) as graph:
+        args = dict(zip([*TYPES, *kinds], graph.inputs, strict=True))
+        cache = PagedCache(args["k_blocks"].buffer, args["v_blocks"].buffer, args["lookup_table"].tensor)
+        rows = (args[key].tensor for key in ("q", "row_batch", "row_lengths"))
+        with pytest.raises(error, match=message):
+            ops.attention_at_run_time(cache, *rows, **{key: args[key].tensor for key in kinds})
+
+
+@pytest.mark.parametrize("op", ["append", "gather", "attention", "ragged_rows"])
+def test_the_right_arguments_pass_the_checks(op):
+    with pytest.raises(Exception, match=f"paged_kv_{op}") as caught:
+        call(op)
+    assert not isinstance(caught.value, PagedKVError)
