@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from max.engine import Model
 
 from paged_kv.arrays import numpy_dtype, to_buffer
 from paged_kv.compiled import load_graphs
+from paged_kv.errors import ContractError
 from paged_kv.graphs.config import LlamaConfig
 from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.llama import STEP, build_step, cache_shape
@@ -41,11 +43,15 @@ class LlamaModel:
             dtype: Of weights, activations and cache.
             num_pages: Pages of the cache; memory is used as pages are first written.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
+
+        Raises:
+            ContractError: the pages do not fit into memory.
         """
         self.config = config
         self.weights = weights
         self.num_pages = num_pages
         self.page_size = page_size
+        self._blocks = to_buffer(_new_cache(config, num_pages, page_size, numpy_dtype(dtype)))
         runtime = runtime or default_runtime()
         models = load_graphs(
             runtime.session,
@@ -55,8 +61,6 @@ class LlamaModel:
             on_compile=on_compile,
         )
         self._model: Model = models[STEP]
-        shape = [int(size) for size in cache_shape(config, num_pages, page_size)]
-        self._blocks = to_buffer(np.empty(shape, numpy_dtype(dtype)))
 
     @classmethod
     def from_folder(
@@ -95,6 +99,18 @@ class LlamaModel:
         """
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
         return self._model.execute(*map(to_buffer, inputs.flatten()))[0].to_numpy()
+
+
+def _new_cache(config: LlamaConfig, num_pages: int, page_size: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """The storage of the pages, not yet written to."""
+    shape = [int(size) for size in cache_shape(config, num_pages, page_size)]
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError, OverflowError):  # the last two: sizes that no array can have
+        size = math.prod(shape) * dtype.itemsize
+        raise ContractError(
+            f"a cache of {num_pages} pages of {page_size} tokens takes {size} bytes: more than there are"
+        ) from None
 
 
 def _geometry(config: LlamaConfig) -> LlamaConfig:

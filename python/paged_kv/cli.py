@@ -31,7 +31,7 @@ DEMO_NEW_TOKENS = 48
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0 fine, 1 a check failed, 2 bad input, 130 interrupted."""
+    """Runs the command line and exits: 0 fine, 1 a check failed or stdout was closed, 2 bad input, 130 interrupted."""
     sys.exit(_run(args))
 
 
@@ -48,9 +48,6 @@ def _run(args: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return 130
-    except BrokenPipeError:  # the reader of stdout has gone, as `head` does
-        sys.stdout = None
-        return 0
     return status if isinstance(status, int) else 0
 
 
