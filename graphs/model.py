@@ -48,8 +48,8 @@ class LlamaModel:
         runtime = runtime or default_runtime()
         models = load_graphs(
             runtime.session,
-            f"llama {dtype.name} page_size={page_size} {config}",
-            lambda module: build_step(config, dtype, page_size, module),
+            {STEP: f"llama {dtype.name} page_size={page_size} {config}"},
+            lambda module, _: build_step(config, dtype, page_size, module),
             weights=weights,
             on_compile=on_compile,
         )

@@ -1,4 +1,4 @@
-"""The command line: `paged-kv demo | generate | doctor`.
+"""The command line: `paged-kv demo | generate | warmup | doctor`.
 
 stdout carries results alone; progress, statistics and errors go to stderr. Bad input is one line and exit status 2.
 """
@@ -123,6 +123,18 @@ def generate(
     run = Generation(model, encoded, max_new_tokens, sampler, frozenset(config.eos_token_ids))
     _print_texts(run, tokenizer, prompts, as_json)
     _print_statistics(run.statistics, model)
+
+
+@commands.command()
+@click.option("--q-dtype", "q_dtypes", multiple=True, help="Of queries; repeat it. Default: all.")
+@click.option("--kv-dtype", "kv_dtypes", multiple=True, help="Of caches; repeat it. Default: all.")
+def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
+    """Compile the kernels ahead, so that no first call waits."""
+    from paged_kv.warm import warmup as compile_ahead
+
+    _note("compiling what is missing: a minute or two for all dtypes")
+    for variant in compile_ahead(q_dtypes or None, kv_dtypes or None):
+        click.echo(f"ready: {variant}")
 
 
 @commands.command()

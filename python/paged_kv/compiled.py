@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from max.driver import get_virtual_cpu_target
-from max.engine import InferenceSession, Model, read
+from max.engine import CompiledModel, InferenceSession, Model, read
 from max.graph import Module
 
 from paged_kv import graphs
@@ -25,35 +25,51 @@ from paged_kv.graphs.ops import kernels
 
 def load_graphs(
     session: InferenceSession,
-    key: str,
-    build: Callable[[Module], None],
+    keys: Mapping[str, str],
+    build: Callable[[Module, Sequence[str]], None],
     *,
     weights: Mapping[str, Any] | None = None,
     on_compile: Callable[[], None] = lambda: None,
 ) -> dict[str, Model]:
-    """The models of the graphs that `build` adds to a module, by graph name.
+    """The models of some graphs, by graph name; those that the disk has not are compiled together.
 
     Args:
-        key: What `build` depends on besides this package's sources: dtypes, sizes, configuration.
-        build: Called only where no artefact of this key, these sources, versions and this CPU exists.
-        weights: Values for the graphs' weights by name; an artefact holds none.
+        keys: For each graph, by name, what it depends on besides this package's sources: dtypes, sizes, configuration.
+        build: Adds the graphs of the given names to a module.
+        weights: Values for the graphs' weights by name; what is on disk holds none.
         on_compile: Called before a compile, which takes some 15 s or more.
     """
-    path = cache_folder() / "compiled" / f"{_digest(key)}.mef"
-    if path.exists():
+    folder = cache_folder() / "compiled"
+    folder.mkdir(exist_ok=True)
+    paths = {name: folder / f"{_digest(key)}.mef" for name, key in keys.items()}
+    models: dict[str, Model] = {}
+    # Graphs that were compiled together lie in one file, which has a name for each of them.
+    for path in {path.resolve() for path in paths.values() if path.exists()}:
         try:
-            return session.init_all(read(path), weights_registry=weights)
+            models |= session.init_all(read(path), weights_registry=weights)
         except (RuntimeError, ValueError, OSError):
             path.unlink(missing_ok=True)  # written by a process that was killed, or damaged since
-    on_compile()
-    module = Module()
-    build(module)
-    compiled = session.compile(module, custom_extensions=[kernels()])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
+    missing = [name for name in keys if name not in models]
+    if missing:
+        on_compile()
+        module = Module()
+        build(module, missing)
+        compiled = session.compile(module, custom_extensions=[kernels()])
+        _store(compiled, [paths[name] for name in missing])
+        models |= session.init_all(compiled, weights_registry=weights)
+    return {name: models[name] for name in keys}
+
+
+def _store(compiled: CompiledModel, paths: Sequence[Path]) -> None:
+    """Writes one file under several names, each of which appears when the file is whole."""
+    first, *others = paths
+    unfinished = first.with_suffix(f".{os.getpid()}")
     compiled.export_mef(str(unfinished))
-    os.replace(unfinished, path)
-    return session.init_all(compiled, weights_registry=weights)
+    os.replace(unfinished, first)
+    for path in others:
+        unfinished.unlink(missing_ok=True)
+        unfinished.symlink_to(first.name)
+        os.replace(unfinished, path)
 
 
 def _digest(key: str) -> str:

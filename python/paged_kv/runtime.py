@@ -7,7 +7,8 @@ memory, its shape and strides as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -37,6 +38,13 @@ class Variant:
     @property
     def name(self) -> str:
         return f"{self.op}_{self.dtype.name}_{self.kv_dtype.name}"
+
+    def __str__(self) -> str:
+        """For people: `attention (bfloat16 over float8_e4m3fn)`, `append (16 bits)`."""
+        if self.op != "attention":
+            return f"{self.op} ({8 * self.dtype.size_in_bytes} bits)"
+        over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype.name}"
+        return f"{self.op} ({self.dtype.name}{over})"
 
     def family(self) -> list[Variant]:
         """The variants that are compiled along with this one: append and gather go together."""
@@ -111,11 +119,19 @@ class Runtime:
         if not missing:
             return
 
-        def build(module: Module) -> None:
-            for variant in missing:
-                variant.build(module)
+        by_name = {variant.name: variant for variant in missing}
 
-        models = load_graphs(self.session, " ".join(variant.name for variant in missing), build)
+        def build(module: Module, names: Sequence[str]) -> None:
+            for name in names:
+                by_name[name].build(module)
+
+        words = ", ".join(str(variant) for variant in missing)
+        models = load_graphs(
+            self.session,
+            {name: name for name in by_name},
+            build,
+            on_compile=lambda: _announce(f"paged-kv: compiling {words}: some 15 s, once on this machine"),
+        )
         self._models.update({variant: models[variant.name] for variant in missing})
 
     def execute(self, variant: Variant, *inputs: Buffer) -> list[Buffer]:
@@ -123,6 +139,12 @@ class Runtime:
         if variant not in self._models:
             self.load(variant.family())
         return self._models[variant].execute(*inputs)
+
+
+def _announce(line: str) -> None:
+    """One line for whoever waits at a terminal; logs and pipes stay clean."""
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 @cache
