@@ -1,3 +1,90 @@
-"""A paged KV cache and decode attention for LLM inference on MAX."""
+"""A paged KV cache and decode attention for LLM inference on MAX.
+
+The public names below are FlashInfer's where it has them; each is loaded, with MAX behind it, when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_kv.cache import (
+        PagedKVCache,
+        allocate_blocks,
+        append_kv,
+        gather_kv,
+        init_paged_kv_cache,
+    )
+    from paged_kv.cascade import merge_state, merge_state_in_place, merge_states
+    from paged_kv.decode import (
+        BatchDecodeWithPagedKVCacheWrapper,
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+        single_decode_with_kv_cache,
+    )
+    from paged_kv.page import (
+        PagedKVCacheManager,
+        append_paged_kv_cache,
+        append_paged_mla_kv_cache,
+        get_batch_indices_positions,
+        get_seq_lens,
+    )
+    from paged_kv.pool import PagePool
+    from paged_kv.warm import warmup
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "PagePool",
+    "PagedKVCache",
+    "PagedKVCacheManager",
+    "allocate_blocks",
+    "append_kv",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "gather_kv",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "init_paged_kv_cache",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "single_decode_with_kv_cache",
+    "warmup",
+]
+
+_MODULES = {
+    "cache": ("PagedKVCache", "allocate_blocks", "append_kv", "gather_kv", "init_paged_kv_cache"),
+    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "decode": (
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "single_decode_with_kv_cache",
+    ),
+    "page": (
+        "PagedKVCacheManager",
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+    ),
+    "pool": ("PagePool",),
+    "warm": ("warmup",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:  # FlashInfer's users write `flashinfer.page.append_paged_kv_cache`
+        return import_module(f"paged_kv.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'paged_kv' has no attribute {name!r}")
+    value = getattr(import_module(f"paged_kv.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, *_MODULES])

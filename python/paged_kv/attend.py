@@ -1,0 +1,243 @@
+"""One attention call, checked: what the functions and classes of `decode.py` share.
+
+Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from max.driver import Buffer
+from max.dtype import DType
+
+from paged_kv.arrays import as_numpy, cache_operands, to_buffer, to_numpy
+from paged_kv.checks import integer
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.options import AttentionOptions
+from paged_kv.reference import alibi_slopes
+from paged_kv.rows import Rows
+from paged_kv.runtime import Variant, default_runtime
+
+Array = npt.NDArray[Any]
+Scales = tuple[float | None, float | None, float | None]
+"""q_scale, k_scale, v_scale; None is 1."""
+
+_PLAIN = (float, int, type(None))
+POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+
+_FP8 = {
+    np.dtype(ml_dtypes.float8_e4m3fn): DType.float8_e4m3fn,
+    np.dtype(ml_dtypes.float8_e5m2): DType.float8_e5m2,
+}
+_WIDE = {
+    np.dtype(np.float32): DType.float32,
+    np.dtype(np.float16): DType.float16,
+    np.dtype(ml_dtypes.bfloat16): DType.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every run of one plan has in common.
+
+    Raises:
+        ContractTypeError: a size is no integer, or a dtype or pair of dtypes is not supported.
+        ShapeError: Hq is no multiple of Hk, or head_dim is not supported.
+        ContractError: another size is below 1, or the pos_encoding_mode is unknown.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    q_dtype: np.dtype[Any]
+    """float32, float16 or bfloat16."""
+    kv_dtype: np.dtype[Any]
+    """`q_dtype`, or either float8 with any of the three."""
+    pos_encoding_mode: str
+    options: AttentionOptions
+    """`rope_theta` is used only by ROPE_LLAMA; the scales of q, k and v are a run's."""
+    dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
+    """What messages call the two dtypes."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        if self.num_qo_heads % self.num_kv_heads:
+            raise ShapeError(
+                f"num_qo_heads: {self.num_qo_heads} is no multiple of num_kv_heads, which is {self.num_kv_heads}"
+            )
+        if self.head_dim % 8 or self.head_dim > 512:
+            raise ShapeError(f"head_dim must be a multiple of 8 from 8 to 512, not {self.head_dim}")
+        if self.q_dtype not in _WIDE:
+            raise ContractTypeError(f"{self.dtype_names[0]}: {self.q_dtype.name} is none of {_names(_WIDE)}")
+        if self.kv_dtype != self.q_dtype and self.kv_dtype not in _FP8:
+            legal = f"equal q's {self.q_dtype.name} or be one of {_names(_FP8)}"
+            raise ContractTypeError(f"{self.dtype_names[1]}: {self.kv_dtype.name} must {legal}")
+        if self.pos_encoding_mode not in POS_ENCODING_MODES:
+            raise ContractError(
+                f"pos_encoding_mode must be one of {', '.join(POS_ENCODING_MODES)}, not {self.pos_encoding_mode!r}"
+            )
+
+    def __str__(self) -> str:
+        heads = f"{self.num_qo_heads} query and {self.num_kv_heads} KV heads of {self.head_dim}"
+        dtypes = f"q {self.q_dtype.name}, kv {self.kv_dtype.name}"
+        return f"{heads}, pages of {self.page_size}, {dtypes}, {self.pos_encoding_mode}"
+
+    @property
+    def variant(self) -> Variant:
+        """The compiled graph that answers it."""
+        return Variant("attention", _WIDE[self.q_dtype], (_WIDE | _FP8)[self.kv_dtype])
+
+
+class Attention:
+    """A problem with the operands prepared that do not change from run to run."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._variant = problem.variant
+        alibi = problem.pos_encoding_mode == "ALIBI"
+        slopes = alibi_slopes(problem.num_qo_heads) if alibi else np.zeros(0)
+        self._slopes = to_buffer(slopes.astype(np.float32))
+        self._no_sinks = to_buffer(np.zeros(0, np.float32))
+        self._window_left = to_buffer(np.array(problem.options.window_left, np.int32))
+        self._scales: Scales = (None, None, None)
+        self._numbers = self._pack(self._scales)
+        self._storage_key: tuple[Any, ...] = ()
+        self._storage: tuple[Buffer, Buffer, Buffer] | None = None
+
+    def run(self, q: Array, k: Array, v: Array, rows: Rows, scales: Scales, sinks: Any = None) -> tuple[Array, Array]:
+        """Output `[B, Hq, D]` in the dtype of `q` and the base-2 lse `[B, Hq]` float32.
+
+        Args:
+            q: `[B, Hq, D]`.
+            k, v: `[page, slot, Hk, D]` views of one shape and dtype with a unit last stride.
+            rows: The requests.
+            scales: Of q, k and v.
+            sinks: `[Hq]`, or None.
+
+        Raises:
+            ContractTypeError, ShapeError, ContractError: an argument does not fit the problem.
+            PageTableError: a page of `rows` is not one of the cache's.
+        """
+        problem = self.problem
+        check_array("q", q, (rows.batch, problem.num_qo_heads, problem.head_dim), problem.q_dtype)
+        self._check_cache(k, v)
+        rows.check_pages(len(k))
+        # Other types than these may compare as arrays do, or equal while they are refused (True).
+        if not all(type(scale) in _PLAIN for scale in scales) or scales != self._scales:
+            self._numbers, self._scales = self._pack(scales), scales
+        row_batch, row_lengths, lookup_table = rows.operands
+        k_blocks, v_blocks, view = self._storage_of(k, v)
+        o, lse = default_runtime().execute(
+            self._variant,
+            to_buffer(q if q.flags.c_contiguous else np.ascontiguousarray(q)),
+            row_batch,
+            row_lengths,
+            k_blocks,
+            v_blocks,
+            lookup_table,
+            view,
+            self._slopes,
+            self._no_sinks if sinks is None else self._sinks(sinks),
+            self._window_left,
+            self._numbers,
+        )
+        return to_numpy(o), to_numpy(lse)
+
+    def _storage_of(self, k: Array, v: Array) -> tuple[Buffer, Buffer, Buffer]:
+        """`cache_operands`, kept for the next run over the same memory (and so keeping it alive until then)."""
+        key = (k.ctypes.data, v.ctypes.data, k.strides, v.strides, k.shape)
+        if self._storage is None or key != self._storage_key:
+            self._storage, self._storage_key = cache_operands(k, v), key
+        return self._storage
+
+    def _pack(self, scales: Scales) -> Buffer:
+        """The op's five numbers, with a run's scales of q, k and v."""
+        q_scale, k_scale, v_scale = (1.0 if scale is None else scale for scale in scales)
+        theta = self.problem.options.rope_theta if self.problem.pos_encoding_mode == "ROPE_LLAMA" else None
+        options = replace(self.problem.options, rope_theta=theta, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        return to_buffer(options.numbers(self.problem.head_dim))
+
+    def _sinks(self, sinks: Any) -> Buffer:
+        """The sinks as the op takes them."""
+        values = as_numpy(sinks, "sinks")
+        if values.dtype not in _WIDE:
+            raise ContractTypeError(f"sinks: dtype {values.dtype.name} is none of {_names(_WIDE)}")
+        if values.shape != (self.problem.num_qo_heads,):
+            raise ShapeError(
+                f"sinks: shape {list(values.shape)}, expected [num_qo_heads] = [{self.problem.num_qo_heads}]"
+            )
+        values = np.ascontiguousarray(values, np.float32)
+        bad = np.isnan(values) | np.isposinf(values)
+        if bad.any():
+            head = int(bad.argmax())
+            raise ContractError(f"sinks: head {head} has {values[head]}, expected a finite logit or -inf")
+        return to_buffer(values)
+
+    def _check_cache(self, k: Array, v: Array) -> None:
+        """K and V are pages of the planned sizes and dtype."""
+        problem = self.problem
+        page = (problem.page_size, problem.num_kv_heads, problem.head_dim)
+        for name, view in (("k", k), ("v", v)):
+            if view.shape[1:] != page:
+                for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
+                    if found != planned:
+                        raise ShapeError(f"paged_kv_cache: {what} of {name} is {found}, planned {planned}")
+            if view.dtype != problem.kv_dtype:
+                raise ContractTypeError(
+                    f"paged_kv_cache: dtype {view.dtype.name} of {name}, planned {problem.kv_dtype.name} (kv_data_type)"
+                )
+
+
+_PAGE = ("page_size", "num_kv_heads", "head_dim")
+
+
+def check_layout(kv_layout: str) -> None:
+    """Refuses an unknown layout."""
+    if kv_layout not in ("NHD", "HND"):
+        raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {kv_layout!r}")
+
+
+def check_array(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Refuses an array of another shape or dtype than planned."""
+    if array.dtype != dtype:
+        raise ContractTypeError(f"{name}: dtype {array.dtype.name}, planned {dtype.name}")
+    if array.shape != shape:
+        letters = ("B", "num_qo_heads", "head_dim")[: len(shape)]
+        raise ShapeError(f"{name}: shape {list(array.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
+
+
+def writable(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """A view of an array that results are to be written to, checked."""
+    view = as_numpy(array, name)
+    check_array(name, view, shape, dtype)
+    if not view.flags.writeable:
+        raise ContractError(f"{name} is read-only, and is to be written")
+    return view
+
+
+def attention_options(
+    window_left: int,
+    logits_soft_cap: float | None,
+    sm_scale: float | None,
+    rope_scale: float | None,
+    rope_theta: float | None,
+) -> AttentionOptions:
+    """The options with FlashInfer's meaning of None."""
+    return AttentionOptions(
+        sm_scale=sm_scale,
+        window_left=window_left,
+        logits_soft_cap=0.0 if logits_soft_cap is None else logits_soft_cap,
+        rope_scale=1.0 if rope_scale is None else rope_scale,
+        rope_theta=1e4 if rope_theta is None else rope_theta,
+    )
+
+
+def _names(dtypes: Iterable[np.dtype[Any]]) -> str:
+    return ", ".join(dtype.name for dtype in dtypes)

@@ -1,0 +1,231 @@
+"""The functional paged cache: a frozen value, and functions that return a new one.
+
+Letters in shapes: B sequences, T tokens. Pools, tables and lengths may be arrays of any kind (`paged_kv.arrays`), and
+each result has the kind of what it stands for. The input cache is never changed. That costs `append_kv` a copy of both
+pools, where an array library with a compiler may write in place: to decode at speed, use `paged_kv.page`, which writes
+into the caller's pages. Names and meaning are those of the JAX caches with this interface; what they refuse is a
+ValueError here too, and so are the tables that they would follow to a wrong block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paged_kv.arrays import as_indices, as_numpy, check_storage, dtype_of, kind_of_dtype, like, sample_array
+from paged_kv.checks import Indices, PageTable, integer
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
+from paged_kv.moves import read_rows, write_rows
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKVCache:
+    """Storage of K and V, and which sequence owns which blocks of it."""
+
+    key_pool: Any
+    """`[num_blocks, block_size, num_kv_heads, head_dim]`"""
+    value_pool: Any
+    """The same shape and dtype."""
+    block_table: Any
+    """`[B, max_blocks_per_seq]` int32: logical block to physical block, -1 where there is none."""
+    seq_lengths: Any
+    """`[B]` int32: the tokens each sequence holds."""
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.key_pool.shape[0])
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return int(self.key_pool.shape[1])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.key_pool.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.key_pool.shape[3])
+
+
+def init_paged_kv_cache(
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    batch_size: int,
+    max_blocks_per_seq: int,
+    dtype: Any,
+) -> PagedKVCache:
+    """An empty cache: pools of zeros, a table of -1, lengths of 0.
+
+    `dtype` is a name, or a dtype of NumPy, torch, JAX or MAX: a torch dtype makes torch arrays, `jax.numpy.float32` and
+    the like JAX arrays, all others NumPy arrays.
+
+    Raises:
+        ContractError, ContractTypeError: a size is no integer or too small, or the dtype is unknown.
+    """
+    shape = (
+        integer("num_blocks", num_blocks, 0),
+        integer("block_size", block_size, 1),
+        integer("num_kv_heads", num_kv_heads, 1),
+        integer("head_dim", head_dim, 1),
+    )
+    batch, max_blocks = integer("batch_size", batch_size, 0), integer("max_blocks_per_seq", max_blocks_per_seq, 0)
+    element, sample = dtype_of(dtype, "dtype"), sample_array(kind_of_dtype(dtype))
+    return PagedKVCache(
+        like(sample, np.zeros(shape, element)),
+        like(sample, np.zeros(shape, element)),
+        like(sample, np.full((batch, max_blocks), -1, np.int32)),
+        like(sample, np.zeros(batch, np.int32)),
+    )
+
+
+def allocate_blocks(
+    cache: PagedKVCache, *, sequence_idx: int, num_new_tokens: int, free_block_ids: Any
+) -> tuple[PagedKVCache, int]:
+    """Gives a sequence the blocks that `num_new_tokens` more tokens need, the first ones of `free_block_ids` `[F]`.
+
+    They follow the blocks that the tokens fill: a second call before the append replaces what the first one gave.
+
+    Returns:
+        The new cache, which shares its pools with `cache`, and how many ids were consumed.
+
+    Raises:
+        PoolExhausted: `free_block_ids` is shorter than the number of blocks needed.
+        PageTableError: a consumed id is outside the pool or consumed twice, or the table's row is too short.
+        ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
+    """
+    table, lengths, sequence = _books(cache, sequence_idx)
+    added = integer("num_new_tokens", num_new_tokens, 0)
+    free = as_indices(free_block_ids, "free_block_ids")
+    first = -(-int(lengths[sequence]) // cache.block_size)
+    count = -(-(int(lengths[sequence]) + added) // cache.block_size) - first
+    if count > len(free):
+        raise PoolExhausted(f"free_block_ids has {len(free)} entries but {count} are needed (sequence {sequence})")
+    if first + count > table.shape[1]:
+        raise PageTableError(
+            f"num_new_tokens: sequence {sequence} would need {first + count} blocks,"
+            f" block_table has {table.shape[1]} columns"
+        )
+    taken = free[:count]
+    for i, block in enumerate(taken.tolist()):
+        if not 0 <= block < cache.num_blocks:
+            raise PageTableError(f"free_block_ids[{i}] is {block}, outside the pool's [0, {cache.num_blocks})")
+    if len(set(taken.tolist())) != count:
+        raise PageTableError(f"free_block_ids names a block twice in {taken.tolist()} (sequence {sequence})")
+    grown = as_numpy(cache.block_table, "block_table").copy()
+    grown[sequence, first : first + count] = taken
+    return replace(cache, block_table=like(cache.block_table, grown)), count
+
+
+def append_kv(cache: PagedKVCache, sequence_idx: int, keys_new: Any, values_new: Any) -> PagedKVCache:
+    """Appends tokens to one sequence, whose blocks were allocated before.
+
+    `keys_new` and `values_new` are `[T, num_kv_heads, head_dim]`; floats are converted to the pool's dtype.
+
+    Returns:
+        A new cache with copies of both pools, and T more tokens in the sequence.
+
+    Raises:
+        ShapeError: shapes disagree with each other or with the pools.
+        PageTableError: a block that is needed is unallocated, outside the pool or there twice.
+        ContractError, ContractTypeError: an argument of a wrong value, type or dtype.
+    """
+    table, lengths, sequence = _books(cache, sequence_idx)
+    pools = _pools(cache)
+    keys, values = as_numpy(keys_new, "keys_new"), as_numpy(values_new, "values_new")
+    if keys.shape != values.shape:
+        raise ShapeError(f"keys_new shape {keys.shape} != values_new shape {values.shape}")
+    if keys.ndim != 3 or keys.shape[1:] != pools[0].shape[2:]:
+        raise ShapeError(f"keys_new must be [T, {cache.num_kv_heads}, {cache.head_dim}], its shape is {keys.shape}")
+    rows = [_converted(a, pools[0].dtype, n) for a, n in ((keys, "keys_new"), (values, "values_new"))]
+    start, count, size = int(lengths[sequence]), len(keys), cache.block_size
+    blocks = _blocks(table[sequence], sequence, start // size, start + count, cache)
+    books = PageTable(np.array([0, len(blocks)], np.int32), blocks, np.array([size], np.int32), size)
+    pages, slots = books.slots(np.zeros(count, np.int32), np.arange(start, start + count, dtype=np.int32))
+    copies = [pool.copy() for pool in pools]
+    write_rows(rows[0], rows[1], copies[0], copies[1], pages, slots)
+    longer = as_numpy(cache.seq_lengths, "seq_lengths").copy()
+    longer[sequence] += count
+    return PagedKVCache(
+        like(cache.key_pool, copies[0]),
+        like(cache.value_pool, copies[1]),
+        cache.block_table,
+        like(cache.seq_lengths, longer),
+    )
+
+
+def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
+    """One sequence's tokens, made contiguous.
+
+    Returns:
+        `(keys, values, seq_len)`: `[seq_len, num_kv_heads, head_dim]` twice, of the pools' kind and dtype.
+
+    Raises:
+        PageTableError: a block that the length covers is unallocated or outside the pool.
+        ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
+    """
+    table, lengths, sequence = _books(cache, sequence_idx)
+    pools = _pools(cache)
+    blocks = _blocks(table[sequence], sequence, 0, int(lengths[sequence]), cache)
+    keys, values = read_rows(*pools, blocks.view(np.uint32)[None], lengths[sequence : sequence + 1])
+    return like(cache.key_pool, keys), like(cache.value_pool, values), int(lengths[sequence])
+
+
+def _books(cache: PagedKVCache, sequence_idx: int) -> tuple[Indices, Indices, int]:
+    """The table, the lengths and the sequence, checked against each other."""
+    table, lengths = as_indices(cache.block_table, "block_table", 2), as_indices(cache.seq_lengths, "seq_lengths")
+    if len(lengths) != len(table):
+        raise ShapeError(f"seq_lengths has {len(lengths)} entries, block_table has {len(table)} rows")
+    sequence = integer("sequence_idx", sequence_idx, 0)
+    if sequence >= len(table):
+        raise ContractError(f"sequence_idx is {sequence}, the cache has {len(table)} sequences")
+    if lengths[sequence] < 0:
+        raise PageTableError(f"seq_lengths: sequence {sequence} has length {lengths[sequence]}")
+    return table, lengths, sequence
+
+
+def _pools(cache: PagedKVCache) -> tuple[np.ndarray, np.ndarray]:
+    """Both pools, which must be of one shape and dtype."""
+    keys, values = as_numpy(cache.key_pool, "key_pool"), as_numpy(cache.value_pool, "value_pool")
+    check_storage(keys, "key_pool", 4, writable=False)
+    check_storage(values, "value_pool", 4, writable=False)
+    if values.shape != keys.shape:
+        raise ShapeError(f"value_pool: shape {values.shape} differs from key_pool's {keys.shape}")
+    if values.dtype != keys.dtype:
+        raise ContractTypeError(f"value_pool: dtype {values.dtype} differs from key_pool's {keys.dtype}")
+    return keys, values
+
+
+def _blocks(row: Indices, sequence: int, first: int, num_tokens: int, cache: PagedKVCache) -> Indices:
+    """The blocks of a sequence's first `num_tokens` tokens; those from logical block `first` on are checked."""
+    needed = -(-num_tokens // cache.block_size)
+    if needed > len(row):
+        raise PageTableError(f"block_table: sequence {sequence} needs {needed} blocks, its row has {len(row)}")
+    for logical in range(first, needed):
+        block = int(row[logical])
+        if block < 0:
+            raise PageTableError(
+                f"block_table[{sequence}, {logical}] is unallocated ({block}); call allocate_blocks before append_kv"
+            )
+        if block >= cache.num_blocks:
+            raise PageTableError(
+                f"block_table[{sequence}, {logical}] is {block}, outside the pool's [0, {cache.num_blocks})"
+            )
+    return row[:needed]
+
+
+def _converted(rows: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Rows in the pool's dtype: a float becomes another float, nothing else changes."""
+    if rows.dtype != dtype and not (_is_float(rows.dtype) and _is_float(dtype)):
+        raise ContractTypeError(f"{name}: dtype {rows.dtype} cannot be stored in a pool of {dtype}")
+    return rows.astype(dtype, copy=False)
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return "float" in dtype.name

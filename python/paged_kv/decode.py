@@ -1,0 +1,109 @@
+"""Decode attention: the names, argument order and meaning of FlashInfer's `decode` module.
+
+Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension, L tokens of one request.
+
+Arrays are torch, NumPy (`ml_dtypes` for bfloat16 and float8), JAX or MAX arrays in the memory of the CPU; they come in
+without a copy, and results have the kind of `q`. Queries are float32, float16 or bfloat16; K and V have the dtype of
+the queries, or are float8_e4m3fn or float8_e5m2 under any of the three. Scores, softmax and sums are float32 whatever
+the storage. D is a multiple of 8 up to 512; every group size Hq / Hk and every page_size is supported.
+
+Errors are `ContractTypeError` (a TypeError) for types and dtypes, and `ShapeError`, `PageTableError` and
+`ContractError` (ValueErrors) for the rest; whenever one is raised, nothing was written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged_kv.arrays import as_numpy, check_storage, like
+from paged_kv.attend import Attention, Problem, attention_options, check_layout
+from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.rows import Rows
+from paged_kv.wrapper import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "single_decode_with_kv_cache",
+]
+
+
+def single_decode_with_kv_cache(
+    q: Any,
+    k: Any,
+    v: Any,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of one query token over one request's contiguous K and V, as FlashInfer's function of this name.
+
+    Args:
+        q: `[Hq, D]`.
+        k, v: `[L, Hk, D]` (NHD) or `[Hk, L, D]` (HND), of one shape and dtype; they need not be contiguous, but
+            their last stride is 1. The query stands at position L - 1.
+        kv_layout: "NHD" or "HND".
+        pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and the un-rotated k are rotated on the fly) or "ALIBI".
+        use_tensor_cores: Accepted; the CPU has none.
+        q_scale, k_scale, v_scale: Calibration scales of quantised q, k and v; None is 1.
+        window_left: Keeps the last `window_left + 1` tokens; -1 keeps all.
+        logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; None and 0 are off.
+        sm_scale: Multiplies q . k; None is `1 / sqrt(D)`.
+        rope_scale: Divides the rotary frequencies; None is 1.
+        rope_theta: Base of the rotary embedding; None is 1e4.
+        return_lse: Whether to return the lse as well.
+
+    Returns:
+        o `[Hq, D]` in the dtype of `q`, or o and the base-2 lse `[Hq]` float32. L = 0 gives o = 0, lse = -inf.
+
+    Raises:
+        ContractTypeError: a dtype or a pair of dtypes is not supported, or an argument has the wrong type.
+        ShapeError: a rank, shape, head count or head_dim does not fit.
+        ContractError: another value is out of range.
+    """
+    del use_tensor_cores
+    query = as_numpy(q, "q")
+    if query.ndim != 2:
+        raise ShapeError(f"q: shape {list(query.shape)}, expected [num_qo_heads, head_dim]")
+    check_layout(kv_layout)
+    keys, values = as_numpy(k, "k"), as_numpy(v, "v")
+    for array, name in ((keys, "k"), (values, "v")):
+        check_storage(array, name, 3, writable=False)
+    if values.shape != keys.shape:
+        raise ShapeError(f"v: shape {list(values.shape)} differs from k's {list(keys.shape)}")
+    if values.dtype != keys.dtype:
+        raise ContractTypeError(f"v: dtype {values.dtype.name} differs from k's {keys.dtype.name}")
+    # One page of all the tokens: [1, L, Hk, D].
+    keys, values = (array[None] if kv_layout == "NHD" else array.swapaxes(0, 1)[None] for array in (keys, values))
+    if query.shape[0] % max(keys.shape[2], 1):
+        raise ShapeError(f"q: its {query.shape[0]} heads are no multiple of k's {keys.shape[2]}")
+    if keys.shape[3] != query.shape[1]:
+        raise ShapeError(f"k: head_dim is {keys.shape[3]}, q's is {query.shape[1]}")
+    length = keys.shape[1]
+    if length == 0:  # a pool of no pages, for a request of none
+        keys, values = (array.reshape(0, 1, *array.shape[2:]) for array in (keys, values))
+    attention = Attention(
+        Problem(
+            num_qo_heads=query.shape[0],
+            num_kv_heads=keys.shape[2],
+            head_dim=query.shape[1],
+            page_size=max(length, 1),
+            q_dtype=query.dtype,
+            kv_dtype=keys.dtype,
+            pos_encoding_mode=pos_encoding_mode,
+            options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
+            dtype_names=("q: dtype", "k: dtype"),
+        )
+    )
+    o, lse = attention.run(query[None], keys, values, Rows.of_one(length), (q_scale, k_scale, v_scale))
+    result = like(q, o[0])
+    return (result, like(q, lse[0])) if return_lse else result

@@ -1,0 +1,106 @@
+"""A paged KV cache together with its books: the manager that FlashInfer's documents sketch, with correct allocation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from paged_kv.arrays import as_numpy, dtype_of, like, paged_views, sample_array
+from paged_kv.checks import Indices, integer
+from paged_kv.errors import ContractError, RequestError
+from paged_kv.forms import check_rows
+from paged_kv.moves import prepare, write_rows
+from paged_kv.pool import PagePool
+
+
+class PagedKVCacheManager:
+    """One layer's pages and the requests that own them. A token that needs a page takes one; `free` gives them back.
+
+    `kv_cache` is an array `[max_num_pages, 2, page_size, num_kv_heads, head_dim]` (NHD), zeros at first; `pool` keeps
+    the books. Request ids are any hashable values.
+
+    Args:
+        max_num_pages: Pages in the cache.
+        page_size: Tokens in a page.
+        num_kv_heads: KV heads.
+        head_dim: Elements of a head.
+        dtype: A name, or a dtype of NumPy, torch, JAX or MAX.
+        device: None or the CPU.
+        kind: "torch" or "numpy", what `kv_cache` and page tables are. By default torch where the program has imported
+            it, else NumPy.
+
+    Raises:
+        ContractTypeError, ContractError: a size is no integer or too small, an unknown dtype, kind or device.
+    """
+
+    def __init__(
+        self,
+        max_num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: Any = "float16",
+        device: Any = None,
+        kind: str | None = None,
+    ) -> None:
+        if device is not None and str(device).partition(":")[0] != "cpu":
+            raise ContractError(f"device must be the CPU, not {device}")
+        self.pool = PagePool(max_num_pages, page_size)
+        self.max_num_pages = self.pool.num_pages
+        self.page_size = self.pool.page_size
+        self.num_kv_heads = integer("num_kv_heads", num_kv_heads, 1)
+        self.head_dim = integer("head_dim", head_dim, 1)
+        shape = (self.max_num_pages, 2, self.page_size, self.num_kv_heads, self.head_dim)
+        if kind not in (None, "numpy", "torch"):
+            raise ContractError(f"kind must be 'numpy' or 'torch', not {kind!r}")
+        self._kind = sample_array(kind or ("torch" if "torch" in sys.modules else "numpy"))
+        self.kv_cache = like(self._kind, np.zeros(shape, dtype_of(dtype, "dtype")))
+
+    def append(self, request_id: Hashable, k: Any, v: Any) -> None:
+        """Appends one token, k and v `[num_kv_heads, head_dim]`, or `n` of them, `[n, ...]`; starts an unknown request.
+
+        Raises:
+            PoolExhausted: too few pages are free; nothing was taken or written.
+            ContractTypeError, ShapeError: as `append_paged_kv_cache`.
+        """
+        k_view, v_view = paged_views(self.kv_cache, "NHD", "kv_cache", writable=True)
+        k_rows, v_rows = (_tokens(as_numpy(array, name)) for array, name in ((k, "k"), (v, "v")))
+        k_rows, v_rows = check_rows(k_rows, v_rows, k_view, v_view, ("k", "v"))
+        prepare(k_view.dtype)  # all that can fail comes before the books change
+        known, start = self._length(request_id) is not None, self.get_seq_len(request_id)
+        (self.pool.reserve if known else self.pool.start)(request_id, len(k_rows))
+        page_slot, slots = np.divmod(np.arange(start, start + len(k_rows), dtype=np.int32), np.int32(self.page_size))
+        write_rows(k_rows, v_rows, k_view, v_view, self._pages(request_id)[page_slot], slots)
+
+    def get_page_table(self, request_id: Hashable) -> Any:
+        """The request's pages in token order, int32 `[ceil(length / page_size)]`; None for an unknown request."""
+        return None if self._length(request_id) is None else like(self._kind, self._pages(request_id))
+
+    def get_seq_len(self, request_id: Hashable) -> int:
+        """The request's tokens; 0 for an unknown request."""
+        return self._length(request_id) or 0
+
+    def free(self, request_id: Hashable) -> None:
+        """Forgets the request; its pages are free again, their contents stay until they are overwritten.
+
+        Raises:
+            RequestError: the request is unknown, or was freed before.
+        """
+        self.pool.free(request_id)
+
+    def _length(self, request_id: Hashable) -> int | None:
+        try:
+            return self.pool.length(request_id)
+        except RequestError:
+            return None
+
+    def _pages(self, request_id: Hashable) -> Indices:
+        return np.array(self.pool.pages(request_id), np.int32)
+
+
+def _tokens(rows: np.ndarray) -> np.ndarray:
+    """One token `[Hk, D]` as the only one of `[1, Hk, D]`."""
+    return rows[None] if rows.ndim == 2 else rows

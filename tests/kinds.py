@@ -1,0 +1,34 @@
+"""The same data as an array of each library, and the bytes behind any of them."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from paged_kv.arrays import as_numpy, like, sample_array, to_buffer
+
+WRITABLE = ("numpy", "torch", "max")
+KINDS = (*WRITABLE, "jax") if find_spec("jax") else WRITABLE
+
+
+def make(kind: str, array: np.ndarray) -> Any:
+    """A copy of `array` as an array of `kind`."""
+    if kind == "jax":
+        import jax.numpy as jnp
+
+        return jnp.array(array)
+    fresh = np.array(array, order="C")
+    return to_buffer(fresh) if kind == "max" else like(sample_array(kind), fresh)
+
+
+def kind_of(array: Any) -> str:
+    """The library whose array it is, as `make` calls it."""
+    owner = type(array).__module__.partition(".")[0]
+    return "jax" if owner == "jaxlib" else owner
+
+
+def bytes_of(arguments: Any) -> list[bytes]:
+    """The contents of every array among the arguments, pairs included; other arguments count for nothing."""
+    if isinstance(arguments, tuple | list):
+        return [found for argument in arguments for found in bytes_of(argument)]
+    return [as_numpy(arguments, "array").tobytes()] if hasattr(arguments, "__dlpack__") else []
