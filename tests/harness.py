@@ -117,12 +117,16 @@ def gather_rows(
     layer: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gather as the op has it: K and V `[num_tokens, Hk, D]`, from any `indptr`."""
-    keys, _ = cache_views(k_blocks, v_blocks, layout, layer)
-    like = np.zeros((num_tokens, *keys.shape[2:]), np.int8)
-    variant = _moving("gather", k_blocks)
-    rows = _execute(variant, [indptr, like], (k_blocks, v_blocks, layout, layer), lookup_table)
+    storage = (k_blocks, v_blocks, layout, layer)
+    rows = _execute(_moving("gather", k_blocks), [indptr, like_of(num_tokens, storage)], storage, lookup_table)
     k, v = (row.view(k_blocks.dtype) for row in rows)
     return k, v
+
+
+def like_of(num_tokens: int, storage: tuple[np.ndarray, np.ndarray, str, int]) -> np.ndarray:
+    """What tells gather the shape of its result."""
+    keys, _ = cache_views(*storage)
+    return np.zeros((num_tokens, *keys.shape[2:]), np.int8)
 
 
 def _execute(

@@ -33,9 +33,13 @@ AXES = {
     "rows": ("decode", "mixed"),
     "window_left": (-1, 0, 1, 6, 127, 5000),
     "logits_soft_cap": (0.0, 0.5, 30.0, 50.0),
-    "sm_scale": (None, 0.2, -0.05),
+    "scale": (None, 1.7, -0.4),  # times 1 / sqrt(head_dim)
+    "rope_theta": (None, 1e4),
+    "v_scale": (1.0, -0.5),
+    "alibi": (False, True),
+    "sinks": (False, True),
 }
-OPTIONS = ("window_left", "logits_soft_cap", "sm_scale")
+OPTIONS = ("window_left", "logits_soft_cap", "rope_theta", "v_scale")
 GRID = all_pairs(AXES)
 
 
@@ -55,17 +59,33 @@ def mixed_rows(cache, seed=0):
     return q[order], row_batch[order], row_lengths[order]
 
 
+def options_of(setting, case):
+    """The keyword arguments of a setting.
+
+    Scores stay within some 10, past which their own rounding in float32 shows in `o`, and no sink is so far above them
+    that `o` becomes a subnormal number of float16.
+    """
+    options = {name: setting[name] for name in OPTIONS}
+    if setting["scale"] is not None:
+        options["sm_scale"] = setting["scale"] / math.sqrt(case.head_dim)
+    if setting["alibi"]:
+        options["alibi_slopes"] = np.linspace(-0.02, 0.02, case.num_q_heads)
+    if setting["sinks"]:
+        options["sinks"] = np.linspace(-8, 0, case.num_q_heads)
+    return options
+
+
 def rows_of(cache, kind):
     return mixed_rows(cache) if kind == "mixed" else (cache.q, *cache.decode_rows)
 
 
-def compare(cache, rows, what="", **options):
+def compare(cache, rows, **options):
     """Runs both, compares, and returns the op's results; the cache must stay as it was."""
     q, row_batch, row_lengths = rows
     before = [blocks.copy() for blocks in cache.pages]
     o, lse = harness.attention(q, *cache.pages, row_batch, row_lengths, **cache.storage, **options)
     expected_o, expected_lse = reference.attention(q, *cache.pages, row_batch, row_lengths, **cache.storage, **options)
-    what = f"{what or cache.case} {options}"
+    what = f"{cache.case} {options}"
     assert (o.dtype, lse.dtype) == (q.dtype, np.float32)
     assert_close(o, expected_o, rel=REL[q.dtype.name], what=f"o of {what}")
     assert_lse_close(lse, expected_lse, tol=LSE_TOL, what=f"lse of {what}")
@@ -90,7 +110,21 @@ def test_grid_tries_every_two_values_together():
 @pytest.mark.parametrize("setting", GRID, ids=setting_id)
 def test_grid(setting):
     cache = build(case_of(setting))
-    compare(cache, rows_of(cache, setting["rows"]), **{name: setting[name] for name in OPTIONS})
+    compare(cache, rows_of(cache, setting["rows"]), **options_of(setting, cache.case))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_left": 1500}, {"sinks": np.linspace(-4, 2, 6), "v_scale": 0.5}],
+    ids=["plain", "window", "sinks"],
+)
+@pytest.mark.parametrize("lengths", [(2500, 0, 1030, 7), (1023, 1024, 1025, 2049), (70_001, 3)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_requests_long_enough_to_be_split(dtype, lengths, options):
+    """Kernels cut long requests into parts and join their results: at 1024 tokens, and in 64 parts at most."""
+    storage = {"page_size": 5 if 1025 in lengths else 64, "layout": "HND", "rank": 5, "dtype": dtype}
+    cache = build(CacheCase(lengths=lengths, num_q_heads=6, head_dim=8, **storage))
+    compare(cache, mixed_rows(cache), sm_scale=0.6, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -234,11 +268,13 @@ def test_any_options(data):
             seed=draw(st.integers(0, 2**32 - 1)),
         )
     )
-    compare(
-        cache,
-        rows_of(cache, draw(st.sampled_from(["decode", "mixed"]))),
-        # Scores stay below some 20: past that their own rounding in float32 shows in o.
-        sm_scale=draw(st.none() | st.floats(-4, 4).map(lambda factor: factor / math.sqrt(head_dim))),
-        window_left=draw(st.just(-1) | st.integers(0, 130)),
-        logits_soft_cap=draw(st.just(0.0) | st.floats(0.1, 100)),
-    )
+    setting = {
+        "scale": draw(st.none() | st.floats(-2, 2)),
+        "window_left": draw(st.just(-1) | st.integers(0, 130)),
+        "logits_soft_cap": draw(st.just(0.0) | st.floats(0.1, 100)),
+        "rope_theta": draw(st.none() | st.floats(100, 1e6)),
+        "v_scale": draw(st.floats(0.25, 2)),
+        "alibi": draw(st.booleans()),
+        "sinks": draw(st.booleans()),
+    }
+    compare(cache, rows_of(cache, draw(st.sampled_from(["decode", "mixed"]))), **options_of(setting, cache.case))

@@ -189,6 +189,13 @@ def test_head_dim_that_attention_does_not_take(head_dim):
         harness.attention(cache.q, *cache.pages, *cache.decode_rows)
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 16), (2, 24)])
+def test_gather_into_rows_of_another_shape(cache, monkeypatch, heads, head_dim):
+    like = np.zeros((32, heads, head_dim), np.int8)
+    monkeypatch.setattr(harness, "like_of", lambda *_: like)
+    refuse("gather", cache, {}, "k", *((3, 2) if heads == 3 else (24, 16)))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_page_size_zero(cache, op):
     blocks = {name: np.zeros((9, 0, 2, 16), np.float32) for name in ("k_blocks", "v_blocks")}
