@@ -385,7 +385,8 @@ def finish[
 ](rows: AttentionRows[dtype], row: Int, query: Int, logits: Logits, dim: Int, var state: AttentionState, acc: Floats):
     """Writes o and lse of query head `query` of one row."""
     var factor: Float32 = 1
-    if logits.has_sinks and rows.row_lengths[unsafe_offset=row] > 0:
+    var sees_tokens = rows.row_batch[unsafe_offset=row] >= 0 and rows.row_lengths[unsafe_offset=row] > 0
+    if logits.has_sinks and sees_tokens:
         var sink = logits.sinks[unsafe_offset=query] * LOG2E
         factor = state.raise_to(sink)
         state.add(exp2(sink - state.greatest))

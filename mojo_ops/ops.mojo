@@ -170,6 +170,11 @@ struct Gather:
     ) raises:
         var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         check_equal("indptr: its length", indptr.dim_size(0), pair.table.batch + 1)
+        check_equal("k: its number of KV heads", k.dim_size(1), pair.k.num_heads())
+        check_equal("v: its number of KV heads", v.dim_size(1), pair.k.num_heads())
+        check_equal("k: its head_dim", k.dim_size(2), pair.k.head_dim())
+        check_equal("v: its head_dim", v.dim_size(2), pair.k.head_dim())
+        check_equal("v: its number of tokens", v.dim_size(0), k.dim_size(0))
         check_gather(pair.table, rows_of(indptr), k.dim_size(0))
         gather_rows(pair.k, untracked(k.unsafe_ptr()), rows_of(indptr), pair.table.batch)
         gather_rows(pair.v, untracked(v.unsafe_ptr()), rows_of(indptr), pair.table.batch)

@@ -39,8 +39,18 @@ struct Table:
         check_append(self.view(page_size), untracked(batch_indices), untracked(positions), len(batch_indices))
 
     def rows(self, row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1) raises:
-        var logits = Logits(scale=1, soft_cap=0, window_left=window_left)
+        var none = List[Float32]()
+        var logits = Logits(
+            scale=1,
+            soft_cap=0,
+            window_left=window_left,
+            alibi_slopes=untracked(none),
+            has_alibi=False,
+            sinks=untracked(none),
+            has_sinks=False,
+        )
         check_rows(self.view(), untracked(row_batch), untracked(row_lengths), len(row_batch), logits)
+        _ = none^
 
     def gather(self, indptr: List[Int32], num_rows: Int) raises:
         check_gather(self.view(), untracked(indptr), num_rows)
@@ -191,7 +201,7 @@ def test_view() raises:
     comptime strides = PageStrides(start=2, page=96, slot=24, head=8)
     check_view("k_blocks", shape, strides, 2 + PAGE_SIZE * 96)
     check_view("k_blocks", IndexList[4](0, 4, 3, 8), strides, 0)
-    with assert_raises(contains="v_blocks: the view of shape (5, 4, 3, 8) ends at element 481, past the storage's 481"):
+    with assert_raises(contains="v_blocks: the view of shape (5, 4, 3, 8) runs past the storage's 481 elements"):
         check_view("v_blocks", shape, strides, 2 + PAGE_SIZE * 96 - 1)
     with assert_raises(contains="k_blocks: shape (5, 4, -3, 8) has a negative dimension"):
         check_view("k_blocks", IndexList[4](5, 4, -3, 8), strides, 1000)
@@ -203,6 +213,15 @@ def test_view() raises:
     ]:
         with assert_raises(contains="k_blocks: negative strides are not supported"):
             check_view("k_blocks", shape, negative, 1000)
+
+
+def test_view_whose_sizes_overflow_together() raises:
+    """The product of these sizes is 2^64 times something: 0 in 64 bits."""
+    var strides = PageStrides(0, 1 << 34, 24, 8)
+    with assert_raises(contains="runs past the storage's 1000 elements"):
+        check_view("k_blocks", IndexList[4](1 << 32, 1 << 32, 3, 8), strides, 1000)
+    with assert_raises(contains="runs past the storage's 0 elements"):
+        check_view("k_blocks", IndexList[4](1, 1, 1, 8), PageStrides(0, 0, 0, 0), 0)
 
 
 def test_same_cache() raises:

@@ -1,0 +1,91 @@
+"""The schedule of attention: every token of every row in exactly one segment."""
+
+from std.testing import TestSuite, assert_equal, assert_true
+
+from mojo_ops.logits import Logits
+from mojo_ops.split import MAX_BLOCK_ROWS, MAX_SEGMENTS, MIN_SEGMENT, Plan, plan_segments, segment_length
+from support import untracked
+
+
+def plan(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1) -> Plan:
+    var none = List[Float32]()
+    var logits = Logits(1, 0, window_left, untracked(none), False, untracked(none), False)
+    var result = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), logits)
+    _ = none^
+    return result^
+
+
+def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1) raises:
+    """Rows in order, each in one block; a block's segments join without gap or overlap and are numbered in order."""
+    var result = plan(row_batch, row_lengths, window_left)
+    var row = 0
+    var partial = 0
+    var i = 0
+    while i < len(result.segments):
+        var first = result.segments[i]
+        assert_equal(first.row, row)
+        assert_true(0 < first.num_rows <= min(MAX_BLOCK_ROWS, result.max_rows))
+        var begin = Int.MAX
+        var end = 0
+        for r in range(row, row + first.num_rows):
+            assert_equal(row_batch[r], row_batch[row])
+            var length = Int(row_lengths[r]) if row_batch[r] >= 0 else 0
+            if length > 0:
+                begin = min(begin, max(0, length - 1 - window_left) if window_left >= 0 else 0)
+                end = max(end, length)
+        assert_equal(first.begin, min(begin, end))
+        if first.partial < 0:
+            assert_equal(first.end, end)
+            i += 1
+        else:
+            var at = first.begin
+            while i < len(result.segments) and result.segments[i].row == row:
+                assert_equal(result.segments[i].begin, at)
+                assert_equal(result.segments[i].partial, partial)
+                assert_true(result.segments[i].end > at)
+                at = result.segments[i].end
+                partial += 1
+                i += 1
+            assert_equal(at, end)
+        row += first.num_rows
+    assert_equal(row, len(row_batch))
+    assert_equal(partial, result.partials)
+
+
+def test_decode_rows() raises:
+    check([], [])
+    check([0, 1, 2], [1, 0, 17])
+    check([0, 1], [MIN_SEGMENT, MIN_SEGMENT + 1])
+    check([0, 1, 2], [100000, 3, 70001])
+
+
+def test_prefill_rows_share_blocks() raises:
+    var row_batch = List[Int32]()
+    var row_lengths = List[Int32]()
+    for row in range(3 * MAX_BLOCK_ROWS + 1):
+        row_batch.append(0)
+        row_lengths.append(Int32(2000 + row))
+    row_batch.append(1)
+    row_lengths.append(5)
+    check(row_batch, row_lengths)
+    assert_equal(plan(row_batch, row_lengths).max_rows, MAX_BLOCK_ROWS)
+
+
+def test_padding_rows_hold_no_tokens() raises:
+    check([-1, -1, 0, -1], [9, 5000, 4000, 0])
+    assert_equal(plan([-1], [5000]).segments[0].end, 0)
+
+
+def test_windows() raises:
+    check([0, 0, 1], [30, 5000, 4000], 7)
+    assert_equal(plan([0], [5000], 7).segments[0].begin, 4992)
+
+
+def test_segment_length() raises:
+    assert_equal(segment_length(0), MIN_SEGMENT)
+    assert_equal(segment_length(MIN_SEGMENT * MAX_SEGMENTS), MIN_SEGMENT)
+    assert_equal(segment_length(MIN_SEGMENT * MAX_SEGMENTS + 1), MIN_SEGMENT + 16)
+
+
+def main() raises:
+    TestSuite.discover_tests[__functions_in_module()]().run()
