@@ -37,7 +37,7 @@ def load_graphs(
         keys: For each graph, by name, what it depends on besides this package's sources: dtypes, sizes, configuration.
         build: Adds the graphs of the given names to a module.
         weights: Values for the graphs' weights by name; what is on disk holds none.
-        on_compile: Called before a compile, which takes some 15 s or more.
+        on_compile: Called before a compile, which takes some 25 s or more.
     """
     folder = cache_folder() / "compiled"
     folder.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """Compiled variants of the ops: compile a family together, keep it, execute.
 
-A cold compile costs some 15 s for one graph and little more for a few, so a variant that is missing is
+A cold compile costs some 25 s for one graph and little more for a few, so a variant that is missing is
 compiled together with its family. One variant serves every storage layout: the storage goes in as flat
 memory, its shape and strides as numbers.
 """
@@ -130,7 +130,7 @@ class Runtime:
             self.session,
             {name: name for name in by_name},
             build,
-            on_compile=lambda: _announce(f"paged-kv: compiling {words}: some 15 s, once on this machine"),
+            on_compile=lambda: _announce(f"paged-kv: compiling {words}: about 25 s, once on this machine"),
         )
         self._models.update({variant: models[variant.name] for variant in missing})
 
