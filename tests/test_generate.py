@@ -20,13 +20,11 @@ EMPTY = -1  # a slot that nothing was written to
 
 
 def config(max_positions=4096):
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), 8)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1)
     return LlamaConfig(
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
+        **sizes,
+        **heads,
         vocab_size=VOCAB,
         max_position_embeddings=max_positions,
         rms_norm_eps=1e-5,
@@ -83,8 +81,6 @@ class FakeModel:
 
 class AuditedPool(PagePool):
     """Proves its books after every operation."""
-
-    made: list
 
     def __init__(self, *args):
         super().__init__(*args)
