@@ -1,21 +1,19 @@
 """The same data as an array of each library, and the bytes behind any of them."""
 
-from importlib.util import find_spec
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from paged_kv.arrays import as_numpy, like, sample_array, to_buffer
 
 WRITABLE = ("numpy", "torch", "max")
-KINDS = (*WRITABLE, "jax") if find_spec("jax") else WRITABLE
+KINDS = (*WRITABLE, "jax")
 
 
 def make(kind: str, array: np.ndarray) -> Any:
     """A copy of `array` as an array of `kind`."""
     if kind == "jax":
-        import jax.numpy as jnp
-
         return jnp.array(array)
     fresh = np.array(array, order="C")
     return to_buffer(fresh) if kind == "max" else like(sample_array(kind), fresh)

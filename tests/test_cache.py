@@ -3,6 +3,7 @@
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -62,7 +63,6 @@ def test_an_empty_cache(dtype, kind, element):
 
 
 def test_an_empty_cache_of_jax_arrays():
-    jnp = pytest.importorskip("jax.numpy")
     cache = init_paged_kv_cache(
         num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8, batch_size=1, max_blocks_per_seq=2, dtype=jnp.bfloat16
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -198,7 +199,6 @@ def test_caches_that_cannot_be_written():
 
 
 def test_jax_caches_are_refused_as_they_are_immutable():
-    jnp = pytest.importorskip("jax.numpy")
     cache = jnp.zeros(CACHE.shape, jnp.float16)
     with pytest.raises(ContractError, match="paged_kv_cache is read-only"):
         append_paged_kv_cache(**{**TODAY, "paged_kv_cache": cache})
