@@ -9,6 +9,10 @@ from paged_kv.arrays import as_numpy, like, sample_array, to_buffer
 
 WRITABLE = ("numpy", "torch", "max")
 KINDS = (*WRITABLE, "jax")
+# Every kind with every index dtype that it has: JAX has no 64 bits by default.
+INDEX_KINDS = [
+    (kind, dtype) for kind in KINDS for dtype in ("int32", "int64", "uint32") if (kind, dtype) != ("jax", "int64")
+]
 
 
 def make(kind: str, array: np.ndarray) -> Any:

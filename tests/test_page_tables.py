@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kinds import KINDS, kind_of, make
+from kinds import INDEX_KINDS, kind_of, make
 from paged_kv.arrays import as_numpy
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from paged_kv.page import get_batch_indices_positions, get_seq_lens
@@ -13,11 +13,8 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), INDEX_KINDS)
 def test_lengths_and_positions_have_the_kind_of_their_arguments(kind, dtype):
-    if kind == "jax" and dtype == "int64":
-        pytest.skip("JAX has no 64 bits by default")
     wide = "int64" if dtype == "int64" else "int32"
 
     def index(*values):
