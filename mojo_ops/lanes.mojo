@@ -52,18 +52,17 @@ def load_chunk[dtype: DType, //, full: Bool](source: Pointer[Scalar[dtype], _], 
 
 @always_inline
 def load_bits[
-    dtype: DType, //, out_type: DType, full: Bool
-](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[out_type, CHUNK]:
+    dtype: DType, //, out_type: DType, full: Bool, length: Int = CHUNK
+](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[out_type, length]:
+    """The bits of `length` elements; where not `full` only of the first `count`, then zeros."""
     var raw = source.unsafe_bitcast[Scalar[out_type]]()
     comptime if full:
-        return raw.unsafe_load[width=CHUNK]()
+        return raw.unsafe_load[width=length]()
     else:
-        var out = SIMD[out_type, CHUNK](0)
-        for i in range(0, count, 8):
-            var piece = raw.unsafe_load[width=8](i)
-            comptime for j in range(CHUNK // 8):
-                if i == 8 * j:
-                    out = out.insert[offset=8 * j](piece)
+        var out = SIMD[out_type, length](0)
+        comptime for i in range(length // 8):
+            if 8 * i < count:
+                out = out.insert[offset=8 * i](raw.unsafe_load[width=8](8 * i))
         return out
 
 

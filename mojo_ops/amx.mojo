@@ -1,0 +1,93 @@
+"""AMX: the eight tile registers of recent x86 servers, and the permission to use them.
+
+A tile is up to 16 rows of 64 bytes. `tdpbf16ps` adds to float32 tile C `[m, n]` the product of A `[m, 2k]` and B, both
+bfloat16, where row p of B holds the pairs `(2p, 2p + 1)` of column n side by side. The compiler does not know these
+registers: every statement below is volatile and stays in its place. Their rows are configured, so each kernel says at
+its start which register has which shape.
+"""
+
+from std.ffi import external_call
+from std.sys import inlined_assembly
+from std.sys.info import CompilationTarget
+
+comptime HAS_AMX = (
+    CompilationTarget.is_linux()
+    and CompilationTarget.is_x86()
+    and CompilationTarget._has_feature["amx-bf16"]()
+    and CompilationTarget._has_feature["avx512bf16"]()
+    and CompilationTarget._has_feature["avx512vbmi"]()
+)
+"""Whether the target that is compiled for has AMX, and the vector instructions that prepare its operands."""
+
+comptime Bytes = Pointer[UInt8, MutUntrackedOrigin]
+
+
+def amx_permitted() -> Bool:
+    """Asks Linux for the tile registers, once more each time: 0.1 us; False where the kernel refuses."""
+    comptime if HAS_AMX:
+        comptime ARCH_PRCTL = 158
+        comptime REQUEST_PERMISSION = 0x1023
+        comptime TILE_DATA = 18
+        return external_call["syscall", Int](ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
+    else:
+        return False
+
+
+struct TileShapes(Movable):
+    """The rows and the bytes a row of the eight tile registers: the 64 bytes that `ldtilecfg` reads."""
+
+    var memory: Array[UInt8, 64]
+
+    def __init__(out self):
+        self.memory = Array[UInt8, 64](fill=0)
+        self.memory[0] = 1
+
+    def set(mut self, tile: Int, rows: Int, row_bytes: Int):
+        self.memory[16 + 2 * tile] = UInt8(row_bytes)
+        self.memory[48 + tile] = UInt8(rows)
+
+    def apply(self):
+        """Configures this thread's registers."""
+        inlined_assembly["ldtilecfg ($0)", NoneType, constraints="r,~{memory}", has_side_effect=True](
+            self.memory.unsafe_ptr()
+        )
+
+
+@always_inline
+def tile_release():
+    """Frees the registers, so that a context switch need not save them."""
+    inlined_assembly["tilerelease", NoneType, constraints="", has_side_effect=True]()
+
+
+@always_inline
+def tile_zero[tile: Int]():
+    inlined_assembly["tilezero %tmm" + String(tile), NoneType, constraints="", has_side_effect=True]()
+
+
+@always_inline
+def tile_load[tile: Int](source: Pointer[_, _], stride: Int):
+    """Reads the tile's rows from `source` on, `stride` bytes apart."""
+    inlined_assembly[
+        "tileloadd ($0,$1,1), %tmm" + String(tile), NoneType, constraints="r,r,~{memory}", has_side_effect=True
+    ](source, stride)
+
+
+@always_inline
+def tile_store[tile: Int](target: Pointer[_, _], stride: Int):
+    inlined_assembly[
+        "tilestored %tmm" + String(tile) + ", ($0,$1,1)",
+        NoneType,
+        constraints="r,r,~{memory}",
+        has_side_effect=True,
+    ](target, stride)
+
+
+@always_inline
+def tile_dot[c: Int, a: Int, b: Int]():
+    """Does `C += A B` on bfloat16; products and sums are float32."""
+    inlined_assembly[
+        "tdpbf16ps %tmm" + String(b) + ", %tmm" + String(a) + ", %tmm" + String(c),
+        NoneType,
+        constraints="",
+        has_side_effect=True,
+    ]()

@@ -1,0 +1,202 @@
+"""What one tile of tokens and all queries of a block need, whatever computes them: places, memory, the softmax."""
+
+from std.math import align_up, iota
+from std.memory import bitcast
+
+from .ahead import Ahead, TILE, Offsets
+from .decode_cpu import AttentionRows
+from .kv_cache import PagedKVCache
+from .lanes import HALF
+from .logits import Logits
+from .softmax import AttentionState, MINUS_INFINITY, exp2
+from .split import Segment
+
+comptime Floats = Pointer[Float32, MutUntrackedOrigin]
+comptime SLACK: Float32 = 8
+"""How far scores may exceed the reference, in powers of two, before what was summed up is scaled down."""
+comptime Scores = SIMD[DType.float32, TILE]
+
+
+@fieldwise_init
+struct Heads(ImplicitlyCopyable):
+    """The sizes that all heads of a call share."""
+
+    var kv_heads: Int
+    var group: Int
+    var dim: Int
+    var padded: Int
+    """P: head_dim rounded up to what the arithmetic takes at once."""
+    var k_stride: Int
+    """Elements from one KV head of a token to the next."""
+    var v_stride: Int
+
+    @staticmethod
+    def of(rows: AttentionRows, k: PagedKVCache, v: type_of(k), chunk: Int) -> Self:
+        var kv_heads = k.num_heads()
+        return Self(
+            kv_heads,
+            rows.num_heads // kv_heads,
+            k.head_dim(),
+            align_up(k.head_dim(), chunk),
+            k.strides().head,
+            v.strides().head,
+        )
+
+
+struct Scratch(Movable):
+    """Working memory of one task, for a block of rows of one request.
+
+    A KV head has M queries: the rows of the block times the group; room is kept for `stride` of them.
+    """
+
+    var memory: List[Float32]
+    var places: List[Int]
+    """Two tiles' offsets, this one's and the next one's, and `Ahead`'s list."""
+    var q: Floats
+    """`[Hk, stride, P]` float32 in the order of the lanes; with AMX pairs of bfloat16 instead."""
+    var acc: Floats
+    """`[Hk, stride, P]`: weighted values, likewise."""
+    var weights: Floats
+    """`[Hk, stride, TILE]`: scores, then weights; with AMX `[Hk, stride, 2, TILE]` bfloat16."""
+    var spare: Floats
+    """What else an engine asked for."""
+    var greatest: Floats
+    """`[Hk, stride]`: what each query's weights are relative to: no score so far exceeds it by more than `SLACK`."""
+    var totals: Floats
+    """`[Hk, stride, HALF]`: the sum of its weights, in as many parts."""
+
+    def __init__(out self, queries: Int, padded: Int, spare: Int, list_length: Int):
+        self.memory = List[Float32](length=queries * (2 * padded + TILE + HALF + 1) + spare + 16, fill=0)
+        self.places = List[Int](length=4 * TILE + list_length, fill=0)
+        # Vectors must not straddle cache lines.
+        var start = self.memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
+        self.q = start.unsafe_offset((64 - Int(start) % 64) % 64 // 4)
+        self.acc = self.q.unsafe_offset(queries * padded)
+        self.weights = self.acc.unsafe_offset(queries * padded)
+        self.totals = self.weights.unsafe_offset(queries * TILE)
+        self.spare = self.totals.unsafe_offset(queries * HALF)
+        self.greatest = self.spare.unsafe_offset(spare)
+
+    @always_inline
+    def clear(mut self, query: Int):
+        """Forgets what one query of one KV head has seen."""
+        self.greatest[unsafe_offset=query] = MINUS_INFINITY
+        self.totals.unsafe_store(query * HALF, SIMD[DType.float32, HALF](0))
+
+    @always_inline
+    def state(self, query: Int) -> AttentionState:
+        return AttentionState(
+            self.greatest[unsafe_offset=query], self.totals.unsafe_load[width=HALF](query * HALF).reduce_add()
+        )
+
+    def place(self, index: Int) -> Offsets:
+        """The memory of tile 0 or 1, or (2) of the list."""
+        return (
+            self.places.unsafe_ptr()
+            .unsafe_mut_cast[True]()
+            .unsafe_origin_cast[MutUntrackedOrigin]()
+            .unsafe_offset(2 * TILE * index)
+        )
+
+
+struct Tile(TrivialRegisterPassable):
+    """Where the tokens of one tile lie: elements from the start of K's and of V's blocks to their first head."""
+
+    var k: Offsets
+    """`[TILE]`."""
+    var v: Offsets
+    var count: Int
+    """Tokens; the entries past them repeat the last, so that it is safe to read there."""
+    var uniform: Bool
+    """Whether each 16 of the entries are slots of one page, one after the other."""
+
+    def __init__(out self, k: PagedKVCache, v: type_of(k), request: Int, begin: Int, end: Int, place: Offsets):
+        """The tokens from `begin` to the next multiple of `TILE`, or to `end`: pages of 16 then fit."""
+        self.k = place
+        self.v = place.unsafe_offset(TILE)
+        self.count = max(0, min(TILE - begin % TILE, end - begin))
+        var size = k.slots()
+        self.uniform = self.count == TILE and (size % 16 == 0 or size >= TILE and begin % size + TILE <= size)
+        if self.count == 0:
+            return
+        var page_slot, slot = divmod(begin, size)
+        var page = k.page(request, page_slot)
+        var k_at = k.strides()
+        var v_at = v.strides()
+        var k_offset = k.offset(page, slot, 0)
+        var v_offset = v.offset(page, slot, 0)
+        for i in range(TILE):
+            self.k[unsafe_offset=i] = k_offset
+            self.v[unsafe_offset=i] = v_offset
+            if i + 1 < self.count:
+                slot += 1
+                k_offset += k_at.slot
+                v_offset += v_at.slot
+                if slot == size:
+                    slot = 0
+                    page_slot += 1
+                    page = k.page(request, page_slot)
+                    k_offset = k.offset(page, 0, 0)
+                    v_offset = v.offset(page, 0, 0)
+
+
+@always_inline
+def weigh_tile[
+    dtype: DType, //, halves: Bool
+](
+    rows: AttentionRows[dtype],
+    segment: Segment,
+    logits: Logits,
+    heads: Heads,
+    head: Int,
+    begin: Int,
+    count: Int,
+    stride: Int,
+    mut scratch: Scratch,
+    mut ahead: Ahead,
+):
+    """Scores become weights; where a query's greatest score rises, what it has summed so far is scaled down.
+
+    Parameters:
+        halves: Leaves each weight as two bfloat16 whose sum it is: `TILE` of the first, then of the second.
+    """
+    var m = head * stride
+    for row in range(segment.num_rows):
+        var length = Int(rows.row_lengths[unsafe_offset=segment.row + row])
+        var first = logits.first_token(length)
+        var last = min(length, begin + count)
+        var all_seen = first <= begin and last >= begin + TILE
+        for g in range(heads.group):
+            ahead.run(1)
+            var at = scratch.weights.unsafe_offset(m * TILE)
+            var scores = logits.score(at.unsafe_load[width=TILE](), head * heads.group + g, begin)
+            if not all_seen:
+                var token = iota[DType.int32, TILE](Int32(begin))
+                scores = (token.lt(Int32(last)) & token.ge(Int32(first))).select(scores, MINUS_INFINITY)
+            var greatest = scratch.greatest[unsafe_offset=m]
+            var totals = scratch.totals.unsafe_load[width=HALF](m * HALF)
+            # Any reference serves that keeps the weights in range, so it follows the greatest score only from afar:
+            # after the first tile hardly ever. NaN counts as greater.
+            if not scores.le(greatest + SLACK).reduce_and():
+                var state = AttentionState(greatest, 0)
+                var factor = state.raise_to(scores.reduce_max())
+                greatest = state.greatest
+                scratch.greatest[unsafe_offset=m] = greatest
+                totals *= factor
+                var acc = scratch.acc.unsafe_offset(m * heads.padded)
+                for d in range(0, heads.padded, HALF):
+                    acc.unsafe_store(d, acc.unsafe_load[width=HALF](d) * factor)
+            # A row that sees none of these tokens has no greatest score to subtract yet.
+            var weights = exp2(scores - greatest) if greatest != MINUS_INFINITY else Scores(0)
+            comptime for half in range(TILE // HALF):
+                totals += weights.slice[HALF, offset=half * HALF]()
+            scratch.totals.unsafe_store(m * HALF, totals)
+            comptime if halves:
+                var high = weights.cast[DType.bfloat16]()
+                var low = (weights - high.cast[DType.float32]()).cast[DType.bfloat16]()
+                var target = at.unsafe_bitcast[UInt16]()
+                target.unsafe_store(0, bitcast[DType.uint16, TILE](high))
+                target.unsafe_store(TILE, bitcast[DType.uint16, TILE](low))
+            else:
+                at.unsafe_store(0, weights)
+            m += 1
