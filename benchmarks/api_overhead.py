@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +22,7 @@ import torch
 from max.dtype import DType
 
 from paged_kv.arrays import as_numpy, cache_operands, paged_views, to_buffer
+from paged_kv.benchmarks.provenance import provenance
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime import Variant, default_runtime
@@ -102,19 +100,6 @@ def measure(repeats: int) -> list[dict[str, Any]]:
             row = {"what": f"run, {dtype}", "arrays": kind, "total_us": total, "graph_us": bare}
             rows.append(row | {"overhead_us": total - bare})
     return rows
-
-
-def provenance() -> dict[str, str]:
-    """CPU model, date and commit of a measurement; empty where unknown."""
-    cpu = Path("/proc/cpuinfo")
-    models = [line.partition(":")[2].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = ""
-    machine = f"{models[0] if models else platform.processor()}, {len(models) or '?'} CPUs"
-    return {"machine": machine, "date": datetime.date.today().isoformat(), "commit": commit}
 
 
 def main() -> None:
