@@ -1,1 +1,1 @@
-"""One script per question: what decoding costs on the CPU (`decode_cpu`), what the API itself costs (`api_overhead`)."""
+"""One script per question: `decode_cpu`, what decoding costs on the CPU; `api_overhead`, what the API itself costs."""

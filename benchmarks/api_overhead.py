@@ -50,16 +50,16 @@ def plan_us(to_array: Callable[[np.ndarray], Any], *, full: bool, repeats: int) 
     pages = np.full(PLAN_BATCH, most) if full else rng.integers(most // 2, most, PLAN_BATCH, endpoint=True)
     indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
     indices = rng.permutation(indptr[-1]).astype(np.int32)
-    table = [to_array(array) for array in (indptr, indices, np.full(PLAN_BATCH, PAGE_SIZE, np.int32))]
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+    table: list[Any] = [to_array(array) for array in (indptr, indices, np.full(PLAN_BATCH, PAGE_SIZE, np.int32))]
+    wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(None)
     return medians_us(repeats, lambda: wrapper.plan(*table, *HEADS, PAGE_SIZE, q_data_type="bfloat16"))[0]
 
 
 def run_us(kind: str, dtype: str, repeats: int) -> tuple[float, float]:
     """`run` of one short request, and the bare execution of the same graph."""
     heads, kv_heads, head_dim = HEADS
-    q = torch.randn(1, heads, head_dim).to(getattr(torch, dtype))
-    cache = torch.randn(4, 2, PAGE_SIZE, kv_heads, head_dim).to(getattr(torch, dtype))
+    q: Any = torch.randn(1, heads, head_dim).to(getattr(torch, dtype))
+    cache: Any = torch.randn(4, 2, PAGE_SIZE, kv_heads, head_dim).to(getattr(torch, dtype))
     if kind == "numpy":
         q, cache = as_numpy(q, "q"), as_numpy(cache, "cache")
     wrapper = BatchDecodeWithPagedKVCacheWrapper(None)

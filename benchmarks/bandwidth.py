@@ -14,7 +14,7 @@ import numpy as np
 from max.driver import CPU, Buffer, get_virtual_cpu_target
 from max.dtype import DType
 from max.engine import InferenceSession, Model, read
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, ops
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type, ops
 
 from paged_kv.benchmarks import bandwidth_op
 from paged_kv.benchmarks.cases import MIN_COPIES, MIN_ROTATED
@@ -22,6 +22,7 @@ from paged_kv.benchmarks.problems import Array
 from paged_kv.cpu_target import apply_cpu_target
 from paged_kv.folders import cache_folder
 
+LINE = 64
 STREAMS = (1, 4, 8)
 LOOPS = [(1, 2**21, 8192), *itertools.product((4, 8), (2**16, 2**21), (1024, 2048))]
 """Of `bench_read`: streams a core, bytes between them, bytes ahead of use. Wider searches found none faster."""
@@ -50,13 +51,18 @@ class Bandwidth:
         self._models["copy"].execute(into, source, _number(chunk))
 
     def read_run(self, memory: Sequence[Array]) -> Callable[[int], object]:
-        """Run `i` reads one of these equally large pieces, another one than an equal number of systems' run `i` does."""
+        """Run `i` reads one of these equally large pieces, far from the one that a system's own run `i` reads."""
         pieces = [as_bytes(piece) for piece in memory]
         half = len(pieces) // 2
 
         def run(i: int, loop: tuple[int, int, int]) -> None:
             self.sum(pieces[(i + half) % len(pieces)], loop)
 
+        whole = memory[0].nbytes // LINE * LINE
+        expected = int(memory[0].reshape(-1).view(np.uint8)[:whole].sum(dtype=np.uint8))
+        for loop in LOOPS:
+            if (found := self.sum(pieces[0], loop)) != expected:
+                raise RuntimeError(f"read loop {loop} sums to {found}, not to {expected}: it does not read everything")
         self.chosen["read"] = loop = fastest(run, LOOPS)
         return lambda i: run(i, loop)
 
@@ -115,7 +121,7 @@ def _load(session: InferenceSession, cores: int) -> dict[str, Model]:
             graph.output(
                 ops.custom("bench_read", cpu, values, out_types=[sums], parameters={"streams": streams})[0].tensor
             )
-    types = [BufferType(DType.uint8, ["bytes"], cpu), data, number]
+    types: list[Type[Any]] = [BufferType(DType.uint8, ["bytes"], cpu), data, number]
     with Graph("copy", input_types=types, custom_extensions=[folder], module=module) as graph:
         ops.inplace_custom("bench_copy", cpu, list(graph.inputs))
         graph.output()

@@ -252,10 +252,10 @@ CASES: tuple[Case, ...] = (
     ),
     StepCase(
         "step-prefill",
-        "prefill step, 512 new tokens, same model",
+        "prefill step, 256 new tokens, same model",
         None,
         (Versus("Hugging Face transformers", ("transformers",), 1), Versus("llama.cpp", ("llama.cpp",))),
-        tokens=512,
+        tokens=256,
         context=0,
     ),
     _variant(

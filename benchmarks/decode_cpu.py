@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,9 @@ def bench(
     """
     if only_list:
         for case in CASES:
-            click.echo(f"{case.name:<14}{case.title}")
+            asked = [] if case.share is None else [f"{case.share:g} of the bandwidth"]
+            asked += [f"{one.at_least:g}x {one.label}" for one in case.versus if one.at_least is not None]
+            click.echo(f"{case.name:<14}{case.title}: {', '.join(asked) or 'no target'}")
         return
     try:
         selection = Selection.of(names, quick=quick, with_peers=not no_peers)
@@ -75,19 +78,18 @@ def bench(
     if folder is not None:
         _need("matplotlib", "the picture")
         folder.mkdir(parents=True, exist_ok=True)
-    run = Run(selection, repeats, shlex.split(prefix))
-    results = run.results()
-
     from rich.console import Console
 
     from paged_kv.benchmarks import report, roofline
 
-    if folder is not None:
-        results = merged(folder / "decode_cpu.json", results)
+    results: dict[str, Any] = {}
+    for results in Run(selection, repeats, shlex.split(prefix)).results():
+        if folder is not None:  # after every case: a run that is broken off has not been in vain
+            results = merged(folder / "decode_cpu.json", results)
+            report.write_json(results, folder / "decode_cpu.json")
     report.print_table(results["rows"], Console(width=None if sys.stdout.isatty() else 150))
     if folder is None:
         return
-    report.write_json(results, folder / "decode_cpu.json")
     report.write_csv(results["rows"], folder / "decode_cpu.csv")
     picture = folder / "decode_cpu.png"
     roofline.draw(results, picture)
@@ -119,15 +121,17 @@ class Run:
     def __init__(self, selection: Selection, repeats: int, prefix: list[str]) -> None:
         self._selection, self._repeats, self._prefix = selection, repeats, prefix
 
-    def results(self) -> dict[str, Any]:
-        """Rows by case (`results.row_of`), versions, and the peaks for the roofline."""
+    def results(self) -> Iterator[dict[str, Any]]:
+        """After each case, all so far: rows (`results.row_of`), versions, and the peaks for the roofline."""
         from paged_kv.benchmarks.provenance import provenance, versions
         from paged_kv.benchmarks.results import row_of
 
         facts = provenance()
-        rows = [row_of(case, self._jobs(case), facts) for case in self._selection.cases]
         peaks = self.job("peaks", "-").get("peaks", {}) if self._selection.with_peers else {}
-        return {**facts, "versions": versions(), "peaks": peaks, "rows": rows}
+        rows: list[dict[str, Any]] = []
+        for case in self._selection.cases:
+            rows.append(row_of(case, self._jobs(case), facts))
+            yield {**facts, "versions": versions(), "peaks": peaks, "rows": list(rows)}
 
     def _jobs(self, case: Case) -> dict[str, dict[str, Any]]:
         """What each job returned, by peer; alone ("-") where no peer's job measured ours."""
@@ -175,4 +179,5 @@ if __name__ == "__main__":
     try:
         bench()
     except PagedKVError as error:
-        sys.exit(f"error: {error}")
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)

@@ -15,9 +15,18 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 
 from paged_kv.arrays import cache_operands, paged_views, to_buffer, to_numpy
 from paged_kv.benchmarks.cases import Case, LinearCase
-from paged_kv.benchmarks.peers.base import Array, Peer, repeat
-from paged_kv.benchmarks.problems import RMS_EPS, ROPE_THETA, AppendProblem, AttentionProblem, LinearProblem, StepProblem
-from paged_kv.benchmarks.problems import bits, numpy_dtype
+from paged_kv.benchmarks.peers.base import Peer, repeat
+from paged_kv.benchmarks.problems import (
+    RMS_EPS,
+    ROPE_THETA,
+    AppendProblem,
+    Array,
+    AttentionProblem,
+    LinearProblem,
+    StepProblem,
+    bits,
+    numpy_dtype,
+)
 from paged_kv.compiled import load_graphs
 from paged_kv.graphs import ops
 from paged_kv.options import AttentionOptions
@@ -44,7 +53,9 @@ def page_table(owned: list[int], rng: np.random.Generator) -> Array:
     return table
 
 
-def pool(layout: str, copies: int, pages: int, page: tuple[int, int, int], dtype: np.dtype[Any]) -> tuple[Array, list[Any]]:
+def pool(
+    layout: str, copies: int, pages: int, page: tuple[int, int, int], dtype: np.dtype[Any]
+) -> tuple[Array, list[Any]]:
     """Storage for `copies` caches of `pages` pages `(page_size, Hk, D)`, and each cache's K and V as NHD views."""
     size, heads, dim = page
     if layout == "MAX":

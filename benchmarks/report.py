@@ -74,9 +74,7 @@ def csv_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             for peer in versus["peers"]:
                 figures = {name: peer[name] for name in ("ms", "gb_per_s", "note")}
                 factor = {"ours_is_faster_by": peer["ratio"], "at_least": versus["at_least"]}
-                lines.append(
-                    common | figures | factor | {"system": peer["name"], "relative_error": peer["error"]}
-                )
+                lines.append(common | figures | factor | {"system": peer["name"], "relative_error": peer["error"]})
     return lines
 
 
@@ -85,7 +83,9 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for line in csv_rows(rows):
-            writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in line.items()})
+            writer.writerow(
+                {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in line.items()}
+            )
 
 
 def write_json(results: dict[str, Any], path: Path) -> None:

@@ -25,9 +25,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     left, right = min(intensities) / 2, max([*intensities, max(peaks.values(), default=0) / bandwidth]) * 2
     top = max(peaks.values(), default=bandwidth * right)
     axes.plot([left, top / bandwidth], [left * bandwidth, top], color="black", linewidth=1.5)
-    axes.annotate(
-        f"read bandwidth {bandwidth:.0f} GB/s", (left * 1.1, left * bandwidth * 1.9), rotation=38, fontsize=9
-    )
+    axes.annotate(f"read bandwidth {bandwidth:.0f} GB/s", (left * 1.1, left * bandwidth * 1.9), rotation=38, fontsize=9)
     for name, peak in peaks.items():
         axes.plot([peak / bandwidth, right], [peak, peak], color="black", linewidth=1, linestyle="--")
         axes.annotate(f"{name} matrix product of torch", (right, peak * 1.08), ha="right", fontsize=8)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from paged_kv.benchmarks.cases import Case, StepCase
-from paged_kv.benchmarks.peers.base import Array, Peer
-from paged_kv.benchmarks.problems import RMS_EPS, ROPE_THETA, Problem, StepProblem, bits
+from paged_kv.benchmarks.peers.base import Peer
+from paged_kv.benchmarks.problems import RMS_EPS, ROPE_THETA, Array, Problem, StepProblem, bits
 
 _NAMES = {
     "input_layernorm": "attn_norm",

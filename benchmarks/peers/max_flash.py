@@ -12,8 +12,8 @@ from max.graph import DeviceRef, Graph, TensorType, ops
 
 from paged_kv.arrays import to_buffer, to_numpy
 from paged_kv.benchmarks.cases import AttentionCase, Case
-from paged_kv.benchmarks.peers.base import Array, Peer, unequal
-from paged_kv.benchmarks.problems import AttentionProblem, bits
+from paged_kv.benchmarks.peers.base import Peer, unequal
+from paged_kv.benchmarks.problems import Array, AttentionProblem, bits
 from paged_kv.cpu_target import apply_cpu_target
 
 PAGE_SIZE = 128

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from paged_kv.benchmarks.cases import AttentionCase, Case
-from paged_kv.benchmarks.peers.base import Array, Peer, batched, repeat, unequal
-from paged_kv.benchmarks.problems import AttentionProblem
+from paged_kv.benchmarks.peers.base import Peer, batched, repeat, unequal
+from paged_kv.benchmarks.problems import Array, AttentionProblem
 
 
 class OnnxRuntimeAttention(Peer):

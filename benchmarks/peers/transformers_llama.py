@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from paged_kv.arrays import as_numpy
 from paged_kv.benchmarks.cases import Case, StepCase
-from paged_kv.benchmarks.peers.base import Array, Peer, torch_view
-from paged_kv.benchmarks.problems import RMS_EPS, ROPE_THETA, StepProblem, bits
+from paged_kv.benchmarks.peers.base import Peer, torch_view
+from paged_kv.benchmarks.problems import RMS_EPS, ROPE_THETA, Array, StepProblem, bits
 
 
 class TransformersStep(Peer):
@@ -24,9 +25,10 @@ class TransformersStep(Peer):
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
         import torch
-        import transformers
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+        from transformers.models.llama import modeling_llama
 
+        transformers: Any = import_module("transformers")
+        rotary: Any = modeling_llama.LlamaRotaryEmbedding
         case = problem.case
         config = transformers.LlamaConfig(
             vocab_size=case.vocab,
@@ -44,12 +46,12 @@ class TransformersStep(Peer):
             attn_implementation="sdpa",
         )
         with torch.device("meta"):
-            model = transformers.LlamaForCausalLM(config)
+            model: Any = transformers.LlamaForCausalLM(config)
         weights = {name: torch_view(array) for name, array in problem.weights.items()}
         model.load_state_dict(weights, assign=True)
-        model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its frequencies are no weights
+        model.model.rotary_emb = rotary(config)  # its frequencies are no weights
         self._model: Any = model.eval()
-        self._torch = torch
+        self._torch: Any = torch
         self._context = case.context
         self._cache: Any = transformers.DynamicCache(config=config)
         for layer in range(case.layers if case.context else 0):
@@ -68,7 +70,8 @@ class TransformersStep(Peer):
             self._logits = self._model(
                 self._tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1
             ).logits[:, -1]
-            self._cache.crop(self._context)  # keeps a view: the next step finds the same context
+            if self._context:
+                self._cache.crop(-self._tokens.shape[1])  # keeps a view: the next step finds the same context
 
     def output(self) -> Array:
         return as_numpy(self._logits, "logits")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arrays import as_numpy
 from paged_kv.benchmarks.cases import AttentionCase, Case
-from paged_kv.benchmarks.peers.base import Array, Peer, repeat, torch_view
-from paged_kv.benchmarks.problems import AttentionProblem
+from paged_kv.benchmarks.peers.base import Peer, repeat, torch_view
+from paged_kv.benchmarks.problems import Array, AttentionProblem
 
 
 class VllmAttention(Peer):
@@ -34,7 +35,8 @@ class VllmAttention(Peer):
                 return "AMX takes bfloat16 alone"
             if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
                 return "this CPU has no AMX"
-        torch.ops.load_library(str(Path(found.submodule_search_locations[0]) / "_C.abi3.so"))
+        load_library: Any = torch.ops.load_library
+        load_library(str(Path(found.submodule_search_locations[0]) / "_C.abi3.so"))
         return None
 
     def prepare(self, problem: AttentionProblem, copies: int) -> None:
