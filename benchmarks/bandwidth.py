@@ -23,6 +23,8 @@ from paged_kv.cpu_target import apply_cpu_target
 from paged_kv.folders import cache_folder
 
 LINE = 64
+READ_BYTES = 2**27
+"""In one run: enough that starting the threads does not count."""
 STREAMS = (1, 4, 8)
 LOOPS = [(1, 2**21, 8192), *itertools.product((4, 8), (2**16, 2**21), (1024, 2048))]
 """Of `bench_read`: streams a core, bytes between them, bytes ahead of use. Wider searches found none faster."""
@@ -50,21 +52,26 @@ class Bandwidth:
         """Copies bytes, `chunk` a task."""
         self._models["copy"].execute(into, source, _number(chunk))
 
-    def read_run(self, memory: Sequence[Array]) -> Callable[[int], object]:
-        """Run `i` reads one of these equally large pieces, far from the one that a system's own run `i` reads."""
-        pieces = [as_bytes(piece) for piece in memory]
+    def read_run(self, memory: Array) -> tuple[Callable[[int], object], int]:
+        """A run that reads the next piece of `memory` each time, and how many bytes a piece has.
+
+        Run `i` is far from where a system of 20 copies is in its own run `i`.
+        """
+        every = memory.reshape(-1).view(np.uint8)
+        size = min(READ_BYTES, every.size // LINE * LINE)
+        parts = [every[at : at + size] for at in range(0, every.size - size + 1, size)]
+        pieces = [as_bytes(part) for part in parts]
         half = len(pieces) // 2
 
         def run(i: int, loop: tuple[int, int, int]) -> None:
             self.sum(pieces[(i + half) % len(pieces)], loop)
 
-        whole = memory[0].nbytes // LINE * LINE
-        expected = int(memory[0].reshape(-1).view(np.uint8)[:whole].sum(dtype=np.uint8))
+        expected = int(parts[0].sum(dtype=np.uint8))
         for loop in LOOPS:
             if (found := self.sum(pieces[0], loop)) != expected:
                 raise RuntimeError(f"read loop {loop} sums to {found}, not to {expected}: it does not read everything")
         self.chosen["read"] = loop = fastest(run, LOOPS)
-        return lambda i: run(i, loop)
+        return lambda i: run(i, loop), size
 
     def copy_run(self, size: int) -> Callable[[int], object]:
         """Run `i` copies `size` bytes from one place to another."""

@@ -71,7 +71,8 @@ def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str,
     ours = OURS[type(case).__name__]()
     ours.prepare(problem, case.copies)
     bandwidth = Bandwidth()
-    runs: dict[str, Callable[[int], object]] = {"ours": ours.run, "read": bandwidth.read_run(ours.memory)}
+    read, size = bandwidth.read_run(ours.memory)
+    runs: dict[str, Callable[[int], object]] = {"ours": ours.run, "read": read}
     if isinstance(case, AppendCase) and case.share:
         runs["copy"] = bandwidth.copy_run(case.bytes)
     if peer is not None:
@@ -88,7 +89,7 @@ def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str,
             result[name] = {"name": system.name, "seconds": times[name], "error": off, "right": off <= allowed}
     if isinstance(ours, OursAttention):
         result["overhead"] = {"seconds": ours.overhead()}
-    result["read"] = {"seconds": times["read"], "bytes": ours.memory[0].nbytes, "loop": bandwidth.chosen["read"]}
+    result["read"] = {"seconds": times["read"], "bytes": size, "loop": bandwidth.chosen["read"]}
     if "copy" in times:
         result["copy"] = {"seconds": times["copy"], "bytes": case.bytes, "loop": bandwidth.chosen["copy"]}
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +36,8 @@ class Ours(Peer):
     """What all four kinds share; `memory` is what the bandwidth is measured on."""
 
     name = "paged-kv"
-    memory: Sequence[Array]
-    """Pieces of equal size of the memory that the runs read (append: write), on which bandwidth is measured."""
+    memory: Array
+    """What the runs read (append: write), all copies: bandwidth is measured on the same memory."""
 
     def available(self, case: Case) -> str | None:  # noqa: ARG002
         return None
@@ -75,7 +74,7 @@ class OursAttention(Ours):
         owned = [-(-length // case.page_size) for length in case.lengths]
         page = (case.page_size, case.kv_heads, case.head_dim)
         blocks, views = pool(case.layout, copies, sum(owned), page, problem.k.dtype)
-        self.memory = list(blocks.reshape(copies, -1))
+        self.memory = blocks
         none = to_buffer(np.zeros(0, np.float32))
         rows = [to_buffer(array) for array in (problem.q, problem.row_batch, problem.row_lengths)]
         options = [none, none, to_buffer(np.array(-1, np.int32)), to_buffer(AttentionOptions().numbers(case.head_dim))]
@@ -143,7 +142,7 @@ class OursAppend(Ours):
         page = (case.page_size, case.kv_heads, case.head_dim)
         blocks, self._views = pool("NHD", copies, sum(owned), page, problem.k.dtype)
         bits(blocks)[:] = 0xFF  # NaN: what append leaves out shows
-        self.memory = list(blocks)
+        self.memory = blocks
         self._problem, self._table = problem, page_table(owned, np.random.default_rng(1))
         # The new tokens rotate as well, or they would stay in the cache.
         new = [repeat(bits(array), copies) for array in (problem.k, problem.v)]
@@ -168,7 +167,7 @@ class OursLinear(Ours):
     def prepare(self, problem: LinearProblem, copies: int) -> None:
         self._model = linear_model(problem.case)
         weights = repeat(problem.w, copies)
-        self.memory = list(weights)
+        self.memory = weights
         self._x, self._weights = to_buffer(problem.x), [to_buffer(w) for w in weights]
 
     def run(self, i: int) -> None:
@@ -235,7 +234,7 @@ class OursStep(Ours):
             [case.context] * case.batch,
             [[int(page) for page in row] for row in table],
         )
-        self.memory = [array for name, array in problem.weights.items() if ".mlp." in name]
+        self.memory = problem.memory
 
     def run(self, i: int) -> None:  # noqa: ARG002
         self._logits = self._model.step(*self._step)

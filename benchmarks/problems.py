@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -18,6 +19,10 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn"
 """Largest error of a result, relative to the norm of what it should be."""
 STEP_TOLERANCE = 0.05
 """Of a model's logits: bfloat16 rounds between any two of its operations."""
+
+RMS_EPS = 1e-5
+ROPE_THETA = 10000.0
+"""Of the model of a step."""
 
 _SAMPLED = 48  # (row, KV head) pairs of an attention result
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -175,9 +180,18 @@ class StepProblem(Problem):
         self.tokens = rng.integers(0, case.vocab, (case.batch, case.tokens)).astype(np.int32)
         self.prompt = rng.integers(0, case.vocab, case.context).astype(np.int32)
         """For systems whose cache can only be filled by running the model; all requests get the same."""
-        # One block of noise serves all weights, from another place each: a billion numbers would take a minute.
-        noise = rng.standard_normal(2**24 + case.intermediate * case.hidden, dtype=np.float32)
-        self.weights = {name: self._weight(rng, noise, shape) for name, shape in self._shapes().items()}
+        shapes = self._shapes()
+        self.memory = np.empty(sum(map(math.prod, shapes.values())), numpy_dtype(case.dtype))
+        """All weights, one after the other."""
+        # One block of noise serves all, from another place each: a billion numbers would take a minute.
+        noise = rng.standard_normal(2**24, dtype=np.float32)
+        self.weights: dict[str, Array] = {}
+        begin = 0
+        for name, shape in shapes.items():
+            weight = self.memory[begin : begin + math.prod(shape)].reshape(shape)
+            begin += weight.size
+            _fill_weight(weight, rng, noise)
+            self.weights[name] = weight
         kv = (case.layers, case.batch, case.context, case.kv_heads, case.head_dim)
         self.k, self.v = (normal(rng, kv, case.dtype, scale) for scale in (1.0, 0.25))
 
@@ -197,16 +211,6 @@ class StepProblem(Problem):
             shapes[f"{at}.mlp.up_proj.weight"] = (case.intermediate, case.hidden)
             shapes[f"{at}.mlp.down_proj.weight"] = (case.hidden, case.intermediate)
         return shapes | {"model.norm.weight": (case.hidden,), "lm_head.weight": (case.vocab, case.hidden)}
-
-    def _weight(self, rng: np.random.Generator, noise: Array, shape: tuple[int, ...]) -> Array:
-        out = np.empty(shape, numpy_dtype(self.case.dtype))
-        flat, scale = out.reshape(-1), np.float32(shape[-1] ** -0.5)
-        for start in range(0, flat.size, 2**22):
-            part = flat[start : start + 2**22]
-            begin = rng.integers(0, noise.size - part.size)
-            values = noise[begin : begin + part.size]
-            part[:] = (1 + np.float32(0.1) * values if len(shape) == 1 else scale * values).astype(out.dtype)
-        return out
 
     def logits(self, tokens: Array, k: Array, v: Array) -> Array:
         """Of the last of `tokens` `[B, T]`, after k and v `[layers, B, L, Hk, D]` (keys rotated): `[B, vocab]`."""
@@ -269,5 +273,11 @@ class StepProblem(Problem):
         return relative_error(output, self.logits(self.short(), self.k[:, :1, :0], self.v[:, :1, :0]))
 
 
-RMS_EPS = 1e-5
-ROPE_THETA = 10000.0
+def _fill_weight(weight: Array, rng: np.random.Generator, noise: Array) -> None:
+    """A norm scales around one; a matrix keeps the size of what it gets."""
+    flat, scale = weight.reshape(-1), np.float32(weight.shape[-1] ** -0.5)
+    for start in range(0, flat.size, 2**22):
+        part = flat[start : start + 2**22]
+        begin = rng.integers(0, noise.size - part.size)
+        values = noise[begin : begin + part.size]
+        part[:] = (1 + np.float32(0.1) * values if weight.ndim == 1 else scale * values).astype(weight.dtype)

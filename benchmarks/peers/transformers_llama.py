@@ -60,7 +60,7 @@ class TransformersStep(Peer):
                 for array in (problem.k, problem.v)
             )
             self._cache.update(k, v, layer)
-        self._new = lambda: transformers.DynamicCache(config=config)
+        self._new: Any = lambda: transformers.DynamicCache(config=config)
         self._tokens = torch.from_numpy(problem.tokens.astype(np.int64))
 
     def run(self, i: int) -> None:  # noqa: ARG002
