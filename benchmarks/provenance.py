@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -19,11 +20,12 @@ def provenance() -> dict[str, str]:
     # Virtual machines often hide the model; these flags tell what the figures depend on.
     flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
     telling = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = ""
+    checkout = Path(__file__).resolve().parent.parent
+    commit = ""
+    if (checkout / ".git").exists():  # not of a repository that an environment happens to lie in
+        command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+        with suppress(OSError, subprocess.CalledProcessError):
+            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     machine = f"{models[0] if models else platform.processor()}, {len(models) or '?'} CPUs"
     if telling:
         machine += f" ({' '.join(telling)})"
