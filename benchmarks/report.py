@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,11 @@ def markdown(results: dict[str, Any], picture: str) -> str:
     measured = [row for row in rows if row["ms"] is not None]
     systems = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "numpy")
     dates = ", ".join(sorted({row["date"] for row in measured}))
+    commits = dict.fromkeys(row["commit"] for row in measured)
     lines = [
         f"{measured[0]['machine']}; {dates}; {systems}. "
-        f"Read bandwidth in these runs: {_range([row['read_gb_per_s'] for row in measured])} GB/s. "
+        f"Read bandwidth: {statistics.median([row['read_gb_per_s'] for row in measured]):.0f} GB/s "
+        f"(median over the cases; each share is of its own run's). Commit {', '.join(commits)}. "
         "In brackets: what is asked for.",
         "",
         "| case (head_dim 128) | time | rate | of read bandwidth | faster than |",
@@ -108,7 +111,7 @@ def markdown(results: dict[str, Any], picture: str) -> str:
     ]
     for row in measured:
         versus = ", ".join(versus_lines(row))
-        lines.append(f"| {row['title']} | {row['ms']:.3g} ms | {row['rate']} | {share_cell(row)} | {versus} |")
+        lines.append(f"| {row['title']} | {_three(row['ms'])} ms | {row['rate']} | {share_cell(row)} | {versus} |")
     return "\n".join([*lines, "", f"![Roofline of the cases]({picture})"])
 
 
@@ -125,9 +128,9 @@ def update_readme(readme: Path, section: str) -> None:
     readme.write_text(f"{text[: begin + len(BEGIN)]}\n{section}\n{text[end:]}")
 
 
-def _range(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
-    return low if low == high else f"{low} to {high}"
+def _three(value: float) -> str:
+    """Three digits, never as a power of ten."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _rounded(value: Any) -> Any:
