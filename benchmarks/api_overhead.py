@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +22,7 @@ import torch
 from max.dtype import DType
 
 from paged_kv.arrays import as_numpy, cache_operands, paged_views, to_buffer
+from paged_kv.benchmarks.provenance import provenance
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime import Variant, default_runtime
@@ -52,16 +50,16 @@ def plan_us(to_array: Callable[[np.ndarray], Any], *, full: bool, repeats: int) 
     pages = np.full(PLAN_BATCH, most) if full else rng.integers(most // 2, most, PLAN_BATCH, endpoint=True)
     indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
     indices = rng.permutation(indptr[-1]).astype(np.int32)
-    table = [to_array(array) for array in (indptr, indices, np.full(PLAN_BATCH, PAGE_SIZE, np.int32))]
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+    table: list[Any] = [to_array(array) for array in (indptr, indices, np.full(PLAN_BATCH, PAGE_SIZE, np.int32))]
+    wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(None)
     return medians_us(repeats, lambda: wrapper.plan(*table, *HEADS, PAGE_SIZE, q_data_type="bfloat16"))[0]
 
 
 def run_us(kind: str, dtype: str, repeats: int) -> tuple[float, float]:
     """`run` of one short request, and the bare execution of the same graph."""
     heads, kv_heads, head_dim = HEADS
-    q = torch.randn(1, heads, head_dim).to(getattr(torch, dtype))
-    cache = torch.randn(4, 2, PAGE_SIZE, kv_heads, head_dim).to(getattr(torch, dtype))
+    q: Any = torch.randn(1, heads, head_dim).to(getattr(torch, dtype))
+    cache: Any = torch.randn(4, 2, PAGE_SIZE, kv_heads, head_dim).to(getattr(torch, dtype))
     if kind == "numpy":
         q, cache = as_numpy(q, "q"), as_numpy(cache, "cache")
     wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
@@ -102,19 +100,6 @@ def measure(repeats: int) -> list[dict[str, Any]]:
             row = {"what": f"run, {dtype}", "arrays": kind, "total_us": total, "graph_us": bare}
             rows.append(row | {"overhead_us": total - bare})
     return rows
-
-
-def provenance() -> dict[str, str]:
-    """CPU model, date and commit of a measurement; empty where unknown."""
-    cpu = Path("/proc/cpuinfo")
-    models = [line.partition(":")[2].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = ""
-    machine = f"{models[0] if models else platform.processor()}, {len(models) or '?'} CPUs"
-    return {"machine": machine, "date": datetime.date.today().isoformat(), "commit": commit}
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def test_the_mojo_sources_are_reached_through_the_package():
 def test_every_source_folder_is_shipped():
     """`packages` and the globs of package data are lists: a new folder must be added to them."""
     folders = {Path(folder) for folder in PYPROJECT["tool"]["setuptools"]["package-dir"].values()}
-    sources = [path for top in ("python", "graphs", "mojo_ops") for path in (ROOT / top).rglob("*.*")]
+    sources = [path for top in ("python", "graphs", "mojo_ops", "benchmarks") for path in (ROOT / top).rglob("*.*")]
     holders = {path.parent.relative_to(ROOT) for path in sources if path.suffix in (".py", ".mojo")}
     assert holders == folders
 
@@ -84,6 +84,7 @@ def test_ci_runs_the_readmes_test_command():
 def test_pixi_runs_the_same_programs():
     pixi = tomllib.loads((ROOT / "pixi.toml").read_text())
     assert pixi["tasks"]["test"] == TEST_COMMAND.split(".venv/bin/")[-1]
+    assert pixi["tasks"]["bench"] == "paged-kv bench"
     assert pixi["tasks"]["demo"] == DEMO_COMMAND.split(".venv/bin/")[-1]
     assert pixi["pypi-dependencies"]["paged-kv"]["path"] == "."
     assert set(pixi["pypi-dependencies"]["paged-kv"]["extras"]) <= set(PROJECT["optional-dependencies"])

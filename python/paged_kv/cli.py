@@ -1,4 +1,4 @@
-"""The command line: `paged-kv demo | generate | warmup | doctor`.
+"""The command line: `paged-kv demo | generate | warmup | doctor | bench`.
 
 stdout carries results alone; progress, statistics and errors go to stderr. Bad input is one line and exit status 2.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from paged_kv import __version__
+from paged_kv.benchmarks.decode_cpu import bench
 from paged_kv.errors import ContractError, PagedKVError
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
@@ -164,6 +165,9 @@ def demo() -> int:
     total = sum(map(len, generated))
     click.echo(f"\npaged tokens equal to those of a recompute without a cache: {equal} of {total}")
     return 0 if equal == total else 1
+
+
+commands.add_command(bench)
 
 
 def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int) -> LlamaModel:

@@ -1,0 +1,286 @@
+"""The grid: what is measured, over how many bytes, against whom, and what it is meant to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+MIN_BYTES = 128 * 2**20
+"""Of K and V (or weights) in one call of a memory-bound case."""
+MIN_COPIES = 20
+MIN_ROTATED = 2.6e9
+"""Bytes of all copies together. A cache that is used again at once comes from the last-level cache: 480 MB on some
+machines."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+Layout = Literal["NHD", "HND", "MAX"]
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A comparison: the fastest of some peers, and the least factor by which we are meant to be faster."""
+
+    label: str
+    peers: tuple[str, ...]
+    """Keys of `peers.PEERS`."""
+    at_least: float | None = None
+    """None: for information."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every case has. `share` is what its bytes over its time should be of the read (append: copy) bandwidth."""
+
+    name: str
+    title: str
+    share: float | None = None
+    versus: tuple[Versus, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """That one run must move: each byte counted once."""
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        """Of one run, a multiplication and an addition counted as two; 0 where there is no arithmetic."""
+        return 0
+
+    @property
+    def copies(self) -> int:
+        """Sets of operands that take turns."""
+        return max(MIN_COPIES, -int(-MIN_ROTATED // self.bytes))
+
+    @property
+    def peers(self) -> list[str]:
+        return [peer for versus in self.versus for peer in versus.peers]
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
+    """Requests of `lengths` tokens; each has its `new_tokens` last tokens as query rows (1: a decode step)."""
+
+    lengths: tuple[int, ...] = (4096,) * 8
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    """Of q and the output."""
+    kv_dtype: str = "bfloat16"
+    page_size: int = 16
+    layout: Layout = "NHD"
+    """MAX: all layers in one array, the copies being its layers."""
+    new_tokens: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype]
+
+    @property
+    def flops(self) -> int:
+        # Row r of a request sees all tokens but those after its own.
+        n = self.new_tokens
+        seen = sum(length * n - n * (n - 1) // 2 for length in self.lengths)
+        return 4 * self.heads * self.head_dim * seen
+
+
+@dataclass(frozen=True)
+class AppendCase(Case):
+    """`tokens` new tokens for each of `batch` requests, written after `context` tokens."""
+
+    batch: int = 1
+    tokens: int = 4096
+    context: int = 4096
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    page_size: int = 16
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def copies(self) -> int:
+        """By the size of the cache that is written to, new tokens included."""
+        cache = self.bytes // self.tokens * (self.context + self.tokens)
+        return max(MIN_COPIES, -int(-MIN_ROTATED // cache))
+
+
+@dataclass(frozen=True)
+class LinearCase(Case):
+    """`y = x w^T`: x `[rows, inner]`, w `[outer, inner]`."""
+
+    rows: int = 1
+    outer: int = 8192
+    inner: int = 4096
+    dtype: str = "bfloat16"
+
+    @property
+    def bytes(self) -> int:
+        return self.outer * self.inner * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.outer * self.inner
+
+
+@dataclass(frozen=True)
+class StepCase(Case):
+    """A whole step of a Llama model: `tokens` new tokens for each of `batch` requests that have `context` tokens."""
+
+    batch: int = 1
+    tokens: int = 1
+    context: int = 1024
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    layers: int = 16
+    hidden: int = 2048
+    intermediate: int = 8192
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 64
+    vocab: int = 32000
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of all layers."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, norms left out."""
+        return self.block_weights + 2 * self.vocab * self.hidden
+
+    @property
+    def bytes(self) -> int:
+        """Weights and K and V, each read once; of the embedding table only a few rows are, so it does not count."""
+        weights = self.block_weights + self.vocab * self.hidden
+        kv = 2 * self.layers * self.batch * (self.context + self.tokens) * self.kv_heads * self.head_dim
+        return (weights + kv) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        seen = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
+        attention = 4 * self.layers * self.heads * self.head_dim * seen
+        per_request = 2 * self.block_weights * self.tokens + 2 * self.vocab * self.hidden + attention
+        return self.batch * per_request
+
+    @property
+    def copies(self) -> int:
+        """The weights are larger than a last-level cache."""
+        return 1
+
+
+AMX = ("vllm-amx-32", "vllm-amx-64", "vllm-amx-128")
+AMX_LABEL = "vLLM CPU AMX, best page size"
+
+_BASE = AttentionCase(
+    "bf16",
+    "bf16, NHD, page 16, B 8, 32/8, L 4096",
+    0.85,
+    (
+        Versus("vLLM CPU, page 16", ("vllm-16",), 2.5),
+        Versus(AMX_LABEL, AMX, 1.2),
+        Versus("torch SDPA, contiguous", ("torch",), 2.5),
+        Versus("torch gather + SDPA", ("gather",), 20),
+        Versus("MAX flash_attention_ragged", ("max",)),
+    ),
+)
+
+
+def _variant(name: str, title: str, share: float | None = 0.85, *versus: Versus, **changes: object) -> AttentionCase:
+    fields: dict[str, object] = {"name": name, "title": title, "share": share, "versus": versus, **changes}
+    return replace(_BASE, **fields)  # type: ignore[arg-type]
+
+
+CASES: tuple[Case, ...] = (
+    _BASE,
+    _variant(
+        "f32",
+        "f32, same",
+        0.85,
+        Versus("vLLM CPU, best page size", ("vllm-16", "vllm-32"), 1.7),
+        Versus("MAX flash_attention_ragged", ("max",), 5),
+        Versus("ONNX Runtime GQA", ("ort",), 2),
+        Versus("torch SDPA, contiguous", ("torch",)),
+        dtype="float32",
+        kv_dtype="float32",
+    ),
+    _variant(
+        "f16",
+        "f16, same",
+        0.85,
+        Versus("ONNX Runtime GQA", ("ort",), 3),
+        Versus("torch SDPA, contiguous", ("torch",)),
+        dtype="float16",
+        kv_dtype="float16",
+    ),
+    _variant("group1", "bf16, group 1 (8/8)", heads=8),
+    _variant("group2", "bf16, group 2 (16/8)", heads=16),
+    _variant("group8", "bf16, group 8 (64/8)", heads=64),
+    _variant("group16", "bf16, group 16 (128/8)", 0.7, heads=128),
+    _variant("long", "bf16, B 1, L 65536", 0.85, Versus(AMX_LABEL, AMX, 1.2), lengths=(65536,)),
+    _variant("uneven", "bf16, one request of 32768, 31 of 128", 0.8, lengths=(32768, *(128,) * 31)),
+    _variant("hnd", "bf16, HND", layout="HND"),
+    _variant("page1", "bf16, page 1", 0.6, page_size=1),
+    _variant("page128", "bf16, page 128", 0.9, page_size=128),
+    _variant("max-layout", "bf16, MAX layout (all layers in one array)", layout="MAX"),
+    _variant(
+        "e4m3",
+        "e4m3 KV, bf16 q, L 8192",
+        0.7,
+        Versus("our own bf16 KV", ("ours-bf16",), 1.4),
+        kv_dtype="float8_e4m3fn",
+        lengths=(8192,) * 8,
+    ),
+    AppendCase("append-8x1", "append 8 x 1 token, bf16", batch=8, tokens=1),
+    AppendCase("append-4096", "append 1 x 4096 tokens, bf16", 0.8),
+    LinearCase("linear-1", "linear bf16, 8192 x 4096, 1 row", 0.85, (Versus("torch", ("torch-linear",), 1),)),
+    LinearCase("linear-8", "linear bf16, 8192 x 4096, 8 rows", 0.85, (Versus("torch", ("torch-linear",), 1),), rows=8),
+    *(
+        StepCase(
+            f"step-{batch}",
+            f"decode step, 1.1 G parameters, bf16, B {batch}, context 1024",
+            0.7,
+            (Versus("Hugging Face transformers", ("transformers",), 1.3), Versus("llama.cpp", ("llama.cpp",), 1)),
+            batch=batch,
+        )
+        for batch in (1, 8)
+    ),
+    StepCase(
+        "step-prefill",
+        "prefill step, 256 new tokens, same model",
+        None,
+        (Versus("Hugging Face transformers", ("transformers",), 1), Versus("llama.cpp", ("llama.cpp",))),
+        tokens=256,
+        context=0,
+    ),
+    _variant(
+        "prefill",
+        "prefill attention bf16, 2048 new tokens, 32/8",
+        None,
+        Versus("torch SDPA, contiguous", ("torch",), 1),
+        lengths=(2048,),
+        new_tokens=2048,
+    ),
+)
+
+QUICK = ("bf16", "append-4096", "linear-1")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which cases run, and whether peers do."""
+
+    cases: tuple[Case, ...] = field(default=CASES)
+    with_peers: bool = True
+
+    @staticmethod
+    def of(names: Sequence[str], *, quick: bool, with_peers: bool) -> Selection:
+        """Raises `KeyError` with the first name that is no case."""
+        by_name = {case.name: case for case in CASES}
+        chosen = names or (QUICK if quick else tuple(by_name))
+        return Selection(tuple(by_name[name] for name in dict.fromkeys(chosen)), with_peers and not quick)

@@ -1,0 +1,30 @@
+"""The other systems, by the key that `cases.py` calls them: modules are imported only when a peer runs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from paged_kv.benchmarks.peers.base import Peer
+
+PEERS = {
+    "torch": "peers.torch_cpu:TorchAttention",
+    "gather": "peers.torch_cpu:TorchGather",
+    "torch-linear": "peers.torch_cpu:TorchLinear",
+    "vllm-16": "peers.vllm_cpu:Vllm16",
+    "vllm-32": "peers.vllm_cpu:Vllm32",
+    "vllm-amx-32": "peers.vllm_cpu:VllmAmx32",
+    "vllm-amx-64": "peers.vllm_cpu:VllmAmx64",
+    "vllm-amx-128": "peers.vllm_cpu:VllmAmx128",
+    "ort": "peers.onnxruntime_gqa:OnnxRuntimeAttention",
+    "max": "peers.max_flash:MaxAttention",
+    "ours-bf16": "ours:OursBfloat16",
+    "transformers": "peers.transformers_llama:TransformersStep",
+    "llama.cpp": "peers.llama_cpp:LlamaCppStep",
+}
+
+
+def make_peer(key: str) -> Peer:
+    """The peer of that key."""
+    module, _, name = PEERS[key].partition(":")
+    peer: Peer = getattr(import_module(f"paged_kv.benchmarks.{module}"), name)()
+    return peer

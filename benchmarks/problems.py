@@ -1,0 +1,283 @@
+"""The operands of a case, from a seed, and what a right answer is: NumPy in float64 over a sample of the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.benchmarks.cases import AppendCase, AttentionCase, Case, LinearCase, StepCase
+
+Array = npt.NDArray[Any]
+
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2}
+"""Largest error of a result, relative to the norm of what it should be."""
+STEP_TOLERANCE = 0.05
+"""Of a model's logits: bfloat16 rounds between any two of its operations."""
+
+RMS_EPS = 1e-5
+ROPE_THETA = 10000.0
+"""Of the model of a step."""
+
+_SAMPLED = 48  # (row, KV head) pairs of an attention result
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class Problem:
+    """One case with its operands."""
+
+    tolerance: float
+
+    def error(self, output: Array) -> float:
+        """Of a run's output, relative; infinite where the shape is wrong or a number is not finite."""
+        raise NotImplementedError
+
+
+def problem_of(case: Case, seed: int = 0) -> Problem:
+    """The operands of a case."""
+    kinds: dict[type[Case], Any] = {
+        AttentionCase: AttentionProblem,
+        AppendCase: AppendProblem,
+        LinearCase: LinearProblem,
+        StepCase: StepProblem,
+    }
+    problem: Problem = kinds[type(case)](case, seed)
+    return problem
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def bits(array: Array) -> Array:
+    """The same memory as unsigned integers: NumPy copies those much faster than `ml_dtypes` elements."""
+    return array.view(_BITS[array.itemsize])
+
+
+def normal(rng: np.random.Generator, shape: Iterable[int], dtype: str, scale: float = 1.0) -> Array:
+    """Normal numbers, drawn in blocks so that no large float32 array is needed."""
+    out = np.empty(tuple(shape), numpy_dtype(dtype))
+    flat = out.reshape(-1)
+    for start in range(0, flat.size, 2**22):
+        part = flat[start : start + 2**22]
+        part[:] = (rng.standard_normal(part.size, dtype=np.float32) * np.float32(scale)).astype(out.dtype)
+    return out
+
+
+def relative_error(got: Array, expected: Array) -> float:
+    """Of the norms; infinite for another shape, NaN or infinity."""
+    if got.shape != expected.shape:
+        return float("inf")
+    error = float(np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected))
+    return error if np.isfinite(error) else float("inf")
+
+
+class AttentionProblem(Problem):
+    """Contiguous tokens, from which every system builds its own storage."""
+
+    def __init__(self, case: AttentionCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = max(TOLERANCE[case.dtype], TOLERANCE[case.kv_dtype])
+        kv = (sum(case.lengths), case.kv_heads, case.head_dim)
+        self.q = normal(rng, (len(case.lengths) * case.new_tokens, case.heads, case.head_dim), case.dtype)  # [R, Hq, D]
+        self.k = normal(rng, kv, case.kv_dtype)  # [N, Hk, D], request after request
+        self.v = normal(rng, kv, case.kv_dtype)
+        self.indptr = np.concatenate([[0], np.cumsum(case.lengths)])  # [B + 1]
+        self._rng = rng
+
+    @property
+    def row_lengths(self) -> npt.NDArray[np.int32]:
+        """`[R]`: the tokens that each row sees."""
+        n = self.case.new_tokens
+        return (np.repeat(self.case.lengths, n) - np.tile(np.arange(n)[::-1], len(self.case.lengths))).astype(np.int32)
+
+    @property
+    def row_batch(self) -> npt.NDArray[np.int32]:
+        """`[R]`: the request of each row."""
+        return np.repeat(np.arange(len(self.case.lengths)), self.case.new_tokens).astype(np.int32)
+
+    @cached_property
+    def _expected(self) -> tuple[Array, Array, Array]:
+        """Sampled rows, KV heads, and for each pair the output of the head's group `[group, D]` float64."""
+        case = self.case
+        pairs = len(self.q) * case.kv_heads
+        chosen = np.sort(self._rng.choice(pairs, min(_SAMPLED, pairs), replace=False))
+        rows, heads = chosen // case.kv_heads, chosen % case.kv_heads
+        group = case.heads // case.kv_heads
+        outputs = []
+        for row, head in zip(rows, heads, strict=True):
+            begin = self.indptr[self.row_batch[row]]
+            seen = slice(begin, begin + self.row_lengths[row])
+            q = self.q[row, head * group : (head + 1) * group].astype(np.float64)
+            k, v = (array[seen, head].astype(np.float64) for array in (self.k, self.v))  # [L, D]
+            scores = q @ k.T * case.head_dim**-0.5
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            outputs.append(weights / weights.sum(axis=1, keepdims=True) @ v)
+        return rows, heads, np.stack(outputs)
+
+    def error(self, output: Array) -> float:
+        """`output` `[R, Hq, D]`."""
+        if output.shape != self.q.shape:
+            return float("inf")
+        rows, heads, expected = self._expected
+        case = self.case
+        grouped = output.reshape(len(self.q), case.kv_heads, case.heads // case.kv_heads, case.head_dim)
+        return relative_error(grouped[rows, heads], expected)
+
+
+class AppendProblem(Problem):
+    """New tokens, `[N, Hk, D]` each of k and v, N = batch * tokens."""
+
+    tolerance = 0.0
+
+    def __init__(self, case: AppendCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        shape = (case.batch * case.tokens, case.kv_heads, case.head_dim)
+        self.k, self.v = normal(rng, shape, case.dtype), normal(rng, shape, case.dtype)
+        self.batch_indices = np.repeat(np.arange(case.batch), case.tokens).astype(np.int32)
+        self.positions = np.tile(case.context + np.arange(case.tokens), case.batch).astype(np.int32)
+
+    def error(self, output: Array) -> float:
+        """`output` `[2, N, Hk, D]`: what the cache holds where the tokens belong."""
+        return relative_error(output.astype(np.float64), np.stack([self.k, self.v]).astype(np.float64))
+
+
+class LinearProblem(Problem):
+    def __init__(self, case: LinearCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = TOLERANCE[case.dtype]
+        self.x = normal(rng, (case.rows, case.inner), case.dtype)
+        self.w = normal(rng, (case.outer, case.inner), case.dtype, case.inner**-0.5)
+        self._sample = np.sort(rng.choice(case.outer, min(512, case.outer), replace=False))
+
+    @cached_property
+    def _expected(self) -> Array:
+        return self.x.astype(np.float64) @ self.w[self._sample].astype(np.float64).T
+
+    def error(self, output: Array) -> float:
+        """`output` `[rows, outer]`."""
+        if output.shape != (self.case.rows, self.case.outer):
+            return float("inf")
+        return relative_error(output[:, self._sample], self._expected)
+
+
+class StepProblem(Problem):
+    """A Llama model of random weights, what its requests have cached, and their next tokens."""
+
+    tolerance = STEP_TOLERANCE
+
+    def __init__(self, case: StepCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tokens = rng.integers(0, case.vocab, (case.batch, case.tokens)).astype(np.int32)
+        self.prompt = rng.integers(0, case.vocab, case.context).astype(np.int32)
+        """For systems whose cache can only be filled by running the model; all requests get the same."""
+        shapes = self._shapes()
+        self.memory = np.empty(sum(map(math.prod, shapes.values())), numpy_dtype(case.dtype))
+        """All weights, one after the other."""
+        # One block of noise serves all, from another place each: a billion numbers would take a minute.
+        noise = rng.standard_normal(2**24, dtype=np.float32)
+        self.weights: dict[str, Array] = {}
+        begin = 0
+        for name, shape in shapes.items():
+            weight = self.memory[begin : begin + math.prod(shape)].reshape(shape)
+            begin += weight.size
+            _fill_weight(weight, rng, noise)
+            self.weights[name] = weight
+        kv = (case.layers, case.batch, case.context, case.kv_heads, case.head_dim)
+        self.k, self.v = (normal(rng, kv, case.dtype, scale) for scale in (1.0, 0.25))
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        case = self.case
+        q, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (case.vocab, case.hidden)}
+        for layer in range(case.layers):
+            at = f"model.layers.{layer}"
+            shapes[f"{at}.input_layernorm.weight"] = (case.hidden,)
+            shapes[f"{at}.self_attn.q_proj.weight"] = (q, case.hidden)
+            shapes[f"{at}.self_attn.k_proj.weight"] = (kv, case.hidden)
+            shapes[f"{at}.self_attn.v_proj.weight"] = (kv, case.hidden)
+            shapes[f"{at}.self_attn.o_proj.weight"] = (case.hidden, q)
+            shapes[f"{at}.post_attention_layernorm.weight"] = (case.hidden,)
+            shapes[f"{at}.mlp.gate_proj.weight"] = (case.intermediate, case.hidden)
+            shapes[f"{at}.mlp.up_proj.weight"] = (case.intermediate, case.hidden)
+            shapes[f"{at}.mlp.down_proj.weight"] = (case.hidden, case.intermediate)
+        return shapes | {"model.norm.weight": (case.hidden,), "lm_head.weight": (case.vocab, case.hidden)}
+
+    def logits(self, tokens: Array, k: Array, v: Array) -> Array:
+        """Of the last of `tokens` `[B, T]`, after k and v `[layers, B, L, Hk, D]` (keys rotated): `[B, vocab]`."""
+        case = self.case
+        batch, count = tokens.shape
+        length = k.shape[2]
+
+        def weight(name: str) -> Array:
+            return self.weights[f"{name}.weight"].astype(np.float64)
+
+        def norm(x: Array, name: str) -> Array:
+            return weight(name) * x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS)
+
+        angles = (length + np.arange(count))[:, None] * ROPE_THETA ** (
+            -np.arange(0, case.head_dim, 2) / case.head_dim
+        )  # [T, D / 2]
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+
+        def rotate(x: Array) -> Array:
+            a, b = np.split(x, 2, axis=-1)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+        visible = np.arange(length + count)[None] <= length + np.arange(count)[:, None]  # [T, L + T]
+        x = self.weights["model.embed_tokens.weight"][tokens].astype(np.float64)  # [B, T, hidden]
+        for layer in range(case.layers):
+            at = f"model.layers.{layer}"
+            h = norm(x, f"{at}.input_layernorm")
+            q, new_k, new_v = (
+                (h @ weight(f"{at}.self_attn.{name}_proj").T).reshape(batch, count, -1, case.head_dim)
+                for name in ("q", "k", "v")
+            )
+            keys = np.concatenate([k[layer].astype(np.float64), rotate(new_k)], 1)  # [B, L + T, Hk, D]
+            values = np.concatenate([v[layer].astype(np.float64), new_v], 1)
+            q = rotate(q).reshape(batch, count, case.kv_heads, -1, case.head_dim)
+            scores = np.einsum("bthgd,bjhd->bhgtj", q, keys, optimize=True) * case.head_dim**-0.5
+            scores = np.where(visible, scores, -np.inf)
+            scores = np.exp(scores - scores.max(-1, keepdims=True))
+            scores /= scores.sum(-1, keepdims=True)
+            o = np.einsum("bhgtj,bjhd->bthgd", scores, values, optimize=True).reshape(batch, count, -1)
+            x = x + o @ weight(f"{at}.self_attn.o_proj").T
+            h = norm(x, f"{at}.post_attention_layernorm")
+            gate = h @ weight(f"{at}.mlp.gate_proj").T
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ weight(f"{at}.mlp.up_proj").T)) @ weight(f"{at}.mlp.down_proj").T
+        return norm(x[:, -1], "model.norm") @ weight("lm_head").T
+
+    @cached_property
+    def _expected(self) -> Array:
+        return self.logits(self.tokens, self.k, self.v)
+
+    def error(self, output: Array) -> float:
+        """`output` `[B, vocab]`: logits after the last token of each request."""
+        return relative_error(output, self._expected)
+
+    def short(self) -> Array:
+        """A few tokens `[1, T]` for systems whose cache cannot be filled from outside: see `short_error`."""
+        return self.prompt[None, :16] if self.case.context else self.tokens[:1, :16]
+
+    def short_error(self, output: Array) -> float:
+        """Of the logits `[1, vocab]` after `short()` with nothing cached."""
+        return relative_error(output, self.logits(self.short(), self.k[:, :1, :0], self.v[:, :1, :0]))
+
+
+def _fill_weight(weight: Array, rng: np.random.Generator, noise: Array) -> None:
+    """A norm scales around one; a matrix keeps the size of what it gets."""
+    flat, scale = weight.reshape(-1), np.float32(weight.shape[-1] ** -0.5)
+    for start in range(0, flat.size, 2**22):
+        part = flat[start : start + 2**22]
+        begin = rng.integers(0, noise.size - part.size)
+        values = noise[begin : begin + part.size]
+        part[:] = (1 + np.float32(0.1) * values if weight.ndim == 1 else scale * values).astype(weight.dtype)
