@@ -116,7 +116,7 @@ def load_queries_amx[
                     comptime for p in range(16):
                         target[unsafe_offset=at + p * n] = pairs[p]
         var start = head * engine.stride
-        for i in range(2 * start * heads.padded, 2 * (start + engine.stride) * heads.padded, HALF):
+        for i in range(start * heads.padded, (start + engine.stride) * heads.padded, HALF):
             scratch.acc.unsafe_store(i, Vec(0))
         for m in range(queries):
             scratch.clear(start + m)
