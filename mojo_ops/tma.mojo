@@ -8,9 +8,10 @@ Since slot is a dimension of its own, a box that reaches past its page is filled
 from std.sys import size_of
 from std.utils import IndexList
 from layout import ComptimeInt, Coord, UNKNOWN_VALUE
-from layout.tma_async import TMATensorTile
+from layout.tma_async import SharedMemBarrier, TMATensorTile
 from max.gpu.host import DeviceBuffer, DeviceContext
 from max.gpu.host.nvidia.tma import TensorMapL2Promotion, TensorMapSwizzle, create_tma_descriptor
+from max.gpu.memory import AddressSpace, cp_async_bulk_tensor_shared_cluster_global
 
 from .storage import PageStrides
 
@@ -79,4 +80,56 @@ def create_page_map[
         shape,
         IndexList[4](strides.page, strides.slot, strides.head, 1),
         IndexList[4](1, slots, 1, atom),
+    )
+
+
+comptime PageMap[dtype: DType] = TMATensorTile[
+    dtype,
+    # [page, slot, head, dim]
+    tile_shape=Coord(
+        ComptimeInt[1](), ComptimeInt[1](), ComptimeInt[1](), ComptimeInt[atom_size[dtype, BOX_SWIZZLE]()]()
+    ),
+]
+"""The same map where only the host knows how many slots a box has: one kernel serves every page size."""
+
+comptime BOX_SWIZZLE = TensorMapSwizzle.SWIZZLE_128B
+
+
+def create_box_map[
+    dtype: DType, //
+](
+    ctx: DeviceContext,
+    first: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    shape: IndexList[4],
+    strides: PageStrides,
+    slots: Int,
+) raises -> PageMap[dtype]:
+    """The map of a view `[page, slot, head, dim]` with boxes of `slots` slots and one swizzle atom."""
+    check_page_map(Int(first), shape, strides, size_of[dtype]())
+    return create_tma_descriptor[dtype, 4, BOX_SWIZZLE, L2_PROMOTION](
+        DeviceBuffer[dtype](ctx, first, 1, owning=False),
+        shape,
+        IndexList[4](strides.page, strides.slot, strides.head, 1),
+        IndexList[4](1, slots, 1, atom_size[dtype, BOX_SWIZZLE]()),
+    )
+
+
+@always_inline
+def copy_box[
+    dtype: DType, //
+](
+    map: PageMap[dtype],
+    target: Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
+    barrier: Pointer[SharedMemBarrier, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
+    page: Int,
+    slot: Int,
+    head: Int,
+    dim: Int,
+):
+    """Starts the copy of one box to `target`; by one thread. The map has to lie in a kernel's constant parameters."""
+    cp_async_bulk_tensor_shared_cluster_global(
+        target,
+        Pointer(to=map.descriptor).unsafe_bitcast[NoneType](),
+        barrier,
+        IndexList[4](dim, head, slot, page),
     )

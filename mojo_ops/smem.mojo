@@ -1,0 +1,247 @@
+"""The shared memory of a Hopper block: where everything lies, and how the copy engine and the tensor cores see it.
+
+Pure arithmetic on byte offsets, so that a CPU can check it (`tests/mojo/test_smem.mojo`).
+The facts about swizzles, descriptors and fragments are those of the PTX manual (wgmma, "matrix descriptor").
+"""
+
+from std.sys import size_of
+
+comptime TILE = 64
+"""Tokens in a tile: the rows of one wgmma."""
+comptime ROW = 128
+"""Bytes of a tile's row: one token's share of a swizzle atom."""
+comptime SWIZZLE_PERIOD = 8 * ROW
+"""Bytes after which the 128-byte swizzle repeats: rows of a tile are only ever moved in groups of 8."""
+comptime CHUNK = 16
+"""Bytes that a swizzle moves as one, and a row of a core matrix."""
+comptime CORE_MATRIX = 8 * CHUNK
+"""Bytes of an 8 x 8 matrix of 16-bit elements, the unit of an operand that is not swizzled."""
+comptime WGMMA_K = 16
+"""16-bit elements that one wgmma reduces over."""
+comptime CONSUMER_WARPS = 4
+comptime CONSUMERS = 32 * CONSUMER_WARPS
+"""Threads of the one warpgroup that computes."""
+
+comptime RING_BYTES = 96 * 1024
+"""K and V tiles in flight in one block."""
+comptime BLOCKS_PER_SM = 2
+"""While the warpgroup of one block is in its softmax, the other block's keeps the tensor cores busy."""
+comptime SM_BYTES = 228 * 1024
+"""Shared memory of an H100 or H200 multiprocessor; each block costs 1 KB more than it asks for."""
+
+
+struct SharedMemory[dtype: DType, head_dim: Int, heads: Int]:
+    """Byte offsets from the start, which is a multiple of 1024.
+
+    ```
+    0          +------------------------------------------------------------------+
+               | ring      SLOTS x [head_dim / 64, TILE, 64] of K or V, swizzled  |
+    QUERY      +------------------------------------------------------------------+
+               | query     [head_dim / 8, heads, 8]                               |
+    WEIGHTS    +------------------------------------------------------------------+
+               | weights   [heads / 8, TILE, 8]                                   |
+    EXCHANGE   +------------------------------------------------------------------+
+               | exchange  [CONSUMER_WARPS, heads] float32                        |
+    STATUS     +------------------------------------------------------------------+
+               | status    int32, 4 of padding                                    |
+    FULL       +------------------------------------------------------------------+
+               | full      [SLOTS] mbarriers                                      |
+    EMPTY      +------------------------------------------------------------------+
+               | empty     [SLOTS] mbarriers                                      |
+    BYTES      +------------------------------------------------------------------+
+    ```
+
+    A slot holds K or V of one tile. Each row of 128 bytes is 64 elements of one token; its 16-byte chunks are
+    permuted as the copy engine leaves them (`swizzled`). Query and weights are whole 8 x 8 core matrices.
+
+    Parameters:
+        dtype: bfloat16 or float16: of the cache, the query and the weights.
+        head_dim: A multiple of 64.
+        heads: Columns of a wgmma: 8 or 16, at least the query heads of a group.
+    """
+
+    comptime ATOM = ROW // size_of[Self.dtype]()
+    """Elements in a row."""
+    comptime ATOMS = Self.head_dim // Self.ATOM
+    comptime ATOM_BYTES = TILE * ROW
+    comptime SLOT_BYTES = Self.ATOMS * Self.ATOM_BYTES
+    comptime SLOTS = RING_BYTES // Self.SLOT_BYTES
+
+    comptime QUERY = Self.SLOTS * Self.SLOT_BYTES
+    comptime WEIGHTS = Self.QUERY + Self.heads * Self.head_dim * size_of[Self.dtype]()
+    comptime EXCHANGE = Self.WEIGHTS + Self.heads * TILE * size_of[Self.dtype]()
+    comptime STATUS = Self.EXCHANGE + CONSUMER_WARPS * Self.heads * size_of[DType.float32]()
+    comptime FULL = Self.STATUS + 8
+    comptime EMPTY = Self.FULL + 8 * Self.SLOTS
+    comptime BYTES = Self.EMPTY + 8 * Self.SLOTS
+
+    @staticmethod
+    def check():
+        """Fails to compile where the map does not fit."""
+        comptime assert size_of[Self.dtype]() == 2, "operands of 16 bits"
+        comptime assert Self.head_dim % Self.ATOM == 0, "head_dim is a multiple of 64"
+        comptime assert Self.heads == 8 or Self.heads == 16, "8 or 16 columns"
+        # Below three slots the copies of the next tile could not start before this tile is done.
+        comptime assert Self.SLOTS >= 3, "a ring of at least three slots"
+        comptime assert Self.BYTES <= 227 * 1024, "a block has at most 227 KB of shared memory"
+        comptime assert BLOCKS_PER_SM * (Self.BYTES + 1024) <= SM_BYTES, "the blocks of an SM share 228 KB"
+
+    @staticmethod
+    @always_inline
+    def box(row: Int, atom: Int) -> Int:
+        """Where in a slot a box begins whose first token is the tile's `row`-th: a multiple of `SWIZZLE_PERIOD`."""
+        return atom * Self.ATOM_BYTES + row * ROW
+
+    @staticmethod
+    @always_inline
+    def query(head: Int, chunk: Int) -> Int:
+        """Where the 8 dims from `8 * chunk` on of a query head lie."""
+        return Self.QUERY + (chunk * Self.heads + head) * CHUNK
+
+    @staticmethod
+    @always_inline
+    def weights(token: Int, head: Int) -> Int:
+        """Where the weight of a tile's token lies for a head."""
+        return Self.WEIGHTS + ((head // 8) * TILE + token) * CHUNK + (head % 8) * size_of[Self.dtype]()
+
+    @staticmethod
+    @always_inline
+    def exchange(warp: Int, head: Int) -> Int:
+        """Where a warp leaves its share of a reduction over tokens."""
+        return Self.EXCHANGE + (warp * Self.heads + head) * size_of[DType.float32]()
+
+    # The operands of S^T = K Q^T (reduced over dims) and O^T = V^T P^T (reduced over tokens).
+
+    @staticmethod
+    @always_inline
+    def key_operand(slot: Int, step: Int) -> Operand:
+        """A of S^T: `[64 tokens, 16 dims from 16 * step on]`, dims adjacent."""
+        comptime steps = Self.ATOM // WGMMA_K
+        # Inside an atom the start moves along the row; the swizzle takes its row bits from the address, so that
+        # an offset below 128 bytes leaves them alone.
+        var start = slot * Self.SLOT_BYTES + (step // steps) * Self.ATOM_BYTES + (step % steps) * 2 * CHUNK
+        return Operand(start, 0, SWIZZLE_PERIOD, True)
+
+    @staticmethod
+    @always_inline
+    def query_operand(step: Int) -> Operand:
+        """B of S^T: `[heads, 16 dims from 16 * step on]`, dims adjacent."""
+        return Operand(Self.query(0, 2 * step), Self.heads * CHUNK, CORE_MATRIX, False)
+
+    @staticmethod
+    @always_inline
+    def value_operand(slot: Int, atom: Int, step: Int) -> Operand:
+        """A of O^T: `[64 dims of an atom, 16 tokens from 16 * step on]`, dims adjacent."""
+        var start = slot * Self.SLOT_BYTES + Self.box(step * WGMMA_K, atom)
+        return Operand(start, Self.ATOM_BYTES, SWIZZLE_PERIOD, True)
+
+    @staticmethod
+    @always_inline
+    def weight_operand(step: Int) -> Operand:
+        """B of O^T: `[heads, 16 tokens from 16 * step on]`, heads adjacent."""
+        # With 8 heads there is no second group of heads: the stride between groups is then of no account.
+        comptime between_groups = TILE * CHUNK if Self.heads > 8 else CORE_MATRIX
+        return Operand(Self.weights(step * WGMMA_K, 0), CORE_MATRIX, between_groups, False)
+
+
+@fieldwise_init
+struct Operand(TrivialRegisterPassable):
+    """A matrix in shared memory as a wgmma reads it; all in bytes.
+
+    | | leading | stride |
+    |---|---|---|
+    | swizzled, reduced dimension adjacent | unused | from 8 rows to the next 8 |
+    | swizzled, other dimension adjacent | from 64 elements of it to the next 64 | from 8 of the reduced to the next 8 |
+    | core matrices, reduced dimension adjacent | from 8 of the reduced to the next 8 | from 8 rows to the next 8 |
+    | core matrices, other dimension adjacent | from 8 of the reduced to the next 8 | from 8 of the other to the next 8 |
+    """
+
+    var start: Int
+    var leading: Int
+    var stride: Int
+    var swizzled: Bool
+
+    @always_inline
+    def descriptor(self, base: Int) -> Int64:
+        """The 64 bits that a wgmma takes, for a map that starts at `base`."""
+        var address = ((base + self.start) & 0x3FFFF) >> 4
+        var mode = 1 if self.swizzled else 0  # 1: 128 bytes
+        return Int64(address | (self.leading >> 4) << 16 | (self.stride >> 4) << 32 | mode << 62)
+
+
+@always_inline
+def swizzled(offset: Int) -> Int:
+    """Where the 128-byte swizzle puts a byte: the chunk's number is XORed with the row's, modulo 8."""
+    return offset ^ ((offset >> 3) & 0x70)
+
+
+# A wgmma's result [64, columns]: element `i` of a thread's registers.
+
+
+@always_inline
+def fragment_row(thread: Int, i: Int) -> Int:
+    """The row of element `i` of a warpgroup's thread: two rows a thread, 8 apart."""
+    return (thread // 32) * 16 + (thread % 32) // 4 + ((i // 2) % 2) * 8
+
+
+@always_inline
+def fragment_column(thread: Int, i: Int) -> Int:
+    """The column of element `i`: two adjacent ones of every 8."""
+    return (i // 4) * 8 + (thread % 4) * 2 + i % 2
+
+
+# Tiles and boxes. A box is some slots of one page: the greatest power of two that divides the page, at most a tile.
+
+
+def box_of_page(page_size: Int) -> Int:
+    """Slots of a box; below 8 the copy engine's swizzle would not line up with a tile's rows."""
+    var box = 1
+    while box < TILE and page_size % (2 * box) == 0:
+        box *= 2
+    return box
+
+
+@fieldwise_init
+struct Tiles(TrivialRegisterPassable):
+    """The tiles of one work item, which the copying warp and the computing warps walk alike."""
+
+    var first: Int
+    """The token of the first tile's row 0, at or below `begin`: a multiple of a box, so that no box crosses a page."""
+    var begin: Int
+    var end: Int
+    """Tokens `[begin, end)` count; a tile's other rows may hold anything."""
+    var count: Int
+
+    @staticmethod
+    @always_inline
+    def of(begin: Int, end: Int, box: Int) -> Self:
+        var first = begin - begin % box
+        return Self(first, begin, end, (end - first + TILE - 1) // TILE if end > begin else 0)
+
+    @always_inline
+    def token(self, tile: Int) -> Int:
+        """The token of a tile's row 0."""
+        return self.first + tile * TILE
+
+    @always_inline
+    def wanted(self, tile: Int) -> Rows:
+        """The rows of a tile whose tokens count."""
+        var token = self.token(tile)
+        return Rows(max(0, self.begin - token), min(TILE, self.end - token))
+
+
+@fieldwise_init
+struct Rows(TrivialRegisterPassable):
+    """Rows `[begin, end)` of a tile; at least one."""
+
+    var begin: Int
+    var end: Int
+
+    @always_inline
+    def boxes(self, box: Int) -> Self:
+        """The boxes `[begin, end)` that hold them."""
+        return Self(self.begin // box, (self.end + box - 1) // box)
+
+    @always_inline
+    def all(self) -> Bool:
+        return self.begin == 0 and self.end == TILE
