@@ -29,17 +29,18 @@ from .decode_rows import DecodeRows, NOT_A_NUMBER
 from .pipeline import Ring, Slot
 from .schedule import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
 from .smem import (
+    Box,
     CHUNK,
     CONSUMERS,
     CONSUMER_WARPS,
     ROW,
+    LEAST_BOX_BITS,
     Operand,
     Rows,
     SharedMemory,
     TILE,
     Tiles,
     WGMMA_K,
-    box_of_page,
     fragment_column,
     fragment_row,
 )
@@ -71,7 +72,7 @@ def hopper_refusal[
     if group > 16:
         return String("it takes up to 16 query heads a KV head, not ", group)
     var page_size = k.slots()
-    if page_size % 8 != 0:
+    if page_size < 1 or Box.of_page(page_size).bits < LEAST_BOX_BITS:
         return String("it copies 8 slots of a page and more at once; page_size ", page_size, " is no multiple of 8")
     return String(map_refusal("k_blocks", k), map_refusal("v_blocks", v))
 
@@ -131,10 +132,10 @@ def launch[
     comptime Map = SharedMemory[dtype, head_dim, heads]
     Map.check()
     var kv_heads = k.num_heads()
-    var box = box_of_page(k.slots())
+    var box = Box.of_page(k.slots())
     var shape = IndexList[4](k.num_pages(), k.slots(), kv_heads, head_dim)
-    var k_map = create_box_map(ctx, k.blocks.ptr, shape, k.strides(), box)
-    var v_map = create_box_map(ctx, v.blocks.ptr, shape, v.strides(), box)
+    var k_map = create_box_map(ctx, k.blocks.ptr, shape, k.strides(), Int(box.slots()))
+    var v_map = create_box_map(ctx, v.blocks.ptr, shape, v.strides(), Int(box.slots()))
     var bounds = WorkBounds.of(
         Int(rows.num_rows), Int(rows.capacity), kv_heads, multiprocessors(ctx), batch_invariant
     )
@@ -150,7 +151,7 @@ def launch[
         k,
         work,
         partials,
-        Int32(box),
+        box.bits,
         # The KV heads of an item next to each other: in the NHD layout they read the same stretch of memory.
         grid_dim=bounds.items * kv_heads,
         block_dim=BLOCK,
@@ -176,14 +177,16 @@ def attend_item[
     cache: DeviceCache[dtype],
     work: WorkList,
     partials: Partials,
-    box: Int32,
+    box_bits: Int32,
 ):
     """One block: item `block_idx.x // kv_heads` of the schedule for KV head `block_idx.x % kv_heads`.
 
     `cache` is K's view, for the page table and the sizes, which V shares.
     """
-    var index, kv_head = divmod(Int(block_idx.x), cache.num_heads())
-    var item = work.item(index)
+    var kv_heads = UInt32(cache.num_heads())
+    var index = UInt32(block_idx.x) // kv_heads
+    var kv_head = Int32(UInt32(block_idx.x) - index * kv_heads)
+    var item = work.item(Int(index))
     if item.row == NO_ROW:
         return
     var memory = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=1024]()
@@ -194,11 +197,12 @@ def attend_item[
         shared.status()[] = 0
     barrier()
 
-    var tiles = Tiles.of(Int(item.begin), Int(item.end), Int(box))
+    var box = Box(box_bits)
+    var tiles = Tiles.of(item.begin, item.end, box)
     if thread_idx.x >= CONSUMERS:
-        produce(k_map, v_map, shared, ring, tiles, Pages(item.row, rows, cache), Int(box), kv_head)
+        produce(k_map, v_map, shared, ring, tiles, Pages(item.row, rows, cache), box, kv_head)
     else:
-        var consumer = Consumer(shared, rows, item, kv_head, cache.num_heads())
+        var consumer = Consumer(shared, rows, item, kv_head, Int32(kv_heads))
         consumer.load_query()
         for tile in range(tiles.count):
             consumer.score(ring, tiles, tile)
@@ -228,7 +232,7 @@ struct Shared[dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassable):
 
     @always_inline
     def descriptor(self, operand: Operand) -> WGMMADescriptor[Self.dtype]:
-        return WGMMADescriptor[Self.dtype](operand.descriptor(Int(self.base)))
+        return WGMMADescriptor[Self.dtype](operand.descriptor(UInt32(Int(self.base))))
 
 
 # Producer
@@ -244,14 +248,14 @@ def produce[
     ring: Ring[SharedMemory[dtype, head_dim, heads].SLOTS],
     tiles: Tiles,
     pages: Pages,
-    box: Int,
-    kv_head: Int,
+    box: Box,
+    kv_head: Int32,
 ):
     """By one warp: copies K and V of every tile into the ring, K of tile t as filling 2 t, V as 2 t + 1.
 
     Lane i looks up the page of the tile's i-th box, one tile ahead; lane 0 starts the copies.
     """
-    var lane = Int(lane_id())
+    var lane = Int32(lane_id())
     var places = find_boxes(tiles, 0, pages, box, lane)
     for tile in range(tiles.count):
         var place = places
@@ -260,7 +264,7 @@ def produce[
             shared.status()[] = 1
         places = find_boxes(tiles, tile + 1, pages, box, lane)
         var boxes = tiles.wanted(tile).boxes(box)
-        var bytes = (boxes.end - boxes.begin) * box * head_dim * size_of[dtype]()
+        var bytes = ((boxes.end - boxes.begin) << box.bits) * Int32(head_dim * size_of[dtype]())
         with ring.produce(2 * tile, bytes) as slot:
             copy_boxes(k_map, shared, slot, place, boxes, box, kv_head)
         with ring.produce(2 * tile + 1, bytes) as slot:
@@ -268,13 +272,13 @@ def produce[
 
 
 @always_inline
-def find_boxes(tiles: Tiles, tile: Int, pages: Pages, box: Int, lane: Int) -> Place:
+def find_boxes(tiles: Tiles, tile: Int32, pages: Pages, box: Box, lane: Int32) -> Place:
     """Where the tile's `lane`-th box lies; (0, 0) where the tile does not need it."""
     if tile < tiles.count:
         var boxes = tiles.wanted(tile).boxes(box)
         if lane >= boxes.begin and lane < boxes.end:
             # The box's first token may lie before `begin`: in the same page, which the row has.
-            return pages.place(Int32(tiles.token(tile) + lane * box))
+            return pages.place(tiles.token(tile) + (lane << box.bits))
     return Place(0, 0)
 
 
@@ -287,8 +291,8 @@ def copy_boxes[
     slot: Slot,
     place: Place,
     boxes: Rows,
-    box: Int,
-    kv_head: Int,
+    box: Box,
+    kv_head: Int32,
 ):
     """Starts the copies of a tile's boxes; lane i knows the place of box i."""
     comptime Map = SharedMemory[dtype, head_dim, heads]
@@ -299,11 +303,11 @@ def copy_boxes[
             comptime for atom in range(Map.ATOMS):
                 copy_box(
                     map,
-                    shared.at[UInt8](slot.index * Map.SLOT_BYTES + Map.box(i * box, atom)),
+                    shared.at[UInt8](slot.index * Map.SLOT_BYTES + Map.box(Int(i << box.bits), atom)),
                     slot.full,
                     Int(page),
                     Int(first_slot),
-                    kv_head,
+                    Int(kv_head),
                     atom * Map.ATOM,
                 )
 
@@ -326,9 +330,9 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
     var shared: Shared[Self.dtype, Self.head_dim, Self.heads]
     var rows: DecodeRows[Self.dtype]
     var item: WorkItem
-    var group: Int
+    var group: Int32
     """Query heads of the KV head; the columns beyond are padding."""
-    var first_head: Int
+    var first_head: Int32
     var thread: Int
     var scores: Self.Fragment
     """One tile's scores, then weights; rows are tokens."""
@@ -345,13 +349,13 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         shared: Shared[Self.dtype, Self.head_dim, Self.heads],
         rows: DecodeRows[Self.dtype],
         item: WorkItem,
-        kv_head: Int,
-        kv_heads: Int,
+        kv_head: Int32,
+        kv_heads: Int32,
     ):
         self.shared = shared
         self.rows = rows
         self.item = item
-        self.group = Int(rows.num_heads) // kv_heads
+        self.group = rows.num_heads // kv_heads
         self.first_head = kv_head * self.group
         self.thread = Int(thread_idx.x)
         self.scores = 0
@@ -361,12 +365,12 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         self.slope = Array[Float32, Self.COLUMNS](fill=0)
         comptime for c in range(Self.COLUMNS):
             if self.head(c) < self.group:
-                self.slope[c] = rows.slope(Int32(self.first_head + self.head(c)))
+                self.slope[c] = rows.slope(self.first_head + self.head(c))
 
     @always_inline
-    def head(self, column: Int) -> Int:
+    def head(self, column: Int) -> Int32:
         """The head, within the group, of this thread's `column`-th column."""
-        return fragment_column(self.thread, (column // 2) * 4 + column % 2)
+        return Int32(fragment_column(self.thread, (column // 2) * 4 + column % 2))
 
     @staticmethod
     @always_inline
@@ -381,9 +385,9 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         for i in range(self.thread, Self.heads * chunks, CONSUMERS):
             var head, chunk = divmod(i, chunks)
             var q = SIMD[Self.dtype, 8](0)
-            if head < self.group:
+            if Int32(head) < self.group:
                 q = self.rows.q.unsafe_load[width=8](
-                    self.rows.element(self.item.row, Int32(self.first_head + head), Int32(chunk * 8))
+                    self.rows.element(self.item.row, self.first_head + Int32(head), Int32(chunk * 8))
                 )
             self.shared.at[Scalar[Self.dtype]](Self.Map.query(head, chunk)).unsafe_store[alignment=CHUNK](q)
         # Written by ordinary stores, read by the tensor cores (the async proxy): fence, then everyone.
@@ -391,7 +395,7 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         named_barrier[Int32(CONSUMERS)](CONSUMER_BARRIER)
 
     @always_inline
-    def score(mut self, ring: Ring[Self.Map.SLOTS], tiles: Tiles, tile: Int):
+    def score(mut self, ring: Ring[Self.Map.SLOTS], tiles: Tiles, tile: Int32):
         """One tile's weights and their reference; rescales what was summed so far."""
         with ring.consume(2 * tile) as slot:
             wgmma_fence_aligned()
@@ -415,8 +419,8 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         var highest = Array[Float32, Self.COLUMNS](fill=MINUS_INFINITY)
         comptime for i in range(Self.WIDTH):
             comptime c = Self.column(i)
-            var row = fragment_row(self.thread, i)
-            var score = self.rows.score(self.scores[i], self.slope[c], Int32(tiles.token(tile) + row))
+            var row = Int32(fragment_row(self.thread, i))
+            var score = self.rows.score(self.scores[i], self.slope[c], tiles.token(tile) + row)
             # A choice, not a sum with -inf: a row that does not count may hold NaN.
             self.scores[i] = score if row >= wanted.begin and row < wanted.end else MINUS_INFINITY
             highest[c] = max(highest[c], self.scores[i])
@@ -450,16 +454,16 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
                 x[c] = max(x[c], other) if greatest else x[c] + other
         if self.thread % 32 < 4:
             comptime for c in range(Self.COLUMNS):
-                self.shared.at[Float32](Self.Map.exchange(self.thread // 32, self.head(c)))[] = x[c]
+                self.shared.at[Float32](Self.Map.exchange(self.thread // 32, Int(self.head(c))))[] = x[c]
         named_barrier[Int32(CONSUMERS)](CONSUMER_BARRIER)
         comptime for c in range(Self.COLUMNS):
-            x[c] = self.shared.at[Float32](Self.Map.exchange(0, self.head(c)))[]
+            x[c] = self.shared.at[Float32](Self.Map.exchange(0, Int(self.head(c))))[]
             comptime for w in range(1, CONSUMER_WARPS):
-                var other = self.shared.at[Float32](Self.Map.exchange(w, self.head(c)))[]
+                var other = self.shared.at[Float32](Self.Map.exchange(w, Int(self.head(c))))[]
                 x[c] = max(x[c], other) if greatest else x[c] + other
 
     @always_inline
-    def weigh(mut self, ring: Ring[Self.Map.SLOTS], tiles: Tiles, tile: Int):
+    def weigh(mut self, ring: Ring[Self.Map.SLOTS], tiles: Tiles, tile: Int32):
         """Adds one tile's weighted values."""
         # The weights of the last tile are no longer read: every warp has since waited for its products (`settle`) and
         # then passed the barrier in `over_tile`.
@@ -501,7 +505,7 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         """Zeros for the values of rows that do not count: their weight is 0, but 0 * NaN is NaN."""
         comptime chunks = ROW // CHUNK
         for i in range(self.thread, Self.Map.ATOMS * TILE * chunks, CONSUMERS):
-            var row = (i // chunks) % TILE
+            var row = Int32((i // chunks) % TILE)
             if row < wanted.begin or row >= wanted.end:
                 # Whole rows, so that the order of their chunks does not matter.
                 var at = slot * Self.Map.SLOT_BYTES + i * CHUNK
@@ -522,11 +526,11 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
                 # Every thread of four columns holds the state; the first warp's lanes 0 to 3 write it.
                 if self.item.partial == WHOLE:
                     var factor = self.rows.finish(
-                        self.item.row, Int32(head), self.greatest[c], total, writes_lse=self.thread < 4
+                        self.item.row, head, self.greatest[c], total, writes_lse=self.thread < 4
                     )
-                    self.write_sums[c](self.rows.o, self.rows.element(self.item.row, Int32(head), 0), factor)
+                    self.write_sums[c](self.rows.o, self.rows.element(self.item.row, head, 0), factor)
                 else:
-                    var state = Int(self.item.partial) * Int(self.rows.num_heads) + head
+                    var state = Int(self.item.partial) * Int(self.rows.num_heads) + Int(head)
                     self.write_sums[c](partials.acc, state * Self.head_dim, 1)
                     if self.thread < 4:
                         partials.greatest.unsafe_store(state, self.greatest[c])

@@ -37,13 +37,20 @@ struct Ring[slots: Int](TrivialRegisterPassable):
         # The copy engine, too, must find the barriers initialised.
         fence_async_view_proxy()
 
+    @staticmethod
     @always_inline
-    def produce(self, filling: Int, bytes: Int) -> Filling[Self.slots]:
+    def place(filling: Int32) -> Tuple[UInt32, Int]:
+        """Which filling of its slot a filling of the ring is, and the slot."""
+        var n = UInt32(filling) // UInt32(Self.slots)
+        return (n, Int(UInt32(filling) - n * UInt32(Self.slots)))
+
+    @always_inline
+    def produce(self, filling: Int32, bytes: Int32) -> Filling[Self.slots]:
         """`with ring.produce(i, bytes) as slot:` start copies of exactly so many bytes. By a whole warp."""
         return Filling[Self.slots](self, filling, bytes)
 
     @always_inline
-    def consume(self, filling: Int) -> Consuming[Self.slots]:
+    def consume(self, filling: Int32) -> Consuming[Self.slots]:
         """`with ring.consume(i) as slot:` read the slot. By all consumer warps; they must be done at the end."""
         return Consuming[Self.slots](self, filling)
 
@@ -62,20 +69,20 @@ struct Filling[slots: Int](TrivialRegisterPassable):
     """Waits until the slot is empty, then announces the bytes that will come."""
 
     var ring: Ring[Self.slots]
-    var filling: Int
-    var bytes: Int
+    var filling: Int32
+    var bytes: Int32
 
     @always_inline
     def __enter__(self) -> Slot:
-        var n, slot = divmod(self.filling, Self.slots)
-        self.ring.empty[unsafe_offset=slot].wait(UInt32((n & 1) ^ 1))
+        var n, slot = self.ring.place(self.filling)
+        self.ring.empty[unsafe_offset=slot].wait((n & 1) ^ 1)
         var full = self.ring.full.unsafe_offset(slot)
         # Every lane has seen the slot empty, and what the lanes wrote for the consumers is written, before one lane
         # arrives: with that arrival the consumers may see it.
         syncwarp()
         if lane_id() == 0:
             # Announced before any copy starts: the count of bytes cannot reach zero early.
-            full[].expect_bytes(Int32(self.bytes))
+            full[].expect_bytes(self.bytes)
         return Slot(slot, full)
 
     @always_inline
@@ -89,12 +96,12 @@ struct Consuming[slots: Int](TrivialRegisterPassable):
     """Waits until the slot is full; lets go of it at the end."""
 
     var ring: Ring[Self.slots]
-    var filling: Int
+    var filling: Int32
 
     @always_inline
     def __enter__(self) -> Int:
-        var n, slot = divmod(self.filling, Self.slots)
-        self.ring.full[unsafe_offset=slot].wait(UInt32(n & 1))
+        var n, slot = self.ring.place(self.filling)
+        self.ring.full[unsafe_offset=slot].wait(n & 1)
         return slot
 
     @always_inline
@@ -102,4 +109,4 @@ struct Consuming[slots: Int](TrivialRegisterPassable):
         # One arrival a warp: by now each of its lanes has waited for its last read of the slot.
         syncwarp()
         if lane_id() == 0:
-            _ = mbarrier_arrive(self.ring.empty.unsafe_offset(self.filling % Self.slots))
+            _ = mbarrier_arrive(self.ring.empty.unsafe_offset(self.ring.place(self.filling)[1]))

@@ -162,11 +162,12 @@ struct Operand(TrivialRegisterPassable):
     var swizzled: Bool
 
     @always_inline
-    def descriptor(self, base: Int) -> Int64:
+    def descriptor(self, base: UInt32) -> Int64:
         """The 64 bits that a wgmma takes, for a map that starts at `base`."""
-        var address = ((base + self.start) & 0x3FFFF) >> 4
+        # Addresses are below 2^18; all are multiples of 16.
+        var address = Int64((base + UInt32(self.start)) >> 4)
         var mode = 1 if self.swizzled else 0  # 1: 128 bytes
-        return Int64(address | (self.leading >> 4) << 16 | (self.stride >> 4) << 32 | mode << 62)
+        return address | Int64((self.leading >> 4) << 16 | (self.stride >> 4) << 32 | mode << 62)
 
 
 @always_inline
@@ -190,57 +191,75 @@ def fragment_column(thread: Int, i: Int) -> Int:
     return (i // 4) * 8 + (thread % 4) * 2 + i % 2
 
 
-# Tiles and boxes. A box is some slots of one page: the greatest power of two that divides the page, at most a tile.
+# Tiles and boxes
 
 
-def box_of_page(page_size: Int) -> Int:
-    """Slots of a box; below 8 the copy engine's swizzle would not line up with a tile's rows."""
-    var box = 1
-    while box < TILE and page_size % (2 * box) == 0:
-        box *= 2
-    return box
+@fieldwise_init
+struct Box(TrivialRegisterPassable):
+    """Slots of one page that are copied at once: a power of two, so that run-time divisions by it are shifts."""
+
+    var bits: Int32
+    """The base-2 logarithm of the slots: 3 to 6."""
+
+    @staticmethod
+    def of_page(page_size: Int) -> Self:
+        """The greatest power of two that divides the page, at most a tile.
+
+        Below 8 slots (`LEAST_BOX_BITS`) boxes would not line up with the period of the swizzle.
+        """
+        var bits = 0
+        while (2 << bits) <= TILE and page_size % (2 << bits) == 0:
+            bits += 1
+        return Self(Int32(bits))
+
+    @always_inline
+    def slots(self) -> Int32:
+        return Int32(1) << self.bits
+
+
+comptime LEAST_BOX_BITS: Int32 = 3
 
 
 @fieldwise_init
 struct Tiles(TrivialRegisterPassable):
     """The tiles of one work item, which the copying warp and the computing warps walk alike."""
 
-    var first: Int
+    var first: Int32
     """The token of the first tile's row 0, at or below `begin`: a multiple of a box, so that no box crosses a page."""
-    var begin: Int
-    var end: Int
+    var begin: Int32
+    var end: Int32
     """Tokens `[begin, end)` count; a tile's other rows may hold anything."""
-    var count: Int
+    var count: Int32
 
     @staticmethod
     @always_inline
-    def of(begin: Int, end: Int, box: Int) -> Self:
-        var first = begin - begin % box
+    def of(begin: Int32, end: Int32, box: Box) -> Self:
+        var first = (begin >> box.bits) << box.bits
         return Self(first, begin, end, (end - first + TILE - 1) // TILE if end > begin else 0)
 
     @always_inline
-    def token(self, tile: Int) -> Int:
+    def token(self, tile: Int32) -> Int32:
         """The token of a tile's row 0."""
         return self.first + tile * TILE
 
     @always_inline
-    def wanted(self, tile: Int) -> Rows:
+    def wanted(self, tile: Int32) -> Rows:
         """The rows of a tile whose tokens count."""
         var token = self.token(tile)
-        return Rows(max(0, self.begin - token), min(TILE, self.end - token))
+        return Rows(max(Int32(0), self.begin - token), min(Int32(TILE), self.end - token))
 
 
 @fieldwise_init
 struct Rows(TrivialRegisterPassable):
     """Rows `[begin, end)` of a tile; at least one."""
 
-    var begin: Int
-    var end: Int
+    var begin: Int32
+    var end: Int32
 
     @always_inline
-    def boxes(self, box: Int) -> Self:
+    def boxes(self, box: Box) -> Self:
         """The boxes `[begin, end)` that hold them."""
-        return Self(self.begin // box, (self.end + box - 1) // box)
+        return Self(self.begin >> box.bits, (self.end + box.slots() - 1) >> box.bits)
 
     @always_inline
     def all(self) -> Bool:
