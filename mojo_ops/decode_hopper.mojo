@@ -33,7 +33,6 @@ from .smem import (
     CHUNK,
     CONSUMERS,
     CONSUMER_WARPS,
-    ROW,
     LEAST_BOX_BITS,
     Operand,
     Rows,
@@ -503,9 +502,8 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
     @always_inline
     def clear(self, slot: Int, wanted: Rows):
         """Zeros for the values of rows that do not count: their weight is 0, but 0 * NaN is NaN."""
-        comptime chunks = ROW // CHUNK
-        for i in range(self.thread, Self.Map.ATOMS * TILE * chunks, CONSUMERS):
-            var row = Int32((i // chunks) % TILE)
+        for i in range(self.thread, Self.Map.SLOT_BYTES // CHUNK, CONSUMERS):
+            var row = Int32(Self.Map.row_of_chunk(i))
             if row < wanted.begin or row >= wanted.end:
                 # Whole rows, so that the order of their chunks does not matter.
                 var at = slot * Self.Map.SLOT_BYTES + i * CHUNK

@@ -52,7 +52,7 @@ struct SharedMemory[dtype: DType, head_dim: Int, heads: Int]:
     ```
 
     A slot holds K or V of one tile. Each row of 128 bytes is 64 elements of one token; its 16-byte chunks are
-    permuted as the copy engine leaves them (`swizzled`). Query and weights are whole 8 x 8 core matrices.
+    permuted as the copy engine leaves them: chunk c of row r lies at place c XOR (r modulo 8). Query and weights are whole 8 x 8 core matrices.
 
     Parameters:
         dtype: bfloat16 or float16: of the cache, the query and the weights.
@@ -91,6 +91,12 @@ struct SharedMemory[dtype: DType, head_dim: Int, heads: Int]:
     def box(row: Int, atom: Int) -> Int:
         """Where in a slot a box begins whose first token is the tile's `row`-th: a multiple of `SWIZZLE_PERIOD`."""
         return atom * Self.ATOM_BYTES + row * ROW
+
+    @staticmethod
+    @always_inline
+    def row_of_chunk(i: Int) -> Int:
+        """The row of a slot's `i`-th 16 bytes: a swizzle keeps to its row."""
+        return (i // (ROW // CHUNK)) % TILE
 
     @staticmethod
     @always_inline
@@ -168,12 +174,6 @@ struct Operand(TrivialRegisterPassable):
         var address = Int64((base + UInt32(self.start)) >> 4)
         var mode = 1 if self.swizzled else 0  # 1: 128 bytes
         return address | Int64((self.leading >> 4) << 16 | (self.stride >> 4) << 32 | mode << 62)
-
-
-@always_inline
-def swizzled(offset: Int) -> Int:
-    """Where the 128-byte swizzle puts a byte: the chunk's number is XORed with the row's, modulo 8."""
-    return offset ^ ((offset >> 3) & 0x70)
 
 
 # A wgmma's result [64, columns]: element `i` of a thread's registers.
