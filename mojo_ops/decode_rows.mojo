@@ -4,10 +4,11 @@ from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import exp2, log2
 from std.utils.numerics import nan
 
-from .checks import RowPointer
-from .logits import HeadPointer, LOG2E
-from .softmax import MINUS_INFINITY
-from .work import RowTokens
+from .checks import PageTable, RowPointer
+from .decode_cpu import AttentionRows
+from .logits import HeadPointer, Logits
+from .softmax import LOG2E, MINUS_INFINITY
+from .work import RowTokens, TILE
 
 
 @fieldwise_init
@@ -47,6 +48,43 @@ struct DecodeRows[dtype: DType](DevicePassable, TrivialRegisterPassable):
     var v_scale: Float32
     var has_alibi: Int32
     var has_sinks: Int32
+
+    @staticmethod
+    def of(rows: AttentionRows[Self.dtype], logits: Logits, table: PageTable, head_dim: Int) raises -> Self:
+        """The same call with its numbers in 32 bits.
+
+        Raises:
+            Where keys would have to be rotated, or a number has more than 31 bits.
+        """
+        if rows.rope_theta != 0:
+            raise Error("rope_theta: rotary keys are a CPU option; on a GPU, append keys as they are used")
+        # A window that no row is longer than is no window.
+        var window_left = min(logits.window_left, Int(Int32.MAX))
+        for number in [rows.num_rows, rows.num_heads, table.batch, table.max_pages]:
+            if number > Int(Int32.MAX):
+                raise Error("a size of ", number, " is too large for a GPU kernel")
+        # Lengths are int32, so a table that can hold more is as good as one that holds 2^31 - 1.
+        var capacity = min(table.max_pages * table.page_size, Int(Int32.MAX) - TILE)
+        return Self(
+            rows.q,
+            rows.o,
+            rows.lse,
+            rows.row_batch,
+            rows.row_lengths,
+            logits.alibi_slopes,
+            logits.sinks,
+            Int32(rows.num_rows),
+            Int32(rows.num_heads),
+            Int32(head_dim),
+            Int32(table.batch),
+            Int32(capacity),
+            Int32(window_left),
+            logits.scale,
+            logits.soft_cap,
+            rows.v_scale,
+            Int32(logits.has_alibi),
+            Int32(logits.has_sinks),
+        )
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
