@@ -19,6 +19,8 @@ from layout.tma_async import SharedMemBarrier
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, lane_id, thread_idx
 from max.gpu.compute.mma import WGMMADescriptor, wgmma_async, wgmma_commit_group_sync, wgmma_fence_aligned, wgmma_wait_group_sync
 from max.gpu.host import DeviceContext, FuncAttribute
+from max.gpu.host.info import H100
+from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import AddressSpace, external_memory, fence_async_view_proxy
 from max.gpu.primitives import warp
 from max.gpu.sync import named_barrier
@@ -29,6 +31,7 @@ from .decode_rows import DecodeRows, NOT_A_NUMBER
 from .pipeline import Ring, Slot
 from .schedule import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
 from .smem import (
+    ATOM,
     Box,
     CHUNK,
     CONSUMERS,
@@ -44,7 +47,7 @@ from .smem import (
     fragment_row,
 )
 from .softmax import MINUS_INFINITY
-from .tma import PageMap, copy_box, create_box_map
+from .tma import copy_box, create_box_map
 from .work import INVALID, NO_ROW, WHOLE, WorkBounds, WorkItem
 
 comptime BLOCK = CONSUMERS + 32
@@ -55,15 +58,23 @@ comptime SharedBytes = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressS
 
 # The host's part
 
+comptime ON_HOPPER = DeviceContext.default_device_info.compute == H100.compute
+"""Whether the program is compiled for a GPU that this kernel runs on."""
+
+
+def hopper_takes[dtype: DType, kv_dtype: DType]() -> Bool:
+    """Whether the kernel exists for such a query and cache: only then can it be instantiated."""
+    comptime is_16_bit = dtype == DType.bfloat16 or dtype == DType.float16
+    comptime is_float8 = kv_dtype == DType.float8_e4m3fn or kv_dtype == DType.float8_e5m2
+    return is_16_bit and (kv_dtype == dtype or is_float8)
+
 
 def hopper_refusal[
     dtype: DType, kv_dtype: DType, //
 ](rows: DecodeRows[dtype], k: DeviceCache[kv_dtype], v: DeviceCache[kv_dtype]) -> String:
     """Why this kernel does not serve a call, from shapes, strides and dtypes; empty where it does."""
-    if dtype != kv_dtype:
-        return String("its operands are of one dtype, q is ", dtype, " and the cache ", kv_dtype)
-    if dtype != DType.bfloat16 and dtype != DType.float16:
-        return String("it computes in bfloat16 or float16, not ", dtype)
+    if not hopper_takes[dtype, kv_dtype]():
+        return String("it takes bfloat16 or float16 with a cache of the same or float8, not ", dtype, " with ", kv_dtype)
     var dim = Int(rows.head_dim)
     if dim != 64 and dim != 128 and dim != 256:
         return String("it takes head_dim 64, 128 and 256, not ", dim)
@@ -91,9 +102,13 @@ def map_refusal[kv_dtype: DType, //](what: StaticString, cache: DeviceCache[kv_d
 
 
 def attend_hopper[
-    dtype: DType, //
+    dtype: DType, kv_dtype: DType, //
 ](
-    ctx: DeviceContext, rows: DecodeRows[dtype], k: DeviceCache[dtype], v: DeviceCache[dtype], batch_invariant: Bool
+    ctx: DeviceContext,
+    rows: DecodeRows[dtype],
+    k: DeviceCache[kv_dtype],
+    v: DeviceCache[kv_dtype],
+    batch_invariant: Bool,
 ) raises:
     """Enqueues attention of every row over the pages of its request, where `hopper_refusal` has nothing to say.
 
@@ -113,9 +128,13 @@ def attend_hopper[
 
 
 def launch_for_group[
-    dtype: DType, //, head_dim: Int
+    dtype: DType, kv_dtype: DType, //, head_dim: Int
 ](
-    ctx: DeviceContext, rows: DecodeRows[dtype], k: DeviceCache[dtype], v: DeviceCache[dtype], batch_invariant: Bool
+    ctx: DeviceContext,
+    rows: DecodeRows[dtype],
+    k: DeviceCache[kv_dtype],
+    v: DeviceCache[kv_dtype],
+    batch_invariant: Bool,
 ) raises:
     if Int(rows.num_heads) <= 8 * k.num_heads():
         launch[head_dim, 8](ctx, rows, k, v, batch_invariant)
@@ -124,11 +143,15 @@ def launch_for_group[
 
 
 def launch[
-    dtype: DType, //, head_dim: Int, heads: Int
+    dtype: DType, kv_dtype: DType, //, head_dim: Int, heads: Int
 ](
-    ctx: DeviceContext, rows: DecodeRows[dtype], k: DeviceCache[dtype], v: DeviceCache[dtype], batch_invariant: Bool
+    ctx: DeviceContext,
+    rows: DecodeRows[dtype],
+    k: DeviceCache[kv_dtype],
+    v: DeviceCache[kv_dtype],
+    batch_invariant: Bool,
 ) raises:
-    comptime Map = SharedMemory[dtype, head_dim, heads]
+    comptime Map = SharedMemory[kv_dtype, head_dim, heads]
     Map.check()
     var kv_heads = k.num_heads()
     var box = Box.of_page(k.slots())
@@ -142,7 +165,7 @@ def launch[
     var work = workspace.work()
     var partials = workspace.partials()
     enqueue_schedule(ctx, rows, work)
-    comptime kernel = attend_item[dtype, head_dim, heads]
+    comptime kernel = attend_item[dtype, kv_dtype, head_dim, heads]
     ctx.enqueue_function[kernel](
         k_map,
         v_map,
@@ -168,12 +191,12 @@ def launch[
 @__llvm_arg_metadata(k_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(v_map, `nvvm.grid_constant`)
 def attend_item[
-    dtype: DType, head_dim: Int, heads: Int
+    dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int
 ](
-    k_map: PageMap[dtype],
-    v_map: PageMap[dtype],
+    k_map: TMADescriptor,
+    v_map: TMADescriptor,
     rows: DecodeRows[dtype],
-    cache: DeviceCache[dtype],
+    cache: DeviceCache[kv_dtype],
     work: WorkList,
     partials: Partials,
     box_bits: Int32,
@@ -189,7 +212,7 @@ def attend_item[
     if item.row == NO_ROW:
         return
     var memory = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=1024]()
-    var shared = Shared[dtype, head_dim, heads](memory)
+    var shared = Shared[kv_dtype, head_dim, heads](memory)
     var ring = shared.ring()
     if thread_idx.x == 0:
         ring.init(CONSUMER_WARPS)
@@ -201,7 +224,7 @@ def attend_item[
     if thread_idx.x >= CONSUMERS:
         produce(k_map, v_map, shared, ring, tiles, Pages(item.row, rows, cache), box, kv_head)
     else:
-        var consumer = Consumer(shared, rows, item, kv_head, Int32(kv_heads))
+        var consumer = Consumer[dtype, kv_dtype, head_dim, heads](shared, rows, item, kv_head, Int32(kv_heads))
         consumer.load_query()
         for tile in range(tiles.count):
             consumer.score(ring, tiles, tile)
@@ -210,10 +233,10 @@ def attend_item[
 
 
 @fieldwise_init
-struct Shared[dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassable):
+struct Shared[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassable):
     """Pointers into the block's shared memory, as `SharedMemory` lays it out."""
 
-    comptime Map = SharedMemory[Self.dtype, Self.head_dim, Self.heads]
+    comptime Map = SharedMemory[Self.kv_dtype, Self.head_dim, Self.heads]
     var base: SharedBytes
 
     @always_inline
@@ -230,8 +253,8 @@ struct Shared[dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassable):
         return self.at[Int32](Self.Map.STATUS)
 
     @always_inline
-    def descriptor(self, operand: Operand) -> WGMMADescriptor[Self.dtype]:
-        return WGMMADescriptor[Self.dtype](operand.descriptor(UInt32(Int(self.base))))
+    def descriptor[dtype: DType](self, operand: Operand) -> WGMMADescriptor[dtype]:
+        return WGMMADescriptor[dtype](operand.descriptor(UInt32(Int(self.base))))
 
 
 # Producer
@@ -239,12 +262,12 @@ struct Shared[dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassable):
 
 @always_inline
 def produce[
-    dtype: DType, head_dim: Int, heads: Int, //
+    kv_dtype: DType, head_dim: Int, heads: Int, //
 ](
-    k_map: PageMap[dtype],
-    v_map: PageMap[dtype],
-    shared: Shared[dtype, head_dim, heads],
-    ring: Ring[SharedMemory[dtype, head_dim, heads].SLOTS],
+    k_map: TMADescriptor,
+    v_map: TMADescriptor,
+    shared: Shared[kv_dtype, head_dim, heads],
+    ring: Ring[SharedMemory[kv_dtype, head_dim, heads].SLOTS],
     tiles: Tiles,
     pages: Pages,
     box: Box,
@@ -263,7 +286,7 @@ def produce[
             shared.status()[] = 1
         places = find_boxes(tiles, tile + 1, pages, box, lane)
         var boxes = tiles.wanted(tile).boxes(box)
-        var bytes = ((boxes.end - boxes.begin) << box.bits) * Int32(head_dim * size_of[dtype]())
+        var bytes = (boxes << box.bits) * Int32(head_dim * size_of[kv_dtype]())
         with ring.produce(2 * tile, bytes) as slot:
             copy_boxes(k_map, shared, slot, place, boxes, box, kv_head)
         with ring.produce(2 * tile + 1, bytes) as slot:
@@ -274,8 +297,7 @@ def produce[
 def find_boxes(tiles: Tiles, tile: Int32, pages: Pages, box: Box, lane: Int32) -> Place:
     """Where the tile's `lane`-th box lies; (0, 0) where the tile does not need it."""
     if tile < tiles.count:
-        var boxes = tiles.wanted(tile).boxes(box)
-        if lane >= boxes.begin and lane < boxes.end:
+        if lane < tiles.wanted(tile).boxes(box):
             # The box's first token may lie before `begin`: in the same page, which the row has.
             return pages.place(tiles.token(tile) + (lane << box.bits))
     return Place(0, 0)
@@ -283,50 +305,52 @@ def find_boxes(tiles: Tiles, tile: Int32, pages: Pages, box: Box, lane: Int32) -
 
 @always_inline
 def copy_boxes[
-    dtype: DType, head_dim: Int, heads: Int, //
+    kv_dtype: DType, head_dim: Int, heads: Int, //
 ](
-    map: PageMap[dtype],
-    shared: Shared[dtype, head_dim, heads],
+    map: TMADescriptor,
+    shared: Shared[kv_dtype, head_dim, heads],
     slot: Slot,
     place: Place,
-    boxes: Rows,
+    boxes: Int32,
     box: Box,
     kv_head: Int32,
 ):
     """Starts the copies of a tile's boxes; lane i knows the place of box i."""
-    comptime Map = SharedMemory[dtype, head_dim, heads]
-    for i in range(boxes.begin, boxes.end):
+    comptime Map = SharedMemory[kv_dtype, head_dim, heads]
+    for i in range(boxes):
         var page = warp.shuffle_idx(place.page, UInt32(i))
         var first_slot = warp.shuffle_idx(place.slot, UInt32(i))
         if lane_id() == 0:
-            comptime for atom in range(Map.ATOMS):
+            comptime for copy in range(1 if Map.WIDENED else Map.ATOMS):
                 copy_box(
                     map,
-                    shared.at[UInt8](slot.index * Map.SLOT_BYTES + Map.box(Int(i << box.bits), atom)),
+                    shared.at[UInt8](slot.index * Map.SLOT_BYTES + Map.box(Int(i << box.bits), copy)),
                     slot.full,
                     Int(page),
                     Int(first_slot),
                     Int(kv_head),
-                    atom * Map.ATOM,
+                    copy * ATOM,
                 )
 
 
 # Consumers
 
 
-struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
+struct Consumer[dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
     """A thread of the warpgroup that computes.
 
     A wgmma's result is `[64, heads]`: tokens for the scores, dims for the sums. A thread holds `WIDTH` numbers of it,
     in `COLUMNS` columns, the same ones for both: so a head's state sits beside its scores and its sums.
     """
 
-    comptime Map = SharedMemory[Self.dtype, Self.head_dim, Self.heads]
+    comptime Map = SharedMemory[Self.kv_dtype, Self.head_dim, Self.heads]
+    comptime compute = DType.float16 if Self.Map.WIDENED else Self.dtype
+    """Of the operands: float16 holds every float8 exactly."""
     comptime WIDTH = Self.heads // 2
     comptime COLUMNS = Self.heads // 4
     comptime Fragment = SIMD[DType.float32, Self.WIDTH]
 
-    var shared: Shared[Self.dtype, Self.head_dim, Self.heads]
+    var shared: Shared[Self.kv_dtype, Self.head_dim, Self.heads]
     var rows: DecodeRows[Self.dtype]
     var item: WorkItem
     var group: Int32
@@ -345,7 +369,7 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
     @always_inline
     def __init__(
         out self,
-        shared: Shared[Self.dtype, Self.head_dim, Self.heads],
+        shared: Shared[Self.kv_dtype, Self.head_dim, Self.heads],
         rows: DecodeRows[Self.dtype],
         item: WorkItem,
         kv_head: Int32,
@@ -383,38 +407,49 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         comptime chunks = Self.head_dim // 8
         for i in range(self.thread, Self.heads * chunks, CONSUMERS):
             var head, chunk = divmod(i, chunks)
-            var q = SIMD[Self.dtype, 8](0)
+            var q = SIMD[Self.compute, 8](0)
             if Int32(head) < self.group:
                 q = self.rows.q.unsafe_load[width=8](
                     self.rows.element(self.item.row, self.first_head + Int32(head), Int32(chunk * 8))
-                )
-            self.shared.at[Scalar[Self.dtype]](Self.Map.query(head, chunk)).unsafe_store[alignment=CHUNK](q)
+                ).cast[Self.compute]()
+            self.shared.at[Scalar[Self.compute]](Self.Map.query(head, chunk)).unsafe_store[alignment=CHUNK](q)
         # Written by ordinary stores, read by the tensor cores (the async proxy): fence, then everyone.
         fence_async_view_proxy()
         named_barrier[Int32(CONSUMERS)](CONSUMER_BARRIER)
 
     @always_inline
+    def multiply_keys(mut self, tile: Int):
+        """S^T = K Q^T of the tile of K that lies at `tile`."""
+        wgmma_fence_aligned()
+        comptime for step in range(Self.head_dim // WGMMA_K):
+            self.scores = wgmma_async[
+                TILE,
+                Self.heads,
+                WGMMA_K,
+                a_type=Self.compute,
+                b_type=Self.compute,
+                scale_d=0 if step == 0 else 1,
+            ](
+                self.shared.descriptor[Self.compute](Self.Map.key_operand(tile, step)),
+                self.shared.descriptor[Self.compute](Self.Map.query_operand(step)),
+                self.scores,
+            )
+        wgmma_commit_group_sync()
+        settle(self.scores)
+
+    @always_inline
     def score(mut self, ring: Ring[Self.Map.SLOTS], tiles: Tiles, tile: Int32):
         """One tile's weights and their reference; rescales what was summed so far."""
-        with ring.consume(2 * tile) as slot:
-            wgmma_fence_aligned()
-            comptime for step in range(Self.head_dim // WGMMA_K):
-                self.scores = wgmma_async[
-                    TILE,
-                    Self.heads,
-                    WGMMA_K,
-                    a_type=Self.dtype,
-                    b_type=Self.dtype,
-                    scale_d=0 if step == 0 else 1,
-                ](
-                    self.shared.descriptor(Self.Map.key_operand(slot, step)),
-                    self.shared.descriptor(Self.Map.query_operand(step)),
-                    self.scores,
-                )
-            wgmma_commit_group_sync()
-            settle(self.scores)
-
         var wanted = tiles.wanted(tile)
+        comptime if Self.Map.WIDENED:
+            with ring.consume(2 * tile) as slot:
+                self.widen[is_value=False](slot, Self.Map.KEYS, wanted)
+            fence_async_view_proxy()
+            named_barrier[Int32(CONSUMERS)](CONSUMER_BARRIER)
+            self.multiply_keys(Self.Map.KEYS)
+        else:
+            with ring.consume(2 * tile) as slot:
+                self.multiply_keys(slot * Self.Map.SLOT_BYTES)
         var highest = Array[Float32, Self.COLUMNS](fill=MINUS_INFINITY)
         comptime for i in range(Self.WIDTH):
             comptime c = Self.column(i)
@@ -467,47 +502,82 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         # The weights of the last tile are no longer read: every warp has since waited for its products (`settle`) and
         # then passed the barrier in `over_tile`.
         comptime for i in range(0, Self.WIDTH, 2):
-            var pair = SIMD[DType.float32, 2](self.scores[i], self.scores[i + 1]).cast[Self.dtype]()
+            var pair = SIMD[DType.float32, 2](self.scores[i], self.scores[i + 1]).cast[Self.compute]()
             var at = Self.Map.weights(fragment_row(self.thread, i), fragment_column(self.thread, i))
-            self.shared.at[Scalar[Self.dtype]](at).unsafe_store[alignment=4](pair)
-        with ring.consume(2 * tile + 1) as slot:
-            var wanted = tiles.wanted(tile)
-            if not wanted.all():
-                self.clear(slot, wanted)
-            # Weights and zeros were written by ordinary stores and are read by the tensor cores: fence, then everyone.
-            # The fence also puts the zeros before the copy that fills this slot next.
+            self.shared.at[Scalar[Self.compute]](at).unsafe_store[alignment=4](pair)
+        # Weights, zeros and widened values are written by ordinary stores and read by the tensor cores: each time a
+        # fence, then everyone. The fence also puts the zeros before the copy that fills this slot next.
+        var wanted = tiles.wanted(tile)
+        comptime if Self.Map.WIDENED:
+            with ring.consume(2 * tile + 1) as slot:
+                self.widen[is_value=True](slot, Self.Map.VALUES, wanted)
             fence_async_view_proxy()
             named_barrier[Int32(CONSUMERS)](CONSUMER_BARRIER)
-            wgmma_fence_aligned()
-            comptime for step in range(TILE // WGMMA_K):
-                comptime for atom in range(Self.Map.ATOMS):
-                    self.acc[atom] = wgmma_async[
-                        64,
-                        Self.heads,
-                        WGMMA_K,
-                        a_type=Self.dtype,
-                        b_type=Self.dtype,
-                        # Both operands have the other dimension adjacent, not the tokens.
-                        layout_a="col",
-                        layout_b="row",
-                    ](
-                        self.shared.descriptor(Self.Map.value_operand(slot, atom, step)),
-                        self.shared.descriptor(Self.Map.weight_operand(step)),
-                        self.acc[atom],
-                    )
-            wgmma_commit_group_sync()
+            self.multiply_values(Self.Map.VALUES)
+        else:
+            with ring.consume(2 * tile + 1) as slot:
+                if not wanted.all():
+                    self.clear(slot, wanted)
+                fence_async_view_proxy()
+                named_barrier[Int32(CONSUMERS)](CONSUMER_BARRIER)
+                self.multiply_values(slot * Self.Map.SLOT_BYTES)
+
+    @always_inline
+    def multiply_values(mut self, tile: Int):
+        """O^T += V^T P^T of the tile of V that lies at `tile`."""
+        wgmma_fence_aligned()
+        comptime for step in range(TILE // WGMMA_K):
             comptime for atom in range(Self.Map.ATOMS):
-                settle(self.acc[atom])
+                self.acc[atom] = wgmma_async[
+                    64,
+                    Self.heads,
+                    WGMMA_K,
+                    a_type=Self.compute,
+                    b_type=Self.compute,
+                    # Both operands have the other dimension adjacent, not the tokens.
+                    layout_a="col",
+                    layout_b="row",
+                ](
+                    self.shared.descriptor[Self.compute](Self.Map.value_operand(tile, atom, step)),
+                    self.shared.descriptor[Self.compute](Self.Map.weight_operand(step)),
+                    self.acc[atom],
+                )
+        wgmma_commit_group_sync()
+        comptime for atom in range(Self.Map.ATOMS):
+            settle(self.acc[atom])
 
     @always_inline
     def clear(self, slot: Int, wanted: Rows):
         """Zeros for the values of rows that do not count: their weight is 0, but 0 * NaN is NaN."""
-        for i in range(self.thread, Self.Map.SLOT_BYTES // CHUNK, CONSUMERS):
+        for i in range(self.thread, Self.Map.TILE_BYTES // CHUNK, CONSUMERS):
             var row = Int32(Self.Map.row_of_chunk(i))
             if row < wanted.begin or row >= wanted.end:
                 # Whole rows, so that the order of their chunks does not matter.
                 var at = slot * Self.Map.SLOT_BYTES + i * CHUNK
                 self.shared.at[UInt32](at).unsafe_store[alignment=CHUNK](SIMD[DType.uint32, 4](0))
+
+    @always_inline
+    def widen[*, is_value: Bool](self, slot: Int, to: Int, wanted: Rows):
+        """A float8 tile to float16, swizzled; the values of rows that do not count become 0, as in `clear`.
+
+        The last products that read `to` are done: barriers of the consumers lie in between (as for the weights).
+        """
+        comptime per_token = Self.head_dim // 16
+        comptime assert TILE * per_token % CONSUMERS == 0, "every thread takes the same number of pieces"
+        comptime for round in range(TILE * per_token // CONSUMERS):
+            var i = round * CONSUMERS + self.thread
+            var token, piece = divmod(i, per_token)
+            var stored = self.shared.at[Scalar[Self.kv_dtype]](slot * Self.Map.SLOT_BYTES + i * 16).unsafe_load[
+                width=16, alignment=16
+            ]()
+            var halves = stored.cast[DType.float16]()
+            comptime if is_value:
+                if Int32(token) < wanted.begin or Int32(token) >= wanted.end:
+                    halves = 0
+            comptime for part in range(2):
+                self.shared.at[Float16](to + Self.Map.widened(token, 2 * piece + part)).unsafe_store[alignment=CHUNK](
+                    halves.slice[8, offset=part * 8]()
+                )
 
     # Epilogue
 
@@ -542,7 +612,7 @@ struct Consumer[dtype: DType, head_dim: Int, heads: Int]:
         comptime for atom in range(Self.Map.ATOMS):
             comptime for i in range(Self.WIDTH):
                 comptime if Self.column(i) == c:
-                    var dim = atom * Self.Map.ATOM + fragment_row(self.thread, i)
+                    var dim = atom * ATOM + fragment_row(self.thread, i)
                     target.unsafe_store(first + dim, (self.acc[atom][i] * factor).cast[to]())
 
 

@@ -10,6 +10,8 @@ comptime TILE = 64
 """Tokens in a tile: the rows of one wgmma."""
 comptime ROW = 128
 """Bytes of a tile's row: one token's share of a swizzle atom."""
+comptime ATOM = ROW // 2
+"""16-bit elements in a row."""
 comptime SWIZZLE_PERIOD = 8 * ROW
 """Bytes after which the 128-byte swizzle repeats: rows of a tile are only ever moved in groups of 8."""
 comptime CHUNK = 16
@@ -22,54 +24,62 @@ comptime CONSUMER_WARPS = 4
 comptime CONSUMERS = 32 * CONSUMER_WARPS
 """Threads of the one warpgroup that computes."""
 
-comptime RING_BYTES = 96 * 1024
-"""K and V tiles in flight in one block."""
-comptime BLOCKS_PER_SM = 2
-"""While the warpgroup of one block is in its softmax, the other block's keeps the tensor cores busy."""
 comptime SM_BYTES = 228 * 1024
 """Shared memory of an H100 or H200 multiprocessor; each block costs 1 KB more than it asks for."""
 
 
-struct SharedMemory[dtype: DType, head_dim: Int, heads: Int]:
+struct SharedMemory[kv_dtype: DType, head_dim: Int, heads: Int]:
     """Byte offsets from the start, which is a multiple of 1024.
 
     ```
-    0          +------------------------------------------------------------------+
-               | ring      SLOTS x [head_dim / 64, TILE, 64] of K or V, swizzled  |
-    QUERY      +------------------------------------------------------------------+
-               | query     [head_dim / 8, heads, 8]                               |
-    WEIGHTS    +------------------------------------------------------------------+
-               | weights   [heads / 8, TILE, 8]                                   |
-    EXCHANGE   +------------------------------------------------------------------+
-               | exchange  [CONSUMER_WARPS, heads] float32                        |
-    STATUS     +------------------------------------------------------------------+
-               | status    int32, 4 of padding                                    |
-    FULL       +------------------------------------------------------------------+
-               | full      [SLOTS] mbarriers                                      |
-    EMPTY      +------------------------------------------------------------------+
-               | empty     [SLOTS] mbarriers                                      |
-    BYTES      +------------------------------------------------------------------+
+    0          +--------------------------------------------------------------------+
+               | ring      SLOTS x one tile of K or V as it is stored               |
+    KEYS       +--------------------------------------------------------------------+
+               | keys, values    one tile of each, widened (float8 only)            |
+    QUERY      +--------------------------------------------------------------------+
+               | query     [head_dim / 8, heads, 8]                                 |
+    WEIGHTS    +--------------------------------------------------------------------+
+               | weights   [heads / 8, TILE, 8]                                     |
+    EXCHANGE   +--------------------------------------------------------------------+
+               | exchange  [CONSUMER_WARPS, heads] float32                          |
+    STATUS     +--------------------------------------------------------------------+
+               | status    int32, 4 bytes of padding                                |
+    FULL       +--------------------------------------------------------------------+
+               | full      [SLOTS] mbarriers                                        |
+    EMPTY      +--------------------------------------------------------------------+
+               | empty     [SLOTS] mbarriers                                        |
+    BYTES      +--------------------------------------------------------------------+
     ```
 
-    A slot holds K or V of one tile. Each row of 128 bytes is 64 elements of one token; its 16-byte chunks are
-    permuted as the copy engine leaves them: chunk c of row r lies at place c XOR (r modulo 8). Query and weights are whole 8 x 8 core matrices.
+    A tile that the tensor cores read is `[head_dim / 64, TILE, 64]` of 16-bit elements. Its rows of 128 bytes are
+    swizzled: chunk c of row r, 16 bytes, lies at place c XOR (r modulo 8). The copy engine leaves 16-bit caches in the
+    ring that way. A float8 tile lies there as plain `[TILE, head_dim]` and is widened to `keys` or `values`.
+    Query and weights are whole 8 x 8 core matrices.
 
     Parameters:
-        dtype: bfloat16 or float16: of the cache, the query and the weights.
+        kv_dtype: bfloat16 or float16, which the query and the weights have too, or a float8: those have float16 then.
         head_dim: A multiple of 64.
         heads: Columns of a wgmma: 8 or 16, at least the query heads of a group.
     """
 
-    comptime ATOM = ROW // size_of[Self.dtype]()
-    """Elements in a row."""
-    comptime ATOMS = Self.head_dim // Self.ATOM
+    comptime WIDENED = size_of[Self.kv_dtype]() == 1
+    comptime ATOMS = Self.head_dim // ATOM
     comptime ATOM_BYTES = TILE * ROW
-    comptime SLOT_BYTES = Self.ATOMS * Self.ATOM_BYTES
-    comptime SLOTS = RING_BYTES // Self.SLOT_BYTES
+    comptime TILE_BYTES = Self.ATOMS * Self.ATOM_BYTES
+    """Of a tile that the tensor cores read."""
+    comptime SLOT_BYTES = TILE * Self.head_dim * size_of[Self.kv_dtype]()
 
-    comptime QUERY = Self.SLOTS * Self.SLOT_BYTES
-    comptime WEIGHTS = Self.QUERY + Self.heads * Self.head_dim * size_of[Self.dtype]()
-    comptime EXCHANGE = Self.WEIGHTS + Self.heads * TILE * size_of[Self.dtype]()
+    comptime BLOCKS_PER_SM = 1 if Self.WIDENED and Self.head_dim > 128 else 2
+    """While the warpgroup of one block is in its softmax, the other block's keeps the tensor cores busy."""
+    comptime TILES_BYTES = 192 * 1024 // Self.BLOCKS_PER_SM
+    """What K and V take up: some 100 KB of an SM must be under way to hide the latency of its memory."""
+
+    comptime KEYS = Self.SLOTS * Self.SLOT_BYTES
+    comptime VALUES = Self.KEYS + Self.TILE_BYTES
+    comptime SLOTS = (Self.TILES_BYTES - (2 * Self.TILE_BYTES if Self.WIDENED else 0)) // Self.SLOT_BYTES
+    comptime QUERY = Self.TILES_BYTES
+    comptime WEIGHTS = Self.QUERY + Self.heads * Self.head_dim * 2
+    comptime EXCHANGE = Self.WEIGHTS + Self.heads * TILE * 2
     comptime STATUS = Self.EXCHANGE + CONSUMER_WARPS * Self.heads * size_of[DType.float32]()
     comptime FULL = Self.STATUS + 8
     comptime EMPTY = Self.FULL + 8 * Self.SLOTS
@@ -78,25 +88,41 @@ struct SharedMemory[dtype: DType, head_dim: Int, heads: Int]:
     @staticmethod
     def check():
         """Fails to compile where the map does not fit."""
-        comptime assert size_of[Self.dtype]() == 2, "operands of 16 bits"
-        comptime assert Self.head_dim % Self.ATOM == 0, "head_dim is a multiple of 64"
+        comptime assert Self.head_dim % ATOM == 0, "head_dim is a multiple of 64"
         comptime assert Self.heads == 8 or Self.heads == 16, "8 or 16 columns"
         # Below three slots the copies of the next tile could not start before this tile is done.
         comptime assert Self.SLOTS >= 3, "a ring of at least three slots"
         comptime assert Self.BYTES <= 227 * 1024, "a block has at most 227 KB of shared memory"
-        comptime assert BLOCKS_PER_SM * (Self.BYTES + 1024) <= SM_BYTES, "the blocks of an SM share 228 KB"
+        comptime assert Self.BLOCKS_PER_SM * (Self.BYTES + 1024) <= SM_BYTES, "the blocks of an SM share 228 KB"
+
+    # K and V
 
     @staticmethod
     @always_inline
-    def box(row: Int, atom: Int) -> Int:
-        """Where in a slot a box begins whose first token is the tile's `row`-th: a multiple of `SWIZZLE_PERIOD`."""
-        return atom * Self.ATOM_BYTES + row * ROW
+    def box(row: Int, copy: Int) -> Int:
+        """Where in a slot the `copy`-th part of a box begins whose first token is the tile's `row`-th.
+
+        Swizzled parts are one atom wide and begin at multiples of `SWIZZLE_PERIOD`; of a float8 box there is one part.
+        """
+        comptime if Self.WIDENED:
+            return row * Self.head_dim
+        else:
+            return copy * Self.ATOM_BYTES + row * ROW
 
     @staticmethod
     @always_inline
     def row_of_chunk(i: Int) -> Int:
-        """The row of a slot's `i`-th 16 bytes: a swizzle keeps to its row."""
+        """The row of a swizzled tile's `i`-th 16 bytes: a swizzle keeps to its row."""
         return (i // (ROW // CHUNK)) % TILE
+
+    @staticmethod
+    @always_inline
+    def widened(token: Int, chunk: Int) -> Int:
+        """Where in `keys` or `values` the 8 dims from `8 * chunk` on of a token go: the swizzle, done by hand."""
+        comptime chunks = ROW // CHUNK
+        return (chunk // chunks) * Self.ATOM_BYTES + token * ROW + ((chunk % chunks) ^ (token % 8)) * CHUNK
+
+    # Query, weights, exchange
 
     @staticmethod
     @always_inline
@@ -108,7 +134,7 @@ struct SharedMemory[dtype: DType, head_dim: Int, heads: Int]:
     @always_inline
     def weights(token: Int, head: Int) -> Int:
         """Where the weight of a tile's token lies for a head."""
-        return Self.WEIGHTS + ((head // 8) * TILE + token) * CHUNK + (head % 8) * size_of[Self.dtype]()
+        return Self.WEIGHTS + ((head // 8) * TILE + token) * CHUNK + (head % 8) * 2
 
     @staticmethod
     @always_inline
@@ -116,17 +142,18 @@ struct SharedMemory[dtype: DType, head_dim: Int, heads: Int]:
         """Where a warp leaves its share of a reduction over tokens."""
         return Self.EXCHANGE + (warp * Self.heads + head) * size_of[DType.float32]()
 
-    # The operands of S^T = K Q^T (reduced over dims) and O^T = V^T P^T (reduced over tokens).
+    # The operands of S^T = K Q^T (reduced over dims) and O^T = V^T P^T (reduced over tokens); K and V lie at `tile`.
 
     @staticmethod
     @always_inline
-    def key_operand(slot: Int, step: Int) -> Operand:
+    def key_operand(tile: Int, step: Int) -> Operand:
         """A of S^T: `[64 tokens, 16 dims from 16 * step on]`, dims adjacent."""
-        comptime steps = Self.ATOM // WGMMA_K
+        comptime steps = ATOM // WGMMA_K
         # Inside an atom the start moves along the row; the swizzle takes its row bits from the address, so that
         # an offset below 128 bytes leaves them alone.
-        var start = slot * Self.SLOT_BYTES + (step // steps) * Self.ATOM_BYTES + (step % steps) * 2 * CHUNK
-        return Operand(start, 0, SWIZZLE_PERIOD, True)
+        return Operand(
+            tile + (step // steps) * Self.ATOM_BYTES + (step % steps) * 2 * CHUNK, 0, SWIZZLE_PERIOD, True
+        )
 
     @staticmethod
     @always_inline
@@ -136,10 +163,11 @@ struct SharedMemory[dtype: DType, head_dim: Int, heads: Int]:
 
     @staticmethod
     @always_inline
-    def value_operand(slot: Int, atom: Int, step: Int) -> Operand:
+    def value_operand(tile: Int, atom: Int, step: Int) -> Operand:
         """A of O^T: `[64 dims of an atom, 16 tokens from 16 * step on]`, dims adjacent."""
-        var start = slot * Self.SLOT_BYTES + Self.box(step * WGMMA_K, atom)
-        return Operand(start, Self.ATOM_BYTES, SWIZZLE_PERIOD, True)
+        return Operand(
+            tile + atom * Self.ATOM_BYTES + step * WGMMA_K * ROW, Self.ATOM_BYTES, SWIZZLE_PERIOD, True
+        )
 
     @staticmethod
     @always_inline
@@ -257,9 +285,9 @@ struct Rows(TrivialRegisterPassable):
     var end: Int32
 
     @always_inline
-    def boxes(self, box: Box) -> Self:
-        """The boxes `[begin, end)` that hold them."""
-        return Self(self.begin >> box.bits, (self.end + box.slots() - 1) >> box.bits)
+    def boxes(self, box: Box) -> Int32:
+        """How many of the tile's boxes hold them: the first box always does."""
+        return (self.end + box.slots() - 1) >> box.bits
 
     @always_inline
     def all(self) -> Bool:

@@ -10,7 +10,7 @@ from std.utils import IndexList
 from layout import ComptimeInt, Coord, UNKNOWN_VALUE
 from layout.tma_async import SharedMemBarrier, TMATensorTile
 from max.gpu.host import DeviceBuffer, DeviceContext
-from max.gpu.host.nvidia.tma import TensorMapL2Promotion, TensorMapSwizzle, create_tma_descriptor
+from max.gpu.host.nvidia.tma import TMADescriptor, TensorMapL2Promotion, TensorMapSwizzle, create_tma_descriptor
 from max.gpu.memory import AddressSpace, cp_async_bulk_tensor_shared_cluster_global
 
 from .storage import PageStrides
@@ -83,16 +83,7 @@ def create_page_map[
     )
 
 
-comptime PageMap[dtype: DType] = TMATensorTile[
-    dtype,
-    # [page, slot, head, dim]
-    tile_shape=Coord(
-        ComptimeInt[1](), ComptimeInt[1](), ComptimeInt[1](), ComptimeInt[atom_size[dtype, BOX_SWIZZLE]()]()
-    ),
-]
-"""The same map where only the host knows how many slots a box has: one kernel serves every page size."""
-
-comptime BOX_SWIZZLE = TensorMapSwizzle.SWIZZLE_128B
+# The same map where only the host knows how many slots a box has: one kernel serves every page size.
 
 
 def create_box_map[
@@ -103,22 +94,27 @@ def create_box_map[
     shape: IndexList[4],
     strides: PageStrides,
     slots: Int,
-) raises -> PageMap[dtype]:
-    """The map of a view `[page, slot, head, dim]` with boxes of `slots` slots and one swizzle atom."""
+) raises -> TMADescriptor:
+    """The map of a view `[page, slot, head, dim]` with boxes of `slots` slots.
+
+    For 16-bit elements a box has one swizzle atom of dims, `SWIZZLE_128B`; for 8-bit ones all dims, not swizzled.
+    """
     check_page_map(Int(first), shape, strides, size_of[dtype]())
-    return create_tma_descriptor[dtype, 4, BOX_SWIZZLE, L2_PROMOTION](
-        DeviceBuffer[dtype](ctx, first, 1, owning=False),
+    comptime swizzle = TensorMapSwizzle.SWIZZLE_NONE if size_of[dtype]() == 1 else TensorMapSwizzle.SWIZZLE_128B
+    var dims = shape[3] if size_of[dtype]() == 1 else atom_size[dtype, swizzle]()
+    # Copied as bits: the maps know no float8.
+    comptime moved = DType.uint8 if size_of[dtype]() == 1 else dtype
+    return create_tma_descriptor[moved, 4, swizzle, L2_PROMOTION](
+        DeviceBuffer[moved](ctx, first.unsafe_bitcast[Scalar[moved]](), 1, owning=False),
         shape,
         IndexList[4](strides.page, strides.slot, strides.head, 1),
-        IndexList[4](1, slots, 1, atom_size[dtype, BOX_SWIZZLE]()),
+        IndexList[4](1, slots, 1, dims),
     )
 
 
 @always_inline
-def copy_box[
-    dtype: DType, //
-](
-    map: PageMap[dtype],
+def copy_box(
+    map: TMADescriptor,
     target: Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
     barrier: Pointer[SharedMemBarrier, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
     page: Int,
@@ -129,7 +125,7 @@ def copy_box[
     """Starts the copy of one box to `target`; by one thread. The map has to lie in a kernel's constant parameters."""
     cp_async_bulk_tensor_shared_cluster_global(
         target,
-        Pointer(to=map.descriptor).unsafe_bitcast[NoneType](),
+        Pointer(to=map).unsafe_bitcast[NoneType](),
         barrier,
         IndexList[4](dim, head, slot, page),
     )

@@ -31,7 +31,7 @@ struct Options(TrivialRegisterPassable):
 comptime PLAIN = Options(-1, 0, False, False, False)
 
 
-struct Case[dtype: DType]:
+struct Case[dtype: DType, kv_dtype: DType]:
     """A batch on the host: K and V `[pages, page_size, kv_heads, dim]`, rows of all requests, one of padding."""
 
     var dim: Int
@@ -43,8 +43,8 @@ struct Case[dtype: DType]:
     var max_pages: Int
     var pages: Int
     var table: List[UInt32]
-    var k: List[Scalar[Self.dtype]]
-    var v: List[Scalar[Self.dtype]]
+    var k: List[Scalar[Self.kv_dtype]]
+    var v: List[Scalar[Self.kv_dtype]]
     var q: List[Scalar[Self.dtype]]
     var slopes: List[Float32]
     var sinks: List[Float32]
@@ -68,7 +68,7 @@ struct Case[dtype: DType]:
         self.table = List[UInt32]()
         for i in range(self.pages - 1):
             self.table.append(UInt32(order[i]))
-        self.k = List[Scalar[Self.dtype]](length=self.pages * page_size * kv_heads * dim, fill=nan[Self.dtype]())
+        self.k = List[Scalar[Self.kv_dtype]](length=self.pages * page_size * kv_heads * dim, fill=nan[Self.kv_dtype]())
         self.v = self.k.copy()
         self.q = List[Scalar[Self.dtype]]()
         for _ in range((len(self.lengths) + 1) * self.heads * dim):
@@ -83,8 +83,8 @@ struct Case[dtype: DType]:
                 for head in range(kv_heads):
                     for d in range(dim):
                         var at = self.element(r, token, head, d)
-                        self.k[at] = random_float64(-1, 1).cast[Self.dtype]()
-                        self.v[at] = random_float64(-1, 1).cast[Self.dtype]()
+                        self.k[at] = random_float64(-1, 1).cast[Self.kv_dtype]()
+                        self.v[at] = random_float64(-1, 1).cast[Self.kv_dtype]()
 
     def strides(self) -> PageStrides:
         var page = self.page_size * self.kv_heads * self.dim
@@ -149,7 +149,9 @@ def immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrig
     return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
 
 
-def check[dtype: DType](ctx: DeviceContext, name: String, batch: Case[dtype], options: Options) raises:
+def check[
+    dtype: DType, kv_dtype: DType, //
+](ctx: DeviceContext, name: String, batch: Case[dtype, kv_dtype], options: Options) raises:
     var num_rows = len(batch.lengths) + 1
     var row_batch = List[Int32]()
     var row_lengths = List[Int32]()
@@ -187,7 +189,7 @@ def check[dtype: DType](ctx: DeviceContext, name: String, batch: Case[dtype], op
         has_sinks=Int32(1 if options.sinks else 0),
     )
     var shape = IndexList[4](batch.pages, batch.page_size, batch.kv_heads, batch.dim)
-    comptime Cache = DeviceCache[dtype]
+    comptime Cache = DeviceCache[kv_dtype]
     var pages = immutable(table.unsafe_ptr())
     var keys = Cache(untracked(k.unsafe_ptr()), shape, batch.strides(), pages, len(batch.lengths), batch.max_pages)
     var values = Cache(untracked(v.unsafe_ptr()), shape, batch.strides(), pages, len(batch.lengths), batch.max_pages)
@@ -229,20 +231,22 @@ def edges(page_size: Int) -> List[Int]:
     return [1, 0, page_size, page_size + 1, 63, 64, 65, 129, 300]
 
 
-def check_dtype[dtype: DType](ctx: DeviceContext) raises:
+def check_dtypes[dtype: DType, kv_dtype: DType](ctx: DeviceContext) raises:
+    print(dtype, "with a cache of", kv_dtype)
+    comptime Batch = Case[dtype, kv_dtype]
     # The simplest first: one tile, then a few, then every form.
-    check(ctx, "one token", Case[dtype](64, 64, 1, 8, False, [1]), PLAIN)
-    check(ctx, "one tile", Case[dtype](64, 64, 1, 8, False, [64]), PLAIN)
-    check(ctx, "one tile, pages of 16", Case[dtype](128, 16, 1, 8, False, [64]), PLAIN)
-    check(ctx, "two tiles", Case[dtype](128, 16, 1, 8, False, [128]), PLAIN)
-    check(ctx, "a tail", Case[dtype](128, 16, 1, 8, False, [70]), PLAIN)
+    check(ctx, "one token", Batch(64, 64, 1, 8, False, [1]), PLAIN)
+    check(ctx, "one tile", Batch(64, 64, 1, 8, False, [64]), PLAIN)
+    check(ctx, "one tile, pages of 16", Batch(128, 16, 1, 8, False, [64]), PLAIN)
+    check(ctx, "two tiles", Batch(128, 16, 1, 8, False, [128]), PLAIN)
+    check(ctx, "a tail", Batch(128, 16, 1, 8, False, [70]), PLAIN)
     for dim in [64, 128, 256]:
         for group in [1, 4, 5, 8, 9, 16]:
-            check(ctx, String("dim ", dim, " group ", group), Case[dtype](dim, 16, 2, group, False, edges(16)), PLAIN)
+            check(ctx, String("dim ", dim, " group ", group), Batch(dim, 16, 2, group, False, edges(16)), PLAIN)
     for page_size in [8, 16, 24, 32, 48, 64, 96, 128, 256]:
         for hnd in [False, True]:
             var name = String("page ", page_size, " HND" if hnd else " NHD")
-            check(ctx, name, Case[dtype](128, page_size, 3, 4, hnd, edges(page_size)), PLAIN)
+            check(ctx, name, Batch(128, page_size, 3, 4, hnd, edges(page_size)), PLAIN)
     var options = [
         Options(0, 0, False, False, False),
         Options(70, 0, False, False, False),
@@ -253,13 +257,16 @@ def check_dtype[dtype: DType](ctx: DeviceContext) raises:
         Options(-1, 0, False, True, True),
     ]
     for i in range(len(options)):
-        check(ctx, String("options ", i), Case[dtype](128, 16, 2, 8, False, edges(16)), options[i])
-        check(ctx, String("options ", i, ", long"), Case[dtype](128, 16, 1, 8, False, [5000, 3, 1700]), options[i])
+        check(ctx, String("options ", i), Batch(128, 16, 2, 8, False, edges(16)), options[i])
+        check(ctx, String("options ", i, ", long"), Batch(128, 16, 1, 8, False, [5000, 3, 1700]), options[i])
 
 
 def main() raises:
     seed(0)
     var ctx = DeviceContext()
-    check_dtype[DType.bfloat16](ctx)
-    check_dtype[DType.float16](ctx)
+    check_dtypes[DType.bfloat16, DType.bfloat16](ctx)
+    check_dtypes[DType.float16, DType.float16](ctx)
+    check_dtypes[DType.bfloat16, DType.float8_e4m3fn](ctx)
+    check_dtypes[DType.float16, DType.float8_e4m3fn](ctx)
+    check_dtypes[DType.bfloat16, DType.float8_e5m2](ctx)
     print("all results are right")
