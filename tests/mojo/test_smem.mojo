@@ -4,7 +4,10 @@ The copy engine and wgmma are modelled below from the PTX manual; everything els
 Values are small integers, so that sums are exact.
 """
 
+from std.math import isnan
+from std.memory import bitcast
 from std.random import random_si64, seed
+from std.sys import size_of
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 from std.utils.numerics import nan
@@ -14,10 +17,10 @@ from mojo_ops.decode_rows import DecodeRows
 from mojo_ops.decode_hopper import find_boxes
 from mojo_ops.pipeline import Ring
 from mojo_ops.smem import (
-    BLOCKS_PER_SM,
     Box,
     CHUNK,
     CONSUMERS,
+    CORE_MATRIX,
     LEAST_BOX_BITS,
     Operand,
     ROW,
@@ -64,25 +67,43 @@ def operand_address(descriptor: Int64, other: Int, reduced: Int, reduced_adjacen
     return start + (other // 8) * stride + (reduced // 8) * leading + (reduced % 8) * 16 + (other % 8) * 2
 
 
-struct Block[head_dim: Int, heads: Int](Movable):
-    """A block's shared memory, and what the hardware does to it."""
+comptime STORED_NAN: UInt8 = 255
 
-    comptime Map = SharedMemory[DType.bfloat16, Self.head_dim, Self.heads]
-    var memory: List[BFloat16]
+
+struct Block[kv_dtype: DType, head_dim: Int, heads: Int](Movable):
+    """A block's shared memory, and what the hardware does to it. 16-bit numbers are bfloat16, 8-bit ones x + 100."""
+
+    comptime Map = SharedMemory[Self.kv_dtype, Self.head_dim, Self.heads]
+    var memory: List[UInt8]
 
     def __init__(out self):
-        self.memory = List[BFloat16](length=Self.Map.BYTES // 2, fill=nan[DType.bfloat16]())
+        # bfloat16 NaN, and the 8-bit one.
+        self.memory = List[UInt8](length=Self.Map.BYTES, fill=STORED_NAN)
 
-    def read(self, address: Int) -> Float32:
-        return self.memory[(address - BASE) // 2].cast[DType.float32]()
+    def read(self, offset: Int) -> Float32:
+        var bits = UInt16(self.memory[offset]) | UInt16(self.memory[offset + 1]) << 8
+        return bitcast[DType.bfloat16](bits).cast[DType.float32]()
 
     def write(mut self, offset: Int, value: Float32):
-        self.memory[offset // 2] = value.cast[DType.bfloat16]()
+        var bits = bitcast[DType.uint16](value.cast[DType.bfloat16]())
+        self.memory[offset] = UInt8(bits & 255)
+        self.memory[offset + 1] = UInt8(bits >> 8)
 
     def copy_box(mut self, offset: Int, values: List[Float32]):
-        """A box `[slots, 64]` arrives at `offset`."""
+        """A box `[slots, 64]` of 16-bit elements, or `[slots, head_dim]` of 8-bit ones, arrives at `offset`."""
         for i in range(len(values)):
-            self.write(swizzled_by_hardware(BASE + offset + i * 2) - BASE, values[i])
+            comptime if Self.Map.WIDENED:
+                self.memory[offset + i] = STORED_NAN if isnan(values[i]) else UInt8(Int(values[i]) + 100)
+            else:
+                self.write(swizzled_by_hardware(BASE + offset + i * 2) - BASE, values[i])
+
+    def widen(mut self, slot: Int, to: Int):
+        """As `Consumer.widen`, one number at a time."""
+        for token in range(TILE):
+            for dim in range(Self.head_dim):
+                var stored = self.memory[slot * Self.Map.SLOT_BYTES + token * Self.head_dim + dim]
+                var value = nan[DType.float32]() if stored == STORED_NAN else Float32(Int(stored) - 100)
+                self.write(to + Self.Map.widened(token, dim // 8) + (dim % 8) * 2, value)
 
     def multiply(
         self, mut result: List[Float32], a: Operand, b: Operand, a_reduced_adjacent: Bool, b_reduced_adjacent: Bool
@@ -92,18 +113,20 @@ struct Block[head_dim: Int, heads: Int](Movable):
         var b_bits = b.descriptor(BASE)
         for k in range(WGMMA_K):
             for row in range(64):
-                var x = self.read(operand_address(a_bits, row, k, a_reduced_adjacent))
+                var x = self.read(operand_address(a_bits, row, k, a_reduced_adjacent) - BASE)
                 for column in range(Self.heads):
-                    var y = self.read(operand_address(b_bits, column, k, b_reduced_adjacent))
+                    var y = self.read(operand_address(b_bits, column, k, b_reduced_adjacent) - BASE)
                     result[row * Self.heads + column] += x * y
 
 
 # One work item
 
 
-def attend_like_the_kernel[head_dim: Int, heads: Int](page_size: Int, begin: Int, end: Int) raises:
+def attend_like_the_kernel[
+    head_dim: Int, heads: Int, kv_dtype: DType = DType.bfloat16
+](page_size: Int, begin: Int, end: Int) raises:
     """K Q^T and V^T P^T of the tokens `[begin, end)`, P any function of the scores, against plain loops."""
-    comptime Map = SharedMemory[DType.bfloat16, head_dim, heads]
+    comptime Map = SharedMemory[kv_dtype, head_dim, heads]
     comptime kv_heads = 3
     comptime kv_head = 1
     comptime requests = 2
@@ -136,7 +159,7 @@ def attend_like_the_kernel[head_dim: Int, heads: Int](page_size: Int, begin: Int
         q.append(Float32(Int(random_si64(-3, 3))))
 
     var lookup = pages_of(request, cache)
-    var block = Block[head_dim, heads]()
+    var block = Block[kv_dtype, head_dim, heads]()
     for head in range(heads):
         for dim in range(head_dim):
             block.write(Map.query(head, dim // 8) + (dim % 8) * 2, q[head * head_dim + dim])
@@ -147,26 +170,34 @@ def attend_like_the_kernel[head_dim: Int, heads: Int](page_size: Int, begin: Int
     var seen = 0
     for tile in range(tiles.count):
         var wanted = tiles.wanted(tile)
-        var boxes = wanted.boxes(box)
-        var slot = InlineSlots(Ring[Map.SLOTS].place(2 * tile)[1], Ring[Map.SLOTS].place(2 * tile + 1)[1])
-        for lane in range(boxes.begin, boxes.end):
+        var k_slot = Ring[Map.SLOTS].place(2 * tile)[1]
+        var v_slot = Ring[Map.SLOTS].place(2 * tile + 1)[1]
+        for lane in range(wanted.boxes(box)):
             var place = find_boxes(tiles, tile, lookup, box, lane)
-            for atom in range(Map.ATOMS):
+            comptime width = head_dim if Map.WIDENED else 64
+            for atom in range(head_dim // width):
                 var keys = List[Float32]()
                 var values = List[Float32]()
                 for s in range(Int(box.slots())):
-                    for dim in range(64):
-                        var at = cache.offset(Int(place.page), Int(place.slot) + s, kv_head, atom * 64 + dim)
+                    for dim in range(width):
+                        var at = cache.offset(Int(place.page), Int(place.slot) + s, kv_head, atom * width + dim)
                         keys.append(k[at].cast[DType.float32]())
                         values.append(v[at].cast[DType.float32]())
                 var offset = Map.box(Int(lane << box.bits), atom)
-                assert_equal(offset % SWIZZLE_PERIOD, 0)
-                block.copy_box(slot.k * Map.SLOT_BYTES + offset, keys)
-                block.copy_box(slot.v * Map.SLOT_BYTES + offset, values)
+                assert_equal(offset % (CORE_MATRIX if Map.WIDENED else SWIZZLE_PERIOD), 0)
+                block.copy_box(k_slot * Map.SLOT_BYTES + offset, keys)
+                block.copy_box(v_slot * Map.SLOT_BYTES + offset, values)
 
+        var k_tile = k_slot * Map.SLOT_BYTES
+        var v_tile = v_slot * Map.SLOT_BYTES
+        comptime if Map.WIDENED:
+            block.widen(k_slot, Map.KEYS)
+            block.widen(v_slot, Map.VALUES)
+            k_tile = Map.KEYS
+            v_tile = Map.VALUES
         var dots = List[Float32](length=TILE * heads, fill=0)
         for step in range(head_dim // WGMMA_K):
-            block.multiply(dots, Map.key_operand(slot.k, step), Map.query_operand(step), True, True)
+            block.multiply(dots, Map.key_operand(k_tile, step), Map.query_operand(step), True, True)
         # Every thread turns its scores into weights.
         for thread in range(CONSUMERS):
             for i in range(heads // 2):
@@ -187,11 +218,11 @@ def attend_like_the_kernel[head_dim: Int, heads: Int](page_size: Int, begin: Int
             var row = Map.row_of_chunk(i)
             if Int32(row) < wanted.begin or Int32(row) >= wanted.end:
                 for e in range(CHUNK // 2):
-                    block.write(slot.v * Map.SLOT_BYTES + i * CHUNK + e * 2, 0)
+                    block.write(v_tile + i * CHUNK + e * 2, 0)
         for atom in range(Map.ATOMS):
             var part = List[Float32](length=64 * heads, fill=0)
             for step in range(TILE // WGMMA_K):
-                block.multiply(part, Map.value_operand(slot.v, atom, step), Map.weight_operand(step), False, False)
+                block.multiply(part, Map.value_operand(v_tile, atom, step), Map.weight_operand(step), False, False)
             for thread in range(CONSUMERS):
                 for i in range(heads // 2):
                     var row = fragment_row(thread, i)
@@ -245,12 +276,6 @@ def weight_of(dot: Float32) -> Float32:
     return Float32(Int(dot) % 5)
 
 
-@fieldwise_init
-struct InlineSlots(TrivialRegisterPassable):
-    var k: Int
-    var v: Int
-
-
 def test_tiles_through_shared_memory() raises:
     seed(1)
     # Page sizes: a box of 8 (8, 24), 16 (16, 48), 32 (96) and 64 slots (64, 256); tails and windows at all places.
@@ -268,6 +293,13 @@ def test_large_pages_through_shared_memory() raises:
     attend_like_the_kernel[256, 8](page_size=16, begin=10, end=75)
 
 
+def test_float8_through_shared_memory() raises:
+    seed(5)
+    attend_like_the_kernel[64, 8, DType.float8_e4m3fn](page_size=24, begin=29, end=131)
+    attend_like_the_kernel[128, 8, DType.float8_e4m3fn](page_size=16, begin=0, end=150)
+    attend_like_the_kernel[256, 16, DType.float8_e5m2](page_size=64, begin=63, end=130)
+
+
 def test_one_token() raises:
     seed(3)
     for begin in [0, 7, 8, 15, 16, 63, 64]:
@@ -281,7 +313,11 @@ def check_map[dtype: DType, head_dim: Int, heads: Int]() raises:
     comptime Map = SharedMemory[dtype, head_dim, heads]
     Map.check()
     assert_true(Map.SLOTS >= 3)
-    assert_equal(Map.SLOTS * TILE * head_dim * 2, Map.QUERY, "the ring")
+    var ring = Map.SLOTS * TILE * head_dim * size_of[dtype]()
+    assert_true(ring <= Map.KEYS, "the ring")
+    assert_true(Map.KEYS + (2 * TILE * head_dim * 2 if Map.WIDENED else 0) <= Map.QUERY, "the widened tiles")
+    assert_equal(Map.KEYS % SWIZZLE_PERIOD, 0)
+    assert_equal(Map.VALUES - Map.KEYS, TILE * head_dim * 2)
     assert_equal(Map.QUERY % SWIZZLE_PERIOD, 0)
     assert_equal(Map.WEIGHTS - Map.QUERY, heads * head_dim * 2, "the query")
     assert_equal(Map.EXCHANGE - Map.WEIGHTS, heads * TILE * 2, "the weights")
@@ -290,7 +326,7 @@ def check_map[dtype: DType, head_dim: Int, heads: Int]() raises:
     assert_equal(Map.weights(TILE - 1, heads - 1) + 2, Map.EXCHANGE)
     assert_equal(Map.FULL % 8, 0)
     assert_equal(Map.BYTES - Map.FULL, 2 * 8 * Map.SLOTS, "the barriers")
-    assert_true(BLOCKS_PER_SM * (Map.BYTES + 1024) <= SM_BYTES)
+    assert_true(Map.BLOCKS_PER_SM * (Map.BYTES + 1024) <= SM_BYTES)
     for head in range(heads):
         assert_equal(Map.query(head, 1) % CHUNK, 0)
         # Two adjacent heads are stored as 4 bytes.
@@ -304,6 +340,9 @@ def test_map() raises:
     check_map[DType.float16, 128, 16]()
     check_map[DType.bfloat16, 256, 8]()
     check_map[DType.float16, 256, 16]()
+    check_map[DType.float8_e4m3fn, 64, 16]()
+    check_map[DType.float8_e4m3fn, 128, 8]()
+    check_map[DType.float8_e5m2, 256, 16]()
 
 
 def test_fragments_cover_the_result() raises:
@@ -343,8 +382,7 @@ def test_boxes() raises:
                 assert_equal(wanted.all(), wanted.end - wanted.begin == TILE)
                 assert_equal(Int(tiles.token(tile) + wanted.begin), token)
                 token = Int(tiles.token(tile) + wanted.end)
-                var boxes = wanted.boxes(box)
-                for i in range(boxes.begin, boxes.end):
+                for i in range(wanted.boxes(box)):
                     var first = Int(tiles.token(tile) + (i << box.bits))
                     var last = first + Int(box.slots()) - 1
                     assert_true(first >= 0)
