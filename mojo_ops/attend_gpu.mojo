@@ -1,8 +1,12 @@
-"""Which GPU kernel answers a call of attention."""
+"""Which GPU kernel answers a call of attention: the one place that decides.
+
+`python/paged_kv/gpu_kernels.py` says the same to people; tests/test_gpu_kernels.py compares the two.
+"""
 
 from max.gpu.host import DeviceContext
 
 from .decode_gpu import DeviceCache, attend_plain
+from .decode_hopper import ON_HOPPER, attend_hopper, hopper_refusal, hopper_takes
 from .decode_rows import DecodeRows
 
 
@@ -15,5 +19,9 @@ def attend_on_gpu[
     v: DeviceCache[kv_dtype],
     batch_invariant: Bool,
 ) raises:
-    """Enqueues the kernel that `python/paged_kv/gpu_kernels.py` names for such a call."""
+    """Enqueues the Hopper kernel where the GPU is one and it takes the call, else the plain one."""
+    comptime if ON_HOPPER and hopper_takes[dtype, kv_dtype]():
+        if not hopper_refusal(rows, k, v):
+            attend_hopper(ctx, rows, k, v, batch_invariant)
+            return
     attend_plain(ctx, rows, k, v, batch_invariant)
