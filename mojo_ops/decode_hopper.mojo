@@ -14,10 +14,16 @@ With the operands this way round, a group of up to 8 (or 16) query heads is padd
 from std.math import exp2
 from std.sys import size_of
 from std.sys._assembly import inlined_assembly
-from std.utils import IndexList, StaticTuple
+from std.utils import StaticTuple
 from layout.tma_async import SharedMemBarrier
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, lane_id, thread_idx
-from max.gpu.compute.mma import WGMMADescriptor, wgmma_async, wgmma_commit_group_sync, wgmma_fence_aligned, wgmma_wait_group_sync
+from max.gpu.compute.mma import (
+    WGMMADescriptor,
+    wgmma_async,
+    wgmma_commit_group_sync,
+    wgmma_fence_aligned,
+    wgmma_wait_group_sync,
+)
 from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.host.info import H100
 from max.gpu.host.nvidia.tma import TMADescriptor
@@ -47,7 +53,7 @@ from .smem import (
     fragment_row,
 )
 from .softmax import MINUS_INFINITY
-from .tma import copy_box, create_box_map
+from .tma import copy_box
 from .work import INVALID, NO_ROW, WHOLE, WorkBounds, WorkItem
 
 comptime BLOCK = CONSUMERS + 32
@@ -74,7 +80,9 @@ def hopper_refusal[
 ](rows: DecodeRows[dtype], k: DeviceCache[kv_dtype], v: DeviceCache[kv_dtype]) -> String:
     """Why this kernel does not serve a call, from shapes, strides and dtypes; empty where it does."""
     if not hopper_takes[dtype, kv_dtype]():
-        return String("it takes bfloat16 or float16 with a cache of the same or float8, not ", dtype, " with ", kv_dtype)
+        return String(
+            "it takes bfloat16 or float16 with a cache of the same or float8, not ", dtype, " with ", kv_dtype
+        )
     var dim = Int(rows.head_dim)
     if dim != 64 and dim != 128 and dim != 256:
         return String("it takes head_dim 64, 128 and 256, not ", dim)
@@ -155,12 +163,9 @@ def launch[
     Map.check()
     var kv_heads = k.num_heads()
     var box = Box.of_page(k.slots())
-    var shape = IndexList[4](k.num_pages(), k.slots(), kv_heads, head_dim)
-    var k_map = create_box_map(ctx, k.blocks.ptr, shape, k.strides(), Int(box.slots()))
-    var v_map = create_box_map(ctx, v.blocks.ptr, shape, v.strides(), Int(box.slots()))
-    var bounds = WorkBounds.of(
-        Int(rows.num_rows), Int(rows.capacity), kv_heads, multiprocessors(ctx), batch_invariant
-    )
+    var k_map = k.create_tma_boxes(ctx, Int(box.slots()))
+    var v_map = v.create_tma_boxes(ctx, Int(box.slots()))
+    var bounds = WorkBounds.of(Int(rows.num_rows), Int(rows.capacity), kv_heads, multiprocessors(ctx), batch_invariant)
     var workspace = Workspace(ctx, bounds, Int(rows.num_heads), head_dim)
     var work = workspace.work()
     var partials = workspace.partials()
@@ -187,7 +192,10 @@ def launch[
 # The device's part
 
 
-@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(BLOCK)))
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(BLOCK)),
+    `nvvm.minctasm`=SIMDLength(SharedMemory[kv_dtype, head_dim, heads].BLOCKS_PER_SM),
+)
 @__llvm_arg_metadata(k_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(v_map, `nvvm.grid_constant`)
 def attend_item[

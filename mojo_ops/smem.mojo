@@ -69,8 +69,11 @@ struct SharedMemory[kv_dtype: DType, head_dim: Int, heads: Int]:
     """Of a tile that the tensor cores read."""
     comptime SLOT_BYTES = TILE * Self.head_dim * size_of[Self.kv_dtype]()
 
-    comptime BLOCKS_PER_SM = 1 if Self.WIDENED and Self.head_dim > 128 else 2
-    """While the warpgroup of one block is in its softmax, the other block's keeps the tensor cores busy."""
+    comptime BLOCKS_PER_SM = 1 if Self.head_dim > 128 and (Self.WIDENED or Self.heads > 8) else 2
+    """While the warpgroup of one block is in its softmax, the other block's keeps the tensor cores busy.
+
+    One where two widened tiles are too large for that, or the registers of 16 heads of 256 too many.
+    """
     comptime TILES_BYTES = 192 * 1024 // Self.BLOCKS_PER_SM
     """What K and V take up: some 100 KB of an SM must be under way to hide the latency of its memory."""
 
@@ -151,9 +154,7 @@ struct SharedMemory[kv_dtype: DType, head_dim: Int, heads: Int]:
         comptime steps = ATOM // WGMMA_K
         # Inside an atom the start moves along the row; the swizzle takes its row bits from the address, so that
         # an offset below 128 bytes leaves them alone.
-        return Operand(
-            tile + (step // steps) * Self.ATOM_BYTES + (step % steps) * 2 * CHUNK, 0, SWIZZLE_PERIOD, True
-        )
+        return Operand(tile + (step // steps) * Self.ATOM_BYTES + (step % steps) * 2 * CHUNK, 0, SWIZZLE_PERIOD, True)
 
     @staticmethod
     @always_inline
@@ -165,9 +166,7 @@ struct SharedMemory[kv_dtype: DType, head_dim: Int, heads: Int]:
     @always_inline
     def value_operand(tile: Int, atom: Int, step: Int) -> Operand:
         """A of O^T: `[64 dims of an atom, 16 tokens from 16 * step on]`, dims adjacent."""
-        return Operand(
-            tile + atom * Self.ATOM_BYTES + step * WGMMA_K * ROW, Self.ATOM_BYTES, SWIZZLE_PERIOD, True
-        )
+        return Operand(tile + atom * Self.ATOM_BYTES + step * WGMMA_K * ROW, Self.ATOM_BYTES, SWIZZLE_PERIOD, True)
 
     @staticmethod
     @always_inline

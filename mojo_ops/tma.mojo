@@ -83,9 +83,6 @@ def create_page_map[
     )
 
 
-# The same map where only the host knows how many slots a box has: one kernel serves every page size.
-
-
 def create_box_map[
     dtype: DType, //
 ](
@@ -95,7 +92,7 @@ def create_box_map[
     strides: PageStrides,
     slots: Int,
 ) raises -> TMADescriptor:
-    """The map of a view `[page, slot, head, dim]` with boxes of `slots` slots.
+    """The map of a view `[page, slot, head, dim]` with boxes of `slots` slots, a number that the kernel need not know.
 
     For 16-bit elements a box has one swizzle atom of dims, `SWIZZLE_128B`; for 8-bit ones all dims, not swizzled.
     """

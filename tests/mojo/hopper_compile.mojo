@@ -108,9 +108,10 @@ struct Case[dtype: DType, kv_dtype: DType]:
         for token in range(first, length):
             var x = Float64(0)
             for d in range(self.dim):
-                x += self.q[(row * self.heads + head) * self.dim + d].cast[DType.float64]() * self.k[
-                    self.element(row, token, kv_head, d)
-                ].cast[DType.float64]()
+                x += (
+                    self.q[(row * self.heads + head) * self.dim + d].cast[DType.float64]()
+                    * self.k[self.element(row, token, kv_head, d)].cast[DType.float64]()
+                )
             x *= scale
             if options.alibi:
                 x += self.slopes[head].cast[DType.float64]() * Float64(token)

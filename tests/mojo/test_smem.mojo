@@ -12,8 +12,7 @@ from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 from std.utils.numerics import nan
 
-from mojo_ops.decode_gpu import DeviceCache, Pages
-from mojo_ops.decode_rows import DecodeRows
+from mojo_ops.decode_gpu import DeviceCache
 from mojo_ops.decode_hopper import find_boxes
 from mojo_ops.pipeline import Ring
 from mojo_ops.smem import (
@@ -34,7 +33,7 @@ from mojo_ops.smem import (
     fragment_row,
 )
 from mojo_ops.storage import PageStrides
-from support import untracked, untracked_mutable
+from support import pages_of, untracked, untracked_mutable
 
 comptime BASE = 3 * 1024
 """Where the block's shared memory starts: not at 0, so that a forgotten base shows."""
@@ -158,7 +157,7 @@ def attend_like_the_kernel[
     for _ in range(heads * head_dim):
         q.append(Float32(Int(random_si64(-3, 3))))
 
-    var lookup = pages_of(request, cache)
+    var lookup = pages_of(untracked(table).unsafe_offset(request * max_pages), pages, page_size)
     var block = Block[kv_dtype, head_dim, heads]()
     for head in range(heads):
         for dim in range(head_dim):
@@ -241,35 +240,6 @@ def attend_like_the_kernel[
                 expected += weight_of(dot) * v[cache.offset(at[0], at[1], kv_head, dim)].cast[DType.float32]()
             assert_equal(sums[dim * heads + head], expected)
     _ = table^
-
-
-def pages_of(request: Int, cache: DeviceCache[DType.bfloat16]) -> Pages:
-    """The page table of row 0, which belongs to `request`."""
-    var row_batch = List[Int32](length=1, fill=Int32(request))
-    var nothing = List[Float32](length=1, fill=0)
-    var rows = DecodeRows[DType.bfloat16](
-        untracked_mutable(nothing).unsafe_bitcast[BFloat16](),
-        untracked_mutable(nothing).unsafe_bitcast[BFloat16](),
-        untracked_mutable(nothing),
-        untracked(row_batch),
-        untracked(row_batch),
-        untracked(nothing),
-        untracked(nothing),
-        num_rows=1,
-        num_heads=1,
-        head_dim=64,
-        batch=2,
-        capacity=1,
-        window_left=-1,
-        scale=1,
-        soft_cap=0,
-        v_scale=1,
-        has_alibi=0,
-        has_sinks=0,
-    )
-    var pages = Pages(0, rows, cache)
-    _ = row_batch^
-    return pages
 
 
 def weight_of(dot: Float32) -> Float32:
