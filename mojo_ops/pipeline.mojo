@@ -1,4 +1,4 @@
-"""The ring of shared-memory slots between the warp that copies and the warpgroup that computes.
+"""The ring of shared-memory slots between the warp that copies and the warpgroup that computes, and the rest of it.
 
 Every slot has two mbarriers. A barrier counts its completions (phases); waiting names the parity of one of them.
 
@@ -12,9 +12,13 @@ before the first, which a fresh barrier counts as done.
 
 from layout.tma_async import SharedMemBarrier
 from max.gpu import lane_id
+from max.gpu.compute.mma import WGMMADescriptor
 from max.gpu.memory import AddressSpace, fence_async_view_proxy, fence_mbarrier_init
 from max.gpu.sync import mbarrier_arrive, syncwarp
 
+from .smem import Operand, SharedMemory
+
+comptime SharedBytes = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
 comptime SharedBarriers = Pointer[SharedMemBarrier, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
 
 
@@ -110,3 +114,28 @@ struct Consuming[slots: Int](TrivialRegisterPassable):
         syncwarp()
         if lane_id() == 0:
             _ = mbarrier_arrive(self.ring.empty.unsafe_offset(self.ring.place(self.filling)[1]))
+
+
+@fieldwise_init
+struct Shared[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassable):
+    """Pointers into the block's shared memory, as `SharedMemory` lays it out."""
+
+    comptime Map = SharedMemory[Self.kv_dtype, Self.head_dim, Self.heads]
+    var base: SharedBytes
+
+    @always_inline
+    def at[T: AnyType](self, offset: Int) -> Pointer[T, MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
+        return self.base.unsafe_offset(offset).unsafe_bitcast[T]()
+
+    @always_inline
+    def ring(self) -> Ring[Self.Map.SLOTS]:
+        return Ring[Self.Map.SLOTS](self.at[SharedMemBarrier](Self.Map.FULL), self.at[SharedMemBarrier](Self.Map.EMPTY))
+
+    @always_inline
+    def status(self) -> Pointer[Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
+        """Not 0 where a token's page is outside the pool."""
+        return self.at[Int32](Self.Map.STATUS)
+
+    @always_inline
+    def descriptor[dtype: DType](self, operand: Operand) -> WGMMADescriptor[dtype]:
+        return WGMMADescriptor[dtype](operand.descriptor(UInt32(Int(self.base))))

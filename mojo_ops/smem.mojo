@@ -57,7 +57,7 @@ struct SharedMemory[kv_dtype: DType, head_dim: Int, heads: Int]:
     Query and weights are whole 8 x 8 core matrices.
 
     Parameters:
-        kv_dtype: bfloat16 or float16, which the query and the weights have too, or a float8: those have float16 then.
+        kv_dtype: A 16-bit type, which the query and the weights have too, or a float8: those have float16 then.
         head_dim: A multiple of 64.
         heads: Columns of a wgmma: 8 or 16, at least the query heads of a group.
     """

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from test_mojo import ROOT, TESTS, mojo, run_program
 
 # Query and cache: bf16, f16; bf16 and f16 with e4m3, bf16 with e5m2. Three head_dims, groups up to 8 and 16.
