@@ -8,7 +8,8 @@ head (8 of a float8 head), and keeps a softmax state of its own. The teams' stat
 from std.math import ceildiv, exp2
 from std.memory import bitcast, unsafe_stack_allocation
 from std.sys import size_of
-from max.gpu import WARP_SIZE, barrier, block_idx, thread_idx
+from std.utils import StaticTuple
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, WARP_SIZE, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
@@ -132,6 +133,7 @@ struct Team[kv_dtype: DType, DIM: Int, HEADS: Int]:
     """Tokens that a team loads at once, to have many loads in flight."""
 
 
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 def attend_items[
     dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int
 ](rows: DecodeRows[dtype], k: DeviceCache[kv_dtype], v: DeviceCache[kv_dtype], work: WorkList, partials: Partials,):
