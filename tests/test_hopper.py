@@ -20,14 +20,18 @@ PAIRS = 5
 FORMS = PAIRS * 3 * 2
 
 
+def compile_kernels(program: str, folder: Path) -> list[Path]:
+    """The PTX of a program's kernels that use the tensor cores."""
+    target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", folder / "host.s"]
+    result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / program)
+    assert result.returncode == 0, result.stderr
+    return [path for path in folder.glob("*.ptx") if "wgmma" in path.read_text()]
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> list[Path]:
     """The PTX of each form of the kernel."""
-    folder = tmp_path_factory.mktemp("hopper")
-    target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", folder / "host.s"]
-    result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / "hopper_compile.mojo")
-    assert result.returncode == 0, result.stderr
-    found = [path for path in folder.glob("*.ptx") if "wgmma" in path.read_text()]
+    found = compile_kernels("hopper_compile.mojo", tmp_path_factory.mktemp("hopper"))
     assert len(found) == FORMS
     return found
 
@@ -101,6 +105,15 @@ def test_ptxas_takes_every_form_without_a_spill(kernels, tmp_path):
         # A quarter of an SM has 16,384 registers; five warps a block spread over the quarters.
         warps_of_a_quarter = -(-5 * blocks // 4)
         assert registers * 32 * warps_of_a_quarter <= 16384
+
+
+def test_the_probe_multiplies_as_the_kernel_does(tmp_path):
+    """8 and 16 heads, with strides as they are and exchanged: the program for a GPU where results are wrong."""
+    forms = [products(path.read_text()) for path in compile_kernels("wgmma_probe.mojo", tmp_path)]
+    assert len(forms) == 3 + 4
+    for form in forms:
+        columns = form[0][0]
+        assert form.count((columns, "bf16", 0, 0)) == form.count((columns, "bf16", 1, 1)) == 8 == len(form) // 2
 
 
 def test_boxes_are_where_numpy_finds_the_tokens():
