@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from max.dtype import DType
@@ -20,6 +20,7 @@ from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import AttentionOptions
 
 KVLayout = Literal["NHD", "HND", "STRIDED"]
+GpuKernel = Literal["best", "plain"]
 
 APPEND = "paged_kv_append"
 GATHER = "paged_kv_gather"
@@ -211,6 +212,7 @@ def attention(
     alibi_slopes: TensorValue | None = None,
     sinks: TensorValue | None = None,
     batch_invariant: bool = False,
+    gpu_kernel: GpuKernel = "best",
 ) -> tuple[TensorValue, TensorValue]:
     """Attention of `R` query rows over the pages of their requests: decode and causal prefill alike.
 
@@ -223,6 +225,7 @@ def attention(
         alibi_slopes: `[Hq]` float32: adds `slope * token` to a scaled score.
         sinks: `[Hq]` float32: natural-log scores that join the softmax's denominator alone, and so the lse.
         batch_invariant: Makes a row's result depend on nothing but the row, to the bit. GPU only.
+        gpu_kernel: "best" is what `paged-kv doctor --explain` says, "plain" the kernel for any GPU, to compare with.
 
     A GPU takes keys as they are used, so no `rope_theta`. What it cannot refuse, since lengths and tables stay on the
     device, is loud instead: o and lse of a row whose request, length or pages are not in the table are NaN.
@@ -253,6 +256,7 @@ def attention(
         options=_constant(numbers),
         layer=layer,
         batch_invariant=batch_invariant,
+        gpu_kernel=gpu_kernel,
     )
 
 
@@ -268,12 +272,15 @@ def attention_at_run_time(
     options: TensorValue,
     layer: int = 0,
     batch_invariant: bool = False,
+    gpu_kernel: GpuKernel = "best",
 ) -> tuple[TensorValue, TensorValue]:
     """`attention` with its options as values of the graph.
 
     `options` `[5]` float32 is `AttentionOptions.numbers`, `window_left` an int32 scalar, both on the host;
     `alibi_slopes` and `sinks` have `[Hq]` or no entries and lie with the cache.
     """
+    if gpu_kernel not in get_args(GpuKernel):
+        raise ContractError(f"gpu_kernel must be 'best' or 'plain', not {gpu_kernel!r}")
     if batch_invariant and not cache.device.is_gpu():
         raise ContractError("batch_invariant is an option of the GPU's schedule; the CPU's depends on the batch")
     _check_tensor("q", q)
@@ -301,7 +308,11 @@ def attention_at_run_time(
         device=cache.device,
         values=[q, row_batch, row_lengths, *cache.operands(layer), alibi_slopes, sinks, window_left, options],
         out_types=[TensorType(q.dtype, q.shape, cache.device), TensorType(DType.float32, [rows, heads], cache.device)],
-        parameters={"kv_layout": cache.kv_layout, "batch_invariant": batch_invariant},
+        parameters={
+            "kv_layout": cache.kv_layout,
+            "batch_invariant": batch_invariant,
+            "gpu_kernel": gpu_kernel,
+        },
     )
     return o.tensor, lse.tensor
 

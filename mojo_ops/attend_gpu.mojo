@@ -11,7 +11,7 @@ from .decode_rows import DecodeRows
 
 
 def attend_on_gpu[
-    dtype: DType, kv_dtype: DType, //
+    dtype: DType, kv_dtype: DType, //, gpu_kernel: StaticString
 ](
     ctx: DeviceContext,
     rows: DecodeRows[dtype],
@@ -19,8 +19,13 @@ def attend_on_gpu[
     v: DeviceCache[kv_dtype],
     batch_invariant: Bool,
 ) raises:
-    """Enqueues the Hopper kernel where the GPU is one and it takes the call, else the plain one."""
-    comptime if ON_HOPPER and hopper_takes[dtype, kv_dtype]():
+    """Enqueues the Hopper kernel where the GPU is one and it takes the call, else the plain one.
+
+    Parameters:
+        gpu_kernel: "best" is that; "plain" takes the plain one anyhow.
+    """
+    comptime assert gpu_kernel == "best" or gpu_kernel == "plain", "gpu_kernel is best or plain"
+    comptime if gpu_kernel == "best" and ON_HOPPER and hopper_takes[dtype, kv_dtype]():
         if not hopper_refusal(rows, k, v):
             attend_hopper(ctx, rows, k, v, batch_invariant)
             return

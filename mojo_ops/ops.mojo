@@ -210,6 +210,7 @@ struct Attention:
     alibi_slopes, sinks: `[Hq]` float32, or `[0]` for none. options `[5]` float32: sm_scale (q and k scales in
     it), logits_soft_cap, v_scale, rope_theta (0 = keys are stored as they are used), rope_scale.
     batch_invariant: on a GPU, whether a row's result may depend on nothing but the row; the CPU has no such mode.
+    gpu_kernel: "best", or "plain" to compare with; without effect on the CPU.
     """
 
     @staticmethod
@@ -221,6 +222,7 @@ struct Attention:
         target: StaticString,
         kv_layout: StaticString,
         batch_invariant: Bool,
+        gpu_kernel: StaticString,
     ](
         o: OutputTensor[dtype=dtype, rank=3, ...],
         lse: OutputTensor[dtype=DType.float32, rank=2, ...],
@@ -273,7 +275,7 @@ struct Attention:
         comptime if is_gpu[target]():
             pair.table.check_shape()
             var device_rows = DecodeRows.of(rows, logits, pair.table, pair.k.head_dim())
-            attend_on_gpu(ctx, device_rows, pair.k, pair.v, batch_invariant)
+            attend_on_gpu[gpu_kernel](ctx, device_rows, pair.k, pair.v, batch_invariant)
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
             if rows.rope_theta == 0:

@@ -79,6 +79,7 @@ def attention(
     alibi_slopes: np.ndarray = NONE,
     sinks: np.ndarray = NONE,
     batch_invariant: bool = False,
+    gpu_kernel: ops.GpuKernel = "best",
 ) -> tuple[np.ndarray, np.ndarray]:
     """As `reference.attention`."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
@@ -94,18 +95,15 @@ def attention(
         to_buffer(np.array(window_left, np.int32)),
         to_buffer(numbers),
     ]
-    if batch_invariant:
-        results = invariant_model(q.dtype.name, k_blocks.dtype.name).execute(*inputs)
-    else:
-        variant = Variant("attention", DType[q.dtype.name], DType[k_blocks.dtype.name])
-        results = runtime().execute(variant, *inputs)
+    model = attention_model(q.dtype.name, k_blocks.dtype.name, batch_invariant, gpu_kernel)
+    results = model.execute(*inputs)
     o, lse = map(download, results)
     return o, lse
 
 
 @cache
-def invariant_model(q_dtype: str, kv_dtype: str) -> Model:
-    """Attention whose split depends on nothing but the row."""
+def attention_model(q_dtype: str, kv_dtype: str, batch_invariant: bool, gpu_kernel: ops.GpuKernel) -> Model:
+    """The graph of one variant; its inputs are those of `Variant.build`."""
     gpu, host = DeviceRef.GPU(0), DeviceRef.CPU()
 
     def tensor(dtype: DType, *shape: Any, on: DeviceRef = gpu) -> TensorType:
@@ -125,7 +123,7 @@ def invariant_model(q_dtype: str, kv_dtype: str) -> Model:
         tensor(DType.float32, 5, on=host),
     ]
     module = Module()
-    with Graph("invariant", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+    with Graph("attention", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
         q, row_batch, row_lengths, k, v, table, view, slopes, sinks, window_left, options = graph.inputs
         paged = ops.PagedCache(k.buffer, v.buffer, table.tensor, "STRIDED", view.tensor)
         results = ops.attention_at_run_time(
@@ -137,10 +135,11 @@ def invariant_model(q_dtype: str, kv_dtype: str) -> Model:
             sinks=sinks.tensor,
             window_left=window_left.tensor,
             options=options.tensor,
-            batch_invariant=True,
+            batch_invariant=batch_invariant,
+            gpu_kernel=gpu_kernel,
         )
         graph.output(*results)
-    return runtime().session.load_all(module, custom_extensions=[ops.kernels()])["invariant"]
+    return runtime().session.load_all(module, custom_extensions=[ops.kernels()])["attention"]
 
 
 def append(

@@ -31,6 +31,7 @@ GRID = all_pairs(
         "alibi": (False, True),
         "sinks": (False, True),
         "batch_invariant": (False, True),
+        "gpu_kernel": ("best", "plain"),
     }
 )
 
@@ -51,10 +52,11 @@ def rows_of(cache, kind):
     return q[order], row_batch[order], row_lengths[order]
 
 
-def compare(cache, rows, *, rel=None, batch_invariant=False, **options):
+def compare(cache, rows, *, rel=None, batch_invariant=False, gpu_kernel="best", **options):
     q, row_batch, row_lengths = rows
     arguments = (q, *cache.pages, row_batch, row_lengths)
-    o, lse = gpu_harness.attention(*arguments, **cache.storage, batch_invariant=batch_invariant, **options)
+    how = {"batch_invariant": batch_invariant, "gpu_kernel": gpu_kernel}
+    o, lse = gpu_harness.attention(*arguments, **cache.storage, **how, **options)
     expected_o, expected_lse = reference.attention(*arguments, **cache.storage, **options)
     what = f"{cache.case} {options}"
     assert (o.dtype, lse.dtype) == (q.dtype, np.float32)
@@ -67,7 +69,8 @@ def compare(cache, rows, *, rel=None, batch_invariant=False, **options):
 def test_attention_grid(setting):
     cache = build(case_of(setting))
     case = cache.case
-    options = {name: setting[name] for name in ("window_left", "logits_soft_cap", "v_scale", "batch_invariant")}
+    names = ("window_left", "logits_soft_cap", "v_scale", "batch_invariant", "gpu_kernel")
+    options = {name: setting[name] for name in names}
     if setting["scale"] is not None:
         options["sm_scale"] = setting["scale"] / case.head_dim**0.5
     if setting["alibi"]:
@@ -77,15 +80,16 @@ def test_attention_grid(setting):
     compare(cache, rows_of(cache, setting["rows"]), **options)
 
 
+@pytest.mark.parametrize("gpu_kernel", ["best", "plain"])
 @pytest.mark.parametrize("group", [1, 5, 8, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), [pair for pair in harness.PAIRS if pair[0] != pair[1]])
-def test_narrower_caches(q_dtype, kv_dtype, head_dim, group):
+def test_narrower_caches(q_dtype, kv_dtype, head_dim, group, gpu_kernel):
     case = CacheCase((33, 0, 300, 1), 2 * group, 2, head_dim, page_size=16, dtype=kv_dtype)
     cache = build(case)
     q = np.random.default_rng(5).standard_normal(cache.q.shape, np.float32).astype(q_dtype)
     rel = FLOAT8_REL if kv_dtype.startswith("float8") else REL[q_dtype]
-    compare(cache, (q, *cache.decode_rows), rel=rel, k_scale=0.7, v_scale=1.5)
+    compare(cache, (q, *cache.decode_rows), rel=rel, k_scale=0.7, v_scale=1.5, gpu_kernel=gpu_kernel)
 
 
 LONG = [(2500, 0, 1030, 7), (70_001, 3), (131_072,)]
@@ -140,18 +144,20 @@ def test_a_batch_invariant_row_is_the_same_alone(dtype):
             assert_bits_equal(single, whole[part], what=f"row {row} alone")
 
 
+@pytest.mark.parametrize("gpu_kernel", ["best", "plain"])
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 32), ("bfloat16", 128)])
-def test_what_the_device_finds_wrong_is_nan_in_its_row_alone(dtype, head_dim):
+def test_what_the_device_finds_wrong_is_nan_in_its_row_alone(dtype, head_dim, gpu_kernel):
     """A request, a length or a page that is not there: o and lse are NaN, every other row is as it was."""
     cache = build(CacheCase((40, 600, 33, 20, 50), 4, 2, head_dim, 16, dtype=dtype))
     q, row_batch, row_lengths = rows_of(cache, "decode")
-    good, good_lse = compare(cache, (q, row_batch, row_lengths))
+    good, good_lse = compare(cache, (q, row_batch, row_lengths), gpu_kernel=gpu_kernel)
     row_batch, row_lengths, table = row_batch.copy(), row_lengths.copy(), cache.lookup_table.copy()
     row_batch[0] = 5
     table[1, 7] = len(cache.k_blocks)
     row_lengths[2] = -1
     row_lengths[3] = table.shape[1] * 16 + 1
-    o, lse = gpu_harness.attention(q, cache.k_blocks, cache.v_blocks, table, row_batch, row_lengths)
+    pages = (cache.k_blocks, cache.v_blocks, table)
+    o, lse = gpu_harness.attention(q, *pages, row_batch, row_lengths, gpu_kernel=gpu_kernel)
     assert np.isnan(o[:4].astype(np.float32)).all()
     assert np.isnan(lse[:4]).all()
     assert_bits_equal(o[4], good[4], what="o of the row that is well")
