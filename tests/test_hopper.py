@@ -3,11 +3,13 @@
 tests/mojo/hopper_compile.mojo launches every form; tests/mojo/test_smem.mojo checks its memory and indices on the CPU.
 """
 
+import functools
 import os
 import random
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +22,21 @@ PAIRS = 5
 FORMS = PAIRS * 3 * 2
 
 
-def compile_kernels(program: str, folder: Path) -> list[Path]:
+@functools.cache
+def compile_kernels(program: str) -> list[str]:
     """The PTX of a program's kernels that use the tensor cores."""
-    target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", folder / "host.s"]
-    result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / program)
-    assert result.returncode == 0, result.stderr
-    return [path for path in folder.glob("*.ptx") if "wgmma" in path.read_text()]
+    with tempfile.TemporaryDirectory() as folder:
+        target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", Path(folder) / "host.s"]
+        result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / program)
+        assert result.returncode == 0, result.stderr
+        texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
+    return [text for text in texts if "wgmma" in text]
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory) -> list[Path]:
+def kernels() -> list[str]:
     """The PTX of each form of the kernel."""
-    found = compile_kernels("hopper_compile.mojo", tmp_path_factory.mktemp("hopper"))
+    found = compile_kernels("hopper_compile.mojo")
     assert len(found) == FORMS
     return found
 
@@ -44,10 +49,20 @@ def products(ptx: str) -> list[tuple[int, str, int, int]]:
     return [(int(n), dtype, int(a), int(b)) for n, dtype, a, b in re.findall(pattern, ptx)]
 
 
+def form_of(ptx: str) -> tuple[int, int, str, str]:
+    """head_dim, columns, the dtype of q, and that of the cache where it is a float8 ("" where it is q's)."""
+    float8 = re.search(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2", ptx)
+    found = products(ptx)
+    columns = found[0][0]
+    dim = 16 * sum(not a for _, _, a, _ in found)
+    # With float8 the products are float16, but q and o are what they are: bfloat16 is widened from and rounded to.
+    dtype = ("bf16" if "bf16" in ptx else "f16") if float8 else found[0][1]
+    return dim, columns, dtype, float8.group(1) if float8 else ""
+
+
 def test_tiles_come_by_tma_and_go_to_the_tensor_cores(kernels):
     shapes = set()
-    for kernel in kernels:
-        ptx = kernel.read_text()
+    for ptx in kernels:
         assert ".target sm_90a" in ptx
         float8 = re.search(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2", ptx)
         found = products(ptx)
@@ -75,8 +90,8 @@ def test_tiles_come_by_tma_and_go_to_the_tensor_cores(kernels):
 def test_a_wait_and_a_fence_stand_where_they_must(kernels):
     """In the order of the text: each batch of products is fenced before, committed and waited for after."""
     order = re.compile(r"wgmma\.(fence|mma_async|commit_group|wait_group)|(fence\.proxy\.async)|(bar\.sync)\s+1, 128")
-    for kernel in kernels:
-        steps = ["".join(filter(None, match)) for match in order.findall(kernel.read_text())]
+    for ptx in kernels:
+        steps = ["".join(filter(None, match)) for match in order.findall(ptx)]
         text = " ".join(steps)
         batches = re.findall(r"(\S+ \S+ fence )?((?:mma_async ?)+)(commit_group wait_group)?", text)
         assert len(batches) == 2
@@ -91,8 +106,9 @@ def test_ptxas_takes_every_form_without_a_spill(kernels, tmp_path):
     ptxas = shutil.which("ptxas", path=search)
     if ptxas is None:
         pytest.skip("no ptxas found: the PTX was not assembled")
-    for kernel in kernels:
-        command = [ptxas, "-arch=sm_90a", "-v", "-o", tmp_path / "kernel.cubin", kernel]
+    for ptx in kernels:
+        (tmp_path / "kernel.ptx").write_text(ptx)
+        command = [ptxas, "-arch=sm_90a", "-v", "-o", tmp_path / "kernel.cubin", tmp_path / "kernel.ptx"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         said = result.stdout + result.stderr
         assert result.returncode == 0, said
@@ -101,15 +117,15 @@ def test_ptxas_takes_every_form_without_a_spill(kernels, tmp_path):
         assert "warning" not in said.lower(), said
         assert "serialized" not in said, said
         registers = int(re.search(r"Used (\d+) registers", said).group(1))
-        blocks = int(re.search(r"\.minnctapersm (\d)", kernel.read_text()).group(1))
+        blocks = int(re.search(r"\.minnctapersm (\d)", ptx).group(1))
         # A quarter of an SM has 16,384 registers; five warps a block spread over the quarters.
         warps_of_a_quarter = -(-5 * blocks // 4)
         assert registers * 32 * warps_of_a_quarter <= 16384
 
 
-def test_the_probe_multiplies_as_the_kernel_does(tmp_path):
+def test_the_probe_multiplies_as_the_kernel_does():
     """8 and 16 heads, with strides as they are and exchanged: the program for a GPU where results are wrong."""
-    forms = [products(path.read_text()) for path in compile_kernels("wgmma_probe.mojo", tmp_path)]
+    forms = [products(ptx) for ptx in compile_kernels("wgmma_probe.mojo")]
     assert len(forms) == 3 + 4
     for form in forms:
         columns = form[0][0]
