@@ -6,7 +6,7 @@ There, with an NVIDIA driver, Python of that version and torch (with CUDA) insta
 
     bash OUT_DIR/run.sh           everything; or one of: hello, test, sanitize, bench
 
-The wheels are unpacked, not installed: nothing on the host changes. OUT_DIR has some 1.5 GB, of which MAX is most;
+The wheels are unpacked, not installed: nothing on the host changes. OUT_DIR has some 600 MB, of which MAX is most;
 `--pieces` writes it once more as archives of 29 MB. `--no-max` leaves out all that is downloaded, to
 renew only the rest of an older bundle.
 """
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MAX = ("max==26.7.0", "max-core==26.7.0", "max-mojo-libs==26.7.0")
 MOJO = ("mojo-compiler==1.2.0", "mojo-compiler-mojo-libs==1.2.0")
-MAX_NEEDS = ("msgspec", "taskgroup", "exceptiongroup", "typing_extensions", "numpy>=2", "pyyaml", "tqdm")
+MAX_NEEDS = ("msgspec", "taskgroup", "exceptiongroup", "typing_extensions", "numpy>=2", "psutil")
 OURS_NEED = ("click", "ml_dtypes", "rich", "markdown-it-py", "mdurl", "pygments", "safetensors", "tokenizers")
 TESTS_NEED = ("pytest>=9,<10", "pluggy", "iniconfig", "packaging", "hypothesis", "sortedcontainers", "attrs")
 NOT_NEEDED = ("*/bin/lld*", "*/bin/mojo-lsp-server", "*/lib/*lldb*", "*/lib/*LLDB*", "*/lib/libMojoJupyter.so")
@@ -121,10 +121,11 @@ def own_package(site: Path) -> None:
     shutil.copytree(ROOT / "python" / "paged_kv", package, ignore=ignored)
     for folder in ("graphs", "mojo_ops"):
         shutil.copytree(ROOT / folder, package / folder, ignore=ignored)
-    (site / "paged_kv-0.1.0.dist-info").mkdir(exist_ok=True)
-    (site / "paged_kv-0.1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: paged-kv\nVersion: 0.1.0\n"
-    )
+    # The `mojo` command is not needed there (the compiler is in mojo-compiler), but its version is asked for.
+    for name, version in (("paged_kv", "0.1.0"), ("mojo", MOJO[0].partition("==")[2])):
+        facts = site / f"{name}-{version}.dist-info"
+        facts.mkdir(exist_ok=True)
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def sources(out: Path) -> None:
