@@ -11,7 +11,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ptx_machine import Machine, TensorMap, float8, halves, to_half
+from ptx_machine import Machine, TensorMap
+from ptx_numbers import float8, halves, to_half
 from test_hopper import compile_kernels, form_of
 
 THREADS = 160
@@ -58,10 +59,8 @@ class Call:
         """As stored, `[page, slot, head, dim]`, and the tokens' values, `[tokens, head, dim]`."""
         shape = (pages, self.page_size, KV_HEADS, self.dim)
         stored_dtype = self.kv_dtype or self.dtype
-        if self.kv_dtype:
-            stored = np.full(shape, 0x7F, np.uint8)  # NaN in both
-        else:
-            stored = np.full(shape, 0x7FFF, np.uint16)
+        # NaN in every dtype.
+        stored = np.full(shape, 0x7F, np.uint8) if self.kv_dtype else np.full(shape, 0x7FFF, np.uint16)
         for token in range(self.begin, self.length):
             place = table[token // self.page_size], token % self.page_size
             if place[0] >= pages:
@@ -118,14 +117,8 @@ class Call:
         # A list of two items, the second one past the end.
         items = machine.allocate(np.array([0, self.begin, end, self.partial, -1, 0, 0, 0], np.int32))
         work = struct.pack("<3Q4i", items, 0, 0, 2, 0, 0, 0)
-        machine.parameters = [
-            *maps,
-            rows,
-            view,
-            work,
-            struct.pack("<3Q", acc, greatest, total),
-            struct.pack("<i", box.bit_length() - 1),
-        ]
+        sums = struct.pack("<3Q", acc, greatest, total)
+        machine.parameters = [*maps, rows, view, work, sums, struct.pack("<i", box.bit_length() - 1)]
         for block in range(2 * KV_HEADS):
             machine.run(block, THREADS)
 
@@ -150,9 +143,8 @@ class Call:
                 weights = np.exp2(x * LOG2E - reference)
                 np.testing.assert_allclose(reference, (x * LOG2E).max(), atol=1e-4)
                 np.testing.assert_allclose(sum_of_weights, weights.sum(), rtol=1e-4)
-                np.testing.assert_allclose(
-                    found_acc[self.partial, head] / weights.sum(), weights @ part / weights.sum(), atol=tolerance
-                )
+                found = found_acc[self.partial, head] / weights.sum()
+                np.testing.assert_allclose(found, weights @ part / weights.sum(), atol=tolerance)
                 continue
             assert np.isnan(found_acc).all()
             if self.bad_page is not None or end < 0:
@@ -171,16 +163,18 @@ class Call:
                 )
 
 
-EVERY_FORM = [
+FORMS_OF_A_CALL = [
     Call(dim, columns, dtype, kv_dtype, group=group, length=length)
-    for dim, length in [(64, 210), (128, 140), (256, 100)]
+    for dim, length in [(64, 140), (128, 100), (256, 70)]
     for columns, group in [(8, 5), (16, 12)]
     for dtype, kv_dtype in [("bf16", ""), ("f16", ""), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2")]
+    # The rest of the forms differ from these in a conversion alone.
+    if dim == 64 or (dtype == "bf16" and kv_dtype != "e5m2")
 ]
 
 
-@pytest.mark.parametrize("call", EVERY_FORM, ids=str)
-def test_every_form(forms, call):
+@pytest.mark.parametrize("call", FORMS_OF_A_CALL, ids=str)
+def test_forms(forms, call):
     call.run(forms[call.dim, call.columns, call.dtype, call.kv_dtype])
 
 
@@ -221,10 +215,9 @@ def test_options(forms, call):
     call.run(forms[call.dim, call.columns, call.dtype, call.kv_dtype])
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_any_order_of_threads(forms, seed):
-    Call(length=400, group=2).run(forms[64, 8, "bf16", ""], seed)
-    Call(length=300, group=2, kv_dtype="e4m3").run(forms[64, 8, "bf16", "e4m3"], seed)
+@pytest.mark.parametrize("kv_dtype", ["", "e4m3"])
+def test_any_order_of_threads(forms, kv_dtype):
+    any_order(Call(length=400, group=2, kv_dtype=kv_dtype), forms[64, 8, "bf16", kv_dtype], 6)
 
 
 FAULTS = {
@@ -241,8 +234,12 @@ def test_the_model_misses(forms, missing):
     ptx, count = re.subn(FAULTS[missing], "", forms[64, 8, "bf16", ""])
     assert count > 0
     with pytest.raises(AssertionError):
-        for seed in range(4):
-            Call(length=900, group=2).run(ptx, seed)
+        any_order(Call(length=900, group=2), ptx, 4)
+
+
+def any_order(call: Call, ptx: str, orders: int) -> None:
+    for seed in range(orders):
+        call.run(ptx, seed)
 
 
 def test_the_model_tells_operands_apart(forms):
