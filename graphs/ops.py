@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from max.dtype import DType
@@ -20,6 +20,7 @@ from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import AttentionOptions
 
 KVLayout = Literal["NHD", "HND", "STRIDED"]
+GpuKernel = Literal["best", "plain"]
 
 APPEND = "paged_kv_append"
 GATHER = "paged_kv_gather"
@@ -52,7 +53,7 @@ class PagedCache:
     * rank 1, two buffers, kv_layout "STRIDED": flat memory whose shape and strides are told at run time by
       `view`, `[12]` int64 on the host (`mojo_ops/ops.mojo`); every size of the cache is then unknown here.
 
-    `lookup_table` is `[B, max_pages]` uint32.
+    `lookup_table` is `[B, max_pages]` uint32. All of it lies on one device, which is where the ops over it run.
     """
 
     k_blocks: BufferValue
@@ -210,6 +211,8 @@ def attention(
     rope_scale: float = 1.0,
     alibi_slopes: TensorValue | None = None,
     sinks: TensorValue | None = None,
+    batch_invariant: bool = False,
+    gpu_kernel: GpuKernel = "best",
 ) -> tuple[TensorValue, TensorValue]:
     """Attention of `R` query rows over the pages of their requests: decode and causal prefill alike.
 
@@ -221,6 +224,11 @@ def attention(
             `paged_kv.options.AttentionOptions`, which also checks them.
         alibi_slopes: `[Hq]` float32: adds `slope * token` to a scaled score.
         sinks: `[Hq]` float32: natural-log scores that join the softmax's denominator alone, and so the lse.
+        batch_invariant: Makes a row's result depend on nothing but the row, to the bit. GPU only.
+        gpu_kernel: "best" is what `paged-kv doctor --explain` says, "plain" the kernel for any GPU, to compare with.
+
+    A GPU takes keys as they are used, so no `rope_theta`. What it cannot refuse, since lengths and tables stay on the
+    device, is loud instead: o and lse of a row whose request, length or pages are not in the table are NaN.
 
     Returns:
         o `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
@@ -233,18 +241,22 @@ def attention(
     head_dim = q.shape[-1] if q.rank else Dim(0)
     if sm_scale is None and not isinstance(head_dim, StaticDim):
         raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
+    if rope_theta is not None and cache.device.is_gpu():
+        raise ContractError("rope_theta: rotary keys are a CPU option; on a GPU, append keys as they are used")
     numbers = options.numbers(max(int(head_dim), 1) if isinstance(head_dim, StaticDim) else 1)
-    none = np.zeros(0, np.float32)
+    none = _constant(np.zeros(0, np.float32), cache.device)
     return attention_at_run_time(
         cache,
         q,
         row_batch,
         row_lengths,
-        alibi_slopes=_constant(none) if alibi_slopes is None else alibi_slopes,
-        sinks=_constant(none) if sinks is None else sinks,
+        alibi_slopes=none if alibi_slopes is None else alibi_slopes,
+        sinks=none if sinks is None else sinks,
         window_left=ops.constant(options.window_left, DType.int32, DeviceRef.CPU()),
         options=_constant(numbers),
         layer=layer,
+        batch_invariant=batch_invariant,
+        gpu_kernel=gpu_kernel,
     )
 
 
@@ -259,12 +271,18 @@ def attention_at_run_time(
     window_left: TensorValue,
     options: TensorValue,
     layer: int = 0,
+    batch_invariant: bool = False,
+    gpu_kernel: GpuKernel = "best",
 ) -> tuple[TensorValue, TensorValue]:
     """`attention` with its options as values of the graph.
 
-    `options` `[5]` float32 is `AttentionOptions.numbers`, `window_left` an int32 scalar; `alibi_slopes` and `sinks`
-    have `[Hq]` or no entries. All four lie on the host.
+    `options` `[5]` float32 is `AttentionOptions.numbers`, `window_left` an int32 scalar, both on the host;
+    `alibi_slopes` and `sinks` have `[Hq]` or no entries and lie with the cache.
     """
+    if gpu_kernel not in get_args(GpuKernel):
+        raise ContractError(f"gpu_kernel must be 'best' or 'plain', not {gpu_kernel!r}")
+    if batch_invariant and not cache.device.is_gpu():
+        raise ContractError("batch_invariant is an option of the GPU's schedule; the CPU's depends on the batch")
     _check_tensor("q", q)
     if q.dtype not in DTYPES:
         raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {_names(DTYPES)}")
@@ -282,7 +300,7 @@ def attention_at_run_time(
     host = DeviceRef.CPU()
     for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         none = isinstance(value, TensorValue) and list(value.shape) == [Dim(0)]
-        _check_value(name, value, DType.float32, [None if none else heads], host)
+        _check(cache, name, value, DType.float32, [None if none else heads])
     _check_value("window_left", window_left, DType.int32, [], host)
     _check_value("options", options, DType.float32, [Dim(5)], host)
     o, lse = ops.inplace_custom(
@@ -290,7 +308,11 @@ def attention_at_run_time(
         device=cache.device,
         values=[q, row_batch, row_lengths, *cache.operands(layer), alibi_slopes, sinks, window_left, options],
         out_types=[TensorType(q.dtype, q.shape, cache.device), TensorType(DType.float32, [rows, heads], cache.device)],
-        parameters={"kv_layout": cache.kv_layout},
+        parameters={
+            "kv_layout": cache.kv_layout,
+            "batch_invariant": batch_invariant,
+            "gpu_kernel": gpu_kernel,
+        },
     )
     return o.tensor, lse.tensor
 
@@ -315,20 +337,25 @@ def ragged_rows(
 
 
 def linear(x: TensorValue, w: TensorValue) -> TensorValue:
-    """`x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it; `[M, N]` in x's dtype, summed in float32."""
+    """`x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it; `[M, N]` in x's dtype, summed in float32.
+
+    On the CPU by this package's op, on a GPU by MAX's matmul.
+    """
     for name, value in (("x", x), ("w", w)):
         if value.rank != 2:
             raise ShapeError(f"{name}: rank {value.rank}, expected 2")
         if value.dtype not in DTYPES:
             raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {_names(DTYPES)}")
     _check_value("w", w, w.dtype, [None, x.shape[1]], x.device)
+    if x.device.is_gpu():
+        return ops.matmul(x, ops.transpose(w, 0, 1))
     kind = TensorType(x.dtype, [x.shape[0], w.shape[0]], x.device)
     return ops.custom(LINEAR, device=x.device, values=[x, w], out_types=[kind])[0].tensor
 
 
-def _constant(values: np.ndarray) -> TensorValue:
-    """Numbers on the host, part of the graph."""
-    return ops.constant(values, DType.from_numpy(values.dtype), DeviceRef.CPU())
+def _constant(values: np.ndarray, device: DeviceRef | None = None) -> TensorValue:
+    """Numbers that are part of the graph, on the host where no device is given."""
+    return ops.constant(values, DType.from_numpy(values.dtype), device or DeviceRef.CPU())
 
 
 def _size(name: str, given: Dim | str | int | None, found: Dim | None) -> Dim:

@@ -9,10 +9,10 @@ from std.utils import IndexList
 from layout import ComptimeInt, Coord, IntTuple, Layout, TileTensor, UNKNOWN_VALUE
 from layout.tile_layout import Layout as TileLayout
 from max.gpu.host import DeviceContext
-from max.gpu.host.nvidia.tma import TensorMapSwizzle
+from max.gpu.host.nvidia.tma import TMADescriptor, TensorMapSwizzle
 
 from .storage import PageStrides, page_shape
-from .tma import PageBox, box_slots, create_page_map
+from .tma import PageBox, box_slots, create_box_map, create_page_map
 
 
 @fieldwise_init
@@ -323,6 +323,20 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
         return create_page_map[box_slots(Self.page_size, tile_m), tile_n, swizzle_mode, is_k_major=is_k_major](
             ctx, self.blocks.ptr, shape, self.strides()
         )
+
+    def create_tma_boxes(self, ctx: DeviceContext, slots: Int) raises -> TMADescriptor:
+        """The same map where the box is known at run time, so that one kernel serves every page size.
+
+        Args:
+            ctx: The device that holds the cache.
+            slots: Slots in a box; a divisor of the page, so that no box reaches past one.
+                A box has one swizzle atom of dims (`SWIZZLE_128B`), or all dims of a float8 head, not swizzled.
+
+        Raises:
+            As `create_tma_tile`.
+        """
+        var shape = IndexList[4](self.num_pages(), self.slots(), self.num_heads(), self.head_dim())
+        return create_box_map(ctx, self.blocks.ptr, shape, self.strides(), slots)
 
     @always_inline
     def tma_coords(

@@ -1,5 +1,8 @@
 """The registered ops: the only file MAX sees. Each one validates, then dispatches to a kernel.
 
+On a GPU, `view`, `window_left` and `options` lie on the host, everything else on the device. There only shapes and
+options are refused here; `README.md` ("Schedule on the GPU") says what becomes of bad requests, lengths and pages.
+
 Operands that every op over pages shares:
     k_blocks, v_blocks: the storage of K and V, changed in place; the same array twice where it holds both.
     lookup_table: `[B, max_pages]` uint32.
@@ -13,10 +16,12 @@ from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from layout import UNKNOWN_VALUE
 from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 from std.utils import IndexList
 
 from .append import append_rows
+from .attend_gpu import attend_on_gpu
 from .checks import (
     PageTable,
     RowPointer,
@@ -30,11 +35,13 @@ from .checks import (
     check_view,
 )
 from .decode_cpu import AttentionRows, attend_rows
+from .decode_rows import DecodeRows
 from .decode_tiles import attend_tiles
 from .gather import gather_rows
 from .kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, TablePointer, page_shape
 from .linear import Linear, widen
 from .logits import Logits
+from .moves_gpu import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
 from .rows import fill_rows
 
 comptime Unknown = KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE)
@@ -143,9 +150,16 @@ struct Append:
         check_equal("v: its number of KV heads", v.dim_size(1), pair.k.num_heads())
         check_equal("k: its head_dim", k.dim_size(2), pair.k.head_dim())
         check_equal("v: its head_dim", v.dim_size(2), pair.k.head_dim())
-        check_append(pair.table, rows_of(batch_indices), rows_of(positions), count)
-        append_rows(pair.k, untracked(k.unsafe_ptr()), rows_of(batch_indices), rows_of(positions), count)
-        append_rows(pair.v, untracked(v.unsafe_ptr()), rows_of(batch_indices), rows_of(positions), count)
+        var k_rows = untracked(k.unsafe_ptr())
+        var v_rows = untracked(v.unsafe_ptr())
+        var requests = rows_of(batch_indices)
+        comptime if is_gpu[target]():
+            pair.table.check_shape()
+            append_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, requests, rows_of(positions), count)
+        else:
+            check_append(pair.table, requests, rows_of(positions), count)
+            append_rows(pair.k, k_rows, requests, rows_of(positions), count)
+            append_rows(pair.v, v_rows, requests, rows_of(positions), count)
 
 
 @extensibility.register("paged_kv_gather")
@@ -175,9 +189,15 @@ struct Gather:
         check_equal("k: its head_dim", k.dim_size(2), pair.k.head_dim())
         check_equal("v: its head_dim", v.dim_size(2), pair.k.head_dim())
         check_equal("v: its number of tokens", v.dim_size(0), k.dim_size(0))
-        check_gather(pair.table, rows_of(indptr), k.dim_size(0))
-        gather_rows(pair.k, untracked(k.unsafe_ptr()), rows_of(indptr), pair.table.batch)
-        gather_rows(pair.v, untracked(v.unsafe_ptr()), rows_of(indptr), pair.table.batch)
+        var k_rows = untracked(k.unsafe_ptr())
+        var v_rows = untracked(v.unsafe_ptr())
+        comptime if is_gpu[target]():
+            pair.table.check_shape()
+            gather_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, rows_of(indptr), k.dim_size(0))
+        else:
+            check_gather(pair.table, rows_of(indptr), k.dim_size(0))
+            gather_rows(pair.k, k_rows, rows_of(indptr), pair.table.batch)
+            gather_rows(pair.v, v_rows, rows_of(indptr), pair.table.batch)
 
 
 @extensibility.register("paged_kv_attention")
@@ -189,11 +209,20 @@ struct Attention:
     or of length 0 gives o = 0, lse = -inf.
     alibi_slopes, sinks: `[Hq]` float32, or `[0]` for none. options `[5]` float32: sm_scale (q and k scales in
     it), logits_soft_cap, v_scale, rope_theta (0 = keys are stored as they are used), rope_scale.
+    batch_invariant: on a GPU, whether a row's result may depend on nothing but the row; the CPU has no such mode.
+    gpu_kernel: "best", or "plain" to compare with; without effect on the CPU.
     """
 
     @staticmethod
     def execute[
-        dtype: DType, kv_dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
+        dtype: DType,
+        kv_dtype: DType,
+        rank: Int,
+        //,
+        target: StaticString,
+        kv_layout: StaticString,
+        batch_invariant: Bool,
+        gpu_kernel: StaticString,
     ](
         o: OutputTensor[dtype=dtype, rank=3, ...],
         lse: OutputTensor[dtype=DType.float32, rank=2, ...],
@@ -243,11 +272,16 @@ struct Attention:
         check_equal("row_lengths: its length", row_lengths.dim_size(0), rows.num_rows)
         check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
         logits.check()
-        check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
-        if rows.rope_theta == 0:
-            attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
+        comptime if is_gpu[target]():
+            pair.table.check_shape()
+            var device_rows = DecodeRows.of(rows, logits, pair.table, pair.k.head_dim())
+            attend_on_gpu[gpu_kernel](ctx, device_rows, pair.k, pair.v, batch_invariant)
         else:
-            attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
+            if rows.rope_theta == 0:
+                attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
+            else:
+                attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_ragged_rows")
@@ -268,20 +302,19 @@ struct RaggedRows:
         var num_rows = batch_indices.dim_size(0)
         check_equal("row_offsets: its length", row_offsets.dim_size(0), batch + 1)
         var offsets = untracked_immutable(row_offsets.unsafe_ptr())
-        check_offsets(offsets, batch, num_rows)
-        fill_rows(
-            untracked(batch_indices.unsafe_ptr()),
-            untracked(positions.unsafe_ptr()),
-            num_rows,
-            offsets,
-            untracked_immutable(cache_lengths.unsafe_ptr()),
-            batch,
-        )
+        var lengths = untracked_immutable(cache_lengths.unsafe_ptr())
+        var requests = untracked(batch_indices.unsafe_ptr())
+        var tokens = untracked(positions.unsafe_ptr())
+        comptime if is_gpu[target]():
+            ragged_rows_on_gpu(ctx, requests, tokens, num_rows, offsets, lengths, batch)
+        else:
+            check_offsets(offsets, batch, num_rows)
+            fill_rows(requests, tokens, num_rows, offsets, lengths, batch)
 
 
 @extensibility.register("paged_kv_linear")
 struct LinearLayer:
-    """Computes `y = x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it, y `[M, N]` in x's dtype."""
+    """Computes `y = x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it, y `[M, N]` in x's dtype. CPU only."""
 
     @staticmethod
     def execute[
@@ -292,6 +325,8 @@ struct LinearLayer:
         w: InputTensor[dtype=weight_dtype, rank=2, ...],
         ctx: DeviceContext,
     ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_linear runs on the CPU alone; a GPU has MAX's own matmul")
         var m = x.dim_size(0)
         var k = x.dim_size(1)
         check_equal("w: its second dimension", w.dim_size(1), k)

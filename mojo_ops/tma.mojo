@@ -8,9 +8,10 @@ Since slot is a dimension of its own, a box that reaches past its page is filled
 from std.sys import size_of
 from std.utils import IndexList
 from layout import ComptimeInt, Coord, UNKNOWN_VALUE
-from layout.tma_async import TMATensorTile
+from layout.tma_async import SharedMemBarrier, TMATensorTile
 from max.gpu.host import DeviceBuffer, DeviceContext
-from max.gpu.host.nvidia.tma import TensorMapL2Promotion, TensorMapSwizzle, create_tma_descriptor
+from max.gpu.host.nvidia.tma import TMADescriptor, TensorMapL2Promotion, TensorMapSwizzle, create_tma_descriptor
+from max.gpu.memory import AddressSpace, cp_async_bulk_tensor_shared_cluster_global
 
 from .storage import PageStrides
 
@@ -79,4 +80,49 @@ def create_page_map[
         shape,
         IndexList[4](strides.page, strides.slot, strides.head, 1),
         IndexList[4](1, slots, 1, atom),
+    )
+
+
+def create_box_map[
+    dtype: DType, //
+](
+    ctx: DeviceContext,
+    first: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    shape: IndexList[4],
+    strides: PageStrides,
+    slots: Int,
+) raises -> TMADescriptor:
+    """The map of a view `[page, slot, head, dim]` with boxes of `slots` slots, a number that the kernel need not know.
+
+    For 16-bit elements a box has one swizzle atom of dims, `SWIZZLE_128B`; for 8-bit ones all dims, not swizzled.
+    """
+    check_page_map(Int(first), shape, strides, size_of[dtype]())
+    comptime swizzle = TensorMapSwizzle.SWIZZLE_NONE if size_of[dtype]() == 1 else TensorMapSwizzle.SWIZZLE_128B
+    var dims = shape[3] if size_of[dtype]() == 1 else atom_size[dtype, swizzle]()
+    # Copied as bits: the maps know no float8.
+    comptime moved = DType.uint8 if size_of[dtype]() == 1 else dtype
+    return create_tma_descriptor[moved, 4, swizzle, L2_PROMOTION](
+        DeviceBuffer[moved](ctx, first.unsafe_bitcast[Scalar[moved]](), 1, owning=False),
+        shape,
+        IndexList[4](strides.page, strides.slot, strides.head, 1),
+        IndexList[4](1, slots, 1, dims),
+    )
+
+
+@always_inline
+def copy_box(
+    map: TMADescriptor,
+    target: Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
+    barrier: Pointer[SharedMemBarrier, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
+    page: Int,
+    slot: Int,
+    head: Int,
+    dim: Int,
+):
+    """Starts the copy of one box to `target`; by one thread. The map has to lie in a kernel's constant parameters."""
+    cp_async_bulk_tensor_shared_cluster_global(
+        target,
+        Pointer(to=map).unsafe_bitcast[NoneType](),
+        barrier,
+        IndexList[4](dim, head, slot, page),
     )

@@ -5,6 +5,7 @@ custom ops are loaded, so MAX does not know the op (`test_the_right_arguments_pa
 """
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -212,3 +213,27 @@ def test_the_right_arguments_pass_the_checks(op):
     with pytest.raises(Exception, match=f"paged_kv_{op}") as caught:
         call(op)
     assert not isinstance(caught.value, PagedKVError)
+
+
+ON_GPU = {name: type(kind)(kind.dtype, kind.shape, CPU if name == "view" else GPU) for name, kind in TYPES.items()}
+
+
+@pytest.mark.parametrize("op", ["append", "gather", "attention", "ragged_rows"])
+def test_everything_but_the_view_lies_on_the_gpu(op):
+    with pytest.raises(ValueError, match="paged_kv_"):
+        call(op, ON_GPU)
+
+
+@pytest.mark.parametrize(
+    ("types", "options", "message"),
+    [
+        pytest.param(ON_GPU, {"rope_theta": 1e4}, "rope_theta: rotary keys are a CPU option", id="rotary"),
+        pytest.param(TYPES, {"batch_invariant": True}, "batch_invariant is an option of the GPU", id="invariant"),
+        pytest.param(TYPES, {"gpu_kernel": "fast"}, "gpu_kernel must be 'best' or 'plain', not 'fast'", id="kernel"),
+        pytest.param(ON_GPU | {"q": TYPES["q"]}, {}, "q is on cpu:0, expected gpu:0", id="q on the CPU"),
+        pytest.param(ON_GPU | {"v_blocks": TYPES["v_blocks"]}, {}, "v_blocks is on cpu:0, k_blocks on gpu:0", id="v"),
+    ],
+)
+def test_what_a_device_does_not_do(types, options, message):
+    with pytest.raises(ContractError, match=re.escape(message)):
+        call("attention", types, **options)

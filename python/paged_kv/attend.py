@@ -15,9 +15,11 @@ import numpy.typing as npt
 from max.driver import Buffer
 from max.dtype import DType
 
+from paged_kv import gpu
 from paged_kv.arrays import as_numpy, cache_operands, to_buffer, to_numpy
 from paged_kv.checks import integer
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.gpu import Place
 from paged_kv.options import AttentionOptions
 from paged_kv.reference import alibi_slopes
 from paged_kv.rows import Rows
@@ -105,6 +107,7 @@ class Attention:
         slopes = alibi_slopes(problem.num_qo_heads) if alibi else np.zeros(0)
         self._slopes = to_buffer(slopes.astype(np.float32))
         self._no_sinks = to_buffer(np.zeros(0, np.float32))
+        self._constants: dict[Place, tuple[Buffer, Buffer]] = {}
         self._window_left = to_buffer(np.array(problem.options.window_left, np.int32))
         self._scales: Scales = (None, None, None)
         self._numbers = self._pack(self._scales)
@@ -150,6 +153,57 @@ class Attention:
         )
         return to_numpy(o), to_numpy(lse)
 
+    def run_on(
+        self, place: Place, q: Any, k: Any, v: Any, rows: Rows, scales: Scales, sinks: Any = None
+    ) -> tuple[Buffer, Buffer]:
+        """`run` on a GPU, over torch tensors there: enqueued, in the order of torch's current stream, not waited for.
+
+        Raises:
+            ContractTypeError, ShapeError, ContractError, PageTableError: as `run`; or keys would have to be rotated.
+        """
+        problem = self.problem
+        if problem.pos_encoding_mode == "ROPE_LLAMA":
+            raise ContractError("pos_encoding_mode: ROPE_LLAMA is a CPU option; on a GPU, append rotated keys")
+        check_array("q", _Facts.of(q, "q"), (rows.batch, problem.num_qo_heads, problem.head_dim), problem.q_dtype)
+        self._check_cache(_Facts.of(k, "paged_kv_cache"), _Facts.of(v, "paged_kv_cache"))
+        rows.check_pages(len(k))
+        numbers = self._pack(scales)
+        # What torch still has to compute is enqueued before MAX's stream is told to wait.
+        queries, sink_values = q.contiguous(), None if sinks is None else self._sinks_tensor(sinks)
+        with place.ordered():
+            if place not in self._constants:
+                self._constants[place] = place.upload(self._slopes), place.upload(self._no_sinks)
+            slopes, no_sinks = self._constants[place]
+            k_blocks, v_blocks, view = gpu.cache_operands(k, v)
+            row_batch, row_lengths, lookup_table = rows.on(place)
+            o, lse = place.runtime.execute(
+                self._variant,
+                gpu.tensor_buffer(queries),
+                row_batch,
+                row_lengths,
+                k_blocks,
+                v_blocks,
+                lookup_table,
+                view,
+                slopes,
+                no_sinks if sink_values is None else gpu.tensor_buffer(sink_values),
+                self._window_left,
+                numbers,
+            )
+        return o, lse
+
+    def _sinks_tensor(self, sinks: Any) -> Any:
+        """The sinks as the op takes them; their values stay unread."""
+        tensor = gpu.to_tensor(sinks, "sinks")
+        facts = _Facts.of(tensor, "sinks")
+        if facts.dtype not in _WIDE:
+            raise ContractTypeError(f"sinks: dtype {facts.dtype.name} is none of {_names(_WIDE)}")
+        if facts.shape != (self.problem.num_qo_heads,):
+            raise ShapeError(
+                f"sinks: shape {list(facts.shape)}, expected [num_qo_heads] = [{self.problem.num_qo_heads}]"
+            )
+        return tensor.float().contiguous()
+
     def _storage_of(self, k: Array, v: Array) -> tuple[Buffer, Buffer, Buffer]:
         """`cache_operands`, kept for the next run over the same memory (and so keeping it alive until then)."""
         key = (k.ctypes.data, v.ctypes.data, k.strides, v.strides, k.shape)
@@ -180,7 +234,7 @@ class Attention:
             raise ContractError(f"sinks: head {head} has {values[head]}, expected a finite logit or -inf")
         return to_buffer(values)
 
-    def _check_cache(self, k: Array, v: Array) -> None:
+    def _check_cache(self, k: Array | _Facts, v: Array | _Facts) -> None:
         """K and V are pages of the planned sizes and dtype."""
         problem = self.problem
         page = (problem.page_size, problem.num_kv_heads, problem.head_dim)
@@ -198,13 +252,25 @@ class Attention:
 _PAGE = ("page_size", "num_kv_heads", "head_dim")
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What is checked of an array, where it is no NumPy array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @staticmethod
+    def of(tensor: Any, name: str) -> _Facts:
+        return _Facts(tuple(tensor.shape), gpu.numpy_dtype(tensor, name))
+
+
 def check_layout(kv_layout: str) -> None:
     """Refuses an unknown layout."""
     if kv_layout not in ("NHD", "HND"):
         raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {kv_layout!r}")
 
 
-def check_array(name: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def check_array(name: str, array: Array | _Facts, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Refuses an array of another shape or dtype than planned."""
     if array.dtype != dtype:
         raise ContractTypeError(f"{name}: dtype {array.dtype.name}, planned {dtype.name}")
@@ -220,6 +286,13 @@ def writable(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]
     if not view.flags.writeable:
         raise ContractError(f"{name} is read-only, and is to be written")
     return view
+
+
+def writable_on_gpu(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """The tensor over an array that results are to be written to, checked."""
+    tensor = gpu.to_tensor(array, name)
+    check_array(name, _Facts.of(tensor, name), shape, dtype)
+    return tensor
 
 
 def attention_options(

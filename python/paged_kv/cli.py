@@ -68,12 +68,25 @@ def commands() -> None:
 
 
 @commands.command()
-def doctor() -> int:
+@click.option("--explain", is_flag=True, help="Also say which attention kernel each pair of dtypes gets, and why.")
+@click.option("--arch", help="With --explain: a GPU's architecture (sm_90a, gfx942, ...) instead of what is here.")
+@click.option("--head-dim", type=int, default=128, show_default=True, help="With --explain.")
+@click.option("--group", type=int, default=4, show_default=True, help="With --explain: query heads a KV head.")
+@click.option("--page-size", type=int, default=16, show_default=True, help="With --explain.")
+def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size: int) -> int:
     """Print what was found: toolchain, CPU and its target, GPUs, cache folder."""
-    from paged_kv.doctor import collect, render
+    from paged_kv.doctor import collect, explain_kernels, render
 
+    for name, value in (("--group", group), ("--page-size", page_size)):
+        if value < 1:
+            raise ContractError(f"{name} must be at least 1, not {value}")
+    if head_dim % 8 or not 8 <= head_dim <= 512:
+        raise ContractError(f"--head-dim must be a multiple of 8 from 8 to 512, not {head_dim}")
     report = collect()
     click.echo(render(report))
+    if explain:
+        devices = report.architectures if arch is None else [arch]
+        click.echo(explain_kernels(devices, head_dim, group, page_size))
     return report.exit_status
 
 

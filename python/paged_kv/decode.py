@@ -2,10 +2,11 @@
 
 Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension, L tokens of one request.
 
-Arrays are torch, NumPy (`ml_dtypes` for bfloat16 and float8), JAX or MAX arrays in the memory of the CPU; they come in
-without a copy, and results have the kind of `q`. Queries are float32, float16 or bfloat16; K and V have the dtype of
-the queries, or are float8_e4m3fn or float8_e5m2 under any of the three. Scores, softmax and sums are float32 whatever
-the storage. D is a multiple of 8 up to 512; every group size Hq / Hk and every page_size is supported.
+Arrays are torch, NumPy (`ml_dtypes` for bfloat16 and float8), JAX or MAX arrays in the memory of the CPU, or torch and
+MAX arrays on one GPU (`paged_kv.gpu`); they come in without a copy, and results have the kind of `q` and lie beside it.
+Queries are float32, float16 or bfloat16; K and V have the dtype of the queries, or are float8_e4m3fn or float8_e5m2
+under any of the three. Scores, softmax and sums are float32 whatever the storage. D is a multiple of 8 up to 512; every
+group size Hq / Hk and every page_size is supported. On a GPU, ROPE_LLAMA is not.
 
 Errors are `ContractTypeError` (a TypeError) for types and dtypes, and `ShapeError`, `PageTableError` and
 `ContractError` (ValueErrors) for the rest; whenever one is raised, nothing was written.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paged_kv import gpu
 from paged_kv.arrays import as_numpy, check_storage, like
 from paged_kv.attend import Attention, Problem, attention_options, check_layout
 from paged_kv.errors import ContractTypeError, ShapeError
@@ -71,17 +73,22 @@ def single_decode_with_kv_cache(
         ContractError: another value is out of range.
     """
     del use_tensor_cores
-    query = as_numpy(q, "q")
+    place = gpu.place_of(q=q, k=k, v=v)
+    read: Any = as_numpy if place is None else gpu.to_tensor
+    query = read(q, "q")
     if query.ndim != 2:
         raise ShapeError(f"q: shape {list(query.shape)}, expected [num_qo_heads, head_dim]")
     check_layout(kv_layout)
-    keys, values = as_numpy(k, "k"), as_numpy(v, "v")
+    keys, values = read(k, "k"), read(v, "v")
     for array, name in ((keys, "k"), (values, "v")):
-        check_storage(array, name, 3, writable=False)
+        if place is None:
+            check_storage(array, name, 3, writable=False)
+        else:
+            gpu.check_storage(array, name, 3)
     if values.shape != keys.shape:
         raise ShapeError(f"v: shape {list(values.shape)} differs from k's {list(keys.shape)}")
     if values.dtype != keys.dtype:
-        raise ContractTypeError(f"v: dtype {values.dtype.name} differs from k's {keys.dtype.name}")
+        raise ContractTypeError(f"v: dtype {values.dtype} differs from k's {keys.dtype}")
     # One page of all the tokens: [1, L, Hk, D].
     keys, values = (array[None] if kv_layout == "NHD" else array.swapaxes(0, 1)[None] for array in (keys, values))
     if query.shape[0] % max(keys.shape[2], 1):
@@ -97,13 +104,18 @@ def single_decode_with_kv_cache(
             num_kv_heads=keys.shape[2],
             head_dim=query.shape[1],
             page_size=max(length, 1),
-            q_dtype=query.dtype,
-            kv_dtype=keys.dtype,
+            q_dtype=query.dtype if place is None else gpu.numpy_dtype(query, "q"),
+            kv_dtype=keys.dtype if place is None else gpu.numpy_dtype(keys, "k"),
             pos_encoding_mode=pos_encoding_mode,
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
             dtype_names=("q: dtype", "k: dtype"),
         )
     )
-    o, lse = attention.run(query[None], keys, values, Rows.of_one(length), (q_scale, k_scale, v_scale))
+    scales = (q_scale, k_scale, v_scale)
+    if place is not None:
+        results = attention.run_on(place, query[None], keys, values, Rows.of_one(length), scales)
+        found = [gpu.like(q, result.view(result.dtype, result.shape[1:])) for result in results]
+        return (found[0], found[1]) if return_lse else found[0]
+    o, lse = attention.run(query[None], keys, values, Rows.of_one(length), scales)
     result = like(q, o[0])
     return (result, like(q, lse[0])) if return_lse else result

@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, resources
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from paged_kv.cpu_target import CpuInfo, apply_cpu_target
 from paged_kv.folders import cache_folder
+from paged_kv.gpu_kernels import explain
 
 PINNED = {"max": "26.7.0", "mojo": "1.2.0"}
 """The versions that the Mojo sources are written for; pyproject.toml pins the same."""
@@ -40,6 +41,8 @@ class Report:
     default_target: str | None = None
     """What MAX picks when it is not told."""
     gpus: list[str] = field(default_factory=list)
+    architectures: list[str] = field(default_factory=list)
+    """Of the GPUs: "sm_90a", "gfx942", ..."""
     kernels: Path | None = None
     """The folder of the Mojo sources."""
     cache: Path | None = None
@@ -68,7 +71,9 @@ def collect() -> Report:
     report.cache = attempt("cache", cache_folder)
     if report.versions["max"] is not None:
         report.target = attempt("CPU target", apply_cpu_target)
-        report.gpus = attempt("GPU", _gpus) or []
+        found = attempt("GPU", _gpus) or []
+        report.gpus = [name for name, _ in found]
+        report.architectures = [architecture for _, architecture in found]
     if report.versions["mojo"] is not None:
         report.default_target = attempt("mojo", _default_target)
     return report
@@ -94,6 +99,18 @@ def render(report: Report) -> str:
     lines = [f"{name:<10}{value}" for name, value in rows.items()]
     lines += [f"error: {problem}" for problem in report.problems] or ["all is well"]
     return "\n".join(lines)
+
+
+def explain_kernels(architectures: Sequence[str], head_dim: int, group: int, page_size: int) -> str:
+    """Which attention kernel answers, on the CPU and on GPUs of these architectures, for every pair of dtypes."""
+    sizes = f"head_dim {head_dim}, {group} query heads a KV head, pages of {page_size}"
+    blocks = []
+    for architecture in (None, *dict.fromkeys(architectures)):
+        lines = explain(architecture, head_dim, group, page_size)
+        blocks.append(
+            "\n".join([f"\n{architecture or 'cpu'}: attention with {sizes}", *(f"  {line}" for line in lines)])
+        )
+    return "\n".join(blocks)
 
 
 def _cores() -> int:
@@ -126,11 +143,15 @@ def _kernels() -> Path:
     return folder
 
 
-def _gpus() -> list[str]:
+def _gpus() -> list[tuple[str, str]]:
+    """Each GPU in words, and its architecture."""
     from max.driver import Accelerator, accelerator_count
 
     devices = [Accelerator(index) for index in range(accelerator_count())]
-    return [f"{device.model_name} ({device.api}, {device.architecture_name})" for device in devices]
+    return [
+        (f"{device.model_name} ({device.api}, {device.architecture_name})", device.architecture_name)
+        for device in devices
+    ]
 
 
 def _default_target() -> str | None:

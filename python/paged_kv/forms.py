@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from paged_kv import gpu
 from paged_kv.arrays import as_indices, as_numpy, check_storage, like, overlap, paged_views
+from paged_kv.attend import check_layout
 from paged_kv.checks import KV_NAMES, Indices, PageTable, check_offsets, integer
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
-from paged_kv.moves import write_rows
+from paged_kv.moves import write_rows, write_rows_on
 
 
 def append_at(
@@ -23,10 +25,59 @@ def append_at(
     kv_last_page_len: Any,
     kv_layout: str = "NHD",
 ) -> None:
+    place = gpu.place_of(append_key=append_key, append_value=append_value, paged_kv_cache=paged_kv_cache)
+    if place is not None:
+        table_arrays = (kv_indptr, kv_indices, kv_last_page_len)
+        arrays = (append_key, append_value, batch_indices, positions, paged_kv_cache)
+        _append_on_gpu(place, *arrays, table_arrays, kv_layout)
+        return
     k_view, v_view = paged_views(paged_kv_cache, kv_layout, writable=True)
     table = PageTable.of(kv_indptr, kv_indices, kv_last_page_len, k_view.shape[1], KV_NAMES)
     rows = check_rows(append_key, append_value, k_view, v_view, ("append_key", "append_value"))
     _write(rows, k_view, v_view, table, *_row_indices(batch_indices, positions, len(rows[0])))
+
+
+def _append_on_gpu(
+    place: gpu.Place,
+    append_key: Any,
+    append_value: Any,
+    batch_indices: Any,
+    positions: Any,
+    paged_kv_cache: Any,
+    table_arrays: tuple[Any, Any, Any],
+    kv_layout: str,
+) -> None:
+    """Form 1 on a GPU: with indices on the host as ever, or all of them on the GPU, where they stay unread."""
+    check_layout(kv_layout)
+    k_view, v_view = gpu.paged_views(paged_kv_cache, kv_layout)
+    rows = []
+    for name, array, view in (("append_key", append_key, k_view), ("append_value", append_value, v_view)):
+        tensor = gpu.to_tensor(array, name)
+        if tensor.ndim != 3 or tensor.shape[1:] != view.shape[2:]:
+            wanted = ", ".join(map(str, ("N", *view.shape[2:])))
+            raise ShapeError(f"{name} must be [{wanted}] for this cache, its shape is {tuple(tensor.shape)}")
+        if tensor.dtype != view.dtype:
+            raise ContractTypeError(f"{name}: dtype {tensor.dtype}, the cache's is {view.dtype}")
+        rows.append(tensor)
+    if len(rows[1]) != len(rows[0]):
+        raise ShapeError(f"append_value has {len(rows[1])} rows, append_key has {len(rows[0])}")
+    names = ("batch_indices", "positions", *KV_NAMES)
+    indices = (batch_indices, positions, *table_arrays)
+    if gpu.place_of(**dict(zip(names, indices, strict=True))) is None:
+        table = PageTable.of(*table_arrays, k_view.shape[1], KV_NAMES)
+        table.check_pages(len(k_view))
+        pages, slots = table.slots(*_row_indices(batch_indices, positions, len(rows[0])))
+    else:
+        tensors = [gpu.to_tensor(array, name) for array, name in zip(indices, names, strict=True)]
+        for tensor, name in zip(tensors, names, strict=True):
+            if tensor.ndim != 1 or gpu.numpy_dtype(tensor, name).kind not in "iu":
+                raise ContractTypeError(f"{name} must be one-dimensional integers, not {tensor.dtype}{[*tensor.shape]}")
+        for tensor, name in zip(tensors[:2], names, strict=False):
+            if len(tensor) != len(rows[0]):
+                raise ShapeError(f"{name} has {len(tensor)} entries, there are {len(rows[0])} rows to append")
+        batch, at, indptr, page_ids, _ = tensors
+        pages, slots = gpu.row_slots((indptr, page_ids), batch, at, k_view.shape[1], len(k_view))
+    write_rows_on(place, rows[0], rows[1], k_view, v_view, pages, slots)
 
 
 def append_last(

@@ -5,13 +5,15 @@ What is passed here was checked (`paged_kv.checks`); NumPy views go in and come 
 
 from __future__ import annotations
 
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from max.driver import Buffer
 from max.dtype import DType
 
+from paged_kv import gpu
 from paged_kv.arrays import cache_operands, to_buffer, to_numpy
 from paged_kv.checks import Indices
 from paged_kv.runtime import Variant, default_runtime
@@ -49,6 +51,41 @@ def write_rows(
         to_buffer(slots),
         *_storage(k_view, v_view, pages.view(np.uint32)[:, None]),
     )
+
+
+def write_rows_on(place: gpu.Place, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, pages: Any, slots: Any) -> None:
+    """`write_rows` on a GPU, over torch tensors there; `pages` and `slots` are host arrays, or int32 tensors there.
+
+    Enqueued in the order of torch's current stream, not waited for.
+    """
+    if not k_rows.numel() or not len(pages):
+        return
+    torch = import_module("torch")
+    raw = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[k_view.element_size()]
+    bits = _BITS[k_view.element_size()]
+    if isinstance(pages, np.ndarray):
+        batch = np.where(pages < 0, np.int32(-1), np.arange(len(pages), dtype=np.int32))
+        host = [to_buffer(array) for array in (batch, np.array(slots), np.array(pages.view(np.uint32)[:, None]))]
+    else:
+        numbers = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
+        device = [torch.where(pages < 0, -1, numbers).int(), slots, pages.view(torch.uint32)[:, None]]
+    rows = [tensor.contiguous().view(raw) for tensor in (k_rows, v_rows)]
+    with place.ordered():
+        if isinstance(pages, np.ndarray):
+            batch_indices, positions, table = (place.upload(buffer) for buffer in host)
+        else:
+            batch_indices, positions, table = (gpu.tensor_buffer(tensor) for tensor in device)
+        k_blocks, v_blocks, view = gpu.cache_operands(k_view.view(raw), v_view.view(raw))
+        place.runtime.execute(
+            Variant("append", bits, bits),
+            *(gpu.tensor_buffer(tensor) for tensor in rows),
+            batch_indices,
+            positions,
+            k_blocks,
+            v_blocks,
+            table,
+            view,
+        )
 
 
 def read_rows(

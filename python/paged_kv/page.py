@@ -6,6 +6,10 @@ NHD `[pages, 2, page_size, Hk, D]` or HND `[pages, 2, Hk, page_size, D]`, or a t
 2; its last stride is 1, the others are free. Everything is checked before anything is written, so an error leaves all
 arrays as they were.
 
+`append_paged_kv_cache` in its first form also takes rows and a cache on a GPU (torch or MAX arrays). The five index
+arrays then lie on the host, checked as ever, or on that GPU, where reading them would mean to wait: there a row without
+a place in the table is skipped, and of two rows for one slot the last wins.
+
 A page table comes in one of two forms:
 
 * CSR: request b owns the pages `kv_indices[kv_indptr[b] : kv_indptr[b + 1]]`; `kv_last_page_len[b]`, from 1 to

@@ -5,7 +5,8 @@ Letters in shapes: B requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from max.driver import Buffer
 from paged_kv.arrays import as_numpy, to_buffer
 from paged_kv.checks import PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from paged_kv.gpu import Place, device_index, numpy_dtype, place_of, to_tensor
 
 _BUFFER_NAMES = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
 _INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
@@ -33,7 +35,8 @@ class Rows:
     highest_page: int
     """-1 where no page is used. A negative id counts as its unsigned reading: no pool is that large."""
     operands: tuple[Buffer, Buffer, Buffer]
-    """row_batch, row_lengths and lookup_table as the op takes them."""
+    """row_batch, row_lengths and lookup_table as the op takes them, on the host."""
+    _uploaded: dict[Place, tuple[Buffer, ...]] = field(default_factory=dict)
 
     @staticmethod
     def of(table: PageTable) -> Rows:
@@ -60,6 +63,13 @@ class Rows:
         operands = (to_buffer(row_batch), to_buffer(lengths), to_buffer(lookup_table))
         return Rows(lengths, num_pages, lookup_table, highest_page, operands)
 
+    def on(self, place: Place) -> tuple[Buffer, Buffer, Buffer]:
+        """`operands` in the memory of a device: copied there once, which waits for nothing."""
+        if place not in self._uploaded:
+            self._uploaded[place] = tuple(place.upload(operand) for operand in self.operands)
+        row_batch, row_lengths, lookup_table = self._uploaded[place]
+        return row_batch, row_lengths, lookup_table
+
     @property
     def batch(self) -> int:
         """B."""
@@ -84,6 +94,9 @@ class Rows:
 class FixedTable:
     """A page table in three arrays of the user's: written by `plan`, read by every `run`.
 
+    Arrays in a GPU's memory are written by `plan` alone: reading them would wait for the device, so `run` uses the
+    table that was planned last, and what is written to them in between does not count.
+
     Args:
         indptr: `[B + 1]`.
         indices: Long enough for the most page indices there will be.
@@ -96,6 +109,8 @@ class FixedTable:
     """
 
     def __init__(self, indptr: Any, indices: Any, last_page_len: Any) -> None:
+        self._place = place_of(**dict(zip(_BUFFER_NAMES, (indptr, indices, last_page_len), strict=True)))
+        self._planned: Rows | None = None
         self._indptr = _index_buffer(indptr, _BUFFER_NAMES[0])
         self._indices = _index_buffer(indices, _BUFFER_NAMES[1])
         self._last_page_len = _index_buffer(last_page_len, _BUFFER_NAMES[2])
@@ -117,9 +132,16 @@ class FixedTable:
         used = len(table.used_indices)
         if used > len(self._indices):
             raise ShapeError(f"indices: {used} page ids, paged_kv_indices_buffer holds {len(self._indices)}")
-        self._indptr[:] = table.indptr
-        self._indices[:used] = table.used_indices
-        self._last_page_len[:] = table.last_page_len
+        buffers = (self._indptr, self._indices[:used], self._last_page_len)
+        arrays = (table.indptr, table.used_indices, table.last_page_len)
+        if self._place is None:
+            for buffer, array in zip(buffers, arrays, strict=True):
+                buffer[:] = array
+            return
+        self._planned = Rows.of(table)
+        torch = sys.modules["torch"]
+        for buffer, array in zip(buffers, arrays, strict=True):
+            buffer.copy_(torch.from_numpy(np.array(array)))
 
     def rows(self, page_size: int) -> Rows:
         """The rows of what the arrays hold now.
@@ -127,18 +149,24 @@ class FixedTable:
         Raises:
             PageTableError: that is no consistent page table.
         """
+        if self._place is not None:
+            if self._planned is None:
+                raise ContractError("run: nothing is planned, call plan first")
+            return self._planned
         return Rows.of(PageTable.of(self._indptr, self._indices, self._last_page_len, page_size, _BUFFER_NAMES))
 
 
-def _index_buffer(array: Any, name: str) -> npt.NDArray[Any]:
-    """A writable view of one of the user's arrays."""
+def _index_buffer(array: Any, name: str) -> Any:
+    """A writable view of one of the user's arrays: NumPy's, or on a GPU torch's."""
     if array is None:
         raise ContractError(f"{name} is needed where the page table lives in buffers (use_cuda_graph=True)")
-    view = as_numpy(array, name)
-    if view.dtype not in _INDEX_DTYPES:
-        raise ContractTypeError(f"{name}: dtype {view.dtype.name}, expected int32 or int64")
+    on_gpu = device_index(array) is not None
+    view: Any = to_tensor(array, name) if on_gpu else as_numpy(array, name)
+    dtype = numpy_dtype(view, name) if on_gpu else view.dtype
+    if dtype not in _INDEX_DTYPES:
+        raise ContractTypeError(f"{name}: dtype {dtype.name}, expected int32 or int64")
     if view.ndim != 1:
         raise ShapeError(f"{name}: shape {list(view.shape)}, expected one dimension")
-    if not view.flags.writeable:
+    if not on_gpu and not view.flags.writeable:
         raise ContractError(f"{name} is read-only, and plan writes to it")
     return view

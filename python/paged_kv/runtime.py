@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from max.driver import CPU, Buffer
+from max.driver import CPU, Accelerator, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
@@ -50,17 +50,19 @@ class Variant:
         """The variants that are compiled along with this one: append and gather go together."""
         return [self] if self.op == "attention" else [replace(self, op="append"), replace(self, op="gather")]
 
-    def build(self, module: Module) -> None:
-        """Adds this variant's graph to `module`.
+    def build(self, module: Module, device: DeviceRef | None = None) -> None:
+        """Adds this variant's graph to `module`, for the CPU where no device is given.
 
         Its inputs, in order: the rows (attention: q, row_batch, row_lengths; append: k, v, batch_indices,
         positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
         then k_blocks, v_blocks, lookup_table, view, and for attention alibi_slopes, sinks, window_left, options.
+        `view`, `window_left` and `options` lie on the host, all else on the device.
         """
-        cpu = DeviceRef.CPU()
+        host = DeviceRef.CPU()
+        place = device or host
 
-        def tensor(dtype: DType, *shape: str | int) -> TensorType:
-            return TensorType(dtype, list(shape), cpu)
+        def tensor(dtype: DType, *shape: str | int, on: DeviceRef = place) -> TensorType:
+            return TensorType(dtype, list(shape), on)
 
         rows: list[TensorType] = {
             "append": [
@@ -73,16 +75,16 @@ class Variant:
             "attention": [tensor(self.dtype, "R", "Hq", "D"), tensor(DType.int32, "R"), tensor(DType.int32, "R")],
         }[self.op]
         storage: list[Type[Any]] = [
-            BufferType(self.kv_dtype, ["k_elements"], cpu),
-            BufferType(self.kv_dtype, ["v_elements"], cpu),
+            BufferType(self.kv_dtype, ["k_elements"], place),
+            BufferType(self.kv_dtype, ["v_elements"], place),
             tensor(DType.uint32, "B", "pages_per_request"),
-            tensor(DType.int64, 12),
+            tensor(DType.int64, 12, on=host),
         ]
         options = [
             tensor(DType.float32, "slopes"),
             tensor(DType.float32, "sinks"),
-            tensor(DType.int32),
-            tensor(DType.float32, 5),
+            tensor(DType.int32, on=host),
+            tensor(DType.float32, 5, on=host),
         ]
         types: list[Type[Any]] = [*rows, *storage, *(options if self.op == "attention" else [])]
         with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
@@ -106,11 +108,23 @@ class Variant:
 
 
 class Runtime:
-    """The process's MAX session on the CPU, and the variants loaded in it."""
+    """A MAX session on the CPU or on a GPU, and the variants loaded in it.
 
-    def __init__(self) -> None:
+    Args:
+        gpu: The number of the GPU; None for the CPU.
+    """
+
+    def __init__(self, gpu: int | None = None) -> None:
         apply_cpu_target()
-        self.session = InferenceSession(devices=[CPU()])
+        self._device: DeviceRef | None = None
+        self._architecture = ""
+        if gpu is None:
+            self.session = InferenceSession(devices=[CPU()])
+        else:
+            accelerator = Accelerator(gpu)
+            self._device = DeviceRef.GPU(gpu)
+            self._architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
+            self.session = InferenceSession(devices=[CPU(), accelerator])
         self._models: dict[Variant, Model] = {}
 
     def load(self, variants: Iterable[Variant]) -> None:
@@ -123,12 +137,12 @@ class Runtime:
 
         def build(module: Module, names: Sequence[str]) -> None:
             for name in names:
-                by_name[name].build(module)
+                by_name[name].build(module, self._device)
 
         words = ", ".join(str(variant) for variant in missing)
         models = load_graphs(
             self.session,
-            {name: name for name in by_name},
+            {name: f"{name} {self._architecture}".strip() for name in by_name},
             build,
             on_compile=lambda: _announce(f"paged-kv: compiling {words}: about 25 s, once on this machine"),
         )
@@ -148,6 +162,11 @@ def _announce(line: str) -> None:
 
 
 @cache
+def runtime_on(gpu: int | None) -> Runtime:
+    """The one runtime of this process on a GPU, or on the CPU."""
+    return Runtime(gpu)
+
+
 def default_runtime() -> Runtime:
-    """The one runtime of this process."""
-    return Runtime()
+    """The one runtime of this process on the CPU."""
+    return runtime_on(None)

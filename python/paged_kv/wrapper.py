@@ -7,10 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from paged_kv import gpu
 from paged_kv.arrays import as_numpy, dtype_of, like, paged_views
-from paged_kv.attend import Attention, Problem, Scales, attention_options, check_layout, writable
+from paged_kv.attend import (
+    Attention,
+    Problem,
+    Scales,
+    attention_options,
+    check_layout,
+    writable,
+    writable_on_gpu,
+)
 from paged_kv.checks import PageTable
-from paged_kv.errors import ContractError
+from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.rows import FixedTable, Rows
 
 
@@ -18,7 +27,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     """Attention of one query token a request over a paged KV cache: `plan` once, `run` for every layer.
 
     Args:
-        float_workspace_buffer: Accepted, not kept: the CPU needs none. May be None.
+        float_workspace_buffer: Accepted, not kept: the kernels take what they need from MAX. May be None.
         kv_layout: "NHD" or "HND", of the caches that `run` gets.
         use_cuda_graph: Keeps the page table in the three buffers below, of whatever kind: the batch is then fixed,
             `plan` copies into them and `run` reads them again each time, so that changes made to them in place count.
@@ -88,6 +97,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> None:
         """Fixes the requests and everything else that the runs to come share. The arrays are copied.
 
+        Give the page table as arrays on the host, for a cache on a GPU too: it is checked, and its tables are made,
+        there; a run copies them to the device once and reads nothing back. Arrays on a GPU are refused here, since
+        reading them would wait for the device: `indptr.cpu()` says that the wait is meant.
+
         Args:
             indptr: `[B + 1]`, from 0: request b owns `indices[indptr[b]:indptr[b + 1]]`. Any integer dtype.
             indices: `[indptr[B]]` page ids.
@@ -129,6 +142,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             pos_encoding_mode=pos_encoding_mode,
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
         )
+        for name, array in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+            if gpu.device_index(array) is not None:
+                raise ContractTypeError(f"{name} is on a GPU: plan takes the page table on the host ({name}.cpu())")
         table = PageTable.of(indptr, indices, last_page_len, page_size)
         attention = Attention(problem)
         if self._fixed is None:
@@ -241,7 +257,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         sinks: Any = None,
     ) -> Any:
         problem = attention.problem
+        place = gpu.place_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
         rows = self._rows if self._fixed is None else self._fixed.rows(problem.page_size)
+        if place is not None:
+            return self._run_on(place, attention, rows, q, paged_kv_cache, scales, return_lse, out, lse, sinks)
         queries = as_numpy(q, "q")
         k, v = paged_views(paged_kv_cache, self._kv_layout)
         shape = (rows.batch, problem.num_qo_heads, problem.head_dim)
@@ -256,6 +275,39 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if not return_lse:
             return o
         return o, like(q, sums) if lse is None else lse
+
+    def _run_on(
+        self,
+        place: gpu.Place,
+        attention: Attention,
+        rows: Rows,
+        q: Any,
+        paged_kv_cache: Any,
+        scales: Scales,
+        return_lse: bool,
+        out: Any,
+        lse: Any,
+        sinks: Any,
+    ) -> Any:
+        """`_run` on a GPU: nothing is read back, so page ids and lengths are those of the plan."""
+        problem = attention.problem
+        shape = (rows.batch, problem.num_qo_heads, problem.head_dim)
+        targets = [
+            None if array is None else writable_on_gpu(name, array, of, dtype)
+            for name, array, of, dtype in (
+                ("out", out, shape, problem.q_dtype),
+                ("lse", lse, shape[:2], np.dtype(np.float32)),
+            )
+        ]
+        queries = gpu.to_tensor(q, "q")
+        k, v = gpu.paged_views(paged_kv_cache, self._kv_layout)
+        results = attention.run_on(place, queries, k, v, rows, scales, sinks)
+        given: list[Any] = []
+        for target, array, result in zip(targets, (out, lse), results, strict=True):
+            if target is not None:
+                target.copy_(gpu.to_tensor(result, "result"))
+            given.append(gpu.like(q, result) if array is None else array)
+        return (given[0], given[1]) if return_lse else given[0]
 
     def __repr__(self) -> str:
         facts = [self._kv_layout]

@@ -2,7 +2,9 @@
 
 from std.utils import IndexList
 
-from mojo_ops.kv_cache import PagedKVCache
+from mojo_ops.decode_gpu import DeviceCache, Pages
+from mojo_ops.decode_rows import DecodeRows
+from mojo_ops.kv_cache import PagedKVCache, TablePointer
 from mojo_ops.storage import PageStrides, page_shape
 
 
@@ -13,6 +15,39 @@ def untracked[T: ImplicitlyCopyable](list: List[T]) -> Pointer[T, ImmUntrackedOr
 
 def untracked_mutable[T: ImplicitlyCopyable](mut list: List[T]) -> Pointer[T, MutUntrackedOrigin]:
     return list.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
+
+
+def pages_of(table: TablePointer, num_pages: Int, page_size: Int) -> Pages:
+    """The page table of one row, as a GPU kernel reads it; `table` has to outlive it."""
+    comptime Cache = DeviceCache[DType.bfloat16]
+    var row_batch = List[Int32](length=1, fill=0)
+    var nothing = List[Float32](length=1, fill=0)
+    var numbers = untracked_mutable(nothing)
+    var rows = DecodeRows[DType.bfloat16](
+        numbers.unsafe_bitcast[BFloat16](),
+        numbers.unsafe_bitcast[BFloat16](),
+        numbers,
+        untracked(row_batch),
+        untracked(row_batch),
+        untracked(nothing),
+        untracked(nothing),
+        num_rows=1,
+        num_heads=1,
+        head_dim=64,
+        batch=1,
+        capacity=1,
+        window_left=-1,
+        scale=1,
+        soft_cap=0,
+        v_scale=1,
+        has_alibi=0,
+        has_sinks=0,
+    )
+    var shape = IndexList[4](num_pages, page_size, 1, 64)
+    var cache = Cache(numbers.unsafe_bitcast[BFloat16](), shape, PageStrides(0, 64, 64, 64), table, 1, 1)
+    var pages = Pages(0, rows, cache)
+    _ = (row_batch^, nothing^)
+    return pages
 
 
 @fieldwise_init

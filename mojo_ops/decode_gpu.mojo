@@ -1,0 +1,337 @@
+"""Attention on any GPU: vector loads, warp shuffles, float32 arithmetic. The fallback, and the measure of the others.
+
+A CTA serves one item of the schedule for one KV head and up to `HEADS` query heads of its group, which share every
+load of K and V. Its threads form teams of `LANES` lanes: a team takes one token at a time, each lane 16 bytes of its
+head (8 of a float8 head), and keeps a softmax state of its own. The teams' states meet in shared memory at the end.
+"""
+
+from std.math import ceildiv, exp2
+from std.memory import bitcast, unsafe_stack_allocation
+from std.sys import size_of
+from std.utils import StaticTuple
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, WARP_SIZE, barrier, block_idx, thread_idx
+from max.gpu.host import DeviceContext
+from max.gpu.memory import AddressSpace
+from max.gpu.primitives import warp
+from layout import UNKNOWN_VALUE
+
+from .combine import enqueue_combine, weight
+from .decode_rows import DecodeRows, NOT_A_NUMBER
+from .kv_cache import KVCacheStaticParams, PagedKVCache
+from .schedule import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
+from .softmax import MINUS_INFINITY
+from .work import INVALID, NO_ROW, WHOLE, WorkBounds
+
+comptime THREADS = 128
+comptime DeviceCache[dtype: DType] = PagedKVCache[
+    dtype, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE
+]
+
+
+def vector_width[kv_dtype: DType]() -> Int:
+    """Elements that a lane loads at once: 16 bytes, 8 of float8; head_dim is a multiple of it."""
+    return 4 if size_of[kv_dtype]() == 4 else 8
+
+
+def attend_plain[
+    dtype: DType, kv_dtype: DType, //
+](
+    ctx: DeviceContext,
+    rows: DecodeRows[dtype],
+    k: DeviceCache[kv_dtype],
+    v: DeviceCache[kv_dtype],
+    batch_invariant: Bool,
+) raises:
+    """Enqueues attention of every row over the pages of its request; the host waits for nothing.
+
+    Shapes were checked. Lengths, requests and page ids are the device's business (`README.md`).
+    """
+    check_alignment("k_blocks", k)
+    check_alignment("v_blocks", v)
+    if rows.num_rows == 0 or rows.num_heads == 0:
+        return
+    var dim = Int(rows.head_dim)
+    var group = Int(rows.num_heads) // k.num_heads()
+    # The kernel for the next larger head_dim, and for the least number of heads that holds the group.
+    if dim <= 64:
+        launch_for_group[64](ctx, rows, k, v, group, batch_invariant)
+    elif dim <= 128:
+        launch_for_group[128](ctx, rows, k, v, group, batch_invariant)
+    elif dim <= 256:
+        launch_for_group[256](ctx, rows, k, v, group, batch_invariant)
+    else:
+        launch_for_group[512](ctx, rows, k, v, group, batch_invariant)
+
+
+def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DeviceCache[kv_dtype]) raises:
+    """Refuses storage that vector loads cannot read: every head has to begin at a multiple of one load."""
+    comptime bytes = vector_width[kv_dtype]() * size_of[kv_dtype]()
+    var strides = cache.strides()
+    for elements in [strides.page, strides.slot, strides.head]:
+        if elements * size_of[kv_dtype]() % bytes != 0:
+            raise Error(what, ": a stride of ", elements, " elements is no multiple of ", bytes, " bytes")
+    if Int(cache.blocks.ptr) % bytes != 0:
+        raise Error(what, ": its address ", Int(cache.blocks.ptr), " is no multiple of ", bytes, " bytes")
+
+
+def launch_for_group[
+    dtype: DType, kv_dtype: DType, //, DIM: Int
+](
+    ctx: DeviceContext,
+    rows: DecodeRows[dtype],
+    k: DeviceCache[kv_dtype],
+    v: DeviceCache[kv_dtype],
+    group: Int,
+    batch_invariant: Bool,
+) raises:
+    # HEADS * DIM bounds the registers: 64 numbers each for the queries and the sums of a lane.
+    comptime most = 4 if DIM > 256 else 8
+    if group == 1:
+        launch[DIM, 1](ctx, rows, k, v, group, batch_invariant)
+    elif group <= 4:
+        launch[DIM, 4](ctx, rows, k, v, group, batch_invariant)
+    else:
+        launch[DIM, most](ctx, rows, k, v, group, batch_invariant)
+
+
+def launch[
+    dtype: DType, kv_dtype: DType, //, DIM: Int, HEADS: Int
+](
+    ctx: DeviceContext,
+    rows: DecodeRows[dtype],
+    k: DeviceCache[kv_dtype],
+    v: DeviceCache[kv_dtype],
+    group: Int,
+    batch_invariant: Bool,
+) raises:
+    var parts = ceildiv(group, HEADS)
+    var bounds = WorkBounds.of(
+        Int(rows.num_rows), Int(rows.capacity), k.num_heads() * parts, multiprocessors(ctx), batch_invariant
+    )
+    var workspace = Workspace(ctx, bounds, Int(rows.num_heads), Int(rows.head_dim))
+    var work = workspace.work()
+    var partials = workspace.partials()
+    enqueue_schedule(ctx, rows, work)
+    comptime kernel = attend_items[dtype, kv_dtype, DIM, HEADS]
+    ctx.enqueue_function[kernel](
+        rows, k, v, work, partials, grid_dim=(bounds.items, k.num_heads(), parts), block_dim=THREADS
+    )
+    enqueue_combine(ctx, rows, work, partials)
+    _ = workspace^
+
+
+struct Team[kv_dtype: DType, DIM: Int, HEADS: Int]:
+    """The numbers that shape the kernel."""
+
+    comptime WIDTH = vector_width[Self.kv_dtype]()
+    comptime LANES = min(WARP_SIZE, Self.DIM // Self.WIDTH)
+    """Lanes of a team: they hold one head of one token."""
+    comptime PARTS = Self.DIM // (Self.WIDTH * Self.LANES)
+    """Vectors that a lane holds of it."""
+    comptime TEAMS = THREADS // Self.LANES
+    comptime TOKENS = 4 if Self.HEADS * Self.WIDTH * Self.PARTS <= 32 else 2
+    """Tokens that a team loads at once, to have many loads in flight."""
+
+
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
+def attend_items[
+    dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int
+](rows: DecodeRows[dtype], k: DeviceCache[kv_dtype], v: DeviceCache[kv_dtype], work: WorkList, partials: Partials,):
+    """One item for KV head `block_idx.y` and heads `[HEADS * block_idx.z, ...)` of its group."""
+    comptime Shape = Team[kv_dtype, DIM, HEADS]
+    comptime WIDTH = Shape.WIDTH
+    comptime LANES = Shape.LANES
+    comptime PARTS = Shape.PARTS
+    comptime TEAMS = Shape.TEAMS
+    comptime TOKENS = Shape.TOKENS
+    comptime Vector = SIMD[DType.float32, WIDTH]
+
+    var item = work.item(Int(block_idx.x))
+    if item.row == NO_ROW:
+        return
+    var group = rows.num_heads // Int32(k.num_heads())
+    var kv_head = Int32(block_idx.y)
+    var first_of_part = Int32(Int(block_idx.z) * HEADS)
+    var heads = min(Int32(HEADS), group - first_of_part)
+    var first_head = kv_head * group + first_of_part
+    var team = Int32(thread_idx.x // LANES)
+    var lane = Int32(thread_idx.x % LANES)
+
+    var q = Array[Vector, HEADS * PARTS](fill=0)  # [HEADS, PARTS]
+    var acc = Array[Vector, HEADS * PARTS](fill=0)
+    var slope = Array[Float32, HEADS](fill=0)
+    var greatest = Array[Float32, HEADS](fill=MINUS_INFINITY)
+    var total = Array[Float32, HEADS](fill=NOT_A_NUMBER if item.end == INVALID else 0)
+    comptime for h in range(HEADS):
+        if h < Int(heads):
+            slope[h] = rows.slope(first_head + Int32(h))
+            comptime for p in range(PARTS):
+                var dim = (Int32(p * LANES) + lane) * Int32(WIDTH)
+                if dim < rows.head_dim:
+                    q[h * PARTS + p] = load[WIDTH](rows.q, rows.element(item.row, first_head + Int32(h), dim))
+
+    var pages = Pages(item.row, rows, k)
+    # The same number of steps in every team: lanes of one warp shuffle together.
+    for base in range(item.begin, item.end, Int32(TEAMS * TOKENS)):
+        # All loads of a step come first.
+        var keys = Array[SIMD[kv_dtype, WIDTH], TOKENS * PARTS](fill=0)  # [TOKENS, PARTS]
+        var values = Array[SIMD[kv_dtype, WIDTH], TOKENS * PARTS](fill=0)
+        var missing = Array[Float32, TOKENS](fill=0)
+        comptime for t in range(TOKENS):
+            var token = base + Int32(t * TEAMS) + team
+            if token < item.end:
+                var place = pages.place(token)
+                if place.page < 0:
+                    missing[t] = NOT_A_NUMBER
+                else:
+                    var k_at = k.offset(Int(place.page), Int(place.slot), Int(kv_head))
+                    var v_at = v.offset(Int(place.page), Int(place.slot), Int(kv_head))
+                    comptime for p in range(PARTS):
+                        var dim = (Int32(p * LANES) + lane) * Int32(WIDTH)
+                        if dim < rows.head_dim:
+                            keys[t * PARTS + p] = load_raw[WIDTH](k.blocks.ptr, k_at + Int(dim))
+                            values[t * PARTS + p] = load_raw[WIDTH](v.blocks.ptr, v_at + Int(dim))
+
+        var scores = Array[Float32, TOKENS * HEADS](fill=0)  # [TOKENS, HEADS]
+        comptime for t in range(TOKENS):
+            comptime for p in range(PARTS):
+                var key = widen(keys[t * PARTS + p])
+                comptime for h in range(HEADS):
+                    comptime for i in range(WIDTH):
+                        scores[t * HEADS + h] = q[h * PARTS + p][i].fma(key[i], scores[t * HEADS + h])
+        comptime for t in range(TOKENS):
+            var token = base + Int32(t * TEAMS) + team
+            comptime for h in range(HEADS):
+                var dot = sum_of_team[LANES](scores[t * HEADS + h]) + missing[t]
+                var score = rows.score(dot, slope[h], token)
+                scores[t * HEADS + h] = score if token < item.end else MINUS_INFINITY
+
+        comptime for h in range(HEADS):
+            var highest = greatest[h]
+            comptime for t in range(TOKENS):
+                highest = max(highest, scores[t * HEADS + h])
+            # Where no score was seen yet, and none is a number, weights are relative to 0.
+            var reference = highest if highest != MINUS_INFINITY else 0
+            var factor = exp2(greatest[h] - reference)
+            greatest[h] = highest
+            total[h] *= factor
+            comptime for p in range(PARTS):
+                acc[h * PARTS + p] *= factor
+            comptime for t in range(TOKENS):
+                var w = exp2(scores[t * HEADS + h] - reference)
+                scores[t * HEADS + h] = w
+                total[h] += w
+        comptime for t in range(TOKENS):
+            comptime for p in range(PARTS):
+                var value = widen(values[t * PARTS + p])
+                comptime for h in range(HEADS):
+                    acc[h * PARTS + p] = value.fma(Vector(scores[t * HEADS + h]), acc[h * PARTS + p])
+
+    # The teams' results meet: [TEAMS, HEADS, DIM] and [TEAMS, HEADS].
+    var sums = unsafe_stack_allocation[TEAMS * HEADS * DIM, Float32, address_space=AddressSpace.SHARED, alignment=16]()
+    var states = unsafe_stack_allocation[2 * TEAMS * HEADS, Float32, address_space=AddressSpace.SHARED]()
+    comptime for h in range(HEADS):
+        var state = Int(team) * HEADS + h
+        if lane == 0:
+            states[unsafe_offset=2 * state] = greatest[h]
+            states[unsafe_offset=2 * state + 1] = total[h]
+        comptime for p in range(PARTS):
+            var dim = (p * LANES + Int(lane)) * WIDTH
+            sums.unsafe_store[alignment=16](state * DIM + dim, acc[h * PARTS + p])
+    barrier()
+    for i in range(Int(thread_idx.x), Int(heads) * DIM, THREADS):
+        var h, dim = divmod(i, DIM)
+        if dim >= Int(rows.head_dim):
+            continue
+        var head = first_head + Int32(h)
+        var common = MINUS_INFINITY
+        comptime for t in range(TEAMS):
+            common = max(common, states[unsafe_offset=2 * (t * HEADS + h)])
+        var whole = Float32(0)
+        var sum = Float32(0)
+        comptime for t in range(TEAMS):
+            var state = t * HEADS + h
+            var share = weight(states[unsafe_offset=2 * state], common)
+            whole = share.fma(states[unsafe_offset=2 * state + 1], whole)
+            sum = share.fma(sums[unsafe_offset=state * DIM + dim], sum)
+        if item.partial == WHOLE:
+            var factor = rows.finish(item.row, head, common, whole, writes_lse=dim == 0)
+            rows.o.unsafe_store(rows.element(item.row, head, Int32(dim)), (sum * factor).cast[dtype]())
+        else:
+            var state = Int(item.partial) * Int(rows.num_heads) + Int(head)
+            partials.acc.unsafe_store(state * Int(rows.head_dim) + dim, sum)
+            if dim == 0:
+                partials.greatest.unsafe_store(state, common)
+                partials.total.unsafe_store(state, whole)
+
+
+@fieldwise_init
+struct Place(TrivialRegisterPassable):
+    """A token's page, -1 where the table names one outside the pool, and its slot."""
+
+    var page: Int32
+    var slot: Int32
+
+
+struct Pages(TrivialRegisterPassable):
+    """The page table of one row's request."""
+
+    var entries: Pointer[UInt32, ImmUntrackedOrigin]
+    var num_pages: UInt32
+    var page_size: UInt32
+
+    @always_inline
+    def __init__[
+        dtype: DType, kv_dtype: DType, //
+    ](out self, row: Int32, rows: DecodeRows[dtype], cache: DeviceCache[kv_dtype]):
+        var columns = Int(cache.lookup_table.layout.stride[0]().value())
+        self.entries = cache.lookup_table.ptr.unsafe_offset(Int(rows.request(row)) * columns)
+        self.num_pages = UInt32(cache.num_pages())
+        self.page_size = UInt32(cache.slots())
+
+    @always_inline
+    def place(self, token: Int32) -> Place:
+        """Where a token that the row attends to lies."""
+        var column = UInt32(token) // self.page_size
+        var page = self.entries[unsafe_offset=Int(column)]
+        return Place(Int32(page) if page < self.num_pages else -1, Int32(UInt32(token) - column * self.page_size))
+
+
+@always_inline
+def load_raw[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset: Int) -> SIMD[dtype, width]:
+    """One load of up to 16 bytes; `check_alignment` has seen to it that it is aligned."""
+    return source.unsafe_load[width=width, alignment=width * size_of[dtype]()](offset)
+
+
+@always_inline
+def load[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset: Int) -> SIMD[DType.float32, width]:
+    """Float32 of the elements of q, which lie at multiples of 8."""
+    return load_raw[width](source, offset).cast[DType.float32]()
+
+
+@always_inline
+def widen[dtype: DType, width: Int, //](stored: SIMD[dtype, width]) -> SIMD[DType.float32, width]:
+    """Float32 of stored elements; float8 by way of float16, as not every GPU converts it."""
+    comptime if dtype == DType.float8_e5m2:
+        return bitcast[DType.float16, width](bitcast[DType.uint8, width](stored).cast[DType.uint16]() << 8).cast[
+            DType.float32
+        ]()
+    elif dtype == DType.float8_e4m3fn:
+        # seeeemmm -> s0eeeemmm0000000: the exponent bias is 7 there and 15 here.
+        var bits = bitcast[DType.uint8, width](stored).cast[DType.uint16]()
+        var half = bitcast[DType.float16, width](((bits & 0x80) << 8) | ((bits & 0x7F) << 7))
+        var value = half.cast[DType.float32]() * 256
+        return (bits & 0x7F).eq(0x7F).select(type_of(value)(NOT_A_NUMBER), value)
+    else:
+        return stored.cast[DType.float32]()
+
+
+@always_inline
+def sum_of_team[lanes: Int](x: Float32) -> Float32:
+    """The sum over the lanes of a team, the same bits in each of them."""
+    var sum = x
+    comptime for i in range(8):
+        comptime step = lanes >> (i + 1)
+        comptime if step > 0:
+            sum += warp.shuffle_xor(sum, UInt32(step))
+    return sum

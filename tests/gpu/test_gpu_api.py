@@ -1,0 +1,100 @@
+"""The Python API over torch CUDA tensors: results beside the inputs, in the order of the caller's stream."""
+
+import numpy as np
+import pytest
+import torch
+from max.driver import Accelerator, Buffer
+
+from cases import CacheCase, build
+from compare import assert_bits_equal, assert_close, assert_lse_close
+from paged_kv import page, reference
+from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
+from paged_kv.errors import ContractTypeError
+from test_gpu_arrays import csr, storage_of, tensors
+
+CASE = CacheCase((700, 0, 33, 16), 8, 2, 128, 16, rank=5, dtype="bfloat16")
+
+
+def on_gpu(array):
+    return tuple(map(on_gpu, array)) if isinstance(array, tuple) else array.cuda()
+
+
+def numpy(tensor):
+    return tensor.float().cpu().numpy()
+
+
+@pytest.fixture(scope="module")
+def planned():
+    cache = build(CASE)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+    wrapper.plan(*csr(cache), 8, 2, 128, 16, q_data_type="bfloat16")
+    expected = reference.attention(cache.q, *cache.pages, *cache.decode_rows, **cache.storage)
+    return cache, wrapper, expected
+
+
+def test_run(planned):
+    cache, wrapper, expected = planned
+    o, lse = wrapper.run_return_lse(on_gpu(tensors(cache.q)), on_gpu(storage_of(cache)))
+    assert o.device.type == lse.device.type == "cuda"
+    assert o.dtype == torch.bfloat16
+    assert_close(numpy(o), expected[0], rel=1e-2, what="o")
+    assert_lse_close(numpy(lse), expected[1], tol=1e-5, what="lse")
+
+
+def test_out_and_lse_are_written(planned):
+    cache, wrapper, expected = planned
+    q = on_gpu(tensors(cache.q))
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+    assert wrapper.run(q, on_gpu(storage_of(cache)), out=out, lse=lse) is out
+    assert_close(numpy(out), expected[0], rel=1e-2, what="out")
+    assert_lse_close(numpy(lse), expected[1], tol=1e-5, what="lse")
+
+
+def test_work_on_a_side_stream_is_waited_for(planned):
+    """The query is made late on a stream of the caller's, and the result is used there at once."""
+    cache, wrapper, expected = planned
+    paged, ready = on_gpu(storage_of(cache)), on_gpu(tensors(cache.q))
+    q = torch.zeros_like(ready)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        q.copy_(ready)
+        o = wrapper.run(q, paged)
+        doubled = o.float() * 2
+    stream.synchronize()
+    assert_close(doubled.cpu().numpy() / 2, expected[0], rel=1e-2, what="o")
+
+
+def test_single_decode_and_max_buffers():
+    q, k, v = (torch.randn(shape, device="cuda").half() for shape in ((8, 64), (1000, 2, 64), (1000, 2, 64)))
+    found = single_decode_with_kv_cache(q, k, v)
+    expected = single_decode_with_kv_cache(*(array.float().cpu().numpy() for array in (q, k, v)))
+    assert_close(numpy(found), expected, rel=2e-3, what="o")
+    buffer = single_decode_with_kv_cache(Buffer.from_dlpack(q), k, v)
+    assert isinstance(buffer, Buffer)
+    assert buffer.device == Accelerator(0)
+    assert_bits_equal(buffer.to_numpy(), found.cpu().numpy(), what="o of buffers")
+
+
+@pytest.mark.parametrize("indices", ["on the host", "on the GPU"])
+def test_append(indices):
+    rng = np.random.default_rng(1)
+    table = [np.array(array, np.int32) for array in ([4, 1, 0, 5, 2], [0, 2, 2, 5], [4, 0, 1])]
+    batch, positions = np.array([0, 2, -1, 0, 2], np.int32), np.array([7, 8, 0, 0, 5], np.int32)
+    k, v = (rng.standard_normal((5, 2, 8), np.float32) for _ in range(2))
+    expected = np.full((6, 2, 4, 2, 8), np.nan, np.float32)
+    found = torch.from_numpy(expected.copy()).cuda()
+    page.append_paged_kv_cache(k, v, batch, positions, expected, *table)
+    arrays = [batch, positions, *table]
+    if indices == "on the GPU":
+        arrays = [torch.from_numpy(array).cuda() for array in arrays]
+    rows = [torch.from_numpy(array).cuda() for array in (k, v)]
+    page.append_paged_kv_cache(*rows, *arrays[:2], found, *arrays[2:])
+    assert_bits_equal(found.cpu().numpy(), expected, what="the cache")
+
+
+def test_mixed_devices_are_refused(planned):
+    cache, wrapper, _ = planned
+    with pytest.raises(ContractTypeError, match="paged_kv_cache is on the CPU, q is on GPU 0"):
+        wrapper.run(on_gpu(tensors(cache.q)), storage_of(cache))

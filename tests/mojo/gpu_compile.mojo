@@ -1,0 +1,53 @@
+"""The GPU kernels for any GPU, a few of each kind: compiled by tests/test_gpu_compile.py, never run."""
+
+from std.utils import IndexList
+from max.gpu.host import DeviceContext
+
+from mojo_ops.decode_gpu import DeviceCache, launch
+from mojo_ops.decode_rows import DecodeRows
+from mojo_ops.moves_gpu import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
+from mojo_ops.schedule import untracked
+from mojo_ops.storage import PageStrides
+
+
+def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int](ctx: DeviceContext) raises:
+    var memory = ctx.enqueue_create_buffer[DType.float32](1024)
+    var floats = untracked(memory.unsafe_ptr())
+    var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+    var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+    var q = floats.unsafe_bitcast[Scalar[dtype]]()
+    var rows = DecodeRows[dtype](
+        q, q, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, 1, 0, 1, 0, 0
+    )
+    var cache = DeviceCache[kv_dtype](
+        floats.unsafe_bitcast[Scalar[kv_dtype]](),
+        IndexList[4](1, 1, 1, DIM),
+        PageStrides(0, DIM, DIM, DIM),
+        numbers.unsafe_bitcast[UInt32](),
+        1,
+        1,
+    )
+    launch[DIM, HEADS](ctx, rows, cache, cache, HEADS, False)
+    _ = memory^
+
+
+def moves(ctx: DeviceContext) raises:
+    var memory = ctx.enqueue_create_buffer[DType.uint16](1024)
+    var words = untracked(memory.unsafe_ptr())
+    var positions = words.unsafe_bitcast[Int32]()
+    var numbers = positions.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+    var table = numbers.unsafe_bitcast[UInt32]()
+    var cache = DeviceCache[DType.uint16](words, IndexList[4](1, 1, 1, 8), PageStrides(0, 8, 8, 8), table, 1, 1)
+    append_on_gpu(ctx, cache, cache, words, words, numbers, numbers, 1)
+    gather_on_gpu(ctx, cache, cache, words, words, numbers, 1)
+    ragged_rows_on_gpu(ctx, positions, positions, 1, table, table, 1)
+    _ = memory^
+
+
+def main() raises:
+    var ctx = DeviceContext()
+    attention[DType.bfloat16, DType.bfloat16, 128, 8](ctx)
+    attention[DType.float16, DType.float8_e5m2, 64, 4](ctx)
+    attention[DType.bfloat16, DType.float8_e4m3fn, 256, 8](ctx)
+    attention[DType.float32, DType.float32, 512, 4](ctx)
+    moves(ctx)

@@ -1,0 +1,36 @@
+"""Prints the boxes that the Hopper kernel copies, for tests/test_hopper.py to compare with NumPy's indexing.
+
+Its arguments are the number of tokens, then the page table of one request for pages of 8 slots, which serves larger
+pages as well. A line is: page_size begin end first_token_of_the_box slots row_of_the_tile page slot
+"""
+
+from std.sys import argv
+
+from mojo_ops.decode_gpu import Pages
+from mojo_ops.decode_hopper import find_boxes
+from mojo_ops.smem import Box, Tiles
+from support import pages_of, untracked
+
+
+comptime POOL = 1000
+"""Pages of the pool that the ids are drawn from."""
+
+
+def main() raises:
+    var arguments = argv()
+    var tokens = Int(arguments[1])
+    var table = List[UInt32]()
+    for i in range(2, len(arguments)):
+        table.append(UInt32(Int(arguments[i])))
+    for page_size in [8, 16, 24, 48, 64, 96, 128, 256]:
+        var pages = pages_of(untracked(table), POOL, page_size)
+        var box = Box.of_page(page_size)
+        for begin in [0, 1, 17, 63, 64, 200]:
+            for end in [begin + 1, begin + 64, tokens - 1, tokens]:
+                var tiles = Tiles.of(Int32(begin), Int32(end), box)
+                for tile in range(tiles.count):
+                    for lane in range(tiles.wanted(tile).boxes(box)):
+                        var place = find_boxes(tiles, tile, pages, box, lane)
+                        var row = lane << box.bits
+                        print(page_size, begin, end, tiles.token(tile) + row, box.slots(), row, place.page, place.slot)
+    _ = table^

@@ -1,0 +1,173 @@
+"""The GPU's schedule: every token of every row in exactly one item, within the bounds that shapes alone give."""
+
+from std.random import random_si64, seed
+from std.testing import TestSuite, assert_equal, assert_true
+
+from mojo_ops.work import (
+    FIXED_ITEMS,
+    INVALID,
+    MIN_CHUNK_TILES,
+    NO_ROW,
+    RowSplit,
+    RowTokens,
+    TILE,
+    WHOLE,
+    WorkBounds,
+    WorkItem,
+    chunk_tiles,
+    fixed_chunk_tiles,
+)
+
+comptime CAPACITY = 1 << 20
+
+
+def tokens_of(length: Int, window_left: Int = -1) -> RowTokens:
+    return RowTokens.of(0, Int32(length), 1, CAPACITY, Int32(window_left))
+
+
+def plan(rows: List[RowTokens], bounds: WorkBounds) raises -> List[WorkItem]:
+    """What the device computes, one row after the other."""
+    var total = Int32(0)
+    for row in rows:
+        total += row.tiles()
+    var items = List[WorkItem]()
+    var partials = Int32(0)
+    var splits = 0
+    for r in range(len(rows)):
+        var tiles = rows[r].tiles()
+        var longest = fixed_chunk_tiles(tiles) if bounds.batch_invariant else chunk_tiles(total, Int32(bounds.slots))
+        var split = RowSplit.of(rows[r], longest)
+        for i in range(Int(split.count)):
+            items.append(split.item(Int32(r), Int32(i), partials))
+        if split.count > 1:
+            partials += split.count
+            splits += 1
+    assert_true(len(items) <= bounds.items, "items")
+    assert_true(Int(partials) <= bounds.partials, "partials")
+    assert_true(splits <= bounds.splits, "splits")
+    return items^
+
+
+def check(rows: List[RowTokens], bounds: WorkBounds) raises -> List[WorkItem]:
+    """The items of a row join without gap or overlap; only its ends lie inside a tile; partials count up."""
+    var items = plan(rows, bounds)
+    var i = 0
+    var partial = Int32(0)
+    for r in range(len(rows)):
+        var tokens = rows[r]
+        var first = i
+        var at = tokens.begin
+        while i < len(items) and Int(items[i].row) == r:
+            var item = items[i]
+            assert_equal(item.begin, at)
+            assert_true(item.begin == tokens.begin or item.begin % TILE == 0)
+            assert_true(item.end == tokens.end or item.end % TILE == 0)
+            if item.partial != WHOLE:
+                assert_equal(item.partial, partial)
+                assert_true(item.end > item.begin)
+                partial += 1
+            at = item.end
+            i += 1
+        assert_equal(at, tokens.end)
+        assert_true(i > first)
+        assert_equal(i - first == 1, items[first].partial == WHOLE)
+    assert_equal(i, len(items))
+    return items^
+
+
+def bounds_of(rows: Int, batch_invariant: Bool = False, kv_heads: Int = 8) -> WorkBounds:
+    return WorkBounds.of(rows, CAPACITY, kv_heads, 132, batch_invariant)
+
+
+def test_a_row_of_the_table() raises:
+    assert_equal(tokens_of(5).begin, 0)
+    assert_equal(tokens_of(5).end, 5)
+    assert_equal(tokens_of(5, 0).begin, 4)
+    assert_equal(tokens_of(300, 9).begin, 290)
+    assert_equal(tokens_of(300, 9).tiles(), 1)
+    assert_equal(tokens_of(300, 300).begin, 0)
+    assert_equal(tokens_of(CAPACITY).end, CAPACITY)
+
+
+def test_rows_that_the_table_has_not_are_marked() raises:
+    assert_equal(RowTokens.of(-2, 5, 4, 100, -1).end, INVALID)
+    assert_equal(RowTokens.of(4, 5, 4, 100, -1).end, INVALID)
+    assert_equal(RowTokens.of(3, -1, 4, 100, -1).end, INVALID)
+    assert_equal(RowTokens.of(3, 101, 4, 100, -1).end, INVALID)
+    assert_equal(RowTokens.of(3, 100, 4, 100, -1).end, 100)
+    assert_equal(RowTokens.of(4, 5, 4, 100, -1).tiles(), 0)
+
+
+def test_padding_and_empty_rows_are_one_item_without_tokens() raises:
+    for row in [RowTokens.of(-1, 50, 4, 100, -1), RowTokens.of(0, 0, 4, 100, 7)]:
+        var items = check([row], bounds_of(1))
+        assert_equal(len(items), 1)
+        assert_equal(items[0].begin, 0)
+        assert_equal(items[0].end, 0)
+    var items = plan([RowTokens.of(9, 50, 4, 100, -1)], bounds_of(1))
+    assert_equal(items[0].end, INVALID)
+    assert_equal(items[0].partial, WHOLE)
+
+
+def test_edges() raises:
+    for length in [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1, 3 * TILE, 100 * TILE + 1]:
+        for window_left in [-1, 0, 1, TILE, 77 * TILE + 5]:
+            _ = check([tokens_of(length, window_left)], bounds_of(1))
+            _ = check([tokens_of(length, window_left)], bounds_of(1, True))
+
+
+def test_short_rows_stay_whole() raises:
+    assert_equal(len(check([tokens_of(MIN_CHUNK_TILES * TILE)], bounds_of(1))), 1)
+    assert_equal(len(check([tokens_of(MIN_CHUNK_TILES * TILE + 1)], bounds_of(1))), 2)
+
+
+def test_one_long_row_fills_the_device() raises:
+    var items = check([tokens_of(131072)], bounds_of(1))
+    assert_equal(len(items), 64)
+    for item in items:
+        assert_equal(item.end - item.begin, 2048)
+
+
+def test_many_equal_rows_stay_whole() raises:
+    var rows = List[RowTokens](length=256, fill=tokens_of(4096))
+    assert_equal(len(check(rows, bounds_of(256))), 256)
+
+
+def test_random_batches_keep_the_bounds() raises:
+    seed(5)
+    for trial in range(300):
+        var rows = List[RowTokens]()
+        for _ in range(Int(random_si64(0, 40))):
+            var length = Int(random_si64(0, Int64(1) << random_si64(0, 17)))
+            rows.append(tokens_of(length, Int(random_si64(-1, 9000)) if trial % 3 == 0 else -1))
+        var heads = 1 << (trial % 6)
+        _ = check(rows, bounds_of(len(rows), kv_heads=heads))
+        _ = check(rows, bounds_of(len(rows), True, heads))
+
+
+def test_a_fixed_split_depends_on_the_row_alone() raises:
+    var others = List[RowTokens](length=30, fill=tokens_of(70000))
+    for length in [0, 1, 1024, 1025, 8191, 65536, 65537, 1000000]:
+        var alone = check([tokens_of(length)], bounds_of(1, True))
+        assert_true(len(alone) <= FIXED_ITEMS)
+        var rows = others.copy()
+        rows.append(tokens_of(length))
+        var items = check(rows, bounds_of(len(rows), True))
+        for i in range(len(alone)):
+            var item = items[len(items) - len(alone) + i]
+            assert_equal(item.begin, alone[i].begin)
+            assert_equal(item.end, alone[i].end)
+
+
+def test_bounds_need_no_length() raises:
+    var few = WorkBounds.of(1, 16, 8, 132, False)
+    var many = WorkBounds.of(1, 1 << 30, 8, 132, False)
+    assert_equal(few.items, many.items)
+    assert_equal(few.partials, many.partials)
+    assert_equal(WorkBounds.of(7, 1024, 8, 132, True).partials, 0)
+    assert_equal(WorkBounds.of(7, 1025, 8, 132, True).partials, 14)
+    assert_equal(NO_ROW, -1)
+
+
+def main() raises:
+    TestSuite.discover_tests[__functions_in_module()]().run()

@@ -1,0 +1,86 @@
+"""Every GPU variant of the API compiles, without a GPU: by MAX for sm_90a, and by the Mojo compiler for others.
+
+Nothing here is run: what the kernels compute is checked by tests/gpu, where there is a GPU.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cubins import Kernel, kernels
+from paged_kv.gpu_kernels import HOPPER_HEAD_DIMS, PAIRS, Call, choose
+from paged_kv.graphs.ops import BITS
+from test_mojo import ROOT, TESTS, mojo
+
+HOPPER_THREADS = 160  # a producer warp and four consumer warps
+SHARED_BYTES = 227 * 1024
+
+# Shapes that `launch_for_group` in decode_gpu.mojo compiles: (head_dim up to, query heads).
+PLAIN_SHAPES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4, 8) if (dim, heads) != (512, 8)]
+
+
+@pytest.fixture(scope="module")
+def sm90(tmp_path_factory) -> list[Kernel]:
+    """All kernels of the API as MAX compiles them for sm_90a."""
+    folder = tmp_path_factory.mktemp("sm_90a")
+    result = mojo("precompile", ROOT / "mojo_ops", "-o", folder / "mojo_ops.mojoc")
+    assert result.returncode == 0, result.stderr
+    command = [sys.executable, Path(__file__).with_name("compile_gpu.py"), "sm_90a"]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    result = subprocess.run(
+        [*command, folder / "mojo_ops.mojoc", folder / "api.mef"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.strip() == f"{len(PAIRS) + 2 * len(BITS) + 1} graphs"
+    return kernels((folder / "api.mef").read_bytes())
+
+
+def test_every_kernel_of_the_api_is_there(sm90):
+    """As many as the sources instantiate: none is dropped, none falls back to the host."""
+    hopper_pairs = [pair for pair in PAIRS if choose(Call(*pair, 128, 4, 16), "sm_90a").kernel == "decode_hopper"]
+    hopper = len(hopper_pairs) * len(HOPPER_HEAD_DIMS) * 2  # 8 or 16 heads
+    plain = len(PAIRS) * len(PLAIN_SHAPES)
+    schedule_and_combine = 2 * len({q_dtype for q_dtype, _ in PAIRS})
+    moves = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
+    assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper
+    assert len(sm90) == hopper + plain + schedule_and_combine + moves + 1  # ragged_rows
+
+
+def test_no_kernel_spills(sm90):
+    assert [kernel for kernel in sm90 if kernel.stack_bytes] == []
+
+
+def test_kernels_fit_an_sm(sm90):
+    assert max(kernel.registers for kernel in sm90) <= 255
+    assert max(kernel.shared_bytes for kernel in sm90) <= SHARED_BYTES
+
+
+TARGETS = {"sm_80": "ptx", "sm_100a": "ptx", "gfx942": "amdgcn"}
+
+
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_plain_kernels_compile_for(architecture, tmp_path):
+    target = ["--target-accelerator", architecture, "--emit", "asm", "-o", tmp_path / "host.s"]
+    result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / "gpu_compile.mojo")
+    assert result.returncode == 0, result.stderr
+    texts = {path.name: path.read_text() for path in tmp_path.glob(f"*.{TARGETS[architecture]}")}
+    for name, count in (("attend_ite", 4), ("schedule_", 3), ("combine_", 3), ("append_", 2), ("gather_", 2)):
+        assert sum(name in found for found in texts) == count, sorted(texts)
+    for name, text in texts.items():
+        assert architecture in text, name
+    attention = [text for name, text in texts.items() if "attend_ite" in name]
+    if architecture == "gfx942":
+        assert all("global_load_dwordx" in text for text in attention)
+        assert all(".vgpr_spill_count: 0" in text for text in texts.values())
+    else:
+        assert all("ld.global.v" in text or "ld.global.nc.v" in text for text in attention)
+        assert all("shfl.sync.bfly" in text for text in attention)
+        assert not any(".local" in text for text in texts.values())
