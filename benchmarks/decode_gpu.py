@@ -20,6 +20,7 @@ import statistics
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Problem:
         self.num_pages = point.batch * per_request + 1
         page = (point.page_size, point.kv_heads, point.head_dim)
         self.blocks = torch.empty(self.num_pages, 2, *page, device="cuda", dtype=getattr(torch, point.kv_dtype))
-        for chunk in self.blocks.split(4096):  # in pieces: the float32 numbers need room too
+        for chunk in torch.split(self.blocks, 4096):  # in pieces: the float32 numbers need room too
             chunk.copy_(torch.randn(chunk.shape, device="cuda", generator=generator))
         order = torch.randperm(self.num_pages, device="cuda", generator=generator)
         self.table = order[:-1].reshape(point.batch, per_request).int().contiguous()
@@ -116,6 +117,11 @@ class Problem:
                 raise AssertionError(f"{name}: request {request} of {self.point} is off by {off:.2e}")
 
 
+def first_output(model: Any, inputs: list[Any]) -> Any:
+    """Runs a compiled model; its first output."""
+    return model.execute(*inputs)[0]
+
+
 @dataclass
 class System:
     """Something to time: what it does, the stream it does it on, and the result of its last run."""
@@ -129,7 +135,7 @@ class System:
 def max_stream() -> Any:
     """MAX's stream as torch knows it."""
     handle = Accelerator(0).default_queue.native_stream_handle
-    return torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream()
+    return torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream()  # type: ignore[no-untyped-call]
 
 
 class Ours:
@@ -167,7 +173,7 @@ class Ours:
         torch.cuda.synchronize()
         for name, kernel in (("paged-kv", "best"), ("paged-kv plain", "plain")):
             model = self.model(point.dtype, point.kv_dtype, kernel)  # type: ignore[arg-type]
-            yield System(name, lambda model=model: model.execute(*inputs)[0], max_stream(), torch.from_dlpack)
+            yield System(name, partial(first_output, model, inputs), max_stream(), torch.utils.dlpack.from_dlpack)
 
 
 def _build(q_dtype: str, kv_dtype: str, kernel: ops.GpuKernel) -> Any:
@@ -176,7 +182,7 @@ def _build(q_dtype: str, kv_dtype: str, kernel: ops.GpuKernel) -> Any:
     def tensor(dtype: DType, *shape: Any, on: DeviceRef = device) -> TensorType:
         return TensorType(dtype, list(shape), on)
 
-    types = [
+    types: list[TensorType | BufferType] = [
         tensor(DType[q_dtype], "R", "Hq", "D"),
         tensor(DType.int32, "R"),
         tensor(DType.int32, "R"),
@@ -276,7 +282,9 @@ class MaxFlashAttention:
             buffer = to_buffer(array) if isinstance(array, np.ndarray) else gpu.tensor_buffer(array)
             inputs.append(buffer if device.is_cpu() or isinstance(array, torch.Tensor) else buffer.to(Accelerator(0)))
         torch.cuda.synchronize()
-        yield System("MAX (pages of 128)", lambda: model.execute(*inputs)[0], max_stream(), torch.from_dlpack)
+        yield System(
+            "MAX (pages of 128)", lambda: model.execute(*inputs)[0], max_stream(), torch.utils.dlpack.from_dlpack
+        )
 
 
 class FlashInfer:
@@ -329,7 +337,7 @@ def medians_ms(systems: list[System], repeats: int) -> list[float]:
     for round_ in range(repeats + 3):
         order = list(enumerate(systems))
         for i, system in order if round_ % 2 else reversed(order):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             with torch.cuda.stream(system.stream):
                 flush.fill_(round_ % 7)
                 begin.record()
@@ -350,7 +358,7 @@ def measure(point: Point, sources: list[Any], repeats: int) -> list[dict[str, An
     for source in sources:
         try:
             for system in source.systems(problem):
-                problem.check(system.name, system.result(system.run()))  # type: ignore[misc]
+                problem.check(system.name, system.result(system.run()))
                 systems.append(system)
         except ImportError as error:
             print(f"  {type(source).__name__}: not there ({error})")
