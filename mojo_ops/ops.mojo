@@ -16,7 +16,7 @@ from max.gpu.host import DeviceContext
 from max.runtime.asyncrt import parallelism_level
 from std.utils import IndexList
 
-from .append import append_rows
+from .append import NewRows, append_rows
 from .checks import (
     PageTable,
     RowPointer,
@@ -33,7 +33,7 @@ from .decode_cpu import AttentionRows, attend_rows
 from .decode_tiles import attend_tiles
 from .gather import gather_rows
 from .kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, TablePointer, page_shape
-from .linear import Linear, widen
+from .linear import linear
 from .logits import Logits
 from .rows import fill_rows
 
@@ -144,8 +144,8 @@ struct Append:
         check_equal("k: its head_dim", k.dim_size(2), pair.k.head_dim())
         check_equal("v: its head_dim", v.dim_size(2), pair.k.head_dim())
         check_append(pair.table, rows_of(batch_indices), rows_of(positions), count)
-        append_rows(pair.k, untracked(k.unsafe_ptr()), rows_of(batch_indices), rows_of(positions), count)
-        append_rows(pair.v, untracked(v.unsafe_ptr()), rows_of(batch_indices), rows_of(positions), count)
+        var rows = NewRows(rows_of(batch_indices), rows_of(positions), count)
+        append_rows(pair.k, pair.v, untracked(k.unsafe_ptr()), untracked(v.unsafe_ptr()), rows)
 
 
 @extensibility.register("paged_kv_gather")
@@ -176,8 +176,8 @@ struct Gather:
         check_equal("v: its head_dim", v.dim_size(2), pair.k.head_dim())
         check_equal("v: its number of tokens", v.dim_size(0), k.dim_size(0))
         check_gather(pair.table, rows_of(indptr), k.dim_size(0))
-        gather_rows(pair.k, untracked(k.unsafe_ptr()), rows_of(indptr), pair.table.batch)
-        gather_rows(pair.v, untracked(v.unsafe_ptr()), rows_of(indptr), pair.table.batch)
+        var batch = pair.table.batch
+        gather_rows(pair.k, pair.v, untracked(k.unsafe_ptr()), untracked(v.unsafe_ptr()), rows_of(indptr), batch)
 
 
 @extensibility.register("paged_kv_attention")
@@ -295,11 +295,12 @@ struct LinearLayer:
         var m = x.dim_size(0)
         var k = x.dim_size(1)
         check_equal("w: its second dimension", w.dim_size(1), k)
-        var wide = List[Float32](length=m * k, fill=0)
-        var wide_x = untracked(wide.unsafe_ptr())
-        widen(untracked(x.unsafe_ptr()), wide_x, m * k)
-        var call = Linear[dtype, weight_dtype](
-            untracked(y.unsafe_ptr()), wide_x, untracked(w.unsafe_ptr()), m, w.dim_size(0), k
+        linear(
+            untracked(y.unsafe_ptr()),
+            untracked(x.unsafe_ptr()),
+            untracked(w.unsafe_ptr()),
+            m,
+            w.dim_size(0),
+            k,
+            parallelism_level(None),
         )
-        call.run(parallelism_level(None))
-        _ = wide^

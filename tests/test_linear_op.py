@@ -87,7 +87,7 @@ def test_every_edge(pair, m):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("m", [1, 2, 8, 13, 64, 300])
+@pytest.mark.parametrize("m", [1, 2, 8, 13, 64, 600])
 def test_sizes_of_models(pair, m):
     check(*operands(pair, m, 1280, 2048))
     check(*operands(pair, m, 300, 5632))
@@ -107,6 +107,15 @@ def test_running_twice_changes_no_bit(pair, m):
     first = linear(x, w)
     for _ in range(3):
         assert_bits_equal(linear(x, w), first, what="a second run")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("m", [2, 7, 17, 64, 65, 520])
+def test_a_row_alone_gives_the_bits_it_gives_in_company(pair, m):
+    x, w = operands(pair, m, 77, 1100)
+    together = linear(x, w)
+    for row in {0, m // 2, m - 1}:
+        assert_bits_equal(together[row : row + 1], linear(x[row : row + 1], w), what=f"row {row} of {m}")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
