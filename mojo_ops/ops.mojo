@@ -29,6 +29,7 @@ from .checks import (
     check_same_cache,
     check_view,
 )
+from .copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
 from .decode_cpu import AttentionRows, attend_rows
 from .decode_tiles import attend_tiles
 from .gather import gather_rows
@@ -178,6 +179,42 @@ struct Gather:
         check_gather(pair.table, rows_of(indptr), k.dim_size(0))
         var batch = pair.table.batch
         gather_rows(pair.k, pair.v, untracked(k.unsafe_ptr()), untracked(v.unsafe_ptr()), rows_of(indptr), batch)
+
+
+@extensibility.register("paged_kv_copy_pages")
+struct CopyPages:
+    """Copies pages inside the pool, in place: page `sources[i]` to page `targets[i]` (both `[N]` int32).
+
+    Of an array of all layers (rank 6) every layer is copied, of a strided view what the view shows.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
+    ](
+        sources: InputTensor[dtype=DType.int32, rank=1, ...],
+        targets: InputTensor[dtype=DType.int32, rank=1, ...],
+        k_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var count = sources.dim_size(0)
+        var pages = pair.table.num_pages
+        check_equal("targets: its length", targets.dim_size(0), count)
+        check_page_pairs(rows_of(sources), rows_of(targets), count, pages)
+        if count == 0:
+            return
+        comptime if kv_layout == "STRIDED":
+            copy_strided_pages(pair.k, rows_of(sources), rows_of(targets), count)
+            copy_strided_pages(pair.v, rows_of(sources), rows_of(targets), count)
+        else:
+            var elements = k_blocks.size() // pages
+            copy_whole_pages(untracked(k_blocks.unsafe_ptr()), elements, rows_of(sources), rows_of(targets), count)
+            comptime if rank == 4:
+                copy_whole_pages(untracked(v_blocks.unsafe_ptr()), elements, rows_of(sources), rows_of(targets), count)
 
 
 @extensibility.register("paged_kv_attention")
