@@ -24,6 +24,7 @@ GpuKernel = Literal["best", "plain"]
 
 APPEND = "paged_kv_append"
 GATHER = "paged_kv_gather"
+COPY_PAGES = "paged_kv_copy_pages"
 ATTENTION = "paged_kv_attention"
 RAGGED_ROWS = "paged_kv_ragged_rows"
 LINEAR = "paged_kv_linear"
@@ -192,6 +193,22 @@ def gather(
         parameters={"kv_layout": cache.kv_layout},
     )
     return k.tensor, v.tensor
+
+
+def copy_pages(cache: PagedCache, sources: TensorValue, targets: TensorValue) -> None:
+    """Copies page `sources[i]` to page `targets[i]` (both `[N]` int32), in place: K, V and every layer.
+
+    Of a strided cache, what its view shows is copied. When the graph runs, a page outside the pool, a page that is
+    written twice and a page that is both read and written are errors (`ValueError`), and nothing is written.
+    """
+    _check(cache, "sources", sources, DType.int32, [None])
+    _check(cache, "targets", targets, DType.int32, [sources.shape[0]])
+    ops.inplace_custom(
+        COPY_PAGES,
+        device=cache.device,
+        values=[sources, targets, *cache.operands(0)],
+        parameters={"kv_layout": cache.kv_layout},
+    )
 
 
 def attention(

@@ -20,7 +20,7 @@ from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 from std.utils import IndexList
 
-from .append import append_rows
+from .append import NewRows, append_rows
 from .attend_gpu import attend_on_gpu
 from .checks import (
     PageTable,
@@ -34,12 +34,13 @@ from .checks import (
     check_same_cache,
     check_view,
 )
+from .copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
 from .decode_cpu import AttentionRows, attend_rows
 from .decode_rows import DecodeRows
 from .decode_tiles import attend_tiles
 from .gather import gather_rows
 from .kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, TablePointer, page_shape
-from .linear import Linear, widen
+from .linear import linear
 from .logits import Logits
 from .moves_gpu import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
 from .rows import fill_rows
@@ -158,8 +159,7 @@ struct Append:
             append_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, requests, rows_of(positions), count)
         else:
             check_append(pair.table, requests, rows_of(positions), count)
-            append_rows(pair.k, k_rows, requests, rows_of(positions), count)
-            append_rows(pair.v, v_rows, requests, rows_of(positions), count)
+            append_rows(pair.k, pair.v, k_rows, v_rows, NewRows(requests, rows_of(positions), count))
 
 
 @extensibility.register("paged_kv_gather")
@@ -196,8 +196,44 @@ struct Gather:
             gather_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, rows_of(indptr), k.dim_size(0))
         else:
             check_gather(pair.table, rows_of(indptr), k.dim_size(0))
-            gather_rows(pair.k, k_rows, rows_of(indptr), pair.table.batch)
-            gather_rows(pair.v, v_rows, rows_of(indptr), pair.table.batch)
+            gather_rows(pair.k, pair.v, k_rows, v_rows, rows_of(indptr), pair.table.batch)
+
+
+@extensibility.register("paged_kv_copy_pages")
+struct CopyPages:
+    """Copies pages inside the pool, in place: page `sources[i]` to page `targets[i]` (both `[N]` int32).
+
+    Of an array of all layers (rank 6) every layer is copied, of a strided view what the view shows.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
+    ](
+        sources: InputTensor[dtype=DType.int32, rank=1, ...],
+        targets: InputTensor[dtype=DType.int32, rank=1, ...],
+        k_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime assert not is_gpu[target](), "paged_kv_copy_pages runs on the CPU only"
+        var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var count = sources.dim_size(0)
+        var pages = pair.table.num_pages
+        check_equal("targets: its length", targets.dim_size(0), count)
+        check_page_pairs(rows_of(sources), rows_of(targets), count, pages)
+        if count == 0:
+            return
+        comptime if kv_layout == "STRIDED":
+            copy_strided_pages(pair.k, rows_of(sources), rows_of(targets), count)
+            copy_strided_pages(pair.v, rows_of(sources), rows_of(targets), count)
+        else:
+            var elements = k_blocks.size() // pages
+            copy_whole_pages(untracked(k_blocks.unsafe_ptr()), elements, rows_of(sources), rows_of(targets), count)
+            comptime if rank == 4:
+                copy_whole_pages(untracked(v_blocks.unsafe_ptr()), elements, rows_of(sources), rows_of(targets), count)
 
 
 @extensibility.register("paged_kv_attention")
@@ -330,11 +366,12 @@ struct LinearLayer:
         var m = x.dim_size(0)
         var k = x.dim_size(1)
         check_equal("w: its second dimension", w.dim_size(1), k)
-        var wide = List[Float32](length=m * k, fill=0)
-        var wide_x = untracked(wide.unsafe_ptr())
-        widen(untracked(x.unsafe_ptr()), wide_x, m * k)
-        var call = Linear[dtype, weight_dtype](
-            untracked(y.unsafe_ptr()), wide_x, untracked(w.unsafe_ptr()), m, w.dim_size(0), k
+        linear(
+            untracked(y.unsafe_ptr()),
+            untracked(x.unsafe_ptr()),
+            untracked(w.unsafe_ptr()),
+            m,
+            w.dim_size(0),
+            k,
+            parallelism_level(None),
         )
-        call.run(parallelism_level(None))
-        _ = wide^

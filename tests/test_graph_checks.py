@@ -38,6 +38,8 @@ TYPES = {
     "row_batch": tensor(I32, "R"),
     "row_lengths": tensor(I32, "R"),
     "indptr": tensor(I32, "offsets"),
+    "sources": tensor(I32, "N"),
+    "targets": tensor(I32, "N"),
     "k_blocks": buffer(F32, *NHD),
     "v_blocks": buffer(F32, *NHD),
     "lookup_table": tensor(U32, "B", "max_pages"),
@@ -63,6 +65,8 @@ def call(op, types=None, kv_layout="NHD", *, view=False, values=None, **options)
             return ops.append(cache, args["k"], args["v"], args["batch_indices"], args["positions"], **options)
         if op == "gather":
             return ops.gather(cache, args["indptr"], "N", **options)
+        if op == "copy_pages":
+            return ops.copy_pages(cache, args["sources"], args["targets"])
         return ops.attention(cache, args["q"], args["row_batch"], args["row_lengths"], **options)
 
 
@@ -126,6 +130,9 @@ OWN = [
     ("gather", {**STRIDED, "num_kv_heads": 2}, ContractError, "head_dim"),
     ("gather", {"num_kv_heads": 4}, ShapeError, "num_kv_heads is 4.*2"),
     ("gather", {"head_dim": 32}, ShapeError, "head_dim is 32.*64"),
+    ("copy_pages", given("sources", tensor(U32, "N")), ContractTypeError, "sources.*uint32.*int32"),
+    ("copy_pages", given("targets", tensor(I32, "N", 1)), ShapeError, "targets.*rank 2"),
+    ("copy_pages", {"types": {"sources": tensor(I32, 3), "targets": tensor(I32, 4)}}, ShapeError, "targets.*4.*3"),
     ("attention", given("q", tensor(I32, "R", 6, 64)), ContractTypeError, "q: .*int32"),
     ("attention", given("q", tensor(F32, "R", 384)), ShapeError, "q: rank 2"),
     ("attention", given("q", tensor(F32, "R", 6, 32)), ShapeError, "q: dimension 2 is 32, expected 64"),
@@ -208,7 +215,7 @@ def test_options_as_graph_values(name, kind, error, message):
             ops.attention_at_run_time(cache, *rows, **{key: args[key].tensor for key in kinds})
 
 
-@pytest.mark.parametrize("op", ["append", "gather", "attention", "ragged_rows"])
+@pytest.mark.parametrize("op", ["append", "gather", "copy_pages", "attention", "ragged_rows"])
 def test_the_right_arguments_pass_the_checks(op):
     with pytest.raises(Exception, match=f"paged_kv_{op}") as caught:
         call(op)

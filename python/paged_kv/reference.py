@@ -149,6 +149,15 @@ def append(
     v[at] = v_new[kept]
 
 
+def copy_pages(k_blocks: np.ndarray, v_blocks: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+    """Copies page `sources[i]` to page `targets[i]` of both arrays, in place; both arguments are `[N]` int32.
+
+    An array that holds K and V, or all layers, is passed twice and copied whole.
+    """
+    for blocks in {id(blocks): blocks for blocks in (k_blocks, v_blocks)}.values():
+        blocks[targets] = blocks[sources]
+
+
 def gather(
     k_blocks: np.ndarray,
     v_blocks: np.ndarray,

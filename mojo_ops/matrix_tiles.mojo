@@ -1,0 +1,88 @@
+"""Products of bfloat16 matrices on AMX (`amx.mojo`): up to 2 x 2 tiles of sums, all of 16 rows of 64 bytes.
+
+A tile kernel configures, uses and releases the registers itself, and calls nothing in between that might use them too.
+"""
+
+
+from std.sys.intrinsics import inlined_assembly
+
+comptime TILE_ROWS = 16
+comptime TILE_STEP = 32
+"""Elements of K (bfloat16) in a row of a tile."""
+comptime TILE_ELEMENTS = TILE_ROWS * TILE_STEP
+comptime SUM_ELEMENTS = TILE_ROWS * 16
+"""Float32 numbers in a tile of sums."""
+
+comptime Elements = Pointer[BFloat16, MutUntrackedOrigin]
+comptime Sums = Pointer[Float32, MutUntrackedOrigin]
+
+
+@always_inline
+def tiles[text: StaticString]():
+    """Instructions on tiles alone."""
+    inlined_assembly[text, NoneType, constraints="~{memory}", has_side_effect=True]()
+
+
+@always_inline
+def configure_tiles():
+    """Makes all eight tiles of this thread 16 rows of 64 bytes, and zero."""
+    var config = SIMD[DType.uint8, 64](0)
+    config[0] = 1  # the palette
+    comptime for i in range(8):
+        config[16 + 2 * i] = 64  # bytes of a row, 16 bits each
+        config[48 + i] = TILE_ROWS
+    inlined_assembly["ldtilecfg ($0)", NoneType, constraints="r,~{memory}", has_side_effect=True](Pointer(to=config))
+
+
+@always_inline
+def zero_sums():
+    """Zeroes the sums, `tmm0` to `tmm3`."""
+    tiles["tilezero %tmm0\ntilezero %tmm1\ntilezero %tmm2\ntilezero %tmm3"]()
+
+
+@always_inline
+def multiply[
+    a_tiles: Int, b_tiles: Int
+](a: Elements, second_a: Elements, a_pitch: Int, b: Elements, second_b: Elements):
+    """`tmm[2 i + j] += a_i b_j` for one step of K.
+
+    The rows of an `a` lie `a_pitch` bytes apart. A `b` is packed: 16 rows of 16 pairs, pair `(k, k + 1)` of each of 16
+    columns. Where there is one tile of a kind, the second pointer is not used.
+    """
+    comptime one = "tileloadd ($0,$2,1), %tmm4\ntileloadd ($3,$5,1), %tmm6\ntdpbf16ps %tmm6, %tmm4, %tmm0\n"
+    comptime second_column = "tileloadd ($4,$5,1), %tmm7\ntdpbf16ps %tmm7, %tmm4, %tmm1\n"
+    comptime second_row = "tileloadd ($1,$2,1), %tmm5\ntdpbf16ps %tmm6, %tmm5, %tmm2\n"
+    comptime corner = "tdpbf16ps %tmm7, %tmm5, %tmm3\n"
+    comptime text = one + (second_column if b_tiles == 2 else "") + (second_row if a_tiles == 2 else "") + (
+        corner if a_tiles == 2 and b_tiles == 2 else ""
+    )
+    inlined_assembly[text, NoneType, constraints="r,r,r,r,r,r,~{memory}", has_side_effect=True](
+        a, second_a, a_pitch, b, second_b, Int(64)
+    )
+
+
+@always_inline
+def load_sum[index: Int](source: Sums):
+    """Sets sum `index` to 16 rows of 16 numbers."""
+    comptime text = "tileloadd ($0,$1,1), %tmm" + String(index)
+    inlined_assembly[text, NoneType, constraints="r,r,~{memory}", has_side_effect=True](source, Int(64))
+
+
+@always_inline
+def store_sum[index: Int](target: Sums):
+    """Writes sum `index` as 16 rows of 16 numbers."""
+    comptime text = "tilestored %tmm" + String(index) + ", ($0,$1,1)"
+    inlined_assembly[text, NoneType, constraints="r,r,~{memory}", has_side_effect=True](target, Int(64))
+
+
+@always_inline
+def transpose[dtype: DType, //](mut rows: Array[SIMD[dtype, 16], 16]):
+    """16 x 16 elements, by four perfect shuffles of all 256."""
+    comptime for _ in range(4):
+        var shuffled = Array[SIMD[dtype, 16], 16](fill=0)
+        comptime for i in range(8):
+            var pair = rows[i].interleave(rows[i + 8])
+            shuffled[2 * i] = pair.slice[16]()
+            shuffled[2 * i + 1] = pair.slice[16, offset=16]()
+        comptime for i in range(16):
+            rows[i] = shuffled[i]
