@@ -14,7 +14,7 @@ PATHS = [path for path in ISA_PATHS if can_run(path) and path != choose_cpu_targ
 
 @pytest.mark.parametrize("target", PATHS)
 def test_ops(target):
-    run_tests(target, "test_linear_op.py")
+    run_tests(target, "test_linear_op.py", "test_attention_op.py")
 
 
 def test_a_target_runs_where_its_flags_are():
