@@ -1,0 +1,161 @@
+"""The parts of attention on matrix tiles that need no such tiles: memory, packing, orders, float8 tables."""
+
+from std.memory import bitcast
+from std.testing import TestSuite, assert_equal, assert_true
+
+from mojo_ops.ahead import TILE
+from mojo_ops.decode_cpu import AttentionRows
+from mojo_ops.lanes import HALF
+from mojo_ops.split import Segment
+from mojo_ops.tile import Heads, Scratch
+from mojo_ops.tiles_amx import Engine, load_queries_amx, transpose, zip_mask
+from mojo_ops.widen import fp8_table, natural_mask, parts_mask
+from support import untracked, untracked_mutable
+
+comptime MARK: Float32 = 12345
+
+
+def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim: Int, padded: Int) raises:
+    """Every query in its place, and not a number written past the two regions that packing owns."""
+    var q = List[BFloat16](length=num_rows * group * kv_heads * dim, fill=0)
+    for i in range(len(q)):
+        q[i] = BFloat16(Float32(i % 251 + 1))
+    var nothing = List[Float32](length=1, fill=0)
+    var rows_of = List[Int32](length=num_rows, fill=0)
+    var rows = AttentionRows[DType.bfloat16](
+        untracked_mutable(q),
+        untracked_mutable(q),
+        untracked_mutable(nothing),
+        untracked(rows_of),
+        untracked(rows_of),
+        num_rows,
+        group * kv_heads,
+        v_scale=1,
+        rope_theta=0,
+        rope_scale=1,
+    )
+    var queries = num_rows * group
+    var room = Engine.stride_of(queries) * kv_heads
+    var spare = Engine.spare(room, padded)
+    var scratch = Scratch(room, padded, spare, 64)
+    var engine = Engine(queries, padded, scratch)
+    for i in range(room * TILE):
+        scratch.weights[unsafe_offset=i] = MARK
+    for i in range(room * padded):
+        scratch.acc[unsafe_offset=i] = MARK
+    for i in range(spare):
+        scratch.spare[unsafe_offset=i] = MARK
+    var heads = Heads(kv_heads, group, dim, padded, dim, dim)
+    load_queries_amx[kv_dtype](rows, Segment(0, num_rows, 0, 0, -1), heads, engine, scratch)
+
+    for i in range(room * TILE):
+        assert_equal(scratch.weights[unsafe_offset=i], MARK)
+    for i in range(spare):
+        assert_equal(scratch.spare[unsafe_offset=i], MARK)
+    for i in range(room * padded):
+        assert_equal(scratch.acc[unsafe_offset=i], 0)
+    # The scores come last in `spare`, and have to end where it does.
+    assert_equal(
+        Int(engine.scores.unsafe_offset(room * TILE)), Int(scratch.spare.unsafe_offset(spare)), "the scores' end"
+    )
+    assert_true(Int(scratch.greatest.unsafe_offset(room)) <= Int(scratch.memory.unsafe_ptr()) + 4 * len(scratch.memory))
+
+    var words = scratch.q.unsafe_bitcast[BFloat16]()
+    var n = engine.columns
+    for head in range(kv_heads):
+        for m in range(engine.stride):
+            var block, column = divmod(m, n)
+            for d in range(padded):
+                # Where element d of a float8 chunk goes (`parts_mask`); the others keep their order.
+                var place = d
+                comptime if kv_dtype != DType.bfloat16:
+                    comptime mask = parts_mask()
+                    for i in range(64):
+                        if mask[i] == d % 64:
+                            place = d // 64 * 64 + i
+                var tile = (head * engine.stride + block * n) * padded + place // 32 * 32 * n
+                var found = words[unsafe_offset=tile + place % 32 // 2 * 2 * n + 2 * column + place % 2]
+                var expected = BFloat16(0)
+                if m < queries and d < dim:
+                    var row, g = divmod(m, group)
+                    expected = q[((row * kv_heads + head) * group + g) * dim + d]
+                assert_equal(found, expected)
+    _ = q^
+    _ = nothing^
+    _ = rows_of^
+    _ = scratch^
+
+
+def test_packing_fills_its_own_memory_alone() raises:
+    for kv_heads in [1, 3]:
+        for group in [1, 3, 6, 16]:
+            for num_rows in [1, 5, 8]:
+                check_packing[DType.bfloat16](num_rows, group, kv_heads, 80, 96)
+                check_packing[DType.float8_e4m3fn](num_rows, group, kv_heads, 72, 128)
+
+
+def test_room_never_falls_as_queries_grow() raises:
+    for queries in range(1, 200):
+        assert_true(queries <= Engine.stride_of(queries) <= Engine.stride_of(queries + 1))
+
+
+def check_transpose[count: Int]() raises:
+    var source = List[Float32](length=16 * count, fill=0)
+    var target = List[Float32](length=16 * TILE, fill=-1)
+    for i in range(16 * count):
+        source[i] = Float32(i)
+    transpose[count](untracked_mutable(source), untracked_mutable(target))
+    for column in range(count):
+        for token in range(16):
+            assert_equal(target[column * TILE + token], Float32(token * count + column))
+    _ = source^
+    _ = target^
+
+
+def test_transpose() raises:
+    check_transpose[1]()
+    check_transpose[2]()
+    check_transpose[4]()
+    check_transpose[8]()
+    check_transpose[16]()
+
+
+def check_order[length: Int]() raises:
+    """Elements that are laid out in words, then zipped into columns, come back in their natural order."""
+    comptime natural = natural_mask[length]()
+    comptime zips = (zip_mask(0), zip_mask(4))
+    for element in range(length):
+        var column = natural[element]
+        var word = (zips[0] if column % 32 < 16 else zips[1])[column % 16 * 2]
+        comptime if length == 32:
+            assert_equal(word, element)
+        else:
+            comptime parts = parts_mask()
+            assert_equal(parts[column // 32 * 32 + word], element)
+
+
+def test_sums_come_back_in_order() raises:
+    check_order[32]()
+    check_order[64]()
+
+
+def check_table[dtype: DType]() raises:
+    for half in range(2):
+        var low = fp8_table(dtype, 64 * half, 0)
+        var high = fp8_table(dtype, 64 * half, 8)
+        for i in range(64):
+            var bits = UInt16(low[i]) | (UInt16(high[i]) << 8)
+            var found = bitcast[DType.bfloat16](bits).cast[DType.float32]()
+            var expected = bitcast[dtype](UInt8(64 * half + i)).cast[DType.float32]()
+            assert_true(
+                found == expected or (found != found and expected != expected), String(dtype, " ", 64 * half + i)
+            )
+
+
+def test_every_float8_magnitude() raises:
+    check_table[DType.float8_e4m3fn]()
+    check_table[DType.float8_e5m2]()
+
+
+def main() raises:
+    TestSuite.discover_tests[__functions_in_module()]().run()
