@@ -84,7 +84,7 @@ def test_every_layout(models, storage, count):
 def test_large_pages_go_in_parts(models):
     """A page of more elements than a task copies, and not a multiple of them."""
     storage = (6, "NHD")
-    arrays = pool(storage, P=5, S=64, Hk=8, D=130, layers=3)
+    arrays = pool(storage, P=5, S=61, Hk=11, D=131, layers=3)  # 5 parts, one element left over
     expected = [array.copy() for array in arrays]
     reference.copy_pages(expected[0], expected[0], np.array([4, 4]), np.array([1, 2]))
     copy(models, storage, arrays, [4, 4], [1, 2])
