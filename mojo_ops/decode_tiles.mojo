@@ -187,17 +187,19 @@ def attend_segments[
 
     sync_parallelize(task, tasks)
 
-    # Joins the parts of split blocks, in the order of their tokens.
-    var i = 0
-    while i < count:
-        var first = plan.segments[i]
-        var parts = 1
-        if first.partial >= 0:
-            while i + parts < count and plan.segments[i + parts].row == first.row:
-                parts += 1
-            for row in range(first.num_rows):
-                for query in range(rows.num_heads):
-                    var at = first.partial * queries + row * rows.num_heads + query
+    # Joins the parts of split blocks, in the order of their tokens: every task its share of the queries.
+    def join(
+        index: Int,
+    ) {var rows, var logits, var heads, var count, var tasks, var queries, var accs, var states, var segments,}:
+        var i = 0
+        while i < count:
+            var first = segments[unsafe_offset=i]
+            var parts = 1
+            if first.partial >= 0:
+                while i + parts < count and segments[unsafe_offset=i + parts].row == first.row:
+                    parts += 1
+                for m in range(index, first.num_rows * rows.num_heads, tasks):
+                    var at = first.partial * queries + m
                     var acc = accs.unsafe_offset(at * heads.padded)
                     var state = states[unsafe_offset=at]
                     for part in range(1, parts):
@@ -208,8 +210,12 @@ def attend_segments[
                             acc.unsafe_store(
                                 d, acc.unsafe_load[width=HALF](d) * mine + added.unsafe_load[width=HALF](d) * theirs
                             )
+                    var row, query = divmod(m, rows.num_heads)
                     finish[kv_dtype, amx](rows, first.row + row, query, logits, heads.dim, state, acc)
-        i += parts
+            i += parts
+
+    if plan.partials > 0:
+        sync_parallelize(join, tasks)
     _ = partial_acc^
     _ = partial_state^
     _ = plan^

@@ -7,9 +7,9 @@ from .logits import Logits
 
 comptime MAX_BLOCK_ROWS = 8
 """Rows of one request that share every load of its K and V."""
-comptime MIN_SEGMENT = 1024
+comptime MIN_SEGMENT = 256
 """Tokens below which a block is not split: a partial result costs as much as a few tokens."""
-comptime MAX_SEGMENTS = 64
+comptime MAX_SEGMENTS = 32
 
 
 @fieldwise_init

@@ -121,7 +121,7 @@ def test_grid(setting):
 @pytest.mark.parametrize("lengths", [(2500, 0, 1030, 7), (1023, 1024, 1025, 2049), (70_001, 3)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_requests_long_enough_to_be_split(dtype, lengths, options):
-    """Kernels cut long requests into parts and join their results: at 1024 tokens, and in 64 parts at most."""
+    """Kernels cut long requests into parts and join their results: at 256 tokens, and in some 32 parts at most."""
     storage = {"page_size": 5 if 1025 in lengths else 64, "layout": "HND", "rank": 5, "dtype": dtype}
     cache = build(CacheCase(lengths=lengths, num_q_heads=6, head_dim=8, **storage))
     compare(cache, mixed_rows(cache), sm_scale=0.6, **options)
