@@ -8,8 +8,6 @@ comptime TILE = 32
 """Tokens that are worked on together: more of them let the sums stay in registers for longer, fewer stay in cache."""
 comptime STREAMS = 8
 """Places that are read side by side: the hardware follows ascending lines in several memory pages at once."""
-comptime STEP = 4
-"""Streams that one step advances."""
 comptime LINE = 64
 
 comptime Offsets = Pointer[Int, MutUntrackedOrigin]
@@ -29,8 +27,10 @@ struct Ahead(Movable):
     """`[list_length]`: the addresses of the present share."""
     var next: Int
     """The first of them that was not asked for."""
-    var steps: Int
-    """How many steps the present share takes."""
+    var last: Int
+    """Where they end."""
+    var rate: Int
+    """Addresses of one call of `run`."""
     var base: Int
     var size: Int
     """Bytes of an element."""
@@ -48,7 +48,7 @@ struct Ahead(Movable):
     @staticmethod
     def list_length(dim: Int, size: Int) -> Int:
         """Addresses that one share takes at most."""
-        return TILE * ceildiv(dim * size, LINE) + 2 * STREAMS
+        return 2 * TILE * ceildiv(dim * size, LINE) + 4 * STREAMS
 
     def __init__[
         dtype: DType, //
@@ -67,7 +67,8 @@ struct Ahead(Movable):
         self.tokens = tokens
         self.list = list
         self.next = 0
-        self.steps = 0
+        self.last = 0
+        self.rate = 0
         self.base = Int(base)
         self.size = size_of[dtype]()
         self.head_stride = head_stride
@@ -78,8 +79,8 @@ struct Ahead(Movable):
         self.cursors = SIMD[DType.int64, STREAMS](0)
 
     @no_inline
-    def share(mut self, heads: Int):
-        """Lists the next of `heads` equal shares."""
+    def share(mut self, heads: Int, calls: Int):
+        """Lists the next of `heads` equal shares, for `calls` calls of `run`."""
         var rounds = ceildiv(self.rows * ceildiv(self.row_bytes, LINE), heads)
         var count = 0
         while count < rounds:
@@ -97,21 +98,18 @@ struct Ahead(Movable):
             self.column += LINE
             count += 1
         self.next = 0
-        self.steps = count * STREAMS // STEP
+        self.last = count * STREAMS
+        self.rate = ceildiv(self.last, calls)
+        # The last call may ask for some lines again, and every further one does.
+        for i in range(self.rate):
+            self.list[unsafe_offset=self.last + i] = self.list[unsafe_offset=self.last - 1]
 
     @always_inline
-    def left(self) -> Int:
-        """The steps of the share that remain."""
-        return self.steps - self.next // STEP
-
-    @always_inline
-    def run(mut self, steps: Int):
-        """Prefetches `steps` times `STEP` lines of the share, or what is left of it."""
-        for _ in range(steps):
-            if self.next >= self.steps * STEP:
-                return
-            comptime for i in range(STEP):
-                prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
-                    Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.list[unsafe_offset=self.next + i])
-                )
-            self.next += STEP
+    def run(mut self):
+        """Prefetches one call's part of the share."""
+        var at = self.next
+        for i in range(self.rate):
+            prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
+                Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.list[unsafe_offset=at + i])
+            )
+        self.next = min(at + self.rate, self.last)

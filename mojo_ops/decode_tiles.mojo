@@ -1,7 +1,7 @@
 """Attention over pages at the speed of memory: the walk over tiles, and the merge of what was split.
 
 For each tile, first q . k of all heads while the tile's V is prefetched, then the weighted sums of V of all heads while
-the next tile's K is. Who does the arithmetic is a parameter: vectors (`tiles.mojo`) or AMX (`tiles_amx.mojo`).
+the next tile's K is. Vectors (`tiles.mojo`) or AMX (`tiles_amx.mojo`) do the arithmetic; each block of rows has its own choice.
 """
 
 from max.algorithm import sync_parallelize
@@ -17,9 +17,21 @@ from .logits import Logits
 from .softmax import AttentionState, LOG2E, exp2
 from .split import Segment, plan_segments
 from .tile import Floats, Heads, Scratch, Tile, weigh_tile
-from .tiles import load_queries, score_tile, sum_tile
-from .tiles_amx import Engine, load_queries_amx, score_tile_amx, sum_tile_amx, turn_scores
+from .tiles import load_queries, score_calls, score_tile, sum_calls, sum_tile
+from .tiles_amx import (
+    Engine,
+    load_queries_amx,
+    score_calls_amx,
+    score_tile_amx,
+    sum_calls_amx,
+    sum_tile_amx,
+    turn_scores,
+)
 from .widen import Widened, unpack_sums
+
+
+comptime VECTOR_QUERIES = 4
+"""Up to so many queries over a bfloat16 cache, vectors hide behind the memory more completely than AMX does."""
 
 
 def amx_serves(dtype: DType, kv_dtype: DType) -> Bool:
@@ -31,14 +43,51 @@ def amx_serves(dtype: DType, kv_dtype: DType) -> Bool:
     )
 
 
-def attend_tiles[
-    dtype: DType
-](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
-    """Attention of every row, as `attend_rows` defines it, without rotary embedding."""
-    comptime if amx_serves(dtype, k.dtype):
-        if amx_permitted():
-            return attend_segments[True](rows, k, v, logits, workers)
-    attend_segments[False](rows, k, v, logits, workers)
+@fieldwise_init
+struct Engines[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
+    """Who computes a block of rows: it depends on the block alone."""
+
+    comptime may_use_amx = amx_serves(Self.dtype, Self.kv_dtype)
+    comptime chunk = Widened[Self.kv_dtype].length if Self.may_use_amx else CHUNK
+    """What head_dim is rounded up to."""
+    var permitted: Bool
+    """Whether this process may use AMX."""
+
+    def __init__(out self):
+        self.permitted = False
+        comptime if Self.may_use_amx:
+            self.permitted = amx_permitted()
+
+    @always_inline
+    def amx(self, queries: Int) -> Bool:
+        """Whether AMX computes a block of that many queries a KV head."""
+        return self.permitted and (size_of[Self.kv_dtype]() == 1 or queries > VECTOR_QUERIES)
+
+    @always_inline
+    def stride(self, queries: Int) -> Int:
+        """The queries of a KV head that it keeps."""
+        return Engine.stride_of(queries) if self.amx(queries) else queries
+
+
+@fieldwise_init
+struct Partials(ImplicitlyCopyable):
+    """Where the segments of split blocks leave their unfinished results, each in a slot of its own."""
+
+    var acc: Floats
+    """`[partials, queries, P]`: weighted values; a segment sums them up here, and nothing is copied."""
+    var states: Pointer[AttentionState, MutUntrackedOrigin]
+    """`[partials, queries]`."""
+    var queries: Int
+    """Room of a slot: all KV heads of the largest block."""
+    var padded: Int
+
+    @always_inline
+    def acc_of(self, partial: Int) -> Floats:
+        return self.acc.unsafe_offset(partial * self.queries * self.padded)
+
+    @always_inline
+    def states_of(self, partial: Int) -> Pointer[AttentionState, MutUntrackedOrigin]:
+        return self.states.unsafe_offset(partial * self.queries)
 
 
 def attend_segment[
@@ -51,14 +100,18 @@ def attend_segment[
     logits: Logits,
     heads: Heads,
     mut scratch: Scratch,
-) -> Int:
-    """The states and weighted values of a segment's queries, into `scratch`; returns its stride of queries."""
+):
+    """The states and weighted values of a segment's queries, into `scratch`."""
     var queries = segment.num_rows * heads.group
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var engine = Engine(queries, heads.padded, scratch)
     var stride = queries
+    var score_runs = score_calls(heads, queries)
+    var sum_runs = queries + sum_calls(heads, queries)
     comptime if amx:
         stride = engine.stride
+        score_runs = score_calls_amx(heads)
+        sum_runs = queries + sum_calls_amx[k.dtype](heads)
         engine.configure()
         load_queries_amx[k.dtype](rows, segment, heads, engine, scratch)
     else:
@@ -69,6 +122,7 @@ def attend_segment[
     while begin < segment.end:
         var ahead = Ahead(v.blocks.ptr, tile.v, scratch.place(2), tile.count, heads.kv_heads, heads.dim, heads.v_stride)
         for head in range(heads.kv_heads):
+            ahead.share(heads.kv_heads, score_runs)
             comptime if amx:
                 score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
             else:
@@ -78,7 +132,7 @@ def attend_segment[
         var next = Tile(k, v, request, begin, segment.end, scratch.place(turn % 2))
         ahead = Ahead(k.blocks.ptr, next.k, scratch.place(2), next.count, heads.kv_heads, heads.dim, heads.k_stride)
         for head in range(heads.kv_heads):
-            ahead.share(heads.kv_heads)
+            ahead.share(heads.kv_heads, sum_runs)
             comptime if amx:
                 turn_scores(heads, head, engine, scratch)
             weigh_tile[amx](rows, segment, logits, heads, head, seen, tile.count, stride, scratch, ahead)
@@ -88,22 +142,14 @@ def attend_segment[
                 sum_tile(v, tile, heads, head, queries, scratch, ahead)
         tile = next
         turn += 1
-    return stride
 
 
-def finish[
+@always_inline
+def write_values[
     dtype: DType, //, kv_dtype: DType, amx: Bool
-](rows: AttentionRows[dtype], row: Int, query: Int, logits: Logits, dim: Int, var state: AttentionState, acc: Floats):
-    """Writes o and lse of query head `query` of one row."""
+](acc: Floats, factor: Float32, dim: Int, target: Pointer[Scalar[dtype], MutUntrackedOrigin]):
+    """Weighted values times `factor`, in their natural order."""
     comptime length = Widened[kv_dtype].length if amx else CHUNK
-    var factor: Float32 = 1
-    var sees_tokens = rows.row_batch[unsafe_offset=row] >= 0 and rows.row_lengths[unsafe_offset=row] > 0
-    if logits.has_sinks and sees_tokens:
-        var sink = logits.sinks[unsafe_offset=query] * LOG2E
-        factor = state.raise_to(sink)
-        state.add(exp2(sink - state.greatest))
-    factor *= state.normaliser() * rows.v_scale
-    var target = rows.o.unsafe_offset((row * rows.num_heads + query) * dim)
     for d in range(0, dim, length):
         var sums: SIMD[DType.float32, length]
         comptime if amx:
@@ -115,74 +161,105 @@ def finish[
         comptime for i in range(length // 8):
             if d + 8 * i < dim:
                 target.unsafe_store(d + 8 * i, out.slice[8, offset=8 * i]())
+
+
+def finish[
+    dtype: DType, //, kv_dtype: DType
+](
+    rows: AttentionRows[dtype],
+    row: Int,
+    query: Int,
+    logits: Logits,
+    dim: Int,
+    amx: Bool,
+    var state: AttentionState,
+    acc: Floats,
+):
+    """Writes o and lse of query head `query` of one row."""
+    var factor: Float32 = 1
+    var sees_tokens = rows.row_batch[unsafe_offset=row] >= 0 and rows.row_lengths[unsafe_offset=row] > 0
+    if logits.has_sinks and sees_tokens:
+        var sink = logits.sinks[unsafe_offset=query] * LOG2E
+        factor = state.raise_to(sink)
+        state.add(exp2(sink - state.greatest))
+    factor *= state.normaliser() * rows.v_scale
+    var target = rows.o.unsafe_offset((row * rows.num_heads + query) * dim)
+    if amx:
+        comptime if amx_serves(dtype, kv_dtype):
+            write_values[kv_dtype, True](acc, factor, dim, target)
+    else:
+        write_values[kv_dtype, False](acc, factor, dim, target)
     rows.lse[unsafe_offset=row * rows.num_heads + query] = state.lse()
 
 
-def attend_segments[
-    dtype: DType, //, amx: Bool
+def attend_tiles[
+    dtype: DType
 ](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
+    """Attention of every row, as `attend_rows` defines it, without rotary embedding."""
     comptime kv_dtype = k.dtype
-    var heads = Heads.of(rows, k, v, Widened[kv_dtype].length if amx else CHUNK)
+    var engines = Engines[dtype, kv_dtype]()
+    var heads = Heads.of(rows, k, v, Engines[dtype, kv_dtype].chunk)
     var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits)
     var count = len(plan.segments)
     var tasks = max(1, min(count, workers))
-    # Partial results: [partials, MAX_BLOCK_ROWS * Hq] states and as many vectors of P.
-    var queries = plan.max_rows * rows.num_heads
-    var partial_acc = List[Float32](length=plan.partials * queries * heads.padded, fill=0)
-    var partial_state = List[AttentionState](length=plan.partials * queries, fill=AttentionState())
-    var accs = partial_acc.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
-    var states = partial_state.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
+    # Not filled, for no part is read before it was written.
+    var room = heads.kv_heads * Engine.stride_of(plan.max_rows * heads.group)
+    var memory = List[Float32](unsafe_uninit_length=plan.partials * room * heads.padded + 16)
+    var states = List[AttentionState](unsafe_uninit_length=plan.partials * room)
+    var start = memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
+    var partials = Partials(
+        start.unsafe_offset((64 - Int(start) % 64) % 64 // 4),
+        states.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
+        room,
+        heads.padded,
+    )
     var segments = plan.segments.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
-    var room = plan.max_rows * heads.group
-    comptime if amx:
-        room = Engine.stride_of(room)
     # Whoever is free takes the next segment; which thread computes one leaves no trace in it.
     var taken = Atomic[Int64](0)
     var next = Pointer(to=taken).unsafe_origin_cast[MutUntrackedOrigin]()
 
     def task(
         index: Int,
-    ) {
-        var rows,
-        var k,
-        var v,
-        var logits,
-        var heads,
-        var count,
-        var room,
-        var queries,
-        var accs,
-        var states,
-        var segments,
-        var next,
-    }:
+    ) {var rows, var k, var v, var logits, var heads, var engines, var count, var partials, var segments, var next,}:
         var scratch = Scratch(
-            room * heads.kv_heads,
+            partials.queries,
             heads.padded,
-            Engine.spare(room * heads.kv_heads, heads.padded) if amx else 0,
+            Engine.spare(partials.queries, heads.padded) if engines.may_use_amx else 0,
             Ahead.list_length(heads.dim, size_of[kv_dtype]()),
         )
+        var own = scratch.acc
         while True:
             var i = Int(next[].fetch_add(1))
             if i >= count:
                 break
             var segment = segments[unsafe_offset=i]
-            var stride = attend_segment[amx](rows, segment, k, v, logits, heads, scratch)
+            var queries = segment.num_rows * heads.group
+            var stride = engines.stride(queries)
+            scratch.acc = own if segment.partial < 0 else partials.acc_of(segment.partial)
+            if engines.amx(queries):
+                comptime if amx_serves(dtype, kv_dtype):
+                    attend_segment[True](rows, segment, k, v, logits, heads, scratch)
+            else:
+                attend_segment[False](rows, segment, k, v, logits, heads, scratch)
             for head in range(heads.kv_heads):
-                for m in range(segment.num_rows * heads.group):
-                    var row, g = divmod(m, heads.group)
-                    var state = scratch.state(head * stride + m)
-                    var acc = scratch.acc.unsafe_offset((head * stride + m) * heads.padded)
+                for m in range(queries):
+                    var at = head * stride + m
+                    var state = scratch.state(at)
                     if segment.partial < 0:
-                        finish[kv_dtype, amx](
-                            rows, segment.row + row, head * heads.group + g, logits, heads.dim, state, acc
+                        var row, g = divmod(m, heads.group)
+                        finish[kv_dtype](
+                            rows,
+                            segment.row + row,
+                            head * heads.group + g,
+                            logits,
+                            heads.dim,
+                            engines.amx(queries),
+                            state,
+                            scratch.acc.unsafe_offset(at * heads.padded),
                         )
                     else:
-                        var at = segment.partial * queries + row * rows.num_heads + head * heads.group + g
-                        states[unsafe_offset=at] = state
-                        for d in range(0, heads.padded, HALF):
-                            accs.unsafe_store(at * heads.padded + d, acc.unsafe_load[width=HALF](d))
-        comptime if amx:
+                        partials.states_of(segment.partial)[unsafe_offset=at] = state
+        comptime if amx_serves(dtype, kv_dtype):
             tile_release()
 
     sync_parallelize(task, tasks)
@@ -190,7 +267,7 @@ def attend_segments[
     # Joins the parts of split blocks, in the order of their tokens: every task its share of the queries.
     def join(
         index: Int,
-    ) {var rows, var logits, var heads, var count, var tasks, var queries, var accs, var states, var segments,}:
+    ) {var rows, var logits, var heads, var engines, var count, var tasks, var partials, var segments,}:
         var i = 0
         while i < count:
             var first = segments[unsafe_offset=i]
@@ -198,25 +275,36 @@ def attend_segments[
             if first.partial >= 0:
                 while i + parts < count and segments[unsafe_offset=i + parts].row == first.row:
                     parts += 1
-                for m in range(index, first.num_rows * rows.num_heads, tasks):
-                    var at = first.partial * queries + m
-                    var acc = accs.unsafe_offset(at * heads.padded)
-                    var state = states[unsafe_offset=at]
-                    for part in range(1, parts):
-                        var other = at + part * queries
-                        var mine, theirs = state.merge(states[unsafe_offset=other])
-                        var added = accs.unsafe_offset(other * heads.padded)
+                var queries = first.num_rows * heads.group
+                var stride = engines.stride(queries)
+                for query in range(index, heads.kv_heads * queries, tasks):
+                    var head, m = divmod(query, queries)
+                    var at = head * stride + m
+                    var acc = partials.acc_of(first.partial).unsafe_offset(at * heads.padded)
+                    var state = partials.states_of(first.partial)[unsafe_offset=at]
+                    for part in range(first.partial + 1, first.partial + parts):
+                        var mine, theirs = state.merge(partials.states_of(part)[unsafe_offset=at])
+                        var added = partials.acc_of(part).unsafe_offset(at * heads.padded)
                         for d in range(0, heads.padded, HALF):
                             acc.unsafe_store(
                                 d, acc.unsafe_load[width=HALF](d) * mine + added.unsafe_load[width=HALF](d) * theirs
                             )
-                    var row, query = divmod(m, rows.num_heads)
-                    finish[kv_dtype, amx](rows, first.row + row, query, logits, heads.dim, state, acc)
+                    var row, g = divmod(m, heads.group)
+                    finish[kv_dtype](
+                        rows,
+                        first.row + row,
+                        head * heads.group + g,
+                        logits,
+                        heads.dim,
+                        engines.amx(queries),
+                        state,
+                        acc,
+                    )
             i += parts
 
     if plan.partials > 0:
         sync_parallelize(join, tasks)
-    _ = partial_acc^
-    _ = partial_state^
+    _ = memory^
+    _ = states^
     _ = plan^
     _ = taken^

@@ -99,28 +99,49 @@ def unpack[kv_dtype: DType](pair: Pair) -> SIMD[DType.float32, CHUNK]:
 
 
 @always_inline
-def sum_each(mut x: Array[Vec, HALF]) -> Vec:
-    """Lane `i` is the sum of the lanes of `x[i]`: 15 additions instead of 16 times 4."""
+def sum_each(x: Array[Vec, HALF]) -> Vec:
+    """Lane `i` is the sum of the lanes of `x[i]`: 15 additions instead of 16 times 4.
+
+    Each round adds halves of shrinking groups of lanes, in shuffles that have an instruction of their own; `placed`
+    undoes the order that they leave.
+    """
+    var y = Array[Vec, HALF](fill=0)
     comptime for i in range(8):
-        x[i] = fold[8](x[i], x[i + 8])
-    comptime for i in range(4):
-        x[i] = fold[4](x[i], x[i + 4])
-    comptime for i in range(2):
-        x[i] = fold[2](x[i], x[i + 2])
-    return fold[1](x[0], x[1])
+        comptime a = placed(i)
+        comptime b = placed(i + 8)
+        y[i] = x[a].shuffle[mask=halves_mask(8, 0)](x[b]) + x[a].shuffle[mask=halves_mask(8, 8)](x[b])
+    comptime for step in range(3):
+        comptime width = 4 >> step
+        comptime for i in range(width):
+            comptime low = fold_mask(width, 0)
+            comptime high = fold_mask(width, width)
+            y[i] = y[i].shuffle[mask=low](y[i + width]) + y[i].shuffle[mask=high](y[i + width])
+    return y[0]
 
 
-@always_inline
-def fold[width: Int](a: Vec, b: Vec) -> Vec:
-    """Halves every group of `2 * width` lanes by adding its halves; a's groups alternate with b's."""
-    comptime first = fold_mask(width, 0)
-    comptime second = fold_mask(width, width)
-    return a.shuffle[mask=first](b) + a.shuffle[mask=second](b)
+def placed(i: Int) -> Int:
+    """The vector whose sum the rounds leave in lane `i`: bits 0 and 1 change places, and bits 2 and 3."""
+    return (i & 5) << 1 | (i & 10) >> 1
+
+
+def halves_mask(width: Int, shift: Int) -> IndexList[HALF]:
+    """`width` lanes of the first operand from `shift` on, then of the second."""
+    var mask = IndexList[HALF]()
+    for lane in range(HALF):
+        mask[lane] = shift + lane % width + lane // width * HALF
+    return mask
 
 
 def fold_mask(width: Int, shift: Int) -> IndexList[HALF]:
+    """Of every run of `2 * width` lanes its half from `shift` on: within 4 lanes, or all 16 where that is as many or more.
+
+    The first operand's come first, then the second's.
+    """
+    var span = HALF if width >= 4 else 4
+    var half = span // 2
     var mask = IndexList[HALF]()
     for lane in range(HALF):
-        var group = lane // width  # even groups come from a, odd ones from b
-        mask[lane] = group // 2 * 2 * width + shift + lane % width + group % 2 * HALF
+        var start = lane // span * span
+        var i = lane % half
+        mask[lane] = start + i // width * 2 * width + i % width + shift + (lane % span // half) * HALF
     return mask

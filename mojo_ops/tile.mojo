@@ -167,7 +167,7 @@ def weigh_tile[
         var last = min(length, begin + count)
         var all_seen = first <= begin and last >= begin + TILE
         for g in range(heads.group):
-            ahead.run(1)
+            ahead.run()
             var at = scratch.weights.unsafe_offset(m * TILE)
             var scores = logits.score(at.unsafe_load[width=TILE](), head * heads.group + g, begin)
             if not all_seen:
@@ -178,14 +178,9 @@ def weigh_tile[
             # Any reference serves that keeps the weights in range, so it follows the greatest score only from afar:
             # after the first tile hardly ever. NaN counts as greater.
             if not scores.le(greatest + SLACK).reduce_and():
-                var state = AttentionState(greatest, 0)
-                var factor = state.raise_to(scores.reduce_max())
-                greatest = state.greatest
-                scratch.greatest[unsafe_offset=m] = greatest
-                totals *= factor
-                var acc = scratch.acc.unsafe_offset(m * heads.padded)
-                for d in range(0, heads.padded, HALF):
-                    acc.unsafe_store(d, acc.unsafe_load[width=HALF](d) * factor)
+                raise_reference(scores.reduce_max(), m, heads.padded, scratch)
+                greatest = scratch.greatest[unsafe_offset=m]
+                totals = scratch.totals.unsafe_load[width=HALF](m * HALF)
             # A row that sees none of these tokens has no greatest score to subtract yet.
             var weights = exp2(scores - greatest) if greatest != MINUS_INFINITY else Scores(0)
             comptime for half in range(TILE // HALF):
@@ -200,3 +195,15 @@ def weigh_tile[
             else:
                 at.unsafe_store(0, weights)
             m += 1
+
+
+@no_inline
+def raise_reference(score: Float32, query: Int, padded: Int, scratch: Scratch):
+    """Makes `score` what a query's weights are relative to. Kept out of the loop, where it hardly ever runs."""
+    var state = AttentionState(scratch.greatest[unsafe_offset=query], 0)
+    var factor = state.raise_to(score)
+    scratch.greatest[unsafe_offset=query] = state.greatest
+    scratch.totals.unsafe_store(query * HALF, scratch.totals.unsafe_load[width=HALF](query * HALF) * factor)
+    var acc = scratch.acc.unsafe_offset(query * padded)
+    for d in range(0, padded, HALF):
+        acc.unsafe_store(d, acc.unsafe_load[width=HALF](d) * factor)

@@ -14,10 +14,17 @@ from .split import Segment
 from .tile import Floats, Heads, Scratch, Tile
 
 
+comptime FETCHING = 2
+"""How many blocks of queries prefetch: more of them take so long that memory waits for nobody."""
+
+
 def load_queries[
     kv_dtype: DType, dtype: DType
 ](rows: AttentionRows[dtype], segment: Segment, heads: Heads, mut scratch: Scratch):
-    """Packs the block's queries as `[Hk, M, P]` and clears what is summed up."""
+    """Packs the block's queries and clears what is summed up.
+
+    `[Hk, M, P]`, but the queries that `score_block` takes together change places with the chunks.
+    """
     var queries = segment.num_rows * heads.group
     for head in range(heads.kv_heads):
         for m in range(queries):
@@ -25,6 +32,8 @@ def load_queries[
             var source = rows.q.unsafe_offset(
                 ((segment.row + row) * rows.num_heads + head * heads.group + g) * heads.dim
             )
+            var first, count = block_of(m, queries)
+            var place = (head * queries + first) * heads.padded + (m - first) * CHUNK
             var at = (head * queries + m) * heads.padded
             for d in range(0, heads.padded, CHUNK):
                 var chunk = SIMD[DType.float32, CHUNK](0)
@@ -32,10 +41,35 @@ def load_queries[
                     if d + 8 * i < heads.dim:
                         chunk = chunk.insert[offset=8 * i](source.unsafe_load[width=8](d + 8 * i).cast[DType.float32]())
                 var pair = pack[kv_dtype](chunk)
-                scratch.q.unsafe_store(at + d, pair.a)
-                scratch.q.unsafe_store(at + d + HALF, pair.b)
+                scratch.q.unsafe_store(place + d * count, pair.a)
+                scratch.q.unsafe_store(place + d * count + HALF, pair.b)
                 scratch.acc.unsafe_store(at + d, SIMD[DType.float32, CHUNK](0))
             scratch.clear(head * queries + m)
+
+
+def block_of(query: Int, queries: Int) -> Tuple[Int, Int]:
+    """The first query of the block that `query` is in, and how many there are: fours, then a two, then a one."""
+    var fours = queries // 4 * 4
+    if query < fours:
+        return (query // 4 * 4, 4)
+    if query < fours + queries % 4 // 2 * 2:
+        return (fours, 2)
+    return (queries - 1, 1)
+
+
+def score_calls(heads: Heads, queries: Int) -> Int:
+    """How often `score_tile` calls `ahead.run`."""
+    return min(FETCHING, num_blocks(queries)) * ceildiv(heads.dim, CHUNK) * (TILE // 4)
+
+
+def sum_calls(heads: Heads, queries: Int) -> Int:
+    """How often `sum_tile` does."""
+    var slices = ceildiv(heads.dim, (2 if queries >= 4 else 4) * CHUNK)
+    return min(FETCHING, num_blocks(queries)) * slices * TILE
+
+
+def num_blocks(queries: Int) -> Int:
+    return queries // 4 + queries % 4 // 2 + queries % 2
 
 
 @always_inline
@@ -48,38 +82,36 @@ def score_tile(
     mut scratch: Scratch,
     mut ahead: Ahead,
 ):
-    """The dot products of one KV head's queries with the tile's tokens; `ahead` advances by one head's share."""
+    """The dot products of one KV head's queries with the tile's tokens."""
     var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var q = scratch.q.unsafe_offset(head * queries * heads.padded)
     var scores = scratch.weights.unsafe_offset(head * queries * TILE)
-    ahead.share(heads.kv_heads)
     var m = 0
+    var fetch = FETCHING
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
             var at = q.unsafe_offset(m * heads.padded)
-            score_block[count](
-                base, tile, heads, at, scores.unsafe_offset(m * TILE), ahead.steps if m == 0 else 0, ahead
-            )
+            score_block[count](base, tile, heads, at, scores.unsafe_offset(m * TILE), fetch > 0, ahead)
+            fetch -= 1
             m += count
 
 
 @always_inline
 def score_block[
     kv_dtype: DType, //, count: Int
-](k: Pointer[Scalar[kv_dtype], _], tile: Tile, heads: Heads, q: Floats, target: Floats, share: Int, mut ahead: Ahead,):
+](k: Pointer[Scalar[kv_dtype], _], tile: Tile, heads: Heads, q: Floats, target: Floats, fetch: Bool, mut ahead: Ahead,):
     """`count` queries with all tokens of the tile: 16 sums at a time stay in registers."""
     comptime tokens = HALF // count
     comptime blocks = TILE // tokens
     var whole = heads.dim // CHUNK * CHUNK
-    var steps = ceildiv(share * CHUNK, blocks * heads.padded)
     for block in range(blocks):
         var sums = Array[Vec, HALF](fill=0)
-        for d in range(0, whole, CHUNK):
-            dot_chunk[count, True](k, tile.k, block * tokens, d, CHUNK, q, heads.padded, sums)
-            ahead.run(steps)
+        var d = 0
+        while d < whole:
+            dot_chunk[count, True](k, tile.k, block * tokens, d, CHUNK, q, fetch, sums, ahead)
+            d += CHUNK
         if whole < heads.dim:
-            dot_chunk[count, False](k, tile.k, block * tokens, whole, heads.dim - whole, q, heads.padded, sums)
-            ahead.run(steps)
+            dot_chunk[count, False](k, tile.k, block * tokens, whole, heads.dim - whole, q, fetch, sums, ahead)
         var totals = sum_each(sums)
         comptime for m in range(count):
             target.unsafe_store(m * TILE + block * tokens, totals.slice[tokens, offset=m * tokens]())
@@ -95,19 +127,23 @@ def dot_chunk[
     d: Int,
     length: Int,
     q: Floats,
-    padded: Int,
+    fetch: Bool,
     mut sums: Array[Vec, HALF],
+    mut ahead: Ahead,
 ):
     """Adds one chunk's share to `sums[m * tokens + i]`, query `m` with token `token + i`."""
     comptime tokens = HALF // count
     var qs = Array[Pair, count](fill=Pair(0, 0))
+    var at = q.unsafe_offset(d * count)
     comptime for m in range(count):
-        var at = q.unsafe_offset(m * padded + d)
-        qs[m] = Pair(at.unsafe_load[width=HALF](), at.unsafe_load[width=HALF](HALF))
+        qs[m] = Pair(at.unsafe_load[width=HALF](m * CHUNK), at.unsafe_load[width=HALF](m * CHUNK + HALF))
     comptime for i in range(tokens):
         var pair = load_chunk[full](k.unsafe_offset(offsets[unsafe_offset=token + i] + d), length)
         comptime for m in range(count):
             sums[m * tokens + i] = pair.b.fma(qs[m].b, pair.a.fma(qs[m].a, sums[m * tokens + i]))
+        comptime if i % 4 == 3:
+            if fetch:
+                ahead.run()
 
 
 @always_inline
@@ -120,18 +156,19 @@ def sum_tile(
     mut scratch: Scratch,
     mut ahead: Ahead,
 ):
-    """Adds the tile's weighted V of one KV head; `ahead` advances by one head's share."""
+    """Adds the tile's weighted V of one KV head."""
     var base = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     var acc = scratch.acc.unsafe_offset(head * queries * heads.padded)
     var weights = scratch.weights.unsafe_offset(head * queries * TILE)
-    var steps = ahead.left()
     var m = 0
+    var fetch = FETCHING
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
             var at = acc.unsafe_offset(m * heads.padded)
             sum_block[count, 2 if count == 4 else 4](
-                base, tile, heads, weights.unsafe_offset(m * TILE), at, steps if m == 0 else 0, ahead
+                base, tile, heads, weights.unsafe_offset(m * TILE), at, fetch > 0, ahead
             )
+            fetch -= 1
             m += count
 
 
@@ -144,20 +181,19 @@ def sum_block[
     heads: Heads,
     weights: Floats,
     acc: Floats,
-    share: Int,
+    fetch: Bool,
     mut ahead: Ahead,
 ):
     """`count` queries over slices of `chunks` chunks of head_dim, each slice's sums in registers for the whole tile."""
-    var steps = ceildiv(share * chunks * CHUNK, TILE * heads.padded)
     var d = 0
     while d + chunks * CHUNK <= heads.dim:
-        sum_slice[count, chunks, True](v, tile, d, CHUNK, heads.padded, weights, acc, steps, ahead)
+        sum_slice[count, chunks, True](v, tile, d, CHUNK, heads.padded, weights, acc, fetch, ahead)
         d += chunks * CHUNK
     while d + CHUNK <= heads.dim:
-        sum_slice[count, 1, True](v, tile, d, CHUNK, heads.padded, weights, acc, steps, ahead)
+        sum_slice[count, 1, True](v, tile, d, CHUNK, heads.padded, weights, acc, fetch, ahead)
         d += CHUNK
     if d < heads.dim:
-        sum_slice[count, 1, False](v, tile, d, heads.dim - d, heads.padded, weights, acc, steps, ahead)
+        sum_slice[count, 1, False](v, tile, d, heads.dim - d, heads.padded, weights, acc, fetch, ahead)
 
 
 @always_inline
@@ -171,7 +207,7 @@ def sum_slice[
     padded: Int,
     weights: Floats,
     acc: Floats,
-    steps: Int,
+    fetch: Bool,
     mut ahead: Ahead,
 ):
     var sums = Array[Vec, count * chunks * 2](fill=0)
@@ -180,7 +216,8 @@ def sum_slice[
             sums[m * 2 * chunks + c] = acc.unsafe_load[width=HALF](m * padded + d + c * HALF)
     for i in range(tile.count):
         var source = v.unsafe_offset(tile.v[unsafe_offset=i] + d)
-        ahead.run(steps)
+        if fetch:
+            ahead.run()
         comptime for c in range(chunks):
             var pair = load_chunk[full](source.unsafe_offset(c * CHUNK), length)
             comptime for m in range(count):

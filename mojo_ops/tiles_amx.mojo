@@ -122,6 +122,16 @@ def load_queries_amx[
             scratch.clear(start + m)
 
 
+def score_calls_amx(heads: Heads) -> Int:
+    """How often `score_tile_amx` calls `ahead.run`."""
+    return 2 * heads.padded // 32 * (TILE // SPAN)
+
+
+def sum_calls_amx[kv_dtype: DType](heads: Heads) -> Int:
+    """How often `sum_tile_amx` does."""
+    return heads.padded // Widened[kv_dtype].length * (TILE // 8)
+
+
 @always_inline
 def score_tile_amx(
     k: PagedKVCache,
@@ -132,11 +142,9 @@ def score_tile_amx(
     scratch: Scratch,
     mut ahead: Ahead,
 ):
-    """The dot products of one KV head's queries with the tile's tokens; `ahead` advances by one head's share."""
+    """The dot products of one KV head's queries with the tile's tokens."""
     var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
-    ahead.share(heads.kv_heads)
     var chunks = heads.padded // 32
-    var steps = ceildiv(ahead.steps, chunks * (TILE // SPAN))
     var stride = heads.padded * 2
     var direct = False
     comptime if k.dtype == DType.bfloat16:
@@ -164,10 +172,12 @@ def score_tile_amx(
                 tile_load[QUERIES](packed.unsafe_offset(c * 16 * n), n * 4)
                 tile_load[ROWS](first.unsafe_offset(32 * c), stride)
                 tile_dot[SCORES, ROWS, QUERIES]()
+                if block == 0:
+                    ahead.run()
                 tile_load[ROWS](second.unsafe_offset(32 * c), stride)
                 tile_dot[SCORES + 1, ROWS, QUERIES]()
                 if block == 0:
-                    ahead.run(steps)
+                    ahead.run()
             var target = engine.scores.unsafe_offset((head * engine.stride + block) * TILE + span * n)
             tile_store[SCORES](target, n * 4)
             tile_store[SCORES + 1](target.unsafe_offset(16 * n), n * 4)
@@ -240,11 +250,10 @@ def sum_tile_amx(
     """
     comptime chunk = Widened[v.dtype].length
     var chunks = heads.padded // chunk
-    var steps = ceildiv(ahead.left(), TILE // 16 * chunks)
     var base = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     for c in range(chunks):
         var turn = (head * chunks + c) % 2
-        pair_chunk(base, tile, c * chunk, heads.dim, engine.values.unsafe_offset(turn * TILE * chunk), steps, ahead)
+        pair_chunk(base, tile, c * chunk, heads.dim, engine.values.unsafe_offset(turn * TILE * chunk), ahead)
         if c > 0:
             sum_chunk[chunk](heads, head, c - 1, 1 - turn, engine, scratch)
         elif head > 0:
@@ -256,13 +265,12 @@ def sum_tile_amx(
 @always_inline
 def pair_chunk[
     dtype: DType, //
-](base: Pointer[Scalar[dtype], _], tile: Tile, d: Int, dim: Int, values: Words16, steps: Int, mut ahead: Ahead,):
+](base: Pointer[Scalar[dtype], _], tile: Tile, d: Int, dim: Int, values: Words16, mut ahead: Ahead,):
     """Lays out one chunk of V of all tokens for the multiplication."""
     comptime chunk = Widened[dtype].length
     var whole = tile.count == TILE and d + chunk <= dim
     for part in range(TILE // 8):
-        if part % 2 == 0:
-            ahead.run(steps)
+        ahead.run()
         comptime for i in range(4):
             var token = part * 8 + 2 * i
             var first = base.unsafe_offset(tile.v[unsafe_offset=token] + d)
