@@ -12,7 +12,7 @@ from .ahead import TILE, Ahead
 from .amx import HAS_AMX, amx_permitted, tile_release
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
-from .lanes import CHUNK, HALF, Pair, unpack
+from .lanes import HALF, chunk_of, is_float8, unpack
 from .logits import Logits
 from .softmax import AttentionState, LOG2E, exp2
 from .split import Segment, plan_segments
@@ -30,17 +30,14 @@ from .tiles_amx import (
 from .widen import Widened, unpack_sums
 
 
-comptime VECTOR_QUERIES = 4
-"""Up to so many queries over a bfloat16 cache, vectors hide behind the memory more completely than AMX does."""
+def vector_queries(kv_dtype: DType) -> Int:
+    """Up to so many queries, vectors hide behind the memory more completely than AMX does."""
+    return 2 if is_float8(kv_dtype) else 4
 
 
 def amx_serves(dtype: DType, kv_dtype: DType) -> Bool:
     """Whether AMX computes attention of these types without losing bits, and the target has it."""
-    return (
-        HAS_AMX
-        and dtype == DType.bfloat16
-        and (kv_dtype == DType.bfloat16 or kv_dtype == DType.float8_e4m3fn or kv_dtype == DType.float8_e5m2)
-    )
+    return HAS_AMX and dtype == DType.bfloat16 and (kv_dtype == DType.bfloat16 or is_float8(kv_dtype))
 
 
 @fieldwise_init
@@ -48,7 +45,7 @@ struct Engines[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
     """Who computes a block of rows: it depends on the block alone."""
 
     comptime may_use_amx = amx_serves(Self.dtype, Self.kv_dtype)
-    comptime chunk = Widened[Self.kv_dtype].length if Self.may_use_amx else CHUNK
+    comptime chunk = max(chunk_of(Self.kv_dtype), Widened[Self.kv_dtype].length if Self.may_use_amx else 0)
     """What head_dim is rounded up to."""
     var permitted: Bool
     """Whether this process may use AMX."""
@@ -61,7 +58,7 @@ struct Engines[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
     @always_inline
     def amx(self, queries: Int) -> Bool:
         """Whether AMX computes a block of that many queries a KV head."""
-        return self.permitted and (size_of[Self.kv_dtype]() == 1 or queries > VECTOR_QUERIES)
+        return self.permitted and queries > vector_queries(Self.kv_dtype)
 
     @always_inline
     def stride(self, queries: Int) -> Int:
@@ -106,8 +103,8 @@ def attend_segment[
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var engine = Engine(queries, heads.padded, scratch)
     var stride = queries
-    var score_runs = score_calls(heads, queries)
-    var sum_runs = queries + sum_calls(heads, queries)
+    var score_runs = score_calls[k.dtype](heads, queries)
+    var sum_runs = queries + sum_calls[k.dtype](heads, queries)
     comptime if amx:
         stride = engine.stride
         score_runs = score_calls_amx(heads)
@@ -149,14 +146,13 @@ def write_values[
     dtype: DType, //, kv_dtype: DType, amx: Bool
 ](acc: Floats, factor: Float32, dim: Int, target: Pointer[Scalar[dtype], MutUntrackedOrigin]):
     """Weighted values times `factor`, in their natural order."""
-    comptime length = Widened[kv_dtype].length if amx else CHUNK
+    comptime length = Widened[kv_dtype].length if amx else chunk_of(kv_dtype)
     for d in range(0, dim, length):
         var sums: SIMD[DType.float32, length]
         comptime if amx:
             sums = rebind[SIMD[DType.float32, length]](unpack_sums[kv_dtype](acc.unsafe_offset(d)))
         else:
-            var pair = Pair(acc.unsafe_load[width=HALF](d), acc.unsafe_load[width=HALF](d + HALF))
-            sums = rebind[SIMD[DType.float32, length]](unpack[kv_dtype](pair))
+            sums = rebind[SIMD[DType.float32, length]](unpack[kv_dtype](acc.unsafe_load[width=chunk_of(kv_dtype)](d)))
         var out = (sums * factor).cast[dtype]()
         comptime for i in range(length // 8):
             if d + 8 * i < dim:

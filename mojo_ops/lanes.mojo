@@ -1,53 +1,64 @@
-"""Stored elements as float32 vectors: `CHUNK` elements at a time, in whatever order is cheapest.
+"""Stored elements as float32 vectors: a chunk at a time, in whatever order of the lanes is cheapest.
 
-A chunk becomes two vectors of `HALF` lanes. For bfloat16 these are the even and the odd elements (a shift and a mask),
-for the other types the first and the second half. Queries are packed in the same order and outputs unpacked from it, so
-that nobody else knows.
+bfloat16 becomes its even and its odd elements (a shift and a mask), float8 bfloat16 first where the target has tables for
+that. Queries are packed in the same order and outputs unpacked from it, so that nobody else knows.
 """
 
 from std.memory import bitcast
 from std.utils import IndexList
 
+from .float8 import HAS_TABLES, float8_words, parts_mask
+
 comptime HALF = 16
+"""Lanes of a vector."""
 comptime CHUNK = 2 * HALF
 comptime Vec = SIMD[DType.float32, HALF]
 
 
-@fieldwise_init
-struct Pair(TrivialRegisterPassable):
-    """The two vectors of one chunk."""
+def is_float8(dtype: DType) -> Bool:
+    return dtype == DType.float8_e4m3fn or dtype == DType.float8_e5m2
 
-    var a: Vec
-    var b: Vec
+
+def chunk_of(dtype: DType) -> Int:
+    """Elements that `load_chunk` takes."""
+    return 2 * CHUNK if is_float8(dtype) and HAS_TABLES else CHUNK
 
 
 @always_inline
-def load_chunk[dtype: DType, //, full: Bool](source: Pointer[Scalar[dtype], _], count: Int) -> Pair:
-    """The chunk at `source`: `CHUNK` elements, or where not `full` only the first `count`, then zeros.
+def load_chunk[
+    dtype: DType, //, full: Bool
+](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[DType.float32, chunk_of(dtype)]:
+    """The chunk at `source`: all of it, or where not `full` only the first `count` elements, then zeros.
 
     Nothing past `count` is read: it may be another head's, and NaN.
     """
+    comptime length = chunk_of(dtype)
+    comptime Out = SIMD[DType.float32, length]
     comptime if dtype == DType.bfloat16:
-        var bits = load_bits[DType.uint16, full](source, count)
-        var pairs = bitcast[DType.uint32, HALF](bits)
-        return Pair(bitcast[DType.float32, HALF](pairs << 16), bitcast[DType.float32, HALF](pairs & 0xFFFF0000))
-    elif dtype == DType.float8_e4m3fn or dtype == DType.float8_e5m2:
-        var bits = load_bits[DType.uint8, full](source, count)
-        return Pair(widen_fp8[dtype](bits.slice[HALF, offset=0]()), widen_fp8[dtype](bits.slice[HALF, offset=HALF]()))
-    else:
-        comptime if full:
-            return Pair(
-                source.unsafe_load[width=HALF]().cast[DType.float32](),
-                source.unsafe_load[width=HALF](HALF).cast[DType.float32](),
-            )
+        return rebind[Out](even_odd(load_bits[DType.uint16, full](source, count)))
+    elif is_float8(dtype):
+        comptime if HAS_TABLES:
+            var words = float8_words[dtype](load_bits[DType.uint8, full, 2 * CHUNK](source, count))
+            return rebind[Out](even_odd(words[0]).join(even_odd(words[1])))
         else:
-            comptime bits_type = DType.uint16 if dtype == DType.float16 else DType.uint32
-            var bits = load_bits[bits_type, full](source, count)
-            var values = bitcast[dtype, CHUNK](bits)
-            return Pair(
-                values.slice[HALF, offset=0]().cast[DType.float32](),
-                values.slice[HALF, offset=HALF]().cast[DType.float32](),
+            var bits = load_bits[DType.uint8, full](source, count)
+            return rebind[Out](
+                widen_fp8[dtype](bits.slice[HALF, offset=0]()).join(widen_fp8[dtype](bits.slice[HALF, offset=HALF]()))
             )
+    elif full:
+        return source.unsafe_load[width=length]().cast[DType.float32]()
+    else:
+        comptime bits_type = DType.uint16 if dtype == DType.float16 else DType.uint32
+        return bitcast[dtype, length](load_bits[bits_type, full, length](source, count)).cast[DType.float32]()
+
+
+@always_inline
+def even_odd(words: SIMD[DType.uint16, CHUNK]) -> SIMD[DType.float32, CHUNK]:
+    """The even bfloat16 elements, then the odd ones."""
+    var pairs = bitcast[DType.uint32, HALF](words)
+    return rebind[SIMD[DType.float32, CHUNK]](
+        bitcast[DType.float32, HALF](pairs << 16).join(bitcast[DType.float32, HALF](pairs & 0xFFFF0000))
+    )
 
 
 @always_inline
@@ -80,22 +91,36 @@ def widen_fp8[dtype: DType](bits: SIMD[DType.uint8, HALF]) -> Vec:
 
 
 @always_inline
-def pack[kv_dtype: DType](x: SIMD[DType.float32, CHUNK]) -> Pair:
+def pack[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]) -> type_of(x):
     """Elements in their natural order, as the lanes of a `kv_dtype` chunk."""
-    comptime if kv_dtype == DType.bfloat16:
-        var halves = x.deinterleave()
-        return Pair(rebind[Vec](halves[0]), rebind[Vec](halves[1]))
-    else:
-        return Pair(x.slice[HALF, offset=0](), x.slice[HALF, offset=HALF]())
+    return x.shuffle[mask=order[kv_dtype]()](x)
 
 
 @always_inline
-def unpack[kv_dtype: DType](pair: Pair) -> SIMD[DType.float32, CHUNK]:
-    """The elements of a chunk in their natural order."""
-    comptime if kv_dtype == DType.bfloat16:
-        return rebind[SIMD[DType.float32, CHUNK]](pair.a.interleave(pair.b))
-    else:
-        return rebind[SIMD[DType.float32, CHUNK]](pair.a.join(pair.b))
+def unpack[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]) -> type_of(x):
+    """The lanes of a chunk in their natural order."""
+    return x.shuffle[mask=inverse(order[kv_dtype]())](x)
+
+
+def order[dtype: DType]() -> IndexList[chunk_of(dtype)]:
+    """Which element of a chunk each lane of `load_chunk` holds."""
+    comptime length = chunk_of(dtype)
+    var elements = IndexList[length]()
+    for lane in range(length):
+        elements[lane] = lane
+    comptime if dtype == DType.bfloat16 or length > CHUNK:
+        comptime stored = parts_mask()
+        for lane in range(length):
+            var word = lane // CHUNK * CHUNK + lane % HALF * 2 + lane % CHUNK // HALF
+            elements[lane] = stored[word] if length > CHUNK else word
+    return elements
+
+
+def inverse(order: IndexList) -> type_of(order):
+    var places = type_of(order)()
+    comptime for lane in range(order.size):
+        places[order[lane]] = lane
+    return places
 
 
 @always_inline

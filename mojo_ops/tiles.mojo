@@ -9,11 +9,13 @@ from std.math import ceildiv
 from .ahead import TILE, Ahead, Offsets
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
-from .lanes import CHUNK, HALF, Pair, Vec, load_chunk, pack, sum_each
+from .lanes import HALF, Vec, chunk_of, load_chunk, pack, sum_each
 from .split import Segment
 from .tile import Floats, Heads, Scratch, Tile
 
 
+comptime SLICE = 64
+"""Elements of head_dim whose sums stay in registers, for four queries; for fewer, twice as many."""
 comptime FETCHING = 2
 """How many blocks of queries prefetch: more of them take so long that memory waits for nobody."""
 
@@ -25,6 +27,7 @@ def load_queries[
 
     `[Hk, M, P]`, but the queries that `score_block` takes together change places with the chunks.
     """
+    comptime chunk = chunk_of(kv_dtype)
     var queries = segment.num_rows * heads.group
     for head in range(heads.kv_heads):
         for m in range(queries):
@@ -33,17 +36,15 @@ def load_queries[
                 ((segment.row + row) * rows.num_heads + head * heads.group + g) * heads.dim
             )
             var first, count = block_of(m, queries)
-            var place = (head * queries + first) * heads.padded + (m - first) * CHUNK
+            var place = (head * queries + first) * heads.padded + (m - first) * chunk
             var at = (head * queries + m) * heads.padded
-            for d in range(0, heads.padded, CHUNK):
-                var chunk = SIMD[DType.float32, CHUNK](0)
-                comptime for i in range(CHUNK // 8):
+            for d in range(0, heads.padded, chunk):
+                var x = SIMD[DType.float32, chunk](0)
+                comptime for i in range(chunk // 8):
                     if d + 8 * i < heads.dim:
-                        chunk = chunk.insert[offset=8 * i](source.unsafe_load[width=8](d + 8 * i).cast[DType.float32]())
-                var pair = pack[kv_dtype](chunk)
-                scratch.q.unsafe_store(place + d * count, pair.a)
-                scratch.q.unsafe_store(place + d * count + HALF, pair.b)
-                scratch.acc.unsafe_store(at + d, SIMD[DType.float32, CHUNK](0))
+                        x = x.insert[offset=8 * i](source.unsafe_load[width=8](d + 8 * i).cast[DType.float32]())
+                scratch.q.unsafe_store(place + d * count, pack[kv_dtype](x))
+                scratch.acc.unsafe_store(at + d, SIMD[DType.float32, chunk](0))
             scratch.clear(head * queries + m)
 
 
@@ -57,14 +58,14 @@ def block_of(query: Int, queries: Int) -> Tuple[Int, Int]:
     return (queries - 1, 1)
 
 
-def score_calls(heads: Heads, queries: Int) -> Int:
+def score_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
     """How often `score_tile` calls `ahead.run`."""
-    return min(FETCHING, num_blocks(queries)) * ceildiv(heads.dim, CHUNK) * (TILE // 4)
+    return min(FETCHING, num_blocks(queries)) * ceildiv(heads.dim, chunk_of(kv_dtype)) * (TILE // 4)
 
 
-def sum_calls(heads: Heads, queries: Int) -> Int:
+def sum_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
     """How often `sum_tile` does."""
-    var slices = ceildiv(heads.dim, (2 if queries >= 4 else 4) * CHUNK)
+    var slices = ceildiv(heads.dim, SLICE * (1 if queries >= 4 else 2))
     return min(FETCHING, num_blocks(queries)) * slices * TILE
 
 
@@ -103,13 +104,14 @@ def score_block[
     """`count` queries with all tokens of the tile: 16 sums at a time stay in registers."""
     comptime tokens = HALF // count
     comptime blocks = TILE // tokens
-    var whole = heads.dim // CHUNK * CHUNK
+    comptime chunk = chunk_of(kv_dtype)
+    var whole = heads.dim // chunk * chunk
     for block in range(blocks):
         var sums = Array[Vec, HALF](fill=0)
         var d = 0
         while d < whole:
-            dot_chunk[count, True](k, tile.k, block * tokens, d, CHUNK, q, fetch, sums, ahead)
-            d += CHUNK
+            dot_chunk[count, True](k, tile.k, block * tokens, d, chunk, q, fetch, sums, ahead)
+            d += chunk
         if whole < heads.dim:
             dot_chunk[count, False](k, tile.k, block * tokens, whole, heads.dim - whole, q, fetch, sums, ahead)
         var totals = sum_each(sums)
@@ -133,14 +135,15 @@ def dot_chunk[
 ):
     """Adds one chunk's share to `sums[m * tokens + i]`, query `m` with token `token + i`."""
     comptime tokens = HALF // count
-    var qs = Array[Pair, count](fill=Pair(0, 0))
-    var at = q.unsafe_offset(d * count)
-    comptime for m in range(count):
-        qs[m] = Pair(at.unsafe_load[width=HALF](m * CHUNK), at.unsafe_load[width=HALF](m * CHUNK + HALF))
+    comptime parts = chunk_of(kv_dtype) // HALF
+    var qs = q.unsafe_offset(d * count)
     comptime for i in range(tokens):
-        var pair = load_chunk[full](k.unsafe_offset(offsets[unsafe_offset=token + i] + d), length)
+        var x = load_chunk[full](k.unsafe_offset(offsets[unsafe_offset=token + i] + d), length)
         comptime for m in range(count):
-            sums[m * tokens + i] = pair.b.fma(qs[m].b, pair.a.fma(qs[m].a, sums[m * tokens + i]))
+            comptime for part in range(parts):
+                sums[m * tokens + i] = x.slice[HALF, offset=part * HALF]().fma(
+                    qs.unsafe_load[width=HALF]((m * parts + part) * HALF), sums[m * tokens + i]
+                )
         comptime if i % 4 == 3:
             if fetch:
                 ahead.run()
@@ -165,7 +168,7 @@ def sum_tile(
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
             var at = acc.unsafe_offset(m * heads.padded)
-            sum_block[count, 2 if count == 4 else 4](
+            sum_block[count, SLICE * (1 if count == 4 else 2) // chunk_of(v.dtype)](
                 base, tile, heads, weights.unsafe_offset(m * TILE), at, fetch > 0, ahead
             )
             fetch -= 1
@@ -185,13 +188,14 @@ def sum_block[
     mut ahead: Ahead,
 ):
     """`count` queries over slices of `chunks` chunks of head_dim, each slice's sums in registers for the whole tile."""
+    comptime chunk = chunk_of(kv_dtype)
     var d = 0
-    while d + chunks * CHUNK <= heads.dim:
-        sum_slice[count, chunks, True](v, tile, d, CHUNK, heads.padded, weights, acc, fetch, ahead)
-        d += chunks * CHUNK
-    while d + CHUNK <= heads.dim:
-        sum_slice[count, 1, True](v, tile, d, CHUNK, heads.padded, weights, acc, fetch, ahead)
-        d += CHUNK
+    while d + chunks * chunk <= heads.dim:
+        sum_slice[count, chunks, True](v, tile, d, chunk, heads.padded, weights, acc, fetch, ahead)
+        d += chunks * chunk
+    while d + chunk <= heads.dim:
+        sum_slice[count, 1, True](v, tile, d, chunk, heads.padded, weights, acc, fetch, ahead)
+        d += chunk
     if d < heads.dim:
         sum_slice[count, 1, False](v, tile, d, heads.dim - d, heads.padded, weights, acc, fetch, ahead)
 
@@ -210,20 +214,23 @@ def sum_slice[
     fetch: Bool,
     mut ahead: Ahead,
 ):
-    var sums = Array[Vec, count * chunks * 2](fill=0)
+    comptime chunk = chunk_of(kv_dtype)
+    comptime parts = chunks * chunk // HALF
+    var sums = Array[Vec, count * parts](fill=0)
     comptime for m in range(count):
-        comptime for c in range(2 * chunks):
-            sums[m * 2 * chunks + c] = acc.unsafe_load[width=HALF](m * padded + d + c * HALF)
+        comptime for part in range(parts):
+            sums[m * parts + part] = acc.unsafe_load[width=HALF](m * padded + d + part * HALF)
     for i in range(tile.count):
         var source = v.unsafe_offset(tile.v[unsafe_offset=i] + d)
         if fetch:
             ahead.run()
         comptime for c in range(chunks):
-            var pair = load_chunk[full](source.unsafe_offset(c * CHUNK), length)
+            var x = load_chunk[full](source.unsafe_offset(c * chunk), length)
             comptime for m in range(count):
                 var w = Vec(weights[unsafe_offset=m * TILE + i])
-                sums[(m * chunks + c) * 2] = pair.a.fma(w, sums[(m * chunks + c) * 2])
-                sums[(m * chunks + c) * 2 + 1] = pair.b.fma(w, sums[(m * chunks + c) * 2 + 1])
+                comptime for half in range(chunk // HALF):
+                    comptime at = m * parts + c * (chunk // HALF) + half
+                    sums[at] = x.slice[HALF, offset=half * HALF]().fma(w, sums[at])
     comptime for m in range(count):
-        comptime for c in range(2 * chunks):
-            acc.unsafe_store(m * padded + d + c * HALF, sums[m * 2 * chunks + c])
+        comptime for part in range(parts):
+            acc.unsafe_store(m * padded + d + part * HALF, sums[m * parts + part])

@@ -1,13 +1,9 @@
 """Stored bfloat16 and float8 elements as bfloat16, a chunk at a time, in whatever order is cheapest."""
 
-from std.memory import bitcast
-from std.sys import llvm_intrinsic
 from std.utils import IndexList
 
-from .lanes import Vec, load_bits
-
-comptime Words = SIMD[DType.uint16, 32]
-comptime Table = SIMD[DType.uint8, 64]
+from .float8 import Words, float8_words, parts_mask
+from .lanes import load_bits
 
 
 struct Widened[dtype: DType]:
@@ -29,57 +25,7 @@ def widen_chunk[
         target.words[0] = load_bits[DType.uint16, full, 32](source, count)
     else:
         var bytes = load_bits[DType.uint8, full, 64](source, count)
-        comptime low0 = fp8_table(dtype, 0, 0)
-        comptime low1 = fp8_table(dtype, 64, 0)
-        comptime high0 = fp8_table(dtype, 0, 8)
-        comptime high1 = fp8_table(dtype, 64, 8)
-        var low = look_up(low0, bytes, low1)
-        var high = look_up(high0, bytes, high1) | (bytes & 0x80)
-        target.words[0] = bitcast[DType.uint16, 32](low.shuffle[mask=byte_mask(0)](high))
-        target.words[1] = bitcast[DType.uint16, 32](low.shuffle[mask=byte_mask(8)](high))
-
-
-@always_inline
-def look_up(first: Table, index: Table, second: Table) -> Table:
-    """Byte `index % 128` of the 128 bytes of both tables."""
-    return llvm_intrinsic["llvm.x86.avx512.vpermi2var.qi.512", Table](first, index, second)
-
-
-def byte_mask(start: Int) -> IndexList[64]:
-    """From each run of 16 bytes, bytes `start` to `start + 7` of both operands in turn."""
-    var mask = IndexList[64]()
-    for i in range(64):
-        mask[i] = i // 16 * 16 + start + i % 16 // 2 + i % 2 * 64
-    return mask
-
-
-def fp8_table(dtype: DType, start: Int, shift: Int) -> Table:
-    """8 bits, from bit `shift` on, of the bfloat16 of each of 64 magnitudes of a float8 type."""
-    var table = Table(0)
-    var mantissa_bits = 3 if dtype == DType.float8_e4m3fn else 2
-    var bias = 7 if dtype == DType.float8_e4m3fn else 15
-    for i in range(64):
-        var magnitude = start + i
-        var exponent = magnitude >> mantissa_bits
-        var fraction = magnitude & ((1 << mantissa_bits) - 1)
-        var bits: Int
-        if dtype == DType.float8_e4m3fn and magnitude == 127:
-            bits = 0x7FC0
-        elif dtype == DType.float8_e5m2 and exponent == 31:
-            bits = 0x7F80 if fraction == 0 else 0x7FC0
-        elif exponent == 0 and fraction == 0:
-            bits = 0
-        else:
-            if exponent == 0:
-                # Subnormal: shift the leading one into its place.
-                exponent = 1
-                while fraction < (1 << mantissa_bits):
-                    fraction *= 2
-                    exponent -= 1
-                fraction -= 1 << mantissa_bits
-            bits = ((exponent - bias + 127) << 7) | (fraction << (7 - mantissa_bits))
-        table[i] = UInt8((bits >> shift) & 0xFF)
-    return table
+        target.words[0], target.words[1] = float8_words[dtype](bytes)
 
 
 @always_inline
@@ -92,14 +38,6 @@ def words_chunk[kv_dtype: DType, part: Int](source: Pointer[UInt16, _], count: I
             load_bits[DType.uint16, False, 32](source.unsafe_offset(32), count - 32)
         )
         return rebind[Words](all.shuffle[mask=parts_mask()](all).slice[32, offset=32 * part]())
-
-
-def parts_mask() -> IndexList[64]:
-    """The elements of a float8 chunk in the order of its two vectors of words."""
-    var mask = IndexList[64]()
-    for i in range(64):
-        mask[i] = i % 32 // 8 * 16 + i // 32 * 8 + i % 8
-    return mask
 
 
 @always_inline
