@@ -11,8 +11,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ptx_machine import Machine, TensorMap
+from ptx_machine import Machine
 from ptx_numbers import float8, halves, to_half
+from ptx_units import TensorMap
 from test_hopper import compile_kernels, form_of
 
 THREADS = 160
@@ -118,9 +119,8 @@ class Call:
         items = machine.allocate(np.array([0, self.begin, end, self.partial, -1, 0, 0, 0], np.int32))
         work = struct.pack("<3Q4i", items, 0, 0, 2, 0, 0, 0)
         sums = struct.pack("<3Q", acc, greatest, total)
-        machine.parameters = [*maps, rows, view, work, sums, struct.pack("<i", box.bit_length() - 1)]
-        for block in range(2 * KV_HEADS):
-            machine.run(block, THREADS)
+        parameters = [*maps, rows, view, work, sums, struct.pack("<i", box.bit_length() - 1)]
+        machine.launch((2 * KV_HEADS, 1, 1), THREADS, parameters)
 
         found_o = halves(machine.array(o, np.uint16, heads * self.dim), self.dtype).reshape(heads, self.dim)
         found_lse = machine.array(lse, np.float32, heads)
