@@ -50,7 +50,7 @@ WAITS = re.compile(r"bar|shfl|wgmma|ret|mbarrier\.try_wait")
 
 
 class Program:
-    """A kernel. `blocks[pc]` runs a thread from statement `pc`, where a jump or a wait may lead, to the next such place."""
+    """A kernel. `blocks[pc]` runs a thread from statement `pc`, where a jump or a wait may lead, to the next one."""
 
     def __init__(self, ptx: str) -> None:
         ptx = ptx.replace("$", "_")

@@ -1,4 +1,4 @@
-"""What works beside the threads of a multiprocessor: mbarriers, the TMA unit's tensor maps, the tensor cores' operands."""
+"""What works beside the threads of a multiprocessor: mbarriers, tensor maps of the TMA unit, operands of wgmma."""
 
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ def operand_addresses(descriptor: int, rows: int, transposed: bool) -> np.ndarra
 
 
 def places_of_sums(columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column, `[128, columns / 2]`, of each register of each thread of a warpgroup in a product [64, columns]."""
+    """Row and column in a product [64, columns] of each register of a warpgroup's threads, `[128, columns / 2]`."""
     thread, i = np.meshgrid(np.arange(128), np.arange(columns // 2), indexing="ij")
     lane, warp = thread % 32, thread // 32
     return warp * 16 + lane // 4 + 8 * (i // 2 % 2), i // 4 * 8 + lane % 4 * 2 + i % 2

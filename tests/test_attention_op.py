@@ -41,6 +41,11 @@ AXES = {
 }
 OPTIONS = ("window_left", "logits_soft_cap", "rope_theta", "v_scale")
 GRID = all_pairs(AXES)
+MIXED_GRID = all_pairs(
+    {"pair": [pair for pair in harness.PAIRS if pair[0] != pair[1]]}
+    | {name: AXES[name] for name in ("storage", "page_size", "group", "num_kv_heads", "lengths", "rows", "v_scale")}
+    | {"head_dim": (8, 40, 64, 80, 128), "window_left": (-1, 6, 127)}
+)
 
 
 def mixed_rows(cache, seed=0):
@@ -172,11 +177,14 @@ def test_a_row_depends_on_no_other_row():
         assert_bits_equal(lse_one, lse[one], what=f"lse of row {r} alone")
 
 
-def test_float32_queries_over_bfloat16_pages():
-    q_dtype, dtype = "float32", "bfloat16"
-    cache = build(CacheCase(lengths=(70, 0, 33, 1), page_size=5, dtype=dtype))
-    q, *rows = mixed_rows(cache)
-    compare(cache, (np.float32(0.7) * q.astype(q_dtype), *rows))
+@pytest.mark.parametrize("setting", MIXED_GRID, ids=setting_id)
+def test_queries_over_narrower_pages(setting):
+    q_dtype, kv_dtype = setting["pair"]
+    cache = build(case_of(setting | {"dtype": kv_dtype}))
+    q, *rows = rows_of(cache, setting["rows"])
+    q = (np.float32(0.7) * q.astype(np.float32)).astype(q_dtype)
+    options = {"window_left": setting["window_left"], "k_scale": 0.5, "v_scale": setting["v_scale"]}
+    compare(cache, (q, *rows), **options)
 
 
 def test_pages_before_the_window_are_not_looked_at():

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gpu_programs
 from cases import Cache, CacheCase, build
 from compare import assert_bits_equal, assert_close, assert_lse_close
 from grids import tokens_of
 from paged_kv import reference
 from ptx_machine import GLOBAL, Machine
-from test_mojo import ROOT, TESTS, mojo
+
+pytestmark = pytest.mark.waits_for(gpu_programs.plain["sm_90a"])
 
 SLOTS = 3  # of the schedule: few, so that rows are split
 THREADS = 128
@@ -25,24 +27,19 @@ SCHEDULE_THREADS = 1024
 
 
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory) -> dict[Any, str]:
+def ptx() -> dict[Any, str]:
     """The kernels of gpu_compile.mojo: attention by its static shared memory, the others by name and output."""
-    folder = tmp_path_factory.mktemp("ptx")
-    target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", folder / "host.s"]
-    result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / "gpu_compile.mojo")
-    assert result.returncode == 0, result.stderr
     found: dict[Any, str] = {}
-    for path in folder.glob("*.ptx"):
-        text = path.read_text()
-        if "attend_ite" in path.name:
+    for name, text in gpu_programs.plain["sm_90a"]().items():
+        if "attend_ite" in name:
             found[tuple(map(int, re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", text)))] = text
-        elif "combine" in path.name:
+        elif "combine" in name:
             kind = next((k for k in ("bf16", "f16") if f"cvt.rn.{k}.f32" in text), "f32")
             found["combine", kind] = text
-        elif "schedule" in path.name:
+        elif "schedule" in name:
             found["schedule"] = text
         else:
-            found[re.search(r"(append|gather|ragged)", path.name)[1], "v4.b32" in text] = text  # type: ignore[index]
+            found[re.search(r"(append|gather|ragged)", name)[1], "v4.b32" in text] = text  # type: ignore[index]
     return found
 
 

@@ -11,10 +11,13 @@ from functools import cache
 import numpy as np
 import pytest
 
+import gpu_programs
 from ptx_machine import Machine
 from ptx_numbers import float8, halves, to_half
 from ptx_units import TensorMap
-from test_hopper import compile_kernels, form_of
+from test_hopper import form_of, tensor_kernels
+
+pytestmark = pytest.mark.waits_for(gpu_programs.hopper)
 
 THREADS = 160
 KV_HEADS = 2
@@ -24,7 +27,7 @@ LOG2E = np.log2(np.e)
 @pytest.fixture(scope="module")
 def forms() -> dict[tuple[int, int, str, str], str]:
     """The PTX of each form: head_dim, columns, dtype of q, dtype of the cache."""
-    return {form_of(ptx): ptx for ptx in compile_kernels("hopper_compile.mojo")}
+    return {form_of(ptx): ptx for ptx in tensor_kernels(gpu_programs.hopper())}
 
 
 def encode(x: np.ndarray, dtype: str) -> np.ndarray:
