@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -28,14 +29,14 @@ _SAMPLED = 48  # (row, KV head) pairs of an attention result
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-class Problem:
+class Problem(ABC):
     """One case with its operands."""
 
     tolerance: float
 
+    @abstractmethod
     def error(self, output: Array) -> float:
         """Of a run's output, relative; infinite where the shape is wrong or a number is not finite."""
-        raise NotImplementedError
 
 
 def problem_of(case: Case, seed: int = 0) -> Problem:
