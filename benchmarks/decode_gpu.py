@@ -51,7 +51,7 @@ def copy_system() -> tuple[System, int]:
     """A device-to-device copy of 2 GB, and the bytes that it reads and writes."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return System("copy", lambda: target.copy_(source), torch.cuda.current_stream()), 2 * source.numel()
+    return System("copy", lambda: target.copy_(source), torch.cuda.current_stream(), lambda o: o), 2 * source.numel()
 
 
 def medians_ms(systems: list[System], repeats: int) -> list[float]:

@@ -92,7 +92,7 @@ class System:
     name: str
     run: Callable[[], Any]
     stream: Any
-    result: Callable[[Any], torch.Tensor] | None = None
+    result: Callable[[Any], torch.Tensor]
 
 
 class Source(Protocol):

@@ -142,15 +142,15 @@ class Machine:
         """Runs all blocks of a grid, one after the other."""
         self.parameters = list(parameters)
         for z, y, x in np.ndindex(*grid[::-1]):
-            self.run((int(x), int(y), int(z)), threads)
+            self.run((int(x), int(y), int(z)), grid, threads)
 
-    def run(self, block: tuple[int, int, int], threads: int) -> None:
+    def run(self, block: tuple[int, int, int], grid: tuple[int, int, int], threads: int) -> None:
         """Runs one block to its end."""
         self.shared[:] = b"\xff" * len(self.shared)
         self.unfenced[:] = 0
         self.stored.clear()
         self.barriers.clear()
-        everyone = [Thread(i, block, threads) for i in range(threads)]
+        everyone = [Thread(i, block, grid, threads) for i in range(threads)]
         warps = [everyone[i : i + 32] for i in range(0, threads, 32)]
         while not all(t.done for t in everyone):
             moved = False

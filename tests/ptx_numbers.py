@@ -13,7 +13,8 @@ import numpy as np
 
 MASK = {32: (1 << 32) - 1, 64: (1 << 64) - 1, 16: (1 << 16) - 1}
 
-_FLOAT, _BITS, _HALF, _HALF_BITS = struct.Struct("<f"), struct.Struct("<I"), struct.Struct("<e"), struct.Struct("<H")
+_HALF, _FLOAT, _DOUBLE = (struct.Struct(f"<{kind}") for kind in "efd")
+_HALF_BITS, _BITS, _DOUBLE_BITS = (struct.Struct(f"<{kind}") for kind in "HIQ")
 
 
 def to_float(bits: int) -> float:
@@ -27,6 +28,14 @@ def from_float(x: float) -> int:
         return _BITS.unpack(_FLOAT.pack(x))[0]
     except OverflowError:
         return 0x7F800000 if x > 0 else 0xFF800000
+
+
+def to_double(bits: int) -> float:
+    return _DOUBLE.unpack(_DOUBLE_BITS.pack(bits & MASK[64]))[0]
+
+
+def from_double(x: float) -> int:
+    return _DOUBLE_BITS.unpack(_DOUBLE.pack(x))[0]
 
 
 def signed(x: int, width: int) -> int:
@@ -77,7 +86,7 @@ def expression(parts: list[str], operands: list[str]) -> str:
     mask = hex((1 << width) - 1)
     if name == "selp":
         return f"{operands[0]} if {operands[2]} else {operands[1]}"
-    if kind == "f32" and name != "mov":
+    if kind in ("f32", "f64") and name != "mov":
         return _float_expression(parts, operands)
 
     def read(x: str) -> str:
@@ -115,19 +124,21 @@ def expression(parts: list[str], operands: list[str]) -> str:
 
 
 def _float_expression(parts: list[str], operands: list[str]) -> str:
-    name = parts[0]
-    values = [_float_source(operand) for operand in operands]
+    name, wide = parts[0], parts[-1] == "f64"
+    values = [f"to_double({operand})" if wide else _float_source(operand) for operand in operands]
     a, b, c = (values + [""] * 3)[:3]
     if name == "setp":
         test = parts[1]
         ordered = {"eq": "==", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
         if test in ordered:
             return f"{a} {ordered[test]} {b}"
+        if test in ("num", "nan"):
+            return f"({a} == {a} and {b} == {b}) is {test == 'num'}"
         # What is true of NaN as well: the opposite is false of it.
         opposite = {"neu": "==", "geu": "<", "gtu": "<=", "leu": ">", "ltu": ">="}[test]
         return f"not {a} {opposite} {b}"
     if name == "neg":
-        return f"{operands[0]} ^ 0x80000000"
+        return f"{operands[0]} ^ {hex(1 << 63 if wide else 1 << 31)}"
     if name == "max" and "NaN" in parts:
         name = "max.NaN"
     result = {
@@ -139,8 +150,10 @@ def _float_expression(parts: list[str], operands: list[str]) -> str:
         "max": f"greater({a}, {b})",
         "ex2": f"power_of_2({a})",
         "lg2": f"logarithm({a})",
+        "sin": f"sin({a})",
+        "cos": f"cos({a})",
     }[name]
-    return f"from_float({result})"
+    return f"from_double({result})" if wide else f"from_float({result})"
 
 
 def _float_source(operand: str) -> str:
@@ -151,8 +164,15 @@ def _float_source(operand: str) -> str:
     return repr(value) if math.isfinite(value) else f"to_float({operand})"
 
 
-def conversion(to: str, source: str) -> Callable[..., int]:
-    """What `cvt` makes of its operands."""
+def conversion(parts: list[str]) -> Callable[..., int]:
+    """What a `cvt` makes of its operands."""
+    to, source = parts[-2:]
+    if source == "f64":
+        if to == "f64":
+            assert "rmi" in parts, parts
+            return lambda x: from_double(math.floor(to_double(x)))
+        assert "rzi" in parts, parts
+        return lambda x: int(to_double(x)) & MASK[int(to[1:])]
     if source in ("e4m3x2", "e5m2x2"):
         table = float8_halves(source[:4])
         return lambda x: table[x & 255] | table[x >> 8 & 255] << 16
@@ -217,8 +237,12 @@ def permute(low: int, high: int, selector: int) -> int:
 HELPERS = {
     function.__name__: function
     for function in (
+        math.sin,
+        math.cos,
         to_float,
         from_float,
+        to_double,
+        from_double,
         signed,
         quotient,
         float_quotient,

@@ -23,6 +23,7 @@ PARAMETER_BYTES = 4096
 class Thread:
     index: int
     block: tuple[int, int, int] = (0, 0, 0)
+    grid: tuple[int, int, int] = (1, 1, 1)
     threads: int = 0
     registers: dict[str, int] = field(default_factory=dict)
     pc: int = 0
@@ -43,6 +44,9 @@ SPECIAL: dict[str, Value] = {
     "%ctaid.x": lambda t: t.block[0],
     "%ctaid.y": lambda t: t.block[1],
     "%ctaid.z": lambda t: t.block[2],
+    "%nctaid.x": lambda t: t.grid[0],
+    "%nctaid.y": lambda t: t.grid[1],
+    "%nctaid.z": lambda t: t.grid[2],
 }
 REGISTER = re.compile(r"%[a-z]+\d+|p|P1")
 WAITS = re.compile(r"bar|shfl|wgmma|ret|mbarrier\.try_wait")
@@ -131,7 +135,7 @@ class Program:
         name, _, offset = text.partition("+")
         if name in self.symbols:
             return self.symbols[name] + int(offset or 0)
-        if text.startswith("0f"):
+        if text.startswith(("0f", "0d")):
             return int(text[2:], 16)
         return int(text.rstrip("U"), 0)
 
@@ -150,8 +154,7 @@ class Program:
             return [f"r['{target}'] = {packed}"]
         values = [self.source(operand, scope) for operand in operands[1:]]
         if parts[0] == "cvt":
-            name = f"convert_{parts[-2]}_{parts[-1]}"
-            scope[name] = conversion(parts[-2], parts[-1])
+            scope[name := "_".join(parts)] = conversion(parts)
             return [f"r['{target}'] = {name}({', '.join(values)})"]
         return [f"r['{target}'] = {expression(parts, values)}"]
 
