@@ -170,6 +170,24 @@ class LinearProblem(Problem):
         return relative_error(output[:, self._sample], self._expected)
 
 
+def llama_config(case: StepCase) -> dict[str, Any]:
+    """The model of a step, by the names of Hugging Face's config.json."""
+    return {
+        "vocab_size": case.vocab,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.intermediate,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": RMS_EPS,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": False,
+        "dtype": case.dtype,
+    }
+
+
 class StepProblem(Problem):
     """A Llama model of random weights, what its requests have cached, and their next tokens."""
 
