@@ -6,7 +6,7 @@ There, with an NVIDIA driver, Python of that version and torch (with CUDA) insta
 
     bash OUT_DIR/run.sh           everything; or one of: hello, test, sanitize, bench
 
-The wheels are unpacked, not installed: nothing on the host changes. OUT_DIR has some 600 MB, of which MAX is most;
+The wheels are unpacked, not installed: nothing on the host changes. OUT_DIR has some 550 MB, of which MAX is most;
 `--pieces` writes it once more as archives of 29 MB. `--no-max` leaves out all that is downloaded, to
 renew only the rest of an older bundle.
 """
