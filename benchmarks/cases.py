@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -29,7 +30,7 @@ class Versus:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ABC):
     """What every case has. `share` is what its bytes over its time should be of the read (append: copy) bandwidth."""
 
     name: str
@@ -38,9 +39,9 @@ class Case:
     versus: tuple[Versus, ...] = ()
 
     @property
+    @abstractmethod
     def bytes(self) -> int:
         """That one run must move: each byte counted once."""
-        raise NotImplementedError
 
     @property
     def flops(self) -> int:

@@ -18,44 +18,15 @@ import csv
 import datetime
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from max.driver import Accelerator
-from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
-from paged_kv import gpu
-from paged_kv.arrays import to_buffer
-from paged_kv.graphs import ops
-from paged_kv.options import AttentionOptions
-from paged_kv.runtime import runtime_on
+from paged_kv.benchmarks.gpu_systems import FlashInfer, MaxFlashAttention, Ours, Point, Problem, Source, System, Torch
 
 FLUSH_BYTES = 512 << 20
-
-
-@dataclass(frozen=True)
-class Point:
-    """One problem: `batch` requests of `length` tokens each."""
-
-    batch: int
-    length: int
-    page_size: int = 16
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    dtype: str = "bfloat16"
-    kv_dtype: str = "bfloat16"
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of K and V that one run reads."""
-        return self.batch * self.length * self.kv_heads * self.head_dim * 2 * DType[self.kv_dtype].size_in_bytes
 
 
 def points(quick: bool) -> Iterator[Point]:
@@ -76,258 +47,11 @@ def points(quick: bool) -> Iterator[Point]:
                 yield Point(batch, length, heads=heads)
 
 
-class Problem:
-    """The arrays of a point, on the GPU: shuffled pages, one more page than needed, which holds NaN."""
-
-    def __init__(self, point: Point) -> None:
-        self.point = point
-        generator = torch.Generator("cuda").manual_seed(0)
-        per_request = -(-point.length // point.page_size)
-        self.num_pages = point.batch * per_request + 1
-        page = (point.page_size, point.kv_heads, point.head_dim)
-        self.blocks = torch.empty(self.num_pages, 2, *page, device="cuda", dtype=getattr(torch, point.kv_dtype))
-        for chunk in torch.split(self.blocks, 4096):  # in pieces: the float32 numbers need room too
-            chunk.copy_(torch.randn(chunk.shape, device="cuda", generator=generator))
-        order = torch.randperm(self.num_pages, device="cuda", generator=generator)
-        self.table = order[:-1].reshape(point.batch, per_request).int().contiguous()
-        self.blocks[order[-1]] = float("nan")
-        q = torch.randn(point.batch, point.heads, point.head_dim, device="cuda", generator=generator)
-        self.q = q.to(getattr(torch, point.dtype))
-        self.scale = point.head_dim**-0.5
-
-    def tokens(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one request, `[Hk, L, D]` float32."""
-        pages = self.blocks[self.table[request].long()].float()
-        length, dim = self.point.length, self.point.head_dim
-        k, v = (pages[:, i].reshape(-1, self.point.kv_heads, dim)[:length].transpose(0, 1) for i in range(2))
-        return k, v
-
-    def expected(self, request: int) -> torch.Tensor:
-        """The output of one request, `[Hq, D]` float32."""
-        k, v = self.tokens(request)
-        q = self.q[request].float().reshape(self.point.kv_heads, -1, self.point.head_dim)
-        weights = torch.softmax(q @ k.transpose(1, 2) * self.scale, dim=-1)
-        return (weights @ v).reshape(self.point.heads, -1)
-
-    def check(self, name: str, found: torch.Tensor) -> None:
-        for request in {0, self.point.batch - 1}:
-            expected = self.expected(request)
-            off = (found[request].float() - expected).abs().max() / expected.abs().max()
-            if not off <= 2e-2:
-                raise AssertionError(f"{name}: request {request} of {self.point} is off by {off:.2e}")
-
-
-def first_output(model: Any, inputs: list[Any]) -> Any:
-    """Runs a compiled model; its first output."""
-    return model.execute(*inputs)[0]
-
-
-@dataclass
-class System:
-    """Something to time: what it does, the stream it does it on, and the result of its last run."""
-
-    name: str
-    run: Callable[[], Any]
-    stream: Any
-    result: Callable[[Any], torch.Tensor] | None = None
-
-
-def max_stream() -> Any:
-    """MAX's stream as torch knows it."""
-    handle = Accelerator(0).default_queue.native_stream_handle
-    return torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream()  # type: ignore[no-untyped-call]
-
-
-class Ours:
-    """This package's op, compiled once for each pair of dtypes and kernel."""
-
-    def __init__(self) -> None:
-        self._models: dict[tuple[str, str, str], Any] = {}
-
-    def model(self, q_dtype: str, kv_dtype: str, kernel: ops.GpuKernel) -> Any:
-        key = (q_dtype, kv_dtype, kernel)
-        if key not in self._models:
-            self._models[key] = _build(*key)
-        return self._models[key]
-
-    def systems(self, problem: Problem) -> Iterator[System]:
-        point = problem.point
-        k, v = gpu.paged_views(problem.blocks, "NHD")
-        k_blocks, v_blocks, view = gpu.cache_operands(k, v)
-        none = torch.zeros(0, device="cuda")
-        lengths = torch.full((point.batch,), point.length, dtype=torch.int32, device="cuda")
-        rows = torch.arange(point.batch, dtype=torch.int32, device="cuda")
-        inputs = [
-            gpu.tensor_buffer(problem.q),
-            gpu.tensor_buffer(rows),
-            gpu.tensor_buffer(lengths),
-            k_blocks,
-            v_blocks,
-            gpu.tensor_buffer(problem.table.view(torch.uint32)),
-            view,
-            gpu.tensor_buffer(none),
-            gpu.tensor_buffer(none.clone()),
-            to_buffer(np.array(-1, np.int32)),
-            to_buffer(AttentionOptions().numbers(point.head_dim)),
-        ]
-        torch.cuda.synchronize()
-        for name, kernel in (("paged-kv", "best"), ("paged-kv plain", "plain")):
-            model = self.model(point.dtype, point.kv_dtype, kernel)  # type: ignore[arg-type]
-            yield System(name, partial(first_output, model, inputs), max_stream(), torch.utils.dlpack.from_dlpack)
-
-
-def _build(q_dtype: str, kv_dtype: str, kernel: ops.GpuKernel) -> Any:
-    device, host, module = DeviceRef.GPU(0), DeviceRef.CPU(), Module()
-
-    def tensor(dtype: DType, *shape: Any, on: DeviceRef = device) -> TensorType:
-        return TensorType(dtype, list(shape), on)
-
-    types: list[TensorType | BufferType] = [
-        tensor(DType[q_dtype], "R", "Hq", "D"),
-        tensor(DType.int32, "R"),
-        tensor(DType.int32, "R"),
-        BufferType(DType[kv_dtype], ["k_elements"], device),
-        BufferType(DType[kv_dtype], ["v_elements"], device),
-        tensor(DType.uint32, "B", "max_pages"),
-        tensor(DType.int64, 12, on=host),
-        tensor(DType.float32, "slopes"),
-        tensor(DType.float32, "sinks"),
-        tensor(DType.int32, on=host),
-        tensor(DType.float32, 5, on=host),
-    ]
-    with Graph("decode", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-        q, rows, lengths, k, v, table, view, slopes, sinks, window, options = graph.inputs
-        cache = ops.PagedCache(k.buffer, v.buffer, table.tensor, "STRIDED", view.tensor)
-        results = ops.attention_at_run_time(
-            cache,
-            q.tensor,
-            rows.tensor,
-            lengths.tensor,
-            alibi_slopes=slopes.tensor,
-            sinks=sinks.tensor,
-            window_left=window.tensor,
-            options=options.tensor,
-            gpu_kernel=kernel,
-        )
-        graph.output(*results)
-    return runtime_on(0).session.load_all(module, custom_extensions=[ops.kernels()])["decode"]
-
-
-class MaxFlashAttention:
-    """MAX's own paged flash attention, over pages of 128 tokens."""
-
-    PAGE = 128
-
-    def __init__(self) -> None:
-        self._models: dict[tuple[int, int, int, str], Any] = {}
-
-    def _model(self, point: Point) -> Any:
-        from max.graph import ops as graph_ops
-        from max.nn.attention.mask_config import MHAMaskVariant
-        from max.nn.kernels import flash_attention_ragged
-        from max.nn.kv_cache import MHAKVCacheParams
-
-        key = (point.heads, point.kv_heads, point.head_dim, point.dtype)
-        if key not in self._models:
-            device, dtype = DeviceRef.GPU(0), DType[point.dtype]
-            params = MHAKVCacheParams(
-                dtype=dtype,
-                head_dim=point.head_dim,
-                num_layers=1,
-                devices=[device],
-                page_size=self.PAGE,
-                n_kv_heads=point.kv_heads,
-            )
-            types = [
-                TensorType(dtype, ["n", point.heads, point.head_dim], device),
-                TensorType(DType.uint32, ["offsets"], device),
-                *params.flattened_kv_inputs(),
-            ]
-            with Graph("peer", input_types=types) as graph:
-                q, offsets, *kv = graph.inputs
-                cache = params.unflatten_kv_inputs(iter(kv))[0]
-                layer = graph_ops.constant(0, DType.uint32, DeviceRef.CPU())
-                mask = MHAMaskVariant.CAUSAL_MASK
-                arguments = (params, q.tensor, offsets.tensor, cache, layer, mask)
-                graph.output(flash_attention_ragged(*arguments, scale=point.head_dim**-0.5))
-            self._models[key] = ([kind.device for kind in types], runtime_on(0).session.load(graph))
-        return self._models[key]
-
-    def systems(self, problem: Problem) -> Iterator[System]:
-        point = problem.point
-        if point.kv_dtype != point.dtype or point.length % self.PAGE:
-            return
-        devices, model = self._model(point)
-        per_request = point.length // self.PAGE
-        table = torch.randperm(point.batch * per_request, device="cuda").reshape(point.batch, per_request)
-        page = (self.PAGE, point.kv_heads, point.head_dim)
-        blocks = torch.empty(point.batch * per_request, 2, 1, *page, device="cuda", dtype=problem.blocks.dtype)
-        for request in range(point.batch):
-            for i, tokens in enumerate(problem.tokens(request)):
-                blocks[table[request], i, 0] = tokens.transpose(0, 1).reshape(per_request, *page).to(blocks.dtype)
-        size = 2 * self.PAGE * point.kv_heads * point.head_dim
-        arrays = [
-            problem.q,
-            np.arange(point.batch + 1, dtype=np.uint32),
-            blocks,
-            np.full(point.batch, point.length - 1, np.uint32),
-            table.cpu().numpy().astype(np.uint32),
-            np.array([1], np.uint32),
-            np.array([point.length], np.uint32),
-            np.array([size], np.int64),
-            np.zeros(4, np.int64),
-        ]
-        inputs = []
-        for array, device in zip(arrays, devices, strict=True):
-            buffer = to_buffer(array) if isinstance(array, np.ndarray) else gpu.tensor_buffer(array)
-            inputs.append(buffer if device.is_cpu() or isinstance(array, torch.Tensor) else buffer.to(Accelerator(0)))
-        torch.cuda.synchronize()
-        yield System(
-            "MAX (pages of 128)", lambda: model.execute(*inputs)[0], max_stream(), torch.utils.dlpack.from_dlpack
-        )
-
-
-class FlashInfer:
-    """FlashInfer's batch decode, on the CUDA cores and on the tensor cores."""
-
-    def systems(self, problem: Problem) -> Iterator[System]:
-        import flashinfer  # type: ignore[import-not-found]
-
-        point = problem.point
-        per_request = problem.table.shape[1]
-        indptr = torch.arange(0, point.batch * per_request + 1, per_request, dtype=torch.int32, device="cuda")
-        last = torch.full((point.batch,), (point.length - 1) % point.page_size + 1, dtype=torch.int32, device="cuda")
-        for name, tensor_cores in (("FlashInfer", False), ("FlashInfer, tensor cores", True)):
-            workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
-            sizes = (point.heads, point.kv_heads, point.head_dim, point.page_size)
-            dtypes = {"q_data_type": problem.q.dtype, "kv_data_type": problem.blocks.dtype}
-            wrapper.plan(indptr, problem.table.reshape(-1), last, *sizes, **dtypes)
-            run = lambda wrapper=wrapper: wrapper.run(problem.q, problem.blocks)  # noqa: E731
-            yield System(name, run, torch.cuda.current_stream(), lambda o: o)
-
-
-class Torch:
-    """torch's attention over contiguous K and V."""
-
-    def systems(self, problem: Problem) -> Iterator[System]:
-        point = problem.point
-        if point.kv_dtype != point.dtype or point.kv_bytes > 24 << 30:
-            return
-        shape = (point.batch, point.kv_heads, point.length, point.head_dim)
-        keys, values = (torch.empty(shape, device="cuda", dtype=problem.q.dtype) for _ in range(2))
-        for request in range(point.batch):
-            keys[request], values[request] = problem.tokens(request)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        run = lambda: attend(problem.q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]  # noqa: E731
-        yield System("torch, contiguous", run, torch.cuda.current_stream(), lambda o: o)
-
-
 def copy_system() -> tuple[System, int]:
     """A device-to-device copy of 2 GB, and the bytes that it reads and writes."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return System("copy", lambda: target.copy_(source), torch.cuda.current_stream()), 2 * source.numel()
+    return System("copy", lambda: target.copy_(source), torch.cuda.current_stream(), lambda o: o), 2 * source.numel()
 
 
 def medians_ms(systems: list[System], repeats: int) -> list[float]:
@@ -350,7 +74,7 @@ def medians_ms(systems: list[System], repeats: int) -> list[float]:
     return [statistics.median(of) for of in times]
 
 
-def measure(point: Point, sources: list[Any], repeats: int) -> list[dict[str, Any]]:
+def measure(point: Point, sources: Sequence[Source], repeats: int) -> list[dict[str, Any]]:
     """A row for each system that can do the point; the first row is the copy."""
     problem = Problem(point)
     copy, copied = copy_system()

@@ -6,7 +6,7 @@ There, with an NVIDIA driver, Python of that version and torch (with CUDA) insta
 
     bash OUT_DIR/run.sh           everything; or one of: hello, test, sanitize, bench
 
-The wheels are unpacked, not installed: nothing on the host changes. OUT_DIR has some 600 MB, of which MAX is most;
+The wheels are unpacked, not installed: nothing on the host changes. OUT_DIR has some 550 MB, of which MAX is most;
 `--pieces` writes it once more as archives of 29 MB. `--no-max` leaves out all that is downloaded, to
 renew only the rest of an older bundle.
 """
@@ -117,9 +117,9 @@ def own_package(site: Path) -> None:
     """This package, laid out as the wheel has it."""
     package = site / "paged_kv"
     shutil.rmtree(package, ignore_errors=True)
-    ignored = shutil.ignore_patterns("__pycache__")
+    ignored = shutil.ignore_patterns("__pycache__", "results")
     shutil.copytree(ROOT / "python" / "paged_kv", package, ignore=ignored)
-    for folder in ("graphs", "mojo_ops"):
+    for folder in ("graphs", "mojo_ops", "benchmarks"):
         shutil.copytree(ROOT / folder, package / folder, ignore=ignored)
     # The `mojo` command is not needed there (the compiler is in mojo-compiler), but its version is asked for.
     for name, version in (("paged_kv", "0.1.0"), ("mojo", MOJO[0].partition("==")[2])):

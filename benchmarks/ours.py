@@ -16,14 +16,13 @@ from paged_kv.arrays import cache_operands, paged_views, to_buffer, to_numpy
 from paged_kv.benchmarks.cases import Case, LinearCase
 from paged_kv.benchmarks.peers.base import Peer, repeat
 from paged_kv.benchmarks.problems import (
-    RMS_EPS,
-    ROPE_THETA,
     AppendProblem,
     Array,
     AttentionProblem,
     LinearProblem,
     StepProblem,
     bits,
+    llama_config,
     numpy_dtype,
 )
 from paged_kv.compiled import load_graphs
@@ -199,23 +198,7 @@ class OursStep(Ours):
         from paged_kv.graphs.model import LlamaModel
 
         case = problem.case
-        config = LlamaConfig(
-            hidden_size=case.hidden,
-            intermediate_size=case.intermediate,
-            num_hidden_layers=case.layers,
-            num_attention_heads=case.heads,
-            num_key_value_heads=case.kv_heads,
-            head_dim=case.head_dim,
-            vocab_size=case.vocab,
-            max_position_embeddings=8192,
-            rms_norm_eps=RMS_EPS,
-            rope_theta=ROPE_THETA,
-            rope_scaling=RopeScaling(),
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_ids=(),
-            dtype=case.dtype,
-        )
+        config = LlamaConfig(**llama_config(case), rope_scaling=RopeScaling(), bos_token_id=None, eos_token_ids=())
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
         weights = {name: to_buffer(array) for name, array in problem.weights.items()}
         dtype, pages = DType[case.dtype], sum(owned)

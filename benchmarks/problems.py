@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -28,14 +29,14 @@ _SAMPLED = 48  # (row, KV head) pairs of an attention result
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-class Problem:
+class Problem(ABC):
     """One case with its operands."""
 
     tolerance: float
 
+    @abstractmethod
     def error(self, output: Array) -> float:
         """Of a run's output, relative; infinite where the shape is wrong or a number is not finite."""
-        raise NotImplementedError
 
 
 def problem_of(case: Case, seed: int = 0) -> Problem:
@@ -167,6 +168,24 @@ class LinearProblem(Problem):
         if output.shape != (self.case.rows, self.case.outer):
             return float("inf")
         return relative_error(output[:, self._sample], self._expected)
+
+
+def llama_config(case: StepCase) -> dict[str, Any]:
+    """The model of a step, by the names of Hugging Face's config.json."""
+    return {
+        "vocab_size": case.vocab,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.intermediate,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": RMS_EPS,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": False,
+        "dtype": case.dtype,
+    }
 
 
 class StepProblem(Problem):

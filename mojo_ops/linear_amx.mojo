@@ -234,7 +234,7 @@ struct TileLinear(TrivialRegisterPassable):
 
     @always_inline
     def multiply_block(self, block: Int, end: Int, first: Int, copy: Elements, sums: Sums):
-        """Adds the products of up to 16 steps of K, from `first` on, for up to 32 columns from `block` on."""
+        """Adds the products of up to `BLOCK_STEPS` steps of K, from `first` on, for up to 32 columns from `block` on."""
         var steps = min(BLOCK_STEPS, self.steps - first)
         var w = self.w.unsafe_offset(block * self.k + first * TILE_STEP)
         var left = self.k - first * TILE_STEP

@@ -3,10 +3,12 @@
 A tile kernel configures, uses and releases the registers itself, and calls nothing in between that might use them too.
 """
 
-
 from std.sys.intrinsics import inlined_assembly
 
+from .amx import TileShapes, tile_load, tile_store, tile_zero
+
 comptime TILE_ROWS = 16
+comptime ROW_BYTES = 64
 comptime TILE_STEP = 32
 """Elements of K (bfloat16) in a row of a tile."""
 comptime TILE_ELEMENTS = TILE_ROWS * TILE_STEP
@@ -18,26 +20,19 @@ comptime Sums = Pointer[Float32, MutUntrackedOrigin]
 
 
 @always_inline
-def tiles[text: StaticString]():
-    """Instructions on tiles alone."""
-    inlined_assembly[text, NoneType, constraints="~{memory}", has_side_effect=True]()
-
-
-@always_inline
 def configure_tiles():
     """Makes all eight tiles of this thread 16 rows of 64 bytes, and zero."""
-    var config = SIMD[DType.uint8, 64](0)
-    config[0] = 1  # the palette
-    comptime for i in range(8):
-        config[16 + 2 * i] = 64  # bytes of a row, 16 bits each
-        config[48 + i] = TILE_ROWS
-    inlined_assembly["ldtilecfg ($0)", NoneType, constraints="r,~{memory}", has_side_effect=True](Pointer(to=config))
+    var shapes = TileShapes()
+    comptime for tile in range(8):
+        shapes.set(tile, TILE_ROWS, ROW_BYTES)
+    shapes.apply()
 
 
 @always_inline
 def zero_sums():
     """Zeroes the sums, `tmm0` to `tmm3`."""
-    tiles["tilezero %tmm0\ntilezero %tmm1\ntilezero %tmm2\ntilezero %tmm3"]()
+    comptime for index in range(4):
+        tile_zero[index]()
 
 
 @always_inline
@@ -57,22 +52,20 @@ def multiply[
         corner if a_tiles == 2 and b_tiles == 2 else ""
     )
     inlined_assembly[text, NoneType, constraints="r,r,r,r,r,r,~{memory}", has_side_effect=True](
-        a, second_a, a_pitch, b, second_b, Int(64)
+        a, second_a, a_pitch, b, second_b, Int(ROW_BYTES)
     )
 
 
 @always_inline
 def load_sum[index: Int](source: Sums):
     """Sets sum `index` to 16 rows of 16 numbers."""
-    comptime text = "tileloadd ($0,$1,1), %tmm" + String(index)
-    inlined_assembly[text, NoneType, constraints="r,r,~{memory}", has_side_effect=True](source, Int(64))
+    tile_load[index](source, ROW_BYTES)
 
 
 @always_inline
 def store_sum[index: Int](target: Sums):
     """Writes sum `index` as 16 rows of 16 numbers."""
-    comptime text = "tilestored %tmm" + String(index) + ", ($0,$1,1)"
-    inlined_assembly[text, NoneType, constraints="r,r,~{memory}", has_side_effect=True](target, Int(64))
+    tile_store[index](target, ROW_BYTES)
 
 
 @always_inline

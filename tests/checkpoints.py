@@ -23,6 +23,15 @@ CONFIG = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""`rope_parameters`."""
 
 
 def write_config(folder, *, drop=(), **overrides):

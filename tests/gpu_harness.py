@@ -1,13 +1,12 @@
 """The ops on the first GPU, with the oracle's own signatures: `harness.py` for tests/gpu and benchmarks."""
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 from max.driver import Accelerator, Buffer
 from max.dtype import DType
 from max.engine import Model
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+from max.graph import DeviceRef, Module
 
 from harness import BITS, NONE
 from paged_kv.arrays import to_buffer, to_numpy
@@ -104,42 +103,9 @@ def attention(
 @cache
 def attention_model(q_dtype: str, kv_dtype: str, batch_invariant: bool, gpu_kernel: ops.GpuKernel) -> Model:
     """The graph of one variant; its inputs are those of `Variant.build`."""
-    gpu, host = DeviceRef.GPU(0), DeviceRef.CPU()
-
-    def tensor(dtype: DType, *shape: Any, on: DeviceRef = gpu) -> TensorType:
-        return TensorType(dtype, list(shape), on)
-
-    types = [
-        tensor(DType[q_dtype], "R", "Hq", "D"),
-        tensor(DType.int32, "R"),
-        tensor(DType.int32, "R"),
-        BufferType(DType[kv_dtype], ["k_elements"], gpu),
-        BufferType(DType[kv_dtype], ["v_elements"], gpu),
-        tensor(DType.uint32, "B", "pages_per_request"),
-        tensor(DType.int64, 12, on=host),
-        tensor(DType.float32, "slopes"),
-        tensor(DType.float32, "sinks"),
-        tensor(DType.int32, on=host),
-        tensor(DType.float32, 5, on=host),
-    ]
-    module = Module()
-    with Graph("attention", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-        q, row_batch, row_lengths, k, v, table, view, slopes, sinks, window_left, options = graph.inputs
-        paged = ops.PagedCache(k.buffer, v.buffer, table.tensor, "STRIDED", view.tensor)
-        results = ops.attention_at_run_time(
-            paged,
-            q.tensor,
-            row_batch.tensor,
-            row_lengths.tensor,
-            alibi_slopes=slopes.tensor,
-            sinks=sinks.tensor,
-            window_left=window_left.tensor,
-            options=options.tensor,
-            batch_invariant=batch_invariant,
-            gpu_kernel=gpu_kernel,
-        )
-        graph.output(*results)
-    return runtime().session.load_all(module, custom_extensions=[ops.kernels()])["attention"]
+    module, variant = Module(), Variant("attention", DType[q_dtype], DType[kv_dtype])
+    variant.build(module, DeviceRef.GPU(0), batch_invariant=batch_invariant, gpu_kernel=gpu_kernel)
+    return runtime().session.load_all(module, custom_extensions=[ops.kernels()])[variant.name]
 
 
 def append(

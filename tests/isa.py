@@ -4,10 +4,10 @@ MAX compiles for one target a process: `max.driver.set_virtual_cpu_target`, set 
 `apply_cpu_target` leaves as it is. Compiled artefacts are kept by target, so each target compiles once.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
+import background
 from paged_kv.cpu_target import REQUIRED_FLAGS, CpuInfo
 
 CPU_TARGETS = ("x86-64", *REQUIRED_FLAGS)
@@ -38,14 +38,7 @@ def run_tests(target: str, *arguments: str, timeout: int = 1200) -> str:
     """
     paths = [str(TESTS / argument) if argument.endswith(".py") else argument for argument in arguments]
     options = [f"--cpu-target={target}", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=5"]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *paths],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=TESTS.parent,
-    )
+    result = background.run([sys.executable, "-m", "pytest", *options, *paths], timeout=timeout, cwd=TESTS.parent)
     output = result.stdout + result.stderr
     last = result.stdout.strip().splitlines()[-1:]
     if result.returncode or " passed" not in "".join(last) or "skipped" in "".join(last):

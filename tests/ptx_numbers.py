@@ -1,38 +1,58 @@
-"""Numbers as PTX registers hold them, and the instructions that only compute: for ptx_machine.py.
+"""Numbers as PTX registers hold them, and the instructions that only compute: for ptx_program.py.
 
 Registers are bit patterns, Python integers without a sign.
 """
 
+import math
 import re
 import struct
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
 MASK = {32: (1 << 32) - 1, 64: (1 << 64) - 1, 16: (1 << 16) - 1}
 
+_HALF, _FLOAT, _DOUBLE = (struct.Struct(f"<{kind}") for kind in "efd")
+_HALF_BITS, _BITS, _DOUBLE_BITS = (struct.Struct(f"<{kind}") for kind in "HIQ")
 
-def to_float(bits: int) -> np.float32:
-    return np.frombuffer(struct.pack("<I", bits & MASK[32]), np.float32)[0]
+
+def to_float(bits: int) -> float:
+    """A float32, exactly."""
+    return _FLOAT.unpack(_BITS.pack(bits & 0xFFFFFFFF))[0]
 
 
-def from_float(x: float | np.floating) -> int:
-    return int(np.float32(x).view(np.uint32))
+def from_float(x: float) -> int:
+    """Of the nearest float32. Rounding a float64 sum, product or quotient of two float32 once more changes nothing."""
+    try:
+        return _BITS.unpack(_FLOAT.pack(x))[0]
+    except OverflowError:
+        return 0x7F800000 if x > 0 else 0xFF800000
+
+
+def to_double(bits: int) -> float:
+    return _DOUBLE.unpack(_DOUBLE_BITS.pack(bits & MASK[64]))[0]
+
+
+def from_double(x: float) -> int:
+    return _DOUBLE_BITS.unpack(_DOUBLE.pack(x))[0]
 
 
 def signed(x: int, width: int) -> int:
-    x &= MASK[width]
+    x &= (1 << width) - 1
     return x - (1 << width) if x >> (width - 1) else x
 
 
-def to_half(x: np.float32, kind: str) -> int:
-    """The 16 bits of the nearest bfloat16 or float16, ties to even."""
-    if kind == "f16":
-        with np.errstate(over="ignore"):
-            return int(np.float16(x).view(np.uint16))
-    bits = from_float(x)
-    if np.isnan(x):
+def to_half(x: float, kind: str) -> int:
+    """The 16 bits of the nearest bfloat16 or float16, ties to even; x is a float32."""
+    if x != x:
         return 0x7FFF
+    if kind == "f16":
+        try:
+            return _HALF_BITS.unpack(_HALF.pack(x))[0]
+        except OverflowError:
+            return 0x7C00 if x > 0 else 0xFC00
+    bits = from_float(x)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & MASK[16]
 
 
@@ -53,87 +73,183 @@ def float8(byte: int, kind: str) -> np.float16:
     return np.float16(-value if byte & 0x80 else value)
 
 
-def arithmetic(name: str, parts: list[str]) -> Callable[..., int]:
-    """An instruction without side effects, on bit patterns."""
-    kind = parts[-1]
+@cache
+def float8_halves(kind: str) -> list[int]:
+    """The 16 bits of the float16 that each byte stands for."""
+    return [int(float8(byte, kind).view(np.uint16)) for byte in range(256)]
+
+
+def expression(parts: list[str], operands: list[str]) -> str:
+    """Python source of an instruction's result, a bit pattern, over sources of its operands; `HELPERS` is in scope."""
+    name, kind = parts[0], parts[-1]
     width = {"pred": 1, "b16": 16}.get(kind) or int(re.sub(r"\D", "", kind) or 32)
-    mask = (1 << width) - 1
-    if kind == "f32" and name != "selp":
-        return float_arithmetic(name, parts)
+    mask = hex((1 << width) - 1)
+    if name == "selp":
+        return f"{operands[0]} if {operands[2]} else {operands[1]}"
+    if kind in ("f32", "f64") and name != "mov":
+        return _float_expression(parts, operands)
 
-    def read(x: int) -> int:
-        return signed(x, width) if kind[0] == "s" else x & mask
+    def read(x: str) -> str:
+        return f"signed({x}, {width})" if kind[0] == "s" else f"({x} & {mask})"
 
-    def quotient(x: int, y: int) -> int:
-        x, y = read(x), read(y)
-        return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
-
-    compare = {
-        "eq": lambda x, y: x == y,
-        "ne": lambda x, y: x != y,
-        "lt": lambda x, y: x < y,
-        "le": lambda x, y: x <= y,
-        "gt": lambda x, y: x > y,
-        "ge": lambda x, y: x >= y,
-    }
+    a, b, c = (operands + [""] * 3)[:3]
     if name == "setp":
-        test = compare[parts[1]]
-        return lambda x, y: int(test(read(x), read(y)))
+        sign = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}[parts[1]]
+        return f"{read(a)} {sign} {read(b)}"
     if name == "mul" and parts[1] == "wide":
-        return lambda x, y: read(x) * read(y) & ((1 << 2 * width) - 1)
+        return f"{read(a)} * {read(b)} & {hex((1 << 2 * width) - 1)}"
     if name == "mul" and parts[1] == "hi":
-        return lambda x, y: read(x) * read(y) >> width & mask
-    simple: dict[str, Callable[..., int]] = {
-        "add": lambda x, y: x + y,
-        "sub": lambda x, y: x - y,
-        "mul": lambda x, y: x * y,
-        "mad": lambda x, y, z: x * y + z,
-        "div": quotient,
-        "and": lambda x, y: x & y,
-        "or": lambda x, y: x | y,
-        "xor": lambda x, y: x ^ y,
-        "not": lambda x: ~x,
-        "shl": lambda x, y: x << (y & 0xFF) if y & 0xFF < width else 0,
-        "shr": lambda x, y: read(x) >> min(y & 0xFF, width),
-        "min": lambda x, y: min(read(x), read(y)),
-        "max": lambda x, y: max(read(x), read(y)),
-        "mov": lambda x: x,
-        "cvta": lambda x: x,
-        "neg": lambda x: -x,
-        "selp": lambda x, y, p: x if p else y,
-    }
-    function = simple[name]
-    return lambda *x: function(*x) & mask if name != "selp" else function(*x)
+        return f"{read(a)} * {read(b)} >> {width} & {mask}"
+    if name == "prmt":
+        return f"permute({a}, {b}, {c})"
+    result = {
+        "add": f"{a} + {b}",
+        "sub": f"{a} - {b}",
+        "mul": f"{a} * {b}",
+        "mad": f"{a} * {b} + {c}",
+        "div": f"quotient({read(a)}, {read(b)})",
+        "and": f"{a} & {b}",
+        "or": f"{a} | {b}",
+        "xor": f"{a} ^ {b}",
+        "not": f"{a} ^ {mask}",
+        "shl": f"({a} & {mask}) << min({b} & 0xFFFFFFFF, {width})",
+        "shr": f"{read(a)} >> min({b} & 0xFFFFFFFF, {width})",
+        "min": f"min({read(a)}, {read(b)})",
+        "max": f"max({read(a)}, {read(b)})",
+        "mov": a,
+        "cvta": a,
+        "neg": f"-{a}",
+    }[name]
+    return f"({result}) & {mask}"
 
 
-def float_arithmetic(name: str, parts: list[str]) -> Callable[..., int]:
-    def maximum(x: np.float32, y: np.float32) -> np.float32:
-        return np.fmax(x, y)
+def _float_expression(parts: list[str], operands: list[str]) -> str:
+    name, wide = parts[0], parts[-1] == "f64"
+    values = [f"to_double({operand})" if wide else _float_source(operand) for operand in operands]
+    a, b, c = (values + [""] * 3)[:3]
+    if name == "setp":
+        test = parts[1]
+        ordered = {"eq": "==", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+        if test in ordered:
+            return f"{a} {ordered[test]} {b}"
+        if test in ("num", "nan"):
+            return f"({a} == {a} and {b} == {b}) is {test == 'num'}"
+        # What is true of NaN as well: the opposite is false of it.
+        opposite = {"neu": "==", "geu": "<", "gtu": "<=", "leu": ">", "ltu": ">="}[test]
+        return f"not {a} {opposite} {b}"
+    if name == "neg":
+        return f"{operands[0]} ^ {hex(1 << 63 if wide else 1 << 31)}"
+    if name == "max" and "NaN" in parts:
+        name = "max.NaN"
+    result = {
+        "add": f"{a} + {b}",
+        "sub": f"{a} - {b}",
+        "mul": f"{a} * {b}",
+        "div": f"float_quotient({a}, {b})",
+        "fma": f"{a} * {b} + {c}",
+        "max": f"greater({a}, {b})",
+        "ex2": f"power_of_2({a})",
+        "lg2": f"logarithm({a})",
+        "sin": f"sin({a})",
+        "cos": f"cos({a})",
+    }[name]
+    return f"from_double({result})" if wide else f"from_float({result})"
 
-    functions: dict[str, Callable] = {
-        "add": lambda x, y: x + y,
-        "sub": lambda x, y: x - y,
-        "mul": lambda x, y: x * y,
-        "div": lambda x, y: x / y,
-        "fma": lambda x, y, z: np.float64(x) * np.float64(y) + np.float64(z),
-        "max": maximum,
-        "neg": lambda x: -x,
-        "ex2": lambda x: np.exp2(np.float64(x)),
-        "lg2": lambda x: np.log2(np.float64(x)),
-    }
-    tests = {
-        "eq": lambda x, y: x == y,
-        "neu": lambda x, y: x != y,
-        "leu": lambda x, y: not x > y,
-        "gt": lambda x, y: x > y,
-        "lt": lambda x, y: x < y,
-    }
 
-    def apply(*x: int) -> int:
-        with np.errstate(all="ignore"):
-            floats = [to_float(v) for v in x]
-            if name == "setp":
-                return int(bool(tests[parts[1]](*floats)))
-            return from_float(functions[name](*floats))
+def _float_source(operand: str) -> str:
+    """A literal's value is worked out once."""
+    if not re.fullmatch(r"0x[0-9a-fA-F]+|\d+", operand):
+        return f"to_float({operand})"
+    value = to_float(int(operand, 0))
+    return repr(value) if math.isfinite(value) else f"to_float({operand})"
 
-    return apply
+
+def conversion(parts: list[str]) -> Callable[..., int]:
+    """What a `cvt` makes of its operands."""
+    to, source = parts[-2:]
+    if source == "f64":
+        if to == "f64":
+            assert "rmi" in parts, parts
+            return lambda x: from_double(math.floor(to_double(x)))
+        assert "rzi" in parts, parts
+        return lambda x: int(to_double(x)) & MASK[int(to[1:])]
+    if source in ("e4m3x2", "e5m2x2"):
+        table = float8_halves(source[:4])
+        return lambda x: table[x & 255] | table[x >> 8 & 255] << 16
+    if to in ("bf16x2", "f16x2"):
+        half = to[:-2]
+        return lambda x, y: to_half(to_float(y), half) | to_half(to_float(x), half) << 16
+    if to in ("bf16", "f16"):
+        return lambda x: to_half(to_float(x), to)
+    if to == "f32" and source == "bf16":
+        return lambda x: (x & MASK[16]) << 16
+    if to == "f32" and source == "f16":
+        return lambda x: from_float(_HALF.unpack(_HALF_BITS.pack(x & MASK[16]))[0])
+    width = int(source[1:])
+    if to == "f32":
+        return lambda x: from_float(signed(x, width) if source[0] == "s" else x & MASK[width])
+    mask = MASK[int(to[1:])]
+    if source[0] == "s":
+        return lambda x: signed(x, width) & mask
+    return lambda x: x & MASK[width] & mask
+
+
+def quotient(x: int, y: int) -> int:
+    """Towards 0."""
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
+def float_quotient(x: float, y: float) -> float:
+    if y != 0:
+        return x / y
+    return math.nan if x == 0 or x != x else math.copysign(math.inf, x) * math.copysign(1, y)
+
+
+def greater(x: float, y: float) -> float:
+    """The one that is no NaN, where one is."""
+    return x if y != y or x >= y else y
+
+
+def power_of_2(x: float) -> float:
+    try:
+        return 2.0**x
+    except OverflowError:
+        return math.inf
+
+
+def logarithm(x: float) -> float:
+    if x > 0:
+        return math.log2(x)
+    return -math.inf if x == 0 else math.nan
+
+
+def permute(low: int, high: int, selector: int) -> int:
+    """`prmt`: each nibble picks a byte, or the sign of one for all eight bits."""
+    source = (low & MASK[32] | (high & MASK[32]) << 32).to_bytes(8, "little")
+    picked = bytearray()
+    for i in range(4):
+        nibble = selector >> (4 * i) & 15
+        byte = source[nibble & 7]
+        picked.append((0xFF if byte & 0x80 else 0) if nibble & 8 else byte)
+    return int.from_bytes(picked, "little")
+
+
+HELPERS = {
+    function.__name__: function
+    for function in (
+        math.sin,
+        math.cos,
+        to_float,
+        from_float,
+        to_double,
+        from_double,
+        signed,
+        quotient,
+        float_quotient,
+        greater,
+        power_of_2,
+        logarithm,
+        permute,
+    )
+}
+"""What the source of `expression` calls."""

@@ -3,17 +3,14 @@
 Nothing here is run: what the kernels compute is checked by tests/gpu, where there is a GPU.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from cubins import Kernel, kernels
+import gpu_programs
+from cubins import Kernel
 from paged_kv.gpu_kernels import HOPPER_HEAD_DIMS, PAIRS, Call, choose
 from paged_kv.graphs.ops import BITS
-from test_mojo import ROOT, TESTS, mojo
+
+pytestmark = pytest.mark.waits_for(gpu_programs.api, *gpu_programs.plain.values())
 
 HOPPER_THREADS = 160  # a producer warp and four consumer warps
 SHARED_BYTES = 227 * 1024
@@ -23,24 +20,11 @@ PLAIN_SHAPES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4, 
 
 
 @pytest.fixture(scope="module")
-def sm90(tmp_path_factory) -> list[Kernel]:
+def sm90() -> list[Kernel]:
     """All kernels of the API as MAX compiles them for sm_90a."""
-    folder = tmp_path_factory.mktemp("sm_90a")
-    result = mojo("precompile", ROOT / "mojo_ops", "-o", folder / "mojo_ops.mojoc")
-    assert result.returncode == 0, result.stderr
-    command = [sys.executable, Path(__file__).with_name("compile_gpu.py"), "sm_90a"]
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    result = subprocess.run(
-        [*command, folder / "mojo_ops.mojoc", folder / "api.mef"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.strip() == f"{len(PAIRS) + 2 * len(BITS) + 1} graphs"
-    return kernels((folder / "api.mef").read_bytes())
+    printed, found = gpu_programs.api()
+    assert printed.strip() == f"{len(PAIRS) + 2 * len(BITS) + 1} graphs"
+    return found
 
 
 def test_every_kernel_of_the_api_is_there(sm90):
@@ -63,15 +47,9 @@ def test_kernels_fit_an_sm(sm90):
     assert max(kernel.shared_bytes for kernel in sm90) <= SHARED_BYTES
 
 
-TARGETS = {"sm_80": "ptx", "sm_100a": "ptx", "gfx942": "amdgcn"}
-
-
-@pytest.mark.parametrize("architecture", TARGETS)
-def test_plain_kernels_compile_for(architecture, tmp_path):
-    target = ["--target-accelerator", architecture, "--emit", "asm", "-o", tmp_path / "host.s"]
-    result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / "gpu_compile.mojo")
-    assert result.returncode == 0, result.stderr
-    texts = {path.name: path.read_text() for path in tmp_path.glob(f"*.{TARGETS[architecture]}")}
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_100a", "gfx942"])
+def test_plain_kernels_compile_for(architecture):
+    texts = gpu_programs.plain[architecture]()
     for name, count in (("attend_ite", 4), ("schedule_", 3), ("combine_", 3), ("append_", 2), ("gather_", 2)):
         assert sum(name in found for found in texts) == count, sorted(texts)
     for name, text in texts.items():

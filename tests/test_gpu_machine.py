@@ -6,123 +6,40 @@ are NaN, the page table is shuffled, threads take turns at random.
 
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
+import gpu_programs
 from cases import Cache, CacheCase, build
 from compare import assert_bits_equal, assert_close, assert_lse_close
 from grids import tokens_of
 from paged_kv import reference
-from ptx_machine import SHARED, Machine, Thread
-from test_mojo import ROOT, TESTS, mojo
+from ptx_machine import GLOBAL, Machine
+
+pytestmark = pytest.mark.waits_for(gpu_programs.plain["sm_90a"])
 
 SLOTS = 3  # of the schedule: few, so that rows are split
 THREADS = 128
 SCHEDULE_THREADS = 1024
 
 
-class Block(Machine):
-    """The model, with static shared memory, blocks of three indices, and what else of PTX these kernels use."""
-
-    def __init__(self, ptx: str, memory: bytearray, seed: int = 0) -> None:
-        self.static: dict[str, int] = {}
-        self.indices = (0, 0, 0)
-        super().__init__(ptx.replace("$", "_"), seed)
-        self.memory = memory
-
-    def parse(self, ptx: str) -> None:
-        at = SHARED
-        for name, size in re.findall(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\];", ptx):
-            self.static[name] = at
-            at += -(-int(size) // 16) * 16
-        super().parse(re.sub(r"\.shared [^;]*\];", "", ptx))
-
-    def value(self, text: str) -> Callable[[Thread], int]:
-        text = text.strip()
-        name, _, offset = text.partition("+")
-        if name in self.static:
-            address = self.static[name] + int(offset or 0)
-            return lambda _: address
-        if re.fullmatch(r"0x[0-9a-fA-F]+U?", text):
-            number = int(text.rstrip("U"), 16)
-            return lambda _: number
-        if text in ("%ctaid.x", "%ctaid.y", "%ctaid.z"):
-            axis = "xyz".index(text[-1])
-            return lambda _: self.indices[axis]
-        if text in ("%tid.y", "%tid.z"):
-            return lambda _: 0
-        if text == "%ntid.x":
-            return lambda _: self.threads
-        return super().value(text)
-
-    def compile_plain(self, text: str) -> Any:
-        if text.startswith("shfl.sync.up"):
-            target, *rest = (part.strip() for part in text.partition(" ")[2].split(","))
-            source, step = self.value(rest[0]), int(rest[1])
-            return lambda _, t: (
-                "shfl",
-                "idx",
-                source(t),
-                t.index % 32 - (step if t.index % 32 >= step else 0),
-                target,
-            )
-        return super().compile_plain(text)
-
-    def compile_arithmetic(self, parts: list[str], operands: list[str]) -> Any:
-        if parts[0] == "mov" and operands[1].startswith("{"):
-            low, high = map(self.value, operands[1].strip("{}").split(","))
-            half = int(parts[-1][1:]) // 2
-
-            def pack(_: Machine, t: Thread) -> None:
-                t.registers[operands[0]] = low(t) & ((1 << half) - 1) | high(t) << half
-
-            return pack
-        if parts[0] != "prmt":
-            return super().compile_arithmetic(parts, operands)
-        values = [self.value(x) for x in operands[1:]]
-
-        def permute(_: Machine, t: Thread) -> None:
-            low, high, selector = (value(t) & 0xFFFFFFFF for value in values)
-            source = (low | high << 32).to_bytes(8, "little")
-            picked = bytearray()
-            for i in range(4):
-                nibble = selector >> (4 * i) & 15
-                byte = source[nibble & 7]
-                picked.append((0xFF if byte & 0x80 else 0) if nibble & 8 else byte)
-            t.registers[operands[0]] = int.from_bytes(picked, "little")
-
-        return permute
-
-    def launch(self, grid: tuple[int, int, int], threads: int, parameters: list[bytes]) -> None:
-        self.parameters = list(parameters)
-        for z, y, x in np.ndindex(*grid[::-1]):
-            self.indices = (int(x), int(y), int(z))
-            self.run(int(x), threads)
-
-
 @pytest.fixture(scope="module")
-def ptx(tmp_path_factory) -> dict[Any, str]:
+def ptx() -> dict[Any, str]:
     """The kernels of gpu_compile.mojo: attention by its static shared memory, the others by name and output."""
-    folder = tmp_path_factory.mktemp("ptx")
-    target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", folder / "host.s"]
-    result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / "gpu_compile.mojo")
-    assert result.returncode == 0, result.stderr
     found: dict[Any, str] = {}
-    for path in folder.glob("*.ptx"):
-        text = path.read_text()
-        if "attend_ite" in path.name:
+    for name, text in gpu_programs.plain["sm_90a"]().items():
+        if "attend_ite" in name:
             found[tuple(map(int, re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", text)))] = text
-        elif "combine" in path.name:
+        elif "combine" in name:
             kind = next((k for k in ("bf16", "f16") if f"cvt.rn.{k}.f32" in text), "f32")
             found["combine", kind] = text
-        elif "schedule" in path.name:
+        elif "schedule" in name:
             found["schedule"] = text
         else:
-            found[re.search(r"(append|gather|ragged)", path.name)[1], "v4.b32" in text] = text  # type: ignore[index]
+            found[re.search(r"(append|gather|ragged)", name)[1], "v4.b32" in text] = text  # type: ignore[index]
     return found
 
 
@@ -172,9 +89,9 @@ class Call:
     ) -> tuple[np.ndarray, np.ndarray]:
         case, options, rows = cache.case, self.options, len(q)
         memory = bytearray()
-        schedule = Block(ptx["schedule"], memory)
-        attention = Block(ptx[self.form.shared], memory, seed=1)
-        combine = Block(ptx["combine", SHORT[self.form.dtype]], memory)
+        schedule = Machine(ptx["schedule"], memory=memory)
+        attention = Machine(ptx[self.form.shared], 1, memory)
+        combine = Machine(ptx["combine", SHORT[self.form.dtype]], memory=memory)
 
         def put(array: np.ndarray) -> int:
             memory.extend(bytes(-len(memory) % 64))
@@ -218,7 +135,7 @@ class Call:
             grid = (len(self.items) + 1, *grid[1:])  # the rest of the list is blocks that return at once
         attention.launch(grid, THREADS, [rows_bytes, *views, work, partials])
         combine.launch((max_splits, heads, 1), THREADS, [rows_bytes, work, partials])
-        o = np.frombuffer(bytes(memory), q.dtype, q.size, o_at - schedule_base(schedule)).reshape(q.shape)
+        o = np.frombuffer(bytes(memory), q.dtype, q.size, o_at - GLOBAL).reshape(q.shape)
         lse = schedule.array(lse_at, np.float32, rows * heads).reshape(rows, heads)
         return o, lse
 
@@ -242,11 +159,6 @@ class Call:
 def view_bytes(start: int, shape: tuple[int, ...], strides: list[int], table_at: int, table: tuple[int, ...]) -> bytes:
     """A `PagedKVCache` with run-time sizes, as it lies in a kernel's parameters."""
     return struct.pack("<Q4q3qQqQ2qqII", start, *shape, *strides, 0, 0, table_at, *table, table[1], 0, 0)
-
-
-def schedule_base(machine: Machine) -> int:
-    """The address of the first byte of global memory."""
-    return machine.allocate(np.zeros(0, np.uint8)) - len(machine.memory)
 
 
 ALL = {
@@ -293,7 +205,7 @@ def test_moves(op, dim, ptx):
     cache = build(CacheCase((17, 0, 5), 3, 3, dim, 4, rank=5, dtype="float16"))
     k, v, batch, positions = tokens_of(cache)
     memory = bytearray()
-    block = Block(ptx[op, dim == 8], memory)
+    block = Machine(ptx[op, dim == 8], memory=memory)
 
     def put(array: np.ndarray) -> int:
         memory.extend(bytes(-len(memory) % 64))
@@ -328,8 +240,7 @@ def test_moves(op, dim, ptx):
 
 
 def test_ragged_rows(ptx):
-    memory = bytearray()
-    block = Block(ptx["ragged", False], memory)
+    block = Machine(ptx["ragged", False])
     batch, positions = (block.allocate(np.full(8, 77, np.int32)) for _ in range(2))
     offsets, lengths = (block.allocate(np.array(x, np.uint32)) for x in ([0, 2, 2, 5], [7, 1, 0]))
     numbers = [struct.pack("<Q", batch), struct.pack("<Q", positions), struct.pack("<i", 7)]

@@ -3,40 +3,35 @@
 tests/mojo/hopper_compile.mojo launches every form; tests/mojo/test_smem.mojo checks its memory and indices on the CPU.
 """
 
-import functools
 import os
 import random
 import re
 import shutil
 import subprocess
-import tempfile
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from test_mojo import ROOT, TESTS, mojo, run_program
+import gpu_programs
+from test_mojo import run_program
+
+pytestmark = pytest.mark.waits_for(gpu_programs.hopper, gpu_programs.probe)
 
 # Query and cache: bf16, f16; bf16 and f16 with e4m3, bf16 with e5m2. Three head_dims, groups up to 8 and 16.
 PAIRS = 5
 FORMS = PAIRS * 3 * 2
 
 
-@functools.cache
-def compile_kernels(program: str) -> list[str]:
-    """The PTX of a program's kernels that use the tensor cores."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", Path(folder) / "host.s"]
-        result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / program)
-        assert result.returncode == 0, result.stderr
-        texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
-    return [text for text in texts if "wgmma" in text]
+def tensor_kernels(texts: dict[str, str]) -> list[str]:
+    """Those that use the tensor cores."""
+    return [text for text in texts.values() if "wgmma" in text]
 
 
 @pytest.fixture(scope="module")
 def kernels() -> list[str]:
     """The PTX of each form of the kernel."""
-    found = compile_kernels("hopper_compile.mojo")
+    found = tensor_kernels(gpu_programs.hopper())
     assert len(found) == FORMS
     return found
 
@@ -106,12 +101,18 @@ def test_ptxas_takes_every_form_without_a_spill(kernels, tmp_path):
     ptxas = shutil.which("ptxas", path=search)
     if ptxas is None:
         pytest.skip("no ptxas found: the PTX was not assembled")
-    for ptx in kernels:
-        (tmp_path / "kernel.ptx").write_text(ptx)
-        command = [ptxas, "-arch=sm_90a", "-v", "-o", tmp_path / "kernel.cubin", tmp_path / "kernel.ptx"]
+
+    def assemble(number: int) -> tuple[int, str]:
+        source = tmp_path / f"{number}.ptx"
+        source.write_text(kernels[number])
+        command = [ptxas, "-arch=sm_90a", "-v", "-o", source.with_suffix(".cubin"), source]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        said = result.stdout + result.stderr
-        assert result.returncode == 0, said
+        return result.returncode, result.stdout + result.stderr
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = list(pool.map(assemble, range(len(kernels))))
+    for ptx, (status, said) in zip(kernels, outcomes, strict=True):
+        assert status == 0, said
         assert "0 bytes spill stores, 0 bytes spill loads" in said
         # "wgmma.mma_async instructions are serialized", "setmaxnreg ignored", ...
         assert "warning" not in said.lower(), said
@@ -125,7 +126,7 @@ def test_ptxas_takes_every_form_without_a_spill(kernels, tmp_path):
 
 def test_the_probe_multiplies_as_the_kernel_does():
     """8 and 16 heads, with strides as they are and exchanged: the program for a GPU where results are wrong."""
-    forms = [products(ptx) for ptx in compile_kernels("wgmma_probe.mojo")]
+    forms = [products(ptx) for ptx in tensor_kernels(gpu_programs.probe())]
     assert len(forms) == 3 + 4
     for form in forms:
         columns = form[0][0]

@@ -11,9 +11,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ptx_machine import Machine, TensorMap
+import gpu_programs
+from ptx_machine import Machine
 from ptx_numbers import float8, halves, to_half
-from test_hopper import compile_kernels, form_of
+from ptx_units import TensorMap
+from test_hopper import form_of, tensor_kernels
+
+pytestmark = pytest.mark.waits_for(gpu_programs.hopper)
 
 THREADS = 160
 KV_HEADS = 2
@@ -23,7 +27,7 @@ LOG2E = np.log2(np.e)
 @pytest.fixture(scope="module")
 def forms() -> dict[tuple[int, int, str, str], str]:
     """The PTX of each form: head_dim, columns, dtype of q, dtype of the cache."""
-    return {form_of(ptx): ptx for ptx in compile_kernels("hopper_compile.mojo")}
+    return {form_of(ptx): ptx for ptx in tensor_kernels(gpu_programs.hopper())}
 
 
 def encode(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -118,9 +122,8 @@ class Call:
         items = machine.allocate(np.array([0, self.begin, end, self.partial, -1, 0, 0, 0], np.int32))
         work = struct.pack("<3Q4i", items, 0, 0, 2, 0, 0, 0)
         sums = struct.pack("<3Q", acc, greatest, total)
-        machine.parameters = [*maps, rows, view, work, sums, struct.pack("<i", box.bit_length() - 1)]
-        for block in range(2 * KV_HEADS):
-            machine.run(block, THREADS)
+        parameters = [*maps, rows, view, work, sums, struct.pack("<i", box.bit_length() - 1)]
+        machine.launch((2 * KV_HEADS, 1, 1), THREADS, parameters)
 
         found_o = halves(machine.array(o, np.uint16, heads * self.dim), self.dtype).reshape(heads, self.dim)
         found_lse = machine.array(lse, np.float32, heads)

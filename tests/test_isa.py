@@ -2,19 +2,22 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from max.driver import get_virtual_cpu_target
 
+from background import Job
 from isa import CPU_TARGETS, ISA_PATHS, can_run, run_tests
 from paged_kv.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_target
 
 PATHS = [path for path in ISA_PATHS if can_run(path) and path != choose_cpu_target(CpuInfo.read())]
+RUNS = {path: Job(partial(run_tests, path, "test_linear_op.py", "test_attention_op.py")) for path in PATHS}
 
 
-@pytest.mark.parametrize("target", PATHS)
+@pytest.mark.parametrize("target", [pytest.param(path, marks=pytest.mark.waits_for(run)) for path, run in RUNS.items()])
 def test_ops(target):
-    run_tests(target, "test_linear_op.py", "test_attention_op.py")
+    RUNS[target]()
 
 
 def test_a_target_runs_where_its_flags_are():

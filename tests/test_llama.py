@@ -9,7 +9,7 @@ import torch
 import transformers
 from max.dtype import DType
 
-from checkpoints import make_checkpoint, relative_error
+from checkpoints import LLAMA3, make_checkpoint, relative_error
 from llama_family import Member, load_family, poison
 from paged_kv.graphs.generate import Generation, pages_for
 from paged_kv.graphs.model import LlamaModel
@@ -19,14 +19,6 @@ NEW_TOKENS = 64
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (33, 1, 700, 16, 3)]
 TIE = 1e-5  # relative to the largest logit of the step: closer than this, either of two tokens is right
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 BASE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8}

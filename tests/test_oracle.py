@@ -4,19 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import make_checkpoint, relative_error
+from checkpoints import LLAMA3, make_checkpoint, relative_error
 from paged_kv.errors import ContractError
 from paged_kv.graphs.config import LlamaConfig, expected_tensors
 from paged_kv.graphs.oracle import recompute
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def build(folder, **overrides):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +11,7 @@ from paged_kv.benchmarks.cases import Case
 from paged_kv.benchmarks.problems import Array, Problem, bits
 
 
-class Peer:
+class Peer(ABC):
     """One system on one case: `available`, then `prepare` once, then `run` any number of times.
 
     Memory that is read in a run comes from NumPy, which asks the system for huge pages: nobody is slower for the
@@ -19,21 +20,21 @@ class Peer:
 
     name: ClassVar[str] = ""
 
+    @abstractmethod
     def available(self, case: Case) -> str | None:
         """Why it cannot run this case here; None where it can. A missing package may also raise ImportError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, problem: Any, copies: int) -> None:
         """Builds its own storage, `copies` times, so that run `i` uses number `i % copies`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, i: int) -> None:
         """One run, and nothing besides."""
-        raise NotImplementedError
 
+    @abstractmethod
     def output(self) -> Array:
         """Of the latest run, as `Problem.error` takes it, in any float dtype of NumPy or `ml_dtypes`."""
-        raise NotImplementedError
 
     def error(self, problem: Problem) -> float:
         """Of the latest run."""

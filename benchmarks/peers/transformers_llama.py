@@ -10,7 +10,7 @@ import numpy as np
 from paged_kv.arrays import as_numpy
 from paged_kv.benchmarks.cases import Case, StepCase
 from paged_kv.benchmarks.peers.base import Peer, torch_view
-from paged_kv.benchmarks.problems import RMS_EPS, ROPE_THETA, Array, StepProblem, bits
+from paged_kv.benchmarks.problems import Array, StepProblem, bits, llama_config
 
 
 class TransformersStep(Peer):
@@ -30,21 +30,7 @@ class TransformersStep(Peer):
         transformers: Any = import_module("transformers")
         rotary: Any = modeling_llama.LlamaRotaryEmbedding
         case = problem.case
-        config = transformers.LlamaConfig(
-            vocab_size=case.vocab,
-            hidden_size=case.hidden,
-            intermediate_size=case.intermediate,
-            num_hidden_layers=case.layers,
-            num_attention_heads=case.heads,
-            num_key_value_heads=case.kv_heads,
-            head_dim=case.head_dim,
-            max_position_embeddings=8192,
-            rms_norm_eps=RMS_EPS,
-            rope_theta=ROPE_THETA,
-            tie_word_embeddings=False,
-            dtype=case.dtype,
-            attn_implementation="sdpa",
-        )
+        config = transformers.LlamaConfig(**llama_config(case), attn_implementation="sdpa")
         with torch.device("meta"):
             model: Any = transformers.LlamaForCausalLM(config)
         weights = {name: torch_view(array) for name, array in problem.weights.items()}

@@ -50,8 +50,15 @@ class Variant:
         """The variants that are compiled along with this one: append and gather go together."""
         return [self] if self.op == "attention" else [replace(self, op="append"), replace(self, op="gather")]
 
-    def build(self, module: Module, device: DeviceRef | None = None) -> None:
-        """Adds this variant's graph to `module`, for the CPU where no device is given.
+    def build(
+        self,
+        module: Module,
+        device: DeviceRef | None = None,
+        *,
+        batch_invariant: bool = False,
+        gpu_kernel: ops.GpuKernel = "best",
+    ) -> None:
+        """Adds this variant's graph to `module`, for the CPU where no device is given; the options are attention's.
 
         Its inputs, in order: the rows (attention: q, row_batch, row_lengths; append: k, v, batch_indices,
         positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
@@ -102,7 +109,14 @@ class Variant:
                 slopes, sinks, window_left, numbers = (value.tensor for value in rest)
                 graph.output(
                     *ops.attention_at_run_time(
-                        cache, *args, alibi_slopes=slopes, sinks=sinks, window_left=window_left, options=numbers
+                        cache,
+                        *args,
+                        alibi_slopes=slopes,
+                        sinks=sinks,
+                        window_left=window_left,
+                        options=numbers,
+                        batch_invariant=batch_invariant,
+                        gpu_kernel=gpu_kernel,
                     )
                 )
 

@@ -5,79 +5,29 @@ import pytest
 
 import gpu_harness
 import harness
-from cases import DTYPES, GROUPS, STORAGES, CacheCase, build, causal_rows, emptied, permuted
-from compare import assert_bits_equal, assert_close, assert_lse_close
+from attending import AXES, REL, compare_with_oracle, options_of, rows_of
+from cases import DTYPES, STORAGES, CacheCase, build, emptied, permuted
+from compare import assert_bits_equal
 from grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
-from paged_kv import reference
 
-REL = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 FLOAT8_REL = 2e-2
-LSE_TOL = 1e-5
 
 GRID = all_pairs(
-    {
-        "dtype": DTYPES,
-        "storage": STORAGES,
-        "page_size": (1, 5, 8, 16, 24, 128),
-        "group": GROUPS,
-        "num_kv_heads": (1, 2, 3),
-        "head_dim": (8, 40, 64, 80, 128, 256, 512),
-        "lengths": LENGTHS,
-        "rows": ("decode", "mixed"),
-        "window_left": (-1, 0, 1, 6, 127, 5000),
-        "logits_soft_cap": (0.0, 0.5, 30.0, 50.0),
-        "scale": (None, 1.7, -0.4),  # times 1 / sqrt(head_dim)
-        "v_scale": (1.0, -0.5),
-        "alibi": (False, True),
-        "sinks": (False, True),
-        "batch_invariant": (False, True),
-        "gpu_kernel": ("best", "plain"),
-    }
+    {name: values for name, values in AXES.items() if name != "rope_theta"}
+    | {"page_size": (1, 5, 8, 16, 24, 128), "batch_invariant": (False, True), "gpu_kernel": ("best", "plain")}
 )
 
 
-def rows_of(cache, kind):
-    """Decode rows, or prefill rows among padding whose query is NaN and whose length is anything."""
-    if kind == "decode":
-        return cache.q, *cache.decode_rows
-    rng = np.random.default_rng(0)
-    q, row_batch, row_lengths = causal_rows(
-        cache, [min(length, (1, 5, 2)[b % 3]) for b, length in enumerate(cache.lengths)]
-    )
-    empty = np.flatnonzero(cache.lengths == 0)
-    row_batch = np.concatenate([row_batch, [-1, -1, -1], empty]).astype(np.int32)
-    row_lengths = np.concatenate([row_lengths, [0, 7, 10**6], 0 * empty]).astype(np.int32)
-    q = np.concatenate([q, np.full((3 + len(empty), *q.shape[1:]), np.nan, q.dtype)])
-    order = rng.permutation(len(q))
-    return q[order], row_batch[order], row_lengths[order]
-
-
 def compare(cache, rows, *, rel=None, batch_invariant=False, gpu_kernel="best", **options):
-    q, row_batch, row_lengths = rows
-    arguments = (q, *cache.pages, row_batch, row_lengths)
     how = {"batch_invariant": batch_invariant, "gpu_kernel": gpu_kernel}
-    o, lse = gpu_harness.attention(*arguments, **cache.storage, **how, **options)
-    expected_o, expected_lse = reference.attention(*arguments, **cache.storage, **options)
-    what = f"{cache.case} {options}"
-    assert (o.dtype, lse.dtype) == (q.dtype, np.float32)
-    assert_close(o, expected_o, rel=rel or REL[q.dtype.name], what=f"o of {what}")
-    assert_lse_close(lse, expected_lse, tol=LSE_TOL, what=f"lse of {what}")
-    return o, lse
+    return compare_with_oracle(gpu_harness.attention, cache, rows, rel=rel, how=how, **options)
 
 
 @pytest.mark.parametrize("setting", GRID, ids=setting_id)
 def test_attention_grid(setting):
     cache = build(case_of(setting))
-    case = cache.case
-    names = ("window_left", "logits_soft_cap", "v_scale", "batch_invariant", "gpu_kernel")
-    options = {name: setting[name] for name in names}
-    if setting["scale"] is not None:
-        options["sm_scale"] = setting["scale"] / case.head_dim**0.5
-    if setting["alibi"]:
-        options["alibi_slopes"] = np.linspace(-0.02, 0.02, case.num_q_heads)
-    if setting["sinks"]:
-        options["sinks"] = np.linspace(-8, 0, case.num_q_heads)
-    compare(cache, rows_of(cache, setting["rows"]), **options)
+    how = {name: setting[name] for name in ("batch_invariant", "gpu_kernel")}
+    compare(cache, rows_of(cache, setting["rows"]), **how, **options_of(setting, cache.case))
 
 
 @pytest.mark.parametrize("gpu_kernel", ["best", "plain"])

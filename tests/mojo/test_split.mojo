@@ -16,8 +16,15 @@ def plan(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1
 
 
 def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1) raises:
-    """Rows in order, each in one block; a block's segments join without gap or overlap and are numbered in order."""
+    """Rows in order, each in one block; a block's segments join without gap or overlap and are numbered in order.
+
+    All but a block's last segment are as long as all tokens together say.
+    """
     var result = plan(row_batch, row_lengths, window_left)
+    var total = 0
+    for segment in result.segments:
+        total += segment.end - segment.begin
+    var most = segment_length(total)
     var row = 0
     var partial = 0
     var i = 0
@@ -36,6 +43,7 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
         assert_equal(first.begin, min(begin, end))
         if first.partial < 0:
             assert_equal(first.end, end)
+            assert_true(end - begin <= most)
             i += 1
         else:
             var at = first.begin
@@ -44,9 +52,11 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
                 assert_equal(result.segments[i].partial, partial)
                 assert_true(result.segments[i].end > at)
                 at = result.segments[i].end
+                assert_true(at == end or at - result.segments[i].begin == most)
                 partial += 1
                 i += 1
             assert_equal(at, end)
+            assert_true(end - begin > most)
         row += first.num_rows
     assert_equal(row, len(row_batch))
     assert_equal(partial, result.partials)
@@ -78,6 +88,7 @@ def test_padding_rows_hold_no_tokens() raises:
 
 def test_windows() raises:
     check([0, 0, 1], [30, 5000, 4000], 7)
+    check([0], [100000], 1500)  # what is cut is what the window shows
     assert_equal(plan([0], [5000], 7).segments[0].begin, 4992)
 
 
