@@ -1,0 +1,78 @@
+"""Float8 as bfloat16, exactly: a line of 64 bytes at a time, by look-up."""
+
+from std.memory import bitcast
+from std.sys import llvm_intrinsic
+from std.sys.info import CompilationTarget
+from std.utils import IndexList
+
+comptime Words = SIMD[DType.uint16, 32]
+comptime Table = SIMD[DType.uint8, 64]
+
+comptime HAS_TABLES = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512vbmi"]()
+"""Whether the target that is compiled for looks up 64 bytes at once."""
+
+
+@always_inline
+def float8_words[dtype: DType](bytes: Table) -> Tuple[Words, Words]:
+    """The bfloat16 bits of 64 numbers, in the order of `parts_mask`."""
+    comptime low0 = fp8_table(dtype, 0, 0)
+    comptime low1 = fp8_table(dtype, 64, 0)
+    comptime high0 = fp8_table(dtype, 0, 8)
+    comptime high1 = fp8_table(dtype, 64, 8)
+    var low = look_up(low0, bytes, low1)
+    var high = look_up(high0, bytes, high1) | (bytes & 0x80)
+    return (
+        bitcast[DType.uint16, 32](low.shuffle[mask=byte_mask(0)](high)),
+        bitcast[DType.uint16, 32](low.shuffle[mask=byte_mask(8)](high)),
+    )
+
+
+@always_inline
+def look_up(first: Table, index: Table, second: Table) -> Table:
+    """Byte `index % 128` of the 128 bytes of both tables."""
+    return llvm_intrinsic["llvm.x86.avx512.vpermi2var.qi.512", Table](first, index, second)
+
+
+def byte_mask(start: Int) -> IndexList[64]:
+    """From each run of 16 bytes, bytes `start` to `start + 7` of both operands in turn."""
+    var mask = IndexList[64]()
+    for i in range(64):
+        mask[i] = i // 16 * 16 + start + i % 16 // 2 + i % 2 * 64
+    return mask
+
+
+def fp8_table(dtype: DType, start: Int, shift: Int) -> Table:
+    """8 bits, from bit `shift` on, of the bfloat16 of each of 64 magnitudes of a float8 type."""
+    var table = Table(0)
+    var mantissa_bits = 3 if dtype == DType.float8_e4m3fn else 2
+    var bias = 7 if dtype == DType.float8_e4m3fn else 15
+    for i in range(64):
+        var magnitude = start + i
+        var exponent = magnitude >> mantissa_bits
+        var fraction = magnitude & ((1 << mantissa_bits) - 1)
+        var bits: Int
+        if dtype == DType.float8_e4m3fn and magnitude == 127:
+            bits = 0x7FC0
+        elif dtype == DType.float8_e5m2 and exponent == 31:
+            bits = 0x7F80 if fraction == 0 else 0x7FC0
+        elif exponent == 0 and fraction == 0:
+            bits = 0
+        else:
+            if exponent == 0:
+                # Subnormal: shift the leading one into its place.
+                exponent = 1
+                while fraction < (1 << mantissa_bits):
+                    fraction *= 2
+                    exponent -= 1
+                fraction -= 1 << mantissa_bits
+            bits = ((exponent - bias + 127) << 7) | (fraction << (7 - mantissa_bits))
+        table[i] = UInt8((bits >> shift) & 0xFF)
+    return table
+
+
+def parts_mask() -> IndexList[64]:
+    """The elements of a float8 chunk in the order of its two vectors of words."""
+    var mask = IndexList[64]()
+    for i in range(64):
+        mask[i] = i % 32 // 8 * 16 + i // 32 * 8 + i % 8
+    return mask
