@@ -5,7 +5,8 @@
 
 from max.gpu.host import DeviceContext
 
-from .decode_gpu import DeviceCache, attend_plain
+from .decode_gpu import attend_plain
+from .device_cache import DeviceCache
 from .decode_hopper import ON_HOPPER, attend_hopper, hopper_refusal, hopper_takes
 from .decode_rows import DecodeRows
 

@@ -3,7 +3,8 @@
 from std.utils import IndexList
 from max.gpu.host import DeviceContext
 
-from mojo_ops.decode_gpu import DeviceCache, launch
+from mojo_ops.decode_gpu import launch
+from mojo_ops.device_cache import DeviceCache
 from mojo_ops.decode_rows import DecodeRows
 from mojo_ops.moves_gpu import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
 from mojo_ops.schedule import untracked
