@@ -33,6 +33,7 @@ __all__ = [
     "gather",
     "kernels",
     "linear",
+    "merge_states",
     "ragged_rows",
 ]
 
@@ -43,6 +44,7 @@ GATHER = "paged_kv_gather"
 COPY_PAGES = "paged_kv_copy_pages"
 ATTENTION = "paged_kv_attention"
 RAGGED_ROWS = "paged_kv_ragged_rows"
+MERGE_STATES = "paged_kv_merge_states"
 LINEAR = "paged_kv_linear"
 
 
@@ -111,7 +113,8 @@ def copy_pages(cache: PagedCache, sources: TensorValue, targets: TensorValue) ->
     """Copies page `sources[i]` to page `targets[i]` (both `[N]` int32), in place: K, V and every layer.
 
     Of a strided cache, what its view shows is copied. When the graph runs, a page outside the pool, a page that is
-    written twice and a page that is both read and written are errors (`ValueError`), and nothing is written.
+    written twice and a page that is both read and written are errors (`ValueError`), and nothing is written. On a GPU,
+    which refuses nothing, a pair with a page outside the pool is skipped, and what the other two leave is open.
     """
     cache.check("sources", sources, DType.int32, [None])
     cache.check("targets", targets, DType.int32, [sources.shape[0]])
@@ -156,8 +159,8 @@ def attention(
         batch_invariant: Makes a row's result depend on nothing but the row, to the bit. GPU only.
         gpu_kernel: "best" is what `paged-kv doctor --explain` says, "plain" the kernel for any GPU, to compare with.
 
-    A GPU takes keys as they are used, so no `rope_theta`. What it cannot refuse, since lengths and tables stay on the
-    device, is loud instead: o and lse of a row whose request, length or pages are not in the table are NaN.
+    What a GPU cannot refuse, since lengths and tables stay on the device, is loud instead: o and lse of a row whose
+    request, length or pages are not in the table are NaN.
 
     Returns:
         o `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
@@ -170,8 +173,6 @@ def attention(
     head_dim = q.shape[-1] if q.rank else Dim(0)
     if sm_scale is None and not isinstance(head_dim, StaticDim):
         raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
-    if rope_theta is not None and cache.device.is_gpu():
-        raise ContractError("rope_theta: rotary keys are a CPU option; on a GPU, append keys as they are used")
     numbers = options.numbers(max(int(head_dim), 1) if isinstance(head_dim, StaticDim) else 1)
     none = constant(np.zeros(0, np.float32), cache.device)
     return attention_at_run_time(
@@ -263,6 +264,27 @@ def ragged_rows(
         RAGGED_ROWS, device=device, values=[row_offsets, cache_lengths], out_types=[kind, kind]
     )
     return batch_indices.tensor, positions.tensor
+
+
+def merge_states(v: TensorValue, s: TensorValue) -> tuple[TensorValue, TensorValue]:
+    """Merges `n` states of attention over disjoint keys: outputs v `[S, n, H, D]` and base-2 lse s `[S, n, H]` float32.
+
+    Returns v `[S, H, D]` in its dtype and s `[S, H]` float32; 0 and -inf where all states are empty. The output of a
+    state whose lse is -inf is ignored, NaN included. Sums are float32.
+    """
+    check_tensor("v", v)
+    if v.dtype not in DTYPES:
+        raise ContractTypeError(f"v: dtype {v.dtype.name} is none of {names(DTYPES)}")
+    if v.rank != 4:
+        raise ShapeError(f"v: rank {v.rank}, expected 4")
+    rows, _, heads, head_dim = v.shape
+    check_value("s", s, DType.float32, list(v.shape[:3]), v.device)
+    kinds = [
+        TensorType(v.dtype, [rows, heads, head_dim], v.device),
+        TensorType(DType.float32, [rows, heads], v.device),
+    ]
+    merged_v, merged_s = ops.custom(MERGE_STATES, device=v.device, values=[v, s], out_types=kinds)
+    return merged_v.tensor, merged_s.tensor
 
 
 def linear(x: TensorValue, w: TensorValue) -> TensorValue:

@@ -5,7 +5,7 @@ load of K and V. Its threads form teams of `LANES` lanes: a team takes one token
 head (8 of a float8 head), and keeps a softmax state of its own. The teams' states meet in shared memory at the end.
 """
 
-from std.math import ceildiv, exp2
+from std.math import ceildiv, cos, exp2, sin
 from std.memory import unsafe_stack_allocation
 from std.utils import StaticTuple
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, WARP_SIZE, barrier, block_idx, thread_idx
@@ -16,6 +16,7 @@ from max.gpu.primitives import warp
 from .combine import enqueue_combine, weight
 from .decode_rows import DecodeRows, NOT_A_NUMBER
 from .device_cache import DeviceCache, Pages, check_alignment, load, load_raw, vector_width, widen
+from .rotary_gpu import Turns, angle
 from .schedule import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
 from .softmax import MINUS_INFINITY
 from .work import INVALID, NO_ROW, WHOLE, WorkBounds
@@ -30,6 +31,7 @@ def attend_plain[
     rows: DecodeRows[dtype],
     k: DeviceCache[kv_dtype],
     v: DeviceCache[kv_dtype],
+    turns: Turns,
     batch_invariant: Bool,
 ) raises:
     """Enqueues attention of every row over the pages of its request; the host waits for nothing.
@@ -42,6 +44,13 @@ def attend_plain[
         return
     var dim = Int(rows.head_dim)
     var group = Int(rows.num_heads) // k.num_heads()
+    if turns.is_on():
+        # Two kernels a pair of dtypes: half of the lanes idle where head_dim is small, and what a lane keeps of q is twice.
+        if dim <= 128:
+            launch[128, 4, True](ctx, rows, k, v, turns, group, batch_invariant)
+        else:
+            launch[512, 2, True](ctx, rows, k, v, turns, group, batch_invariant)
+        return
     # The kernel for the next larger head_dim, and for the least number of heads that holds the group.
     if dim <= 64:
         launch_for_group[64](ctx, rows, k, v, group, batch_invariant)
@@ -65,21 +74,23 @@ def launch_for_group[
 ) raises:
     # HEADS * DIM bounds the registers: 64 numbers each for the queries and the sums of a lane.
     comptime most = 4 if DIM > 256 else 8
+    var none = Turns(0, 1)
     if group == 1:
-        launch[DIM, 1](ctx, rows, k, v, group, batch_invariant)
+        launch[DIM, 1](ctx, rows, k, v, none, group, batch_invariant)
     elif group <= 4:
-        launch[DIM, 4](ctx, rows, k, v, group, batch_invariant)
+        launch[DIM, 4](ctx, rows, k, v, none, group, batch_invariant)
     else:
-        launch[DIM, most](ctx, rows, k, v, group, batch_invariant)
+        launch[DIM, most](ctx, rows, k, v, none, group, batch_invariant)
 
 
 def launch[
-    dtype: DType, kv_dtype: DType, //, DIM: Int, HEADS: Int
+    dtype: DType, kv_dtype: DType, //, DIM: Int, HEADS: Int, ROTARY: Bool = False
 ](
     ctx: DeviceContext,
     rows: DecodeRows[dtype],
     k: DeviceCache[kv_dtype],
     v: DeviceCache[kv_dtype],
+    turns: Turns,
     group: Int,
     batch_invariant: Bool,
 ) raises:
@@ -91,15 +102,15 @@ def launch[
     var work = workspace.work()
     var partials = workspace.partials()
     enqueue_schedule(ctx, rows, work)
-    comptime kernel = attend_items[dtype, kv_dtype, DIM, HEADS]
+    comptime kernel = attend_items[dtype, kv_dtype, DIM, HEADS, ROTARY]
     ctx.enqueue_function[kernel](
-        rows, k, v, work, partials, grid_dim=(bounds.items, k.num_heads(), parts), block_dim=THREADS
+        rows, k, v, work, partials, turns, grid_dim=(bounds.items, k.num_heads(), parts), block_dim=THREADS
     )
     enqueue_combine(ctx, rows, work, partials)
     _ = workspace^
 
 
-struct Team[kv_dtype: DType, DIM: Int, HEADS: Int]:
+struct Team[kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool]:
     """The numbers that shape the kernel."""
 
     comptime WIDTH = vector_width[Self.kv_dtype]()
@@ -108,16 +119,23 @@ struct Team[kv_dtype: DType, DIM: Int, HEADS: Int]:
     comptime PARTS = Self.DIM // (Self.WIDTH * Self.LANES)
     """Vectors that a lane holds of it."""
     comptime TEAMS = THREADS // Self.LANES
-    comptime TOKENS = 4 if Self.HEADS * Self.WIDTH * Self.PARTS <= 32 else 2
+    comptime TOKENS = 4 if Self.HEADS * Self.WIDTH * Self.PARTS <= 32 and not Self.ROTARY else 2
     """Tokens that a team loads at once, to have many loads in flight."""
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 def attend_items[
-    dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int
-](rows: DecodeRows[dtype], k: DeviceCache[kv_dtype], v: DeviceCache[kv_dtype], work: WorkList, partials: Partials,):
+    dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool
+](
+    rows: DecodeRows[dtype],
+    k: DeviceCache[kv_dtype],
+    v: DeviceCache[kv_dtype],
+    work: WorkList,
+    partials: Partials,
+    turns: Turns,
+):
     """One item for KV head `block_idx.y` and heads `[HEADS * block_idx.z, ...)` of its group."""
-    comptime Shape = Team[kv_dtype, DIM, HEADS]
+    comptime Shape = Team[kv_dtype, DIM, HEADS, ROTARY]
     comptime WIDTH = Shape.WIDTH
     comptime LANES = Shape.LANES
     comptime PARTS = Shape.PARTS
@@ -148,6 +166,26 @@ def attend_items[
                 var dim = (Int32(p * LANES) + lane) * Int32(WIDTH)
                 if dim < rows.head_dim:
                     q[h * PARTS + p] = load[WIDTH](rows.q, rows.element(item.row, first_head + Int32(h), dim))
+    # With rotary keys: the other half of q, and how fast each dimension turns.
+    comptime TURNING = PARTS if ROTARY else 0
+    var partner = Array[Vector, HEADS * TURNING](fill=0)  # [HEADS, PARTS]
+    var frequency = Array[SIMD[DType.uint64, WIDTH], TURNING](fill=0)
+    var position = Int32(0)
+    comptime if ROTARY:
+        if item.begin < item.end:
+            var half = rows.head_dim // 2
+            position = rows.row_lengths[unsafe_offset=Int(item.row)] - 1
+            comptime for p in range(PARTS):
+                comptime for i in range(WIDTH):
+                    var dim = (Int32(p * LANES) + lane) * Int32(WIDTH) + Int32(i)
+                    if dim < rows.head_dim:
+                        var other = dim + half if dim < half else dim - half
+                        frequency[p][i] = turns.frequency(min(dim, other))
+                        comptime for h in range(HEADS):
+                            if h < Int(heads):
+                                var at = rows.element(item.row, first_head + Int32(h), other)
+                                var x = rows.q[unsafe_offset=at].cast[DType.float32]()
+                                partner[h * PARTS + p][i] = -x if dim < half else x
 
     var pages = Pages(item.row, rows, k)
     # The same number of steps in every team: lanes of one warp shuffle together.
@@ -175,6 +213,13 @@ def attend_items[
         comptime for t in range(TOKENS):
             comptime for p in range(PARTS):
                 var key = widen(keys[t * PARTS + p])
+                comptime if ROTARY:
+                    var turn = angle(frequency[p], position - (base + Int32(t * TEAMS) + team))
+                    var across = key * sin(turn)
+                    key *= cos(turn)
+                    comptime for h in range(HEADS):
+                        comptime for i in range(WIDTH):
+                            scores[t * HEADS + h] = partner[h * PARTS + p][i].fma(across[i], scores[t * HEADS + h])
                 comptime for h in range(HEADS):
                     comptime for i in range(WIDTH):
                         scores[t * HEADS + h] = q[h * PARTS + p][i].fma(key[i], scores[t * HEADS + h])

@@ -12,7 +12,7 @@ import pytest
 
 from cubins import Kernel, kernels
 from paged_kv.gpu_kernels import HOPPER_HEAD_DIMS, PAIRS, Call, choose
-from paged_kv.graphs.ops import BITS
+from paged_kv.graphs.ops import BITS, DTYPES
 from test_mojo import ROOT, TESTS, mojo
 
 HOPPER_THREADS = 160  # a producer warp and four consumer warps
@@ -39,7 +39,7 @@ def sm90(tmp_path_factory) -> list[Kernel]:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.strip() == f"{len(PAIRS) + 2 * len(BITS) + 1} graphs"
+    assert result.stdout.strip() == f"{len(PAIRS) + 2 * len(BITS) + len(DTYPES) + 2} graphs"
     return kernels((folder / "api.mef").read_bytes())
 
 
@@ -47,11 +47,12 @@ def test_every_kernel_of_the_api_is_there(sm90):
     """As many as the sources instantiate: none is dropped, none falls back to the host."""
     hopper_pairs = [pair for pair in PAIRS if choose(Call(*pair, 128, 4, 16), "sm_90a").kernel == "decode_hopper"]
     hopper = len(hopper_pairs) * len(HOPPER_HEAD_DIMS) * 2  # 8 or 16 heads
-    plain = len(PAIRS) * len(PLAIN_SHAPES)
+    plain = len(PAIRS) * (len(PLAIN_SHAPES) + 2)  # the last two with rotary keys
     schedule_and_combine = 2 * len({q_dtype for q_dtype, _ in PAIRS})
     moves = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
     assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper
-    assert len(sm90) == hopper + plain + schedule_and_combine + moves + 1  # ragged_rows
+    copies = 2  # 16 bytes or an element at once
+    assert len(sm90) == hopper + plain + schedule_and_combine + moves + copies + len(DTYPES) + 1  # merges, ragged_rows
 
 
 def test_no_kernel_spills(sm90):
@@ -63,6 +64,7 @@ def test_kernels_fit_an_sm(sm90):
     assert max(kernel.shared_bytes for kernel in sm90) <= SHARED_BYTES
 
 
+COUNTS = {"attend_ite": 6, "schedule_": 3, "combine_": 3, "append_": 2, "gather_": 2, "copy_p": 2, "merge_k": 2}
 TARGETS = {"sm_80": "ptx", "sm_100a": "ptx", "gfx942": "amdgcn"}
 
 
@@ -72,7 +74,7 @@ def test_plain_kernels_compile_for(architecture, tmp_path):
     result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / "gpu_compile.mojo")
     assert result.returncode == 0, result.stderr
     texts = {path.name: path.read_text() for path in tmp_path.glob(f"*.{TARGETS[architecture]}")}
-    for name, count in (("attend_ite", 4), ("schedule_", 3), ("combine_", 3), ("append_", 2), ("gather_", 2)):
+    for name, count in COUNTS.items():
         assert sum(name in found for found in texts) == count, sorted(texts)
     for name, text in texts.items():
         assert architecture in text, name

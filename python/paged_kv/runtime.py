@@ -23,7 +23,7 @@ from paged_kv.cpu_target import apply_cpu_target
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 
-Op = Literal["append", "gather", "attention"]
+Op = Literal["append", "gather", "attention", "merge"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Variant:
 
     op: Op
     dtype: DType
-    """Of q; append and gather only move rows: there it is the unsigned integer of the rows' size."""
+    """Of q, or of the states to merge; append and gather only move rows: there it is the unsigned integer of the rows'
+    size."""
     kv_dtype: DType
 
     @property
@@ -41,14 +42,14 @@ class Variant:
 
     def __str__(self) -> str:
         """For people: `attention (bfloat16 over float8_e4m3fn)`, `append (16 bits)`."""
-        if self.op != "attention":
+        if self.op in ("append", "gather"):
             return f"{self.op} ({8 * self.dtype.size_in_bytes} bits)"
         over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype.name}"
         return f"{self.op} ({self.dtype.name}{over})"
 
     def family(self) -> list[Variant]:
         """The variants that are compiled along with this one: append and gather go together."""
-        return [self] if self.op == "attention" else [replace(self, op="append"), replace(self, op="gather")]
+        return [self] if self.op in ("attention", "merge") else [replace(self, op="append"), replace(self, op="gather")]
 
     def build(self, module: Module, device: DeviceRef | None = None) -> None:
         """Adds this variant's graph to `module`, for the CPU where no device is given.
@@ -56,13 +57,21 @@ class Variant:
         Its inputs, in order: the rows (attention: q, row_batch, row_lengths; append: k, v, batch_indices,
         positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
         then k_blocks, v_blocks, lookup_table, view, and for attention alibi_slopes, sinks, window_left, options.
-        `view`, `window_left` and `options` lie on the host, all else on the device.
+        `view`, `window_left` and `options` lie on the host, all else on the device. Of merge: v `[S, n, H, D]` and
+        s `[S, n, H]`.
         """
         host = DeviceRef.CPU()
         place = device or host
 
         def tensor(dtype: DType, *shape: str | int, on: DeviceRef = place) -> TensorType:
             return TensorType(dtype, list(shape), on)
+
+        if self.op == "merge":
+            types: list[Type[Any]] = [tensor(self.dtype, "S", "n", "H", "D"), tensor(DType.float32, "S", "n", "H")]
+            with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                v, s = (value.tensor for value in graph.inputs)
+                graph.output(*ops.merge_states(v, s))
+            return
 
         rows: list[TensorType] = {
             "append": [
@@ -86,7 +95,7 @@ class Variant:
             tensor(DType.int32, on=host),
             tensor(DType.float32, 5, on=host),
         ]
-        types: list[Type[Any]] = [*rows, *storage, *(options if self.op == "attention" else [])]
+        types = [*rows, *storage, *(options if self.op == "attention" else [])]
         with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             args = [value.tensor for value in graph.inputs[: len(rows)]]
             k_blocks, v_blocks, table, view, *rest = graph.inputs[len(rows) :]
