@@ -19,7 +19,7 @@ from paged_kv import gpu
 from paged_kv.arrays import as_numpy, cache_operands, to_buffer, to_numpy
 from paged_kv.checks import integer
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.gpu import Place
+from paged_kv.gpu import Facts, Place
 from paged_kv.options import AttentionOptions
 from paged_kv.reference import alibi_slopes
 from paged_kv.rows import Rows
@@ -159,13 +159,11 @@ class Attention:
         """`run` on a GPU, over torch tensors there: enqueued, in the order of torch's current stream, not waited for.
 
         Raises:
-            ContractTypeError, ShapeError, ContractError, PageTableError: as `run`; or keys would have to be rotated.
+            ContractTypeError, ShapeError, ContractError, PageTableError: as `run`.
         """
         problem = self.problem
-        if problem.pos_encoding_mode == "ROPE_LLAMA":
-            raise ContractError("pos_encoding_mode: ROPE_LLAMA is a CPU option; on a GPU, append rotated keys")
-        check_array("q", _Facts.of(q, "q"), (rows.batch, problem.num_qo_heads, problem.head_dim), problem.q_dtype)
-        self._check_cache(_Facts.of(k, "paged_kv_cache"), _Facts.of(v, "paged_kv_cache"))
+        check_array("q", Facts.of(q, "q"), (rows.batch, problem.num_qo_heads, problem.head_dim), problem.q_dtype)
+        self._check_cache(Facts.of(k, "paged_kv_cache"), Facts.of(v, "paged_kv_cache"))
         rows.check_pages(len(k))
         numbers = self._pack(scales)
         # What torch still has to compute is enqueued before MAX's stream is told to wait.
@@ -195,7 +193,7 @@ class Attention:
     def _sinks_tensor(self, sinks: Any) -> Any:
         """The sinks as the op takes them; their values stay unread."""
         tensor = gpu.to_tensor(sinks, "sinks")
-        facts = _Facts.of(tensor, "sinks")
+        facts = Facts.of(tensor, "sinks")
         if facts.dtype not in _WIDE:
             raise ContractTypeError(f"sinks: dtype {facts.dtype.name} is none of {_names(_WIDE)}")
         if facts.shape != (self.problem.num_qo_heads,):
@@ -234,7 +232,7 @@ class Attention:
             raise ContractError(f"sinks: head {head} has {values[head]}, expected a finite logit or -inf")
         return to_buffer(values)
 
-    def _check_cache(self, k: Array | _Facts, v: Array | _Facts) -> None:
+    def _check_cache(self, k: Array | Facts, v: Array | Facts) -> None:
         """K and V are pages of the planned sizes and dtype."""
         problem = self.problem
         page = (problem.page_size, problem.num_kv_heads, problem.head_dim)
@@ -252,25 +250,13 @@ class Attention:
 _PAGE = ("page_size", "num_kv_heads", "head_dim")
 
 
-@dataclass(frozen=True)
-class _Facts:
-    """What is checked of an array, where it is no NumPy array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @staticmethod
-    def of(tensor: Any, name: str) -> _Facts:
-        return _Facts(tuple(tensor.shape), gpu.numpy_dtype(tensor, name))
-
-
 def check_layout(kv_layout: str) -> None:
     """Refuses an unknown layout."""
     if kv_layout not in ("NHD", "HND"):
         raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {kv_layout!r}")
 
 
-def check_array(name: str, array: Array | _Facts, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def check_array(name: str, array: Array | Facts, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Refuses an array of another shape or dtype than planned."""
     if array.dtype != dtype:
         raise ContractTypeError(f"{name}: dtype {array.dtype.name}, planned {dtype.name}")
@@ -291,7 +277,7 @@ def writable(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]
 def writable_on_gpu(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """The tensor over an array that results are to be written to, checked."""
     tensor = gpu.to_tensor(array, name)
-    check_array(name, _Facts.of(tensor, name), shape, dtype)
+    check_array(name, Facts.of(tensor, name), shape, dtype)
     return tensor
 
 

@@ -306,6 +306,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         for target, array, result in zip(targets, (out, lse), results, strict=True):
             if target is not None:
                 target.copy_(gpu.to_tensor(result, "result"))
+                place.after_torch()
             given.append(gpu.like(q, result) if array is None else array)
         return (given[0], given[1]) if return_lse else given[0]
 
