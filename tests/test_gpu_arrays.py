@@ -185,10 +185,13 @@ def test_a_gpu_that_max_has_not_is_named():
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_rotary_keys_are_refused_on_a_gpu():
-    q, k = torch.randn(4, 16), torch.randn(9, 2, 16)
-    with pytest.raises(ContractError, match="ROPE_LLAMA"):
-        single_decode_with_kv_cache(q, k, k, pos_encoding_mode="ROPE_LLAMA")
+def test_rotary_keys_go_to_a_gpu_too():
+    q, k, v = torch.randn(4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    options = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 500.0}
+    found = single_decode_with_kv_cache(q, k, v, **options)
+    expected = single_decode_with_kv_cache(q.numpy(), k.numpy(), v.numpy(), **options)
+    np.testing.assert_array_equal(found.numpy(), expected)
+    assert not np.allclose(found.numpy(), single_decode_with_kv_cache(q, k, v).numpy(), atol=1e-3)
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from max.driver import CPU, Accelerator, Buffer
+from max.driver import CPU, Accelerator, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
 
 from paged_kv.compiled import load_graphs
 from paged_kv.cpu_target import apply_cpu_target
+from paged_kv.errors import ToolchainError
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 
@@ -121,18 +122,31 @@ class Runtime:
 
     Args:
         gpu: The number of the GPU; None for the CPU.
+
+    Raises:
+        ToolchainError: MAX does not see that GPU.
     """
+
+    place: Device
+    """Where the variants run, as the driver calls it."""
+    device: DeviceRef
+    """The same, as graphs call it."""
+    architecture: str
+    """Of a GPU; empty for the CPU."""
 
     def __init__(self, gpu: int | None = None) -> None:
         apply_cpu_target()
-        self._device: DeviceRef | None = None
-        self._architecture = ""
         if gpu is None:
-            self.session = InferenceSession(devices=[CPU()])
+            self.place, self.device, self.architecture = CPU(), DeviceRef.CPU(), ""
+            self.session = InferenceSession(devices=[self.place])
         else:
-            accelerator = Accelerator(gpu)
-            self._device = DeviceRef.GPU(gpu)
-            self._architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
+            try:
+                accelerator = Accelerator(gpu)
+            except (RuntimeError, ValueError) as error:
+                reason = " ".join(str(error).split())
+                raise ToolchainError(f"GPU {gpu}: MAX finds no such device ({reason})") from error
+            self.place, self.device = accelerator, DeviceRef.GPU(gpu)
+            self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
             self.session = InferenceSession(devices=[CPU(), accelerator])
         self._models: dict[Variant, Model] = {}
 
@@ -146,12 +160,12 @@ class Runtime:
 
         def build(module: Module, names: Sequence[str]) -> None:
             for name in names:
-                by_name[name].build(module, self._device)
+                by_name[name].build(module, self.device)
 
         words = ", ".join(str(variant) for variant in missing)
         models = load_graphs(
             self.session,
-            {name: f"{name} {self._architecture}".strip() for name in by_name},
+            {name: f"{name} {self.architecture}".strip() for name in by_name},
             build,
             on_compile=lambda: _announce(f"paged-kv: compiling {words}: about 25 s, once on this machine"),
         )
