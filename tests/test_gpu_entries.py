@@ -10,7 +10,7 @@ from max.driver import Buffer
 
 import harness
 from compare import assert_bits_equal
-from paged_kv import cascade, gpu, page
+from paged_kv import cascade, page, places
 from paged_kv.arrays import as_numpy
 from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv, init_paged_kv_cache
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError, ToolchainError
@@ -82,7 +82,7 @@ def test_merging_nothing():
 
 
 def test_a_max_buffer_is_merged_to_one(monkeypatch):
-    monkeypatch.setattr(gpu, "place_of", lambda **_: gpu.HOST)
+    monkeypatch.setattr(places, "place_of", lambda **_: places.HOST)
     v, s = states("float32", 2)
     found = cascade.merge_states(Buffer.from_dlpack(v.copy()), Buffer.from_dlpack(s.copy()))
     assert all(isinstance(array, Buffer) for array in found)
@@ -102,7 +102,7 @@ def test_states_are_checked():
     with pytest.raises(ContractTypeError, match="mask: dtype int64"):
         cascade.merge_state_in_place(v, s, v, s, torch.ones(2).long())
     with pytest.raises(ContractTypeError, match="s_a is on the CPU, v_a is on GPU 0"):
-        gpu.place_of(v_a=OnGpu(), s_a=s.numpy())
+        places.place_of(v_a=OnGpu(), s_a=s.numpy())
 
 
 # Appends: pages of 4, three requests of 8, 0 and 9 tokens.
@@ -222,14 +222,14 @@ def test_storage_that_cannot_be_written_is_refused():
     assert shared.sum() == 4 * 8
 
 
-def on_host(device: object) -> gpu.Place:
+def on_host(device: object) -> places.Place:
     assert device == "cuda:1"
-    return gpu.HOST
+    return places.HOST
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_the_functional_cache(monkeypatch):
-    monkeypatch.setattr(gpu, "place_named", on_host)
+    monkeypatch.setattr(places, "place_named", on_host)
     sizes = {"num_blocks": 7, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
     found = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:1")
     expected = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16")

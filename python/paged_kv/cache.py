@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv import gpu
+from paged_kv import gpu, places
 from paged_kv.arrays import as_indices, as_numpy, check_storage, dtype_of, kind_of_dtype, like, sample_array
 from paged_kv.checks import Indices, PageTable, integer
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
@@ -82,7 +82,7 @@ def init_paged_kv_cache(
         integer("head_dim", head_dim, 1),
     )
     batch, max_blocks = integer("batch_size", batch_size, 0), integer("max_blocks_per_seq", max_blocks_per_seq, 0)
-    place = None if device is None else gpu.place_named(device)
+    place = None if device is None else places.place_named(device)
     element, sample = dtype_of(dtype, "dtype"), sample_array(kind_of_dtype(dtype) if place is None else "torch")
     pools = [like(sample, np.zeros(shape, element)) if place is None else place.zeros(shape, element) for _ in range(2)]
     return PagedKVCache(
@@ -145,7 +145,9 @@ def append_kv(cache: PagedKVCache, sequence_idx: int, keys_new: Any, values_new:
         ContractError, ContractTypeError: an argument of a wrong value, type or dtype.
     """
     table, lengths, sequence = _books(cache, sequence_idx)
-    place = gpu.place_of(key_pool=cache.key_pool, value_pool=cache.value_pool, keys_new=keys_new, values_new=values_new)
+    place = places.place_of(
+        key_pool=cache.key_pool, value_pool=cache.value_pool, keys_new=keys_new, values_new=values_new
+    )
     pools = _pools(cache, place)
     read = as_numpy if place is None else gpu.to_tensor
     keys, values = read(keys_new, "keys_new"), read(values_new, "values_new")
@@ -186,7 +188,7 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
         ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
     """
     table, lengths, sequence = _books(cache, sequence_idx)
-    place = gpu.place_of(key_pool=cache.key_pool, value_pool=cache.value_pool)
+    place = places.place_of(key_pool=cache.key_pool, value_pool=cache.value_pool)
     pools, length = _pools(cache, place), int(lengths[sequence])
     blocks = _blocks(table[sequence], sequence, 0, length, cache)
     wanted = (blocks.view(np.uint32)[None], lengths[sequence : sequence + 1])
@@ -200,7 +202,7 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
 def _books(cache: PagedKVCache, sequence_idx: int) -> tuple[Indices, Indices, int]:
     """The table, the lengths and the sequence, checked against each other."""
     for name, array in (("block_table", cache.block_table), ("seq_lengths", cache.seq_lengths)):
-        if gpu.device_index(array) is not None:
+        if places.device_index(array) is not None:
             raise ContractTypeError(f"{name} is on a GPU: it is read by every call ({name}.cpu())")
     table, lengths = as_indices(cache.block_table, "block_table", 2), as_indices(cache.seq_lengths, "seq_lengths")
     if len(lengths) != len(table):
@@ -213,7 +215,7 @@ def _books(cache: PagedKVCache, sequence_idx: int) -> tuple[Indices, Indices, in
     return table, lengths, sequence
 
 
-def _pools(cache: PagedKVCache, place: gpu.Place | None) -> tuple[Any, Any]:
+def _pools(cache: PagedKVCache, place: places.Place | None) -> tuple[Any, Any]:
     """Both pools, on a GPU as tensors, which must be of one shape and dtype."""
     if place is None:
         keys, values = as_numpy(cache.key_pool, "key_pool"), as_numpy(cache.value_pool, "value_pool")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from max.dtype import DType
 
-from paged_kv import gpu
+from paged_kv import gpu, places
 from paged_kv.arrays import as_numpy, like
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.runtime import Variant
@@ -50,7 +50,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
         ShapeError: a rank or shape differs from the above.
         ContractTypeError: an argument is no array of these dtypes.
     """
-    place = gpu.place_of(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
+    place = places.place_of(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     a = _state(place, v_a, s_a, ("v_a", "s_a"), rank=3)
     b = _state(place, v_b, s_b, ("v_b", "s_b"), rank=3)
     _check_alike(a, b, ("v_a", "v_b"))
@@ -70,7 +70,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
         ContractTypeError: an argument is no array of these dtypes.
         ContractError: `v` or `s` cannot be written.
     """
-    place = gpu.place_of(v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
+    place = places.place_of(v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
     ours = _state(place, v, s, ("v", "s"), rank=3)
     other = _state(place, v_other, s_other, ("v_other", "s_other"), rank=3)
     _check_alike(ours, other, ("v", "v_other"))
@@ -105,7 +105,7 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
         ShapeError: a rank or shape differs from the above.
         ContractTypeError: an argument is no array of these dtypes.
     """
-    place = gpu.place_of(v=v, s=s)
+    place = places.place_of(v=v, s=s)
     states = _state(place, v, s, ("v", "s"), rank=4)
     return _finish(place, v, *(_merge(*states) if place is None else _merge_on(place, *states)))
 
@@ -124,7 +124,7 @@ def _merge(v: Array, s: Array) -> tuple[Array, Array]:
     return merged.astype(v.dtype), lse
 
 
-def _merge_on(place: gpu.Place, v: Any, s: Any) -> tuple[Any, Any]:
+def _merge_on(place: places.Place, v: Any, s: Any) -> tuple[Any, Any]:
     """`_merge` on a GPU, over torch tensors there: enqueued, in the order of torch's current stream."""
     torch = import_module("torch")
     if not s.numel() or not v.shape[-1]:  # no rows, no states, or nothing in one: only the lse may be needed
@@ -139,13 +139,13 @@ def _merge_on(place: gpu.Place, v: Any, s: Any) -> tuple[Any, Any]:
     return merged_v, merged_s
 
 
-def _merge_two(place: gpu.Place | None, a: State, b: State) -> tuple[Any, Any]:
+def _merge_two(place: places.Place | None, a: State, b: State) -> tuple[Any, Any]:
     if place is None:
         return _merge(*(np.stack(pair, axis=1) for pair in zip(a, b, strict=True)))
     return _merge_on(place, *(import_module("torch").stack(pair, 1) for pair in zip(a, b, strict=True)))
 
 
-def _finish(place: gpu.Place | None, sample: Any, v: Any, s: Any) -> tuple[Any, Any]:
+def _finish(place: places.Place | None, sample: Any, v: Any, s: Any) -> tuple[Any, Any]:
     """Results as arrays of the kind of `sample`."""
     if place is None:
         return like(sample, v), like(sample, s)
@@ -157,7 +157,7 @@ def _choose(rows: Any, merged: Any, kept: Any) -> Any:
     return import_module("torch").where(rows.view(-1, *[1] * (kept.ndim - 1)), merged, kept)
 
 
-def _mask(place: gpu.Place | None, mask: Any, num_rows: int) -> Any:
+def _mask(place: places.Place | None, mask: Any, num_rows: int) -> Any:
     """Which rows are merged, `[S]` bool."""
     rows: Any = as_numpy(mask, "mask") if place is None else gpu.to_tensor(mask, "mask")
     dtype = rows.dtype if place is None else gpu.numpy_dtype(rows, "mask")
@@ -168,7 +168,7 @@ def _mask(place: gpu.Place | None, mask: Any, num_rows: int) -> Any:
     return rows
 
 
-def _state(place: gpu.Place | None, v: Any, s: Any, names: tuple[str, str], rank: int) -> State:
+def _state(place: places.Place | None, v: Any, s: Any, names: tuple[str, str], rank: int) -> State:
     """Views of a state's two arrays, on a GPU tensors, checked on their own and against each other."""
     if place is None:
         arrays: State = (as_numpy(v, names[0]), as_numpy(s, names[1]))

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged_kv import gpu
+from paged_kv import gpu, places
 from paged_kv.arrays import as_numpy, check_storage, like
-from paged_kv.attend import Attention, Problem, attention_options, check_layout
+from paged_kv.attend import Attention
 from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.problem import Problem, attention_options, check_layout
 from paged_kv.rows import Rows
 from paged_kv.wrapper import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 
@@ -73,7 +74,7 @@ def single_decode_with_kv_cache(
         ContractError: another value is out of range.
     """
     del use_tensor_cores
-    place = gpu.place_of(q=q, k=k, v=v)
+    place = places.place_of(q=q, k=k, v=v)
     read: Any = as_numpy if place is None else gpu.to_tensor
     query = read(q, "q")
     if query.ndim != 2:

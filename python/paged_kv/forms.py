@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv import gpu, gpu_tables
+from paged_kv import gpu, gpu_tables, places
 from paged_kv.arrays import as_indices, as_numpy, like
-from paged_kv.attend import check_layout
 from paged_kv.checks import KV_NAMES, Indices, PageTable, check_offsets, integer
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
+from paged_kv.problem import check_layout
 from paged_kv.targets import CsrTable, Storage, check_count, last_tokens, slots_after_last
 
 
@@ -93,7 +93,7 @@ def _append_one_each(
 
 def positions_of_rows(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any, Any]:
     nnz = integer("nnz", nnz, 0)
-    place = gpu.place_of(append_indptr=append_indptr, seq_lens=seq_lens)
+    place = places.place_of(append_indptr=append_indptr, seq_lens=seq_lens)
     if place is not None:
         device_offsets = gpu_tables.indices_of(append_indptr, "append_indptr")
         device_lengths = gpu_tables.indices_of(seq_lens, "seq_lens")
@@ -109,7 +109,7 @@ def positions_of_rows(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any,
 
 
 def positions_dense(page_table: Any, last_page_len: Any, page_size: int) -> tuple[Any, Any]:
-    if gpu.place_of(page_table=page_table, last_page_len=last_page_len) is not None:
+    if places.place_of(page_table=page_table, last_page_len=last_page_len) is not None:
         raise ContractTypeError(
             "page_table is on a GPU: how many tokens it holds would have to be read back (page_table.cpu())"
         )
@@ -122,7 +122,7 @@ def positions_dense(page_table: Any, last_page_len: Any, page_size: int) -> tupl
 
 
 def lengths_csr(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
-    place = gpu.place_of(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
+    place = places.place_of(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
     if place is not None:
         size = integer("page_size", page_size, 1)
         indptr = gpu_tables.indices_of(kv_indptr, "kv_indptr")
@@ -138,7 +138,7 @@ def lengths_csr(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
 
 
 def lengths_dense(page_table: Any, last_page_len: Any, page_size: int) -> Any:
-    place = gpu.place_of(page_table=page_table, last_page_len=last_page_len)
+    place = places.place_of(page_table=page_table, last_page_len=last_page_len)
     if place is not None:
         size = integer("page_size", page_size, 1)
         table = gpu_tables.indices_of(page_table, "page_table", 2)
@@ -155,7 +155,7 @@ def like_index(array: Any, indices: Indices) -> Any:
     return like(array, indices.astype(np.int64) if wide else indices)
 
 
-def _like_index_on(place: gpu.Place, array: Any, indices: Any) -> Any:
+def _like_index_on(place: places.Place, array: Any, indices: Any) -> Any:
     """`like_index` on a GPU."""
     wide = gpu.numpy_dtype(gpu.to_tensor(array, "array"), "array") == np.int64
     return gpu.like_of(place, array, indices if wide else indices.int())

@@ -11,8 +11,9 @@ import numpy as np
 from paged_kv.arrays import as_numpy, dtype_of, like, sample_array
 from paged_kv.checks import Indices, integer
 from paged_kv.errors import ContractError, RequestError
-from paged_kv.gpu import HOST, place_named, to_tensor
+from paged_kv.gpu import to_tensor
 from paged_kv.moves import prepare
+from paged_kv.places import HOST, place_named
 from paged_kv.pool import PagePool
 from paged_kv.targets import Storage
 

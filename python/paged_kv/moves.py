@@ -13,7 +13,7 @@ import numpy.typing as npt
 from max.driver import Buffer
 from max.dtype import DType
 
-from paged_kv import gpu
+from paged_kv import gpu, places
 from paged_kv.arrays import cache_operands, to_buffer, to_numpy
 from paged_kv.checks import Indices
 from paged_kv.runtime import Variant, default_runtime
@@ -72,7 +72,9 @@ def read_rows(
     return to_numpy(k).view(dtype), to_numpy(v).view(dtype)
 
 
-def write_rows_on(place: gpu.Place, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, pages: Any, slots: Any) -> None:
+def write_rows_on(
+    place: places.Place, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, pages: Any, slots: Any
+) -> None:
     """`write_rows` on a GPU, over torch tensors there; `pages` and `slots` are host arrays, or int32 tensors there.
 
     Enqueued in the order of torch's current stream, not waited for.
@@ -112,7 +114,7 @@ def write_rows_on(place: gpu.Place, k_rows: Any, v_rows: Any, k_view: Any, v_vie
 
 
 def read_rows_on(
-    place: gpu.Place, k_view: Any, v_view: Any, lookup_table: npt.NDArray[np.uint32], lengths: Indices
+    place: places.Place, k_view: Any, v_view: Any, lookup_table: npt.NDArray[np.uint32], lengths: Indices
 ) -> tuple[Any, Any]:
     """`read_rows` on a GPU: torch tensors in and out, the table and the lengths on the host."""
     torch = import_module("torch")
@@ -132,7 +134,7 @@ def read_rows_on(
     return k, v
 
 
-def prepare(dtype: np.dtype, place: gpu.Place = gpu.HOST) -> None:
+def prepare(dtype: np.dtype, place: places.Place = places.HOST) -> None:
     """Compiles or loads what moving rows of this dtype needs."""
     place.runtime.load(_variant("append", np.empty(0, _unsigned(dtype))).family())
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-from paged_kv import forms, gpu
+from paged_kv import forms, gpu, places
 from paged_kv.arrays import as_numpy
 from paged_kv.errors import ContractTypeError
 from paged_kv.manager import PagedKVCacheManager
@@ -183,7 +183,7 @@ def _choose(
         if count == len(names) - takes_layout and layout <= takes_layout and kwargs.keys() <= set(names[len(args) :]):
             fitting.append(form)
     if len(fitting) > 1:  # get_seq_lens and get_batch_indices_positions, whose second form has the dense page table
-        read: Any = as_numpy if gpu.device_index(args[0]) is None else gpu.to_tensor
+        read: Any = as_numpy if places.device_index(args[0]) is None else gpu.to_tensor
         return fitting[read(args[0], "page_table").ndim == 2]
     if fitting:
         return fitting[0]

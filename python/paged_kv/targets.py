@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv import gpu, gpu_tables
+from paged_kv import gpu, gpu_tables, places
 from paged_kv.arrays import as_indices, as_numpy, check_storage, overlap, paged_views
 from paged_kv.checks import KV_NAMES, Indices, PageTable, check_offsets
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
@@ -32,20 +32,20 @@ class Storage:
     """The same, though its D may differ."""
     name: str
     """What messages call it."""
-    place: gpu.Place | None
+    place: places.Place | None
     """The GPU; None on the host."""
 
     @staticmethod
     def paged(cache: Any, kv_layout: str, name: str, **rows: Any) -> Storage:
         """A paged cache of K and V, for `rows` by the names of their arguments; see `paged_views`."""
-        place = gpu.place_of(**rows, **{name: cache})
+        place = places.place_of(**rows, **{name: cache})
         k, v = (paged_views if place is None else gpu.paged_views)(cache, kv_layout, name, writable=True)
         return Storage(k, v, name, place)
 
     @staticmethod
     def latent_pair(ckv_cache: Any, kpe_cache: Any, **rows: Any) -> Storage:
         """Latent attention's two caches, `[pages, page_size, D]` each, as one of one head."""
-        place = gpu.place_of(**rows, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        place = places.place_of(**rows, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         ckv, kpe = (_writable(place, a, n, 3) for a, n in ((ckv_cache, "ckv_cache"), (kpe_cache, "kpe_cache")))
         if kpe.shape[:2] != ckv.shape[:2]:
             pages = tuple(ckv.shape[:2])
@@ -60,7 +60,7 @@ class Storage:
     def latent(cache: Any, k: Any, v: Any) -> tuple[Storage, int]:
         """One cache for k and v, `[pages, page_size, Hk, W]` or `[pages, page_size, W]`; and the axes of its rows."""
         name = "mla_kv_cache"
-        place = gpu.place_of(k=k, v=v, **{name: cache})
+        place = places.place_of(k=k, v=v, **{name: cache})
         view = (as_numpy if place is None else gpu.to_tensor)(cache, name)
         if view.ndim not in (3, 4):
             raise ShapeError(f"{name} must have 3 or 4 dimensions, its shape is {tuple(view.shape)}")
@@ -132,7 +132,7 @@ class CsrTable:
     def _on_gpu(self, **indices: Any) -> bool:
         """Whether the table and `indices` are on a GPU: all of them, or none."""
         arrays = (self.kv_indptr, self.kv_indices, self.kv_last_page_len)
-        return gpu.place_of(**indices, **dict(zip(KV_NAMES, arrays, strict=True))) is not None
+        return places.place_of(**indices, **dict(zip(KV_NAMES, arrays, strict=True))) is not None
 
     def _checked(self, storage: Storage) -> PageTable:
         table = PageTable.of(self.kv_indptr, self.kv_indices, self.kv_last_page_len, storage.page_size, KV_NAMES)
@@ -149,7 +149,7 @@ class CsrTable:
 def slots_after_last(storage: Storage, page_table: Any, last_page_len: Any, num_rows: int) -> Slots:
     """Of one row a request of a dense page table: the slot after its last token."""
     size = storage.page_size
-    if gpu.place_of(page_table=page_table, last_page_len=last_page_len) is not None:
+    if places.place_of(page_table=page_table, last_page_len=last_page_len) is not None:
         entries = gpu_tables.indices_of(page_table, "page_table", 2)
         last = gpu_tables.indices_of(last_page_len, "last_page_len")
         if len(last) != len(entries):
@@ -170,7 +170,7 @@ def check_rows(
     v_view: Any,
     names: tuple[str, str],
     num_axes: int = 3,
-    place: gpu.Place | None = None,
+    place: places.Place | None = None,
 ) -> tuple[Any, Any]:
     """New rows `[N, Hk, D]`, as a cache of views `[page, slot, Hk, D]` takes them; `[N, D]`, one head, for 2 axes."""
     checked = []
@@ -212,7 +212,7 @@ def last_tokens(offsets: Indices, lengths: Indices, num_rows: int, lengths_name:
     return batch, positions
 
 
-def _writable(place: gpu.Place | None, array: Any, name: str, ndim: int) -> Any:
+def _writable(place: places.Place | None, array: Any, name: str, ndim: int) -> Any:
     """An array's view, NumPy's or on a GPU torch's, which is to be written in place."""
     if place is None:
         view: Any = as_numpy(array, name)
