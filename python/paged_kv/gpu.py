@@ -88,8 +88,9 @@ def like_of(place: Place, array: Any, tensor: Tensor) -> Any:
     """A tensor that torch has made as an array of the kind of `array`: a MAX buffer where that is one."""
     if not isinstance(array, Buffer):
         return tensor
+    compact = tensor.contiguous()
     place.after_torch()
-    return tensor_buffer(tensor.contiguous())
+    return tensor_buffer(compact)
 
 
 def paged_views(
