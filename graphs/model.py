@@ -45,7 +45,7 @@ class LlamaModel:
             num_pages: Pages of the cache; memory is used as pages are first written.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
             runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
-                copies them to a GPU. Compiled for sm_90a, not yet run on a GPU.
+                copies them to a GPU. For a GPU the graph is built in the tests, and not yet run.
 
         Raises:
             ContractError: the pages do not fit into memory.
