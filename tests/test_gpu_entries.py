@@ -153,7 +153,7 @@ def test_rows_without_a_place_are_skipped():
     assert not cache.any()
     indptr, indices, last = (torch.from_numpy(array) for array in (INDPTR, INDICES, np.array([1, 0, 1])))
     page.append_paged_kv_cache(rows, rows, torch.tensor([0, 0, 2, 3]), cache, indices, indptr, last)
-    assert cache.sum() == 16 * 1  # of the two of request 1, which has no page, none; request 2's token 8
+    assert cache.sum() == 2 * 2 * 8  # K and V of request 2's token 8; request 1 has no page for its two
     assert cache[2, :, 0].eq(1).all()
 
 

@@ -197,4 +197,5 @@ def _check_alike(a: State, b: State, names: tuple[str, str]) -> None:
     if a[0].shape != b[0].shape:
         raise ShapeError(f"{names[1]}: shape {list(b[0].shape)} differs from {names[0]}'s {list(a[0].shape)}")
     if a[0].dtype != b[0].dtype:
-        raise ContractTypeError(f"{names[1]}: dtype {b[0].dtype} differs from {names[0]}'s {a[0].dtype}")
+        found, expected = (str(state[0].dtype).removeprefix("torch.") for state in (b, a))
+        raise ContractTypeError(f"{names[1]}: dtype {found} differs from {names[0]}'s {expected}")
