@@ -101,8 +101,6 @@ def test_states_are_checked():
         cascade.merge_state(v, s, v.half(), s)
     with pytest.raises(ContractTypeError, match="mask: dtype int64"):
         cascade.merge_state_in_place(v, s, v, s, torch.ones(2).long())
-    with pytest.raises(ContractTypeError, match="s_a is on the CPU, v_a is on GPU 0"):
-        places.place_of(v_a=OnGpu(), s_a=s.numpy())
 
 
 # Appends: pages of 4, three requests of 8, 0 and 9 tokens.

@@ -13,7 +13,7 @@ from paged_kv.checks import Indices, integer
 from paged_kv.errors import ContractError, RequestError
 from paged_kv.gpu import to_tensor
 from paged_kv.moves import prepare
-from paged_kv.places import HOST, place_named
+from paged_kv.places import place_named
 from paged_kv.pool import PagePool
 from paged_kv.targets import Storage
 
@@ -75,7 +75,7 @@ class PagedKVCacheManager:
         storage = Storage.paged(self.kv_cache, "NHD", "kv_cache", k=k, v=v)
         read = as_numpy if storage.place is None else to_tensor
         rows = storage.rows(_tokens(read(k, "k")), _tokens(read(v, "v")), ("k", "v"))
-        prepare(dtype_of(storage.k.dtype, "kv_cache"), storage.place or HOST)  # what can fail comes before the books
+        prepare(dtype_of(storage.k.dtype, "kv_cache"), storage.place)  # what can fail comes before the books
         known, start = self._length(request_id) is not None, self.get_seq_len(request_id)
         count = len(rows[0])
         (self.pool.reserve if known else self.pool.start)(request_id, count)

@@ -134,9 +134,10 @@ def read_rows_on(
     return k, v
 
 
-def prepare(dtype: np.dtype, place: places.Place = places.HOST) -> None:
-    """Compiles or loads what moving rows of this dtype needs."""
-    place.runtime.load(_variant("append", np.empty(0, _unsigned(dtype))).family())
+def prepare(dtype: np.dtype, place: places.Place | None = None) -> None:
+    """Compiles or loads what moving rows of this dtype needs, on the CPU or on a GPU."""
+    runtime = default_runtime() if place is None else place.runtime
+    runtime.load(_variant("append", np.empty(0, _unsigned(dtype))).family())
 
 
 def _unsigned(dtype: np.dtype) -> np.dtype:
