@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from max.dtype import DType
-from max.graph import DeviceRef, TensorValue, ops
+from max.graph import TensorValue, ops
 
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.ops import PagedCache
@@ -25,7 +25,7 @@ class Rotary:
     @staticmethod
     def of(positions: TensorValue, inverse_frequencies: np.ndarray) -> Rotary:
         """From positions `[T]` int32 and inverse frequencies `[D / 2]` float32."""
-        frequencies = ops.constant(inverse_frequencies.reshape(1, 1, -1), DType.float32, DeviceRef.CPU())
+        frequencies = ops.constant(inverse_frequencies.reshape(1, 1, -1), DType.float32, positions.device)
         angles = ops.cast(ops.reshape(positions, [-1, 1, 1]), DType.float32) * frequencies
         return Rotary(ops.cos(angles), ops.sin(angles))
 

@@ -11,7 +11,6 @@ from paged_kv.graphs.config import LlamaConfig, expected_tensors
 from paged_kv.graphs.inputs import graph_inputs, input_types
 from paged_kv.graphs.ops import PagedCache, kernels
 
-CPU = DeviceRef.CPU()
 STEP = "llama_step"
 
 
@@ -20,18 +19,22 @@ def cache_shape(config: LlamaConfig, pages: int | str, page_size: int) -> list[i
     return [pages, 2, config.num_hidden_layers, page_size, config.num_key_value_heads, config.head_dim]
 
 
-def build_step(config: LlamaConfig, dtype: DType, page_size: int, module: Module) -> None:
+def build_step(
+    config: LlamaConfig, dtype: DType, page_size: int, module: Module, device: DeviceRef | None = None
+) -> None:
     """Adds the graph `STEP` to `module`: `DecodeInputs` -> logits `[B, vocab]` float32 after each request's last token.
 
     Batch, tokens and lengths are symbolic. Weights keep their checkpoint names and are bound when the model is
-    initialised.
+    initialised, from the host's memory. All inputs and the logits lie on `device`, the CPU where it is None; on a GPU
+    the linear layers are MAX's matmul.
     """
+    device = device or DeviceRef.CPU()
     shapes = expected_tensors(config)
-    types = input_types(dtype, cache_shape(config, "pages", page_size), CPU)
+    types = input_types(dtype, cache_shape(config, "pages", page_size), device)
     with Graph(STEP, input_types=types.flatten(), custom_extensions=[kernels()], module=module) as graph:
         weights = {
             # The loader aligns to the dtype; MAX's default would ask for more.
-            name: graph.add_weight(Weight(name, dtype, shape, CPU, align=dtype.size_in_bytes))
+            name: graph.add_weight(Weight(name, dtype, shape, device, align=dtype.size_in_bytes))
             for name, shape in shapes.items()
         }
 

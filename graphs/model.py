@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from max.driver import CPU, Buffer, Device
 from max.dtype import DType
 from max.engine import Model
 
@@ -43,6 +44,8 @@ class LlamaModel:
             dtype: Of weights, activations and cache.
             num_pages: Pages of the cache; memory is used as pages are first written.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
+            runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
+                copies them to a GPU. For a GPU the graph is built in the tests, and not yet run.
 
         Raises:
             ContractError: the pages do not fit into memory.
@@ -51,12 +54,13 @@ class LlamaModel:
         self.weights = weights
         self.num_pages = num_pages
         self.page_size = page_size
-        self._blocks = to_buffer(_new_cache(config, num_pages, page_size, numpy_dtype(dtype)))
         runtime = runtime or default_runtime()
+        self._device = runtime.place
+        self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)
         models = load_graphs(
             runtime.session,
-            {STEP: f"llama {dtype.name} page_size={page_size} {_geometry(config)}"},
-            lambda module, _: build_step(config, dtype, page_size, module),
+            {STEP: f"llama {dtype.name} page_size={page_size} {_geometry(config)} {runtime.architecture}".strip()},
+            lambda module, _: build_step(config, dtype, page_size, module, runtime.device),
             weights=weights,
             on_compile=on_compile,
         )
@@ -72,6 +76,7 @@ class LlamaModel:
         page_size: int = 16,
         on_progress: OnProgress | None = None,
         on_compile: Callable[[], None] = lambda: None,
+        runtime: Runtime | None = None,
     ) -> LlamaModel:
         """The model of a Hugging Face folder, its weights memory-mapped and converted only where `dtype` differs.
 
@@ -80,7 +85,8 @@ class LlamaModel:
         """
         config = LlamaConfig.from_folder(folder)
         weights = open_checkpoint(folder).load(config, dtype, on_progress)
-        return cls(config, weights, dtype=dtype, num_pages=num_pages, page_size=page_size, on_compile=on_compile)
+        sizes = {"num_pages": num_pages, "page_size": page_size}
+        return cls(config, weights, dtype=dtype, **sizes, on_compile=on_compile, runtime=runtime)
 
     @property
     def page_bytes(self) -> int:
@@ -98,16 +104,22 @@ class LlamaModel:
             pages: Page ids of each request, enough for the new tokens too.
         """
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
-        return self._model.execute(*map(to_buffer, inputs.flatten()))[0].to_numpy()
+        arguments = [to_buffer(value) for value in inputs.flatten()]
+        if self._device.is_host:
+            return self._model.execute(*arguments)[0].to_numpy()
+        arguments = [value if value is self._blocks else value.to(self._device) for value in arguments]
+        return self._model.execute(*arguments)[0].to(CPU()).to_numpy()
 
 
-def _new_cache(config: LlamaConfig, num_pages: int, page_size: int, dtype: np.dtype[Any]) -> np.ndarray:
+def _new_cache(config: LlamaConfig, num_pages: int, page_size: int, dtype: DType, device: Device) -> Buffer:
     """The storage of the pages, not yet written to."""
     shape = [int(size) for size in cache_shape(config, num_pages, page_size)]
     try:
-        return np.empty(shape, dtype)
-    except (MemoryError, ValueError, OverflowError):  # the last two: sizes that no array can have
-        size = math.prod(shape) * dtype.itemsize
+        if not device.is_host:
+            return Buffer(dtype, shape, device)
+        return to_buffer(np.empty(shape, numpy_dtype(dtype)))
+    except (MemoryError, ValueError, OverflowError, RuntimeError):  # the second and third: sizes that no array can have
+        size = math.prod(shape) * dtype.size_in_bytes
         raise ContractError(
             f"a cache of {num_pages} pages of {page_size} tokens takes {size} bytes: more than there are"
         ) from None

@@ -6,20 +6,37 @@ Names of ops live here and nowhere else. Shapes below use `N` and `R` rows, `B` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 from max.dtype import DType
-from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
+from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.graphs.paged_cache import BITS, DTYPES, KV_DTYPES, KVLayout, PagedCache, constant
 from paged_kv.options import AttentionOptions
 
-KVLayout = Literal["NHD", "HND", "STRIDED"]
+__all__ = [
+    "BITS",
+    "DTYPES",
+    "KV_DTYPES",
+    "GpuKernel",
+    "KVLayout",
+    "PagedCache",
+    "append",
+    "attention",
+    "attention_at_run_time",
+    "copy_pages",
+    "gather",
+    "kernels",
+    "linear",
+    "merge_states",
+    "ragged_rows",
+]
+
 GpuKernel = Literal["best", "plain"]
 
 APPEND = "paged_kv_append"
@@ -27,116 +44,13 @@ GATHER = "paged_kv_gather"
 COPY_PAGES = "paged_kv_copy_pages"
 ATTENTION = "paged_kv_attention"
 RAGGED_ROWS = "paged_kv_ragged_rows"
+MERGE_STATES = "paged_kv_merge_states"
 LINEAR = "paged_kv_linear"
-
-DTYPES = (DType.float32, DType.bfloat16, DType.float16)
-"""Of queries, outputs and linear layers."""
-KV_DTYPES = (*DTYPES, DType.float8_e4m3fn, DType.float8_e5m2)
-"""Of a cache that is attended to."""
-BITS = (DType.uint8, DType.uint16, DType.uint32)
-"""A cache of any type may stand as one of these, of its size, where rows are only moved: append and gather."""
 
 
 def kernels() -> Path:
     """The folder of the Mojo package: pass it as `custom_extensions` of a graph that uses these ops."""
     return Path(str(files("paged_kv.mojo_ops")))
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """The pages of a cache inside a graph, with the table that says which request owns which.
-
-    `k_blocks` and `v_blocks` are graph buffers in one of the storage layouts:
-
-    * rank 4, two buffers: NHD `[pages, page_size, Hk, D]` or HND `[pages, Hk, page_size, D]`;
-    * rank 5, one buffer given twice: `[pages, 2, ...]`;
-    * rank 6, one buffer given twice, all layers: NHD `[pages, 2, layers, page_size, Hk, D]`;
-    * rank 1, two buffers, kv_layout "STRIDED": flat memory whose shape and strides are told at run time by
-      `view`, `[12]` int64 on the host (`mojo_ops/ops.mojo`); every size of the cache is then unknown here.
-
-    `lookup_table` is `[B, max_pages]` uint32. All of it lies on one device, which is where the ops over it run.
-    """
-
-    k_blocks: BufferValue
-    v_blocks: BufferValue
-    lookup_table: TensorValue
-    kv_layout: KVLayout = "NHD"
-    view: TensorValue | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("k_blocks", "v_blocks"):
-            blocks = getattr(self, name)
-            if not isinstance(blocks, BufferValue):
-                raise ContractTypeError(
-                    f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}"
-                )
-        k, v = self.k_blocks, self.v_blocks
-        if k.dtype not in KV_DTYPES + BITS:
-            raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {_names(KV_DTYPES + BITS)}")
-        if v.dtype != k.dtype:
-            raise ContractTypeError(f"v_blocks: dtype {v.dtype.name} differs from k_blocks' {k.dtype.name}")
-        if v.device != k.device:
-            raise ContractError(f"v_blocks is on {v.device}, k_blocks on {k.device}")
-        _check(self, "lookup_table", self.lookup_table, DType.uint32, [None, None])
-        if self.kv_layout == "STRIDED":
-            self._check_strided()
-        else:
-            self._check_contiguous()
-
-    def _check_strided(self) -> None:
-        for name in ("k_blocks", "v_blocks"):
-            if getattr(self, name).rank != 1:
-                raise ShapeError(f"{name}: rank {getattr(self, name).rank}, strided storage is flat (rank 1)")
-        if self.view is None:
-            raise ContractError("view is needed where kv_layout is 'STRIDED'")
-        _check_value("view", self.view, DType.int64, [Dim(12)], DeviceRef.CPU())
-
-    def _check_contiguous(self) -> None:
-        k, v = self.k_blocks, self.v_blocks
-        if self.kv_layout not in ("NHD", "HND"):
-            raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {self.kv_layout!r}")
-        if k.rank not in (4, 5, 6):
-            raise ShapeError(f"k_blocks: rank {k.rank} is none of 4, 5, 6")
-        if list(v.shape) != list(k.shape):
-            raise ShapeError(f"v_blocks: shape {_show(v.shape)} differs from k_blocks' {_show(k.shape)}")
-        if k.rank == 6 and self.kv_layout != "NHD":
-            raise ContractError("kv_layout: a buffer of all layers (rank 6) is NHD")
-        if k.rank >= 5 and k.shape[1] != Dim(2):
-            raise ShapeError(f"k_blocks: dimension 1 must be 2 (K and V), not {k.shape[1]}")
-
-    @staticmethod
-    def of(blocks: BufferValue, lookup_table: TensorValue, kv_layout: KVLayout = "NHD") -> PagedCache:
-        """The cache whose one buffer holds K and V (rank 5 or 6)."""
-        return PagedCache(blocks, blocks, lookup_table, kv_layout)
-
-    @property
-    def dtype(self) -> DType:
-        return self.k_blocks.dtype
-
-    @property
-    def device(self) -> DeviceRef:
-        return self.k_blocks.device
-
-    @property
-    def num_kv_heads(self) -> Dim | None:
-        """KV heads; None where the storage is strided."""
-        axis = {"NHD": -2, "HND": -3}.get(self.kv_layout)
-        return None if axis is None else self.k_blocks.shape[axis]
-
-    @property
-    def head_dim(self) -> Dim | None:
-        """Elements of a head; None where the storage is strided."""
-        return None if self.kv_layout == "STRIDED" else self.k_blocks.shape[-1]
-
-    def operands(self, layer: int) -> list[BufferValue | TensorValue]:
-        """What every op over pages takes after its own tensors."""
-        layers = self.k_blocks.shape[2] if self.k_blocks.rank == 6 else Dim(1)
-        if layer < 0 or (isinstance(layers, StaticDim) and layer >= layers.dim):
-            raise ContractError(f"layer is {layer}, the cache has {layers}")
-        view = self.view
-        if view is None:
-            view = _constant(np.array([layer], np.int64))
-        return [self.k_blocks, self.v_blocks, self.lookup_table, view]
 
 
 def append(
@@ -155,10 +69,10 @@ def append(
     position outside the request's pages, a page id outside the pool and two rows for one slot are errors
     (`ValueError`), and nothing is written.
     """
-    _check(cache, "k", k, cache.dtype, [None, cache.num_kv_heads, cache.head_dim])
-    _check(cache, "v", v, cache.dtype, [k.shape[0], cache.num_kv_heads, cache.head_dim])
-    _check(cache, "batch_indices", batch_indices, DType.int32, [k.shape[0]])
-    _check(cache, "positions", positions, DType.int32, [k.shape[0]])
+    cache.check("k", k, cache.dtype, [None, cache.num_kv_heads, cache.head_dim])
+    cache.check("v", v, cache.dtype, [k.shape[0], cache.num_kv_heads, cache.head_dim])
+    cache.check("batch_indices", batch_indices, DType.int32, [k.shape[0]])
+    cache.check("positions", positions, DType.int32, [k.shape[0]])
     ops.inplace_custom(
         APPEND,
         device=cache.device,
@@ -181,9 +95,9 @@ def gather(
     `indptr` `[B + 1]` int32: request `b` fills rows `[indptr[b], indptr[b + 1])`; its last entry is `num_tokens`.
     `num_kv_heads` and `head_dim` are needed where the storage is strided, and are the cache's elsewhere.
     """
-    _check(cache, "indptr", indptr, DType.int32, [None])
-    heads = _size("num_kv_heads", num_kv_heads, cache.num_kv_heads)
-    dim = _size("head_dim", head_dim, cache.head_dim)
+    cache.check("indptr", indptr, DType.int32, [None])
+    heads = cache.size("num_kv_heads", num_kv_heads, cache.num_kv_heads)
+    dim = cache.size("head_dim", head_dim, cache.head_dim)
     kind = TensorType(cache.dtype, [num_tokens, heads, dim], cache.device)
     k, v = ops.inplace_custom(
         GATHER,
@@ -199,10 +113,11 @@ def copy_pages(cache: PagedCache, sources: TensorValue, targets: TensorValue) ->
     """Copies page `sources[i]` to page `targets[i]` (both `[N]` int32), in place: K, V and every layer.
 
     Of a strided cache, what its view shows is copied. When the graph runs, a page outside the pool, a page that is
-    written twice and a page that is both read and written are errors (`ValueError`), and nothing is written.
+    written twice and a page that is both read and written are errors (`ValueError`), and nothing is written. On a GPU,
+    which refuses nothing, a pair with a page outside the pool is skipped, and what the other two leave is open.
     """
-    _check(cache, "sources", sources, DType.int32, [None])
-    _check(cache, "targets", targets, DType.int32, [sources.shape[0]])
+    cache.check("sources", sources, DType.int32, [None])
+    cache.check("targets", targets, DType.int32, [sources.shape[0]])
     ops.inplace_custom(
         COPY_PAGES,
         device=cache.device,
@@ -244,8 +159,8 @@ def attention(
         batch_invariant: Makes a row's result depend on nothing but the row, to the bit. GPU only.
         gpu_kernel: "best" is what `paged-kv doctor --explain` says, "plain" the kernel for any GPU, to compare with.
 
-    A GPU takes keys as they are used, so no `rope_theta`. What it cannot refuse, since lengths and tables stay on the
-    device, is loud instead: o and lse of a row whose request, length or pages are not in the table are NaN.
+    What a GPU cannot refuse, since lengths and tables stay on the device, is loud instead: o and lse of a row whose
+    request, length or pages are not in the table are NaN.
 
     Returns:
         o `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
@@ -254,14 +169,12 @@ def attention(
     options = AttentionOptions(
         sm_scale, window_left, logits_soft_cap, q_scale, k_scale, v_scale, rope_theta, rope_scale
     )
-    _check_tensor("q", q)
+    check_tensor("q", q)
     head_dim = q.shape[-1] if q.rank else Dim(0)
     if sm_scale is None and not isinstance(head_dim, StaticDim):
         raise ContractError(f"sm_scale is needed where head_dim is symbolic ({head_dim})")
-    if rope_theta is not None and cache.device.is_gpu():
-        raise ContractError("rope_theta: rotary keys are a CPU option; on a GPU, append keys as they are used")
     numbers = options.numbers(max(int(head_dim), 1) if isinstance(head_dim, StaticDim) else 1)
-    none = _constant(np.zeros(0, np.float32), cache.device)
+    none = constant(np.zeros(0, np.float32), cache.device)
     return attention_at_run_time(
         cache,
         q,
@@ -270,7 +183,7 @@ def attention(
         alibi_slopes=none if alibi_slopes is None else alibi_slopes,
         sinks=none if sinks is None else sinks,
         window_left=ops.constant(options.window_left, DType.int32, DeviceRef.CPU()),
-        options=_constant(numbers),
+        options=constant(numbers),
         layer=layer,
         batch_invariant=batch_invariant,
         gpu_kernel=gpu_kernel,
@@ -300,15 +213,15 @@ def attention_at_run_time(
         raise ContractError(f"gpu_kernel must be 'best' or 'plain', not {gpu_kernel!r}")
     if batch_invariant and not cache.device.is_gpu():
         raise ContractError("batch_invariant is an option of the GPU's schedule; the CPU's depends on the batch")
-    _check_tensor("q", q)
+    check_tensor("q", q)
     if q.dtype not in DTYPES:
-        raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {_names(DTYPES)}")
+        raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {names(DTYPES)}")
     if cache.dtype not in KV_DTYPES:
-        raise ContractTypeError(f"k_blocks: dtype {cache.dtype.name} is none of {_names(KV_DTYPES)}")
-    _check(cache, "q", q, q.dtype, [None, None, cache.head_dim])
+        raise ContractTypeError(f"k_blocks: dtype {cache.dtype.name} is none of {names(KV_DTYPES)}")
+    cache.check("q", q, q.dtype, [None, None, cache.head_dim])
     rows, heads, head_dim = q.shape
-    _check(cache, "row_batch", row_batch, DType.int32, [rows])
-    _check(cache, "row_lengths", row_lengths, DType.int32, [rows])
+    cache.check("row_batch", row_batch, DType.int32, [rows])
+    cache.check("row_lengths", row_lengths, DType.int32, [rows])
     kv_heads = cache.num_kv_heads
     if isinstance(heads, StaticDim) and isinstance(kv_heads, StaticDim) and int(heads) % max(int(kv_heads), 1):
         raise ShapeError(f"q: its {heads} heads are no multiple of the cache's {kv_heads} KV heads")
@@ -317,9 +230,9 @@ def attention_at_run_time(
     host = DeviceRef.CPU()
     for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         none = isinstance(value, TensorValue) and list(value.shape) == [Dim(0)]
-        _check(cache, name, value, DType.float32, [None if none else heads])
-    _check_value("window_left", window_left, DType.int32, [], host)
-    _check_value("options", options, DType.float32, [Dim(5)], host)
+        cache.check(name, value, DType.float32, [None if none else heads])
+    check_value("window_left", window_left, DType.int32, [], host)
+    check_value("options", options, DType.float32, [Dim(5)], host)
     o, lse = ops.inplace_custom(
         ATTENTION,
         device=cache.device,
@@ -342,15 +255,36 @@ def ragged_rows(
     Rows `[row_offsets[b], row_offsets[b + 1])` (`[B + 1]` uint32) are request `b`'s next tokens after the
     `cache_lengths[b]` (`[B]` uint32) that it has. Rows past the last are padding: batch index -1, position 0.
     """
-    _check_tensor("row_offsets", row_offsets)
+    check_tensor("row_offsets", row_offsets)
     device = row_offsets.device
     for name, value in (("row_offsets", row_offsets), ("cache_lengths", cache_lengths)):
-        _check_value(name, value, DType.uint32, [None], device)
+        check_value(name, value, DType.uint32, [None], device)
     kind = TensorType(DType.int32, [num_rows], device)
     batch_indices, positions = ops.custom(
         RAGGED_ROWS, device=device, values=[row_offsets, cache_lengths], out_types=[kind, kind]
     )
     return batch_indices.tensor, positions.tensor
+
+
+def merge_states(v: TensorValue, s: TensorValue) -> tuple[TensorValue, TensorValue]:
+    """Merges `n` states of attention over disjoint keys: outputs v `[S, n, H, D]` and base-2 lse s `[S, n, H]` float32.
+
+    Returns v `[S, H, D]` in its dtype and s `[S, H]` float32; 0 and -inf where all states are empty. The output of a
+    state whose lse is -inf is ignored, NaN included. Sums are float32.
+    """
+    check_tensor("v", v)
+    if v.dtype not in DTYPES:
+        raise ContractTypeError(f"v: dtype {v.dtype.name} is none of {names(DTYPES)}")
+    if v.rank != 4:
+        raise ShapeError(f"v: rank {v.rank}, expected 4")
+    rows, _, heads, head_dim = v.shape
+    check_value("s", s, DType.float32, list(v.shape[:3]), v.device)
+    kinds = [
+        TensorType(v.dtype, [rows, heads, head_dim], v.device),
+        TensorType(DType.float32, [rows, heads], v.device),
+    ]
+    merged_v, merged_s = ops.custom(MERGE_STATES, device=v.device, values=[v, s], out_types=kinds)
+    return merged_v.tensor, merged_s.tensor
 
 
 def linear(x: TensorValue, w: TensorValue) -> TensorValue:
@@ -362,57 +296,9 @@ def linear(x: TensorValue, w: TensorValue) -> TensorValue:
         if value.rank != 2:
             raise ShapeError(f"{name}: rank {value.rank}, expected 2")
         if value.dtype not in DTYPES:
-            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {_names(DTYPES)}")
-    _check_value("w", w, w.dtype, [None, x.shape[1]], x.device)
+            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
+    check_value("w", w, w.dtype, [None, x.shape[1]], x.device)
     if x.device.is_gpu():
         return ops.matmul(x, ops.transpose(w, 0, 1))
     kind = TensorType(x.dtype, [x.shape[0], w.shape[0]], x.device)
     return ops.custom(LINEAR, device=x.device, values=[x, w], out_types=[kind])[0].tensor
-
-
-def _constant(values: np.ndarray, device: DeviceRef | None = None) -> TensorValue:
-    """Numbers that are part of the graph, on the host where no device is given."""
-    return ops.constant(values, DType.from_numpy(values.dtype), device or DeviceRef.CPU())
-
-
-def _size(name: str, given: Dim | str | int | None, found: Dim | None) -> Dim:
-    """A size of the cache, from the caller where the storage is strided; both where they agree."""
-    if found is None:
-        if given is None:
-            raise ContractError(f"{name} is needed where kv_layout is 'STRIDED'")
-        return Dim(given)
-    if given is not None and Dim(given) != found:
-        raise ShapeError(f"{name} is {given}, the cache has {found}")
-    return found
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, TensorValue):
-        raise ContractTypeError(f"{name} must be a graph tensor, not {type(value).__name__}")
-
-
-def _check(cache: PagedCache, name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None]) -> None:
-    _check_value(name, value, dtype, shape, cache.device)
-
-
-def _check_value(name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None], device: DeviceRef) -> None:
-    """Dtype, rank, dimensions (None = any) and device of one argument."""
-    _check_tensor(name, value)
-    if value.dtype != dtype:
-        raise ContractTypeError(f"{name}: dtype {value.dtype.name}, expected {dtype.name}")
-    if value.rank != len(shape):
-        raise ShapeError(f"{name}: rank {value.rank}, expected {len(shape)}")
-    for axis, (found, expected) in enumerate(zip(value.shape, shape, strict=True)):
-        # Two static dimensions can be compared now; a symbolic one is checked when the graph runs.
-        if isinstance(found, StaticDim) and isinstance(expected, StaticDim) and found != expected:
-            raise ShapeError(f"{name}: dimension {axis} is {found}, expected {expected} (shape {_show(value.shape)})")
-    if value.device != device:
-        raise ContractError(f"{name} is on {value.device}, expected {device}")
-
-
-def _names(dtypes: Sequence[DType]) -> str:
-    return ", ".join(dtype.name for dtype in dtypes)
-
-
-def _show(shape: Sequence[Dim]) -> str:
-    return "[" + ", ".join(str(dim) for dim in shape) + "]"

@@ -5,9 +5,11 @@
 
 from max.gpu.host import DeviceContext
 
-from .decode_gpu import DeviceCache, attend_plain
+from .decode_gpu import attend_plain
+from .device_cache import DeviceCache
 from .decode_hopper import ON_HOPPER, attend_hopper, hopper_refusal, hopper_takes
 from .decode_rows import DecodeRows
+from .rotary_gpu import Turns
 
 
 def attend_on_gpu[
@@ -17,16 +19,19 @@ def attend_on_gpu[
     rows: DecodeRows[dtype],
     k: DeviceCache[kv_dtype],
     v: DeviceCache[kv_dtype],
+    turns: Turns,
     batch_invariant: Bool,
 ) raises:
     """Enqueues the Hopper kernel where the GPU is one and it takes the call, else the plain one.
+
+    Rotary keys are for the plain one: Hopper's takes keys as they are stored.
 
     Parameters:
         gpu_kernel: "best" is that; "plain" takes the plain one anyhow.
     """
     comptime assert gpu_kernel == "best" or gpu_kernel == "plain", "gpu_kernel is best or plain"
     comptime if gpu_kernel == "best" and ON_HOPPER and hopper_takes[dtype, kv_dtype]():
-        if not hopper_refusal(rows, k, v):
+        if not turns.is_on() and not hopper_refusal(rows, k, v):
             attend_hopper(ctx, rows, k, v, batch_invariant)
             return
-    attend_plain(ctx, rows, k, v, batch_invariant)
+    attend_plain(ctx, rows, k, v, turns, batch_invariant)

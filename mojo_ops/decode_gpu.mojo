@@ -5,32 +5,23 @@ load of K and V. Its threads form teams of `LANES` lanes: a team takes one token
 head (8 of a float8 head), and keeps a softmax state of its own. The teams' states meet in shared memory at the end.
 """
 
-from std.math import ceildiv, exp2
-from std.memory import bitcast, unsafe_stack_allocation
-from std.sys import size_of
+from std.math import ceildiv, cos, exp2, sin
+from std.memory import unsafe_stack_allocation
 from std.utils import StaticTuple
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, WARP_SIZE, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
-from layout import UNKNOWN_VALUE
 
 from .combine import enqueue_combine, weight
 from .decode_rows import DecodeRows, NOT_A_NUMBER
-from .kv_cache import KVCacheStaticParams, PagedKVCache
+from .device_cache import DeviceCache, Pages, check_alignment, load, load_raw, vector_width, widen
+from .rotary_gpu import Turns, angle
 from .schedule import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
 from .softmax import MINUS_INFINITY
 from .work import INVALID, NO_ROW, WHOLE, WorkBounds
 
 comptime THREADS = 128
-comptime DeviceCache[dtype: DType] = PagedKVCache[
-    dtype, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE
-]
-
-
-def vector_width[kv_dtype: DType]() -> Int:
-    """Elements that a lane loads at once: 16 bytes, 8 of float8; head_dim is a multiple of it."""
-    return 4 if size_of[kv_dtype]() == 4 else 8
 
 
 def attend_plain[
@@ -40,6 +31,7 @@ def attend_plain[
     rows: DecodeRows[dtype],
     k: DeviceCache[kv_dtype],
     v: DeviceCache[kv_dtype],
+    turns: Turns,
     batch_invariant: Bool,
 ) raises:
     """Enqueues attention of every row over the pages of its request; the host waits for nothing.
@@ -52,6 +44,13 @@ def attend_plain[
         return
     var dim = Int(rows.head_dim)
     var group = Int(rows.num_heads) // k.num_heads()
+    if turns.is_on():
+        # Two kernels a pair of dtypes: half of the lanes idle where head_dim is small, and what a lane keeps of q is twice.
+        if dim <= 128:
+            launch[128, 4, True](ctx, rows, k, v, turns, group, batch_invariant)
+        else:
+            launch[512, 2, True](ctx, rows, k, v, turns, group, batch_invariant)
+        return
     # The kernel for the next larger head_dim, and for the least number of heads that holds the group.
     if dim <= 64:
         launch_for_group[64](ctx, rows, k, v, group, batch_invariant)
@@ -61,17 +60,6 @@ def attend_plain[
         launch_for_group[256](ctx, rows, k, v, group, batch_invariant)
     else:
         launch_for_group[512](ctx, rows, k, v, group, batch_invariant)
-
-
-def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DeviceCache[kv_dtype]) raises:
-    """Refuses storage that vector loads cannot read: every head has to begin at a multiple of one load."""
-    comptime bytes = vector_width[kv_dtype]() * size_of[kv_dtype]()
-    var strides = cache.strides()
-    for elements in [strides.page, strides.slot, strides.head]:
-        if elements * size_of[kv_dtype]() % bytes != 0:
-            raise Error(what, ": a stride of ", elements, " elements is no multiple of ", bytes, " bytes")
-    if Int(cache.blocks.ptr) % bytes != 0:
-        raise Error(what, ": its address ", Int(cache.blocks.ptr), " is no multiple of ", bytes, " bytes")
 
 
 def launch_for_group[
@@ -86,21 +74,23 @@ def launch_for_group[
 ) raises:
     # HEADS * DIM bounds the registers: 64 numbers each for the queries and the sums of a lane.
     comptime most = 4 if DIM > 256 else 8
+    var none = Turns(0, 1)
     if group == 1:
-        launch[DIM, 1](ctx, rows, k, v, group, batch_invariant)
+        launch[DIM, 1](ctx, rows, k, v, none, group, batch_invariant)
     elif group <= 4:
-        launch[DIM, 4](ctx, rows, k, v, group, batch_invariant)
+        launch[DIM, 4](ctx, rows, k, v, none, group, batch_invariant)
     else:
-        launch[DIM, most](ctx, rows, k, v, group, batch_invariant)
+        launch[DIM, most](ctx, rows, k, v, none, group, batch_invariant)
 
 
 def launch[
-    dtype: DType, kv_dtype: DType, //, DIM: Int, HEADS: Int
+    dtype: DType, kv_dtype: DType, //, DIM: Int, HEADS: Int, ROTARY: Bool = False
 ](
     ctx: DeviceContext,
     rows: DecodeRows[dtype],
     k: DeviceCache[kv_dtype],
     v: DeviceCache[kv_dtype],
+    turns: Turns,
     group: Int,
     batch_invariant: Bool,
 ) raises:
@@ -112,15 +102,15 @@ def launch[
     var work = workspace.work()
     var partials = workspace.partials()
     enqueue_schedule(ctx, rows, work)
-    comptime kernel = attend_items[dtype, kv_dtype, DIM, HEADS]
+    comptime kernel = attend_items[dtype, kv_dtype, DIM, HEADS, ROTARY]
     ctx.enqueue_function[kernel](
-        rows, k, v, work, partials, grid_dim=(bounds.items, k.num_heads(), parts), block_dim=THREADS
+        rows, k, v, work, partials, turns, grid_dim=(bounds.items, k.num_heads(), parts), block_dim=THREADS
     )
     enqueue_combine(ctx, rows, work, partials)
     _ = workspace^
 
 
-struct Team[kv_dtype: DType, DIM: Int, HEADS: Int]:
+struct Team[kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool]:
     """The numbers that shape the kernel."""
 
     comptime WIDTH = vector_width[Self.kv_dtype]()
@@ -129,16 +119,23 @@ struct Team[kv_dtype: DType, DIM: Int, HEADS: Int]:
     comptime PARTS = Self.DIM // (Self.WIDTH * Self.LANES)
     """Vectors that a lane holds of it."""
     comptime TEAMS = THREADS // Self.LANES
-    comptime TOKENS = 4 if Self.HEADS * Self.WIDTH * Self.PARTS <= 32 else 2
+    comptime TOKENS = 4 if Self.HEADS * Self.WIDTH * Self.PARTS <= 32 and not Self.ROTARY else 2
     """Tokens that a team loads at once, to have many loads in flight."""
 
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 def attend_items[
-    dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int
-](rows: DecodeRows[dtype], k: DeviceCache[kv_dtype], v: DeviceCache[kv_dtype], work: WorkList, partials: Partials,):
+    dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool
+](
+    rows: DecodeRows[dtype],
+    k: DeviceCache[kv_dtype],
+    v: DeviceCache[kv_dtype],
+    work: WorkList,
+    partials: Partials,
+    turns: Turns,
+):
     """One item for KV head `block_idx.y` and heads `[HEADS * block_idx.z, ...)` of its group."""
-    comptime Shape = Team[kv_dtype, DIM, HEADS]
+    comptime Shape = Team[kv_dtype, DIM, HEADS, ROTARY]
     comptime WIDTH = Shape.WIDTH
     comptime LANES = Shape.LANES
     comptime PARTS = Shape.PARTS
@@ -169,6 +166,26 @@ def attend_items[
                 var dim = (Int32(p * LANES) + lane) * Int32(WIDTH)
                 if dim < rows.head_dim:
                     q[h * PARTS + p] = load[WIDTH](rows.q, rows.element(item.row, first_head + Int32(h), dim))
+    # With rotary keys: the other half of q, and how fast each dimension turns.
+    comptime TURNING = PARTS if ROTARY else 0
+    var partner = Array[Vector, HEADS * TURNING](fill=0)  # [HEADS, PARTS]
+    var frequency = Array[SIMD[DType.uint64, WIDTH], TURNING](fill=0)
+    var position = Int32(0)
+    comptime if ROTARY:
+        if item.begin < item.end:
+            var half = rows.head_dim // 2
+            position = rows.row_lengths[unsafe_offset=Int(item.row)] - 1
+            comptime for p in range(PARTS):
+                comptime for i in range(WIDTH):
+                    var dim = (Int32(p * LANES) + lane) * Int32(WIDTH) + Int32(i)
+                    if dim < rows.head_dim:
+                        var other = dim + half if dim < half else dim - half
+                        frequency[p][i] = turns.frequency(min(dim, other))
+                        comptime for h in range(HEADS):
+                            if h < Int(heads):
+                                var at = rows.element(item.row, first_head + Int32(h), other)
+                                var x = rows.q[unsafe_offset=at].cast[DType.float32]()
+                                partner[h * PARTS + p][i] = -x if dim < half else x
 
     var pages = Pages(item.row, rows, k)
     # The same number of steps in every team: lanes of one warp shuffle together.
@@ -196,6 +213,13 @@ def attend_items[
         comptime for t in range(TOKENS):
             comptime for p in range(PARTS):
                 var key = widen(keys[t * PARTS + p])
+                comptime if ROTARY:
+                    var turn = angle(frequency[p], position - (base + Int32(t * TEAMS) + team))
+                    var across = key * sin(turn)
+                    key *= cos(turn)
+                    comptime for h in range(HEADS):
+                        comptime for i in range(WIDTH):
+                            scores[t * HEADS + h] = partner[h * PARTS + p][i].fma(across[i], scores[t * HEADS + h])
                 comptime for h in range(HEADS):
                     comptime for i in range(WIDTH):
                         scores[t * HEADS + h] = q[h * PARTS + p][i].fma(key[i], scores[t * HEADS + h])
@@ -263,67 +287,6 @@ def attend_items[
             if dim == 0:
                 partials.greatest.unsafe_store(state, common)
                 partials.total.unsafe_store(state, whole)
-
-
-@fieldwise_init
-struct Place(TrivialRegisterPassable):
-    """A token's page, -1 where the table names one outside the pool, and its slot."""
-
-    var page: Int32
-    var slot: Int32
-
-
-struct Pages(TrivialRegisterPassable):
-    """The page table of one row's request."""
-
-    var entries: Pointer[UInt32, ImmUntrackedOrigin]
-    var num_pages: UInt32
-    var page_size: UInt32
-
-    @always_inline
-    def __init__[
-        dtype: DType, kv_dtype: DType, //
-    ](out self, row: Int32, rows: DecodeRows[dtype], cache: DeviceCache[kv_dtype]):
-        var columns = Int(cache.lookup_table.layout.stride[0]().value())
-        self.entries = cache.lookup_table.ptr.unsafe_offset(Int(rows.request(row)) * columns)
-        self.num_pages = UInt32(cache.num_pages())
-        self.page_size = UInt32(cache.slots())
-
-    @always_inline
-    def place(self, token: Int32) -> Place:
-        """Where a token that the row attends to lies."""
-        var column = UInt32(token) // self.page_size
-        var page = self.entries[unsafe_offset=Int(column)]
-        return Place(Int32(page) if page < self.num_pages else -1, Int32(UInt32(token) - column * self.page_size))
-
-
-@always_inline
-def load_raw[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset: Int) -> SIMD[dtype, width]:
-    """One load of up to 16 bytes; `check_alignment` has seen to it that it is aligned."""
-    return source.unsafe_load[width=width, alignment=width * size_of[dtype]()](offset)
-
-
-@always_inline
-def load[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset: Int) -> SIMD[DType.float32, width]:
-    """Float32 of the elements of q, which lie at multiples of 8."""
-    return load_raw[width](source, offset).cast[DType.float32]()
-
-
-@always_inline
-def widen[dtype: DType, width: Int, //](stored: SIMD[dtype, width]) -> SIMD[DType.float32, width]:
-    """Float32 of stored elements; float8 by way of float16, as not every GPU converts it."""
-    comptime if dtype == DType.float8_e5m2:
-        return bitcast[DType.float16, width](bitcast[DType.uint8, width](stored).cast[DType.uint16]() << 8).cast[
-            DType.float32
-        ]()
-    elif dtype == DType.float8_e4m3fn:
-        # seeeemmm -> s0eeeemmm0000000: the exponent bias is 7 there and 15 here.
-        var bits = bitcast[DType.uint8, width](stored).cast[DType.uint16]()
-        var half = bitcast[DType.float16, width](((bits & 0x80) << 8) | ((bits & 0x7F) << 7))
-        var value = half.cast[DType.float32]() * 256
-        return (bits & 0x7F).eq(0x7F).select(type_of(value)(NOT_A_NUMBER), value)
-    else:
-        return stored.cast[DType.float32]()
 
 
 @always_inline

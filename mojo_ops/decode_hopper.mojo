@@ -21,7 +21,7 @@ from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 
 from .combine import enqueue_combine
-from .decode_gpu import DeviceCache, Pages, Place
+from .device_cache import DeviceCache, Pages, Place
 from .decode_rows import DecodeRows
 from .hopper_tiles import Consumer
 from .pipeline import Ring, Shared, Slot

@@ -15,7 +15,7 @@ from .work import RowTokens, TILE
 struct DecodeRows[dtype: DType](DevicePassable, TrivialRegisterPassable):
     """`AttentionRows` and `Logits` with fixed-width fields: made on the host, passed to kernels by value.
 
-    Every pointer is device memory. Rotary keys are not among the options: the GPU kernels take keys as they are used.
+    Every pointer is device memory. What rotary keys need is apart, in `Turns`.
     """
 
     comptime device_type: AnyType = Self
@@ -54,10 +54,8 @@ struct DecodeRows[dtype: DType](DevicePassable, TrivialRegisterPassable):
         """The same call with its numbers in 32 bits.
 
         Raises:
-            Where keys would have to be rotated, or a number has more than 31 bits.
+            Where a number has more than 31 bits.
         """
-        if rows.rope_theta != 0:
-            raise Error("rope_theta: rotary keys are a CPU option; on a GPU, append keys as they are used")
         # A window that no row is longer than is no window.
         var window_left = min(logits.window_left, Int(Int32.MAX))
         for number in [rows.num_rows, rows.num_heads, table.batch, table.max_pages]:

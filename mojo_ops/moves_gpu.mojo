@@ -12,7 +12,7 @@ from max.gpu import block_idx, global_idx, thread_idx
 from max.gpu.host import DeviceContext
 
 from .checks import RowPointer
-from .decode_gpu import DeviceCache
+from .device_cache import DeviceCache
 from .kv_cache import TablePointer
 
 comptime THREADS = 128

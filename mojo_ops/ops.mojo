@@ -14,111 +14,26 @@ Operands that every op over pages shares:
 import extensibility
 from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
-from layout import UNKNOWN_VALUE
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
-from std.utils import IndexList
 
 from .append import NewRows, append_rows
 from .attend_gpu import attend_on_gpu
-from .checks import (
-    PageTable,
-    RowPointer,
-    check_append,
-    check_equal,
-    check_gather,
-    check_heads,
-    check_offsets,
-    check_rows,
-    check_same_cache,
-    check_view,
-)
+from .checks import check_append, check_equal, check_gather, check_heads, check_offsets, check_rows
 from .copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
+from .copy_pages_gpu import copy_pages_on_gpu, whole_pages
 from .decode_cpu import AttentionRows, attend_rows
 from .decode_rows import DecodeRows
 from .decode_tiles import attend_tiles
 from .gather import gather_rows
-from .kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, TablePointer, page_shape
 from .linear import linear
 from .logits import Logits
+from .merge import States, merge_on_cpu, merge_on_gpu
 from .moves_gpu import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
+from .operands import PagedPair, rows_of, untracked, untracked_immutable
+from .rotary_gpu import Turns
 from .rows import fill_rows
-
-comptime Unknown = KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE)
-
-
-@fieldwise_init
-struct PagedPair[dtype: DType](TrivialRegisterPassable):
-    """The K and V views of one call, checked against each other, and their page table."""
-
-    comptime Cache = PagedKVCache[Self.dtype, Unknown, UNKNOWN_VALUE]
-    var k: Self.Cache
-    var v: Self.Cache
-    var table: PageTable
-
-    @staticmethod
-    def of[
-        rank: Int, //, kv_layout: StaticString
-    ](
-        k_blocks: MutableInputTensor[dtype=Self.dtype, rank=rank, ...],
-        v_blocks: MutableInputTensor[dtype=Self.dtype, rank=rank, ...],
-        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
-        view: InputTensor[dtype=DType.int64, rank=1, ...],
-    ) raises -> Self:
-        var k_storage = untracked(k_blocks.unsafe_ptr())
-        var v_storage = untracked(v_blocks.unsafe_ptr())
-        var numbers = untracked_immutable(view.unsafe_ptr())
-        var shape: IndexList[4]
-        var k_strides: PageStrides
-        var v_strides: PageStrides
-        comptime if kv_layout == "STRIDED":
-            comptime assert rank == 1, "strided storage is flat"
-            check_equal("view: its length", view.dim_size(0), 12)
-            shape = IndexList[4](
-                Int(numbers[unsafe_offset=0]),
-                Int(numbers[unsafe_offset=1]),
-                Int(numbers[unsafe_offset=2]),
-                Int(numbers[unsafe_offset=3]),
-            )
-            k_strides = PageStrides.read(numbers.unsafe_offset(4))
-            v_strides = PageStrides.read(numbers.unsafe_offset(8))
-            check_view("k_blocks", shape, k_strides, k_blocks.size())
-            check_view("v_blocks", shape, v_strides, v_blocks.size())
-        else:
-            check_same_cache(k_blocks.shape(), v_blocks.shape(), Int(k_storage), Int(v_storage))
-            check_equal("view: its length", view.dim_size(0), 1)
-            var layer = Int(numbers[unsafe_offset=0])
-            var layers = k_blocks.dim_size(2) if rank == 6 else 1
-            if layer < 0 or layer >= layers:
-                raise Error("layer is ", layer, ", the cache has ", layers)
-            shape = page_shape[kv_layout](k_blocks.shape())
-            k_strides = PageStrides.of[kv_layout](k_blocks.shape(), False, layer)
-            v_strides = PageStrides.of[kv_layout](v_blocks.shape(), True, layer)
-        var entries = untracked_immutable(lookup_table.unsafe_ptr())
-        var batch = lookup_table.dim_size(0)
-        var max_pages = lookup_table.dim_size(1)
-        return Self(
-            Self.Cache(k_storage, shape, k_strides, entries, batch, max_pages),
-            Self.Cache(v_storage, shape, v_strides, entries, batch, max_pages),
-            PageTable(entries, batch, max_pages, shape[0], shape[1]),
-        )
-
-
-@always_inline
-def untracked[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, MutUntrackedOrigin]:
-    """The same address, without the origin that a view's field cannot hold."""
-    return pointer.unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
-
-
-@always_inline
-def untracked_immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrigin]:
-    return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
-
-
-@always_inline
-def rows_of(tensor: InputTensor[dtype=DType.int32, rank=1, ...]) -> RowPointer:
-    return untracked_immutable(tensor.unsafe_ptr())
 
 
 @extensibility.register("paged_kv_append")
@@ -218,22 +133,33 @@ struct CopyPages:
         view: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        comptime assert not is_gpu[target](), "paged_kv_copy_pages runs on the CPU only"
         var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         var count = sources.dim_size(0)
         var pages = pair.table.num_pages
         check_equal("targets: its length", targets.dim_size(0), count)
-        check_page_pairs(rows_of(sources), rows_of(targets), count, pages)
-        if count == 0:
+        comptime if not is_gpu[target]():
+            check_page_pairs(rows_of(sources), rows_of(targets), count, pages)
+        if count == 0 or pages == 0:
             return
-        comptime if kv_layout == "STRIDED":
+        # Where the array is contiguous, a page is copied with all that it holds.
+        var elements = k_blocks.size() // pages
+        var k_storage = untracked(k_blocks.unsafe_ptr())
+        var v_storage = untracked(v_blocks.unsafe_ptr())
+        comptime if is_gpu[target]():
+            var k = pair.k
+            var v = pair.v
+            comptime if kv_layout != "STRIDED":
+                var run = pair.k.num_heads() * pair.k.head_dim()
+                k = whole_pages(k_storage, pages, elements, run, pair.table.entries)
+                v = whole_pages(v_storage, pages, elements, run, pair.table.entries)
+            copy_pages_on_gpu(ctx, k, v, 2 if rank <= 4 else 1, rows_of(sources), rows_of(targets), count)
+        elif kv_layout == "STRIDED":
             copy_strided_pages(pair.k, rows_of(sources), rows_of(targets), count)
             copy_strided_pages(pair.v, rows_of(sources), rows_of(targets), count)
         else:
-            var elements = k_blocks.size() // pages
-            copy_whole_pages(untracked(k_blocks.unsafe_ptr()), elements, rows_of(sources), rows_of(targets), count)
+            copy_whole_pages(k_storage, elements, rows_of(sources), rows_of(targets), count)
             comptime if rank == 4:
-                copy_whole_pages(untracked(v_blocks.unsafe_ptr()), elements, rows_of(sources), rows_of(targets), count)
+                copy_whole_pages(v_storage, elements, rows_of(sources), rows_of(targets), count)
 
 
 @extensibility.register("paged_kv_attention")
@@ -311,13 +237,50 @@ struct Attention:
         comptime if is_gpu[target]():
             pair.table.check_shape()
             var device_rows = DecodeRows.of(rows, logits, pair.table, pair.k.head_dim())
-            attend_on_gpu[gpu_kernel](ctx, device_rows, pair.k, pair.v, batch_invariant)
+            var turns = Turns.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
+            attend_on_gpu[gpu_kernel](ctx, device_rows, pair.k, pair.v, turns, batch_invariant)
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
             if rows.rope_theta == 0:
                 attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
             else:
                 attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+
+
+@extensibility.register("paged_kv_merge_states")
+struct MergeStates:
+    """Merges `n` states of attention over disjoint keys: v `[S, n, H, D]` and the base-2 lse s `[S, n, H]` float32.
+
+    merged_v `[S, H, D]` in v's dtype, merged_s `[S, H]` float32; 0 and -inf where no state has seen a key.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, //, target: StaticString
+    ](
+        merged_v: OutputTensor[dtype=dtype, rank=3, ...],
+        merged_s: OutputTensor[dtype=DType.float32, rank=2, ...],
+        v: InputTensor[dtype=dtype, rank=4, ...],
+        s: InputTensor[dtype=DType.float32, rank=3, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var rows = v.dim_size(0)
+        var states = States[dtype](
+            untracked_immutable(v.unsafe_ptr()),
+            untracked_immutable(s.unsafe_ptr()),
+            untracked(merged_v.unsafe_ptr()),
+            untracked(merged_s.unsafe_ptr()),
+            Int64(v.dim_size(1)),
+            Int64(v.dim_size(2)),
+            Int64(v.dim_size(3)),
+        )
+        check_equal("s: its number of rows", s.dim_size(0), rows)
+        check_equal("s: its number of states", s.dim_size(1), v.dim_size(1))
+        check_equal("s: its number of heads", s.dim_size(2), v.dim_size(2))
+        comptime if is_gpu[target]():
+            merge_on_gpu(ctx, states, rows)
+        else:
+            merge_on_cpu(states, rows, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_ragged_rows")

@@ -20,7 +20,7 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
     from max.driver import CPU, Accelerator
     from max.dtype import DType
     from max.engine import InferenceSession
-    from max.graph import DeviceRef, Graph, Module, TensorType
+    from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
     from paged_kv.gpu_kernels import PAIRS
     from paged_kv.graphs import ops
@@ -31,6 +31,7 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
     variants = [Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS]
     for bits in ops.BITS:
         variants += Variant("append", bits, bits).family()
+    variants += [Variant("merge", dtype, dtype) for dtype in ops.DTYPES]
     module = Module()
     for variant in variants:
         variant.build(module, gpu)
@@ -38,9 +39,22 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
     with Graph("ragged_rows", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
         row_offsets, cache_lengths, rows = (value.tensor for value in graph.inputs)
         graph.output(*ops.ragged_rows(row_offsets, cache_lengths, rows.shape[0]))
+    pages = [
+        BufferType(DType.uint16, [*shape, 8], gpu) for shape in (["P", 2, 2, 4, "H"], ["P", 4, "H"], ["P", 4, "H"])
+    ]
+    numbers = [TensorType(DType.int32, ["N"], gpu)] * 2
+    kinds = [*pages, TensorType(DType.uint32, ["B", "M"], gpu), *numbers]
+    with Graph("copy_pages", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
+        all_layers, k, v, table, sources, targets = graph.inputs
+        for cache in (
+            ops.PagedCache.of(all_layers.buffer, table.tensor),
+            ops.PagedCache(k.buffer, v.buffer, table.tensor, "HND"),
+        ):
+            ops.copy_pages(cache, sources.tensor, targets.tensor)
+        graph.output()
     session = InferenceSession(devices=[CPU(), Accelerator()])
     session.compile(module, custom_extensions=[ops.kernels()]).export_mef(artefact)
-    print(len(variants) + 1, "graphs", flush=True)
+    print(len(variants) + 2, "graphs", flush=True)
 
 
 if __name__ == "__main__":

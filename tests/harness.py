@@ -35,7 +35,8 @@ def runtime() -> Runtime:
     """The process's runtime with all that the op tests use: one compile serves them all."""
     loaded = default_runtime()
     moved = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
-    loaded.load([*moved, *(Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS)])
+    merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in DTYPES]
+    loaded.load([*moved, *merges, *(Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS)])
     return loaded
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+from max.driver import accelerator_count
 from safetensors.numpy import load_file
 
 from checkpoints import raw_safetensors
@@ -69,6 +70,7 @@ def read_tensors(file):
         (["--top-p", "2"], ["top_p", "not 2.0"]),
         (["--seed", "-1"], ["seed", "-1"]),
         (["--dtype", "float64"], ["--dtype", "float64"]),
+        (["--device", "tpu"], ["--device", "tpu"]),
         (["--colour"], ["--colour"]),
         (["surplus"], ["surplus"]),
     ],
@@ -76,6 +78,13 @@ def read_tensors(file):
 def test_bad_options(refuse, args, words):
     message = refuse(*args)
     assert all(word in message for word in words)
+
+
+@pytest.mark.skipif(accelerator_count() > 0, reason="there is a GPU")
+def test_no_gpu(refuse, capfd):
+    assert "GPU 0: MAX finds no such device" in refuse("--device", "gpu")
+    assert _run(["demo", "--device", "gpu"]) == 2
+    assert "GPU 0: MAX finds no such device" in capfd.readouterr().err
 
 
 def test_missing_options(refuse):

@@ -12,7 +12,7 @@ from max.driver import Buffer
 
 from cases import CacheCase, build
 from compare import assert_close, assert_lse_close
-from paged_kv import gpu, page, reference
+from paged_kv import gpu, page, places, reference
 from paged_kv.arrays import as_numpy, paged_views
 from paged_kv.checks import PageTable
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
@@ -43,11 +43,11 @@ class OnGpu:
 def stand_in(monkeypatch):
     """The CPU stands in for the GPU wherever only torch tensors come in."""
 
-    def place_of(**arrays: object) -> gpu.Place | None:
+    def place_of(**arrays: object) -> places.Place | None:
         flat = [a for array in arrays.values() for a in (array if isinstance(array, tuple | list) else [array])]
-        return gpu.HOST if all(array is None or isinstance(array, torch.Tensor) for array in flat) else None
+        return places.HOST if all(array is None or isinstance(array, torch.Tensor) for array in flat) else None
 
-    monkeypatch.setattr(gpu, "place_of", place_of)
+    monkeypatch.setattr(places, "place_of", place_of)
 
 
 def tensors(array: np.ndarray) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_run_over_tensors_is_the_oracles(case):
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_max_buffer_comes_back_as_one(monkeypatch):
-    monkeypatch.setattr(gpu, "place_of", lambda **_: gpu.HOST)
+    monkeypatch.setattr(places, "place_of", lambda **_: places.HOST)
     q, k, v = (torch.randn(shape) for shape in ((4, 16), (9, 2, 16), (9, 2, 16)))
     o, lse = single_decode_with_kv_cache(Buffer.from_dlpack(q), k, v, return_lse=True)
     assert isinstance(o, Buffer)
@@ -172,23 +172,26 @@ def test_plan_refuses_arrays_on_a_gpu():
 @pytest.mark.parametrize("other", [np.zeros(1), OnGpu(1)], ids=["host", "second GPU"])
 def test_mixed_devices_are_refused(other):
     with pytest.raises(ContractTypeError, match=r"paged_kv_cache\[1\] is on (the CPU|GPU 1), q is on GPU 0"):
-        gpu.place_of(q=OnGpu(), out=None, paged_kv_cache=(OnGpu(), other))
+        places.place_of(q=OnGpu(), out=None, paged_kv_cache=(OnGpu(), other))
 
 
 def test_host_arrays_have_no_place():
-    assert gpu.place_of(q=np.zeros(1), k=torch.zeros(1), v=None) is None
+    assert places.place_of(q=np.zeros(1), k=torch.zeros(1), v=None) is None
 
 
 def test_a_gpu_that_max_has_not_is_named():
     with pytest.raises(Exception, match="GPU 63"):
-        gpu.gpu(63)
+        places.gpu(63)
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_rotary_keys_are_refused_on_a_gpu():
-    q, k = torch.randn(4, 16), torch.randn(9, 2, 16)
-    with pytest.raises(ContractError, match="ROPE_LLAMA"):
-        single_decode_with_kv_cache(q, k, k, pos_encoding_mode="ROPE_LLAMA")
+def test_rotary_keys_go_to_a_gpu_too():
+    q, k, v = torch.randn(4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    options = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 500.0}
+    found = single_decode_with_kv_cache(q, k, v, **options)
+    expected = single_decode_with_kv_cache(q.numpy(), k.numpy(), v.numpy(), **options)
+    np.testing.assert_array_equal(found.numpy(), expected)
+    assert not np.allclose(found.numpy(), single_decode_with_kv_cache(q, k, v).numpy(), atol=1e-3)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -213,7 +216,7 @@ def test_shapes_and_dtypes_are_checked_on_a_gpu():
 
 def test_buffers_on_a_gpu_are_written_by_plan_and_not_read(monkeypatch):
     """The three buffers hold what was planned, and the rows are those of the plan."""
-    monkeypatch.setattr("paged_kv.rows.place_of", lambda **_: gpu.HOST)
+    monkeypatch.setattr("paged_kv.rows.place_of", lambda **_: places.HOST)
     monkeypatch.setattr("paged_kv.rows.device_index", lambda _: 0)
     buffers = [torch.zeros(3, dtype=torch.int32), torch.full((5,), -7), torch.zeros(2, dtype=torch.int32)]
     fixed = FixedTable(*buffers)
@@ -255,7 +258,7 @@ def test_streams_follow_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("torch"))
     device = SimpleNamespace(is_host=False, id=5, default_queue=SimpleNamespace(native_stream_handle=77))
-    place = gpu.Place(device)
+    place = places.Place(device)
     with pytest.raises(IndexError), place.ordered():
         log.pop(9)
     assert log == ["enter", "77 waits for torch", "torch waits for 77", "exit"]

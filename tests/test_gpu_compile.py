@@ -8,7 +8,7 @@ import pytest
 import gpu_programs
 from cubins import Kernel
 from paged_kv.gpu_kernels import HOPPER_HEAD_DIMS, PAIRS, Call, choose
-from paged_kv.graphs.ops import BITS
+from paged_kv.graphs.ops import BITS, DTYPES
 
 pytestmark = pytest.mark.waits_for(gpu_programs.api, *gpu_programs.plain.values())
 
@@ -23,7 +23,7 @@ PLAIN_SHAPES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4, 
 def sm90() -> list[Kernel]:
     """All kernels of the API as MAX compiles them for sm_90a."""
     printed, found = gpu_programs.api()
-    assert printed.strip() == f"{len(PAIRS) + 2 * len(BITS) + 1} graphs"
+    assert printed.strip() == f"{len(PAIRS) + 2 * len(BITS) + len(DTYPES) + 2} graphs"
     return found
 
 
@@ -31,11 +31,12 @@ def test_every_kernel_of_the_api_is_there(sm90):
     """As many as the sources instantiate: none is dropped, none falls back to the host."""
     hopper_pairs = [pair for pair in PAIRS if choose(Call(*pair, 128, 4, 16), "sm_90a").kernel == "decode_hopper"]
     hopper = len(hopper_pairs) * len(HOPPER_HEAD_DIMS) * 2  # 8 or 16 heads
-    plain = len(PAIRS) * len(PLAIN_SHAPES)
+    plain = len(PAIRS) * (len(PLAIN_SHAPES) + 2)  # the last two with rotary keys
     schedule_and_combine = 2 * len({q_dtype for q_dtype, _ in PAIRS})
     moves = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
     assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper
-    assert len(sm90) == hopper + plain + schedule_and_combine + moves + 1  # ragged_rows
+    copies = 2  # 16 bytes or an element at once
+    assert len(sm90) == hopper + plain + schedule_and_combine + moves + copies + len(DTYPES) + 1  # merges, ragged_rows
 
 
 def test_no_kernel_spills(sm90):
@@ -47,10 +48,13 @@ def test_kernels_fit_an_sm(sm90):
     assert max(kernel.shared_bytes for kernel in sm90) <= SHARED_BYTES
 
 
+COUNTS = {"attend_ite": 6, "schedule_": 3, "combine_": 3, "append_": 2, "gather_": 2, "copy_p": 2, "merge_k": 2}
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100a", "gfx942"])
 def test_plain_kernels_compile_for(architecture):
     texts = gpu_programs.plain[architecture]()
-    for name, count in (("attend_ite", 4), ("schedule_", 3), ("combine_", 3), ("append_", 2), ("gather_", 2)):
+    for name, count in COUNTS.items():
         assert sum(name in found for found in texts) == count, sorted(texts)
     for name, text in texts.items():
         assert architecture in text, name

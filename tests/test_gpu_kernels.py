@@ -28,7 +28,7 @@ def test_hoppers_choice_is_explained_as_it_is_made():
         ("sm_90a", Call("bfloat16", "bfloat16", 128, 4, 16), "decode_hopper", "holds"),
         ("sm_90a", Call("bfloat16", "bfloat16", 128, 4, 5), "decode_gpu", "page_size 5"),
         ("sm_90a", Call("bfloat16", "bfloat16", 80, 4, 16), "decode_gpu", "head_dim 64, 128 and 256, not 80"),
-        ("sm_90a", Call("bfloat16", "bfloat16", 128, 4, 16, rotary=True), None, "rotary"),
+        ("sm_90a", Call("bfloat16", "bfloat16", 128, 4, 16, rotary=True), "decode_gpu", "rotates them"),
         ("sm_100a", Call("bfloat16", "bfloat16", 128, 4, 16), "decode_gpu", "sm_100a is not sm_90a"),
         ("gfx942", Call("float16", "float16", 128, 4, 16), "decode_gpu", "gfx942"),
     ],

@@ -4,6 +4,7 @@ Schedule, attention and combine run one after the other over one memory, as they
 are NaN, the page table is shuffled, threads take turns at random.
 """
 
+import math
 import re
 import struct
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from cases import Cache, CacheCase, build
 from compare import assert_bits_equal, assert_close, assert_lse_close
 from grids import tokens_of
 from paged_kv import reference
+from paged_kv.cascade import merge_states
 from ptx_machine import GLOBAL, Machine
 
 pytestmark = pytest.mark.waits_for(gpu_programs.plain["sm_90a"])
@@ -36,10 +38,12 @@ def ptx() -> dict[Any, str]:
         elif "combine" in name:
             kind = next((k for k in ("bf16", "f16") if f"cvt.rn.{k}.f32" in text), "f32")
             found["combine", kind] = text
+        elif "merge_kernel" in name:
+            found["merge", "bf16" if "cvt.rn.bf16.f32" in text else "f32"] = text
         elif "schedule" in name:
             found["schedule"] = text
         else:
-            found[re.search(r"(append|gather|ragged)", name)[1], "v4.b32" in text] = text  # type: ignore[index]
+            found[re.search(r"(append|gather|ragged|copy)", name)[1], "v4.b32" in text] = text  # type: ignore[index]
     return found
 
 
@@ -61,6 +65,10 @@ FORMS = [
     Form("bfloat16", "float8_e4m3fn", 256, 8, (32768, 256), 1e-2),
     Form("float32", "float32", 512, 4, (32768, 128), 1e-5),
 ]
+ROTARY = [
+    Form("bfloat16", "bfloat16", 128, 4, (16384, 256), 1e-2),
+    Form("float32", "float32", 512, 2, (16384, 64), 1e-5),
+]
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -75,10 +83,19 @@ class Call:
     layout: str = "NHD"
     options: dict[str, Any] = field(default_factory=dict)
     batch_invariant: bool = False
+    dim: int = 0
+    """head_dim, where it is not the greatest that the form takes."""
 
     def build(self) -> tuple[Cache, np.ndarray]:
         case = CacheCase(
-            self.lengths, 2 * self.group, 2, self.form.dim, self.page_size, self.layout, 5, dtype=self.form.kv_dtype
+            self.lengths,
+            2 * self.group,
+            2,
+            self.dim or self.form.dim,
+            self.page_size,
+            self.layout,
+            5,
+            dtype=self.form.kv_dtype,
         )
         cache = build(case)
         q = np.random.default_rng(1).standard_normal(cache.q.shape, np.float32)
@@ -124,6 +141,9 @@ class Call:
         work = struct.pack(
             "<3Q4i", *lists, put(np.zeros(1, np.int32)), max_items, max_splits, SLOTS, self.batch_invariant
         )
+        theta, scale = options.get("rope_theta"), options.get("rope_scale", 1.0)
+        rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi * scale), theta ** (-2 / dim))
+        turns = struct.pack("<2d", *rotary)
         partials = struct.pack("<3Q", put(nan), put(nan[..., 0]), put(nan[..., 0]))
 
         schedule.launch((1, 1, 1), SCHEDULE_THREADS, [rows_bytes, work])
@@ -133,7 +153,7 @@ class Call:
         grid = (max_items, case.num_kv_heads, parts)
         if self.batch_invariant:
             grid = (len(self.items) + 1, *grid[1:])  # the rest of the list is blocks that return at once
-        attention.launch(grid, THREADS, [rows_bytes, *views, work, partials])
+        attention.launch(grid, THREADS, [rows_bytes, *views, work, partials, turns])
         combine.launch((max_splits, heads, 1), THREADS, [rows_bytes, work, partials])
         o = np.frombuffer(bytes(memory), q.dtype, q.size, o_at - GLOBAL).reshape(q.shape)
         lse = schedule.array(lse_at, np.float32, rows * heads).reshape(rows, heads)
@@ -175,6 +195,9 @@ CALLS = [
     Call(FORMS[1], (1030,), 3, batch_invariant=True),
     Call(FORMS[2], (9, 0), 6, page_size=1),
     Call(FORMS[3], (20,), 4, options=ALL),
+    Call(ROTARY[0], (12,), 5, page_size=8, options={"rope_theta": 1e4, "window_left": 9}),
+    Call(ROTARY[0], (250,), 1, dim=24, options={"rope_theta": 500.0, "rope_scale": 4.0, "window_left": 20}),
+    Call(ROTARY[1], (11,), 3, dim=136, options={"rope_theta": 1e4, "rope_scale": 0.1}),
 ]
 
 
@@ -248,3 +271,56 @@ def test_ragged_rows(ptx):
     block.launch((1, 1, 1), THREADS, numbers)
     assert block.array(batch, np.int32, 8).tolist() == [0, 0, 2, 2, 2, -1, -1, 77]
     assert block.array(positions, np.int32, 8).tolist() == [7, 8, 0, 1, 2, 0, 0, 77]
+
+
+@pytest.mark.parametrize(("dim", "layout"), [(8, "NHD"), (8, "HND"), (7, "NHD")])
+def test_copies_of_pages(dim, layout, ptx):
+    """Pages go where they are to; a pair with a page outside the pool is skipped, and nothing else is touched."""
+    cache = build(CacheCase((17, 20, 5), 3, 3, dim, 4, layout=layout, rank=5, dtype="float16"))
+    block = Machine(ptx["copy", dim == 8])
+    at = block.allocate(cache.k_blocks)
+    views = []
+    for view in reference.cache_views(cache.k_blocks, cache.v_blocks, layout, 0):
+        start = at + view.ctypes.data - cache.k_blocks.ctypes.data
+        views.append(view_bytes(start, view.shape, [stride // 2 for stride in view.strides[:3]], 0, (0, 0)))
+    pages = len(cache.k_blocks)
+    order = np.random.default_rng(4).permutation(pages)
+    sources = np.array([order[0], order[1], -1, pages, order[2], order[3]], np.int32)
+    targets = np.array([order[4], order[5], order[6], order[6], -1, pages], np.int32)
+    pointers = [struct.pack("<Q", block.allocate(array)) for array in (sources, targets)]
+    block.launch((len(sources), 2, 2), THREADS, [*views, *pointers])
+    expected = cache.k_blocks.copy()
+    expected[order[4:6]] = expected[order[:2]]
+    found = block.array(at, np.float16, expected.size).reshape(expected.shape)
+    assert_bits_equal(found, expected, what="the pool")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merging_states(dtype, ptx):
+    """Against float64; a state that has seen no key is ignored, whatever its output holds."""
+    rng = np.random.default_rng(6)
+    rows, count, heads, dim = 2, 5, 2, 136
+    v = rng.standard_normal((rows, count, heads, dim), np.float32).astype(dtype)
+    s = rng.uniform(-8, 8, (rows, count, heads)).astype(np.float32)
+    s[0, 2] = s[1, :, 1] = -np.inf
+    v[0, 2] = np.nan
+    s[1, 0, 0] = 300  # next to which the others weigh nothing
+    block = Machine(ptx["merge", SHORT[dtype]])
+    merged = np.full((rows, heads, dim), np.nan, dtype)
+    pointers = [block.allocate(array) for array in (v, s, merged, np.full((rows, heads), np.nan, np.float32))]
+    block.launch((rows * heads, 1, 1), THREADS, [struct.pack("<4Q3q", *pointers, count, heads, dim)])
+    found = np.frombuffer(block.memory, v.dtype, merged.size, pointers[2] - GLOBAL).reshape(merged.shape)
+    lse = block.array(pointers[3], np.float32, rows * heads).reshape(rows, heads)
+    weights = np.exp2(s.astype(np.float64) - s.max(axis=1, keepdims=True, initial=-1e6))
+    total = weights.sum(axis=1)
+    seen = np.where(weights[..., None] == 0, 0, v.astype(np.float64))
+    expected = (weights[..., None] * seen).sum(axis=1) / np.where(total == 0, 1, total)[..., None]
+    with np.errstate(divide="ignore"):
+        expected_lse = s.max(axis=1, initial=-1e6) + np.log2(total)
+    assert_close(found, expected, rel=1e-2 if dtype == "bfloat16" else 1e-5, what="merged v")
+    assert_lse_close(lse, expected_lse, tol=1e-5, what="merged s")
+    assert not found[1, 1].any()
+    assert np.isneginf(lse[1, 1])
+    host_v, host_s = merge_states(v, s)
+    assert_close(host_v, expected, rel=1e-2 if dtype == "bfloat16" else 1e-5, what="the host's v")
+    assert_lse_close(host_s, expected_lse, tol=1e-5, what="the host's s")

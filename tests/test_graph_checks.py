@@ -46,6 +46,8 @@ TYPES = {
     "view": tensor(I64, 12),
     "row_offsets": tensor(U32, "offsets"),
     "cache_lengths": tensor(U32, "B"),
+    "states": tensor(F32, "S", "n", 6, 64),
+    "sums": tensor(F32, "S", "n", 6),
 }
 BOTH = {"one": buffer(F32, "P", 2, 16, 2, 64)}  # one buffer of K and V, passed twice
 
@@ -59,6 +61,8 @@ def call(op, types=None, kv_layout="NHD", *, view=False, values=None, **options)
         args.update(values or {})
         if op == "ragged_rows":
             return ops.ragged_rows(args["row_offsets"], args["cache_lengths"], "N")
+        if op == "merge_states":
+            return ops.merge_states(args["states"], args["sums"])
         k_blocks, v_blocks = (args.get("one", args[name]) for name in ("k_blocks", "v_blocks"))
         cache = PagedCache(k_blocks, v_blocks, args["lookup_table"], kv_layout, args["view"] if view else None)
         if op == "append":
@@ -179,6 +183,20 @@ def test_own_arguments(op, change, error, message):
     refuse(op, change, error, message)
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"states": tensor(F32, "S", 6, 64)}, ShapeError, "v: rank 3, expected 4"),
+        ({"states": tensor(DType.float64, "S", "n", 6, 64)}, ContractTypeError, "v: dtype float64"),
+        ({"sums": tensor(F16, "S", "n", 6)}, ContractTypeError, "s: dtype float16"),
+        ({"sums": tensor(F32, "S", "n", 5)}, ShapeError, "s: dimension 2 is 5, expected 6"),
+        ({"sums": tensor(F32, "S", "n", 6, device=GPU)}, ContractError, "s is on gpu:0, expected cpu:0"),
+    ],
+)
+def test_states_to_merge(change, error, message):
+    refuse("merge_states", {"types": change}, error, message)
+
+
 @pytest.mark.parametrize("head_dim", [4, 12, 520])
 def test_head_dim_that_attention_does_not_take(head_dim):
     blocks = {name: buffer(F32, "P", 16, 2, head_dim) for name in ("k_blocks", "v_blocks")}
@@ -215,7 +233,7 @@ def test_options_as_graph_values(name, kind, error, message):
             ops.attention_at_run_time(cache, *rows, **{key: args[key].tensor for key in kinds})
 
 
-@pytest.mark.parametrize("op", ["append", "gather", "copy_pages", "attention", "ragged_rows"])
+@pytest.mark.parametrize("op", ["append", "gather", "copy_pages", "attention", "ragged_rows", "merge_states"])
 def test_the_right_arguments_pass_the_checks(op):
     with pytest.raises(Exception, match=f"paged_kv_{op}") as caught:
         call(op)
@@ -225,7 +243,7 @@ def test_the_right_arguments_pass_the_checks(op):
 ON_GPU = {name: type(kind)(kind.dtype, kind.shape, CPU if name == "view" else GPU) for name, kind in TYPES.items()}
 
 
-@pytest.mark.parametrize("op", ["append", "gather", "attention", "ragged_rows"])
+@pytest.mark.parametrize("op", ["append", "gather", "copy_pages", "attention", "ragged_rows", "merge_states"])
 def test_everything_but_the_view_lies_on_the_gpu(op):
     with pytest.raises(ValueError, match="paged_kv_"):
         call(op, ON_GPU)
@@ -234,7 +252,6 @@ def test_everything_but_the_view_lies_on_the_gpu(op):
 @pytest.mark.parametrize(
     ("types", "options", "message"),
     [
-        pytest.param(ON_GPU, {"rope_theta": 1e4}, "rope_theta: rotary keys are a CPU option", id="rotary"),
         pytest.param(TYPES, {"batch_invariant": True}, "batch_invariant is an option of the GPU", id="invariant"),
         pytest.param(TYPES, {"gpu_kernel": "fast"}, "gpu_kernel must be 'best' or 'plain', not 'fast'", id="kernel"),
         pytest.param(ON_GPU | {"q": TYPES["q"]}, {}, "q is on cpu:0, expected gpu:0", id="q on the CPU"),

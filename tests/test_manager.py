@@ -10,7 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kinds import WRITABLE, bytes_of, kind_of, make
 from paged_kv import moves
 from paged_kv.arrays import as_numpy
-from paged_kv.errors import ContractError, ContractTypeError, PoolExhausted, RequestError, ShapeError, ToolchainError
+from paged_kv.errors import (
+    ContractError,
+    ContractTypeError,
+    PoolExhausted,
+    RequestError,
+    ShapeError,
+    ToolchainError,
+)
 from paged_kv.page import PagedKVCacheManager, append_paged_kv_cache
 
 
@@ -143,7 +150,8 @@ def test_tokens_that_do_not_fit_change_nothing(k, v, error, said):
         ({"head_dim": 0}, ContractError, "head_dim must be at least 1"),
         ({"num_kv_heads": 1.0}, ContractTypeError, "num_kv_heads must be an integer"),
         ({"dtype": "int4"}, ContractTypeError, "dtype: 'int4' is none of"),
-        ({"device": "cuda:0"}, ContractError, "device must be the CPU, not cuda:0"),
+        ({"device": "cuda:63"}, ToolchainError, "GPU 63: MAX finds no such device"),
+        ({"device": "tpu"}, ContractError, r"device must be the CPU or a GPU \('cuda', 'cuda:1'\), not 'tpu'"),
         ({"kind": "jax"}, ContractError, "kind must be 'numpy' or 'torch', not 'jax'"),
     ],
 )

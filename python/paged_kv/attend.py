@@ -1,100 +1,30 @@
-"""One attention call, checked: what the functions and classes of `decode.py` share.
+"""One attention call: a problem with its operands prepared, run on the CPU or on a GPU.
 
 Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from max.driver import Buffer
-from max.dtype import DType
 
 from paged_kv import gpu
 from paged_kv.arrays import as_numpy, cache_operands, to_buffer, to_numpy
-from paged_kv.checks import integer
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.gpu import Place
-from paged_kv.options import AttentionOptions
+from paged_kv.gpu import Facts
+from paged_kv.places import Place
+from paged_kv.problem import WIDE, Array, Problem, check_array, names
 from paged_kv.reference import alibi_slopes
 from paged_kv.rows import Rows
-from paged_kv.runtime import Variant, default_runtime
+from paged_kv.runtime import default_runtime
 
-Array = npt.NDArray[Any]
 Scales = tuple[float | None, float | None, float | None]
 """q_scale, k_scale, v_scale; None is 1."""
 
 _PLAIN = (float, int, type(None))
-POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-
-_FP8 = {
-    np.dtype(ml_dtypes.float8_e4m3fn): DType.float8_e4m3fn,
-    np.dtype(ml_dtypes.float8_e5m2): DType.float8_e5m2,
-}
-_WIDE = {
-    np.dtype(np.float32): DType.float32,
-    np.dtype(np.float16): DType.float16,
-    np.dtype(ml_dtypes.bfloat16): DType.bfloat16,
-}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What every run of one plan has in common.
-
-    Raises:
-        ContractTypeError: a size is no integer, or a dtype or pair of dtypes is not supported.
-        ShapeError: Hq is no multiple of Hk, or head_dim is not supported.
-        ContractError: another size is below 1, or the pos_encoding_mode is unknown.
-    """
-
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    q_dtype: np.dtype[Any]
-    """float32, float16 or bfloat16."""
-    kv_dtype: np.dtype[Any]
-    """`q_dtype`, or either float8 with any of the three."""
-    pos_encoding_mode: str
-    options: AttentionOptions
-    """`rope_theta` is used only by ROPE_LLAMA; the scales of q, k and v are a run's."""
-    dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
-    """What messages call the two dtypes."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
-        if self.num_qo_heads % self.num_kv_heads:
-            raise ShapeError(
-                f"num_qo_heads: {self.num_qo_heads} is no multiple of num_kv_heads, which is {self.num_kv_heads}"
-            )
-        if self.head_dim % 8 or self.head_dim > 512:
-            raise ShapeError(f"head_dim must be a multiple of 8 from 8 to 512, not {self.head_dim}")
-        if self.q_dtype not in _WIDE:
-            raise ContractTypeError(f"{self.dtype_names[0]}: {self.q_dtype.name} is none of {_names(_WIDE)}")
-        if self.kv_dtype != self.q_dtype and self.kv_dtype not in _FP8:
-            legal = f"equal q's {self.q_dtype.name} or be one of {_names(_FP8)}"
-            raise ContractTypeError(f"{self.dtype_names[1]}: {self.kv_dtype.name} must {legal}")
-        if self.pos_encoding_mode not in POS_ENCODING_MODES:
-            raise ContractError(
-                f"pos_encoding_mode must be one of {', '.join(POS_ENCODING_MODES)}, not {self.pos_encoding_mode!r}"
-            )
-
-    def __str__(self) -> str:
-        heads = f"{self.num_qo_heads} query and {self.num_kv_heads} KV heads of {self.head_dim}"
-        dtypes = f"q {self.q_dtype.name}, kv {self.kv_dtype.name}"
-        return f"{heads}, pages of {self.page_size}, {dtypes}, {self.pos_encoding_mode}"
-
-    @property
-    def variant(self) -> Variant:
-        """The compiled graph that answers it."""
-        return Variant("attention", _WIDE[self.q_dtype], (_WIDE | _FP8)[self.kv_dtype])
 
 
 class Attention:
@@ -159,13 +89,11 @@ class Attention:
         """`run` on a GPU, over torch tensors there: enqueued, in the order of torch's current stream, not waited for.
 
         Raises:
-            ContractTypeError, ShapeError, ContractError, PageTableError: as `run`; or keys would have to be rotated.
+            ContractTypeError, ShapeError, ContractError, PageTableError: as `run`.
         """
         problem = self.problem
-        if problem.pos_encoding_mode == "ROPE_LLAMA":
-            raise ContractError("pos_encoding_mode: ROPE_LLAMA is a CPU option; on a GPU, append rotated keys")
-        check_array("q", _Facts.of(q, "q"), (rows.batch, problem.num_qo_heads, problem.head_dim), problem.q_dtype)
-        self._check_cache(_Facts.of(k, "paged_kv_cache"), _Facts.of(v, "paged_kv_cache"))
+        check_array("q", Facts.of(q, "q"), (rows.batch, problem.num_qo_heads, problem.head_dim), problem.q_dtype)
+        self._check_cache(Facts.of(k, "paged_kv_cache"), Facts.of(v, "paged_kv_cache"))
         rows.check_pages(len(k))
         numbers = self._pack(scales)
         # What torch still has to compute is enqueued before MAX's stream is told to wait.
@@ -195,9 +123,9 @@ class Attention:
     def _sinks_tensor(self, sinks: Any) -> Any:
         """The sinks as the op takes them; their values stay unread."""
         tensor = gpu.to_tensor(sinks, "sinks")
-        facts = _Facts.of(tensor, "sinks")
-        if facts.dtype not in _WIDE:
-            raise ContractTypeError(f"sinks: dtype {facts.dtype.name} is none of {_names(_WIDE)}")
+        facts = Facts.of(tensor, "sinks")
+        if facts.dtype not in WIDE:
+            raise ContractTypeError(f"sinks: dtype {facts.dtype.name} is none of {names(WIDE)}")
         if facts.shape != (self.problem.num_qo_heads,):
             raise ShapeError(
                 f"sinks: shape {list(facts.shape)}, expected [num_qo_heads] = [{self.problem.num_qo_heads}]"
@@ -221,8 +149,8 @@ class Attention:
     def _sinks(self, sinks: Any) -> Buffer:
         """The sinks as the op takes them."""
         values = as_numpy(sinks, "sinks")
-        if values.dtype not in _WIDE:
-            raise ContractTypeError(f"sinks: dtype {values.dtype.name} is none of {_names(_WIDE)}")
+        if values.dtype not in WIDE:
+            raise ContractTypeError(f"sinks: dtype {values.dtype.name} is none of {names(WIDE)}")
         if values.shape != (self.problem.num_qo_heads,):
             raise ShapeError(
                 f"sinks: shape {list(values.shape)}, expected [num_qo_heads] = [{self.problem.num_qo_heads}]"
@@ -234,7 +162,7 @@ class Attention:
             raise ContractError(f"sinks: head {head} has {values[head]}, expected a finite logit or -inf")
         return to_buffer(values)
 
-    def _check_cache(self, k: Array | _Facts, v: Array | _Facts) -> None:
+    def _check_cache(self, k: Array | Facts, v: Array | Facts) -> None:
         """K and V are pages of the planned sizes and dtype."""
         problem = self.problem
         page = (problem.page_size, problem.num_kv_heads, problem.head_dim)
@@ -250,67 +178,3 @@ class Attention:
 
 
 _PAGE = ("page_size", "num_kv_heads", "head_dim")
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What is checked of an array, where it is no NumPy array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @staticmethod
-    def of(tensor: Any, name: str) -> _Facts:
-        return _Facts(tuple(tensor.shape), gpu.numpy_dtype(tensor, name))
-
-
-def check_layout(kv_layout: str) -> None:
-    """Refuses an unknown layout."""
-    if kv_layout not in ("NHD", "HND"):
-        raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {kv_layout!r}")
-
-
-def check_array(name: str, array: Array | _Facts, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Refuses an array of another shape or dtype than planned."""
-    if array.dtype != dtype:
-        raise ContractTypeError(f"{name}: dtype {array.dtype.name}, planned {dtype.name}")
-    if array.shape != shape:
-        letters = ("B", "num_qo_heads", "head_dim")[: len(shape)]
-        raise ShapeError(f"{name}: shape {list(array.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
-
-
-def writable(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A view of an array that results are to be written to, checked."""
-    view = as_numpy(array, name)
-    check_array(name, view, shape, dtype)
-    if not view.flags.writeable:
-        raise ContractError(f"{name} is read-only, and is to be written")
-    return view
-
-
-def writable_on_gpu(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """The tensor over an array that results are to be written to, checked."""
-    tensor = gpu.to_tensor(array, name)
-    check_array(name, _Facts.of(tensor, name), shape, dtype)
-    return tensor
-
-
-def attention_options(
-    window_left: int,
-    logits_soft_cap: float | None,
-    sm_scale: float | None,
-    rope_scale: float | None,
-    rope_theta: float | None,
-) -> AttentionOptions:
-    """The options with FlashInfer's meaning of None."""
-    return AttentionOptions(
-        sm_scale=sm_scale,
-        window_left=window_left,
-        logits_soft_cap=0.0 if logits_soft_cap is None else logits_soft_cap,
-        rope_scale=1.0 if rope_scale is None else rope_scale,
-        rope_theta=1e4 if rope_theta is None else rope_theta,
-    )
-
-
-def _names(dtypes: Iterable[np.dtype[Any]]) -> str:
-    return ", ".join(dtype.name for dtype in dtypes)

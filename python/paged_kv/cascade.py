@@ -4,24 +4,36 @@ A state is what attention over one set of keys gives: the output `v` and the bas
 denominator, float32. States over disjoint sets of keys merge into the state over their union. A state with
 `s = -inf` has seen no key: its `v` is ignored, whatever it holds, NaN included.
 
-Any array comes in (see `paged_kv.arrays`); results have the kind of the first argument. Sums are float32.
+Any array on the CPU comes in (see `paged_kv.arrays`), and torch and MAX arrays on one GPU, where a kernel of this
+package merges them; results have the kind of the first argument and lie beside it. Sums are float32.
 Letters in shapes: S rows (tokens), n states, H heads, D head dimension.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from max.dtype import DType
 
+from paged_kv import gpu, places
 from paged_kv.arrays import as_numpy, like
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.runtime import Variant
 
 Array = npt.NDArray[Any]
 
-_DTYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
+State = tuple[Any, Any]
+"""v and s: NumPy arrays, or torch tensors on a GPU."""
+
+_MAX_DTYPES = {
+    np.dtype(np.float32): DType.float32,
+    np.dtype(np.float16): DType.float16,
+    np.dtype(ml_dtypes.bfloat16): DType.bfloat16,
+}
 
 
 def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
@@ -38,10 +50,11 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
         ShapeError: a rank or shape differs from the above.
         ContractTypeError: an argument is no array of these dtypes.
     """
-    a, b = _state(v_a, s_a, ("v_a", "s_a"), rank=3), _state(v_b, s_b, ("v_b", "s_b"), rank=3)
+    place = places.place_of(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
+    a = _state(place, v_a, s_a, ("v_a", "s_a"), rank=3)
+    b = _state(place, v_b, s_b, ("v_b", "s_b"), rank=3)
     _check_alike(a, b, ("v_a", "v_b"))
-    v, s = _merge(*(np.stack(pair, axis=1) for pair in zip(a, b, strict=True)))
-    return like(v_a, v), like(v_a, s)
+    return _finish(place, v_a, *_merge_two(place, a, b))
 
 
 def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any = None) -> None:
@@ -57,22 +70,25 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
         ContractTypeError: an argument is no array of these dtypes.
         ContractError: `v` or `s` cannot be written.
     """
-    ours = _state(v, s, ("v", "s"), rank=3)
-    other = _state(v_other, s_other, ("v_other", "s_other"), rank=3)
+    place = places.place_of(v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
+    ours = _state(place, v, s, ("v", "s"), rank=3)
+    other = _state(place, v_other, s_other, ("v_other", "s_other"), rank=3)
     _check_alike(ours, other, ("v", "v_other"))
+    rows = None if mask is None else _mask(place, mask, len(ours[0]))
+    if place is not None:
+        merged = _merge_two(place, ours, other)
+        for tensor, result in zip(ours, merged, strict=True):
+            kept = result if rows is None else _choose(rows, result, tensor)
+            tensor.copy_(kept)
+        place.after_torch()
+        return
     for name, array in zip(("v", "s"), ours, strict=True):
         if not array.flags.writeable:
             raise ContractError(f"{name} is read-only, and is to be changed in place")
-    rows = np.ones(len(ours[0]), np.bool_)
-    if mask is not None:
-        rows = as_numpy(mask, "mask")
-        if rows.dtype != np.bool_:
-            raise ContractTypeError(f"mask: dtype {rows.dtype.name}, expected bool")
-        if rows.shape != ours[0].shape[:1]:
-            raise ShapeError(f"mask: shape {list(rows.shape)}, expected {[len(ours[0])]}, one entry a row of v")
-    merged = _merge(*(np.stack((a[rows], b[rows]), axis=1) for a, b in zip(ours, other, strict=True)))
+    chosen = np.ones(len(ours[0]), np.bool_) if rows is None else rows
+    merged = _merge_two(None, *((state[0][chosen], state[1][chosen]) for state in (ours, other)))
     for array, result in zip(ours, merged, strict=True):
-        array[rows] = result
+        array[chosen] = result
 
 
 def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
@@ -89,8 +105,9 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
         ShapeError: a rank or shape differs from the above.
         ContractTypeError: an argument is no array of these dtypes.
     """
-    merged_v, merged_s = _merge(*_state(v, s, ("v", "s"), rank=4))
-    return like(v, merged_v), like(v, merged_s)
+    place = places.place_of(v=v, s=s)
+    states = _state(place, v, s, ("v", "s"), rank=4)
+    return _finish(place, v, *(_merge(*states) if place is None else _merge_on(place, *states)))
 
 
 def _merge(v: Array, s: Array) -> tuple[Array, Array]:
@@ -107,27 +124,78 @@ def _merge(v: Array, s: Array) -> tuple[Array, Array]:
     return merged.astype(v.dtype), lse
 
 
-def _state(v: Any, s: Any, names: tuple[str, str], rank: int) -> tuple[Array, Array]:
-    """Views of a state's two arrays, checked on their own and against each other."""
-    outputs, sums = as_numpy(v, names[0]), as_numpy(s, names[1])
-    if outputs.dtype not in _DTYPES:
-        allowed = ", ".join(dtype.name for dtype in _DTYPES)
+def _merge_on(place: places.Place, v: Any, s: Any) -> tuple[Any, Any]:
+    """`_merge` on a GPU, over torch tensors there: enqueued, in the order of torch's current stream."""
+    torch = import_module("torch")
+    if not s.numel() or not v.shape[-1]:  # no rows, no states, or nothing in one: only the lse may be needed
+        wide = v.new_zeros((*v.shape[:-1], 1))
+        lse = _merge_on(place, wide, s)[1] if s.numel() else s.new_full((len(v), v.shape[2]), -torch.inf)
+        return v.new_zeros((len(v), *v.shape[2:])), lse
+    dtype = _MAX_DTYPES[gpu.numpy_dtype(v, "v")]
+    v, s = v.contiguous(), s.contiguous()
+    with place.ordered():
+        merged = place.runtime.execute(Variant("merge", dtype, dtype), gpu.tensor_buffer(v), gpu.tensor_buffer(s))
+    merged_v, merged_s = (torch.from_dlpack(result) for result in merged)
+    return merged_v, merged_s
+
+
+def _merge_two(place: places.Place | None, a: State, b: State) -> tuple[Any, Any]:
+    if place is None:
+        return _merge(*(np.stack(pair, axis=1) for pair in zip(a, b, strict=True)))
+    return _merge_on(place, *(import_module("torch").stack(pair, 1) for pair in zip(a, b, strict=True)))
+
+
+def _finish(place: places.Place | None, sample: Any, v: Any, s: Any) -> tuple[Any, Any]:
+    """Results as arrays of the kind of `sample`."""
+    if place is None:
+        return like(sample, v), like(sample, s)
+    return gpu.like_of(place, sample, v), gpu.like_of(place, sample, s)
+
+
+def _choose(rows: Any, merged: Any, kept: Any) -> Any:
+    """On a GPU: the merged values of the rows that are true, and the others' own bits."""
+    return import_module("torch").where(rows.view(-1, *[1] * (kept.ndim - 1)), merged, kept)
+
+
+def _mask(place: places.Place | None, mask: Any, num_rows: int) -> Any:
+    """Which rows are merged, `[S]` bool."""
+    rows: Any = as_numpy(mask, "mask") if place is None else gpu.to_tensor(mask, "mask")
+    dtype = rows.dtype if place is None else gpu.numpy_dtype(rows, "mask")
+    if dtype != np.bool_:
+        raise ContractTypeError(f"mask: dtype {dtype.name}, expected bool")
+    if tuple(rows.shape) != (num_rows,):
+        raise ShapeError(f"mask: shape {list(rows.shape)}, expected {[num_rows]}, one entry a row of v")
+    return rows
+
+
+def _state(place: places.Place | None, v: Any, s: Any, names: tuple[str, str], rank: int) -> State:
+    """Views of a state's two arrays, on a GPU tensors, checked on their own and against each other."""
+    if place is None:
+        arrays: State = (as_numpy(v, names[0]), as_numpy(s, names[1]))
+    else:
+        arrays = (gpu.to_tensor(v, names[0]), gpu.to_tensor(s, names[1]))
+    outputs, sums = (
+        gpu.Facts(a.shape, a.dtype) if place is None else gpu.Facts.of(a, n) for a, n in zip(arrays, names, strict=True)
+    )
+    if outputs.dtype not in _MAX_DTYPES:
+        allowed = ", ".join(dtype.name for dtype in _MAX_DTYPES)
         raise ContractTypeError(f"{names[0]}: dtype {outputs.dtype.name} is none of {allowed}")
     if sums.dtype != np.float32:
         raise ContractTypeError(f"{names[1]}: dtype {sums.dtype.name}, expected float32")
-    if outputs.ndim != rank:
+    if len(outputs.shape) != rank:
         expected = "[S, H, D]" if rank == 3 else "[S, n, H, D]"
         raise ShapeError(f"{names[0]}: shape {list(outputs.shape)}, expected {expected}")
     if sums.shape != outputs.shape[:-1]:
         raise ShapeError(
             f"{names[1]}: shape {list(sums.shape)}, expected {list(outputs.shape[:-1])}, {names[0]}'s without the last"
         )
-    return outputs, sums
+    return arrays
 
 
-def _check_alike(a: tuple[Array, Array], b: tuple[Array, Array], names: tuple[str, str]) -> None:
+def _check_alike(a: State, b: State, names: tuple[str, str]) -> None:
     """Two states have one shape and one dtype."""
     if a[0].shape != b[0].shape:
         raise ShapeError(f"{names[1]}: shape {list(b[0].shape)} differs from {names[0]}'s {list(a[0].shape)}")
     if a[0].dtype != b[0].dtype:
-        raise ContractTypeError(f"{names[1]}: dtype {b[0].dtype.name} differs from {names[0]}'s {a[0].dtype.name}")
+        found, expected = (str(state[0].dtype).removeprefix("torch.") for state in (b, a))
+        raise ContractTypeError(f"{names[1]}: dtype {found} differs from {names[0]}'s {expected}")

@@ -100,6 +100,7 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: the checkpoint's own.")
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
 @click.option("--pages", type=int, help="Pages of the cache. Default: what these prompts can need.")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt, as it ends.")
 def generate(
     folder: Path,
@@ -111,6 +112,7 @@ def generate(
     dtype: str | None,
     page_size: int,
     pages: int | None,
+    device: str,
     as_json: bool,
 ) -> None:
     """Continue prompts with a Llama checkpoint in Hugging Face format, all of them as one batch."""
@@ -130,7 +132,7 @@ def generate(
     needed = pages_for(config, encoded, max_new_tokens, page_size)
     if pages is not None and needed > pages:
         raise ContractError(f"--pages {pages} is too few: prompts and new tokens need {needed} pages of {page_size}")
-    model = _load(folder, config.dtype if dtype is None else dtype, pages or needed, page_size)
+    model = _load(folder, config.dtype if dtype is None else dtype, pages or needed, page_size, device)
     run = Generation(model, encoded, max_new_tokens, sampler, frozenset(config.eos_token_ids))
     _print_texts(run, tokenizer, prompts, as_json)
     _print_statistics(run.statistics, model)
@@ -149,7 +151,8 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
 
 
 @commands.command()
-def demo() -> int:
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs.")
+def demo(device: str) -> int:
     """Decode four prompts with a small made-up model, and check the tokens against a recompute without a cache."""
     from paged_kv.arrays import to_numpy
     from paged_kv.folders import cache_folder
@@ -165,7 +168,7 @@ def demo() -> int:
     config = LlamaConfig.from_folder(folder)
     tokenizer = Tokenizer(folder, config)
     encoded = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
-    model = _load(folder, "float32", pages_for(config, encoded, DEMO_NEW_TOKENS, 16), 16)
+    model = _load(folder, "float32", pages_for(config, encoded, DEMO_NEW_TOKENS, 16), 16, device)
     run = Generation(model, encoded, DEMO_NEW_TOKENS, Sampler(), frozenset(config.eos_token_ids))
     generated = _print_texts(run, tokenizer, DEMO_PROMPTS, as_json=False)
     _print_statistics(run.statistics, model)
@@ -183,12 +186,14 @@ def demo() -> int:
 commands.add_command(bench)
 
 
-def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int) -> LlamaModel:
+def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int, device: str) -> LlamaModel:
     from max.dtype import DType
 
     from paged_kv.graphs.model import LlamaModel
     from paged_kv.graphs.weights import progress_bar
+    from paged_kv.runtime import runtime_on
 
+    runtime = runtime_on(0 if device == "gpu" else None)
     with progress_bar("weights") as on_progress:
         return LlamaModel.from_folder(
             folder,
@@ -196,6 +201,7 @@ def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int) -> Ll
             num_pages=num_pages,
             page_size=page_size,
             on_progress=on_progress,
+            runtime=runtime,
             on_compile=lambda: _note("compiling the decode step: about a minute, once for this model and machine"),
         )
 

@@ -6,7 +6,7 @@ Arrays are torch, NumPy (`ml_dtypes` for bfloat16 and float8), JAX or MAX arrays
 MAX arrays on one GPU (`paged_kv.gpu`); they come in without a copy, and results have the kind of `q` and lie beside it.
 Queries are float32, float16 or bfloat16; K and V have the dtype of the queries, or are float8_e4m3fn or float8_e5m2
 under any of the three. Scores, softmax and sums are float32 whatever the storage. D is a multiple of 8 up to 512; every
-group size Hq / Hk and every page_size is supported. On a GPU, ROPE_LLAMA is not.
+group size Hq / Hk and every page_size is supported.
 
 Errors are `ContractTypeError` (a TypeError) for types and dtypes, and `ShapeError`, `PageTableError` and
 `ContractError` (ValueErrors) for the rest; whenever one is raised, nothing was written.
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged_kv import gpu
+from paged_kv import gpu, places
 from paged_kv.arrays import as_numpy, check_storage, like
-from paged_kv.attend import Attention, Problem, attention_options, check_layout
+from paged_kv.attend import Attention
 from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.problem import Problem, attention_options, check_layout
 from paged_kv.rows import Rows
 from paged_kv.wrapper import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 
@@ -73,7 +74,7 @@ def single_decode_with_kv_cache(
         ContractError: another value is out of range.
     """
     del use_tensor_cores
-    place = gpu.place_of(q=q, k=k, v=v)
+    place = places.place_of(q=q, k=k, v=v)
     read: Any = as_numpy if place is None else gpu.to_tensor
     query = read(q, "q")
     if query.ndim != 2:

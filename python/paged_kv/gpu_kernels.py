@@ -58,7 +58,7 @@ def choose(call: Call, architecture: str | None) -> Choice:
             return Choice("decode_cpu", "keys are rotated one by one as they are read")
         return Choice("decode_tiles", "every call without rotary keys")
     if call.rotary:
-        return Choice(None, "rotary keys are a CPU option; on a GPU, append keys as they are used")
+        return Choice("decode_gpu", "decode_hopper takes keys as they are stored, this one rotates them")
     if architecture.removeprefix("cuda:") != HOPPER:
         return Choice("decode_gpu", f"{architecture} is not {HOPPER}, Hopper's architecture")
     refusal = hopper_refusal(call)

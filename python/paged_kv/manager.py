@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arrays import as_numpy, dtype_of, like, paged_views, sample_array
+from paged_kv.arrays import as_numpy, dtype_of, like, sample_array
 from paged_kv.checks import Indices, integer
 from paged_kv.errors import ContractError, RequestError
-from paged_kv.forms import check_rows
-from paged_kv.moves import prepare, write_rows
+from paged_kv.gpu import to_tensor
+from paged_kv.moves import prepare
+from paged_kv.places import place_named
 from paged_kv.pool import PagePool
+from paged_kv.targets import Storage
 
 
 class PagedKVCacheManager:
@@ -28,12 +30,14 @@ class PagedKVCacheManager:
         num_kv_heads: KV heads.
         head_dim: Elements of a head.
         dtype: A name, or a dtype of NumPy, torch, JAX or MAX.
-        device: None or the CPU.
+        device: Of `kv_cache` and of the tokens that are appended: None or the CPU, or a GPU as torch names it ("cuda",
+            "cuda:1"). Page tables are on the host wherever the cache is: that is where `plan` takes them.
         kind: "torch" or "numpy", what `kv_cache` and page tables are. By default torch where the program has imported
-            it, else NumPy.
+            it or the device is a GPU, else NumPy.
 
     Raises:
         ContractTypeError, ContractError: a size is no integer or too small, an unknown dtype, kind or device.
+        ToolchainError: MAX does not see that GPU, or torch is missing.
     """
 
     def __init__(
@@ -46,8 +50,7 @@ class PagedKVCacheManager:
         device: Any = None,
         kind: str | None = None,
     ) -> None:
-        if device is not None and str(device).partition(":")[0] != "cpu":
-            raise ContractError(f"device must be the CPU, not {device}")
+        place = None if device is None else place_named(device)
         self.pool = PagePool(max_num_pages, page_size)
         self.max_num_pages = self.pool.num_pages
         self.page_size = self.pool.page_size
@@ -56,8 +59,11 @@ class PagedKVCacheManager:
         shape = (self.max_num_pages, 2, self.page_size, self.num_kv_heads, self.head_dim)
         if kind not in (None, "numpy", "torch"):
             raise ContractError(f"kind must be 'numpy' or 'torch', not {kind!r}")
-        self._kind = sample_array(kind or ("torch" if "torch" in sys.modules else "numpy"))
-        self.kv_cache = like(self._kind, np.zeros(shape, dtype_of(dtype, "dtype")))
+        if kind == "numpy" and place is not None:
+            raise ContractError(f"kind must be 'torch' for a cache on {device}, not 'numpy'")
+        self._kind = sample_array(kind or ("torch" if place or "torch" in sys.modules else "numpy"))
+        element = dtype_of(dtype, "dtype")
+        self.kv_cache = like(self._kind, np.zeros(shape, element)) if place is None else place.zeros(shape, element)
 
     def append(self, request_id: Hashable, k: Any, v: Any) -> None:
         """Appends one token, k and v `[num_kv_heads, head_dim]`, or `n` of them, `[n, ...]`; starts an unknown request.
@@ -66,14 +72,15 @@ class PagedKVCacheManager:
             PoolExhausted: too few pages are free; nothing was taken or written.
             ContractTypeError, ShapeError: as `append_paged_kv_cache`.
         """
-        k_view, v_view = paged_views(self.kv_cache, "NHD", "kv_cache", writable=True)
-        k_rows, v_rows = (_tokens(as_numpy(array, name)) for array, name in ((k, "k"), (v, "v")))
-        k_rows, v_rows = check_rows(k_rows, v_rows, k_view, v_view, ("k", "v"))
-        prepare(k_view.dtype)  # all that can fail comes before the books change
+        storage = Storage.paged(self.kv_cache, "NHD", "kv_cache", k=k, v=v)
+        read = as_numpy if storage.place is None else to_tensor
+        rows = storage.rows(_tokens(read(k, "k")), _tokens(read(v, "v")), ("k", "v"))
+        prepare(dtype_of(storage.k.dtype, "kv_cache"), storage.place)  # what can fail comes before the books
         known, start = self._length(request_id) is not None, self.get_seq_len(request_id)
-        (self.pool.reserve if known else self.pool.start)(request_id, len(k_rows))
-        page_slot, slots = np.divmod(np.arange(start, start + len(k_rows), dtype=np.int32), np.int32(self.page_size))
-        write_rows(k_rows, v_rows, k_view, v_view, self._pages(request_id)[page_slot], slots)
+        count = len(rows[0])
+        (self.pool.reserve if known else self.pool.start)(request_id, count)
+        page_slot, slots = np.divmod(np.arange(start, start + count, dtype=np.int32), np.int32(self.page_size))
+        storage.write(rows, (self._pages(request_id)[page_slot], slots))
 
     def get_page_table(self, request_id: Hashable) -> Any:
         """The request's pages in token order, int32 `[ceil(length / page_size)]`; None for an unknown request."""
@@ -101,6 +108,6 @@ class PagedKVCacheManager:
         return np.array(self.pool.pages(request_id), np.int32)
 
 
-def _tokens(rows: np.ndarray) -> np.ndarray:
+def _tokens(rows: Any) -> Any:
     """One token `[Hk, D]` as the only one of `[1, Hk, D]`."""
     return rows[None] if rows.ndim == 2 else rows

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from max.driver import Buffer
 from max.dtype import DType
 
-from paged_kv import gpu
+from paged_kv import gpu, places
 from paged_kv.arrays import cache_operands, to_buffer, to_numpy
 from paged_kv.checks import Indices
 from paged_kv.runtime import Variant, default_runtime
@@ -53,41 +53,6 @@ def write_rows(
     )
 
 
-def write_rows_on(place: gpu.Place, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, pages: Any, slots: Any) -> None:
-    """`write_rows` on a GPU, over torch tensors there; `pages` and `slots` are host arrays, or int32 tensors there.
-
-    Enqueued in the order of torch's current stream, not waited for.
-    """
-    if not k_rows.numel() or not len(pages):
-        return
-    torch = import_module("torch")
-    raw = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[k_view.element_size()]
-    bits = _BITS[k_view.element_size()]
-    if isinstance(pages, np.ndarray):
-        batch = np.where(pages < 0, np.int32(-1), np.arange(len(pages), dtype=np.int32))
-        host = [to_buffer(array) for array in (batch, np.array(slots), np.array(pages.view(np.uint32)[:, None]))]
-    else:
-        numbers = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
-        device = [torch.where(pages < 0, -1, numbers).int(), slots, pages.view(torch.uint32)[:, None]]
-    rows = [tensor.contiguous().view(raw) for tensor in (k_rows, v_rows)]
-    with place.ordered():
-        if isinstance(pages, np.ndarray):
-            batch_indices, positions, table = (place.upload(buffer) for buffer in host)
-        else:
-            batch_indices, positions, table = (gpu.tensor_buffer(tensor) for tensor in device)
-        k_blocks, v_blocks, view = gpu.cache_operands(k_view.view(raw), v_view.view(raw))
-        place.runtime.execute(
-            Variant("append", bits, bits),
-            *(gpu.tensor_buffer(tensor) for tensor in rows),
-            batch_indices,
-            positions,
-            k_blocks,
-            v_blocks,
-            table,
-            view,
-        )
-
-
 def read_rows(
     k_view: np.ndarray, v_view: np.ndarray, lookup_table: npt.NDArray[np.uint32], lengths: Indices
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -107,9 +72,72 @@ def read_rows(
     return to_numpy(k).view(dtype), to_numpy(v).view(dtype)
 
 
-def prepare(dtype: np.dtype) -> None:
-    """Compiles or loads what moving rows of this dtype needs."""
-    default_runtime().load(_variant("append", np.empty(0, _unsigned(dtype))).family())
+def write_rows_on(
+    place: places.Place, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, pages: Any, slots: Any
+) -> None:
+    """`write_rows` on a GPU, over torch tensors there; `pages` and `slots` are host arrays, or int32 tensors there.
+
+    Enqueued in the order of torch's current stream, not waited for.
+    """
+    if not k_rows.numel() + v_rows.numel() or not len(pages):
+        return
+    if k_rows.shape != v_rows.shape:  # as `write_rows` does
+        for rows, storage in ((k_rows, k_view), (v_rows, v_view)):
+            write_rows_on(place, rows, rows, storage, storage, pages, slots)
+        return
+    torch = import_module("torch")
+    k_view, v_view = _bits_on(k_view), _bits_on(v_view)
+    rows = [_bits_on(tensor.contiguous()) for tensor in (k_rows, v_rows)]
+    if isinstance(pages, np.ndarray):
+        batch = np.where(pages < 0, np.int32(-1), np.arange(len(pages), dtype=np.int32))
+        host = [to_buffer(array) for array in (batch, np.array(slots), np.array(pages.view(np.uint32)[:, None]))]
+    else:
+        numbers = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
+        device = [torch.where(pages < 0, -1, numbers).int(), slots, pages.view(torch.uint32)[:, None]]
+    bits = _BITS[k_view.element_size()]
+    with place.ordered():
+        if isinstance(pages, np.ndarray):
+            batch_indices, positions, table = (place.upload(buffer) for buffer in host)
+        else:
+            batch_indices, positions, table = (gpu.tensor_buffer(tensor) for tensor in device)
+        k_blocks, v_blocks, view = gpu.cache_operands(k_view, v_view)
+        place.runtime.execute(
+            Variant("append", bits, bits),
+            *(gpu.tensor_buffer(tensor) for tensor in rows),
+            batch_indices,
+            positions,
+            k_blocks,
+            v_blocks,
+            table,
+            view,
+        )
+
+
+def read_rows_on(
+    place: places.Place, k_view: Any, v_view: Any, lookup_table: npt.NDArray[np.uint32], lengths: Indices
+) -> tuple[Any, Any]:
+    """`read_rows` on a GPU: torch tensors in and out, the table and the lengths on the host."""
+    torch = import_module("torch")
+    shape = (int(lengths.sum()), *k_view.shape[2:])
+    if 0 in shape:
+        return k_view.new_empty(shape), k_view.new_empty(shape)
+    k_bits, v_bits = _bits_on(k_view), _bits_on(v_view)
+    bits = _BITS[k_bits.element_size()]
+    host = [to_buffer(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), to_buffer(lookup_table)]
+    like = torch.empty((shape[0], *k_bits.shape[2:]), dtype=torch.int8, device=k_view.device)
+    with place.ordered():
+        indptr, table = (place.upload(buffer) for buffer in host)
+        k_blocks, v_blocks, view = gpu.cache_operands(k_bits, v_bits)
+        inputs = (indptr, gpu.tensor_buffer(like), k_blocks, v_blocks, table, view)
+        found = place.runtime.execute(Variant("gather", bits, bits), *inputs)
+    k, v = (torch.from_dlpack(result).view(k_view.dtype) for result in found)
+    return k, v
+
+
+def prepare(dtype: np.dtype, place: places.Place | None = None) -> None:
+    """Compiles or loads what moving rows of this dtype needs, on the CPU or on a GPU."""
+    runtime = default_runtime() if place is None else place.runtime
+    runtime.load(_variant("append", np.empty(0, _unsigned(dtype))).family())
 
 
 def _unsigned(dtype: np.dtype) -> np.dtype:
@@ -120,6 +148,12 @@ def _unsigned(dtype: np.dtype) -> np.dtype:
 def _bits(array: np.ndarray) -> np.ndarray:
     """The same memory as unsigned integers; elements of 8 bytes become two."""
     return array.view(_unsigned(array.dtype))
+
+
+def _bits_on(tensor: Any) -> Any:
+    """`_bits` of a torch tensor."""
+    torch = import_module("torch")
+    return tensor.view({1: torch.uint8, 2: torch.uint16}.get(tensor.element_size(), torch.uint32))
 
 
 def _variant(op: Literal["append", "gather"], bits: np.ndarray) -> Variant:

@@ -1,14 +1,14 @@
 """Appending to a paged KV cache, in place, and the arithmetic of page tables: FlashInfer's `page` module on any arrays.
 
 Letters in shapes: B requests, N new tokens, Hk KV heads, D head dimension. Arrays are NumPy, torch, JAX, MAX or
-anything with DLPack, on the CPU; indices are int32, or int64 and uint32 where every value fits. A cache is one array,
-NHD `[pages, 2, page_size, Hk, D]` or HND `[pages, 2, Hk, page_size, D]`, or a tuple `(k, v)` of such arrays without the
-2; its last stride is 1, the others are free. Everything is checked before anything is written, so an error leaves all
-arrays as they were.
+anything with DLPack on the CPU, or torch and MAX arrays on one GPU; indices are int32, or int64 and uint32 where every
+value fits. A cache is one array, NHD `[pages, 2, page_size, Hk, D]` or HND `[pages, 2, Hk, page_size, D]`, or a tuple
+`(k, v)` of such arrays without the 2; its last stride is 1, the others are free. Everything is checked before anything
+is written, so an error leaves all arrays as they were.
 
-`append_paged_kv_cache` in its first form also takes rows and a cache on a GPU (torch or MAX arrays). The five index
-arrays then lie on the host, checked as ever, or on that GPU, where reading them would mean to wait: there a row without
-a place in the table is skipped, and of two rows for one slot the last wins.
+Rows and a cache on a GPU have their index arrays on the host, checked as ever, or all of them on that GPU, where
+reading them would mean to wait, and only types and shapes are checked: a row without a place in the table is skipped,
+and of two rows for one slot the last wins. Results of index arithmetic over arrays on a GPU lie there.
 
 A page table comes in one of two forms:
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-from paged_kv import forms
+from paged_kv import forms, gpu, places
 from paged_kv.arrays import as_numpy
 from paged_kv.errors import ContractTypeError
 from paged_kv.manager import PagedKVCacheManager
@@ -82,7 +82,7 @@ def append_paged_kv_cache(*args: Any, **kwargs: Any) -> None:
     the whole table, a position against the pages of its request.
 
     Raises:
-        ContractTypeError: no such form; an argument is no CPU array or of a wrong dtype.
+        ContractTypeError: no such form; an argument is no array, of a wrong dtype, or on another device than others.
         ShapeError: shapes do not fit each other.
         PageTableError: the table is inconsistent, a page id is outside the cache, a position is outside its request's
             pages, or two rows go to one slot.
@@ -139,7 +139,9 @@ def get_batch_indices_positions(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
        the last of the `seq_lens[b]` tokens, `[B]`, of request b. Rows from `append_indptr[B]` to nnz are padding: batch
        -1, position 0.
     2. `(page_table, last_page_len, page_size)`, with a dense page table `[B, n]`: every token that the pages hold,
-       request after request; nnz is the sum of `get_seq_lens`.
+       request after request; nnz is the sum of `get_seq_lens`. On the host alone, as only the values tell nnz.
+
+    On a GPU, rows before the first token of their request are padding too.
 
     Returns arrays of the kind of the first argument, int64 where it is int64, else int32.
 
@@ -181,7 +183,8 @@ def _choose(
         if count == len(names) - takes_layout and layout <= takes_layout and kwargs.keys() <= set(names[len(args) :]):
             fitting.append(form)
     if len(fitting) > 1:  # get_seq_lens and get_batch_indices_positions, whose second form has the dense page table
-        return fitting[as_numpy(args[0], "page_table").ndim == 2]
+        read: Any = as_numpy if places.device_index(args[0]) is None else gpu.to_tensor
+        return fitting[read(args[0], "page_table").ndim == 2]
     if fitting:
         return fitting[0]
     given = [f"{len(args)} positional", *kwargs]

@@ -16,7 +16,8 @@ from max.driver import Buffer
 from paged_kv.arrays import as_numpy, to_buffer
 from paged_kv.checks import PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
-from paged_kv.gpu import Place, device_index, numpy_dtype, place_of, to_tensor
+from paged_kv.gpu import numpy_dtype, to_tensor
+from paged_kv.places import Place, device_index, place_of
 
 _BUFFER_NAMES = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
 _INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))

@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from max.driver import CPU, Accelerator, Buffer
+from max.driver import CPU, Accelerator, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
 
 from paged_kv.compiled import load_graphs
 from paged_kv.cpu_target import apply_cpu_target
+from paged_kv.errors import ToolchainError
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 
-Op = Literal["append", "gather", "attention"]
+Op = Literal["append", "gather", "attention", "merge"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Variant:
 
     op: Op
     dtype: DType
-    """Of q; append and gather only move rows: there it is the unsigned integer of the rows' size."""
+    """Of q, or of the states to merge; append and gather only move rows: there it is the unsigned integer of the rows'
+    size."""
     kv_dtype: DType
 
     @property
@@ -41,14 +43,14 @@ class Variant:
 
     def __str__(self) -> str:
         """For people: `attention (bfloat16 over float8_e4m3fn)`, `append (16 bits)`."""
-        if self.op != "attention":
+        if self.op in ("append", "gather"):
             return f"{self.op} ({8 * self.dtype.size_in_bytes} bits)"
         over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype.name}"
         return f"{self.op} ({self.dtype.name}{over})"
 
     def family(self) -> list[Variant]:
         """The variants that are compiled along with this one: append and gather go together."""
-        return [self] if self.op == "attention" else [replace(self, op="append"), replace(self, op="gather")]
+        return [self] if self.op in ("attention", "merge") else [replace(self, op="append"), replace(self, op="gather")]
 
     def build(
         self,
@@ -63,13 +65,21 @@ class Variant:
         Its inputs, in order: the rows (attention: q, row_batch, row_lengths; append: k, v, batch_indices,
         positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
         then k_blocks, v_blocks, lookup_table, view, and for attention alibi_slopes, sinks, window_left, options.
-        `view`, `window_left` and `options` lie on the host, all else on the device.
+        `view`, `window_left` and `options` lie on the host, all else on the device. Of merge: v `[S, n, H, D]` and
+        s `[S, n, H]`.
         """
         host = DeviceRef.CPU()
         place = device or host
 
         def tensor(dtype: DType, *shape: str | int, on: DeviceRef = place) -> TensorType:
             return TensorType(dtype, list(shape), on)
+
+        if self.op == "merge":
+            types: list[Type[Any]] = [tensor(self.dtype, "S", "n", "H", "D"), tensor(DType.float32, "S", "n", "H")]
+            with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                v, s = (value.tensor for value in graph.inputs)
+                graph.output(*ops.merge_states(v, s))
+            return
 
         rows: list[TensorType] = {
             "append": [
@@ -93,7 +103,7 @@ class Variant:
             tensor(DType.int32, on=host),
             tensor(DType.float32, 5, on=host),
         ]
-        types: list[Type[Any]] = [*rows, *storage, *(options if self.op == "attention" else [])]
+        types = [*rows, *storage, *(options if self.op == "attention" else [])]
         with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             args = [value.tensor for value in graph.inputs[: len(rows)]]
             k_blocks, v_blocks, table, view, *rest = graph.inputs[len(rows) :]
@@ -126,18 +136,31 @@ class Runtime:
 
     Args:
         gpu: The number of the GPU; None for the CPU.
+
+    Raises:
+        ToolchainError: MAX does not see that GPU.
     """
+
+    place: Device
+    """Where the variants run, as the driver calls it."""
+    device: DeviceRef
+    """The same, as graphs call it."""
+    architecture: str
+    """Of a GPU; empty for the CPU."""
 
     def __init__(self, gpu: int | None = None) -> None:
         apply_cpu_target()
-        self._device: DeviceRef | None = None
-        self._architecture = ""
         if gpu is None:
-            self.session = InferenceSession(devices=[CPU()])
+            self.place, self.device, self.architecture = CPU(), DeviceRef.CPU(), ""
+            self.session = InferenceSession(devices=[self.place])
         else:
-            accelerator = Accelerator(gpu)
-            self._device = DeviceRef.GPU(gpu)
-            self._architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
+            try:
+                accelerator = Accelerator(gpu)
+            except (RuntimeError, ValueError) as error:
+                reason = " ".join(str(error).split())
+                raise ToolchainError(f"GPU {gpu}: MAX finds no such device ({reason})") from error
+            self.place, self.device = accelerator, DeviceRef.GPU(gpu)
+            self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
             self.session = InferenceSession(devices=[CPU(), accelerator])
         self._models: dict[Variant, Model] = {}
 
@@ -151,12 +174,12 @@ class Runtime:
 
         def build(module: Module, names: Sequence[str]) -> None:
             for name in names:
-                by_name[name].build(module, self._device)
+                by_name[name].build(module, self.device)
 
         words = ", ".join(str(variant) for variant in missing)
         models = load_graphs(
             self.session,
-            {name: f"{name} {self._architecture}".strip() for name in by_name},
+            {name: f"{name} {self.architecture}".strip() for name in by_name},
             build,
             on_compile=lambda: _announce(f"paged-kv: compiling {words}: about 25 s, once on this machine"),
         )

@@ -7,19 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv import gpu
+from paged_kv import gpu, places
 from paged_kv.arrays import as_numpy, dtype_of, like, paged_views
-from paged_kv.attend import (
-    Attention,
-    Problem,
-    Scales,
-    attention_options,
-    check_layout,
-    writable,
-    writable_on_gpu,
-)
+from paged_kv.attend import Attention, Scales
 from paged_kv.checks import PageTable
 from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.problem import Problem, attention_options, check_layout, writable, writable_on_gpu
 from paged_kv.rows import FixedTable, Rows
 
 
@@ -123,7 +116,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         Raises:
             PageTableError: the page table is inconsistent. A page id that is not one of the cache's is found by `run`.
-            ContractTypeError, ShapeError, ContractError: as `Problem` in `attend.py`; or, where the page table lives
+            ContractTypeError, ShapeError, ContractError: as `Problem` in `problem.py`; or, where the page table lives
                 in the user's buffers, another batch size, or more indices than fit.
 
         Nothing changes, the former plan included, if an error is raised.
@@ -143,7 +136,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
         )
         for name, array in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
-            if gpu.device_index(array) is not None:
+            if places.device_index(array) is not None:
                 raise ContractTypeError(f"{name} is on a GPU: plan takes the page table on the host ({name}.cpu())")
         table = PageTable.of(indptr, indices, last_page_len, page_size)
         attention = Attention(problem)
@@ -257,7 +250,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         sinks: Any = None,
     ) -> Any:
         problem = attention.problem
-        place = gpu.place_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
+        place = places.place_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
         rows = self._rows if self._fixed is None else self._fixed.rows(problem.page_size)
         if place is not None:
             return self._run_on(place, attention, rows, q, paged_kv_cache, scales, return_lse, out, lse, sinks)
@@ -278,7 +271,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     def _run_on(
         self,
-        place: gpu.Place,
+        place: places.Place,
         attention: Attention,
         rows: Rows,
         q: Any,
@@ -306,6 +299,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         for target, array, result in zip(targets, (out, lse), results, strict=True):
             if target is not None:
                 target.copy_(gpu.to_tensor(result, "result"))
+                place.after_torch()
             given.append(gpu.like(q, result) if array is None else array)
         return (given[0], given[1]) if return_lse else given[0]
 

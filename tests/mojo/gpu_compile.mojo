@@ -3,14 +3,18 @@
 from std.utils import IndexList
 from max.gpu.host import DeviceContext
 
-from mojo_ops.decode_gpu import DeviceCache, launch
+from mojo_ops.copy_pages_gpu import copy_pages_on_gpu
+from mojo_ops.decode_gpu import launch
+from mojo_ops.device_cache import DeviceCache
 from mojo_ops.decode_rows import DecodeRows
+from mojo_ops.merge import States, merge_on_gpu
 from mojo_ops.moves_gpu import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
+from mojo_ops.rotary_gpu import Turns
 from mojo_ops.schedule import untracked
 from mojo_ops.storage import PageStrides
 
 
-def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int](ctx: DeviceContext) raises:
+def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False](ctx: DeviceContext) raises:
     var memory = ctx.enqueue_create_buffer[DType.float32](1024)
     var floats = untracked(memory.unsafe_ptr())
     var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
@@ -27,7 +31,7 @@ def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int](ctx: DeviceCo
         1,
         1,
     )
-    launch[DIM, HEADS](ctx, rows, cache, cache, HEADS, False)
+    launch[DIM, HEADS, ROTARY](ctx, rows, cache, cache, Turns(0, 1), HEADS, False)
     _ = memory^
 
 
@@ -41,6 +45,17 @@ def moves(ctx: DeviceContext) raises:
     append_on_gpu(ctx, cache, cache, words, words, numbers, numbers, 1)
     gather_on_gpu(ctx, cache, cache, words, words, numbers, 1)
     ragged_rows_on_gpu(ctx, positions, positions, 1, table, table, 1)
+    copy_pages_on_gpu(ctx, cache, cache, 2, numbers, numbers, 1)
+    _ = memory^
+
+
+def merge[dtype: DType](ctx: DeviceContext) raises:
+    var memory = ctx.enqueue_create_buffer[DType.float32](1024)
+    var floats = untracked(memory.unsafe_ptr())
+    var s = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+    var v = floats.unsafe_bitcast[Scalar[dtype]]()
+    var states = States[dtype](s.unsafe_bitcast[Scalar[dtype]](), s, v, floats, 2, 1, 8)
+    merge_on_gpu(ctx, states, 1)
     _ = memory^
 
 
@@ -50,4 +65,8 @@ def main() raises:
     attention[DType.float16, DType.float8_e5m2, 64, 4](ctx)
     attention[DType.bfloat16, DType.float8_e4m3fn, 256, 8](ctx)
     attention[DType.float32, DType.float32, 512, 4](ctx)
+    attention[DType.bfloat16, DType.bfloat16, 128, 4, True](ctx)
+    attention[DType.float32, DType.float32, 512, 2, True](ctx)
     moves(ctx)
+    merge[DType.bfloat16](ctx)
+    merge[DType.float32](ctx)

@@ -10,7 +10,7 @@ from std.utils import IndexList
 from std.utils.numerics import nan, neg_inf
 from max.gpu.host import DeviceBuffer, DeviceContext
 
-from mojo_ops.decode_gpu import DeviceCache
+from mojo_ops.device_cache import DeviceCache
 from mojo_ops.decode_hopper import attend_hopper, hopper_refusal
 from mojo_ops.decode_rows import DecodeRows
 from mojo_ops.schedule import untracked

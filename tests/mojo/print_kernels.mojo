@@ -5,7 +5,7 @@ A line is: q_dtype kv_dtype head_dim group page_size refusal (or "-").
 
 from std.utils import IndexList
 
-from mojo_ops.decode_gpu import DeviceCache
+from mojo_ops.device_cache import DeviceCache
 from mojo_ops.decode_hopper import hopper_refusal
 from mojo_ops.decode_rows import DecodeRows
 from mojo_ops.storage import PageStrides

@@ -2,7 +2,7 @@
 
 from std.utils import IndexList
 
-from mojo_ops.decode_gpu import DeviceCache, Pages
+from mojo_ops.device_cache import DeviceCache, Pages
 from mojo_ops.decode_rows import DecodeRows
 from mojo_ops.kv_cache import PagedKVCache, TablePointer
 from mojo_ops.storage import PageStrides, page_shape

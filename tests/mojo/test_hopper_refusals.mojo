@@ -3,7 +3,7 @@
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.decode_gpu import DeviceCache
+from mojo_ops.device_cache import DeviceCache
 from mojo_ops.decode_hopper import hopper_refusal, hopper_takes
 from mojo_ops.decode_rows import DecodeRows
 from mojo_ops.storage import PageStrides

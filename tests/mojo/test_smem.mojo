@@ -12,7 +12,7 @@ from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 from std.utils.numerics import nan
 
-from mojo_ops.decode_gpu import DeviceCache
+from mojo_ops.device_cache import DeviceCache
 from mojo_ops.decode_hopper import find_boxes
 from mojo_ops.pipeline import Ring
 from mojo_ops.smem import (

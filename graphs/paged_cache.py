@@ -1,0 +1,140 @@
+"""The pages of a cache inside a graph, as the ops take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from max.dtype import DType
+from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorValue, ops
+
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.graphs.checks import check_value, names, show
+
+KVLayout = Literal["NHD", "HND", "STRIDED"]
+
+DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+"""Of queries, outputs and linear layers."""
+KV_DTYPES = (*DTYPES, DType.float8_e4m3fn, DType.float8_e5m2)
+"""Of a cache that is attended to."""
+BITS = (DType.uint8, DType.uint16, DType.uint32)
+"""A cache of any type may stand as one of these, of its size, where rows are only moved: append and gather."""
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """The pages of a cache inside a graph, with the table that says which request owns which.
+
+    `k_blocks` and `v_blocks` are graph buffers in one of the storage layouts:
+
+    * rank 4, two buffers: NHD `[pages, page_size, Hk, D]` or HND `[pages, Hk, page_size, D]`;
+    * rank 5, one buffer given twice: `[pages, 2, ...]`;
+    * rank 6, one buffer given twice, all layers: NHD `[pages, 2, layers, page_size, Hk, D]`;
+    * rank 1, two buffers, kv_layout "STRIDED": flat memory whose shape and strides are told at run time by
+      `view`, `[12]` int64 on the host (`mojo_ops/ops.mojo`); every size of the cache is then unknown here.
+
+    `lookup_table` is `[B, max_pages]` uint32. All of it lies on one device, which is where the ops over it run.
+    """
+
+    k_blocks: BufferValue
+    v_blocks: BufferValue
+    lookup_table: TensorValue
+    kv_layout: KVLayout = "NHD"
+    view: TensorValue | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("k_blocks", "v_blocks"):
+            blocks = getattr(self, name)
+            if not isinstance(blocks, BufferValue):
+                raise ContractTypeError(
+                    f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}"
+                )
+        k, v = self.k_blocks, self.v_blocks
+        if k.dtype not in KV_DTYPES + BITS:
+            raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {names(KV_DTYPES + BITS)}")
+        if v.dtype != k.dtype:
+            raise ContractTypeError(f"v_blocks: dtype {v.dtype.name} differs from k_blocks' {k.dtype.name}")
+        if v.device != k.device:
+            raise ContractError(f"v_blocks is on {v.device}, k_blocks on {k.device}")
+        self.check("lookup_table", self.lookup_table, DType.uint32, [None, None])
+        if self.kv_layout == "STRIDED":
+            self._check_strided()
+        else:
+            self._check_contiguous()
+
+    def _check_strided(self) -> None:
+        for name in ("k_blocks", "v_blocks"):
+            if getattr(self, name).rank != 1:
+                raise ShapeError(f"{name}: rank {getattr(self, name).rank}, strided storage is flat (rank 1)")
+        if self.view is None:
+            raise ContractError("view is needed where kv_layout is 'STRIDED'")
+        check_value("view", self.view, DType.int64, [Dim(12)], DeviceRef.CPU())
+
+    def _check_contiguous(self) -> None:
+        k, v = self.k_blocks, self.v_blocks
+        if self.kv_layout not in ("NHD", "HND"):
+            raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {self.kv_layout!r}")
+        if k.rank not in (4, 5, 6):
+            raise ShapeError(f"k_blocks: rank {k.rank} is none of 4, 5, 6")
+        if list(v.shape) != list(k.shape):
+            raise ShapeError(f"v_blocks: shape {show(v.shape)} differs from k_blocks' {show(k.shape)}")
+        if k.rank == 6 and self.kv_layout != "NHD":
+            raise ContractError("kv_layout: a buffer of all layers (rank 6) is NHD")
+        if k.rank >= 5 and k.shape[1] != Dim(2):
+            raise ShapeError(f"k_blocks: dimension 1 must be 2 (K and V), not {k.shape[1]}")
+
+    @staticmethod
+    def of(blocks: BufferValue, lookup_table: TensorValue, kv_layout: KVLayout = "NHD") -> PagedCache:
+        """The cache whose one buffer holds K and V (rank 5 or 6)."""
+        return PagedCache(blocks, blocks, lookup_table, kv_layout)
+
+    @property
+    def dtype(self) -> DType:
+        return self.k_blocks.dtype
+
+    @property
+    def device(self) -> DeviceRef:
+        return self.k_blocks.device
+
+    @property
+    def num_kv_heads(self) -> Dim | None:
+        """KV heads; None where the storage is strided."""
+        axis = {"NHD": -2, "HND": -3}.get(self.kv_layout)
+        return None if axis is None else self.k_blocks.shape[axis]
+
+    @property
+    def head_dim(self) -> Dim | None:
+        """Elements of a head; None where the storage is strided."""
+        return None if self.kv_layout == "STRIDED" else self.k_blocks.shape[-1]
+
+    def operands(self, layer: int) -> list[BufferValue | TensorValue]:
+        """What every op over pages takes after its own tensors."""
+        layers = self.k_blocks.shape[2] if self.k_blocks.rank == 6 else Dim(1)
+        if layer < 0 or (isinstance(layers, StaticDim) and layer >= layers.dim):
+            raise ContractError(f"layer is {layer}, the cache has {layers}")
+        view = self.view
+        if view is None:
+            view = constant(np.array([layer], np.int64))
+        return [self.k_blocks, self.v_blocks, self.lookup_table, view]
+
+    def check(self, name: str, value: TensorValue, dtype: DType, shape: Sequence[Dim | None]) -> None:
+        """Refuses an argument that has another dtype or shape (None = any), or does not lie with the cache."""
+        check_value(name, value, dtype, shape, self.device)
+
+    @staticmethod
+    def size(name: str, given: Dim | str | int | None, found: Dim | None) -> Dim:
+        """A size of the cache, from the caller where the storage is strided; both where they agree."""
+        if found is None:
+            if given is None:
+                raise ContractError(f"{name} is needed where kv_layout is 'STRIDED'")
+            return Dim(given)
+        if given is not None and Dim(given) != found:
+            raise ShapeError(f"{name} is {given}, the cache has {found}")
+        return found
+
+
+def constant(values: np.ndarray, device: DeviceRef | None = None) -> TensorValue:
+    """Numbers that are part of the graph, on the host where no device is given."""
+    return ops.constant(values, DType.from_numpy(values.dtype), device or DeviceRef.CPU())

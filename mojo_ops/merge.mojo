@@ -1,0 +1,107 @@
+"""Merging states of attention over disjoint keys: outputs `v` and their base-2 lse `s` become those over all keys.
+
+A state whose lse is -inf has seen no key: its output is ignored, whatever it holds, NaN included.
+"""
+
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import log2
+from max.algorithm import sync_parallelize
+from max.gpu import block_idx, thread_idx
+from max.gpu.host import DeviceContext
+
+from .softmax import MINUS_INFINITY, exp2
+
+comptime MERGE_THREADS = 128
+
+
+@fieldwise_init
+struct States[dtype: DType](DevicePassable, TrivialRegisterPassable):
+    """`count` states of every row and head, and where their merged state goes."""
+
+    comptime device_type: AnyType = Self
+
+    var v: Pointer[Scalar[Self.dtype], ImmUntrackedOrigin]
+    """`[S, count, H, D]`."""
+    var s: Pointer[Float32, ImmUntrackedOrigin]
+    """`[S, count, H]`, base 2."""
+    var merged_v: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[S, H, D]`."""
+    var merged_s: Pointer[Float32, MutUntrackedOrigin]
+    """`[S, H]`."""
+    var count: Int64
+    var num_heads: Int64
+    var head_dim: Int64
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        return String("States[", Self.dtype, "]")
+
+    @staticmethod
+    def get_device_type_name() -> String:
+        return Self.get_type_name()
+
+    @always_inline
+    def merge(self, index: Int, first: Int, step: Int):
+        """Merges the states of row and head `index`: of the output, elements `first`, `first + step` and so on.
+
+        Whoever does that computes the lse and the weights alike, from the same numbers in the same order.
+        """
+        var heads = Int(self.num_heads)
+        var count = Int(self.count)
+        var dim = Int(self.head_dim)
+        var row, head = divmod(index, heads)
+        var state = row * count * heads + head
+        var greatest = MINUS_INFINITY
+        for i in range(count):
+            var s = self.s[unsafe_offset=state + i * heads]
+            greatest = s if s > greatest else greatest
+        var total = Float32(0)
+        for i in range(count):
+            total += weight(self.s[unsafe_offset=state + i * heads], greatest)
+        # Not `total == 0`: where an lse is NaN, so is the total.
+        if first == 0:
+            var nothing = greatest == MINUS_INFINITY and total == 0
+            self.merged_s.unsafe_store(index, MINUS_INFINITY if nothing else greatest + log2(total))
+        for d in range(first, dim, step):
+            var sum = Float32(0)
+            for i in range(count):
+                var share = weight(self.s[unsafe_offset=state + i * heads], greatest)
+                if share != 0:  # 0 * NaN would be NaN
+                    sum += share * self.v[unsafe_offset=(state + i * heads) * dim + d].cast[DType.float32]()
+            var mean = sum / total if total != 0 else 0
+            self.merged_v.unsafe_store(index * dim + d, mean.cast[Self.dtype]())
+
+
+@always_inline
+def weight(s: Float32, greatest: Float32) -> Float32:
+    """The weight of a state relative to the one with the greatest lse; 0 where it has seen no key, NaN of a NaN."""
+    return exp2(s - greatest) if s != MINUS_INFINITY else 0
+
+
+def merge_on_gpu[dtype: DType, //](ctx: DeviceContext, states: States[dtype], rows: Int) raises:
+    """Enqueues the merge of `rows` rows."""
+    var blocks = rows * Int(states.num_heads)
+    if blocks > 0:
+        comptime kernel = merge_kernel[dtype]
+        ctx.enqueue_function[kernel](states, grid_dim=blocks, block_dim=MERGE_THREADS)
+
+
+def merge_kernel[dtype: DType](states: States[dtype]):
+    """One CTA a row and head."""
+    states.merge(Int(block_idx.x), Int(thread_idx.x), MERGE_THREADS)
+
+
+def merge_on_cpu[dtype: DType, //](states: States[dtype], rows: Int, num_threads: Int):
+    """Merges `rows` rows, a range of them a thread."""
+    var total = rows * Int(states.num_heads)
+    var tasks = min(total, max(1, num_threads))
+
+    def task(index: Int) {var states, var total, var tasks}:
+        for at in range(index * total // tasks, (index + 1) * total // tasks):
+            states.merge(at, 0, 1)
+
+    if tasks > 0:
+        sync_parallelize(task, tasks)
