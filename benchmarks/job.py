@@ -32,8 +32,8 @@ PEER_SLACK = 5
 """How much less exact than ours another system may be: some sum in bfloat16. The errors are in the results."""
 LONG = 1.0
 """Seconds of one round of turns from which `MIN_REPEATS` rounds must do."""
-SHORT = 0.05
-"""Seconds below which a turn has an untimed run first, which wakes the threads."""
+WARM = 0.03
+"""Seconds of untimed runs before a timed one: a pause lets threads sleep and the clock fall. A longer run needs none."""
 
 
 def take_turns(runs: dict[str, Callable[[int], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
@@ -50,7 +50,8 @@ def take_turns(runs: dict[str, Callable[[int], object]], repeats: int, warmup: i
             break
         for name, run in runs.items():
             time.sleep(PAUSE)
-            if times[name] and times[name][-1] < SHORT:
+            warm = time.perf_counter() + WARM
+            while times[name] and times[name][-1] < WARM and time.perf_counter() < warm:
                 run(next(count[name]))
             number = next(count[name])
             start = time.perf_counter()
