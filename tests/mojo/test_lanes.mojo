@@ -1,0 +1,68 @@
+"""Chunks of stored elements in the order of the lanes, and sums of vectors."""
+
+from std.testing import TestSuite, assert_equal, assert_true
+
+from mojo_ops.lanes import HALF, Vec, chunk_of, load_chunk, pack, sum_each, unpack
+from support import untracked
+
+
+def check_order[dtype: DType]() raises:
+    """Elements that are loaded and put back into their natural order are the elements, whole chunks and parts."""
+    comptime chunk = chunk_of(dtype)
+    var stored = List[Scalar[dtype]](length=chunk, fill=0)
+    for i in range(chunk):
+        stored[i] = Scalar[dtype](Float32(i % 13 - 6) / 4)
+    var whole = unpack[dtype](load_chunk[True](untracked(stored), chunk))
+    var part = unpack[dtype](load_chunk[False](untracked(stored), chunk - 8))
+    var natural = SIMD[DType.float32, chunk](0)
+    for i in range(chunk):
+        var expected = stored[i].cast[DType.float32]()
+        natural[i] = expected
+        assert_equal(whole[i], expected)
+        assert_equal(part[i], expected if i < chunk - 8 else 0)
+    assert_equal(pack[dtype](natural), load_chunk[True](untracked(stored), chunk))
+    _ = stored^
+
+
+def test_order() raises:
+    check_order[DType.float32]()
+    check_order[DType.float16]()
+    check_order[DType.bfloat16]()
+    check_order[DType.float8_e4m3fn]()
+    check_order[DType.float8_e5m2]()
+
+
+def check_bytes[dtype: DType]() raises:
+    """Every float8 is the number that a cast makes it."""
+    comptime chunk = chunk_of(dtype)
+    var stored = List[Scalar[dtype]](length=256, fill=0)
+    for i in range(256):
+        untracked(stored).unsafe_mut_cast[True]().unsafe_bitcast[UInt8]()[unsafe_offset=i] = UInt8(i)
+    for start in range(0, 256, chunk):
+        var wide = unpack[dtype](load_chunk[True](untracked(stored).unsafe_offset(start), chunk))
+        for i in range(chunk):
+            var expected = stored[start + i].cast[DType.float32]()
+            if expected != expected:
+                assert_true(wide[i] != wide[i])
+            else:
+                assert_equal(wide[i], expected)
+    _ = stored^
+
+
+def test_every_float8() raises:
+    check_bytes[DType.float8_e4m3fn]()
+    check_bytes[DType.float8_e5m2]()
+
+
+def test_sum_each() raises:
+    var x = Array[Vec, HALF](fill=0)
+    for i in range(HALF):
+        for lane in range(HALF):
+            x[i][lane] = Float32(100 * i + lane)
+    var sums = sum_each(x)
+    for i in range(HALF):
+        assert_equal(sums[i], Float32(1600 * i + 120))
+
+
+def main() raises:
+    TestSuite.discover_tests[__functions_in_module()]().run()
