@@ -33,7 +33,7 @@ PEER_SLACK = 5
 LONG = 1.0
 """Seconds of one round of turns from which `MIN_REPEATS` rounds must do."""
 WARM = 0.03
-"""Seconds of untimed runs before a timed one: a pause lets threads sleep and the clock fall. A longer run needs none."""
+"""Seconds of untimed runs before a timed one: a pause lets threads sleep and the clock fall. Longer runs need none."""
 
 
 def take_turns(runs: dict[str, Callable[[int], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
