@@ -8,7 +8,11 @@ comptime TILE = 32
 """Tokens that are worked on together: more of them let the sums stay in registers for longer, fewer stay in cache."""
 comptime STREAMS = 8
 """Places that are read side by side: the hardware follows ascending lines in several memory pages at once."""
+comptime BURST = 4
+"""Lines that are asked for together, one each of so many streams."""
 comptime LINE = 64
+comptime WHOLE = 1 << 16
+"""What `due` and `rate` count: this many stand for a burst."""
 
 comptime Offsets = Pointer[Int, MutUntrackedOrigin]
 
@@ -17,38 +21,27 @@ struct Ahead(Movable):
     """Walks over the K or the V of one tile, all heads of all its tokens, a cache line of several streams at a time.
 
     Its rows are runs of contiguous memory: a token where its heads are neighbours (NHD), otherwise one head of one
-    token, ordered by head. Every stream has the same number of rows, one after the other. `share` lists the addresses
-    that go with the work on one head; `run` asks for some of them, between two steps of the arithmetic.
+    token, ordered by head. Every stream has the same number of rows, one after the other. `run` asks for what is due
+    between two steps of the arithmetic, evenly, for memory idles whenever nobody has asked for a while. It must not
+    call anybody: the sums that wait in registers around it would all have to be saved.
     """
 
-    var tokens: Offsets
-    """`[TILE]`: elements from `base` to the first head of each token."""
-    var list: Offsets
-    """`[list_length]`: the addresses of the present share."""
-    var next: Int
-    """The first of them that was not asked for."""
-    var last: Int
-    """Where they end."""
-    var rate: Int
-    """Addresses of one call of `run`."""
-    var base: Int
-    var size: Int
-    """Bytes of an element."""
-    var head_stride: Int
-    var row_bytes: Int
-    var rows: Int
+    var rows: Offsets
+    """The addresses of the present rows: every `stream_rows`-th one from here on is a stream's."""
+    var stream_rows: Int
     """Rows of a stream."""
-    var row: Int
-    """How many of them `cursors` has come to."""
-    var column: Int
-    """Bytes into the row."""
-    var cursors: SIMD[DType.int64, STREAMS]
-    """The address of each stream's present row."""
+    var line: Int
+    """Lines of the present rows that were asked for, of all streams."""
+    var row_lines: Int
+    """Where they end."""
+    var due: Int
+    var rate: Int
+    """What each call of `run` adds to `due`."""
 
     @staticmethod
-    def list_length(dim: Int, size: Int) -> Int:
-        """Addresses that one share takes at most."""
-        return 2 * TILE * ceildiv(dim * size, LINE) + 4 * STREAMS
+    def rows_length(kv_heads: Int) -> Int:
+        """The addresses that `rows` needs room for."""
+        return TILE * kv_heads
 
     def __init__[
         dtype: DType, //
@@ -56,60 +49,47 @@ struct Ahead(Movable):
         out self,
         base: Pointer[Scalar[dtype], _],
         tokens: Offsets,
-        list: Offsets,
+        rows: Offsets,
         count: Int,
         heads: Int,
         dim: Int,
         head_stride: Int,
+        calls: Int,
     ):
-        """`count` = 0 stands for nothing to fetch."""
-        var by_token = head_stride == dim
-        self.tokens = tokens
-        self.list = list
-        self.next = 0
-        self.last = 0
-        self.rate = 0
-        self.base = Int(base)
-        self.size = size_of[dtype]()
-        self.head_stride = head_stride
-        self.row_bytes = (heads * dim if by_token else dim) * self.size
-        self.rows = 0 if count == 0 else (TILE if by_token else TILE * heads) // STREAMS
-        self.row = 0
-        self.column = self.row_bytes
-        self.cursors = SIMD[DType.int64, STREAMS](0)
+        """The lines of `count` tokens, elements `tokens` `[TILE]` from `base`, spread over `calls` calls of `run`: there must not be more.
 
-    @no_inline
-    def share(mut self, heads: Int, calls: Int):
-        """Lists the next of `heads` equal shares, for `calls` calls of `run`."""
-        var rounds = ceildiv(self.rows * ceildiv(self.row_bytes, LINE), heads)
-        var count = 0
-        while count < rounds:
-            if self.column >= self.row_bytes:
-                if self.row == self.rows:
-                    break
-                for s in range(STREAMS):
-                    var head, token = divmod(self.row + s * self.rows, TILE)
-                    var at = self.tokens[unsafe_offset=token] + head * self.head_stride
-                    self.cursors[s] = Int64(self.base + at * self.size)
-                self.row += 1
-                self.column = 0
-            var addresses = self.cursors + Int64(self.column)
-            self.list.unsafe_bitcast[Int64]().unsafe_store(count * STREAMS, addresses)
-            self.column += LINE
-            count += 1
-        self.next = 0
-        self.last = count * STREAMS
-        self.rate = ceildiv(self.last, calls)
-        # The last call may ask for some lines again, and every further one does.
-        for i in range(self.rate):
-            self.list[unsafe_offset=self.last + i] = self.list[unsafe_offset=self.last - 1]
+        No count is no work; of any other, the last token stands in for those that are missing.
+        """
+        var by_token = head_stride == dim
+        self.rows = rows
+        self.stream_rows = (TILE if by_token else TILE * heads) // STREAMS
+        self.line = 0
+        self.row_lines = ceildiv((heads * dim if by_token else dim) * size_of[dtype](), LINE) * STREAMS
+        self.due = 0
+        self.rate = 0
+        if count > 0:
+            self.rate = ceildiv(self.stream_rows * self.row_lines * (WHOLE // BURST), calls)
+            comptime Row = SIMD[DType.int, STREAMS]
+            for head in range(1 if by_token else heads):
+                for token in range(0, TILE, STREAMS):
+                    var at = tokens.unsafe_load[width=STREAMS](token) + head * head_stride
+                    rows.unsafe_store(head * TILE + token, at * size_of[dtype]() + Int(base))
 
     @always_inline
     def run(mut self):
-        """Prefetches one call's part of the share."""
-        var at = self.next
-        for i in range(self.rate):
-            prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
-                Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.list[unsafe_offset=at + i])
-            )
-        self.next = min(at + self.rate, self.last)
+        """Prefetches what is due."""
+        self.due += self.rate
+        while self.due >= WHOLE:
+            self.due -= WHOLE
+            var rows = self.rows.unsafe_offset(self.line % STREAMS * self.stream_rows)
+            var column = self.line // STREAMS * LINE
+            comptime for s in range(BURST):
+                prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
+                    Pointer[UInt8, MutUntrackedOrigin](
+                        unsafe_from_address=rows[unsafe_offset=s * self.stream_rows] + column
+                    )
+                )
+            self.line += BURST
+            if self.line == self.row_lines:
+                self.line = 0
+                self.rows = self.rows.unsafe_offset(1)

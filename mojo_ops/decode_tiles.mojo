@@ -6,7 +6,6 @@ the next tile's K is. Vectors (`tiles.mojo`) or AMX (`tiles_amx.mojo`) do the ar
 
 from max.algorithm import sync_parallelize
 from std.atomic import Atomic
-from std.sys import size_of
 
 from .ahead import TILE, Ahead
 from .amx import HAS_AMX, amx_permitted, tile_release
@@ -103,23 +102,25 @@ def attend_segment[
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var engine = Engine(queries, heads.padded, scratch)
     var stride = queries
-    var score_runs = score_calls[k.dtype](heads, queries)
-    var sum_runs = queries + sum_calls[k.dtype](heads, queries)
+    var score_runs = heads.kv_heads * score_calls[k.dtype](heads, queries)
+    var sum_runs = heads.kv_heads * (queries + sum_calls[k.dtype](heads, queries))
     comptime if amx:
         stride = engine.stride
-        score_runs = score_calls_amx(heads)
-        sum_runs = queries + sum_calls_amx[k.dtype](heads)
+        score_runs = heads.kv_heads * score_calls_amx(heads)
+        sum_runs = heads.kv_heads * (queries + sum_calls_amx[k.dtype](heads))
         engine.configure()
         load_queries_amx[k.dtype](rows, segment, heads, engine, scratch)
     else:
         load_queries[k.dtype](rows, segment, heads, scratch)
     var tile = Tile(k, v, request, segment.begin, segment.end, scratch.place(0))
+    var rows_ahead = scratch.place(2)
     var begin = segment.begin
     var turn = 1
     while begin < segment.end:
-        var ahead = Ahead(v.blocks.ptr, tile.v, scratch.place(2), tile.count, heads.kv_heads, heads.dim, heads.v_stride)
+        var ahead = Ahead(
+            v.blocks.ptr, tile.v, rows_ahead, tile.count, heads.kv_heads, heads.dim, heads.v_stride, score_runs
+        )
         for head in range(heads.kv_heads):
-            ahead.share(heads.kv_heads, score_runs)
             comptime if amx:
                 score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
             else:
@@ -127,9 +128,8 @@ def attend_segment[
         var seen = begin
         begin += tile.count
         var next = Tile(k, v, request, begin, segment.end, scratch.place(turn % 2))
-        ahead = Ahead(k.blocks.ptr, next.k, scratch.place(2), next.count, heads.kv_heads, heads.dim, heads.k_stride)
+        ahead = Ahead(k.blocks.ptr, next.k, rows_ahead, next.count, heads.kv_heads, heads.dim, heads.k_stride, sum_runs)
         for head in range(heads.kv_heads):
-            ahead.share(heads.kv_heads, sum_runs)
             comptime if amx:
                 turn_scores(heads, head, engine, scratch)
             weigh_tile[amx](rows, segment, logits, heads, head, seen, tile.count, stride, scratch, ahead)
@@ -221,7 +221,7 @@ def attend_tiles[
             partials.queries,
             heads.padded,
             Engine.spare(partials.queries, heads.padded) if engines.may_use_amx else 0,
-            Ahead.list_length(heads.dim, size_of[kv_dtype]()),
+            Ahead.rows_length(heads.kv_heads),
         )
         var own = scratch.acc
         while True:

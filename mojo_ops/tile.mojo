@@ -14,6 +14,8 @@ from .split import Segment
 comptime Floats = Pointer[Float32, MutUntrackedOrigin]
 comptime SLACK: Float32 = 8
 """How far scores may exceed the reference, in powers of two, before what was summed up is scaled down."""
+comptime STEP = 8
+"""Tokens of a page whose places are written at once."""
 comptime Scores = SIMD[DType.float32, TILE]
 
 
@@ -51,7 +53,7 @@ struct Scratch(Movable):
 
     var memory: List[Float32]
     var places: List[Int]
-    """Two tiles' offsets, this one's and the next one's, and `Ahead`'s list."""
+    """Two tiles' offsets, this one's and the next one's, and `Ahead`'s rows."""
     var q: Floats
     """`[Hk, stride, P]` float32 in the order of the lanes; with AMX pairs of bfloat16 instead."""
     var acc: Floats
@@ -65,9 +67,9 @@ struct Scratch(Movable):
     var totals: Floats
     """`[Hk, stride, HALF]`: the sum of its weights, in as many parts."""
 
-    def __init__(out self, queries: Int, padded: Int, spare: Int, list_length: Int):
+    def __init__(out self, queries: Int, padded: Int, spare: Int, rows_length: Int):
         self.memory = List[Float32](length=queries * (2 * padded + TILE + HALF + 1) + spare + 16, fill=0)
-        self.places = List[Int](length=4 * TILE + list_length, fill=0)
+        self.places = List[Int](length=4 * (TILE + STEP) + rows_length, fill=0)
         # Vectors must not straddle cache lines.
         var start = self.memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
         self.q = start.unsafe_offset((64 - Int(start) % 64) % 64 // 4)
@@ -90,12 +92,12 @@ struct Scratch(Movable):
         )
 
     def place(self, index: Int) -> Offsets:
-        """The memory of tile 0 or 1, or (2) of the list."""
+        """The memory of tile 0 or 1, or (2) of `Ahead`'s rows."""
         return (
             self.places.unsafe_ptr()
             .unsafe_mut_cast[True]()
             .unsafe_origin_cast[MutUntrackedOrigin]()
-            .unsafe_offset(2 * TILE * index)
+            .unsafe_offset(2 * (TILE + STEP) * index)
         )
 
 
@@ -113,31 +115,31 @@ struct Tile(TrivialRegisterPassable):
     def __init__(out self, k: PagedKVCache, v: type_of(k), request: Int, begin: Int, end: Int, place: Offsets):
         """The tokens from `begin` to the next multiple of `TILE`, or to `end`: pages of 16 then fit."""
         self.k = place
-        self.v = place.unsafe_offset(TILE)
+        self.v = place.unsafe_offset(TILE + STEP)
         self.count = max(0, min(TILE - begin % TILE, end - begin))
         var size = k.slots()
         self.uniform = self.count == TILE and (size % 16 == 0 or size >= TILE and begin % size + TILE <= size)
-        if self.count == 0:
-            return
-        var page_slot, slot = divmod(begin, size)
-        var page = k.page(request, page_slot)
         var k_at = k.strides()
         var v_at = v.strides()
-        var k_offset = k.offset(page, slot, 0)
-        var v_offset = v.offset(page, slot, 0)
-        for i in range(TILE):
-            self.k[unsafe_offset=i] = k_offset
-            self.v[unsafe_offset=i] = v_offset
-            if i + 1 < self.count:
-                slot += 1
-                k_offset += k_at.slot
-                v_offset += v_at.slot
-                if slot == size:
-                    slot = 0
-                    page_slot += 1
-                    page = k.page(request, page_slot)
-                    k_offset = k.offset(page, 0, 0)
-                    v_offset = v.offset(page, 0, 0)
+        var page_slot, slot = divmod(begin, size)
+        var i = 0
+        while i < self.count:
+            # The slots of one page. What is written past them is overwritten next.
+            var run = min(size - slot, self.count - i)
+            var page = k.page(request, page_slot)
+            var k_offset = k.offset(page, slot, 0)
+            var v_offset = v.offset(page, slot, 0)
+            for j in range(0, run, STEP):
+                var steps = iota[DType.int, STEP](j)
+                self.k.unsafe_store(i + j, steps * k_at.slot + k_offset)
+                self.v.unsafe_store(i + j, steps * v_at.slot + v_offset)
+            i += run
+            slot = 0
+            page_slot += 1
+        if self.count > 0:
+            for rest in range(self.count, TILE):
+                self.k[unsafe_offset=rest] = self.k[unsafe_offset=self.count - 1]
+                self.v[unsafe_offset=rest] = self.v[unsafe_offset=self.count - 1]
 
 
 @always_inline

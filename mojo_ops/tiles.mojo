@@ -65,7 +65,8 @@ def score_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
 
 def sum_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
     """How often `sum_tile` does."""
-    var slices = ceildiv(heads.dim, SLICE * (1 if queries >= 4 else 2))
+    var slice = SLICE * (1 if queries >= 4 else 2)
+    var slices = heads.dim // slice + ceildiv(heads.dim % slice, chunk_of(kv_dtype))
     return min(FETCHING, num_blocks(queries)) * slices * TILE
 
 
