@@ -1,4 +1,4 @@
-"""Attention over pages at the speed of memory: the walk over tiles, and the merge of what was split.
+"""Attention over pages at the speed of memory: the walk over segments and their tiles.
 
 For each tile, first q . k of all heads while the tile's V is prefetched, then the weighted sums of V of all heads while
 the next tile's K is. Vectors (`tiles.mojo`) or AMX (`tiles_amx.mojo`) do the arithmetic; each block of rows has its own choice.
@@ -11,11 +11,11 @@ from .ahead import TILE, Ahead
 from .amx import HAS_AMX, amx_permitted, tile_release
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
-from .lanes import HALF, chunk_of, is_float8, unpack
+from .lanes import chunk_of, is_float8
 from .logits import Logits
-from .softmax import AttentionState, LOG2E, exp2
+from .partials import Partials, deliver
 from .split import Segment, plan_segments
-from .tile import Floats, Heads, Scratch, Tile, weigh_tile
+from .tile import Heads, Scratch, Tile, weigh_tile
 from .tiles import load_queries, score_calls, score_tile, sum_calls, sum_tile
 from .tiles_amx import (
     Engine,
@@ -26,7 +26,7 @@ from .tiles_amx import (
     sum_tile_amx,
     turn_scores,
 )
-from .widen import Widened, unpack_sums
+from .widen import Widened
 
 
 def vector_queries(kv_dtype: DType) -> Int:
@@ -66,24 +66,18 @@ struct Engines[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
 
 
 @fieldwise_init
-struct Partials(ImplicitlyCopyable):
-    """Where the segments of split blocks leave their unfinished results, each in a slot of its own."""
+struct Queue(ImplicitlyCopyable):
+    """The segments of a call, for whoever is free; which thread computes one leaves no trace in it."""
 
-    var acc: Floats
-    """`[partials, queries, P]`: weighted values; a segment sums them up here, and nothing is copied."""
-    var states: Pointer[AttentionState, MutUntrackedOrigin]
-    """`[partials, queries]`."""
-    var queries: Int
-    """Room of a slot: all KV heads of the largest block."""
-    var padded: Int
+    var segments: Pointer[Segment, MutUntrackedOrigin]
+    var count: Int
+    var taken: Pointer[Atomic[Int64], MutUntrackedOrigin]
 
     @always_inline
-    def acc_of(self, partial: Int) -> Floats:
-        return self.acc.unsafe_offset(partial * self.queries * self.padded)
-
-    @always_inline
-    def states_of(self, partial: Int) -> Pointer[AttentionState, MutUntrackedOrigin]:
-        return self.states.unsafe_offset(partial * self.queries)
+    def take(self) -> Segment:
+        """The next segment, or one without rows when there is none left."""
+        var i = Int(self.taken[].fetch_add(1))
+        return self.segments[unsafe_offset=i] if i < self.count else Segment.none()
 
 
 def attend_segment[
@@ -95,9 +89,13 @@ def attend_segment[
     v: type_of(k),
     logits: Logits,
     heads: Heads,
+    queue: Queue,
     mut scratch: Scratch,
-):
-    """The states and weighted values of a segment's queries, into `scratch`."""
+) -> Segment:
+    """The states and weighted values of a segment's queries, into `scratch`; returns the segment to go on with.
+
+    That one is taken early, so that its first K is on its way while the last V is summed up.
+    """
     var queries = segment.num_rows * heads.group
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var engine = Engine(queries, heads.padded, scratch)
@@ -112,6 +110,9 @@ def attend_segment[
         load_queries_amx[k.dtype](rows, segment, heads, engine, scratch)
     else:
         load_queries[k.dtype](rows, segment, heads, scratch)
+    var following = Segment.none()
+    if segment.begin >= segment.end:
+        following = queue.take()
     var tile = Tile(k, v, request, segment.begin, segment.end, scratch.place(0))
     var rows_ahead = scratch.place(2)
     var begin = segment.begin
@@ -128,6 +129,11 @@ def attend_segment[
         var seen = begin
         begin += tile.count
         var next = Tile(k, v, request, begin, segment.end, scratch.place(turn % 2))
+        if begin >= segment.end:
+            following = queue.take()
+            if following.num_rows > 0:
+                var other = Int(rows.row_batch[unsafe_offset=following.row])
+                next = Tile(k, v, other, following.begin, following.end, scratch.place(turn % 2))
         ahead = Ahead(k.blocks.ptr, next.k, rows_ahead, next.count, heads.kv_heads, heads.dim, heads.k_stride, sum_runs)
         for head in range(heads.kv_heads):
             comptime if amx:
@@ -139,53 +145,7 @@ def attend_segment[
                 sum_tile(v, tile, heads, head, queries, scratch, ahead)
         tile = next
         turn += 1
-
-
-@always_inline
-def write_values[
-    dtype: DType, //, kv_dtype: DType, amx: Bool
-](acc: Floats, factor: Float32, dim: Int, target: Pointer[Scalar[dtype], MutUntrackedOrigin]):
-    """Weighted values times `factor`, in their natural order."""
-    comptime length = Widened[kv_dtype].length if amx else chunk_of(kv_dtype)
-    for d in range(0, dim, length):
-        var sums: SIMD[DType.float32, length]
-        comptime if amx:
-            sums = rebind[SIMD[DType.float32, length]](unpack_sums[kv_dtype](acc.unsafe_offset(d)))
-        else:
-            sums = rebind[SIMD[DType.float32, length]](unpack[kv_dtype](acc.unsafe_load[width=chunk_of(kv_dtype)](d)))
-        var out = (sums * factor).cast[dtype]()
-        comptime for i in range(length // 8):
-            if d + 8 * i < dim:
-                target.unsafe_store(d + 8 * i, out.slice[8, offset=8 * i]())
-
-
-def finish[
-    dtype: DType, //, kv_dtype: DType
-](
-    rows: AttentionRows[dtype],
-    row: Int,
-    query: Int,
-    logits: Logits,
-    dim: Int,
-    amx: Bool,
-    var state: AttentionState,
-    acc: Floats,
-):
-    """Writes o and lse of query head `query` of one row."""
-    var factor: Float32 = 1
-    var sees_tokens = rows.row_batch[unsafe_offset=row] >= 0 and rows.row_lengths[unsafe_offset=row] > 0
-    if logits.has_sinks and sees_tokens:
-        var sink = logits.sinks[unsafe_offset=query] * LOG2E
-        factor = state.raise_to(sink)
-        state.add(exp2(sink - state.greatest))
-    factor *= state.normaliser() * rows.v_scale
-    var target = rows.o.unsafe_offset((row * rows.num_heads + query) * dim)
-    if amx:
-        comptime if amx_serves(dtype, kv_dtype):
-            write_values[kv_dtype, True](acc, factor, dim, target)
-    else:
-        write_values[kv_dtype, False](acc, factor, dim, target)
-    rows.lse[unsafe_offset=row * rows.num_heads + query] = state.lse()
+    return following
 
 
 def attend_tiles[
@@ -196,27 +156,18 @@ def attend_tiles[
     var engines = Engines[dtype, kv_dtype]()
     var heads = Heads.of(rows, k, v, Engines[dtype, kv_dtype].chunk)
     var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits)
-    var count = len(plan.segments)
-    var tasks = max(1, min(count, workers))
-    # Not filled, for no part is read before it was written.
     var room = heads.kv_heads * Engine.stride_of(plan.max_rows * heads.group)
-    var memory = List[Float32](unsafe_uninit_length=plan.partials * room * heads.padded + 16)
-    var states = List[AttentionState](unsafe_uninit_length=plan.partials * room)
-    var start = memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
-    var partials = Partials(
-        start.unsafe_offset((64 - Int(start) % 64) % 64 // 4),
-        states.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
-        room,
-        heads.padded,
-    )
-    var segments = plan.segments.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
-    # Whoever is free takes the next segment; which thread computes one leaves no trace in it.
+    var partials = Partials(plan.partials, room, heads.padded)
     var taken = Atomic[Int64](0)
-    var next = Pointer(to=taken).unsafe_origin_cast[MutUntrackedOrigin]()
+    var queue = Queue(
+        plan.segments.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
+        len(plan.segments),
+        Pointer(to=taken).unsafe_origin_cast[MutUntrackedOrigin](),
+    )
 
     def task(
         index: Int,
-    ) {var rows, var k, var v, var logits, var heads, var engines, var count, var partials, var segments, var next,}:
+    ) {var rows, var k, var v, var logits, var heads, var engines, var queue, ref partials,}:
         var scratch = Scratch(
             partials.queries,
             heads.padded,
@@ -224,83 +175,26 @@ def attend_tiles[
             Ahead.rows_length(heads.kv_heads),
         )
         var own = scratch.acc
-        while True:
-            var i = Int(next[].fetch_add(1))
-            if i >= count:
-                break
-            var segment = segments[unsafe_offset=i]
+        var segment = queue.take()
+        while segment.num_rows > 0:
             var queries = segment.num_rows * heads.group
             var stride = engines.stride(queries)
+            var following: Segment
             scratch.acc = own if segment.partial < 0 else partials.acc_of(segment.partial)
             if engines.amx(queries):
                 comptime if amx_serves(dtype, kv_dtype):
-                    attend_segment[True](rows, segment, k, v, logits, heads, scratch)
+                    following = attend_segment[True](rows, segment, k, v, logits, heads, queue, scratch)
+                    deliver[kv_dtype, True](rows, segment, logits, heads, stride, scratch, partials)
+                else:
+                    following = Segment.none()
             else:
-                attend_segment[False](rows, segment, k, v, logits, heads, scratch)
-            for head in range(heads.kv_heads):
-                for m in range(queries):
-                    var at = head * stride + m
-                    var state = scratch.state(at)
-                    if segment.partial < 0:
-                        var row, g = divmod(m, heads.group)
-                        finish[kv_dtype](
-                            rows,
-                            segment.row + row,
-                            head * heads.group + g,
-                            logits,
-                            heads.dim,
-                            engines.amx(queries),
-                            state,
-                            scratch.acc.unsafe_offset(at * heads.padded),
-                        )
-                    else:
-                        partials.states_of(segment.partial)[unsafe_offset=at] = state
+                following = attend_segment[False](rows, segment, k, v, logits, heads, queue, scratch)
+                deliver[kv_dtype, False](rows, segment, logits, heads, stride, scratch, partials)
+            segment = following
         comptime if amx_serves(dtype, kv_dtype):
             tile_release()
 
-    sync_parallelize(task, tasks)
-
-    # Joins the parts of split blocks, in the order of their tokens: every task its share of the queries.
-    def join(
-        index: Int,
-    ) {var rows, var logits, var heads, var engines, var count, var tasks, var partials, var segments,}:
-        var i = 0
-        while i < count:
-            var first = segments[unsafe_offset=i]
-            var parts = 1
-            if first.partial >= 0:
-                while i + parts < count and segments[unsafe_offset=i + parts].row == first.row:
-                    parts += 1
-                var queries = first.num_rows * heads.group
-                var stride = engines.stride(queries)
-                for query in range(index, heads.kv_heads * queries, tasks):
-                    var head, m = divmod(query, queries)
-                    var at = head * stride + m
-                    var acc = partials.acc_of(first.partial).unsafe_offset(at * heads.padded)
-                    var state = partials.states_of(first.partial)[unsafe_offset=at]
-                    for part in range(first.partial + 1, first.partial + parts):
-                        var mine, theirs = state.merge(partials.states_of(part)[unsafe_offset=at])
-                        var added = partials.acc_of(part).unsafe_offset(at * heads.padded)
-                        for d in range(0, heads.padded, HALF):
-                            acc.unsafe_store(
-                                d, acc.unsafe_load[width=HALF](d) * mine + added.unsafe_load[width=HALF](d) * theirs
-                            )
-                    var row, g = divmod(m, heads.group)
-                    finish[kv_dtype](
-                        rows,
-                        first.row + row,
-                        head * heads.group + g,
-                        logits,
-                        heads.dim,
-                        engines.amx(queries),
-                        state,
-                        acc,
-                    )
-            i += parts
-
-    if plan.partials > 0:
-        sync_parallelize(join, tasks)
-    _ = memory^
-    _ = states^
+    sync_parallelize(task, max(1, min(queue.count, workers)))
+    _ = partials^
     _ = plan^
     _ = taken^

@@ -24,6 +24,15 @@ struct Segment(TrivialRegisterPassable):
     """Tokens `[begin, end)`."""
     var partial: Int
     """Where its unfinished result goes; -1 = it is the block's only segment, and finishes it."""
+    var part: Int
+    """Which of the block's segments it is: their partial results are neighbours."""
+    var parts: Int
+    """How many the block has."""
+
+    @staticmethod
+    def none() -> Self:
+        """A segment without rows."""
+        return Self(0, 0, 0, 0, -1, 0, 1)
 
 
 def segment_length(total: Int) -> Int:
@@ -56,7 +65,7 @@ def plan_segments(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int,
     var row = 0
     while row < num_rows:
         var request = row_batch[unsafe_offset=row]
-        var block = Segment(row, 0, Int.MAX, 0, -1)
+        var block = Segment(row, 0, Int.MAX, 0, -1, 0, 1)
         while block.num_rows < MAX_BLOCK_ROWS and row < num_rows and row_batch[unsafe_offset=row] == request:
             var length = Int(row_lengths[unsafe_offset=row]) if request >= 0 else 0
             if length > 0:
@@ -75,9 +84,10 @@ def plan_segments(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int,
         if block.end - block.begin <= longest:
             plan.segments.append(block)
             continue
-        for begin in range(block.begin, block.end, longest):
-            plan.segments.append(
-                Segment(block.row, block.num_rows, begin, min(block.end, begin + longest), plan.partials)
-            )
+        var parts = ceildiv(block.end - block.begin, longest)
+        for part in range(parts):
+            var begin = block.begin + part * longest
+            var end = min(block.end, begin + longest)
+            plan.segments.append(Segment(block.row, block.num_rows, begin, end, plan.partials, part, parts))
             plan.partials += 1
     return plan^

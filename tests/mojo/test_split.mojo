@@ -44,18 +44,24 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
         if first.partial < 0:
             assert_equal(first.end, end)
             assert_true(end - begin <= most)
+            assert_equal(first.parts, 1)
             i += 1
         else:
             var at = first.begin
+            var part = 0
             while i < len(result.segments) and result.segments[i].row == row:
                 assert_equal(result.segments[i].begin, at)
                 assert_equal(result.segments[i].partial, partial)
+                assert_equal(result.segments[i].part, part)
+                assert_equal(result.segments[i].parts, first.parts)
                 assert_true(result.segments[i].end > at)
                 at = result.segments[i].end
                 assert_true(at == end or at - result.segments[i].begin == most)
                 partial += 1
+                part += 1
                 i += 1
             assert_equal(at, end)
+            assert_equal(part, first.parts)
             assert_true(end - begin > most)
         row += first.num_rows
     assert_equal(row, len(row_batch))
