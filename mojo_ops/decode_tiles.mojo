@@ -104,7 +104,7 @@ def attend_segment[
     var sum_runs = heads.kv_heads * (queries + sum_calls[k.dtype](heads, queries))
     comptime if amx:
         stride = engine.stride
-        score_runs = heads.kv_heads * score_calls_amx(heads)
+        score_runs = heads.kv_heads * score_calls_amx[k.dtype](heads)
         sum_runs = heads.kv_heads * (queries + sum_calls_amx[k.dtype](heads))
         engine.configure()
         load_queries_amx[k.dtype](rows, segment, heads, engine, scratch)

@@ -122,9 +122,9 @@ def load_queries_amx[
             scratch.clear(start + m)
 
 
-def score_calls_amx(heads: Heads) -> Int:
-    """How often `score_tile_amx` calls `ahead.run`."""
-    return 2 * heads.padded // 32 * (TILE // SPAN)
+def score_calls_amx[kv_dtype: DType](heads: Heads) -> Int:
+    """How often `score_tile_amx` calls `ahead.run`: while it widens K, if it always does, for that takes the longest."""
+    return 2 * heads.padded // 32 * (TILE // SPAN) if kv_dtype == DType.bfloat16 else TILE
 
 
 def sum_calls_amx[kv_dtype: DType](heads: Heads) -> Int:
@@ -155,6 +155,8 @@ def score_tile_amx(
         for i in range(TILE):
             var token = base.unsafe_offset(tile.k[unsafe_offset=i])
             widen_row(token, heads, engine.keys.unsafe_offset(i * heads.padded))
+            comptime if k.dtype != DType.bfloat16:
+                ahead.run()
 
     var n = engine.columns
     var pairs = scratch.q.unsafe_bitcast[UInt32]().unsafe_offset(head * engine.stride * (heads.padded // 2))
@@ -172,12 +174,14 @@ def score_tile_amx(
                 tile_load[QUERIES](packed.unsafe_offset(c * 16 * n), n * 4)
                 tile_load[ROWS](first.unsafe_offset(32 * c), stride)
                 tile_dot[SCORES, ROWS, QUERIES]()
-                if block == 0:
-                    ahead.run()
+                comptime if k.dtype == DType.bfloat16:
+                    if block == 0:
+                        ahead.run()
                 tile_load[ROWS](second.unsafe_offset(32 * c), stride)
                 tile_dot[SCORES + 1, ROWS, QUERIES]()
-                if block == 0:
-                    ahead.run()
+                comptime if k.dtype == DType.bfloat16:
+                    if block == 0:
+                        ahead.run()
             var target = engine.scores.unsafe_offset((head * engine.stride + block) * TILE + span * n)
             tile_store[SCORES](target, n * 4)
             tile_store[SCORES + 1](target.unsafe_offset(16 * n), n * 4)
