@@ -12,7 +12,8 @@ from std.sys import CompilationTarget, simd_width_of, size_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
 from .amx import HAS_AMX, amx_permitted
-from .linear_amx import aligned, tile_linear
+from .linear_amx import tile_linear
+from .linear_operands import aligned
 
 comptime WIDTH = simd_width_of[DType.float32]()
 comptime CHUNK = 2 * WIDTH

@@ -1,4 +1,4 @@
-"""Products of bfloat16 matrices on AMX (`amx.mojo`): up to 2 x 2 tiles of sums, all of 16 rows of 64 bytes.
+"""Products of bfloat16 matrices on AMX (`amx.mojo`): 2 x 2 tiles of sums, all of 16 rows of 64 bytes; the turn of a tile.
 
 A tile kernel configures, uses and releases the registers itself, and calls nothing in between that might use them too.
 """
@@ -36,21 +36,16 @@ def zero_sums():
 
 
 @always_inline
-def multiply[
-    a_tiles: Int, b_tiles: Int
-](a: Elements, second_a: Elements, a_pitch: Int, b: Elements, second_b: Elements):
+def multiply(a: Elements, second_a: Elements, a_pitch: Int, b: Elements, second_b: Elements):
     """`tmm[2 i + j] += a_i b_j` for one step of K.
 
     The rows of an `a` lie `a_pitch` bytes apart. A `b` is packed: 16 rows of 16 pairs, pair `(k, k + 1)` of each of 16
-    columns. Where there is one tile of a kind, the second pointer is not used.
+    columns.
     """
-    comptime one = "tileloadd ($0,$2,1), %tmm4\ntileloadd ($3,$5,1), %tmm6\ntdpbf16ps %tmm6, %tmm4, %tmm0\n"
+    comptime first = "tileloadd ($0,$2,1), %tmm4\ntileloadd ($3,$5,1), %tmm6\ntdpbf16ps %tmm6, %tmm4, %tmm0\n"
     comptime second_column = "tileloadd ($4,$5,1), %tmm7\ntdpbf16ps %tmm7, %tmm4, %tmm1\n"
-    comptime second_row = "tileloadd ($1,$2,1), %tmm5\ntdpbf16ps %tmm6, %tmm5, %tmm2\n"
-    comptime corner = "tdpbf16ps %tmm7, %tmm5, %tmm3\n"
-    comptime text = one + (second_column if b_tiles == 2 else "") + (second_row if a_tiles == 2 else "") + (
-        corner if a_tiles == 2 and b_tiles == 2 else ""
-    )
+    comptime second_row = "tileloadd ($1,$2,1), %tmm5\ntdpbf16ps %tmm6, %tmm5, %tmm2\ntdpbf16ps %tmm7, %tmm5, %tmm3\n"
+    comptime text = first + second_column + second_row
     inlined_assembly[text, NoneType, constraints="r,r,r,r,r,r,~{memory}", has_side_effect=True](
         a, second_a, a_pitch, b, second_b, Int(ROW_BYTES)
     )

@@ -104,10 +104,21 @@ def test_every_edge(pair, m):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("m", [1, 2, 8, 13, 64, 600])
+@pytest.mark.parametrize("m", [1, 2, 8, 13, 30, 45, 64, 600])
 def test_sizes_of_models(pair, m):
     check(*operands(pair, m, 1280, 2048))
     check(*operands(pair, m, 300, 5632))
+    check(*operands(pair, m, 700, 288))
+    check(*operands(pair, m, 2100, 640))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("m", [1, 3, 17, 70])
+@pytest.mark.parametrize("k", [33, 64])
+def test_what_lies_past_the_operands_is_not_used(pair, m, k):
+    x, w = operands(pair, m + 1, 51, k)
+    x[m], w[50] = np.nan, np.nan
+    check(x[:m], w[:50])
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
