@@ -6,15 +6,17 @@ the next tile's K is. Vectors (`tiles.mojo`) or AMX (`tiles_amx.mojo`) do the ar
 
 from max.algorithm import sync_parallelize
 from std.atomic import Atomic
+from std.math import ceildiv
 
 from .ahead import TILE, Ahead
 from .amx import HAS_AMX, amx_permitted, tile_release
+from .blocks_amx import Desk, MAX_QUERIES, WIDE, attend_block, room_of
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .lanes import HALF, chunk_of, is_float8, unpack
 from .logits import Logits
 from .softmax import AttentionState, LOG2E, exp2
-from .split import Segment, plan_segments
+from .split import BlockSizes, MAX_BLOCK_ROWS, Segment, plan_segments
 from .tile import Floats, Heads, Scratch, Tile, weigh_tile
 from .tiles import load_queries, score_calls, score_tile, sum_calls, sum_tile
 from .tiles_amx import (
@@ -64,6 +66,12 @@ struct Engines[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
         """The queries of a KV head that it keeps."""
         return Engine.stride_of(queries) if self.amx(queries) else queries
 
+    def sizes(self, heads: Heads) -> BlockSizes:
+        """How large blocks are, and from which size on their heads go one by one (`blocks_amx.mojo`)."""
+        if not self.permitted:
+            return BlockSizes.narrow()
+        return BlockSizes(max(MAX_BLOCK_ROWS, MAX_QUERIES // heads.group), ceildiv(WIDE, heads.group), heads.kv_heads)
+
 
 @fieldwise_init
 struct Partials(ImplicitlyCopyable):
@@ -74,7 +82,7 @@ struct Partials(ImplicitlyCopyable):
     var states: Pointer[AttentionState, MutUntrackedOrigin]
     """`[partials, queries]`."""
     var queries: Int
-    """Room of a slot: all KV heads of the largest block."""
+    """Room of a slot: all queries of the largest block, or of one KV head where heads go one by one."""
     var padded: Int
 
     @always_inline
@@ -195,18 +203,20 @@ def attend_tiles[
     comptime kv_dtype = k.dtype
     var engines = Engines[dtype, kv_dtype]()
     var heads = Heads.of(rows, k, v, Engines[dtype, kv_dtype].chunk)
-    var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits)
+    var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits, engines.sizes(heads))
     var count = len(plan.segments)
     var tasks = max(1, min(count, workers))
     # Not filled, for no part is read before it was written.
     var room = heads.kv_heads * Engine.stride_of(plan.max_rows * heads.group)
-    var memory = List[Float32](unsafe_uninit_length=plan.partials * room * heads.padded + 16)
-    var states = List[AttentionState](unsafe_uninit_length=plan.partials * room)
+    var wide = plan.max_wide_rows * heads.group
+    var slot = max(room, room_of(wide))
+    var memory = List[Float32](unsafe_uninit_length=plan.partials * slot * heads.padded + 16)
+    var states = List[AttentionState](unsafe_uninit_length=plan.partials * slot)
     var start = memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
     var partials = Partials(
         start.unsafe_offset((64 - Int(start) % 64) % 64 // 4),
         states.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
-        room,
+        slot,
         heads.padded,
     )
     var segments = plan.segments.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
@@ -216,20 +226,55 @@ def attend_tiles[
 
     def task(
         index: Int,
-    ) {var rows, var k, var v, var logits, var heads, var engines, var count, var partials, var segments, var next,}:
+    ) {
+        var rows,
+        var k,
+        var v,
+        var logits,
+        var heads,
+        var engines,
+        var room,
+        var wide,
+        var count,
+        var partials,
+        var segments,
+        var next,
+    }:
         var scratch = Scratch(
-            partials.queries,
+            room,
             heads.padded,
-            Engine.spare(partials.queries, heads.padded) if engines.may_use_amx else 0,
+            Engine.spare(room, heads.padded) if engines.may_use_amx else 0,
             Ahead.rows_length(heads.kv_heads),
         )
         var own = scratch.acc
+        var desk = Desk(wide, heads.padded)
         while True:
             var i = Int(next[].fetch_add(1))
             if i >= count:
                 break
             var segment = segments[unsafe_offset=i]
             var queries = segment.num_rows * heads.group
+            if segment.is_wide():
+                comptime if amx_serves(dtype, kv_dtype):
+                    desk.acc = desk.own if segment.partial < 0 else partials.acc_of(segment.partial)
+                    attend_block(rows, segment, k, v, logits, heads, desk)
+                    for m in range(queries):
+                        var state = desk.state(m)
+                        if segment.partial < 0:
+                            var row, g = divmod(m, heads.group)
+                            finish[kv_dtype](
+                                rows,
+                                segment.row + row,
+                                segment.head * heads.group + g,
+                                logits,
+                                heads.dim,
+                                True,
+                                state,
+                                desk.acc.unsafe_offset(m * heads.padded),
+                            )
+                        else:
+                            partials.states_of(segment.partial)[unsafe_offset=m] = state
+                continue
             var stride = engines.stride(queries)
             scratch.acc = own if segment.partial < 0 else partials.acc_of(segment.partial)
             if engines.amx(queries):
@@ -269,13 +314,16 @@ def attend_tiles[
             var first = segments[unsafe_offset=i]
             var parts = 1
             if first.partial >= 0:
-                while i + parts < count and segments[unsafe_offset=i + parts].row == first.row:
+                while i + parts < count and segments[unsafe_offset=i + parts].continues(first):
                     parts += 1
                 var queries = first.num_rows * heads.group
                 var stride = engines.stride(queries)
-                for query in range(index, heads.kv_heads * queries, tasks):
+                var own_heads = 1 if first.is_wide() else heads.kv_heads
+                for query in range(index, own_heads * queries, tasks):
                     var head, m = divmod(query, queries)
                     var at = head * stride + m
+                    if first.is_wide():
+                        head = first.head
                     var acc = partials.acc_of(first.partial).unsafe_offset(at * heads.padded)
                     var state = partials.states_of(first.partial)[unsafe_offset=at]
                     for part in range(first.partial + 1, first.partial + parts):

@@ -10,6 +10,7 @@ comptime MAX_BLOCK_ROWS = 8
 comptime MIN_SEGMENT = 256
 """Tokens below which a block is not split: a partial result costs as much as a few tokens."""
 comptime MAX_SEGMENTS = 32
+comptime ALL_HEADS = -1
 
 
 @fieldwise_init
@@ -24,6 +25,33 @@ struct Segment(TrivialRegisterPassable):
     """Tokens `[begin, end)`."""
     var partial: Int
     """Where its unfinished result goes; -1 = it is the block's only segment, and finishes it."""
+    var head: Int
+    """The KV head; `ALL_HEADS` = all of them."""
+
+    def is_wide(self) -> Bool:
+        """Whether it is of a block that goes head by head."""
+        return self.head != ALL_HEADS
+
+    def continues(self, other: Self) -> Bool:
+        """Whether it is a part of the same block."""
+        return self.row == other.row and self.head == other.head
+
+
+@fieldwise_init
+struct BlockSizes(TrivialRegisterPassable):
+    """How many rows of one request make a block, and which blocks go head by head."""
+
+    var most: Int
+    """Rows of a block."""
+    var wide: Int
+    """Rows from which on each KV head of a block is a piece of work of its own."""
+    var kv_heads: Int
+    """How many there are then."""
+
+    @staticmethod
+    def narrow() -> Self:
+        """All heads of at most `MAX_BLOCK_ROWS` rows."""
+        return Self(MAX_BLOCK_ROWS, Int.MAX, 0)
 
 
 def segment_length(total: Int) -> Int:
@@ -41,23 +69,39 @@ struct Plan(Movable):
     var partials: Int
     """How many of them leave a partial result."""
     var max_rows: Int
-    """Rows of the largest block."""
+    """Rows of the largest block whose heads go together."""
+    var max_wide_rows: Int
+    """Rows of the largest block that goes head by head."""
 
     def __init__(out self):
         self.segments = List[Segment]()
         self.partials = 0
         self.max_rows = 0
+        self.max_wide_rows = 0
+
+    def cut(mut self, block: Segment, longest: Int):
+        """Adds a block: as it is, or in segments of `longest` tokens."""
+        if block.end - block.begin <= longest:
+            self.segments.append(block)
+            return
+        for begin in range(block.begin, block.end, longest):
+            self.segments.append(
+                Segment(block.row, block.num_rows, begin, min(block.end, begin + longest), self.partials, block.head)
+            )
+            self.partials += 1
 
 
-def plan_segments(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits) -> Plan:
-    """Blocks are runs of at most `MAX_BLOCK_ROWS` rows of one request; long blocks are cut along their tokens."""
+def plan_segments(
+    row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits, sizes: BlockSizes
+) -> Plan:
+    """Blocks are runs of at most `sizes.most` rows of one request; long blocks are cut along their tokens."""
     var blocks = List[Segment]()
     var total = 0
     var row = 0
     while row < num_rows:
         var request = row_batch[unsafe_offset=row]
-        var block = Segment(row, 0, Int.MAX, 0, -1)
-        while block.num_rows < MAX_BLOCK_ROWS and row < num_rows and row_batch[unsafe_offset=row] == request:
+        var block = Segment(row, 0, Int.MAX, 0, -1, ALL_HEADS)
+        while block.num_rows < sizes.most and row < num_rows and row_batch[unsafe_offset=row] == request:
             var length = Int(row_lengths[unsafe_offset=row]) if request >= 0 else 0
             if length > 0:
                 block.begin = min(block.begin, logits.first_token(length))
@@ -71,13 +115,11 @@ def plan_segments(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int,
     var plan = Plan()
     var longest = segment_length(total)
     for block in blocks:
-        plan.max_rows = max(plan.max_rows, block.num_rows)
-        if block.end - block.begin <= longest:
-            plan.segments.append(block)
+        if block.num_rows < sizes.wide:
+            plan.max_rows = max(plan.max_rows, block.num_rows)
+            plan.cut(block, longest)
             continue
-        for begin in range(block.begin, block.end, longest):
-            plan.segments.append(
-                Segment(block.row, block.num_rows, begin, min(block.end, begin + longest), plan.partials)
-            )
-            plan.partials += 1
+        plan.max_wide_rows = max(plan.max_wide_rows, block.num_rows)
+        for head in range(sizes.kv_heads):
+            plan.cut(Segment(block.row, block.num_rows, block.begin, block.end, -1, head), longest)
     return plan^

@@ -7,7 +7,7 @@ from mojo_ops.ahead import TILE
 from mojo_ops.decode_cpu import AttentionRows
 from mojo_ops.float8 import fp8_table, parts_mask
 from mojo_ops.lanes import HALF
-from mojo_ops.split import Segment
+from mojo_ops.split import ALL_HEADS, Segment
 from mojo_ops.tile import Heads, Scratch
 from mojo_ops.tiles_amx import Engine, load_queries_amx, transpose, zip_mask
 from mojo_ops.widen import natural_mask
@@ -47,7 +47,7 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
     for i in range(spare):
         scratch.spare[unsafe_offset=i] = MARK
     var heads = Heads(kv_heads, group, dim, padded, dim, dim)
-    load_queries_amx[kv_dtype](rows, Segment(0, num_rows, 0, 0, -1), heads, engine, scratch)
+    load_queries_amx[kv_dtype](rows, Segment(0, num_rows, 0, 0, -1, ALL_HEADS), heads, engine, scratch)
 
     for i in range(room * TILE):
         assert_equal(scratch.weights[unsafe_offset=i], MARK)
