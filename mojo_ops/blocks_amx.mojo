@@ -36,6 +36,9 @@ comptime COLUMNS = 16
 """Queries of a tile; two tiles of them are computed together."""
 comptime WORDS = 16 * 32
 """bfloat16 elements of a tile."""
+comptime SCORES = 2 * TOKENS * COLUMNS + 512
+"""Room for the scores of a pair of query tiles. Not a multiple of 4 KB: loads wait for pending stores that share their low
+12 address bits."""
 comptime NO_PAIR = -1
 comptime LIMIT: Float32 = 256
 """How much the weights of a query's step may come to, before its reference follows its greatest score."""
@@ -58,7 +61,7 @@ struct Desk(Movable):
     var values: Words16
     """`[SPANS, P / 16, 16 pairs of tokens, 16, 2]`."""
     var scores: Floats
-    """`[2, 2, TOKENS, 16]`: of two pairs of tiles in turn."""
+    """`[2, SCORES]`, each `[2, TOKENS, 16]`: of two pairs of tiles in turn."""
     var weights: Words16
     """`[2, SPANS, 2, 2, 16, 32]`: likewise; bfloat16, of each 16 queries what rounding gives, then what it left."""
     var turning: Pairs
@@ -78,7 +81,7 @@ struct Desk(Movable):
         var room = room_of(queries)
         var q = room * padded // 2
         var keys = TOKENS * padded // 2
-        var scores = 4 * TOKENS * COLUMNS
+        var scores = 2 * SCORES
         var weights = 4 * SPANS * WORDS
         var turning = 2 * 16 * COLUMNS
         self.memory = List[Float32](
@@ -292,7 +295,7 @@ struct Products(Movable):
         self.padded = padded
         self.k = desk.keys.unsafe_bitcast[BFloat16]()
         self.q = desk.q.unsafe_bitcast[BFloat16]().unsafe_offset(next * 2 * COLUMNS * padded)
-        self.scores = desk.scores.unsafe_offset(next % 2 * 2 * TOKENS * COLUMNS)
+        self.scores = desk.scores.unsafe_offset(next % 2 * SCORES)
         self.score_tiles = step.seen_by(next, desk)
         self.score_tile = 0
         self.values = desk.values.unsafe_bitcast[BFloat16]()
@@ -370,7 +373,7 @@ def weigh_block(
     if count == 0:
         return
     var m = (2 * pair + half) * COLUMNS
-    var scores = desk.scores.unsafe_offset((pair % 2 * 2 + half) * TOKENS * COLUMNS)
+    var scores = desk.scores.unsafe_offset(pair % 2 * SCORES + half * TOKENS * COLUMNS)
     var weights = desk.weights.unsafe_offset((pair % 2 * SPANS * 2 + half) * 2 * WORDS)
     var first = desk.first.unsafe_load[width=COLUMNS](m)
     var last = desk.last.unsafe_load[width=COLUMNS](m)
@@ -379,8 +382,12 @@ def weigh_block(
     var factor = logits.scale * LOG2E
     var plain = not logits.has_alibi and logits.soft_cap <= 0 and isfinite(factor)
     for i in range(count):
-        if not plain or step.begins[i] < first_of_all or step.begins[i] + TILE > last_of_all:
-            plain = False
+        plain = (
+            plain
+            and step.tiles[i].count == TILE
+            and first_of_all <= step.begins[i]
+            and step.begins[i] + TILE <= last_of_all
+        )
     if not plain:
         mask_block(step, count, logits, heads, head, m, scores, desk)
         factor = 1
