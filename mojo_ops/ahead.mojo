@@ -75,6 +75,15 @@ struct Ahead(Movable):
                     var at = tokens.unsafe_load[width=STREAMS](token) + head * head_stride
                     rows.unsafe_store(head * TILE + token, at * size_of[dtype]() + Int(base))
 
+    def __init__(out self, rows: Offsets):
+        """No work: `run` does nothing."""
+        self.rows = rows
+        self.stream_rows = 0
+        self.line = 0
+        self.row_lines = 0
+        self.due = 0
+        self.rate = 0
+
     @always_inline
     def run(mut self):
         """Prefetches what is due."""

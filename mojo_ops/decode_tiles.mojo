@@ -6,15 +6,17 @@ the next tile's K is. Vectors (`tiles.mojo`) or AMX (`tiles_amx.mojo`) do the ar
 
 from max.algorithm import sync_parallelize
 from std.atomic import Atomic
+from std.math import ceildiv
 
 from .ahead import TILE, Ahead
 from .amx import HAS_AMX, amx_permitted, tile_release
+from .blocks_amx import Desk, MAX_QUERIES, WIDE, attend_block, room_of
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .lanes import chunk_of, is_float8
 from .logits import Logits
 from .partials import Partials, deliver
-from .split import Segment, plan_segments
+from .split import BlockSizes, MAX_BLOCK_ROWS, Segment, plan_segments
 from .tile import Heads, Scratch, Tile, weigh_tile
 from .tiles import load_queries, score_calls, score_tile, sum_calls, sum_tile
 from .tiles_amx import (
@@ -63,6 +65,12 @@ struct Engines[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
     def stride(self, queries: Int) -> Int:
         """The queries of a KV head that it keeps."""
         return Engine.stride_of(queries) if self.amx(queries) else queries
+
+    def sizes(self, heads: Heads) -> BlockSizes:
+        """How large blocks are, and from which size on their heads go one by one (`blocks_amx.mojo`)."""
+        if not self.permitted:
+            return BlockSizes.narrow()
+        return BlockSizes(max(MAX_BLOCK_ROWS, MAX_QUERIES // heads.group), ceildiv(WIDE, heads.group), heads.kv_heads)
 
 
 @fieldwise_init
@@ -155,9 +163,10 @@ def attend_tiles[
     comptime kv_dtype = k.dtype
     var engines = Engines[dtype, kv_dtype]()
     var heads = Heads.of(rows, k, v, Engines[dtype, kv_dtype].chunk)
-    var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits)
+    var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits, engines.sizes(heads))
     var room = heads.kv_heads * Engine.stride_of(plan.max_rows * heads.group)
-    var partials = Partials(plan.partials, room, heads.padded)
+    var wide = plan.max_wide_rows * heads.group
+    var partials = Partials(plan.partials, max(room, room_of(wide)), heads.padded)
     var taken = Atomic[Int64](0)
     var queue = Queue(
         plan.segments.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
@@ -167,29 +176,35 @@ def attend_tiles[
 
     def task(
         index: Int,
-    ) {var rows, var k, var v, var logits, var heads, var engines, var queue, ref partials,}:
+    ) {var rows, var k, var v, var logits, var heads, var engines, var queue, var room, var wide, ref partials,}:
         var scratch = Scratch(
-            partials.queries,
+            room,
             heads.padded,
-            Engine.spare(partials.queries, heads.padded) if engines.may_use_amx else 0,
+            Engine.spare(room, heads.padded) if engines.may_use_amx else 0,
             Ahead.rows_length(heads.kv_heads),
         )
         var own = scratch.acc
+        var desk = Desk(wide, heads.padded)
         var segment = queue.take()
         while segment.num_rows > 0:
             var queries = segment.num_rows * heads.group
             var stride = engines.stride(queries)
-            var following: Segment
-            scratch.acc = own if segment.partial < 0 else partials.acc_of(segment.partial)
-            if engines.amx(queries):
+            var following = Segment.none()
+            if segment.is_wide():
                 comptime if amx_serves(dtype, kv_dtype):
-                    following = attend_segment[True](rows, segment, k, v, logits, heads, queue, scratch)
-                    deliver[kv_dtype, True](rows, segment, logits, heads, stride, scratch, partials)
-                else:
-                    following = Segment.none()
+                    desk.acc = desk.own if segment.partial < 0 else partials.acc_of(segment.partial)
+                    attend_block(rows, segment, k, v, logits, heads, desk)
+                    deliver[kv_dtype, True](rows, segment, logits, heads, stride, desk, desk.acc, partials)
+                    following = queue.take()
             else:
-                following = attend_segment[False](rows, segment, k, v, logits, heads, queue, scratch)
-                deliver[kv_dtype, False](rows, segment, logits, heads, stride, scratch, partials)
+                scratch.acc = own if segment.partial < 0 else partials.acc_of(segment.partial)
+                if engines.amx(queries):
+                    comptime if amx_serves(dtype, kv_dtype):
+                        following = attend_segment[True](rows, segment, k, v, logits, heads, queue, scratch)
+                        deliver[kv_dtype, True](rows, segment, logits, heads, stride, scratch, scratch.acc, partials)
+                else:
+                    following = attend_segment[False](rows, segment, k, v, logits, heads, queue, scratch)
+                    deliver[kv_dtype, False](rows, segment, logits, heads, stride, scratch, scratch.acc, partials)
             segment = following
         comptime if amx_serves(dtype, kv_dtype):
             tile_release()

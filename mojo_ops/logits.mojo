@@ -42,11 +42,15 @@ struct Logits(TrivialRegisterPassable):
     @always_inline
     def score(self, dot: SIMD[DType.float32, _], head: Int, token: Int) -> type_of(dot):
         """The base-2 scores of one query head for consecutive tokens from `token` on."""
+        var slope = type_of(dot)(self.alibi_slopes[unsafe_offset=head]) if self.has_alibi else 0
+        return self.score_each(dot, slope, iota[DType.float32, dot.length](Float32(token)))
+
+    @always_inline
+    def score_each(self, dot: SIMD[DType.float32, _], slope: type_of(dot), token: type_of(dot)) -> type_of(dot):
+        """The base-2 scores of some pairs of a query head and a token; `slope` is the head's."""
         var x = dot * self.scale
         if self.has_alibi:
-            x = iota[DType.float32, dot.length](Float32(token)).fma(
-                type_of(dot)(self.alibi_slopes[unsafe_offset=head]), x
-            )
+            x = token.fma(slope, x)
         if self.soft_cap > 0:
             x = self.soft_cap * tanh(x / self.soft_cap)
         return x * LOG2E

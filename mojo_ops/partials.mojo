@@ -11,7 +11,7 @@ from .lanes import HALF, chunk_of, unpack
 from .logits import Logits
 from .softmax import AttentionState, LOG2E, exp2
 from .split import Segment
-from .tile import Floats, Heads, Scratch
+from .tile import Floats, Heads, Summed
 from .widen import Widened, unpack_sums
 
 
@@ -129,38 +129,49 @@ def finish[
 
 
 def deliver[
-    dtype: DType, //, kv_dtype: DType, amx: Bool
+    dtype: DType, Sums: Summed, //, kv_dtype: DType, amx: Bool
 ](
     rows: AttentionRows[dtype],
     segment: Segment,
     logits: Logits,
     heads: Heads,
     stride: Int,
-    scratch: Scratch,
+    sums: Sums,
+    var acc: Floats,
     partials: Partials,
 ):
-    """What a segment has summed up: to the output, if its block is complete with it."""
+    """What a segment has summed up: to the output, if its block is complete with it.
+
+    Args:
+        rows: The rows of the call.
+        segment: What was computed.
+        logits: The sinks, if there are any.
+        heads: The sizes.
+        stride: The queries of a KV head that `sums` and `acc` have room for.
+        sums: The states.
+        acc: The weighted values; of a part, those of its slot.
+        partials: The slots of split blocks.
+    """
     var queries = segment.num_rows * heads.group
-    var acc = scratch.acc
+    var first_head = segment.head if segment.is_wide() else 0
+    var kv_heads = 1 if segment.is_wide() else heads.kv_heads
+    var first = segment.partial - segment.part
     if segment.partial >= 0:
-        for head in range(heads.kv_heads):
+        for head in range(kv_heads):
             for m in range(queries):
-                partials.states_of(segment.partial)[unsafe_offset=head * stride + m] = scratch.state(head * stride + m)
-        if not partials.join(segment, heads.kv_heads, stride, queries):
+                partials.states_of(segment.partial)[unsafe_offset=head * stride + m] = sums.state(head * stride + m)
+        if not partials.join(segment, kv_heads, stride, queries):
             return
-        acc = partials.acc_of(segment.partial - segment.part)
-    for head in range(heads.kv_heads):
+        acc = partials.acc_of(first)
+    for head in range(kv_heads):
         for m in range(queries):
             var at = head * stride + m
-            var state = (
-                scratch.state(at) if segment.partial
-                < 0 else partials.states_of(segment.partial - segment.part)[unsafe_offset=at]
-            )
+            var state = partials.states_of(first)[unsafe_offset=at] if segment.partial >= 0 else sums.state(at)
             var row, g = divmod(m, heads.group)
             finish[kv_dtype, amx](
                 rows,
                 segment.row + row,
-                head * heads.group + g,
+                (first_head + head) * heads.group + g,
                 logits,
                 heads.dim,
                 state,

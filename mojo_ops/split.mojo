@@ -10,9 +10,9 @@ comptime MAX_BLOCK_ROWS = 8
 comptime MIN_SEGMENT = 256
 """Tokens below which a block is not split: a partial result costs as much as a few tokens."""
 comptime MAX_SEGMENTS = 32
+comptime ALL_HEADS = -1
 
 
-@fieldwise_init
 struct Segment(TrivialRegisterPassable):
     """Some tokens of some rows of one request."""
 
@@ -28,11 +28,45 @@ struct Segment(TrivialRegisterPassable):
     """Which of the block's segments it is: their partial results are neighbours."""
     var parts: Int
     """How many the block has."""
+    var head: Int
+    """The KV head; `ALL_HEADS` = all of them."""
+
+    def __init__(out self, row: Int, num_rows: Int, begin: Int, end: Int, head: Int = ALL_HEADS):
+        """A whole block."""
+        self.row = row
+        self.num_rows = num_rows
+        self.begin = begin
+        self.end = end
+        self.partial = -1
+        self.part = 0
+        self.parts = 1
+        self.head = head
 
     @staticmethod
     def none() -> Self:
         """A segment without rows."""
-        return Self(0, 0, 0, 0, -1, 0, 1)
+        return Self(0, 0, 0, 0)
+
+    def is_wide(self) -> Bool:
+        """Whether it is of a block that goes head by head."""
+        return self.head != ALL_HEADS
+
+
+@fieldwise_init
+struct BlockSizes(TrivialRegisterPassable):
+    """How many rows of one request make a block, and which blocks go head by head."""
+
+    var most: Int
+    """Rows of a block."""
+    var wide: Int
+    """Rows from which on each KV head of a block is a piece of work of its own."""
+    var kv_heads: Int
+    """How many there are then."""
+
+    @staticmethod
+    def narrow() -> Self:
+        """All heads of at most `MAX_BLOCK_ROWS` rows."""
+        return Self(MAX_BLOCK_ROWS, Int.MAX, 0)
 
 
 def segment_length(total: Int) -> Int:
@@ -50,23 +84,44 @@ struct Plan(Movable):
     var partials: Int
     """How many of them leave a partial result."""
     var max_rows: Int
-    """Rows of the largest block."""
+    """Rows of the largest block whose heads go together."""
+    var max_wide_rows: Int
+    """Rows of the largest block that goes head by head."""
 
     def __init__(out self):
         self.segments = List[Segment]()
         self.partials = 0
         self.max_rows = 0
+        self.max_wide_rows = 0
+
+    def cut(mut self, block: Segment, longest: Int):
+        """Adds a block: as it is, or in segments of `longest` tokens."""
+        if block.end - block.begin <= longest:
+            self.segments.append(block)
+            return
+        var parts = ceildiv(block.end - block.begin, longest)
+        for part in range(parts):
+            var segment = block
+            segment.begin = block.begin + part * longest
+            segment.end = min(block.end, segment.begin + longest)
+            segment.partial = self.partials
+            segment.part = part
+            segment.parts = parts
+            self.segments.append(segment)
+            self.partials += 1
 
 
-def plan_segments(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits) -> Plan:
-    """Blocks are runs of at most `MAX_BLOCK_ROWS` rows of one request; long blocks are cut along their tokens."""
+def plan_segments(
+    row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits, sizes: BlockSizes
+) -> Plan:
+    """Blocks are runs of at most `sizes.most` rows of one request; long blocks are cut along their tokens."""
     var blocks = List[Segment]()
     var total = 0
     var row = 0
     while row < num_rows:
         var request = row_batch[unsafe_offset=row]
-        var block = Segment(row, 0, Int.MAX, 0, -1, 0, 1)
-        while block.num_rows < MAX_BLOCK_ROWS and row < num_rows and row_batch[unsafe_offset=row] == request:
+        var block = Segment(row, 0, Int.MAX, 0)
+        while block.num_rows < sizes.most and row < num_rows and row_batch[unsafe_offset=row] == request:
             var length = Int(row_lengths[unsafe_offset=row]) if request >= 0 else 0
             if length > 0:
                 block.begin = min(block.begin, logits.first_token(length))
@@ -80,14 +135,11 @@ def plan_segments(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int,
     var plan = Plan()
     var longest = segment_length(total)
     for block in blocks:
-        plan.max_rows = max(plan.max_rows, block.num_rows)
-        if block.end - block.begin <= longest:
-            plan.segments.append(block)
+        if block.num_rows < sizes.wide:
+            plan.max_rows = max(plan.max_rows, block.num_rows)
+            plan.cut(block, longest)
             continue
-        var parts = ceildiv(block.end - block.begin, longest)
-        for part in range(parts):
-            var begin = block.begin + part * longest
-            var end = min(block.end, begin + longest)
-            plan.segments.append(Segment(block.row, block.num_rows, begin, end, plan.partials, part, parts))
-            plan.partials += 1
+        plan.max_wide_rows = max(plan.max_wide_rows, block.num_rows)
+        for head in range(sizes.kv_heads):
+            plan.cut(Segment(block.row, block.num_rows, block.begin, block.end, head), longest)
     return plan^

@@ -45,7 +45,15 @@ struct Heads(ImplicitlyCopyable):
         )
 
 
-struct Scratch(Movable):
+trait Summed:
+    """What has seen some tokens."""
+
+    def state(self, query: Int) -> AttentionState:
+        """The state of one query of one KV head."""
+        ...
+
+
+struct Scratch(Movable, Summed):
     """Working memory of one task, for a block of rows of one request.
 
     A KV head has M queries: the rows of the block times the group; room is kept for `stride` of them.

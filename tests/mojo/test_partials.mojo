@@ -14,6 +14,15 @@ comptime QUERIES = 2  # a KV head has room for one more
 comptime PADDED = 32
 
 
+def part_of(first: Int, part: Int, parts: Int) -> Segment:
+    """A part of a block whose first part has slot `first`."""
+    var segment = Segment(0, 1, 0, 1)
+    segment.partial = first + part
+    segment.part = part
+    segment.parts = parts
+    return segment
+
+
 def fill(partials: Partials, first: Int, parts: Int):
     """Part p of query i has greatest score g and total t, and values that depend on all of them; some parts are empty."""
     for p in range(parts):
@@ -44,7 +53,7 @@ def check(parts: Int, first: Int) raises:
         while len(left) > 0:
             var i = 0 if order < 2 else Int(random_ui64(0, UInt64(len(left) - 1)))
             var part = left.pop(i)
-            var complete = partials.join(Segment(0, 1, 0, 1, first + part, part, parts), KV_HEADS, STRIDE, QUERIES)
+            var complete = partials.join(part_of(first, part, parts), KV_HEADS, STRIDE, QUERIES)
             assert_equal(complete, len(left) == 0)
 
         for head in range(KV_HEADS):
@@ -93,7 +102,7 @@ def test_blocks_do_not_meet() raises:
     fill(partials, PARTS, PARTS)
     for part in range(PARTS):
         for first in [0, PARTS]:
-            var complete = partials.join(Segment(0, 1, 0, 1, first + part, part, PARTS), KV_HEADS, STRIDE, QUERIES)
+            var complete = partials.join(part_of(first, part, PARTS), KV_HEADS, STRIDE, QUERIES)
             assert_equal(complete, part == PARTS - 1)
     for i in range(KV_HEADS * STRIDE):
         if i % STRIDE < QUERIES:

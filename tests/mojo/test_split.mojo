@@ -3,14 +3,25 @@
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.logits import Logits
-from mojo_ops.split import MAX_BLOCK_ROWS, MAX_SEGMENTS, MIN_SEGMENT, Plan, plan_segments, segment_length
+from mojo_ops.split import (
+    ALL_HEADS,
+    BlockSizes,
+    MAX_BLOCK_ROWS,
+    MAX_SEGMENTS,
+    MIN_SEGMENT,
+    Plan,
+    plan_segments,
+    segment_length,
+)
 from support import untracked
 
 
-def plan(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1) -> Plan:
+def plan(
+    row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1, sizes: BlockSizes = BlockSizes.narrow()
+) -> Plan:
     var none = List[Float32]()
     var logits = Logits(1, 0, window_left, untracked(none), False, untracked(none), False)
-    var result = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), logits)
+    var result = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), logits, sizes)
     _ = none^
     return result^
 
@@ -85,6 +96,44 @@ def test_prefill_rows_share_blocks() raises:
     row_lengths.append(5)
     check(row_batch, row_lengths)
     assert_equal(plan(row_batch, row_lengths).max_rows, MAX_BLOCK_ROWS)
+
+
+def test_wide_blocks_go_head_by_head() raises:
+    """A block of many rows is as many pieces of work as it has heads: each the same tokens, parts of its own."""
+    var row_batch = List[Int32]()
+    var row_lengths = List[Int32]()
+    for row in range(45):
+        row_batch.append(0)
+        row_lengths.append(Int32(600 + row))
+    row_batch.append(1)
+    row_lengths.append(700)
+    var result = plan(row_batch, row_lengths, sizes=BlockSizes(20, 10, 3))
+    var at = 0
+    for row, count, end in [(0, 20, 619), (20, 20, 639)]:
+        for head in range(3):
+            var begin = 0
+            while begin < end:
+                var segment = result.segments[at]
+                assert_true(segment.is_wide())
+                assert_equal(segment.parts, 3)
+                assert_equal(segment.part, begin // MIN_SEGMENT)
+                assert_equal(segment.row, row)
+                assert_equal(segment.num_rows, count)
+                assert_equal(segment.head, head)
+                assert_equal(segment.begin, begin)
+                assert_equal(segment.end, min(end, begin + MIN_SEGMENT))
+                assert_equal(segment.partial, at)
+                begin = segment.end
+                at += 1
+    for row, count in [(40, 5), (45, 1)]:
+        assert_equal(result.segments[at].row, row)
+        assert_equal(result.segments[at].num_rows, count)
+        while at < len(result.segments) and result.segments[at].row == row:
+            assert_equal(result.segments[at].head, ALL_HEADS)
+            at += 1
+    assert_equal(at, len(result.segments))
+    assert_equal(result.max_rows, 5)
+    assert_equal(result.max_wide_rows, 20)
 
 
 def test_padding_rows_hold_no_tokens() raises:

@@ -47,7 +47,7 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
     for i in range(spare):
         scratch.spare[unsafe_offset=i] = MARK
     var heads = Heads(kv_heads, group, dim, padded, dim, dim)
-    load_queries_amx[kv_dtype](rows, Segment(0, num_rows, 0, 0, -1, 0, 1), heads, engine, scratch)
+    load_queries_amx[kv_dtype](rows, Segment(0, num_rows, 0, 0), heads, engine, scratch)
 
     for i in range(room * TILE):
         assert_equal(scratch.weights[unsafe_offset=i], MARK)
