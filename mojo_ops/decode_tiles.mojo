@@ -10,8 +10,9 @@ from std.math import ceildiv
 
 from .ahead import TILE, Ahead
 from .amx import HAS_AMX, amx_permitted, tile_release
-from .blocks_amx import Desk, MAX_QUERIES, WIDE, attend_block, room_of
+from .blocks_amx import attend_block
 from .decode_cpu import AttentionRows
+from .desk import Desk, MAX_QUERIES, WIDE, room_of
 from .kv_cache import PagedKVCache
 from .lanes import chunk_of, is_float8
 from .logits import Logits
