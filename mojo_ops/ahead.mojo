@@ -56,9 +56,9 @@ struct Ahead(Movable):
         head_stride: Int,
         calls: Int,
     ):
-        """The lines of `count` tokens, elements `tokens` `[TILE]` from `base`, spread over `calls` calls of `run`: there must not be more.
+        """The lines of `count` tokens, elements `tokens` `[TILE]` from `base`, for `calls` calls of `run`.
 
-        No count is no work; of any other, the last token stands in for those that are missing.
+        There must not be more calls. No count is no work; of any other, the last token stands in for those that are missing.
         """
         var by_token = head_stride == dim
         self.rows = rows
@@ -85,18 +85,20 @@ struct Ahead(Movable):
         self.rate = 0
 
     @always_inline
+    def address(self, s: Int) -> Int:
+        """Line `s` of the next burst."""
+        var stream = self.line % STREAMS + s
+        return self.rows[unsafe_offset=stream * self.stream_rows] + self.line // STREAMS * LINE
+
+    @always_inline
     def run(mut self):
         """Prefetches what is due."""
         self.due += self.rate
         while self.due >= WHOLE:
             self.due -= WHOLE
-            var rows = self.rows.unsafe_offset(self.line % STREAMS * self.stream_rows)
-            var column = self.line // STREAMS * LINE
             comptime for s in range(BURST):
                 prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
-                    Pointer[UInt8, MutUntrackedOrigin](
-                        unsafe_from_address=rows[unsafe_offset=s * self.stream_rows] + column
-                    )
+                    Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.address(s))
                 )
             self.line += BURST
             if self.line == self.row_lines:

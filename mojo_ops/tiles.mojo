@@ -65,9 +65,14 @@ def score_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
 
 def sum_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
     """How often `sum_tile` does."""
-    var slice = SLICE * (1 if queries >= 4 else 2)
-    var slices = heads.dim // slice + ceildiv(heads.dim % slice, chunk_of(kv_dtype))
-    return min(FETCHING, num_blocks(queries)) * slices * TILE
+    var calls = 0
+    var m = 0
+    for _ in range(min(FETCHING, num_blocks(queries))):
+        var count = block_of(m, queries)[1]
+        var slice = SLICE * (1 if count == 4 else 2)
+        calls += (heads.dim // slice + ceildiv(heads.dim % slice, chunk_of(kv_dtype))) * TILE
+        m += count
+    return calls
 
 
 def num_blocks(queries: Int) -> Int:

@@ -1,0 +1,128 @@
+"""Prefetching: every line of a tile once, evenly, and as many calls as were announced.
+
+The calls on matrix tiles are counted where the target that this is compiled for has them.
+"""
+
+from std.collections import Set
+from std.math import ceildiv
+from std.sys import size_of
+from std.testing import TestSuite, assert_equal, assert_true
+from std.utils import IndexList
+
+from mojo_ops.ahead import BURST, LINE, TILE, Ahead
+from mojo_ops.amx import HAS_AMX, amx_permitted, tile_release
+from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
+from mojo_ops.lanes import chunk_of
+from mojo_ops.storage import PageStrides, page_shape
+from mojo_ops.tile import Heads, Scratch, Tile
+from mojo_ops.tiles import score_calls, score_tile, sum_calls, sum_tile
+from mojo_ops.tiles_amx import Engine, score_calls_amx, score_tile_amx, sum_calls_amx, sum_tile_amx
+from mojo_ops.widen import Widened
+from support import untracked, untracked_mutable
+
+comptime KV_HEADS = 3
+
+
+def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stride: Int, calls: Int) raises:
+    """After all calls each line of the tile was asked for once, and evenly."""
+    var storage = List[Scalar[dtype]](length=1, fill=0)
+    var base = storage.unsafe_ptr()
+    var tokens = List[Int](length=TILE, fill=0)
+    for i in range(TILE):
+        tokens[i] = (TILE - 1 - i) * token_stride
+    var places = List[Int](length=Ahead.rows_length(heads), fill=0)
+    var ahead = Ahead(base, untracked_mutable(tokens), untracked_mutable(places), TILE, heads, dim, head_stride, calls)
+    var rows = 1 if head_stride == dim else heads
+    var total = ceildiv((heads if rows == 1 else 1) * dim * size_of[dtype](), LINE) * TILE * rows
+    assert_true(calls >= total // BURST)  # then a call asks for a burst at most
+    var lines = Set[Int]()
+    var bursts = 0
+    for call in range(calls):
+        var before = (Int(ahead.rows), ahead.line)
+        var burst = [ahead.address(s) - Int(base) for s in range(BURST)]
+        ahead.run()
+        if (Int(ahead.rows), ahead.line) != before:
+            bursts += 1
+            for line in burst:
+                assert_true(line not in lines)
+                lines.add(line)
+        assert_true(abs(bursts * BURST * calls - (call + 1) * total) <= BURST * calls)
+    assert_equal(len(lines), total)
+    # The lines of a row are counted from its first byte: a token's of all heads in NHD, else one head's of a token.
+    for token in range(TILE):
+        for head in range(rows):
+            for byte in range(0, (heads if rows == 1 else 1) * dim * size_of[dtype](), LINE):
+                assert_true((tokens[token] + head * head_stride) * size_of[dtype]() + byte in lines)
+    _ = storage^
+    _ = tokens^
+    _ = places^
+
+
+def test_every_line_once() raises:
+    for calls in [256, 300, 1000]:
+        check_lines[DType.bfloat16](8, 128, 128, 8 * 128, calls)  # NHD: heads are neighbours
+        check_lines[DType.bfloat16](8, 128, TILE * 128, 128, calls)  # HND
+        check_lines[DType.float32](3, 80, 80, 240, calls)
+        check_lines[DType.float8_e4m3fn](1, 64, 64, 64, calls)
+        check_lines[DType.float8_e4m3fn](4, 64, TILE * 64, 64, calls)
+
+
+def check_calls[dtype: DType](dim: Int, queries: Int) raises:
+    """The engines call `run` as often as they say: a rate of 1 counts."""
+    comptime Cache = PagedKVCache[dtype, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE]
+    var shape = IndexList[5](2, 2, 16, KV_HEADS, dim)
+    var storage = List[Scalar[dtype]](length=2 * 2 * 16 * KV_HEADS * dim, fill=0)
+    var table: List[UInt32] = [1, 0]
+    var k = Cache(
+        untracked_mutable(storage),
+        page_shape["NHD"](shape),
+        PageStrides.of["NHD"](shape, False),
+        untracked(table),
+        1,
+        2,
+    )
+    comptime chunk = max(chunk_of(dtype), Widened[dtype].length)
+    var padded = ceildiv(dim, chunk) * chunk
+    var heads = Heads(KV_HEADS, queries, dim, padded, dim, dim)
+    var room = KV_HEADS * Engine.stride_of(queries)
+    var scratch = Scratch(room, padded, Engine.spare(room, padded), Ahead.rows_length(KV_HEADS))
+    var tile = Tile(k, k, 0, 0, TILE, scratch.place(0))
+
+    var ahead = Ahead(scratch.place(2))
+    ahead.rate = 1
+    for head in range(KV_HEADS):
+        score_tile(k, tile, heads, head, queries, scratch, ahead)
+    assert_equal(ahead.due, KV_HEADS * score_calls[dtype](heads, queries), "scores in vectors")
+    ahead.due = 0
+    for head in range(KV_HEADS):
+        sum_tile(k, tile, heads, head, queries, scratch, ahead)
+    assert_equal(ahead.due, KV_HEADS * sum_calls[dtype](heads, queries), "sums in vectors")
+
+    comptime if HAS_AMX and (dtype == DType.bfloat16 or dtype == DType.float8_e4m3fn):
+        if amx_permitted():
+            var engine = Engine(queries, padded, scratch)
+            engine.configure()
+            ahead.due = 0
+            for head in range(KV_HEADS):
+                score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
+            assert_equal(ahead.due, KV_HEADS * score_calls_amx[dtype](heads), "scores on matrix tiles")
+            ahead.due = 0
+            for head in range(KV_HEADS):
+                sum_tile_amx(k, tile, heads, head, engine, scratch, ahead)
+            assert_equal(ahead.due, KV_HEADS * sum_calls_amx[dtype](heads), "sums on matrix tiles")
+            tile_release()
+    _ = storage^
+    _ = table^
+    _ = scratch^
+
+
+def test_calls_are_as_announced() raises:
+    for dim in [64, 80, 96, 112, 128, 192, 256]:
+        for queries in [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17]:
+            check_calls[DType.bfloat16](dim, queries)
+            check_calls[DType.float8_e4m3fn](dim, queries)
+            check_calls[DType.float32](dim, queries)
+
+
+def main() raises:
+    TestSuite.discover_tests[__functions_in_module()]().run()
