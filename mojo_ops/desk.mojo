@@ -21,7 +21,7 @@ comptime TOKENS = SPANS * TILE
 comptime COLUMNS = 16
 """Queries of a tile; two tiles of them are computed together."""
 comptime WORDS = 16 * 32
-"""bfloat16 elements of a tile."""
+"""Elements of a tile of bfloat16."""
 comptime SCORES = 2 * TOKENS * COLUMNS + 512
 """Room for the scores of a pair of query tiles. Not a multiple of 4 KB: loads wait for pending stores that share their low
 12 address bits."""

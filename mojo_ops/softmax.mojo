@@ -104,7 +104,7 @@ struct AttentionState(TrivialRegisterPassable):
     @always_inline
     def merge(mut self, other: Self) -> Tuple[Float32, Float32]:
         """Joins another part; returns the factors for this part's and the other's values."""
-        if other.greatest == MINUS_INFINITY:
+        if other.total == 0:
             return (Float32(1), Float32(0))
         var mine = self.raise_to(other.greatest)
         var theirs = exp2(other.greatest - self.greatest)
@@ -119,4 +119,5 @@ struct AttentionState(TrivialRegisterPassable):
     @always_inline
     def lse(self) -> Float32:
         """The log2 of the sum of `2^score`; -inf for the empty state."""
-        return self.greatest + log2(self.total) if self.greatest != MINUS_INFINITY else MINUS_INFINITY
+        # Not `greatest`: beside a NaN, that may be -inf.
+        return self.greatest + log2(self.total) if self.total != 0 else MINUS_INFINITY

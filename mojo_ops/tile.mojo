@@ -2,6 +2,7 @@
 
 from std.math import align_up, iota
 from std.memory import bitcast
+from std.utils.numerics import nan
 
 from .ahead import Ahead, TILE, Offsets
 from .decode_cpu import AttentionRows
@@ -188,7 +189,7 @@ def weigh_tile[
             # Any reference serves that keeps the weights in range, so it follows the greatest score only from afar:
             # after the first tile hardly ever. NaN counts as greater.
             if not scores.le(greatest + SLACK).reduce_and():
-                raise_reference(scores.reduce_max(), m, heads.padded, scratch)
+                raise_reference(scores, m, heads.padded, scratch)
                 greatest = scratch.greatest[unsafe_offset=m]
                 totals = scratch.totals.unsafe_load[width=HALF](m * HALF)
             # A row that sees none of these tokens has no greatest score to subtract yet.
@@ -208,10 +209,11 @@ def weigh_tile[
 
 
 @no_inline
-def raise_reference(score: Float32, query: Int, padded: Int, scratch: Scratch):
-    """Makes `score` what a query's weights are relative to. Kept out of the loop, where it hardly ever runs."""
+def raise_reference(scores: Scores, query: Int, padded: Int, scratch: Scratch):
+    """Makes the greatest score what a query's weights are relative to. Kept out of the loop, where it hardly ever runs."""
     var state = AttentionState(scratch.greatest[unsafe_offset=query], 0)
-    var factor = state.raise_to(score)
+    # `reduce_max` may pass over a NaN.
+    var factor = state.raise_to(scores.reduce_max() if scores.eq(scores).reduce_and() else nan[DType.float32]())
     scratch.greatest[unsafe_offset=query] = state.greatest
     scratch.totals.unsafe_store(query * HALF, scratch.totals.unsafe_load[width=HALF](query * HALF) * factor)
     var acc = scratch.acc.unsafe_offset(query * padded)

@@ -146,6 +146,34 @@ def test_nan_among_many_new_tokens_stays_with_those_who_see_it(where):
     assert_bits_equal(lse[~seen], clean_lse[~seen], what="lse of the others")
 
 
+@pytest.mark.parametrize("where", ["q", "k"])
+@pytest.mark.parametrize("num_q_heads", [2, 8, 32])
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e5m2")]
+)
+def test_nan_stays_with_the_row_that_sees_it(where, num_q_heads, q_dtype, kv_dtype):
+    """Beside the tokens of a last tile that are none, and in every tile before."""
+    lengths = (3, 31, 33, 2000)
+    for request, length in enumerate(lengths):
+        cache = build(CacheCase(lengths=lengths, num_q_heads=num_q_heads, num_kv_heads=2, head_dim=64, dtype=kv_dtype))
+        q, *rows = rows_of(cache, "decode")
+        q = q.astype(np.float32).astype(q_dtype)
+        clean_o, clean_lse = harness.attention(q, *cache.pages, *rows)
+        seen = np.zeros(clean_lse.shape, bool)
+        if where == "q":
+            q[request, 1, 3] = np.nan
+            seen[request, 1] = True
+        else:
+            cache.k_blocks[cache.lookup_table[request, 0], 2, 1, 3] = np.nan
+            seen[request, num_q_heads // 2 :] = True
+        o, lse = harness.attention(q, *cache.pages, *rows)
+        what = f"a NaN in {where} of {length} tokens"
+        assert np.isnan(o[seen].astype(np.float32)).all(), what
+        assert np.isnan(lse[seen]).all(), what
+        assert_bits_equal(o[~seen], clean_o[~seen], what=f"o of the others than {what}")
+        assert_bits_equal(lse[~seen], clean_lse[~seen], what=f"lse of the others than {what}")
+
+
 def test_scores_that_rise_all_along():
     """Every step's greatest score is far above the last one's: what was summed up has to follow."""
     cache = build(CacheCase(lengths=(400,), num_q_heads=8, head_dim=64, dtype="bfloat16"))

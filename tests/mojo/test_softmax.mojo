@@ -244,6 +244,20 @@ def test_nan_stays() raises:
         assert_true(isnan(merged.sum * merged.state.normaliser()))
 
 
+def test_nan_stays_where_the_greatest_score_lost_it() raises:
+    """Beside masked scores a vector's maximum may be -inf, though a weight is NaN."""
+    var state = AttentionState(MINUS_INFINITY, NAN)
+    assert_true(isnan(state.lse()))
+    assert_true(isnan(state.normaliser()))
+    var merged = AttentionState(1, 1)
+    var mine, theirs = merged.merge(state)
+    assert_equal(mine, 1)
+    assert_equal(theirs, 0)
+    assert_true(isnan(merged.lse()))
+    mine, theirs = state.merge(AttentionState(1, 1))
+    assert_true(isnan(state.lse()))
+
+
 def test_an_infinite_score_gives_nan() raises:
     var all: List[Float32] = [1, INFINITY]
     assert_true(isnan(Part(all, 0, 2).state.lse()))
