@@ -1,4 +1,4 @@
-"""Prefetching the memory of the next half of the work while the arithmetic of this half runs."""
+"""Prefetching the memory that is read next while the arithmetic of what was read before runs."""
 
 from std.math import ceildiv
 from std.sys import size_of
@@ -17,19 +17,22 @@ comptime WHOLE = 1 << 16
 comptime Offsets = Pointer[Int, MutUntrackedOrigin]
 
 
-struct Ahead(Movable):
-    """Walks over the K or the V of one tile, all heads of all its tokens, a cache line of several streams at a time.
+struct Ahead[near: Bool](Movable):
+    """Walks over rows of contiguous memory, a cache line of several streams at a time.
 
-    Its rows are runs of contiguous memory: a token where its heads are neighbours (NHD), otherwise one head of one
-    token, ordered by head. Every stream has the same number of rows, one after the other. `run` asks for what is due
-    between two steps of the arithmetic, evenly, for memory idles whenever nobody has asked for a while. It must not
-    call anybody: the sums that wait in registers around it would all have to be saved.
+    `add` lists the rows, `start` shares their lines out among the calls of `run`, which asks for what is due between two
+    steps of the arithmetic, evenly: memory idles whenever nobody has asked for a while. `run` must not call anybody: the
+    sums that wait in registers around it would all have to be saved.
+
+    Parameters:
+        near: Whether the lines are read so soon that the first-level cache still holds them. Then row i of stream s is
+            the listed row `i * STREAMS + s`; else each stream has an equal share of the rows, one after the other.
     """
 
     var rows: Offsets
-    """The addresses of the present rows: every `stream_rows`-th one from here on is a stream's."""
-    var stream_rows: Int
-    """Rows of a stream."""
+    """The addresses of the present rows, and of those that follow."""
+    var count: Int
+    """Rows, a multiple of `STREAMS`."""
     var line: Int
     """Lines of the present rows that were asked for, of all streams."""
     var row_lines: Int
@@ -38,69 +41,62 @@ struct Ahead(Movable):
     var rate: Int
     """What each call of `run` adds to `due`."""
 
-    @staticmethod
-    def rows_length(kv_heads: Int) -> Int:
-        """The addresses that `rows` needs room for."""
-        return TILE * kv_heads
+    @always_inline
+    def __init__(out self, rows: Offsets, row_bytes: Int):
+        """No row yet: `run` does nothing.
 
-    def __init__[
-        dtype: DType, //
-    ](
-        out self,
-        base: Pointer[Scalar[dtype], _],
-        tokens: Offsets,
-        rows: Offsets,
-        count: Int,
-        heads: Int,
-        dim: Int,
-        head_stride: Int,
-        calls: Int,
-    ):
-        """The lines of `count` tokens, elements `tokens` `[TILE]` from `base`, for `calls` calls of `run`.
-
-        There must not be more calls. No count is no work; of any other, the last token stands in for those that are missing.
+        Args:
+            rows: Room for the addresses.
+            row_bytes: The length of each row.
         """
-        var by_token = head_stride == dim
         self.rows = rows
-        self.stream_rows = (TILE if by_token else TILE * heads) // STREAMS
+        self.count = 0
         self.line = 0
-        self.row_lines = ceildiv((heads * dim if by_token else dim) * size_of[dtype](), LINE) * STREAMS
+        self.row_lines = ceildiv(row_bytes, LINE) * STREAMS
         self.due = 0
         self.rate = 0
-        if count > 0:
-            self.rate = ceildiv(self.stream_rows * self.row_lines * (WHOLE // BURST), calls)
-            comptime Row = SIMD[DType.int, STREAMS]
-            for head in range(1 if by_token else heads):
-                for token in range(0, TILE, STREAMS):
-                    var at = tokens.unsafe_load[width=STREAMS](token) + head * head_stride
-                    rows.unsafe_store(head * TILE + token, at * size_of[dtype]() + Int(base))
 
-    def __init__(out self, rows: Offsets):
-        """No work: `run` does nothing."""
-        self.rows = rows
-        self.stream_rows = 0
-        self.line = 0
-        self.row_lines = 0
-        self.due = 0
-        self.rate = 0
+    @always_inline
+    def add[
+        dtype: DType, //
+    ](mut self, base: Pointer[Scalar[dtype], _], tokens: Offsets, begin: Int, end: Int, offset: Int):
+        """Lists the rows that begin `offset` elements past `tokens[begin]` to `tokens[end - 1]` from `base`.
+
+        `end - begin` is a multiple of `STREAMS`, and so is the number of rows before.
+        """
+        for i in range(begin, end, STREAMS):
+            var at = tokens.unsafe_load[width=STREAMS](i) + offset
+            self.rows.unsafe_store(self.count, at * size_of[dtype]() + Int(base))
+            self.count += STREAMS
+
+    @always_inline
+    def start(mut self, calls: Int):
+        """Shares the rows out among `calls` calls of `run`; there must not be more calls."""
+        self.rate = ceildiv(self.count // STREAMS * self.row_lines * (WHOLE // BURST), calls)
 
     @always_inline
     def address(self, s: Int) -> Int:
         """Line `s` of the next burst."""
         var stream = self.line % STREAMS + s
-        return self.rows[unsafe_offset=stream * self.stream_rows] + self.line // STREAMS * LINE
+        var row = stream
+        comptime if not Self.near:
+            row = stream * (self.count // STREAMS)
+        return self.rows[unsafe_offset=row] + self.line // STREAMS * LINE
 
     @always_inline
     def run(mut self):
         """Prefetches what is due."""
+        comptime cache = PrefetchOptions().for_read().to_data_cache()
         self.due += self.rate
         while self.due >= WHOLE:
             self.due -= WHOLE
             comptime for s in range(BURST):
-                prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
-                    Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.address(s))
-                )
+                var line = Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.address(s))
+                comptime if Self.near:
+                    prefetch[cache.high_locality()](line)
+                else:
+                    prefetch[cache.medium_locality()](line)
             self.line += BURST
             if self.line == self.row_lines:
                 self.line = 0
-                self.rows = self.rows.unsafe_offset(1)
+                self.rows = self.rows.unsafe_offset(STREAMS if Self.near else 1)

@@ -106,7 +106,7 @@ def lay_out(k: PagedKVCache, v: type_of(k), step: Step, heads: Heads, head: Int,
     comptime chunk = Widened[v.dtype].length
     var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var value = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
-    var idle = Ahead(desk.place(0))
+    var idle = Ahead[False](desk.place(0), 0)
     for i in range(step.count):
         for token in range(TILE):
             widen_row(
@@ -244,8 +244,8 @@ def weigh_block(
         plain = (
             plain
             and step.tiles[i].count == TILE
-            and first_of_all <= step.begins[i]
-            and step.begins[i] + TILE <= last_of_all
+            and first_of_all <= step.tiles[i].first
+            and step.tiles[i].first + TILE <= last_of_all
         )
     if not plain:
         mask_block(step, count, logits, heads, head, m, scores, desk)
@@ -314,10 +314,10 @@ def mask_block(step: Step, count: Int, logits: Logits, heads: Heads, head: Int, 
     for i in range(count):
         for t in range(TILE):
             var at = scores.unsafe_offset((i * TILE + t) * COLUMNS)
-            var token = SIMD[DType.int32, COLUMNS](Int32(step.begins[i] + t))
+            var token = SIMD[DType.int32, COLUMNS](Int32(step.tiles[i].first + t))
             var score = logits.score_each(at.unsafe_load[width=COLUMNS](0), slopes, token.cast[DType.float32]())
             # Rows of the tile past its last token hold another one's scores.
-            var seen = token.lt(last) & token.ge(first) & token.lt(Int32(step.begins[i] + step.tiles[i].count))
+            var seen = token.lt(last) & token.ge(first) & token.lt(Int32(step.tiles[i].first + step.tiles[i].count))
             at.unsafe_store(0, seen.select(score, MINUS_INFINITY))
 
 

@@ -1,14 +1,12 @@
-"""Attention over pages at the speed of memory: the walk over segments and their tiles.
+"""Attention over pages at the speed of memory: who computes what, on which thread.
 
-For each tile, first q . k of all heads while the tile's V is prefetched, then the weighted sums of V of all heads while
-the next tile's K is. Vectors (`tiles.mojo`) or AMX (`tiles_amx.mojo`) do the arithmetic; each block of rows has its own choice.
+Vectors (`segment_vectors.mojo`) or AMX (`segment_amx.mojo`, `blocks_amx.mojo`) do the arithmetic; each block of rows has its own choice.
 """
 
 from max.algorithm import sync_parallelize
 from std.atomic import Atomic
 from std.math import ceildiv
 
-from .ahead import TILE, Ahead
 from .amx import HAS_AMX, amx_permitted, tile_release
 from .blocks_amx import attend_block
 from .decode_cpu import AttentionRows
@@ -17,18 +15,11 @@ from .kv_cache import PagedKVCache
 from .lanes import chunk_of, is_float8
 from .logits import Logits
 from .partials import Partials, deliver
-from .split import BlockSizes, MAX_BLOCK_ROWS, Segment, plan_segments
-from .tile import Heads, Scratch, Tile, weigh_tile
-from .tiles import load_queries, score_calls, score_tile, sum_calls, sum_tile
-from .tiles_amx import (
-    Engine,
-    load_queries_amx,
-    score_calls_amx,
-    score_tile_amx,
-    sum_calls_amx,
-    sum_tile_amx,
-    turn_scores,
-)
+from .segment_amx import attend_on_tiles
+from .segment_vectors import attend_by_vectors
+from .split import BlockSizes, MAX_BLOCK_ROWS, Queue, Segment, plan_segments
+from .tile import Heads, Scratch
+from .tiles_amx import Engine
 from .widen import Widened
 
 
@@ -74,89 +65,6 @@ struct Engines[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
         return BlockSizes(max(MAX_BLOCK_ROWS, MAX_QUERIES // heads.group), ceildiv(WIDE, heads.group), heads.kv_heads)
 
 
-@fieldwise_init
-struct Queue(ImplicitlyCopyable):
-    """The segments of a call, for whoever is free; which thread computes one leaves no trace in it."""
-
-    var segments: Pointer[Segment, MutUntrackedOrigin]
-    var count: Int
-    var taken: Pointer[Atomic[Int64], MutUntrackedOrigin]
-
-    @always_inline
-    def take(self) -> Segment:
-        """The next segment, or one without rows when there is none left."""
-        var i = Int(self.taken[].fetch_add(1))
-        return self.segments[unsafe_offset=i] if i < self.count else Segment.none()
-
-
-def attend_segment[
-    dtype: DType, //, amx: Bool
-](
-    rows: AttentionRows[dtype],
-    segment: Segment,
-    k: PagedKVCache,
-    v: type_of(k),
-    logits: Logits,
-    heads: Heads,
-    queue: Queue,
-    mut scratch: Scratch,
-) -> Segment:
-    """The states and weighted values of a segment's queries, into `scratch`; returns the segment to go on with.
-
-    That one is taken early, so that its first K is on its way while the last V is summed up.
-    """
-    var queries = segment.num_rows * heads.group
-    var request = Int(rows.row_batch[unsafe_offset=segment.row])
-    var engine = Engine(queries, heads.padded, scratch)
-    var stride = queries
-    var score_runs = heads.kv_heads * score_calls[k.dtype](heads, queries)
-    var sum_runs = heads.kv_heads * (queries + sum_calls[k.dtype](heads, queries))
-    comptime if amx:
-        stride = engine.stride
-        score_runs = heads.kv_heads * score_calls_amx[k.dtype](heads)
-        sum_runs = heads.kv_heads * (queries + sum_calls_amx[k.dtype](heads))
-        engine.configure()
-        load_queries_amx[k.dtype](rows, segment, heads, engine, scratch)
-    else:
-        load_queries[k.dtype](rows, segment, heads, scratch)
-    var following = Segment.none()
-    if segment.begin >= segment.end:
-        following = queue.take()
-    var tile = Tile(k, v, request, segment.begin, segment.end, scratch.place(0))
-    var rows_ahead = scratch.place(2)
-    var begin = segment.begin
-    var turn = 1
-    while begin < segment.end:
-        var ahead = Ahead(
-            v.blocks.ptr, tile.v, rows_ahead, tile.count, heads.kv_heads, heads.dim, heads.v_stride, score_runs
-        )
-        for head in range(heads.kv_heads):
-            comptime if amx:
-                score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
-            else:
-                score_tile(k, tile, heads, head, queries, scratch, ahead)
-        var seen = begin
-        begin += tile.count
-        var next = Tile(k, v, request, begin, segment.end, scratch.place(turn % 2))
-        if begin >= segment.end:
-            following = queue.take()
-            if following.num_rows > 0:
-                var other = Int(rows.row_batch[unsafe_offset=following.row])
-                next = Tile(k, v, other, following.begin, following.end, scratch.place(turn % 2))
-        ahead = Ahead(k.blocks.ptr, next.k, rows_ahead, next.count, heads.kv_heads, heads.dim, heads.k_stride, sum_runs)
-        for head in range(heads.kv_heads):
-            comptime if amx:
-                turn_scores(heads, head, engine, scratch)
-            weigh_tile[amx](rows, segment, logits, heads, head, seen, tile.count, stride, scratch, ahead)
-            comptime if amx:
-                sum_tile_amx(v, tile, heads, head, engine, scratch, ahead)
-            else:
-                sum_tile(v, tile, heads, head, queries, scratch, ahead)
-        tile = next
-        turn += 1
-    return following
-
-
 def attend_tiles[
     dtype: DType
 ](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
@@ -165,7 +73,8 @@ def attend_tiles[
     var engines = Engines[dtype, kv_dtype]()
     var heads = Heads.of(rows, k, v, Engines[dtype, kv_dtype].chunk)
     var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits, engines.sizes(heads))
-    var room = heads.kv_heads * Engine.stride_of(plan.max_rows * heads.group)
+    var stride_most = Engine.stride_of(plan.max_rows * heads.group)
+    var room = heads.kv_heads * stride_most
     var wide = plan.max_wide_rows * heads.group
     var partials = Partials(plan.partials, max(room, room_of(wide)), heads.padded)
     var taken = Atomic[Int64](0)
@@ -177,12 +86,11 @@ def attend_tiles[
 
     def task(
         index: Int,
-    ) {var rows, var k, var v, var logits, var heads, var engines, var queue, var room, var wide, ref partials,}:
+    ) {var rows, var k, var v, var logits, var heads, var engines, var queue, var stride_most, var room, var wide, ref partials,}:
         var scratch = Scratch(
-            room,
-            heads.padded,
+            heads,
+            stride_most,
             Engine.spare(room, heads.padded) if engines.may_use_amx else 0,
-            Ahead.rows_length(heads.kv_heads),
         )
         var own = scratch.acc
         var desk = Desk(wide, heads.padded)
@@ -201,10 +109,10 @@ def attend_tiles[
                 scratch.acc = own if segment.partial < 0 else partials.acc_of(segment.partial)
                 if engines.amx(queries):
                     comptime if amx_serves(dtype, kv_dtype):
-                        following = attend_segment[True](rows, segment, k, v, logits, heads, queue, scratch)
+                        following = attend_on_tiles(rows, segment, k, v, logits, heads, queue, scratch)
                         deliver[kv_dtype, True](rows, segment, logits, heads, stride, scratch, scratch.acc, partials)
                 else:
-                    following = attend_segment[False](rows, segment, k, v, logits, heads, queue, scratch)
+                    following = attend_by_vectors(rows, segment, k, v, logits, heads, queue, scratch)
                     deliver[kv_dtype, False](rows, segment, logits, heads, stride, scratch, scratch.acc, partials)
             segment = following
         comptime if amx_serves(dtype, kv_dtype):

@@ -110,8 +110,6 @@ struct Step(Movable):
     """The tokens of one step: up to `SPANS` tiles one after the other."""
 
     var tiles: Array[Tile, SPANS]
-    var begins: Array[Int, SPANS]
-    """The first token of each."""
     var count: Int
     """Tiles with a token."""
     var end: Int
@@ -127,10 +125,8 @@ struct Step(Movable):
     ):
         self.end = begin
         self.count = 0
-        self.begins = Array[Int, SPANS](fill=0)
         self.tiles = Array[Tile, SPANS](fill=Tile(k, v, request, begin, begin, desk.place(0)))
         comptime for i in range(SPANS):
-            self.begins[i] = self.end
             if self.end < end:
                 self.tiles[i] = Tile(k, v, request, self.end, end, desk.place(i))
                 self.end += self.tiles[i].count
@@ -144,6 +140,6 @@ struct Step(Movable):
         var last = Int(desk.last.unsafe_load[width=2 * COLUMNS](pair * 2 * COLUMNS).reduce_max())
         var count = 0
         comptime for i in range(SPANS):
-            if i < self.count and self.begins[i] < last:
+            if i < self.count and self.tiles[i].first < last:
                 count += 1
         return count

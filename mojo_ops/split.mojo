@@ -1,5 +1,6 @@
-"""How the work of one attention call is cut into segments: pure arithmetic."""
+"""How the work of one attention call is cut into segments, and handed out."""
 
+from std.atomic import Atomic
 from std.math import ceildiv
 
 from .checks import RowPointer
@@ -67,6 +68,21 @@ struct BlockSizes(TrivialRegisterPassable):
     def narrow() -> Self:
         """All heads of at most `MAX_BLOCK_ROWS` rows."""
         return Self(MAX_BLOCK_ROWS, Int.MAX, 0)
+
+
+@fieldwise_init
+struct Queue(ImplicitlyCopyable):
+    """The segments of a call, for whoever is free; which thread computes one leaves no trace in it."""
+
+    var segments: Pointer[Segment, MutUntrackedOrigin]
+    var count: Int
+    var taken: Pointer[Atomic[Int64], MutUntrackedOrigin]
+
+    @always_inline
+    def take(self) -> Segment:
+        """The next segment, or one without rows when there is none left."""
+        var i = Int(self.taken[].fetch_add(1))
+        return self.segments[unsafe_offset=i] if i < self.count else Segment.none()
 
 
 def segment_length(total: Int) -> Int:

@@ -4,7 +4,7 @@ from std.math import align_up, iota
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from .ahead import Ahead, TILE, Offsets
+from .ahead import STREAMS, TILE, Ahead, Offsets
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .lanes import HALF
@@ -17,6 +17,13 @@ comptime SLACK: Float32 = 8
 """How far scores may exceed the reference, in powers of two, before what was summed up is scaled down."""
 comptime STEP = 8
 """Tokens of a page whose places are written at once."""
+comptime RUN = 16
+"""Consecutive tokens of each of the `STREAMS` runs of a field."""
+comptime FIELD = RUN * STREAMS
+"""Tokens that are read as `STREAMS` runs side by side."""
+comptime PARTS = FIELD // TILE
+"""Tiles of a field."""
+comptime PLACES = 2 * PARTS
 comptime Scores = SIMD[DType.float32, TILE]
 
 
@@ -62,13 +69,15 @@ struct Scratch(Movable, Summed):
 
     var memory: List[Float32]
     var places: List[Int]
-    """Two tiles' offsets, this one's and the next one's, and `Ahead`'s rows."""
+    """The offsets of `PLACES` tiles, those of now and those that are next, and `Ahead`'s rows."""
+    var tiles: List[Tile]
+    """`[PLACES]`."""
     var q: Floats
     """`[Hk, stride, P]` float32 in the order of the lanes; with AMX pairs of bfloat16 instead."""
     var acc: Floats
     """`[Hk, stride, P]`: weighted values, likewise."""
     var weights: Floats
-    """`[Hk, stride, TILE]`: scores, then weights; with AMX `[Hk, stride, 2, TILE]` bfloat16."""
+    """`[slots, stride, TILE]`: scores, then weights; with AMX `[Hk, stride, 2, TILE]` bfloat16."""
     var spare: Floats
     """What else an engine asked for."""
     var greatest: Floats
@@ -76,15 +85,19 @@ struct Scratch(Movable, Summed):
     var totals: Floats
     """`[Hk, stride, HALF]`: the sum of its weights, in as many parts."""
 
-    def __init__(out self, queries: Int, padded: Int, spare: Int, rows_length: Int):
-        self.memory = List[Float32](length=queries * (2 * padded + TILE + HALF + 1) + spare + 16, fill=0)
-        self.places = List[Int](length=4 * (TILE + STEP) + rows_length, fill=0)
+    def __init__(out self, heads: Heads, stride: Int, spare: Int):
+        var queries = heads.kv_heads * stride
+        var weights = max(heads.kv_heads, PARTS) * stride * TILE
+        self.memory = List[Float32](length=queries * (2 * heads.padded + HALF + 1) + weights + spare + 16, fill=0)
+        var rows = TILE * max(heads.kv_heads, PARTS)
+        self.places = List[Int](length=PLACES * 2 * (TILE + STEP) + rows, fill=0)
+        self.tiles = List[Tile](unsafe_uninit_length=PLACES)
         # Vectors must not straddle cache lines.
         var start = self.memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
         self.q = start.unsafe_offset((64 - Int(start) % 64) % 64 // 4)
-        self.acc = self.q.unsafe_offset(queries * padded)
-        self.weights = self.acc.unsafe_offset(queries * padded)
-        self.totals = self.weights.unsafe_offset(queries * TILE)
+        self.acc = self.q.unsafe_offset(queries * heads.padded)
+        self.weights = self.acc.unsafe_offset(queries * heads.padded)
+        self.totals = self.weights.unsafe_offset(weights)
         self.spare = self.totals.unsafe_offset(queries * HALF)
         self.greatest = self.spare.unsafe_offset(spare)
 
@@ -100,8 +113,16 @@ struct Scratch(Movable, Summed):
             self.greatest[unsafe_offset=query], self.totals.unsafe_load[width=HALF](query * HALF).reduce_add()
         )
 
+    def tile(self, index: Int) -> Pointer[Tile, MutUntrackedOrigin]:
+        return (
+            self.tiles.unsafe_ptr()
+            .unsafe_mut_cast[True]()
+            .unsafe_origin_cast[MutUntrackedOrigin]()
+            .unsafe_offset(index)
+        )
+
     def place(self, index: Int) -> Offsets:
-        """The memory of tile 0 or 1, or (2) of `Ahead`'s rows."""
+        """The memory of a tile, or (`PLACES`) of `Ahead`'s rows."""
         return (
             self.places.unsafe_ptr()
             .unsafe_mut_cast[True]()
@@ -120,6 +141,10 @@ struct Tile(TrivialRegisterPassable):
     """Tokens; the entries past them repeat the last, so that it is safe to read there."""
     var uniform: Bool
     """Whether each 16 of the entries are slots of one page, one after the other."""
+    var first: Int
+    """The first token."""
+    var spread: Bool
+    """Whether entry `i` is token `first + i % STREAMS * RUN + i // STREAMS`: some of each run; else `first + i`."""
 
     def __init__(out self, k: PagedKVCache, v: type_of(k), request: Int, begin: Int, end: Int, place: Offsets):
         """The tokens from `begin` to the next multiple of `TILE`, or to `end`: pages of 16 then fit."""
@@ -128,6 +153,8 @@ struct Tile(TrivialRegisterPassable):
         self.count = max(0, min(TILE - begin % TILE, end - begin))
         var size = k.slots()
         self.uniform = self.count == TILE and (size % 16 == 0 or size >= TILE and begin % size + TILE <= size)
+        self.first = begin
+        self.spread = False
         var k_at = k.strides()
         var v_at = v.strides()
         var page_slot, slot = divmod(begin, size)
@@ -150,6 +177,41 @@ struct Tile(TrivialRegisterPassable):
                 self.k[unsafe_offset=rest] = self.k[unsafe_offset=self.count - 1]
                 self.v[unsafe_offset=rest] = self.v[unsafe_offset=self.count - 1]
 
+    def __init__(out self, k: PagedKVCache, v: type_of(k), request: Int, *, field: Int, part: Int, place: Offsets):
+        """Part `part` of the field that begins at token `field`: tokens `4 part` to `4 part + 3` of each run."""
+        comptime EACH = TILE // STREAMS
+        self.k = place
+        self.v = place.unsafe_offset(TILE + STEP)
+        self.count = TILE
+        self.uniform = False
+        self.first = field + part * EACH
+        self.spread = True
+        var size = k.slots()
+        for run in range(STREAMS):
+            var page_slot, slot = divmod(self.first + run * RUN, size)
+            var page = k.page(request, page_slot)
+            for i in range(EACH):
+                if slot == size:
+                    slot = 0
+                    page_slot += 1
+                    page = k.page(request, page_slot)
+                self.k[unsafe_offset=i * STREAMS + run] = k.offset(page, slot, 0)
+                self.v[unsafe_offset=i * STREAMS + run] = v.offset(page, slot, 0)
+                slot += 1
+
+    @always_inline
+    def tokens(self) -> SIMD[DType.int32, TILE]:
+        """The token of each entry."""
+        var entry = iota[DType.int32, TILE](0)
+        if self.spread:
+            entry = entry % STREAMS * RUN + entry // STREAMS
+        return entry + Int32(self.first)
+
+    @always_inline
+    def end(self) -> Int:
+        """The token past the last entry's, missing ones included."""
+        return self.first + (FIELD - RUN + TILE // STREAMS if self.spread else TILE)
+
 
 @always_inline
 def weigh_tile[
@@ -160,30 +222,33 @@ def weigh_tile[
     logits: Logits,
     heads: Heads,
     head: Int,
-    begin: Int,
-    count: Int,
+    slot: Int,
+    tile: Tile,
     stride: Int,
     mut scratch: Scratch,
-    mut ahead: Ahead,
+    mut ahead: Ahead[_],
 ):
     """Scores become weights; where a query's greatest score rises, what it has summed so far is scaled down.
+
+    The scores are in slot `slot` of `scratch.weights`.
 
     Parameters:
         halves: Leaves each weight as two bfloat16 whose sum it is: `TILE` of the first, then of the second.
     """
     var m = head * stride
+    var tokens = tile.tokens()
     for row in range(segment.num_rows):
         var length = Int(rows.row_lengths[unsafe_offset=segment.row + row])
         var first = logits.first_token(length)
-        var last = min(length, begin + count)
-        var all_seen = first <= begin and last >= begin + TILE
+        var last = length if tile.count == TILE else min(length, tile.first + tile.count)
+        var all_seen = first <= tile.first and last >= tile.end()
         for g in range(heads.group):
             ahead.run()
-            var at = scratch.weights.unsafe_offset(m * TILE)
-            var scores = logits.score(at.unsafe_load[width=TILE](), head * heads.group + g, begin)
+            var at = scratch.weights.unsafe_offset(((slot - head) * stride + m) * TILE)
+            var slope = Scores(logits.alibi_slopes[unsafe_offset=head * heads.group + g]) if logits.has_alibi else 0
+            var scores = logits.score_each(at.unsafe_load[width=TILE](), slope, tokens.cast[DType.float32]())
             if not all_seen:
-                var token = iota[DType.int32, TILE](Int32(begin))
-                scores = (token.lt(Int32(last)) & token.ge(Int32(first))).select(scores, MINUS_INFINITY)
+                scores = (tokens.lt(Int32(last)) & tokens.ge(Int32(first))).select(scores, MINUS_INFINITY)
             var greatest = scratch.greatest[unsafe_offset=m]
             var totals = scratch.totals.unsafe_load[width=HALF](m * HALF)
             # Any reference serves that keeps the weights in range, so it follows the greatest score only from afar:

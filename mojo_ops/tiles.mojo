@@ -6,7 +6,7 @@ its register, and each half of the work prefetches what the other half reads nex
 
 from std.math import ceildiv
 
-from .ahead import TILE, Ahead, Offsets
+from .ahead import STREAMS, TILE, Ahead, Offsets
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .lanes import HALF, Vec, chunk_of, load_chunk, pack, sum_each
@@ -59,7 +59,7 @@ def block_of(query: Int, queries: Int) -> Tuple[Int, Int]:
 
 
 def score_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
-    """How often `score_tile` calls `ahead.run`."""
+    """How often `score_tile` calls `ahead.run` for a whole tile."""
     return min(FETCHING, num_blocks(queries)) * ceildiv(heads.dim, chunk_of(kv_dtype)) * (TILE // 4)
 
 
@@ -85,20 +85,26 @@ def score_tile(
     tile: Tile,
     heads: Heads,
     head: Int,
+    slot: Int,
+    begin: Int,
+    end: Int,
     queries: Int,
     mut scratch: Scratch,
-    mut ahead: Ahead,
+    mut ahead: Ahead[True],
 ):
-    """The dot products of one KV head's queries with the tile's tokens."""
+    """The dot products of one KV head's queries with entries `begin` to `end - 1` of the tile, whole eights.
+
+    They go to slot `slot` of `scratch.weights`.
+    """
     var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var q = scratch.q.unsafe_offset(head * queries * heads.padded)
-    var scores = scratch.weights.unsafe_offset(head * queries * TILE)
+    var scores = scratch.weights.unsafe_offset(slot * queries * TILE)
     var m = 0
     var fetch = FETCHING
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
             var at = q.unsafe_offset(m * heads.padded)
-            score_block[count](base, tile, heads, at, scores.unsafe_offset(m * TILE), fetch > 0, ahead)
+            score_block[count](base, tile, begin, end, heads, at, scores.unsafe_offset(m * TILE), fetch > 0, ahead)
             fetch -= 1
             m += count
 
@@ -106,23 +112,37 @@ def score_tile(
 @always_inline
 def score_block[
     kv_dtype: DType, //, count: Int
-](k: Pointer[Scalar[kv_dtype], _], tile: Tile, heads: Heads, q: Floats, target: Floats, fetch: Bool, mut ahead: Ahead,):
-    """`count` queries with all tokens of the tile: 16 sums at a time stay in registers."""
-    comptime tokens = HALF // count
-    comptime blocks = TILE // tokens
+](
+    k: Pointer[Scalar[kv_dtype], _],
+    tile: Tile,
+    begin: Int,
+    end: Int,
+    heads: Heads,
+    q: Floats,
+    target: Floats,
+    fetch: Bool,
+    mut ahead: Ahead[True],
+):
+    """`count` queries with some tokens: up to 16 sums at a time stay in registers."""
+    comptime tokens = tokens_of(count)
     comptime chunk = chunk_of(kv_dtype)
     var whole = heads.dim // chunk * chunk
-    for block in range(blocks):
+    for first in range(begin, end, tokens):
         var sums = Array[Vec, HALF](fill=0)
         var d = 0
         while d < whole:
-            dot_chunk[count, True](k, tile.k, block * tokens, d, chunk, q, fetch, sums, ahead)
+            dot_chunk[count, True](k, tile.k, first, d, chunk, q, fetch, sums, ahead)
             d += chunk
         if whole < heads.dim:
-            dot_chunk[count, False](k, tile.k, block * tokens, whole, heads.dim - whole, q, fetch, sums, ahead)
+            dot_chunk[count, False](k, tile.k, first, whole, heads.dim - whole, q, fetch, sums, ahead)
         var totals = sum_each(sums)
         comptime for m in range(count):
-            target.unsafe_store(m * TILE + block * tokens, totals.slice[tokens, offset=m * tokens]())
+            target.unsafe_store(m * TILE + first, totals.slice[tokens, offset=m * tokens]())
+
+
+def tokens_of(count: Int) -> Int:
+    """How many tokens `count` queries meet at a time."""
+    return min(STREAMS, HALF // count)
 
 
 @always_inline
@@ -137,10 +157,10 @@ def dot_chunk[
     q: Floats,
     fetch: Bool,
     mut sums: Array[Vec, HALF],
-    mut ahead: Ahead,
+    mut ahead: Ahead[True],
 ):
     """Adds one chunk's share to `sums[m * tokens + i]`, query `m` with token `token + i`."""
-    comptime tokens = HALF // count
+    comptime tokens = tokens_of(count)
     comptime parts = chunk_of(kv_dtype) // HALF
     var qs = q.unsafe_offset(d * count)
     comptime for i in range(tokens):
@@ -161,21 +181,28 @@ def sum_tile(
     tile: Tile,
     heads: Heads,
     head: Int,
+    slot: Int,
+    begin: Int,
+    end: Int,
     queries: Int,
     mut scratch: Scratch,
-    mut ahead: Ahead,
+    mut ahead: Ahead[True],
 ):
-    """Adds the tile's weighted V of one KV head."""
+    """Adds the weighted V of one KV head, of entries `begin` to `end - 1` of the tile that are tokens.
+
+    The weights are in slot `slot` of `scratch.weights`.
+    """
     var base = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     var acc = scratch.acc.unsafe_offset(head * queries * heads.padded)
-    var weights = scratch.weights.unsafe_offset(head * queries * TILE)
+    var weights = scratch.weights.unsafe_offset(slot * queries * TILE)
+    var last = min(end, tile.count)
     var m = 0
     var fetch = FETCHING
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
             var at = acc.unsafe_offset(m * heads.padded)
             sum_block[count, SLICE * (1 if count == 4 else 2) // chunk_of(v.dtype)](
-                base, tile, heads, weights.unsafe_offset(m * TILE), at, fetch > 0, ahead
+                base, tile, begin, last, heads, weights.unsafe_offset(m * TILE), at, fetch > 0, ahead
             )
             fetch -= 1
             m += count
@@ -187,23 +214,25 @@ def sum_block[
 ](
     v: Pointer[Scalar[kv_dtype], _],
     tile: Tile,
+    begin: Int,
+    end: Int,
     heads: Heads,
     weights: Floats,
     acc: Floats,
     fetch: Bool,
-    mut ahead: Ahead,
+    mut ahead: Ahead[True],
 ):
-    """`count` queries over slices of `chunks` chunks of head_dim, each slice's sums in registers for the whole tile."""
+    """`count` queries over slices of `chunks` chunks of head_dim, each slice's sums in registers for all tokens."""
     comptime chunk = chunk_of(kv_dtype)
     var d = 0
     while d + chunks * chunk <= heads.dim:
-        sum_slice[count, chunks, True](v, tile, d, chunk, heads.padded, weights, acc, fetch, ahead)
+        sum_slice[count, chunks, True](v, tile, begin, end, d, chunk, heads.padded, weights, acc, fetch, ahead)
         d += chunks * chunk
     while d + chunk <= heads.dim:
-        sum_slice[count, 1, True](v, tile, d, chunk, heads.padded, weights, acc, fetch, ahead)
+        sum_slice[count, 1, True](v, tile, begin, end, d, chunk, heads.padded, weights, acc, fetch, ahead)
         d += chunk
     if d < heads.dim:
-        sum_slice[count, 1, False](v, tile, d, heads.dim - d, heads.padded, weights, acc, fetch, ahead)
+        sum_slice[count, 1, False](v, tile, begin, end, d, heads.dim - d, heads.padded, weights, acc, fetch, ahead)
 
 
 @always_inline
@@ -212,13 +241,15 @@ def sum_slice[
 ](
     v: Pointer[Scalar[kv_dtype], _],
     tile: Tile,
+    begin: Int,
+    end: Int,
     d: Int,
     length: Int,
     padded: Int,
     weights: Floats,
     acc: Floats,
     fetch: Bool,
-    mut ahead: Ahead,
+    mut ahead: Ahead[True],
 ):
     comptime chunk = chunk_of(kv_dtype)
     comptime parts = chunks * chunk // HALF
@@ -226,7 +257,7 @@ def sum_slice[
     comptime for m in range(count):
         comptime for part in range(parts):
             sums[m * parts + part] = acc.unsafe_load[width=HALF](m * padded + d + part * HALF)
-    for i in range(tile.count):
+    for i in range(begin, end):
         var source = v.unsafe_offset(tile.v[unsafe_offset=i] + d)
         if fetch:
             ahead.run()
