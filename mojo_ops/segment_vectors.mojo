@@ -153,12 +153,12 @@ def attend_by_vectors[
                 ahead.add(k.blocks.ptr, next.tiles[].k, 0, order.unit, 0)
             ahead.start(step.count * sum_runs)
             for i in range(step.count):
+                var tile = step.tiles[unsafe_offset=i]
+                # Not all tiles before: a greatest score that rises has to find summed up what was weighed.
                 for head in range(first, first + order.heads):
                     weigh_tile[False](
-                        rows, segment, logits, heads, head, head - first + i, step.tiles[unsafe_offset=i], queries, scratch, ahead
+                        rows, segment, logits, heads, head, head - first + i, tile, queries, scratch, ahead
                     )
-            for i in range(step.count):
-                var tile = step.tiles[unsafe_offset=i]
                 for unit in range(0, TILE, order.unit):
                     for head in range(first, first + order.heads):
                         sum_tile(
