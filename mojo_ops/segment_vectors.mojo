@@ -12,7 +12,8 @@ from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .logits import Logits
 from .split import Queue, Segment
-from .tile import FIELD, Heads, PARTS, PLACES, Scratch, Tile, weigh_tile
+from .step import Step
+from .tile import Heads, PARTS, PLACES, Scratch, weigh_tile
 from .tiles import load_queries, score_calls, score_tile, sum_calls, sum_tile
 
 comptime NEAR = 8192
@@ -38,50 +39,9 @@ struct Order(TrivialRegisterPassable):
             self.unit *= 2
 
     @always_inline
-    def whole_fields(self, heads: Heads) -> Bool:
-        """Whether a step is the tiles of a field."""
-        return self.heads < heads.kv_heads
-
-
-struct Step(TrivialRegisterPassable):
-    """The tiles that go through all heads together: one, or those of a field."""
-
-    var tiles: Pointer[Tile, MutUntrackedOrigin]
-    var count: Int
-    var end: Int
-    """The step after it begins with token `end` of the segment, in the order of tiles."""
-
-    def __init__(
-        out self,
-        k: PagedKVCache,
-        v: type_of(k),
-        request: Int,
-        segment: Segment,
-        begin: Int,
-        whole_fields: Bool,
-        scratch: Scratch,
-        place: Int,
-    ):
-        """What follows `begin`, in the tile memory `place` to `place + PARTS - 1`; nothing past the segment's end."""
-        var field = begin // FIELD * FIELD
-        var spread = field >= segment.begin and field + FIELD <= segment.end
-        self.tiles = scratch.tile(place)
-        self.count = 1
-        self.end = begin
-        if not spread:
-            self.tiles[] = Tile(k, v, request, begin, segment.end, scratch.place(place))
-            self.end += self.tiles[].count
-            return
-        if whole_fields:
-            self.count = PARTS
-        var part = (begin - field) // TILE
-        for i in range(self.count):
-            self.tiles[unsafe_offset=i] = Tile(k, v, request, field=field, part=part + i, place=scratch.place(place + i))
-        self.end += self.count * TILE
-
-    @always_inline
-    def has_tokens(self) -> Bool:
-        return self.tiles[].count > 0
+    def parts(self, heads: Heads) -> Int:
+        """How many tiles of a field make a step."""
+        return 1 if self.heads == heads.kv_heads else PARTS
 
 
 @always_inline
@@ -106,21 +66,21 @@ def attend_by_vectors[
         return queue.take()
     var queries = segment.num_rows * heads.group
     var order = Order(heads, size_of[k.dtype]())
-    var fields = order.whole_fields(heads)
+    var parts = order.parts(heads)
     var score_runs = order.heads * score_calls[k.dtype](heads, queries)
     var sum_runs = order.heads * (queries + sum_calls[k.dtype](heads, queries))
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()
     var place = 0
-    var step = Step(k, v, request, segment, segment.begin, fields, scratch, place)
+    var step = Step(k, v, request, segment, segment.begin, parts, scratch, place)
     while True:
         place = PARTS - place
-        var next = Step(k, v, request, segment, step.end, fields, scratch, place)
+        var next = Step(k, v, request, segment, step.end, parts, scratch, place)
         if step.end >= segment.end:
             following = queue.take()
             if following.num_rows > 0:
                 var other = Int(rows.row_batch[unsafe_offset=following.row])
-                next = Step(k, v, other, following, following.begin, fields, scratch, place)
+                next = Step(k, v, other, following, following.begin, parts, scratch, place)
         for first in range(0, heads.kv_heads, order.heads):
             var ahead = Ahead[True](scratch.place(PLACES), order.row_bytes)
             # All of K but the first unit, which was fetched before, and V's first.
