@@ -8,6 +8,10 @@ comptime TILE = 32
 """Tokens that are worked on together: more of them let the sums stay in registers for longer, fewer stay in cache."""
 comptime STREAMS = 8
 """Places that are read side by side: the hardware follows ascending lines in several memory pages at once."""
+comptime RUN = 16
+"""Consecutive tokens of each of the `STREAMS` runs of a field: pages of 16 lie in the right places."""
+comptime FIELD = RUN * STREAMS
+"""Tokens that are read as `STREAMS` runs side by side."""
 comptime BURST = 4
 """Lines that are asked for together, one each of so many streams."""
 comptime LINE = 64
@@ -17,7 +21,7 @@ comptime WHOLE = 1 << 16
 comptime Offsets = Pointer[Int, MutUntrackedOrigin]
 
 
-struct Ahead[near: Bool](Movable):
+struct Ahead[*, near: Bool, abreast: Bool](Movable):
     """Walks over rows of contiguous memory, a cache line of several streams at a time.
 
     `add` lists the rows, `start` shares their lines out among the calls of `run`, which asks for what is due between two
@@ -25,8 +29,10 @@ struct Ahead[near: Bool](Movable):
     sums that wait in registers around it would all have to be saved.
 
     Parameters:
-        near: Whether the lines are read so soon that the first-level cache still holds them. Then row i of stream s is
-            the listed row `i * STREAMS + s`; else each stream has an equal share of the rows, one after the other.
+        near: Whether the lines are read so soon that the first-level cache still holds them; else the second-level one has
+            to do.
+        abreast: Whether row i of stream s is the listed row `i * STREAMS + s`; else each stream has an equal share of the
+            rows, one after the other.
     """
 
     var rows: Offsets
@@ -79,7 +85,7 @@ struct Ahead[near: Bool](Movable):
         """Line `s` of the next burst."""
         var stream = self.line % STREAMS + s
         var row = stream
-        comptime if not Self.near:
+        comptime if not Self.abreast:
             row = stream * (self.count // STREAMS)
         return self.rows[unsafe_offset=row] + self.line // STREAMS * LINE
 
@@ -99,4 +105,4 @@ struct Ahead[near: Bool](Movable):
             self.line += BURST
             if self.line == self.row_lines:
                 self.line = 0
-                self.rows = self.rows.unsafe_offset(STREAMS if Self.near else 1)
+                self.rows = self.rows.unsafe_offset(STREAMS if Self.abreast else 1)

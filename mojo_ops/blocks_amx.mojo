@@ -106,7 +106,7 @@ def lay_out(k: PagedKVCache, v: type_of(k), step: Step, heads: Heads, head: Int,
     comptime chunk = Widened[v.dtype].length
     var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var value = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
-    var idle = Ahead[False](desk.place(0), 0)
+    var idle = Ahead[near=False, abreast=False](desk.place(0), 0)
     for i in range(step.count):
         for token in range(TILE):
             widen_row(

@@ -86,7 +86,19 @@ def attend_tiles[
 
     def task(
         index: Int,
-    ) {var rows, var k, var v, var logits, var heads, var engines, var queue, var stride_most, var room, var wide, ref partials,}:
+    ) {
+        var rows,
+        var k,
+        var v,
+        var logits,
+        var heads,
+        var engines,
+        var queue,
+        var stride_most,
+        var room,
+        var wide,
+        ref partials,
+    }:
         var scratch = Scratch(
             heads,
             stride_most,

@@ -1,8 +1,8 @@
 """A segment on matrix tiles.
 
 For each tile of tokens, first q . k of all heads while the tile's V is prefetched, then the weighted sums of V of all heads
-while the next tile's K is. Keys that are loaded from where they lie (bfloat16) must be neighbours and go to the
-second-level cache, two pages a tile; those that are widened first (float8) come as parts of a field, as vectors have them.
+while the next tile's K is. Keys that are loaded from where they lie (bfloat16) must be neighbours: a tile is two pages of
+16. Those that are widened first (float8) come as parts of a field, as vectors have them.
 """
 
 from std.sys import size_of
@@ -27,13 +27,13 @@ from .tiles_amx import (
 
 @always_inline
 def all_heads[
-    dtype: DType, //, near: Bool
-](base: Pointer[Scalar[dtype], _], tokens: Offsets, count: Int, heads: Heads, head_stride: Int, scratch: Scratch) -> Ahead[
-    near
-]:
+    dtype: DType, //, abreast: Bool
+](
+    base: Pointer[Scalar[dtype], _], tokens: Offsets, count: Int, heads: Heads, head_stride: Int, scratch: Scratch
+) -> Ahead[near=False, abreast=abreast]:
     """The K or the V of one tile: a row is all heads of a token where they are neighbours, else one head of it."""
     var together = heads.kv_heads if head_stride == heads.dim else 1
-    var ahead = Ahead[near](scratch.place(PLACES), together * heads.dim * size_of[dtype]())
+    var ahead = Ahead[near=False, abreast=abreast](scratch.place(PLACES), together * heads.dim * size_of[dtype]())
     if count > 0:
         for head in range(0, heads.kv_heads, together):
             ahead.add(base, tokens, 0, TILE, head * head_stride)
@@ -54,8 +54,8 @@ def attend_on_tiles[
     mut scratch: Scratch,
 ) -> Segment:
     """As `attend_by_vectors`, with the sums in the order of tiles."""
-    comptime near = k.dtype != DType.bfloat16
-    comptime parts = 1 if near else 0
+    comptime widened = k.dtype != DType.bfloat16
+    comptime parts = 1 if widened else 0
     var queries = segment.num_rows * heads.group
     var engine = Engine(queries, heads.padded, scratch)
     engine.configure()
@@ -70,7 +70,7 @@ def attend_on_tiles[
     var step = Step(k, v, request, segment, segment.begin, parts, scratch, place)
     while True:
         var tile = step.tiles[]
-        var ahead = all_heads[near](v.blocks.ptr, tile.v, tile.count, heads, heads.v_stride, scratch)
+        var ahead = all_heads[widened](v.blocks.ptr, tile.v, tile.count, heads, heads.v_stride, scratch)
         ahead.start(score_runs)
         for head in range(heads.kv_heads):
             score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
@@ -81,7 +81,7 @@ def attend_on_tiles[
             if following.num_rows > 0:
                 var other = Int(rows.row_batch[unsafe_offset=following.row])
                 next = Step(k, v, other, following, following.begin, parts, scratch, place)
-        ahead = all_heads[near](k.blocks.ptr, next.tiles[].k, next.tiles[].count, heads, heads.k_stride, scratch)
+        ahead = all_heads[widened](k.blocks.ptr, next.tiles[].k, next.tiles[].count, heads, heads.k_stride, scratch)
         ahead.start(sum_runs)
         for head in range(heads.kv_heads):
             turn_scores(heads, head, engine, scratch)

@@ -82,10 +82,16 @@ def attend_by_vectors[
                 var other = Int(rows.row_batch[unsafe_offset=following.row])
                 next = Step(k, v, other, following, following.begin, parts, scratch, place)
         for first in range(0, heads.kv_heads, order.heads):
-            var ahead = Ahead[True](scratch.place(PLACES), order.row_bytes)
+            var ahead = Ahead[near=True, abreast=True](scratch.place(PLACES), order.row_bytes)
             # All of K but the first unit, which was fetched before, and V's first.
             for i in range(step.count):
-                ahead.add(k.blocks.ptr, step.tiles[unsafe_offset=i].k, 0 if i > 0 else order.unit, TILE, first * heads.k_stride)
+                ahead.add(
+                    k.blocks.ptr,
+                    step.tiles[unsafe_offset=i].k,
+                    0 if i > 0 else order.unit,
+                    TILE,
+                    first * heads.k_stride,
+                )
             ahead.add(v.blocks.ptr, step.tiles[].v, 0, order.unit, first * heads.v_stride)
             ahead.start(step.count * score_runs)
             for i in range(step.count):
@@ -104,9 +110,15 @@ def attend_by_vectors[
                             scratch,
                             ahead,
                         )
-            ahead = Ahead[True](scratch.place(PLACES), order.row_bytes)
+            ahead = Ahead[near=True, abreast=True](scratch.place(PLACES), order.row_bytes)
             for i in range(step.count):
-                ahead.add(v.blocks.ptr, step.tiles[unsafe_offset=i].v, 0 if i > 0 else order.unit, TILE, first * heads.v_stride)
+                ahead.add(
+                    v.blocks.ptr,
+                    step.tiles[unsafe_offset=i].v,
+                    0 if i > 0 else order.unit,
+                    TILE,
+                    first * heads.v_stride,
+                )
             if first + order.heads < heads.kv_heads:
                 ahead.add(k.blocks.ptr, step.tiles[].k, 0, order.unit, (first + order.heads) * heads.k_stride)
             elif next.has_tokens():

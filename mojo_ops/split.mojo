@@ -3,6 +3,7 @@
 from std.atomic import Atomic
 from std.math import ceildiv
 
+from .ahead import FIELD
 from .checks import RowPointer
 from .logits import Logits
 
@@ -86,11 +87,11 @@ struct Queue(ImplicitlyCopyable):
 
 
 def segment_length(total: Int) -> Int:
-    """Tokens of a segment, from the tokens of all blocks together.
+    """Tokens of a segment, whole fields, from the tokens of all blocks together.
 
     It depends on no number of threads, and so neither does the result.
     """
-    return max(MIN_SEGMENT, ceildiv(ceildiv(total, MAX_SEGMENTS), 16) * 16)
+    return max(MIN_SEGMENT, ceildiv(ceildiv(total, MAX_SEGMENTS), FIELD) * FIELD)
 
 
 struct Plan(Movable):
@@ -111,15 +112,16 @@ struct Plan(Movable):
         self.max_wide_rows = 0
 
     def cut(mut self, block: Segment, longest: Int):
-        """Adds a block: as it is, or in segments of `longest` tokens."""
+        """Adds a block: as it is, or cut where the token is a multiple of `longest` past a field's beginning."""
         if block.end - block.begin <= longest:
             self.segments.append(block)
             return
-        var parts = ceildiv(block.end - block.begin, longest)
+        var first = block.begin // FIELD * FIELD
+        var parts = ceildiv(block.end - first, longest)
         for part in range(parts):
             var segment = block
-            segment.begin = block.begin + part * longest
-            segment.end = min(block.end, segment.begin + longest)
+            segment.begin = max(block.begin, first + part * longest)
+            segment.end = min(block.end, first + (part + 1) * longest)
             segment.partial = self.partials
             segment.part = part
             segment.parts = parts

@@ -1,9 +1,9 @@
 """What a walk over a segment takes at a time."""
 
-from .ahead import TILE
+from .ahead import FIELD, TILE
 from .kv_cache import PagedKVCache
 from .split import Segment
-from .tile import FIELD, Scratch, Tile
+from .tile import Scratch, Tile
 
 
 struct Step(TrivialRegisterPassable):
@@ -49,7 +49,9 @@ struct Step(TrivialRegisterPassable):
         self.count = parts
         var part = (begin - field) // TILE
         for i in range(self.count):
-            self.tiles[unsafe_offset=i] = Tile(k, v, request, field=field, part=part + i, place=scratch.place(place + i))
+            self.tiles[unsafe_offset=i] = Tile(
+                k, v, request, field=field, part=part + i, place=scratch.place(place + i)
+            )
         self.end += self.count * TILE
 
     @always_inline

@@ -4,7 +4,7 @@ from std.math import align_up, iota
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from .ahead import STREAMS, TILE, Ahead, Offsets
+from .ahead import FIELD, RUN, STREAMS, TILE, Ahead, Offsets
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .lanes import HALF
@@ -17,10 +17,6 @@ comptime SLACK: Float32 = 8
 """How far scores may exceed the reference, in powers of two, before what was summed up is scaled down."""
 comptime STEP = 8
 """Tokens of a page whose places are written at once."""
-comptime RUN = 16
-"""Consecutive tokens of each of the `STREAMS` runs of a field."""
-comptime FIELD = RUN * STREAMS
-"""Tokens that are read as `STREAMS` runs side by side."""
 comptime PARTS = FIELD // TILE
 """Tiles of a field."""
 comptime PLACES = 2 * PARTS
@@ -226,7 +222,7 @@ def weigh_tile[
     tile: Tile,
     stride: Int,
     mut scratch: Scratch,
-    mut ahead: Ahead[_],
+    mut ahead: Ahead,
 ):
     """Scores become weights; where a query's greatest score rises, what it has summed so far is scaled down.
 

@@ -90,7 +90,7 @@ def score_tile(
     end: Int,
     queries: Int,
     mut scratch: Scratch,
-    mut ahead: Ahead[True],
+    mut ahead: Ahead,
 ):
     """The dot products of one KV head's queries with entries `begin` to `end - 1` of the tile, whole eights.
 
@@ -121,7 +121,7 @@ def score_block[
     q: Floats,
     target: Floats,
     fetch: Bool,
-    mut ahead: Ahead[True],
+    mut ahead: Ahead,
 ):
     """`count` queries with some tokens: up to 16 sums at a time stay in registers."""
     comptime tokens = tokens_of(count)
@@ -157,7 +157,7 @@ def dot_chunk[
     q: Floats,
     fetch: Bool,
     mut sums: Array[Vec, HALF],
-    mut ahead: Ahead[True],
+    mut ahead: Ahead,
 ):
     """Adds one chunk's share to `sums[m * tokens + i]`, query `m` with token `token + i`."""
     comptime tokens = tokens_of(count)
@@ -186,7 +186,7 @@ def sum_tile(
     end: Int,
     queries: Int,
     mut scratch: Scratch,
-    mut ahead: Ahead[True],
+    mut ahead: Ahead,
 ):
     """Adds the weighted V of one KV head, of entries `begin` to `end - 1` of the tile that are tokens.
 
@@ -220,7 +220,7 @@ def sum_block[
     weights: Floats,
     acc: Floats,
     fetch: Bool,
-    mut ahead: Ahead[True],
+    mut ahead: Ahead,
 ):
     """`count` queries over slices of `chunks` chunks of head_dim, each slice's sums in registers for all tokens."""
     comptime chunk = chunk_of(kv_dtype)
@@ -249,7 +249,7 @@ def sum_slice[
     weights: Floats,
     acc: Floats,
     fetch: Bool,
-    mut ahead: Ahead[True],
+    mut ahead: Ahead,
 ):
     comptime chunk = chunk_of(kv_dtype)
     comptime parts = chunks * chunk // HALF

@@ -140,7 +140,7 @@ def score_tile_amx(
     head: Int,
     engine: Engine,
     scratch: Scratch,
-    mut ahead: Ahead[_],
+    mut ahead: Ahead,
 ):
     """The dot products of one KV head's queries with the tile's tokens."""
     var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
@@ -246,7 +246,7 @@ def reverse_bits(value: Int, bits: Int) -> Int:
 
 @always_inline
 def sum_tile_amx(
-    v: PagedKVCache, tile: Tile, heads: Heads, head: Int, engine: Engine, scratch: Scratch, mut ahead: Ahead[_]
+    v: PagedKVCache, tile: Tile, heads: Heads, head: Int, engine: Engine, scratch: Scratch, mut ahead: Ahead
 ):
     """Adds the tile's weighted V of one KV head, but for its last chunk, which the call for the next head adds.
 
@@ -269,7 +269,7 @@ def sum_tile_amx(
 @always_inline
 def pair_chunk[
     dtype: DType, //
-](base: Pointer[Scalar[dtype], _], tile: Tile, d: Int, dim: Int, values: Words16, mut ahead: Ahead[_],):
+](base: Pointer[Scalar[dtype], _], tile: Tile, d: Int, dim: Int, values: Words16, mut ahead: Ahead,):
     """Lays out one chunk of V of all tokens for the multiplication."""
     comptime chunk = Widened[dtype].length
     var whole = tile.count == TILE and d + chunk <= dim

@@ -9,12 +9,12 @@ from std.sys import size_of
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.ahead import BURST, LINE, TILE, Ahead
+from mojo_ops.ahead import BURST, LINE, STREAMS, TILE, Ahead
 from mojo_ops.amx import HAS_AMX, amx_permitted, tile_release
 from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.lanes import chunk_of
 from mojo_ops.storage import PageStrides, page_shape
-from mojo_ops.tile import Heads, Scratch, Tile
+from mojo_ops.tile import Heads, PLACES, Scratch, Tile
 from mojo_ops.tiles import score_calls, score_tile, sum_calls, sum_tile
 from mojo_ops.tiles_amx import Engine, score_calls_amx, score_tile_amx, sum_calls_amx, sum_tile_amx
 from mojo_ops.widen import Widened
@@ -23,48 +23,72 @@ from support import untracked, untracked_mutable
 comptime KV_HEADS = 3
 
 
-def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stride: Int, calls: Int) raises:
+def check_lines[
+    dtype: DType, abreast: Bool
+](heads: Int, dim: Int, head_stride: Int, token_stride: Int, calls: Int) raises:
     """After all calls each line of the tile was asked for once, and evenly."""
     var storage = List[Scalar[dtype]](length=1, fill=0)
     var base = storage.unsafe_ptr()
     var tokens = List[Int](length=TILE, fill=0)
     for i in range(TILE):
         tokens[i] = (TILE - 1 - i) * token_stride
-    var places = List[Int](length=Ahead.rows_length(heads), fill=0)
-    var ahead = Ahead(base, untracked_mutable(tokens), untracked_mutable(places), TILE, heads, dim, head_stride, calls)
-    var rows = 1 if head_stride == dim else heads
-    var total = ceildiv((heads if rows == 1 else 1) * dim * size_of[dtype](), LINE) * TILE * rows
+    var together = heads if head_stride == dim else 1
+    var rows = heads // together
+    var row_bytes = together * dim * size_of[dtype]()
+    var places = List[Int](length=TILE * rows, fill=0)
+    var ahead = Ahead[near=True, abreast=abreast](untracked_mutable(places), row_bytes)
+    for row in range(rows):
+        # In two pieces, as units are.
+        ahead.add(base, untracked_mutable(tokens), 0, STREAMS, row * head_stride)
+        ahead.add(base, untracked_mutable(tokens), STREAMS, TILE, row * head_stride)
+    ahead.start(calls)
+    var total = ceildiv(row_bytes, LINE) * TILE * rows
     assert_true(calls >= total // BURST)  # then a call asks for a burst at most
     var lines = Set[Int]()
     var bursts = 0
     for call in range(calls):
         var before = (Int(ahead.rows), ahead.line)
-        var burst = [ahead.address(s) - Int(base) for s in range(BURST)]
+        var burst = [ahead.address(s) for s in range(BURST)]
         ahead.run()
         if (Int(ahead.rows), ahead.line) != before:
             bursts += 1
-            for line in burst:
+            for s in range(BURST):
+                var line = burst[s] - Int(base)
                 assert_true(line not in lines)
                 lines.add(line)
+                # Each is of another stream: where those go abreast, of the next row.
+                var row = (Int(before[0]) - Int(places.unsafe_ptr())) // size_of[Int]() + before[1] % STREAMS + s
+                assert_true(not abreast or places[row] <= burst[s] < places[row] + row_bytes)
         assert_true(abs(bursts * BURST * calls - (call + 1) * total) <= BURST * calls)
     assert_equal(len(lines), total)
     # The lines of a row are counted from its first byte: a token's of all heads in NHD, else one head's of a token.
     for token in range(TILE):
-        for head in range(rows):
-            for byte in range(0, (heads if rows == 1 else 1) * dim * size_of[dtype](), LINE):
-                assert_true((tokens[token] + head * head_stride) * size_of[dtype]() + byte in lines)
+        for row in range(rows):
+            for byte in range(0, row_bytes, LINE):
+                assert_true((tokens[token] + row * head_stride) * size_of[dtype]() + byte in lines)
     _ = storage^
     _ = tokens^
     _ = places^
 
 
 def test_every_line_once() raises:
-    for calls in [256, 300, 1000]:
-        check_lines[DType.bfloat16](8, 128, 128, 8 * 128, calls)  # NHD: heads are neighbours
-        check_lines[DType.bfloat16](8, 128, TILE * 128, 128, calls)  # HND
-        check_lines[DType.float32](3, 80, 80, 240, calls)
-        check_lines[DType.float8_e4m3fn](1, 64, 64, 64, calls)
-        check_lines[DType.float8_e4m3fn](4, 64, TILE * 64, 64, calls)
+    comptime for abreast in [False, True]:
+        for calls in [256, 300, 1000]:
+            check_lines[DType.bfloat16, abreast](8, 128, 128, 8 * 128, calls)  # NHD: heads are neighbours
+            check_lines[DType.bfloat16, abreast](8, 128, TILE * 128, 128, calls)  # HND
+            check_lines[DType.float32, abreast](3, 80, 80, 240, calls)
+            check_lines[DType.float8_e4m3fn, abreast](1, 64, 64, 64, calls)
+            check_lines[DType.float8_e4m3fn, abreast](4, 64, TILE * 64, 64, calls)
+
+
+def test_no_row_is_no_work() raises:
+    var places = List[Int](length=STREAMS, fill=0)
+    var ahead = Ahead[near=True, abreast=True](untracked_mutable(places), 256)
+    ahead.start(7)
+    for _ in range(7):
+        ahead.run()
+    assert_equal(ahead.line, 0)
+    _ = places^
 
 
 def check_calls[dtype: DType](dim: Int, queries: Int) raises:
@@ -85,17 +109,19 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
     var padded = ceildiv(dim, chunk) * chunk
     var heads = Heads(KV_HEADS, queries, dim, padded, dim, dim)
     var room = KV_HEADS * Engine.stride_of(queries)
-    var scratch = Scratch(room, padded, Engine.spare(room, padded), Ahead.rows_length(KV_HEADS))
+    var scratch = Scratch(heads, Engine.stride_of(queries), Engine.spare(room, padded))
     var tile = Tile(k, k, 0, 0, TILE, scratch.place(0))
 
-    var ahead = Ahead(scratch.place(2))
+    var ahead = Ahead[near=True, abreast=True](scratch.place(PLACES), 0)
     ahead.rate = 1
-    for head in range(KV_HEADS):
-        score_tile(k, tile, heads, head, queries, scratch, ahead)
+    for unit in range(0, TILE, STREAMS):
+        for head in range(KV_HEADS):
+            score_tile(k, tile, heads, head, head, unit, unit + STREAMS, queries, scratch, ahead)
     assert_equal(ahead.due, KV_HEADS * score_calls[dtype](heads, queries), "scores in vectors")
     ahead.due = 0
-    for head in range(KV_HEADS):
-        sum_tile(k, tile, heads, head, queries, scratch, ahead)
+    for unit in range(0, TILE, STREAMS):
+        for head in range(KV_HEADS):
+            sum_tile(k, tile, heads, head, head, unit, unit + STREAMS, queries, scratch, ahead)
     assert_equal(ahead.due, KV_HEADS * sum_calls[dtype](heads, queries), "sums in vectors")
 
     comptime if HAS_AMX and (dtype == DType.bfloat16 or dtype == DType.float8_e4m3fn):

@@ -1,0 +1,98 @@
+"""The tiles of a walk over a segment: each of its tokens once, and each where it lies."""
+
+from std.collections import Set
+from std.testing import TestSuite, assert_equal, assert_true
+from std.utils import IndexList
+
+from mojo_ops.ahead import FIELD, STREAMS, TILE
+from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
+from mojo_ops.split import Segment
+from mojo_ops.step import Step
+from mojo_ops.storage import PageStrides, page_shape
+from mojo_ops.tile import Heads, PARTS, Scratch
+from support import untracked, untracked_mutable
+
+comptime TOKENS = 3 * FIELD
+comptime DIM = 8
+comptime HEADS = 2
+comptime Cache = PagedKVCache[DType.float32, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE]
+
+
+def check[layout: StaticString](page_size: Int, begin: Int, end: Int, parts: Int) raises:
+    comptime hnd = layout == "HND"
+    var pages = (TOKENS + page_size - 1) // page_size
+    var shape = IndexList[5](pages, 2, HEADS if hnd else page_size, page_size if hnd else HEADS, DIM)
+    var storage = List[Float32](length=pages * 2 * page_size * HEADS * DIM, fill=0)
+    var table = List[UInt32]()
+    for i in range(pages):
+        table.append(UInt32((i * 7 + 3) % pages) if pages % 7 != 0 else UInt32(pages - 1 - i))
+    var k = Cache(
+        untracked_mutable(storage),
+        page_shape[layout](shape),
+        PageStrides.of[layout](shape, False),
+        untracked(table),
+        1,
+        pages,
+    )
+    var v = Cache(
+        untracked_mutable(storage),
+        page_shape[layout](shape),
+        PageStrides.of[layout](shape, True),
+        untracked(table),
+        1,
+        pages,
+    )
+    var heads = Heads(HEADS, 1, DIM, 32, k.strides().head, v.strides().head)
+    var scratch = Scratch(heads, 1, 0)
+    var segment = Segment(0, 1, begin, end)
+    var seen = Set[Int]()
+    var at = begin
+    var place = 0
+    while at < end:
+        var step = Step(k, v, 0, segment, at, parts, scratch, place)
+        place = PARTS - place
+        assert_true(step.has_tokens())
+        assert_true(step.count == 1 or step.count == parts)
+        for i in range(step.count):
+            var tile = step.tiles[unsafe_offset=i]
+            var tokens = tile.tokens()
+            for entry in range(TILE):
+                var token = Int(tokens[min(entry, tile.count - 1)])
+                var page = k.page(0, token // page_size)
+                assert_equal(tile.k[unsafe_offset=entry], k.offset(page, token % page_size, 0))
+                assert_equal(tile.v[unsafe_offset=entry], v.offset(page, token % page_size, 0))
+                if entry < tile.count:
+                    assert_true(begin <= token < end)
+                    assert_true(tile.first <= token < tile.end())
+                    assert_true(token not in seen)
+                    seen.add(token)
+            if tile.spread:
+                # Streams go up: each run's next token, not its first again.
+                for entry in range(STREAMS, TILE):
+                    assert_equal(tokens[entry], tokens[entry - STREAMS] + 1)
+        at = step.end
+    assert_equal(at, end)
+    assert_equal(len(seen), end - begin)
+    assert_true(not Step(k, v, 0, segment, end, parts, scratch, place).has_tokens())
+    _ = storage^
+    _ = table^
+    _ = scratch^
+
+
+def test_every_token_once() raises:
+    for page_size in [1, 5, 16, 64, 100, 512]:
+        for begin, end in [
+            (0, TOKENS),
+            (0, 1),
+            (3, 40),
+            (FIELD, 2 * FIELD),
+            (FIELD - 1, 2 * FIELD + 1),
+            (70, TOKENS - 16),
+        ]:
+            for parts in [0, 1, PARTS]:
+                check["NHD"](page_size, begin, end, parts)
+                check["HND"](page_size, begin, end, parts)
+
+
+def main() raises:
+    TestSuite.discover_tests[__functions_in_module()]().run()
