@@ -12,11 +12,9 @@ comptime RUN = 16
 """Consecutive tokens of each of the `STREAMS` runs of a field: pages of 16 lie in the right places."""
 comptime FIELD = RUN * STREAMS
 """Tokens that are read as `STREAMS` runs side by side."""
-comptime BURST = 4
-"""Lines that are asked for together, one each of so many streams."""
 comptime LINE = 64
 comptime WHOLE = 1 << 16
-"""What `due` and `rate` count: this many stand for a burst."""
+"""What `due` and `rate` count: this many stand for one line of each stream."""
 
 comptime Offsets = Pointer[Int, MutUntrackedOrigin]
 
@@ -40,9 +38,9 @@ struct Ahead[*, near: Bool, abreast: Bool](Movable):
     var count: Int
     """Rows, a multiple of `STREAMS`."""
     var line: Int
-    """Lines of the present rows that were asked for, of all streams."""
-    var row_lines: Int
-    """Where they end."""
+    """Bytes from the start of the present rows to their next lines."""
+    var row_bytes: Int
+    """Where they end: whole lines."""
     var due: Int
     var rate: Int
     """What each call of `run` adds to `due`."""
@@ -58,7 +56,7 @@ struct Ahead[*, near: Bool, abreast: Bool](Movable):
         self.rows = rows
         self.count = 0
         self.line = 0
-        self.row_lines = ceildiv(row_bytes, LINE) * STREAMS
+        self.row_bytes = ceildiv(row_bytes, LINE) * LINE
         self.due = 0
         self.rate = 0
 
@@ -78,16 +76,15 @@ struct Ahead[*, near: Bool, abreast: Bool](Movable):
     @always_inline
     def start(mut self, calls: Int):
         """Shares the rows out among `calls` calls of `run`; there must not be more calls."""
-        self.rate = ceildiv(self.count // STREAMS * self.row_lines * (WHOLE // BURST), calls)
+        self.rate = ceildiv(self.count // STREAMS * (self.row_bytes // LINE) * WHOLE, calls)
 
     @always_inline
-    def address(self, s: Int) -> Int:
-        """Line `s` of the next burst."""
-        var stream = self.line % STREAMS + s
+    def address(self, stream: Int) -> Int:
+        """The next line of a stream."""
         var row = stream
         comptime if not Self.abreast:
             row = stream * (self.count // STREAMS)
-        return self.rows[unsafe_offset=row] + self.line // STREAMS * LINE
+        return self.rows[unsafe_offset=row] + self.line
 
     @always_inline
     def run(mut self):
@@ -96,13 +93,13 @@ struct Ahead[*, near: Bool, abreast: Bool](Movable):
         self.due += self.rate
         while self.due >= WHOLE:
             self.due -= WHOLE
-            comptime for s in range(BURST):
-                var line = Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.address(s))
+            comptime for stream in range(STREAMS):
+                var line = Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.address(stream))
                 comptime if Self.near:
                     prefetch[cache.high_locality()](line)
                 else:
                     prefetch[cache.medium_locality()](line)
-            self.line += BURST
-            if self.line == self.row_lines:
+            self.line += LINE
+            if self.line == self.row_bytes:
                 self.line = 0
                 self.rows = self.rows.unsafe_offset(STREAMS if Self.abreast else 1)

@@ -9,7 +9,7 @@ from std.sys import size_of
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.ahead import BURST, LINE, STREAMS, TILE, Ahead
+from mojo_ops.ahead import LINE, STREAMS, TILE, Ahead
 from mojo_ops.amx import HAS_AMX, amx_permitted, tile_release
 from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.lanes import chunk_of
@@ -43,23 +43,23 @@ def check_lines[
         ahead.add(base, untracked_mutable(tokens), STREAMS, TILE, row * head_stride)
     ahead.start(calls)
     var total = ceildiv(row_bytes, LINE) * TILE * rows
-    assert_true(calls >= total // BURST)  # then a call asks for a burst at most
+    assert_true(calls >= total // STREAMS)  # then a call asks for one line of each stream at most
     var lines = Set[Int]()
     var bursts = 0
     for call in range(calls):
         var before = (Int(ahead.rows), ahead.line)
-        var burst = [ahead.address(s) for s in range(BURST)]
+        var burst = [ahead.address(s) for s in range(STREAMS)]
         ahead.run()
         if (Int(ahead.rows), ahead.line) != before:
             bursts += 1
-            for s in range(BURST):
+            for s in range(STREAMS):
                 var line = burst[s] - Int(base)
                 assert_true(line not in lines)
                 lines.add(line)
                 # Each is of another stream: where those go abreast, of the next row.
-                var row = (Int(before[0]) - Int(places.unsafe_ptr())) // size_of[Int]() + before[1] % STREAMS + s
+                var row = (Int(before[0]) - Int(places.unsafe_ptr())) // size_of[Int]() + s
                 assert_true(not abreast or places[row] <= burst[s] < places[row] + row_bytes)
-        assert_true(abs(bursts * BURST * calls - (call + 1) * total) <= BURST * calls)
+        assert_true(abs(bursts * STREAMS * calls - (call + 1) * total) <= STREAMS * calls)
     assert_equal(len(lines), total)
     # The lines of a row are counted from its first byte: a token's of all heads in NHD, else one head's of a token.
     for token in range(TILE):
