@@ -18,6 +18,9 @@ from .tiles import load_queries, score_calls, score_tile, sum_calls, sum_tile
 
 comptime NEAR = 8192
 """Bytes of a unit, at least: memory answers before they are worked through."""
+comptime FEW = 4
+"""Queries a KV head that are at hand in the first-level cache for every unit, with their sums, of all heads; for more, a
+unit is a tile."""
 
 
 struct Order(TrivialRegisterPassable):
@@ -30,11 +33,11 @@ struct Order(TrivialRegisterPassable):
     var row_bytes: Int
     """What is contiguous of a token."""
 
-    def __init__(out self, heads: Heads, element: Int):
+    def __init__(out self, heads: Heads, queries: Int, element: Int):
         var neighbours = heads.k_stride == heads.dim and heads.v_stride == heads.dim
         self.heads = heads.kv_heads if neighbours else 1
         self.row_bytes = self.heads * heads.dim * element
-        self.unit = STREAMS if neighbours else TILE
+        self.unit = STREAMS if neighbours and queries <= FEW else TILE
         while self.unit < TILE and self.unit * self.row_bytes < NEAR:
             self.unit *= 2
 
@@ -65,7 +68,7 @@ def attend_by_vectors[
     if segment.begin >= segment.end:
         return queue.take()
     var queries = segment.num_rows * heads.group
-    var order = Order(heads, size_of[k.dtype]())
+    var order = Order(heads, queries, size_of[k.dtype]())
     var parts = order.parts(heads)
     var score_runs = order.heads * score_calls[k.dtype](heads, queries)
     var sum_runs = order.heads * (queries + sum_calls[k.dtype](heads, queries))
