@@ -254,7 +254,7 @@ def test_nan_stays_where_the_greatest_score_lost_it() raises:
     assert_equal(mine, 1)
     assert_equal(theirs, 0)
     assert_true(isnan(merged.lse()))
-    mine, theirs = state.merge(AttentionState(1, 1))
+    _ = state.merge(AttentionState(1, 1))
     assert_true(isnan(state.lse()))
 
 

@@ -38,7 +38,8 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
     var queries = num_rows * group
     var room = Engine.stride_of(queries) * kv_heads
     var spare = Engine.spare(room, padded)
-    var scratch = Scratch(room, padded, spare, 64)
+    var heads = Heads(kv_heads, group, dim, padded, dim, dim)
+    var scratch = Scratch(heads, Engine.stride_of(queries), spare)
     var engine = Engine(queries, padded, scratch)
     for i in range(room * TILE):
         scratch.weights[unsafe_offset=i] = MARK
@@ -46,7 +47,6 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
         scratch.acc[unsafe_offset=i] = MARK
     for i in range(spare):
         scratch.spare[unsafe_offset=i] = MARK
-    var heads = Heads(kv_heads, group, dim, padded, dim, dim)
     load_queries_amx[kv_dtype](rows, Segment(0, num_rows, 0, 0), heads, engine, scratch)
 
     for i in range(room * TILE):
