@@ -61,19 +61,20 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
     )
     assert_true(Int(scratch.greatest.unsafe_offset(room)) <= Int(scratch.memory.unsafe_ptr()) + 4 * len(scratch.memory))
 
+    # Where each element of a float8 chunk goes (`parts_mask`); the others keep their order.
+    var places = List[Int](length=64, fill=0)
+    var stored = materialize[parts_mask()]()
+    for i in range(64):
+        places[stored[i]] = i
     var words = scratch.q.unsafe_bitcast[BFloat16]()
     var n = engine.columns
     for head in range(kv_heads):
         for m in range(engine.stride):
             var block, column = divmod(m, n)
             for d in range(padded):
-                # Where element d of a float8 chunk goes (`parts_mask`); the others keep their order.
                 var place = d
                 comptime if kv_dtype != DType.bfloat16:
-                    comptime mask = parts_mask()
-                    for i in range(64):
-                        if mask[i] == d % 64:
-                            place = d // 64 * 64 + i
+                    place = d // 64 * 64 + places[d % 64]
                 var tile = (head * engine.stride + block * n) * padded + place // 32 * 32 * n
                 var found = words[unsafe_offset=tile + place % 32 // 2 * 2 * n + 2 * column + place % 2]
                 var expected = BFloat16(0)
