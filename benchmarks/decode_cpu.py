@@ -134,12 +134,10 @@ class Run:
             yield {**facts, "versions": versions(), "peaks": peaks, "rows": list(rows)}
 
     def _jobs(self, case: Case) -> dict[str, dict[str, Any]]:
-        """What each job returned, by peer; alone ("-") where no peer's job measured ours."""
-        jobs = {}
+        """What each job returned, by peer; alone ("-") first."""
+        jobs = {"-": self.job(case.name, "-")}
         for peer in case.peers if self._selection.with_peers else ():
             jobs[peer] = self.job(case.name, peer)
-        if not any("ours" in job for job in jobs.values()):
-            jobs["-"] = self.job(case.name, "-")
         return jobs
 
     def job(self, case: str, peer: str) -> dict[str, Any]:

@@ -15,10 +15,12 @@ Row = dict[str, Any]
 def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mapping[str, str]) -> Row:
     """The row of `case` from what `job.measure` returned, by peer ("-": alone).
 
-    Ours and the ceiling are medians over the jobs of each job's median; the share and every factor are taken inside a
-    job first. Whatever was not measured is None.
+    Ours, the ceiling and the share are of the job without a peer, some of whose threads go on spinning after their work
+    (where that job died, medians over the others); every factor is of the job with that peer. Whatever was not measured
+    is None.
     """
-    alone = [_ours(case, job) for job in jobs.values() if "ours" in job]
+    measured = {peer: job for peer, job in jobs.items() if "ours" in job}
+    alone = [_ours(case, job) for peer, job in measured.items() if peer == "-" or "-" not in measured]
     errors = [job["ours"]["error"] for job in jobs.values() if "ours" in job]
     notes = [job["note"] for job in jobs.values() if "note" in job]
     seconds = _median([one["seconds"] for one in alone])

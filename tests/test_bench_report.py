@@ -63,6 +63,18 @@ def test_shares_and_factors():
     ]
 
 
+def test_the_share_is_that_of_the_job_without_a_peer():
+    """A peer's threads may disturb ours: factors are of its job, the share is not, unless there is no other."""
+    case = BY_NAME["f16"]
+    jobs = {"-": fake_job(6e-3, 25), "ort": fake_job(8e-3, 25, 40e-3)}
+    row = row_of(case, jobs, FACTS)
+    assert row["ms"] == pytest.approx(6)
+    assert row["share"] == pytest.approx(case.bytes / 6e-3 / 25e9)
+    assert row["versus"][0]["ratio"] == pytest.approx(5)
+    row = row_of(case, jobs | {"-": {"note": "crashed: SIGABRT"}}, FACTS)
+    assert row["ms"] == pytest.approx(8)
+
+
 def test_append_is_held_against_copies():
     case = BY_NAME["append-4096"]
     row = row_of(case, {"-": fake_job(case.bytes / 10e9, 25)}, FACTS)
@@ -170,9 +182,9 @@ def fake_jobs(monkeypatch):
 
 def test_the_command_writes_its_files_and_keeps_other_cases(fake_jobs, tmp_path, capsys):
     assert _run(["bench", "--cases", "f16", "--out", str(tmp_path)]) == 0
-    assert fake_jobs == [("peaks", "-"), ("f16", "ort"), ("f16", "torch")]
+    assert fake_jobs == [("peaks", "-"), ("f16", "-"), ("f16", "ort"), ("f16", "torch")]
     assert _run(["bench", "--cases", "hnd", "--cases", "append-4096", "--no-peers", "--out", str(tmp_path)]) == 0
-    assert fake_jobs[3:] == [("hnd", "-"), ("append-4096", "-")]
+    assert fake_jobs[4:] == [("hnd", "-"), ("append-4096", "-")]
     written = json.loads((tmp_path / "decode_cpu.json").read_text())
     assert [row["case"] for row in written["rows"]] == ["f16", "hnd", "append-4096"]
     assert written["peaks"] == {"float32": 3e11}
