@@ -1,6 +1,7 @@
 """Attention over pages at the speed of memory: who computes what, on which thread.
 
-Vectors (`segment_vectors.mojo`) or AMX (`segment_amx.mojo`, `blocks_amx.mojo`) do the arithmetic; each block of rows has its own choice.
+Vectors (`segment_vectors.mojo`) or AMX (`segment_amx.mojo`, `blocks_amx.mojo`) do the arithmetic; each block of rows has
+its own choice.
 """
 
 from max.algorithm import sync_parallelize

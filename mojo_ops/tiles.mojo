@@ -1,7 +1,7 @@
 """One tile of tokens against all queries of a block, in vector arithmetic: scores and weighted sums.
 
 One vector holds the scores of one query. Every K or V vector that is loaded serves up to four queries before it leaves
-its register, and each half of the work prefetches what the other half reads next.
+its register. What is read next is prefetched meanwhile.
 """
 
 from std.math import ceildiv
