@@ -12,6 +12,8 @@ comptime RUN = 16
 """Consecutive tokens of each of the `STREAMS` runs of a field: pages of 16 lie in the right places."""
 comptime FIELD = RUN * STREAMS
 """Tokens that are read as `STREAMS` runs side by side."""
+comptime EARLY = STREAMS
+"""Tokens of a tile whose V the matrix tiles ask for before they work on its K."""
 comptime LINE = 64
 comptime WHOLE = 1 << 16
 """What `due` and `rate` count: this many stand for one line of each stream."""

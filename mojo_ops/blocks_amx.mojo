@@ -8,7 +8,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 from std.utils.numerics import isfinite
 
-from .ahead import TILE, WHOLE, Ahead
+from .ahead import TILE, WHOLE
 from .amx import tile_load, tile_store
 from .decode_cpu import AttentionRows
 from .desk import COLUMNS, Desk, NO_PAIR, SCORES, SPANS, Step, TOKENS, WORDS, Words16, room_of
@@ -18,8 +18,9 @@ from .logits import Logits
 from .matrix_tiles import Elements, configure_tiles, multiply, store_sum, transpose, zero_sums
 from .softmax import LOG2E, MINUS_INFINITY, exp2
 from .split import Segment
+from .sums_amx import PART, pair_tokens
 from .tile import Floats, Heads
-from .tiles_amx import pair_chunk, widen_row
+from .tiles_amx import widen_row
 from .widen import Widened, words_chunk
 
 comptime LIMIT: Float32 = 256
@@ -106,7 +107,6 @@ def lay_out(k: PagedKVCache, v: type_of(k), step: Step, heads: Heads, head: Int,
     comptime chunk = Widened[v.dtype].length
     var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var value = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
-    var idle = Ahead[near=False, abreast=False](desk.place(0), 0)
     for i in range(step.count):
         for token in range(TILE):
             widen_row(
@@ -115,14 +115,9 @@ def lay_out(k: PagedKVCache, v: type_of(k), step: Step, heads: Heads, head: Int,
                 desk.keys.unsafe_offset((i * TILE + token) * heads.padded),
             )
         for c in range(heads.padded // chunk):
-            pair_chunk(
-                value,
-                step.tiles[i],
-                c * chunk,
-                heads.dim,
-                desk.values.unsafe_offset((i * heads.padded + c * chunk) * TILE),
-                idle,
-            )
+            var values = desk.values.unsafe_offset((i * heads.padded + c * chunk) * TILE)
+            comptime for part in range(TILE // PART):
+                pair_tokens[part](value, step.tiles[i], c * chunk, heads.dim, values)
 
 
 struct Products(Movable):

@@ -22,8 +22,8 @@ def float8_words[dtype: DType](bytes: Table) -> Tuple[Words, Words]:
     var low = look_up(low0, bytes, low1)
     var high = look_up(high0, bytes, high1) | (bytes & 0x80)
     return (
-        bitcast[DType.uint16, 32](low.shuffle[mask=byte_mask(0)](high)),
-        bitcast[DType.uint16, 32](low.shuffle[mask=byte_mask(8)](high)),
+        bitcast[DType.uint16, 32](low.shuffle[mask=zip_mask[64](0)](high)),
+        bitcast[DType.uint16, 32](low.shuffle[mask=zip_mask[64](8)](high)),
     )
 
 
@@ -33,11 +33,12 @@ def look_up(first: Table, index: Table, second: Table) -> Table:
     return llvm_intrinsic["llvm.x86.avx512.vpermi2var.qi.512", Table](first, index, second)
 
 
-def byte_mask(start: Int) -> IndexList[64]:
-    """From each run of 16 bytes, bytes `start` to `start + 7` of both operands in turn."""
-    var mask = IndexList[64]()
-    for i in range(64):
-        mask[i] = i // 16 * 16 + start + i % 16 // 2 + i % 2 * 64
+def zip_mask[length: Int](start: Int) -> IndexList[length]:
+    """Of each 16 bytes of vectors of 64: elements `start` to the next half of them of both operands, in turn."""
+    comptime run = length // 4
+    var mask = IndexList[length]()
+    for i in range(length):
+        mask[i] = i // run * run + start + i % run // 2 + i % 2 * length
     return mask
 
 

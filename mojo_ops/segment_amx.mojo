@@ -1,43 +1,23 @@
 """A segment on matrix tiles.
 
-For each tile of tokens, first q . k of all heads while the tile's V is prefetched, then the weighted sums of V of all heads
-while the next tile's K is. Keys that are loaded from where they lie (bfloat16) must be neighbours: a tile is two pages of
-16. Those that are widened first (float8) come as parts of a field, as vectors have them.
+For each tile of tokens, first q . k of all heads while the rest of the tile's V is prefetched, then the weighted sums of V of
+all heads while the next tile's K is, and the first `EARLY` tokens of its V: the sums take longer than the scores. Keys
+that are loaded from where they lie (bfloat16) must be neighbours: a tile is two pages of 16. Those that are widened first
+(float8) come as parts of a field, as vectors have them.
 """
 
 from std.sys import size_of
 
-from .ahead import TILE, Ahead, Offsets
+from .ahead import EARLY, TILE, Ahead, Offsets
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .logits import Logits
 from .split import Queue, Segment
 from .step import Step
+from .sums_amx import Sums, sum_calls_amx, sum_tile_amx
 from .tile import Heads, PARTS, PLACES, Scratch, weigh_tile
-from .tiles_amx import (
-    Engine,
-    load_queries_amx,
-    score_calls_amx,
-    score_tile_amx,
-    sum_calls_amx,
-    sum_tile_amx,
-    turn_scores,
-)
-
-
-@always_inline
-def all_heads[
-    dtype: DType, //, abreast: Bool
-](
-    base: Pointer[Scalar[dtype], _], tokens: Offsets, count: Int, heads: Heads, head_stride: Int, scratch: Scratch
-) -> Ahead[near=False, abreast=abreast]:
-    """The K or the V of one tile: a row is all heads of a token where they are neighbours, else one head of it."""
-    var together = heads.kv_heads if head_stride == heads.dim else 1
-    var ahead = Ahead[near=False, abreast=abreast](scratch.place(PLACES), together * heads.dim * size_of[dtype]())
-    if count > 0:
-        for head in range(0, heads.kv_heads, together):
-            ahead.add(base, tokens, 0, TILE, head * head_stride)
-    return ahead^
+from .tiles_amx import Engine, load_queries_amx, score_calls_amx, score_tile_amx, turn_scores
+from .widen import Widened
 
 
 @always_inline
@@ -56,6 +36,7 @@ def attend_on_tiles[
     """As `attend_by_vectors`, with the sums in the order of tiles."""
     comptime widened = k.dtype != DType.bfloat16
     comptime parts = 1 if widened else 0
+    comptime Rows = Ahead[near=False, abreast=widened]
     var queries = segment.num_rows * heads.group
     var engine = Engine(queries, heads.padded, scratch)
     engine.configure()
@@ -64,13 +45,18 @@ def attend_on_tiles[
         return queue.take()
     var score_runs = heads.kv_heads * score_calls_amx[k.dtype](heads)
     var sum_runs = heads.kv_heads * (queries + sum_calls_amx[k.dtype](heads))
+    # A row is all heads of a token where they are neighbours, else one of them.
+    var together = heads.kv_heads if heads.k_stride == heads.dim and heads.v_stride == heads.dim else 1
+    var row_bytes = together * heads.dim * size_of[k.dtype]()
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()
     var place = 0
+    var asked = 0
     var step = Step(k, v, request, segment, segment.begin, parts, scratch, place)
     while True:
         var tile = step.tiles[]
-        var ahead = all_heads[widened](v.blocks.ptr, tile.v, tile.count, heads, heads.v_stride, scratch)
+        var ahead = Rows(scratch.place(PLACES), row_bytes)
+        list_rows(ahead, v, tile.v, asked, TILE, heads, heads.v_stride, together)
         ahead.start(score_runs)
         for head in range(heads.kv_heads):
             score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
@@ -81,12 +67,33 @@ def attend_on_tiles[
             if following.num_rows > 0:
                 var other = Int(rows.row_batch[unsafe_offset=following.row])
                 next = Step(k, v, other, following, following.begin, parts, scratch, place)
-        ahead = all_heads[widened](k.blocks.ptr, next.tiles[].k, next.tiles[].count, heads, heads.k_stride, scratch)
+        ahead = Rows(scratch.place(PLACES), row_bytes)
+        if next.has_tokens():
+            list_rows(ahead, k, next.tiles[].k, 0, TILE, heads, heads.k_stride, together)
+            list_rows(ahead, v, next.tiles[].v, 0, EARLY, heads, heads.v_stride, together)
+        asked = EARLY
         ahead.start(sum_runs)
+        var sums = Sums[Widened[k.dtype].length](heads, engine, scratch)
         for head in range(heads.kv_heads):
             turn_scores(heads, head, engine, scratch)
             weigh_tile[True](rows, segment, logits, heads, head, head, tile, engine.stride, scratch, ahead)
-            sum_tile_amx(v, tile, heads, head, engine, scratch, ahead)
+            sum_tile_amx(v, tile, heads, head, engine, scratch, ahead, sums)
         if step.end >= segment.end:
             return following
         step = next
+
+
+@always_inline
+def list_rows(
+    mut ahead: Ahead,
+    cache: PagedKVCache,
+    tokens: Offsets,
+    begin: Int,
+    end: Int,
+    heads: Heads,
+    head_stride: Int,
+    together: Int,
+):
+    """Entries `begin` to `end - 1` of a tile's `tokens`, of all heads, `together` a row."""
+    for head in range(0, heads.kv_heads, together):
+        ahead.add(cache.blocks.ptr, tokens, begin, end, head * head_stride)

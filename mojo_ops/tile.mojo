@@ -4,7 +4,7 @@ from std.math import align_up, iota
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from .ahead import FIELD, RUN, STREAMS, TILE, Ahead, Offsets
+from .ahead import EARLY, FIELD, RUN, STREAMS, TILE, Ahead, Offsets
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .lanes import HALF
@@ -85,7 +85,7 @@ struct Scratch(Movable, Summed):
         var queries = heads.kv_heads * stride
         var weights = max(heads.kv_heads, PARTS) * stride * TILE
         self.memory = List[Float32](length=queries * (2 * heads.padded + HALF + 1) + weights + spare + 16, fill=0)
-        var rows = TILE * max(heads.kv_heads, PARTS)
+        var rows = (TILE + EARLY) * max(heads.kv_heads, PARTS)
         self.places = List[Int](length=PLACES * 2 * (TILE + STEP) + rows, fill=0)
         self.tiles = List[Tile](unsafe_uninit_length=PLACES)
         # Vectors must not straddle cache lines.

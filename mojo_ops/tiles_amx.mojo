@@ -1,14 +1,11 @@
 """One tile of tokens against all queries of a block, in AMX tiles: bfloat16 queries over bfloat16 or float8 caches.
 
-Scores: K is the left operand as it lies in memory (16 tokens by 32 elements), the queries the right one, packed once a
-segment. Weighted sums: the weights are the left operand, V the right one, its tokens interleaved in pairs on the way.
-Products are exact and sums float32. A weight enters as the sum of two bfloat16, so that it keeps 16 bits and more: the
-result is as good as float32 arithmetic makes it.
+Here the memory, the queries and the scores: K is the left operand as it lies in memory (16 tokens by 32 elements), the
+queries the right one, packed once a segment. The weighted sums are in `sums_amx.mojo`. Products are exact and sums float32.
 """
 
 from std.math import ceildiv
 from std.memory import bitcast
-from std.utils import IndexList
 
 from .ahead import TILE, Ahead
 from .amx import TileShapes, tile_dot, tile_load, tile_store, tile_zero
@@ -21,15 +18,12 @@ from .widen import Widened, widen_chunk, words_chunk
 
 comptime Words16 = Pointer[UInt16, MutUntrackedOrigin]
 
-comptime SPAN = 32
-"""Tokens that one multiplication by weights takes."""
-
 # The tile registers.
 comptime SCORES = 0  # and 1: [16 tokens, N] float32
 comptime QUERIES = 2  # [16 pairs, N, 2] bfloat16
 comptime ROWS = 3  # [16 tokens, 32] bfloat16 of K; or [16 pairs of tokens, 16, 2] of V
 comptime SUMS = 4  # and 5: [N, 16] float32
-comptime HIGH = 6  # [N, SPAN] bfloat16: the weights
+comptime HIGH = 6  # [N, TILE] bfloat16: the weights
 comptime LOW = 7  # likewise: what HIGH's rounding left
 
 comptime MAX_CHUNK = 64
@@ -45,8 +39,8 @@ struct Engine(ImplicitlyCopyable):
     var keys: Words16
     """`[TILE, P]`: K of one head where it cannot be loaded from where it lies."""
     var values: Words16
-    """`[2, TILE / SPAN, chunk / 16, SPAN / 2, 16, 2]`: two chunks of V in turn, tokens in pairs. Small, because V streams through
-    the same cache, and because loads wait for pending stores that share their low 12 address bits."""
+    """`[2, chunk / 16, TILE / 2, 16, 2]`: two chunks of V in turn, tokens in pairs. Small, because V streams through the
+    same cache, and because loads wait for pending stores that share their low 12 address bits."""
     var scores: Floats
     """`[Hk, stride / N, TILE, N]`."""
 
@@ -81,7 +75,7 @@ struct Engine(ImplicitlyCopyable):
         for i in range(2):
             shapes.set(SCORES + i, 16, self.columns * 4)
             shapes.set(SUMS + i, self.columns, 64)
-            shapes.set(HIGH + i, self.columns, SPAN * 2)
+            shapes.set(HIGH + i, self.columns, TILE * 2)
         shapes.set(QUERIES, 16, self.columns * 4)
         shapes.set(ROWS, 16, 64)
         shapes.apply()
@@ -124,12 +118,7 @@ def load_queries_amx[
 
 def score_calls_amx[kv_dtype: DType](heads: Heads) -> Int:
     """How often `score_tile_amx` calls `ahead.run`: while it widens K, if it always does, for that takes the longest."""
-    return 2 * heads.padded // 32 * (TILE // SPAN) if kv_dtype == DType.bfloat16 else TILE
-
-
-def sum_calls_amx[kv_dtype: DType](heads: Heads) -> Int:
-    """How often `sum_tile_amx` does."""
-    return heads.padded // Widened[kv_dtype].length * (TILE // 8)
+    return 2 * heads.padded // 32 if kv_dtype == DType.bfloat16 else TILE
 
 
 @always_inline
@@ -160,31 +149,30 @@ def score_tile_amx(
 
     var n = engine.columns
     var pairs = scratch.q.unsafe_bitcast[UInt32]().unsafe_offset(head * engine.stride * (heads.padded // 2))
-    for span in range(0, TILE, SPAN):
-        var first = engine.keys.unsafe_offset(span * heads.padded)
-        var second = engine.keys.unsafe_offset((span + 16) * heads.padded)
-        if direct:
-            first = base.unsafe_offset(tile.k[unsafe_offset=span]).unsafe_bitcast[UInt16]()
-            second = base.unsafe_offset(tile.k[unsafe_offset=span + 16]).unsafe_bitcast[UInt16]()
-        for block in range(0, engine.stride, n):
-            var packed = pairs.unsafe_offset(block * (heads.padded // 2))
-            tile_zero[SCORES]()
-            tile_zero[SCORES + 1]()
-            for c in range(chunks):
-                tile_load[QUERIES](packed.unsafe_offset(c * 16 * n), n * 4)
-                tile_load[ROWS](first.unsafe_offset(32 * c), stride)
-                tile_dot[SCORES, ROWS, QUERIES]()
-                comptime if k.dtype == DType.bfloat16:
-                    if block == 0:
-                        ahead.run()
-                tile_load[ROWS](second.unsafe_offset(32 * c), stride)
-                tile_dot[SCORES + 1, ROWS, QUERIES]()
-                comptime if k.dtype == DType.bfloat16:
-                    if block == 0:
-                        ahead.run()
-            var target = engine.scores.unsafe_offset((head * engine.stride + block) * TILE + span * n)
-            tile_store[SCORES](target, n * 4)
-            tile_store[SCORES + 1](target.unsafe_offset(16 * n), n * 4)
+    var first = engine.keys
+    var second = engine.keys.unsafe_offset(16 * heads.padded)
+    if direct:
+        first = base.unsafe_offset(tile.k[unsafe_offset=0]).unsafe_bitcast[UInt16]()
+        second = base.unsafe_offset(tile.k[unsafe_offset=16]).unsafe_bitcast[UInt16]()
+    for block in range(0, engine.stride, n):
+        var packed = pairs.unsafe_offset(block * (heads.padded // 2))
+        tile_zero[SCORES]()
+        tile_zero[SCORES + 1]()
+        for c in range(chunks):
+            tile_load[QUERIES](packed.unsafe_offset(c * 16 * n), n * 4)
+            tile_load[ROWS](first.unsafe_offset(32 * c), stride)
+            tile_dot[SCORES, ROWS, QUERIES]()
+            comptime if k.dtype == DType.bfloat16:
+                if block == 0:
+                    ahead.run()
+            tile_load[ROWS](second.unsafe_offset(32 * c), stride)
+            tile_dot[SCORES + 1, ROWS, QUERIES]()
+            comptime if k.dtype == DType.bfloat16:
+                if block == 0:
+                    ahead.run()
+        var target = engine.scores.unsafe_offset((head * engine.stride + block) * TILE)
+        tile_store[SCORES](target, n * 4)
+        tile_store[SCORES + 1](target.unsafe_offset(16 * n), n * 4)
 
 
 @always_inline
@@ -242,92 +230,3 @@ def reverse_bits(value: Int, bits: Int) -> Int:
     for i in range(bits):
         out |= ((value >> i) & 1) << (bits - 1 - i)
     return out
-
-
-@always_inline
-def sum_tile_amx(
-    v: PagedKVCache, tile: Tile, heads: Heads, head: Int, engine: Engine, scratch: Scratch, mut ahead: Ahead
-):
-    """Adds the tile's weighted V of one KV head, but for its last chunk, which the call for the next head adds.
-
-    V is laid out one chunk ahead, so that the stores are done when the tiles are loaded from there.
-    """
-    comptime chunk = Widened[v.dtype].length
-    var chunks = heads.padded // chunk
-    var base = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
-    for c in range(chunks):
-        var turn = (head * chunks + c) % 2
-        pair_chunk(base, tile, c * chunk, heads.dim, engine.values.unsafe_offset(turn * TILE * chunk), ahead)
-        if c > 0:
-            sum_chunk[chunk](heads, head, c - 1, 1 - turn, engine, scratch)
-        elif head > 0:
-            sum_chunk[chunk](heads, head - 1, chunks - 1, 1 - turn, engine, scratch)
-    if head == heads.kv_heads - 1:
-        sum_chunk[chunk](heads, head, chunks - 1, (head * chunks + chunks - 1) % 2, engine, scratch)
-
-
-@always_inline
-def pair_chunk[
-    dtype: DType, //
-](base: Pointer[Scalar[dtype], _], tile: Tile, d: Int, dim: Int, values: Words16, mut ahead: Ahead,):
-    """Lays out one chunk of V of all tokens for the multiplication."""
-    comptime chunk = Widened[dtype].length
-    var whole = tile.count == TILE and d + chunk <= dim
-    for part in range(TILE // 8):
-        ahead.run()
-        comptime for i in range(4):
-            var token = part * 8 + 2 * i
-            var first = base.unsafe_offset(tile.v[unsafe_offset=token] + d)
-            var second = base.unsafe_offset(tile.v[unsafe_offset=token + 1] + d)
-            var a = Widened[dtype]()
-            var b = Widened[dtype]()
-            if whole:
-                widen_chunk[True](first, chunk, a)
-                widen_chunk[True](second, chunk, b)
-            else:
-                # No token past the last may enter, not even with weight 0: its slot may hold NaN.
-                if token < tile.count:
-                    widen_chunk[False](first, min(chunk, dim - d), a)
-                if token + 1 < tile.count:
-                    widen_chunk[False](second, min(chunk, dim - d), b)
-            zip_chunks(a, b, values.unsafe_offset(token // SPAN * SPAN * chunk + token % SPAN * 16))
-
-
-@always_inline
-def sum_chunk[chunk: Int](heads: Heads, head: Int, c: Int, turn: Int, engine: Engine, scratch: Scratch):
-    """Adds one chunk of one KV head's weighted V."""
-    var values = engine.values.unsafe_offset(turn * TILE * chunk)
-    var weights = scratch.weights.unsafe_offset(head * engine.stride * TILE).unsafe_bitcast[UInt16]()
-    var sums = scratch.acc.unsafe_offset(head * engine.stride * heads.padded + c * chunk)
-    for block in range(0, engine.stride, engine.columns):
-        comptime for part in range(chunk // 32):
-            var at = sums.unsafe_offset(block * heads.padded + 32 * part)
-            comptime for half in range(2):
-                tile_load[SUMS + half](at.unsafe_offset(half * HALF), heads.padded * 4)
-            comptime for span in range(TILE // SPAN):
-                var parts = weights.unsafe_offset(2 * block * TILE + span * SPAN)
-                tile_load[HIGH](parts, TILE * 4)
-                tile_load[LOW](parts.unsafe_offset(TILE), TILE * 4)
-                comptime for half in range(2):
-                    tile_load[ROWS](values.unsafe_offset(span * SPAN * chunk + (32 * part + half * HALF) * SPAN), 64)
-                    tile_dot[SUMS + half, HIGH, ROWS]()
-                    tile_dot[SUMS + half, LOW, ROWS]()
-            comptime for half in range(2):
-                tile_store[SUMS + half](at.unsafe_offset(half * HALF), heads.padded * 4)
-
-
-@always_inline
-def zip_chunks[dtype: DType, //](a: Widened[dtype], b: Widened[dtype], target: Words16):
-    """The pairs of two tokens' chunks, for the tiles of their columns: one row of each."""
-    comptime for part in range(Widened[dtype].length // 32):
-        comptime for upper in range(2):
-            comptime mask = zip_mask(4 * upper)
-            target.unsafe_store((32 * part + 16 * upper) * SPAN, a.words[part].shuffle[mask=mask](b.words[part]))
-
-
-def zip_mask(start: Int) -> IndexList[32]:
-    """From each run of 8 words, words `start` to `start + 3` of both operands in turn."""
-    var mask = IndexList[32]()
-    for i in range(32):
-        mask[i] = i // 8 * 8 + start + i % 8 // 2 + i % 2 * 32
-    return mask

@@ -14,9 +14,10 @@ from mojo_ops.amx import HAS_AMX, amx_permitted, tile_release
 from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.lanes import chunk_of
 from mojo_ops.storage import PageStrides, page_shape
+from mojo_ops.sums_amx import Sums, sum_calls_amx, sum_tile_amx
 from mojo_ops.tile import Heads, PLACES, Scratch, Tile
 from mojo_ops.tiles import score_calls, score_tile, sum_calls, sum_tile
-from mojo_ops.tiles_amx import Engine, score_calls_amx, score_tile_amx, sum_calls_amx, sum_tile_amx
+from mojo_ops.tiles_amx import Engine, score_calls_amx, score_tile_amx
 from mojo_ops.widen import Widened
 from support import untracked, untracked_mutable
 
@@ -133,8 +134,9 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
                 score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
             assert_equal(ahead.due, KV_HEADS * score_calls_amx[dtype](heads), "scores on matrix tiles")
             ahead.due = 0
+            var sums = Sums[Widened[dtype].length](heads, engine, scratch)
             for head in range(KV_HEADS):
-                sum_tile_amx(k, tile, heads, head, engine, scratch, ahead)
+                sum_tile_amx(k, tile, heads, head, engine, scratch, ahead, sums)
             assert_equal(ahead.due, KV_HEADS * sum_calls_amx[dtype](heads), "sums on matrix tiles")
             tile_release()
     _ = storage^

@@ -5,11 +5,11 @@ from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.ahead import TILE
 from mojo_ops.decode_cpu import AttentionRows
-from mojo_ops.float8 import fp8_table, parts_mask
+from mojo_ops.float8 import fp8_table, parts_mask, zip_mask
 from mojo_ops.lanes import HALF
 from mojo_ops.split import Segment
 from mojo_ops.tile import Heads, Scratch
-from mojo_ops.tiles_amx import Engine, load_queries_amx, transpose, zip_mask
+from mojo_ops.tiles_amx import Engine, load_queries_amx, transpose
 from mojo_ops.widen import natural_mask
 from support import untracked, untracked_mutable
 
@@ -123,17 +123,19 @@ def test_transpose() raises:
 
 
 def check_order[length: Int]() raises:
-    """Elements that are laid out in words, then zipped into columns, come back in their natural order."""
+    """Two tokens' elements that are zipped, then widened to words, are pairs in columns that come back in natural order."""
     comptime natural = natural_mask[length]()
-    comptime zips = (zip_mask(0), zip_mask(4))
+    comptime zips = (zip_mask[length](0), zip_mask[length](length // 8))
     for element in range(length):
-        var column = natural[element]
-        var word = (zips[0] if column % 32 < 16 else zips[1])[column % 16 * 2]
-        comptime if length == 32:
-            assert_equal(word, element)
-        else:
-            comptime parts = parts_mask()
-            assert_equal(parts[column // 32 * 32 + word], element)
+        # Two vectors of 32 words, or four where each half of the zipped elements becomes two.
+        var vector, column = divmod(natural[element], HALF)
+        for token in range(2):
+            var stored = 2 * column + token
+            comptime if length == 64:
+                comptime parts = parts_mask()
+                stored = parts[vector % 2 * 32 + stored]
+            var upper = vector if length == 32 else vector // 2
+            assert_equal((zips[1] if upper == 1 else zips[0])[stored], token * length + element)
 
 
 def test_sums_come_back_in_order() raises:
