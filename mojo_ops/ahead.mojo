@@ -21,8 +21,8 @@ comptime WHOLE = 1 << 16
 comptime Offsets = Pointer[Int, MutUntrackedOrigin]
 
 
-struct Ahead[*, near: Bool, abreast: Bool](Movable):
-    """Walks over rows of contiguous memory, a cache line of several streams at a time.
+struct Ahead[*, near: Bool](Movable):
+    """Walks over rows of contiguous memory, `STREAMS` of them side by side, a cache line of each at a time.
 
     `add` lists the rows, `start` shares their lines out among the calls of `run`, which asks for what is due between two
     steps of the arithmetic, evenly: memory idles whenever nobody has asked for a while. `run` must not call anybody: the
@@ -31,8 +31,6 @@ struct Ahead[*, near: Bool, abreast: Bool](Movable):
     Parameters:
         near: Whether the lines are read so soon that the first-level cache still holds them; else the second-level one has
             to do.
-        abreast: Whether row i of stream s is the listed row `i * STREAMS + s`; else each stream has an equal share of the
-            rows, one after the other.
     """
 
     var rows: Offsets
@@ -83,10 +81,7 @@ struct Ahead[*, near: Bool, abreast: Bool](Movable):
     @always_inline
     def address(self, stream: Int) -> Int:
         """The next line of a stream."""
-        var row = stream
-        comptime if not Self.abreast:
-            row = stream * (self.count // STREAMS)
-        return self.rows[unsafe_offset=row] + self.line
+        return self.rows[unsafe_offset=stream] + self.line
 
     @always_inline
     def run(mut self):
@@ -104,4 +99,4 @@ struct Ahead[*, near: Bool, abreast: Bool](Movable):
             self.line += LINE
             if self.line == self.row_bytes:
                 self.line = 0
-                self.rows = self.rows.unsafe_offset(STREAMS if Self.abreast else 1)
+                self.rows = self.rows.unsafe_offset(STREAMS)

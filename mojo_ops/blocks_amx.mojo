@@ -18,10 +18,10 @@ from .logits import Logits
 from .matrix_tiles import Elements, configure_tiles, multiply, store_sum, transpose, zero_sums
 from .softmax import LOG2E, MINUS_INFINITY, exp2
 from .split import Segment
-from .sums_amx import PART, pair_tokens
+from .sums_amx import pair_tokens
 from .tile import Floats, Heads
-from .tiles_amx import widen_row
-from .widen import Widened, words_chunk
+from .tiles_amx import PART
+from .widen import Widened, widen_chunk, words_chunk
 
 comptime LIMIT: Float32 = 256
 """How much the weights of a query's step may come to, before its reference follows its greatest score."""
@@ -118,6 +118,20 @@ def lay_out(k: PagedKVCache, v: type_of(k), step: Step, heads: Heads, head: Int,
             var values = desk.values.unsafe_offset((i * heads.padded + c * chunk) * TILE)
             comptime for part in range(TILE // PART):
                 pair_tokens[part](value, step.tiles[i], c * chunk, heads.dim, values)
+
+
+@always_inline
+def widen_row[dtype: DType, //](source: Pointer[Scalar[dtype], _], heads: Heads, target: Words16):
+    """One head of one token as bfloat16, padded with zeros."""
+    comptime length = Widened[dtype].length
+    for d in range(0, heads.padded, length):
+        var wide = Widened[dtype]()
+        if d + length <= heads.dim:
+            widen_chunk[True](source.unsafe_offset(d), length, wide)
+        else:
+            widen_chunk[False](source.unsafe_offset(d), heads.dim - d, wide)
+        comptime for part in range(length // 32):
+            target.unsafe_store(d + 32 * part, wide.words[part])
 
 
 struct Products(Movable):

@@ -1,9 +1,8 @@
 """A segment on matrix tiles.
 
 For each tile of tokens, first q . k of all heads while the rest of the tile's V is prefetched, then the weighted sums of V of
-all heads while the next tile's K is, and the first `EARLY` tokens of its V: the sums take longer than the scores. Keys
-that are loaded from where they lie (bfloat16) must be neighbours: a tile is two pages of 16. Those that are widened first
-(float8) come as parts of a field, as vectors have them.
+all heads while the next tile's K is, and the first `EARLY` tokens of its V: the sums take longer than the scores. Tiles
+are parts of a field, as vectors have them.
 """
 
 from std.sys import size_of
@@ -12,11 +11,12 @@ from .ahead import EARLY, TILE, Ahead, Offsets
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .logits import Logits
+from .scores_amx import Scores, score_calls_amx, score_tile_amx
 from .split import Queue, Segment
 from .step import Step
 from .sums_amx import Sums, sum_calls_amx, sum_tile_amx
 from .tile import Heads, PARTS, PLACES, Scratch, weigh_tile
-from .tiles_amx import Engine, load_queries_amx, score_calls_amx, score_tile_amx, turn_scores
+from .tiles_amx import Engine, load_queries_amx, turn_scores
 from .widen import Widened
 
 
@@ -34,9 +34,8 @@ def attend_on_tiles[
     mut scratch: Scratch,
 ) -> Segment:
     """As `attend_by_vectors`, with the sums in the order of tiles."""
-    comptime widened = k.dtype != DType.bfloat16
-    comptime parts = 1 if widened else 0
-    comptime Rows = Ahead[near=False, abreast=widened]
+    comptime Rows = Ahead[near=False]
+    comptime chunk = Widened[k.dtype].length
     var queries = segment.num_rows * heads.group
     var engine = Engine(queries, heads.padded, scratch)
     engine.configure()
@@ -52,28 +51,29 @@ def attend_on_tiles[
     var following = Segment.none()
     var place = 0
     var asked = 0
-    var step = Step(k, v, request, segment, segment.begin, parts, scratch, place)
+    var step = Step(k, v, request, segment, segment.begin, 1, scratch, place)
     while True:
         var tile = step.tiles[]
         var ahead = Rows(scratch.place(PLACES), row_bytes)
         list_rows(ahead, v, tile.v, asked, TILE, heads, heads.v_stride, together)
         ahead.start(score_runs)
+        var scores = Scores[chunk](engine)
         for head in range(heads.kv_heads):
-            score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
+            score_tile_amx(k, tile, heads, head, engine, scratch, ahead, scores)
         place = PARTS - place
-        var next = Step(k, v, request, segment, step.end, parts, scratch, place)
+        var next = Step(k, v, request, segment, step.end, 1, scratch, place)
         if step.end >= segment.end:
             following = queue.take()
             if following.num_rows > 0:
                 var other = Int(rows.row_batch[unsafe_offset=following.row])
-                next = Step(k, v, other, following, following.begin, parts, scratch, place)
+                next = Step(k, v, other, following, following.begin, 1, scratch, place)
         ahead = Rows(scratch.place(PLACES), row_bytes)
         if next.has_tokens():
             list_rows(ahead, k, next.tiles[].k, 0, TILE, heads, heads.k_stride, together)
             list_rows(ahead, v, next.tiles[].v, 0, EARLY, heads, heads.v_stride, together)
         asked = EARLY
         ahead.start(sum_runs)
-        var sums = Sums[Widened[k.dtype].length](heads, engine, scratch)
+        var sums = Sums[chunk](heads, engine, scratch)
         for head in range(heads.kv_heads):
             turn_scores(heads, head, engine, scratch)
             weigh_tile[True](rows, segment, logits, heads, head, head, tile, engine.stride, scratch, ahead)

@@ -85,7 +85,7 @@ def attend_by_vectors[
                 var other = Int(rows.row_batch[unsafe_offset=following.row])
                 next = Step(k, v, other, following, following.begin, parts, scratch, place)
         for first in range(0, heads.kv_heads, order.heads):
-            var ahead = Ahead[near=True, abreast=True](scratch.place(PLACES), order.row_bytes)
+            var ahead = Ahead[near=True](scratch.place(PLACES), order.row_bytes)
             # All of K but the first unit, which was fetched before, and V's first.
             for i in range(step.count):
                 ahead.add(
@@ -113,7 +113,7 @@ def attend_by_vectors[
                             scratch,
                             ahead,
                         )
-            ahead = Ahead[near=True, abreast=True](scratch.place(PLACES), order.row_bytes)
+            ahead = Ahead[near=True](scratch.place(PLACES), order.row_bytes)
             for i in range(step.count):
                 ahead.add(
                     v.blocks.ptr,

@@ -33,12 +33,12 @@ struct Step(TrivialRegisterPassable):
             request: Whose tokens they are.
             segment: Which of them.
             begin: Where the step before ended.
-            parts: How many tiles of a field go together, 1 or all; 0 = tokens one after the other, in no field.
+            parts: How many tiles of a field go together, 1 or all.
             scratch: Memory for the tiles.
             place: Where, 0 or `PARTS`.
         """
         var field = begin // FIELD * FIELD
-        var spread = parts > 0 and field >= segment.begin and field + FIELD <= segment.end
+        var spread = field >= segment.begin and field + FIELD <= segment.end
         self.tiles = scratch.tile(place)
         self.count = 1
         self.end = begin

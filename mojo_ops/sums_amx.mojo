@@ -10,11 +10,8 @@ from .float8 import Table, Words, float8_words, zip_mask
 from .kv_cache import PagedKVCache
 from .lanes import HALF, load_bits
 from .tile import Floats, Heads, Scratch, Tile
-from .tiles_amx import HIGH, LOW, ROWS, SUMS, Engine, Words16
+from .tiles_amx import HIGH, LOW, PART, ROWS, SUMS, Engine, Words16
 from .widen import Widened
-
-comptime PART = 8
-"""Tokens of a tile that are laid out between two steps of the sums."""
 
 
 def sum_calls_amx[kv_dtype: DType](heads: Heads) -> Int:

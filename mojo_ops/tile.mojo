@@ -135,8 +135,6 @@ struct Tile(TrivialRegisterPassable):
     var v: Offsets
     var count: Int
     """Tokens; the entries past them repeat the last, so that it is safe to read there."""
-    var uniform: Bool
-    """Whether each 16 of the entries are slots of one page, one after the other."""
     var first: Int
     """The first token."""
     var spread: Bool
@@ -148,7 +146,6 @@ struct Tile(TrivialRegisterPassable):
         self.v = place.unsafe_offset(TILE + STEP)
         self.count = max(0, min(TILE - begin % TILE, end - begin))
         var size = k.slots()
-        self.uniform = self.count == TILE and (size % 16 == 0 or size >= TILE and begin % size + TILE <= size)
         self.first = begin
         self.spread = False
         var k_at = k.strides()
@@ -179,7 +176,6 @@ struct Tile(TrivialRegisterPassable):
         self.k = place
         self.v = place.unsafe_offset(TILE + STEP)
         self.count = TILE
-        self.uniform = False
         self.first = field + part * EACH
         self.spread = True
         var size = k.slots()

@@ -1,32 +1,33 @@
 """One tile of tokens against all queries of a block, in AMX tiles: bfloat16 queries over bfloat16 or float8 caches.
 
-Here the memory, the queries and the scores: K is the left operand as it lies in memory (16 tokens by 32 elements), the
-queries the right one, packed once a segment. The weighted sums are in `sums_amx.mojo`. Products are exact and sums float32.
+Here the memory, the queries and the turn of the scores; the products are in `scores_amx.mojo` and `sums_amx.mojo`. They are
+exact, and their sums float32.
 """
 
 from std.math import ceildiv
 from std.memory import bitcast
 
-from .ahead import TILE, Ahead
-from .amx import TileShapes, tile_dot, tile_load, tile_store, tile_zero
+from .ahead import TILE
+from .amx import TileShapes
 from .decode_cpu import AttentionRows
-from .kv_cache import PagedKVCache
 from .lanes import HALF, Vec
 from .split import Segment
-from .tile import Floats, Heads, Scratch, Tile
-from .widen import Widened, widen_chunk, words_chunk
+from .tile import Floats, Heads, Scratch
+from .widen import Widened, words_chunk
 
 comptime Words16 = Pointer[UInt16, MutUntrackedOrigin]
 
 # The tile registers.
 comptime SCORES = 0  # and 1: [16 tokens, N] float32
 comptime QUERIES = 2  # [16 pairs, N, 2] bfloat16
-comptime ROWS = 3  # [16 tokens, 32] bfloat16 of K; or [16 pairs of tokens, 16, 2] of V
+comptime ROWS = 3  # [16 tokens, 32] bfloat16 of K, or [16 pairs of tokens, 16, 2] of V
 comptime SUMS = 4  # and 5: [N, 16] float32
 comptime HIGH = 6  # [N, TILE] bfloat16: the weights
 comptime LOW = 7  # likewise: what HIGH's rounding left
 
 comptime MAX_CHUNK = 64
+comptime PART = 8
+"""Tokens of a tile that are laid out between two steps of the products."""
 
 
 struct Engine(ImplicitlyCopyable):
@@ -37,7 +38,7 @@ struct Engine(ImplicitlyCopyable):
     var stride: Int
     """Queries of a KV head, rounded up to whole tiles."""
     var keys: Words16
-    """`[TILE, P]`: K of one head where it cannot be loaded from where it lies."""
+    """`[2, TILE, chunk]`: two chunks of K in turn; for several blocks of N queries all `P / chunk`."""
     var values: Words16
     """`[2, chunk / 16, TILE / 2, 16, 2]`: two chunks of V in turn, tokens in pairs. Small, because V streams through the
     same cache, and because loads wait for pending stores that share their low 12 address bits."""
@@ -58,15 +59,19 @@ struct Engine(ImplicitlyCopyable):
         return ceildiv(queries, columns) * columns
 
     @staticmethod
+    def key_words(padded: Int) -> Int:
+        return TILE * max(padded, 2 * MAX_CHUNK)
+
+    @staticmethod
     def spare(queries: Int, padded: Int) -> Int:
         """The float32 numbers that the fields point into, for `queries` of all KV heads."""
-        return TILE * padded // 2 + TILE * MAX_CHUNK + queries * TILE
+        return Self.key_words(padded) // 2 + TILE * MAX_CHUNK + queries * TILE
 
     def __init__(out self, queries: Int, padded: Int, scratch: Scratch):
         self.columns = Self.columns_of(queries)
         self.stride = Self.stride_of(queries)
         self.keys = scratch.spare.unsafe_bitcast[UInt16]()
-        self.values = self.keys.unsafe_offset(TILE * padded)
+        self.values = self.keys.unsafe_offset(Self.key_words(padded))
         self.scores = self.values.unsafe_offset(2 * TILE * MAX_CHUNK).unsafe_bitcast[Float32]()
 
     def configure(self):
@@ -116,65 +121,6 @@ def load_queries_amx[
             scratch.clear(start + m)
 
 
-def score_calls_amx[kv_dtype: DType](heads: Heads) -> Int:
-    """How often `score_tile_amx` calls `ahead.run`: while it widens K, if it always does, for that takes the longest."""
-    return 2 * heads.padded // 32 if kv_dtype == DType.bfloat16 else TILE
-
-
-@always_inline
-def score_tile_amx(
-    k: PagedKVCache,
-    tile: Tile,
-    heads: Heads,
-    head: Int,
-    engine: Engine,
-    scratch: Scratch,
-    mut ahead: Ahead,
-):
-    """The dot products of one KV head's queries with the tile's tokens."""
-    var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
-    var chunks = heads.padded // 32
-    var stride = heads.padded * 2
-    var direct = False
-    comptime if k.dtype == DType.bfloat16:
-        direct = tile.uniform and heads.padded == heads.dim
-    if direct:
-        stride = (tile.k[unsafe_offset=1] - tile.k[unsafe_offset=0]) * 2
-    else:
-        for i in range(TILE):
-            var token = base.unsafe_offset(tile.k[unsafe_offset=i])
-            widen_row(token, heads, engine.keys.unsafe_offset(i * heads.padded))
-            comptime if k.dtype != DType.bfloat16:
-                ahead.run()
-
-    var n = engine.columns
-    var pairs = scratch.q.unsafe_bitcast[UInt32]().unsafe_offset(head * engine.stride * (heads.padded // 2))
-    var first = engine.keys
-    var second = engine.keys.unsafe_offset(16 * heads.padded)
-    if direct:
-        first = base.unsafe_offset(tile.k[unsafe_offset=0]).unsafe_bitcast[UInt16]()
-        second = base.unsafe_offset(tile.k[unsafe_offset=16]).unsafe_bitcast[UInt16]()
-    for block in range(0, engine.stride, n):
-        var packed = pairs.unsafe_offset(block * (heads.padded // 2))
-        tile_zero[SCORES]()
-        tile_zero[SCORES + 1]()
-        for c in range(chunks):
-            tile_load[QUERIES](packed.unsafe_offset(c * 16 * n), n * 4)
-            tile_load[ROWS](first.unsafe_offset(32 * c), stride)
-            tile_dot[SCORES, ROWS, QUERIES]()
-            comptime if k.dtype == DType.bfloat16:
-                if block == 0:
-                    ahead.run()
-            tile_load[ROWS](second.unsafe_offset(32 * c), stride)
-            tile_dot[SCORES + 1, ROWS, QUERIES]()
-            comptime if k.dtype == DType.bfloat16:
-                if block == 0:
-                    ahead.run()
-        var target = engine.scores.unsafe_offset((head * engine.stride + block) * TILE)
-        tile_store[SCORES](target, n * 4)
-        tile_store[SCORES + 1](target.unsafe_offset(16 * n), n * 4)
-
-
 @always_inline
 def turn_scores(heads: Heads, head: Int, engine: Engine, scratch: Scratch):
     """One KV head's scores as `[stride, TILE]`; long enough after they were stored that nobody waits for them."""
@@ -187,20 +133,6 @@ def turn_scores(heads: Heads, head: Int, engine: Engine, scratch: Scratch):
                         engine.scores.unsafe_offset(block * TILE + part * 16 * count),
                         scratch.weights.unsafe_offset(block * TILE + part * 16),
                     )
-
-
-@always_inline
-def widen_row[dtype: DType, //](source: Pointer[Scalar[dtype], _], heads: Heads, target: Words16):
-    """One head of one token as bfloat16, padded with zeros."""
-    comptime length = Widened[dtype].length
-    for d in range(0, heads.padded, length):
-        var wide = Widened[dtype]()
-        if d + length <= heads.dim:
-            widen_chunk[True](source.unsafe_offset(d), length, wide)
-        else:
-            widen_chunk[False](source.unsafe_offset(d), heads.dim - d, wide)
-        comptime for part in range(length // 32):
-            target.unsafe_store(d + 32 * part, wide.words[part])
 
 
 @always_inline

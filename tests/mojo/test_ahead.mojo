@@ -13,20 +13,19 @@ from mojo_ops.ahead import LINE, STREAMS, TILE, Ahead
 from mojo_ops.amx import HAS_AMX, amx_permitted, tile_release
 from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.lanes import chunk_of
+from mojo_ops.scores_amx import Scores, score_calls_amx, score_tile_amx
 from mojo_ops.storage import PageStrides, page_shape
 from mojo_ops.sums_amx import Sums, sum_calls_amx, sum_tile_amx
 from mojo_ops.tile import Heads, PLACES, Scratch, Tile
 from mojo_ops.tiles import score_calls, score_tile, sum_calls, sum_tile
-from mojo_ops.tiles_amx import Engine, score_calls_amx, score_tile_amx
+from mojo_ops.tiles_amx import Engine
 from mojo_ops.widen import Widened
 from support import untracked, untracked_mutable
 
 comptime KV_HEADS = 3
 
 
-def check_lines[
-    dtype: DType, abreast: Bool
-](heads: Int, dim: Int, head_stride: Int, token_stride: Int, calls: Int) raises:
+def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stride: Int, calls: Int) raises:
     """After all calls each line of the tile was asked for once, and evenly."""
     var storage = List[Scalar[dtype]](length=1, fill=0)
     var base = storage.unsafe_ptr()
@@ -37,7 +36,7 @@ def check_lines[
     var rows = heads // together
     var row_bytes = together * dim * size_of[dtype]()
     var places = List[Int](length=TILE * rows, fill=0)
-    var ahead = Ahead[near=True, abreast=abreast](untracked_mutable(places), row_bytes)
+    var ahead = Ahead[near=True](untracked_mutable(places), row_bytes)
     for row in range(rows):
         # In two pieces, as units are.
         ahead.add(base, untracked_mutable(tokens), 0, STREAMS, row * head_stride)
@@ -57,9 +56,9 @@ def check_lines[
                 var line = burst[s] - Int(base)
                 assert_true(line not in lines)
                 lines.add(line)
-                # Each is of another stream: where those go abreast, of the next row.
+                # Each is of the next row.
                 var row = (Int(before[0]) - Int(places.unsafe_ptr())) // size_of[Int]() + s
-                assert_true(not abreast or places[row] <= burst[s] < places[row] + row_bytes)
+                assert_true(places[row] <= burst[s] < places[row] + row_bytes)
         assert_true(abs(bursts * STREAMS * calls - (call + 1) * total) <= STREAMS * calls)
     assert_equal(len(lines), total)
     # The lines of a row are counted from its first byte: a token's of all heads in NHD, else one head's of a token.
@@ -73,18 +72,17 @@ def check_lines[
 
 
 def test_every_line_once() raises:
-    comptime for abreast in [False, True]:
-        for calls in [256, 300, 1000]:
-            check_lines[DType.bfloat16, abreast](8, 128, 128, 8 * 128, calls)  # NHD: heads are neighbours
-            check_lines[DType.bfloat16, abreast](8, 128, TILE * 128, 128, calls)  # HND
-            check_lines[DType.float32, abreast](3, 80, 80, 240, calls)
-            check_lines[DType.float8_e4m3fn, abreast](1, 64, 64, 64, calls)
-            check_lines[DType.float8_e4m3fn, abreast](4, 64, TILE * 64, 64, calls)
+    for calls in [256, 300, 1000]:
+        check_lines[DType.bfloat16](8, 128, 128, 8 * 128, calls)  # NHD: heads are neighbours
+        check_lines[DType.bfloat16](8, 128, TILE * 128, 128, calls)  # HND
+        check_lines[DType.float32](3, 80, 80, 240, calls)
+        check_lines[DType.float8_e4m3fn](1, 64, 64, 64, calls)
+        check_lines[DType.float8_e4m3fn](4, 64, TILE * 64, 64, calls)
 
 
 def test_no_row_is_no_work() raises:
     var places = List[Int](length=STREAMS, fill=0)
-    var ahead = Ahead[near=True, abreast=True](untracked_mutable(places), 256)
+    var ahead = Ahead[near=True](untracked_mutable(places), 256)
     ahead.start(7)
     for _ in range(7):
         ahead.run()
@@ -113,7 +111,7 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
     var scratch = Scratch(heads, Engine.stride_of(queries), Engine.spare(room, padded))
     var tile = Tile(k, k, 0, 0, TILE, scratch.place(0))
 
-    var ahead = Ahead[near=True, abreast=True](scratch.place(PLACES), 0)
+    var ahead = Ahead[near=True](scratch.place(PLACES), 0)
     ahead.rate = 1
     for unit in range(0, TILE, STREAMS):
         for head in range(KV_HEADS):
@@ -130,8 +128,9 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
             var engine = Engine(queries, padded, scratch)
             engine.configure()
             ahead.due = 0
+            var scores = Scores[Widened[dtype].length](engine)
             for head in range(KV_HEADS):
-                score_tile_amx(k, tile, heads, head, engine, scratch, ahead)
+                score_tile_amx(k, tile, heads, head, engine, scratch, ahead, scores)
             assert_equal(ahead.due, KV_HEADS * score_calls_amx[dtype](heads), "scores on matrix tiles")
             ahead.due = 0
             var sums = Sums[Widened[dtype].length](heads, engine, scratch)
