@@ -58,7 +58,7 @@ struct Sums[chunk: Int](TrivialRegisterPassable):
     """The weighted sums of one chunk after the other, a strip of 16 elements at a time.
 
     A product is there after some 50 cycles, and what waits for it holds up all that comes after. So a strip's first product,
-    its second one and the store of its sums are three calls of `add` apart.
+    its second one and the store of its sums are done in three calls of `add`.
     """
 
     var acc: Floats

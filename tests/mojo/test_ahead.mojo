@@ -87,6 +87,7 @@ def test_no_row_is_no_work() raises:
     for _ in range(7):
         ahead.run()
     assert_equal(ahead.line, 0)
+    assert_equal(Int(ahead.rows), Int(places.unsafe_ptr()), "rows that were passed")
     _ = places^
 
 
