@@ -251,6 +251,20 @@ def test_worst_error_of_exp2_log2_and_tanh(cap):
     assert_lse_close(lse, np.logaddexp(x, y) / math.log(2), tol=1e-6, what="lse")
 
 
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_weights_are_finer_than_bfloat16(kv_dtype, rows):
+    """Values that all but cancel: what a weight loses when it is rounded to bfloat16 would be as large as the result."""
+    q = np.zeros((rows, 8, 64), "bfloat16")
+    k, v = np.zeros((2, 1, 2, 1, 64), kv_dtype)
+    q[..., 0] = k[0, 1, 0, 0] = v[0, 1] = 1
+    v[0, 0] = -0.75
+    row_batch, row_lengths = np.zeros(rows, np.int32), np.full(rows, 2, np.int32)
+    o, _ = harness.attention(q, k, v, np.zeros((1, 1), np.uint32), row_batch, row_lengths, sm_scale=math.log(0.7517))
+    expected = np.full(q.shape, (0.7517 - 0.75) / 1.7517)
+    assert_close(o, expected, rel=REL["bfloat16"], what="o")
+
+
 def test_worst_error_of_lse_over_lengths():
     length = np.arange(1, 5001, dtype=np.int32)
     k = np.zeros((5000, 1, 1, 8), np.float32)
