@@ -254,7 +254,7 @@ def test_worst_error_of_exp2_log2_and_tanh(cap):
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_weights_are_finer_than_bfloat16(kv_dtype, rows):
-    """Values that all but cancel: what a weight loses when it is rounded to bfloat16 would be as large as the result."""
+    """Values that all but cancel: what a weight loses in rounding to bfloat16 would be as large as the result."""
     q = np.zeros((rows, 8, 64), "bfloat16")
     k, v = np.zeros((2, 1, 2, 1, 64), kv_dtype)
     q[..., 0] = k[0, 1, 0, 0] = v[0, 1] = 1
