@@ -14,11 +14,6 @@ from .tiles_amx import PART, QUERIES, ROWS, SCORES, Engine, Words16
 from .widen import Widened, widen_chunk
 
 
-def score_calls_amx[kv_dtype: DType](heads: Heads) -> Int:
-    """How often `score_tile_amx` calls `ahead.run`."""
-    return heads.padded // Widened[kv_dtype].length * (TILE // PART)
-
-
 @always_inline
 def score_tile_amx(
     k: PagedKVCache,

@@ -11,12 +11,12 @@ from .ahead import EARLY, TILE, Ahead, Offsets
 from .decode_cpu import AttentionRows
 from .kv_cache import PagedKVCache
 from .logits import Logits
-from .scores_amx import Scores, score_calls_amx, score_tile_amx
+from .scores_amx import Scores, score_tile_amx
 from .split import Queue, Segment
 from .step import Step
-from .sums_amx import Sums, sum_calls_amx, sum_tile_amx
+from .sums_amx import Sums, sum_tile_amx
 from .tile import Heads, PARTS, PLACES, Scratch, weigh_tile
-from .tiles_amx import Engine, load_queries_amx, turn_scores
+from .tiles_amx import Engine, calls_amx, load_queries_amx, turn_scores
 from .widen import Widened
 
 
@@ -42,10 +42,10 @@ def attend_on_tiles[
     load_queries_amx[k.dtype](rows, segment, heads, engine, scratch)
     if segment.begin >= segment.end:
         return queue.take()
-    var score_runs = heads.kv_heads * score_calls_amx[k.dtype](heads)
-    var sum_runs = heads.kv_heads * (queries + sum_calls_amx[k.dtype](heads))
+    var score_runs = heads.kv_heads * calls_amx[k.dtype](heads)
+    var sum_runs = heads.kv_heads * (queries + calls_amx[k.dtype](heads))
     # A row is all heads of a token where they are neighbours, else one of them.
-    var together = heads.kv_heads if heads.k_stride == heads.dim and heads.v_stride == heads.dim else 1
+    var together = heads.kv_heads if heads.neighbours() else 1
     var row_bytes = together * heads.dim * size_of[k.dtype]()
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()

@@ -34,7 +34,7 @@ struct Order(TrivialRegisterPassable):
     """What is contiguous of a token."""
 
     def __init__(out self, heads: Heads, queries: Int, element: Int):
-        var neighbours = heads.k_stride == heads.dim and heads.v_stride == heads.dim
+        var neighbours = heads.neighbours()
         self.heads = heads.kv_heads if neighbours else 1
         self.row_bytes = self.heads * heads.dim * element
         self.unit = STREAMS if neighbours and queries <= FEW else TILE

@@ -14,11 +14,6 @@ from .tiles_amx import HIGH, LOW, PART, ROWS, SUMS, Engine, Words16
 from .widen import Widened
 
 
-def sum_calls_amx[kv_dtype: DType](heads: Heads) -> Int:
-    """How often `sum_tile_amx` calls `ahead.run`."""
-    return heads.padded // Widened[kv_dtype].length * (TILE // PART)
-
-
 @always_inline
 def sum_tile_amx(
     v: PagedKVCache,

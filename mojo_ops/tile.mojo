@@ -48,6 +48,11 @@ struct Heads(ImplicitlyCopyable):
             v.strides().head,
         )
 
+    @always_inline
+    def neighbours(self) -> Bool:
+        """Whether the heads of a token lie side by side, in K and in V."""
+        return self.k_stride == self.dim and self.v_stride == self.dim
+
 
 trait Summed:
     """What has seen some tokens."""

@@ -121,6 +121,11 @@ def load_queries_amx[
             scratch.clear(start + m)
 
 
+def calls_amx[kv_dtype: DType](heads: Heads) -> Int:
+    """How often `score_tile_amx` calls `ahead.run`, and how often `sum_tile_amx` does: once a part of each chunk."""
+    return heads.padded // Widened[kv_dtype].length * (TILE // PART)
+
+
 @always_inline
 def turn_scores(heads: Heads, head: Int, engine: Engine, scratch: Scratch):
     """One KV head's scores as `[stride, TILE]`; long enough after they were stored that nobody waits for them."""

@@ -9,16 +9,16 @@ from std.sys import size_of
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.ahead import LINE, STREAMS, TILE, Ahead
+from mojo_ops.ahead import EARLY, LINE, STREAMS, TILE, Ahead
 from mojo_ops.amx import HAS_AMX, amx_permitted, tile_release
 from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.lanes import chunk_of
-from mojo_ops.scores_amx import Scores, score_calls_amx, score_tile_amx
+from mojo_ops.scores_amx import Scores, score_tile_amx
 from mojo_ops.storage import PageStrides, page_shape
-from mojo_ops.sums_amx import Sums, sum_calls_amx, sum_tile_amx
+from mojo_ops.sums_amx import Sums, sum_tile_amx
 from mojo_ops.tile import Heads, PLACES, Scratch, Tile
 from mojo_ops.tiles import score_calls, score_tile, sum_calls, sum_tile
-from mojo_ops.tiles_amx import Engine
+from mojo_ops.tiles_amx import Engine, calls_amx
 from mojo_ops.widen import Widened
 from support import untracked, untracked_mutable
 
@@ -91,6 +91,22 @@ def test_no_row_is_no_work() raises:
     _ = places^
 
 
+def test_rows_of_all_heads_have_room() raises:
+    """What the matrix tiles list where heads are apart: the K of a tile, and the first V after it, a head a row."""
+    for kv_heads in [1, 3, 4, 9]:
+        var heads = Heads(kv_heads, 1, 64, 64, TILE * 64, TILE * 64)
+        var scratch = Scratch(heads, 1, 0)
+        var storage = List[Float32](length=1, fill=0)
+        var ahead = Ahead[near=False](scratch.place(PLACES), 256)
+        for end in [TILE, EARLY]:
+            for _ in range(kv_heads):
+                ahead.add(storage.unsafe_ptr(), scratch.place(0), 0, end, 0)
+        var room = Int(scratch.places.unsafe_ptr()) + size_of[Int]() * len(scratch.places)
+        assert_true(Int(ahead.rows.unsafe_offset(ahead.count)) <= room, String(kv_heads))
+        _ = storage^
+        _ = scratch^
+
+
 def check_calls[dtype: DType](dim: Int, queries: Int) raises:
     """The engines call `run` as often as they say: a rate of 1 counts."""
     comptime Cache = PagedKVCache[dtype, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE]
@@ -132,12 +148,12 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
             var scores = Scores[Widened[dtype].length](engine)
             for head in range(KV_HEADS):
                 score_tile_amx(k, tile, heads, head, engine, scratch, ahead, scores)
-            assert_equal(ahead.due, KV_HEADS * score_calls_amx[dtype](heads), "scores on matrix tiles")
+            assert_equal(ahead.due, KV_HEADS * calls_amx[dtype](heads), "scores on matrix tiles")
             ahead.due = 0
             var sums = Sums[Widened[dtype].length](heads, engine, scratch)
             for head in range(KV_HEADS):
                 sum_tile_amx(k, tile, heads, head, engine, scratch, ahead, sums)
-            assert_equal(ahead.due, KV_HEADS * sum_calls_amx[dtype](heads), "sums on matrix tiles")
+            assert_equal(ahead.due, KV_HEADS * calls_amx[dtype](heads), "sums on matrix tiles")
             tile_release()
     _ = storage^
     _ = table^
