@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from max.dtype import DType
 
-from paged_kv.arrays import as_numpy, cache_operands, paged_views, to_buffer
+from paged_kv.arrays.host import as_numpy, cache_operands, paged_views, to_buffer
 from paged_kv.benchmarks.provenance import provenance
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.options import AttentionOptions
-from paged_kv.runtime import Variant, default_runtime
+from paged_kv.runtime.session import Variant, default_runtime
 
 PLAN_BATCH, PLAN_TOKENS, PAGE_SIZE = 256, 32768, 16
 HEADS = (8, 2, 128)  # query heads, KV heads, head_dim

@@ -13,11 +13,11 @@ from max.driver import Accelerator
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
 
-from paged_kv import gpu
-from paged_kv.arrays import to_buffer
+from paged_kv.arrays import gpu
+from paged_kv.arrays.host import to_buffer
 from paged_kv.graphs import ops
 from paged_kv.options import AttentionOptions
-from paged_kv.runtime import Variant, runtime_on
+from paged_kv.runtime.session import Variant, runtime_on
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from max.dtype import DType
 from max.engine import Model
 from max.graph import DeviceRef, Graph, Module, TensorType
 
-from paged_kv.arrays import cache_operands, paged_views, to_buffer, to_numpy
+from paged_kv.arrays.host import cache_operands, paged_views, to_buffer, to_numpy
 from paged_kv.benchmarks.cases import Case, LinearCase
 from paged_kv.benchmarks.peers.base import Peer, repeat
 from paged_kv.benchmarks.problems import (
@@ -25,10 +25,10 @@ from paged_kv.benchmarks.problems import (
     llama_config,
     numpy_dtype,
 )
-from paged_kv.compiled import load_graphs
 from paged_kv.graphs import ops
 from paged_kv.options import AttentionOptions
-from paged_kv.runtime import Variant, default_runtime
+from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.session import Variant, default_runtime
 
 
 class Ours(Peer):
@@ -194,8 +194,8 @@ class OursStep(Ours):
     """`LlamaModel.step`: everything between a step's tokens and its logits, Python included."""
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
-        from paged_kv.graphs.config import LlamaConfig, RopeScaling
-        from paged_kv.graphs.model import LlamaModel
+        from paged_kv.engine.config import LlamaConfig, RopeScaling
+        from paged_kv.engine.model import LlamaModel
 
         case = problem.case
         config = LlamaConfig(**llama_config(case), rope_scaling=RopeScaling(), bos_token_id=None, eos_token_ids=())

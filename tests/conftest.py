@@ -2,8 +2,8 @@
 
 import pytest
 
-import background
-from isa import CPU_TARGETS
+from support import background
+from support.isa import CPU_TARGETS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

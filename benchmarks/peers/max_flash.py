@@ -10,11 +10,11 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, ops
 
-from paged_kv.arrays import to_buffer, to_numpy
+from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.benchmarks.cases import AttentionCase, Case
 from paged_kv.benchmarks.peers.base import Peer, unequal
 from paged_kv.benchmarks.problems import Array, AttentionProblem, bits
-from paged_kv.cpu_target import apply_cpu_target
+from paged_kv.runtime.cpu_target import apply_cpu_target
 
 PAGE_SIZE = 128
 """What MAX itself uses."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.arrays import as_numpy
+from paged_kv.arrays.host import as_numpy
 from paged_kv.benchmarks.cases import AttentionCase, Case
 from paged_kv.benchmarks.peers.base import Peer, repeat, torch_view
 from paged_kv.benchmarks.problems import Array, AttentionProblem

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         get_seq_lens,
     )
     from paged_kv.pool import PagePool
-    from paged_kv.warm import warmup
+    from paged_kv.runtime.warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -71,9 +71,8 @@ _MODULES = {
         "get_seq_lens",
     ),
     "pool": ("PagePool",),
-    "warm": ("warmup",),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_HOME = {name: module for module, names in _MODULES.items() for name in names} | {"warmup": "runtime.warmup"}
 
 
 def __getattr__(name: str) -> Any:

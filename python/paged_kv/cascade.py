@@ -4,7 +4,7 @@ A state is what attention over one set of keys gives: the output `v` and the bas
 denominator, float32. States over disjoint sets of keys merge into the state over their union. A state with
 `s = -inf` has seen no key: its `v` is ignored, whatever it holds, NaN included.
 
-Any array on the CPU comes in (see `paged_kv.arrays`), and torch and MAX arrays on one GPU, where a kernel of this
+Any array on the CPU comes in (see `paged_kv.arrays.host`), and torch and MAX arrays on one GPU, where a kernel of this
 package merges them; results have the kind of the first argument and lie beside it. Sums are float32.
 Letters in shapes: S rows (tokens), n states, H heads, D head dimension.
 """
@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from max.dtype import DType
 
-from paged_kv import gpu, places
-from paged_kv.arrays import as_numpy, like
+from paged_kv.arrays import devices as places
+from paged_kv.arrays import gpu
+from paged_kv.arrays.host import as_numpy, like
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.runtime import Variant
+from paged_kv.runtime.session import Variant
 
 Array = npt.NDArray[Any]
 

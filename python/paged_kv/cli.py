@@ -18,9 +18,9 @@ from paged_kv.benchmarks.decode_cpu import bench
 from paged_kv.errors import ContractError, PagedKVError
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
-    from paged_kv.graphs.generate import Generation, Statistics
-    from paged_kv.graphs.model import LlamaModel
-    from paged_kv.graphs.tokenizer import Tokenizer
+    from paged_kv.engine.generate import Generation, Statistics
+    from paged_kv.engine.model import LlamaModel
+    from paged_kv.engine.tokenizer import Tokenizer
 
 DEMO_PROMPTS = (
     "a",
@@ -75,7 +75,7 @@ def commands() -> None:
 @click.option("--page-size", type=int, default=16, show_default=True, help="With --explain.")
 def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size: int) -> int:
     """Print what was found: toolchain, CPU and its target, GPUs, cache folder."""
-    from paged_kv.doctor import collect, explain_kernels, render
+    from paged_kv.runtime.doctor import collect, explain_kernels, render
 
     for name, value in (("--group", group), ("--page-size", page_size)):
         if value < 1:
@@ -116,10 +116,10 @@ def generate(
     as_json: bool,
 ) -> None:
     """Continue prompts with a Llama checkpoint in Hugging Face format, all of them as one batch."""
-    from paged_kv.graphs.config import LlamaConfig
-    from paged_kv.graphs.generate import Generation, pages_for
-    from paged_kv.graphs.sampling import Sampler
-    from paged_kv.graphs.tokenizer import Tokenizer
+    from paged_kv.engine.config import LlamaConfig
+    from paged_kv.engine.generate import Generation, pages_for
+    from paged_kv.engine.sampling import Sampler
+    from paged_kv.engine.tokenizer import Tokenizer
 
     if page_size < 1:
         raise ContractError(f"--page-size must be at least 1, not {page_size}")
@@ -143,7 +143,7 @@ def generate(
 @click.option("--kv-dtype", "kv_dtypes", multiple=True, help="Of caches; repeat it. Default: all.")
 def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
     """Compile the kernels ahead, so that no first call waits."""
-    from paged_kv.warm import warmup as compile_ahead
+    from paged_kv.runtime.warmup import warmup as compile_ahead
 
     _note("compiling what is missing: a minute or two for all dtypes")
     for variant in compile_ahead(q_dtypes or None, kv_dtypes or None):
@@ -154,14 +154,14 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs.")
 def demo(device: str) -> int:
     """Decode four prompts with a small made-up model, and check the tokens against a recompute without a cache."""
-    from paged_kv.arrays import to_numpy
-    from paged_kv.folders import cache_folder
-    from paged_kv.graphs.config import LlamaConfig
-    from paged_kv.graphs.demo import write_demo_checkpoint
-    from paged_kv.graphs.generate import Generation, pages_for
-    from paged_kv.graphs.oracle import recompute
-    from paged_kv.graphs.sampling import Sampler
-    from paged_kv.graphs.tokenizer import Tokenizer
+    from paged_kv.arrays.host import to_numpy
+    from paged_kv.engine.config import LlamaConfig
+    from paged_kv.engine.demo import write_demo_checkpoint
+    from paged_kv.engine.generate import Generation, pages_for
+    from paged_kv.engine.recompute import recompute
+    from paged_kv.engine.sampling import Sampler
+    from paged_kv.engine.tokenizer import Tokenizer
+    from paged_kv.runtime.folders import cache_folder
 
     folder = write_demo_checkpoint(cache_folder() / "demo")
     _note(f"model: {folder} (random weights: its text is noise)")
@@ -189,9 +189,9 @@ commands.add_command(bench)
 def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int, device: str) -> LlamaModel:
     from max.dtype import DType
 
-    from paged_kv.graphs.model import LlamaModel
-    from paged_kv.graphs.weights import progress_bar
-    from paged_kv.runtime import runtime_on
+    from paged_kv.engine.model import LlamaModel
+    from paged_kv.engine.weights import progress_bar
+    from paged_kv.runtime.session import runtime_on
 
     runtime = runtime_on(0 if device == "gpu" else None)
     with progress_bar("weights") as on_progress:

@@ -3,7 +3,7 @@
 Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension, L tokens of one request.
 
 Arrays are torch, NumPy (`ml_dtypes` for bfloat16 and float8), JAX or MAX arrays in the memory of the CPU, or torch and
-MAX arrays on one GPU (`paged_kv.gpu`); they come in without a copy, and results have the kind of `q` and lie beside it.
+MAX arrays on one GPU (`arrays.gpu`); they come in without a copy, and results have the kind of `q` and lie beside it.
 Queries are float32, float16 or bfloat16; K and V have the dtype of the queries, or are float8_e4m3fn or float8_e5m2
 under any of the three. Scores, softmax and sums are float32 whatever the storage. D is a multiple of 8 up to 512; every
 group size Hq / Hk and every page_size is supported.
@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged_kv import gpu, places
-from paged_kv.arrays import as_numpy, check_storage, like
-from paged_kv.attend import Attention
+from paged_kv.arrays import devices as places
+from paged_kv.arrays import gpu
+from paged_kv.arrays.host import as_numpy, check_storage, like
+from paged_kv.batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+from paged_kv.calls.attend import Attention
+from paged_kv.calls.batch import Rows
+from paged_kv.calls.plan import Problem, attention_options, check_layout
 from paged_kv.errors import ContractTypeError, ShapeError
-from paged_kv.problem import Problem, attention_options, check_layout
-from paged_kv.rows import Rows
-from paged_kv.wrapper import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",

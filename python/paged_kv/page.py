@@ -23,8 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
-from paged_kv import forms, gpu, places
-from paged_kv.arrays import as_numpy
+from paged_kv.arrays import devices as places
+from paged_kv.arrays import gpu
+from paged_kv.arrays.host import as_numpy
+from paged_kv.calls import append_forms as forms
 from paged_kv.errors import ContractTypeError
 from paged_kv.manager import PagedKVCacheManager
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from max.driver import Accelerator, Buffer
 
-from cases import CacheCase, build
-from compare import assert_bits_equal, assert_close, assert_lse_close
 from paged_kv import page, reference
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractTypeError
-from test_gpu_arrays import csr, storage_of, tensors
+from support.cases import CacheCase, build
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.stand_in import csr, storage_of, tensors
 
 CASE = CacheCase((700, 0, 33, 16), 8, 2, 128, 16, rank=5, dtype="bfloat16")
 

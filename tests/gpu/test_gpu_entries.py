@@ -5,11 +5,11 @@ import pytest
 import torch
 from max.driver import Accelerator, Buffer
 
-from compare import assert_bits_equal, assert_close, assert_lse_close
 from paged_kv import cascade, page
 from paged_kv.cache import allocate_blocks, append_kv, gather_kv, init_paged_kv_cache
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.page import PagedKVCacheManager
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
 
 INDPTR, INDICES, LAST = np.array([0, 2, 2, 5]), np.array([4, 1, 0, 5, 2]), np.array([4, 0, 1])
 DENSE = np.array([[4, 1, -1], [3, -1, -1], [0, 5, 2]])

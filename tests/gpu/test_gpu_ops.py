@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-import gpu_harness
-import harness
-from attending import AXES, REL, compare_with_oracle, options_of, rows_of
-from cases import DTYPES, STORAGES, CacheCase, build, emptied, permuted
-from compare import assert_bits_equal
-from grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
+from support import gpu_harness, harness
+from support.attending import AXES, REL, compare_with_oracle, options_of, rows_of
+from support.cases import DTYPES, STORAGES, CacheCase, build, emptied, permuted
+from support.compare import assert_bits_equal
+from support.grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
 
 FLOAT8_REL = 2e-2
 

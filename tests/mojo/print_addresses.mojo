@@ -8,8 +8,8 @@ from std.sys import argv
 from std.utils import IndexList
 from layout import UNKNOWN_VALUE
 
-from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache
-from mojo_ops.storage import PageStrides, page_shape
+from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache
+from mojo_ops.cache.strides import PageStrides, page_shape
 from support import untracked, untracked_mutable
 
 comptime BATCH = 2

@@ -2,10 +2,10 @@
 
 from std.utils import IndexList
 
-from mojo_ops.device_cache import DeviceCache, Pages
-from mojo_ops.decode_rows import DecodeRows
-from mojo_ops.kv_cache import PagedKVCache, TablePointer
-from mojo_ops.storage import PageStrides, page_shape
+from mojo_ops.cache.device_cache import DeviceCache, Pages
+from mojo_ops.attention.gpu.params import DecodeRows
+from mojo_ops.cache.paged_kv_cache import PagedKVCache, TablePointer
+from mojo_ops.cache.strides import PageStrides, page_shape
 
 
 def untracked[T: ImplicitlyCopyable](list: List[T]) -> Pointer[T, ImmUntrackedOrigin]:

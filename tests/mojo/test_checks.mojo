@@ -3,7 +3,7 @@
 from std.testing import TestSuite, assert_raises
 from std.utils import IndexList
 
-from mojo_ops.checks import (
+from mojo_ops.cache.checks import (
     PageTable,
     check_append,
     check_equal,
@@ -14,8 +14,8 @@ from mojo_ops.checks import (
     check_same_cache,
     check_view,
 )
-from mojo_ops.logits import Logits
-from mojo_ops.storage import PageStrides
+from mojo_ops.attention.logits import Logits
+from mojo_ops.cache.strides import PageStrides
 from support import untracked
 
 comptime BATCH = 2

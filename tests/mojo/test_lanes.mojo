@@ -2,7 +2,7 @@
 
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.lanes import HALF, Vec, chunk_of, load_chunk, pack, sum_each, unpack
+from mojo_ops.isa.convert import HALF, Vec, chunk_of, load_chunk, pack, sum_each, unpack
 from support import untracked
 
 

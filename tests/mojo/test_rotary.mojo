@@ -4,7 +4,7 @@ from std.ffi import external_call
 from std.math import cos, log, sin
 from std.testing import TestSuite, assert_almost_equal, assert_equal
 
-from mojo_ops.rotary_gpu import Turns, angle
+from mojo_ops.attention.gpu.rope import Turns, angle
 
 
 def check(head_dim: Int, theta: Float64, scale: Float64) raises:

@@ -5,7 +5,7 @@ from std.memory import bitcast
 from std.testing import TestSuite, assert_almost_equal, assert_equal, assert_true
 from std.utils.numerics import inf, isnan, nan
 
-from mojo_ops.softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
+from mojo_ops.attention.softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
 
 comptime NAN = nan[DType.float32]()
 comptime INFINITY = inf[DType.float32]()

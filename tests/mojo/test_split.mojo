@@ -2,9 +2,9 @@
 
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.ahead import FIELD
-from mojo_ops.logits import Logits
-from mojo_ops.split import (
+from mojo_ops.attention.cpu.prefetch import FIELD
+from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.cpu.plan import (
     ALL_HEADS,
     BlockSizes,
     MAX_BLOCK_ROWS,

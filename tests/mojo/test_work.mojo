@@ -3,7 +3,7 @@
 from std.random import random_si64, seed
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.work import (
+from mojo_ops.attention.gpu.split_kv import (
     FIXED_ITEMS,
     INVALID,
     MIN_CHUNK_TILES,

@@ -15,9 +15,9 @@ from max.gpu.host.nvidia.tma import TensorMapSwizzle
 from max.gpu.memory import AddressSpace
 from max.gpu.sync import barrier
 
-from mojo_ops.kv_cache import KVCacheStaticParams, PagedKVCache
-from mojo_ops.storage import PageStrides, page_shape
-from mojo_ops.tma import PageBox
+from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache
+from mojo_ops.cache.strides import PageStrides, page_shape
+from mojo_ops.cache.tensor_map import PageBox
 
 comptime PAGES = 6
 comptime PAGE_SIZE = 16

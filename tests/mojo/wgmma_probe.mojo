@@ -11,8 +11,8 @@ from max.gpu.host import DeviceBuffer, DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory, fence_async_view_proxy
 from max.gpu.sync import barrier
 
-from mojo_ops.hopper_tiles import settle
-from mojo_ops.smem import (
+from mojo_ops.attention.gpu.hopper.consumer import settle
+from mojo_ops.attention.gpu.hopper.shared_memory import (
     ATOM,
     CHUNK,
     CONSUMERS,

@@ -1,0 +1,63 @@
+"""Stored bfloat16 and float8 elements as bfloat16, a chunk at a time, in whatever order is cheapest."""
+
+from std.utils import IndexList
+
+from ....isa.float8 import Words, float8_words, parts_mask
+from ....isa.convert import load_bits
+
+
+struct Widened[dtype: DType]:
+    """The bfloat16 bits of one chunk: a cache line of `dtype`."""
+
+    comptime length = 32 if Self.dtype == DType.bfloat16 else 64
+    var words: Array[Words, Self.length // 32]
+
+    def __init__(out self):
+        self.words = Array[Words, Self.length // 32](fill=0)
+
+
+@always_inline
+def widen_chunk[
+    dtype: DType, //, full: Bool
+](source: Pointer[Scalar[dtype], _], count: Int, mut target: Widened[dtype]):
+    """The chunk at `source`; where not `full` only its first `count` elements, then zeros."""
+    comptime if dtype == DType.bfloat16:
+        target.words[0] = load_bits[DType.uint16, full, 32](source, count)
+    else:
+        var bytes = load_bits[DType.uint8, full, 64](source, count)
+        target.words[0], target.words[1] = float8_words[dtype](bytes)
+
+
+@always_inline
+def words_chunk[kv_dtype: DType, part: Int](source: Pointer[UInt16, _], count: Int) -> Words:
+    """Words in the order of the lanes of part `part` of a `kv_dtype` chunk; zeros past the first `count`."""
+    comptime if kv_dtype == DType.bfloat16:
+        return load_bits[DType.uint16, False, 32](source, count)
+    else:
+        var all = load_bits[DType.uint16, False, 32](source, count).join(
+            load_bits[DType.uint16, False, 32](source.unsafe_offset(32), count - 32)
+        )
+        return rebind[Words](all.shuffle[mask=parts_mask()](all).slice[32, offset=32 * part]())
+
+
+@always_inline
+def unpack_sums[kv_dtype: DType](acc: Pointer[Float32, _]) -> SIMD[DType.float32, Widened[kv_dtype].length]:
+    """A chunk of weighted sums in its natural order, from tiles whose columns `zip_mask` chose."""
+    comptime if kv_dtype == DType.bfloat16:
+        return rebind[SIMD[DType.float32, Widened[kv_dtype].length]](
+            acc.unsafe_load[width=32]().shuffle[mask=natural_mask[32]()](acc.unsafe_load[width=32]())
+        )
+    else:
+        return rebind[SIMD[DType.float32, Widened[kv_dtype].length]](
+            acc.unsafe_load[width=64]().shuffle[mask=natural_mask[64]()](acc.unsafe_load[width=64]())
+        )
+
+
+def natural_mask[length: Int]() -> IndexList[length]:
+    """Where each element of a chunk ends up among the columns of its tiles."""
+    comptime run = length // 4  # elements that share 16 bytes of every word vector
+    var mask = IndexList[length]()
+    for element in range(length):
+        var part = element % run // 8
+        mask[element] = part * 32 + element % 8 // 4 * 16 + element // run * 4 + element % 4
+    return mask

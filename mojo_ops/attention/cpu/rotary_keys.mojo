@@ -1,0 +1,209 @@
+"""Attention over pages on the CPU: decode rows and causal prefill rows alike."""
+
+from max.algorithm import sync_parallelize
+from std.math import iota
+from std.utils.numerics import isfinite
+
+from ...cache.checks import RowPointer
+from ...cache.paged_kv_cache import PagedKVCache
+from ..logits import Logits
+from ..rope import Rotary
+from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
+
+comptime WIDTH = 8
+"""Lanes of the arithmetic: head_dim is a multiple of 8."""
+comptime TILE = 32
+"""Tokens whose scores are held at once."""
+
+
+@fieldwise_init
+struct AttentionRows[dtype: DType](TrivialRegisterPassable):
+    """The rows of one call: queries, where each belongs, and where its results go."""
+
+    var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[R, Hq, D]`."""
+    var o: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[R, Hq, D]`."""
+    var lse: Pointer[Float32, MutUntrackedOrigin]
+    """`[R, Hq]`, base 2."""
+    var row_batch: RowPointer
+    """`[R]`: the row's request; -1 for a row of padding."""
+    var row_lengths: RowPointer
+    """`[R]`: the tokens a row may see, its own included."""
+    var num_rows: Int
+    var num_heads: Int
+    """Query heads; a multiple of the cache's KV heads."""
+    var v_scale: Float32
+    """Multiplies the output."""
+    var rope_theta: Float32
+    """Base of the rotary embedding of q and of the cached keys; 0 = none."""
+    var rope_scale: Float32
+    """Divides the rotary frequencies."""
+
+    def check(self) raises:
+        if not isfinite(self.v_scale):
+            raise Error("v_scale must be finite, not ", self.v_scale)
+        if not isfinite(self.rope_theta) or self.rope_theta < 0:
+            raise Error("rope_theta must be finite and positive (0 = off), not ", self.rope_theta)
+        if not isfinite(self.rope_scale) or self.rope_scale <= 0:
+            raise Error("rope_scale must be finite and positive, not ", self.rope_scale)
+
+
+struct GroupScratch:
+    """Float32 working memory of one task: the query heads that share a KV head."""
+
+    var q: List[Float32]
+    """`[group, D]`."""
+    var acc: List[Float32]
+    """`[group, D]`: weighted values, relative to `state.greatest`."""
+    var token: List[Float32]
+    """`[D]`: one token's K or V."""
+    var weights: List[Float32]
+    """`[group, TILE]`: scores, then weights."""
+    var state: List[AttentionState]
+    """`[group]`."""
+    var rotary: Rotary
+
+    def __init__(out self, group: Int, head_dim: Int, var rotary: Rotary):
+        self.q = List[Float32](length=group * head_dim, fill=0)
+        self.acc = List[Float32](length=group * head_dim, fill=0)
+        self.token = List[Float32](length=head_dim, fill=0)
+        self.weights = List[Float32](length=group * TILE, fill=0)
+        self.state = List[AttentionState](length=group, fill=AttentionState())
+        self.rotary = rotary^
+
+
+def attend_rows[dtype: DType](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
+    """Attention of every row over the pages of its request: `o` and `lse` of `README.md`'s formula.
+
+    The rows were checked (`check_rows`). Each pair of a row and a KV head is one piece of work with
+    its own result, so the outcome depends neither on the number of workers nor on their order.
+    """
+    var kv_heads = k.num_heads()
+    var pieces = rows.num_rows * kv_heads
+    var tasks = min(pieces, max(1, workers) * 4)
+
+    def task(index: Int) {var rows, var k, var v, var logits, var kv_heads, var pieces, var tasks}:
+        var rotary = Rotary(k.head_dim(), rows.rope_theta, rows.rope_scale)
+        var scratch = GroupScratch(rows.num_heads // kv_heads, k.head_dim(), rotary^)
+        for piece in range(index, pieces, tasks):
+            var row, head = divmod(piece, kv_heads)
+            attend_group(rows, row, k, v, head, logits, scratch)
+
+    sync_parallelize(task, tasks)
+
+
+def attend_group[
+    dtype: DType
+](
+    rows: AttentionRows[dtype],
+    row: Int,
+    k: PagedKVCache,
+    v: type_of(k),
+    kv_head: Int,
+    logits: Logits,
+    mut scratch: GroupScratch,
+):
+    """One row against one KV head: every load of K and V serves all the query heads of the group."""
+    var dim = k.head_dim()
+    var group = rows.num_heads // k.num_heads()
+    var request = Int(rows.row_batch[unsafe_offset=row])
+    var length = Int(rows.row_lengths[unsafe_offset=row]) if request >= 0 else 0
+    var first_head = row * rows.num_heads + kv_head * group
+    var q = scratch.q.unsafe_ptr()
+    var acc = scratch.acc.unsafe_ptr()
+    var token = scratch.token.unsafe_ptr()
+    var weights = scratch.weights.unsafe_ptr()
+
+    for i in range(0, group * dim, WIDTH):
+        var source = rows.q.unsafe_offset(first_head * dim + i)
+        q.unsafe_store(i, source.unsafe_load[width=WIDTH]().cast[DType.float32]())
+        acc.unsafe_store(i, SIMD[DType.float32, WIDTH](0))
+    for g in range(group):
+        scratch.state[g] = AttentionState()
+        scratch.rotary.rotate(q.unsafe_offset(g * dim), length - 1)
+
+    var start = logits.first_token(length)
+    while start < length:
+        # A tile is a run of slots of one page.
+        var count = min(TILE, length - start, k.slots() - start % k.slots())
+        var source = k.block_paged_ptr[1](request, start, kv_head)
+        for i in range(count):
+            widen(source.unsafe_offset(i * k.row_pitch()), token, dim)
+            scratch.rotary.rotate(token, start + i)
+            for g in range(group):
+                weights[unsafe_offset=g * TILE + i] = dot(q.unsafe_offset(g * dim), token, dim)
+
+        for g in range(group):
+            ref state = scratch.state[g]
+            var tile = weights.unsafe_offset(g * TILE)
+            var greatest = MINUS_INFINITY
+            for i in range(0, TILE, WIDTH):
+                var lane = iota[DType.int32, WIDTH](Int32(i))
+                var scores = logits.score(tile.unsafe_load[width=WIDTH](i), kv_head * group + g, start + i)
+                scores = lane.lt(Int32(count)).select(scores, MINUS_INFINITY)
+                tile.unsafe_store(i, scores)
+                greatest = max(greatest, scores.reduce_max())
+            var factor = state.raise_to(greatest)
+            if factor != 1:
+                scale(acc.unsafe_offset(g * dim), factor, dim)
+            var total = SIMD[DType.float32, WIDTH](0)
+            for i in range(0, TILE, WIDTH):
+                var w = exp2(tile.unsafe_load[width=WIDTH](i) - state.greatest)
+                tile.unsafe_store(i, w)
+                total += w
+            state.add(total.reduce_add())
+
+        source = v.block_paged_ptr[1](request, start, kv_head)
+        for i in range(count):
+            widen(source.unsafe_offset(i * v.row_pitch()), token, dim)
+            for g in range(group):
+                accumulate(acc.unsafe_offset(g * dim), weights[unsafe_offset=g * TILE + i], token, dim)
+        start += count
+
+    for g in range(group):
+        ref state = scratch.state[g]
+        if logits.has_sinks and length > 0:
+            var sink = logits.sinks[unsafe_offset=kv_head * group + g] * LOG2E
+            scale(acc.unsafe_offset(g * dim), state.raise_to(sink), dim)
+            state.add(exp2(sink - state.greatest))
+        var factor = state.normaliser() * rows.v_scale
+        var target = rows.o.unsafe_offset((first_head + g) * dim)
+        for i in range(0, dim, WIDTH):
+            var out = acc.unsafe_load[width=WIDTH](g * dim + i) * factor
+            target.unsafe_store(i, out.cast[dtype]())
+        rows.lse[unsafe_offset=first_head + g] = state.lse()
+
+
+comptime Vector = Pointer[mut=True, Float32, _]
+
+
+@always_inline
+def widen[dtype: DType, //](source: Pointer[mut=True, Scalar[dtype], _], target: Vector, count: Int):
+    """Float32 of `count` stored elements."""
+    for i in range(0, count, WIDTH):
+        target.unsafe_store(i, source.unsafe_load[width=WIDTH](i).cast[DType.float32]())
+
+
+@always_inline
+def dot(a: Vector, b: Vector, count: Int) -> Float32:
+    var total = SIMD[DType.float32, WIDTH](0)
+    for i in range(0, count, WIDTH):
+        total = a.unsafe_load[width=WIDTH](i).fma(b.unsafe_load[width=WIDTH](i), total)
+    return total.reduce_add()
+
+
+@always_inline
+def accumulate(target: Vector, weight: Float32, x: Vector, count: Int):
+    """`target += weight * x`."""
+    for i in range(0, count, WIDTH):
+        var sum = x.unsafe_load[width=WIDTH](i).fma(
+            SIMD[DType.float32, WIDTH](weight), target.unsafe_load[width=WIDTH](i)
+        )
+        target.unsafe_store(i, sum)
+
+
+@always_inline
+def scale(target: Vector, factor: Float32, count: Int):
+    for i in range(0, count, WIDTH):
+        target.unsafe_store(i, target.unsafe_load[width=WIDTH](i) * factor)

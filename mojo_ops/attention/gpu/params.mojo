@@ -1,0 +1,163 @@
+"""What a GPU kernel knows of one attention call: rows, options, and how a result is finished."""
+
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
+from std.math import exp2, log2
+from std.utils.numerics import nan
+
+from ...cache.checks import PageTable, RowPointer
+from ..cpu.rotary_keys import AttentionRows
+from ..logits import HeadPointer, Logits
+from ..softmax import LOG2E, MINUS_INFINITY
+from .split_kv import RowTokens, TILE
+
+
+@fieldwise_init
+struct DecodeRows[dtype: DType](DevicePassable, TrivialRegisterPassable):
+    """`AttentionRows` and `Logits` with fixed-width fields: made on the host, passed to kernels by value.
+
+    Every pointer is device memory. What rotary keys need is apart, in `Turns`.
+    """
+
+    comptime device_type: AnyType = Self
+
+    var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[R, Hq, D]`."""
+    var o: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[R, Hq, D]`."""
+    var lse: Pointer[Float32, MutUntrackedOrigin]
+    """`[R, Hq]`, base 2."""
+    var row_batch: RowPointer
+    """`[R]`: the row's request; -1 for a row of padding."""
+    var row_lengths: RowPointer
+    """`[R]`: the tokens a row may see."""
+    var alibi_slopes: HeadPointer
+    var sinks: HeadPointer
+    var num_rows: Int32
+    var num_heads: Int32
+    """Query heads, a multiple of the cache's KV heads."""
+    var head_dim: Int32
+    var batch: Int32
+    """Requests in the page table."""
+    var capacity: Int32
+    """The most tokens that a row of the page table can hold."""
+    var window_left: Int32
+    var scale: Float32
+    """Multiplies q . k; the product of sm_scale, q_scale and k_scale."""
+    var soft_cap: Float32
+    """0 = off."""
+    var v_scale: Float32
+    var has_alibi: Int32
+    var has_sinks: Int32
+
+    @staticmethod
+    def of(rows: AttentionRows[Self.dtype], logits: Logits, table: PageTable, head_dim: Int) raises -> Self:
+        """The same call with its numbers in 32 bits.
+
+        Raises:
+            Where a number has more than 31 bits.
+        """
+        # A window that no row is longer than is no window.
+        var window_left = min(logits.window_left, Int(Int32.MAX))
+        for number in [rows.num_rows, rows.num_heads, table.batch, table.max_pages]:
+            if number > Int(Int32.MAX):
+                raise Error("a size of ", number, " is too large for a GPU kernel")
+        # Lengths are int32, so a table that can hold more is as good as one that holds 2^31 - 1.
+        var capacity = min(table.max_pages * table.page_size, Int(Int32.MAX) - TILE)
+        return Self(
+            rows.q,
+            rows.o,
+            rows.lse,
+            rows.row_batch,
+            rows.row_lengths,
+            logits.alibi_slopes,
+            logits.sinks,
+            Int32(rows.num_rows),
+            Int32(rows.num_heads),
+            Int32(head_dim),
+            Int32(table.batch),
+            Int32(capacity),
+            Int32(window_left),
+            logits.scale,
+            logits.soft_cap,
+            rows.v_scale,
+            Int32(logits.has_alibi),
+            Int32(logits.has_sinks),
+        )
+
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        return String("DecodeRows[", Self.dtype, "]")
+
+    @staticmethod
+    def get_device_type_name() -> String:
+        return Self.get_type_name()
+
+    @always_inline
+    def tokens(self, row: Int32) -> RowTokens:
+        """The tokens that a row attends to."""
+        return RowTokens.of(
+            self.row_batch[unsafe_offset=Int(row)],
+            self.row_lengths[unsafe_offset=Int(row)],
+            self.batch,
+            self.capacity,
+            self.window_left,
+        )
+
+    @always_inline
+    def request(self, row: Int32) -> Int32:
+        """The request of a row that has tokens: inside the page table."""
+        return self.row_batch[unsafe_offset=Int(row)]
+
+    @always_inline
+    def slope(self, head: Int32) -> Float32:
+        """The ALiBi slope of a query head; 0 where there are none."""
+        return self.alibi_slopes[unsafe_offset=Int(head)] if self.has_alibi != 0 else 0
+
+    @always_inline
+    def score(self, dot: Float32, slope: Float32, token: Int32) -> Float32:
+        """The base-2 score of one token, as `Logits.score`."""
+        var x = Float32(token).fma(slope, dot * self.scale)
+        if self.soft_cap > 0:
+            x = self.soft_cap * tanh(x / self.soft_cap)
+        return x * LOG2E
+
+    @always_inline
+    def finish(self, row: Int32, head: Int32, greatest: Float32, total: Float32, writes_lse: Bool) -> Float32:
+        """Adds the sink of a query head, writes the lse, and returns what the weighted values are multiplied by.
+
+        `greatest` and `total` are the state of all the row's tokens, without a sink; the weighted values are relative
+        to `greatest`. A row without tokens, whose `total` is 0, takes no sink: its factor is 0 and its lse -inf.
+        Where `total` is NaN, so are the results. Of the threads that share a row and a head, one has
+        `writes_lse`.
+        """
+        var highest = greatest
+        var sum = total
+        var factor = self.v_scale
+        if self.has_sinks != 0 and total != 0:
+            var sink = self.sinks[unsafe_offset=Int(head)] * LOG2E
+            highest = max(greatest, sink)
+            var mine = exp2(greatest - highest)
+            sum = sum * mine + exp2(sink - highest)
+            factor *= mine
+        if writes_lse:
+            self.lse.unsafe_store(
+                Int(row) * Int(self.num_heads) + Int(head), highest + log2(sum) if sum != 0 else MINUS_INFINITY
+            )
+        return factor / sum if sum != 0 else 0
+
+    @always_inline
+    def element(self, row: Int32, head: Int32, dim: Int32) -> Int:
+        """Elements from the start of q or o to `[row, head, dim]`."""
+        return (Int(row) * Int(self.num_heads) + Int(head)) * Int(self.head_dim) + Int(dim)
+
+
+comptime NOT_A_NUMBER = nan[DType.float32]()
+
+
+@always_inline
+def tanh(x: Float32) -> Float32:
+    """Off by some 2e-7, where the GPU's own instruction is off by 5e-4: a soft cap of 30 would make 1.5e-2 of that."""
+    return 1 - 2 / (exp2(x * (2 * LOG2E)) + 1)

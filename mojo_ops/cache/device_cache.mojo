@@ -1,0 +1,89 @@
+"""A cache as the GPU kernels read it: its type, the page of a token, vector loads of its elements."""
+
+from std.memory import bitcast
+from std.sys import size_of
+from layout import UNKNOWN_VALUE
+
+from ..attention.gpu.params import DecodeRows, NOT_A_NUMBER
+from .paged_kv_cache import KVCacheStaticParams, PagedKVCache
+
+comptime DeviceCache[dtype: DType] = PagedKVCache[
+    dtype, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE
+]
+
+
+def vector_width[kv_dtype: DType]() -> Int:
+    """Elements that a lane loads at once: 16 bytes, 8 of float8; head_dim is a multiple of it."""
+    return 4 if size_of[kv_dtype]() == 4 else 8
+
+
+def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DeviceCache[kv_dtype]) raises:
+    """Refuses storage that vector loads cannot read: every head has to begin at a multiple of one load."""
+    comptime bytes = vector_width[kv_dtype]() * size_of[kv_dtype]()
+    var strides = cache.strides()
+    for elements in [strides.page, strides.slot, strides.head]:
+        if elements * size_of[kv_dtype]() % bytes != 0:
+            raise Error(what, ": a stride of ", elements, " elements is no multiple of ", bytes, " bytes")
+    if Int(cache.blocks.ptr) % bytes != 0:
+        raise Error(what, ": its address ", Int(cache.blocks.ptr), " is no multiple of ", bytes, " bytes")
+
+
+@fieldwise_init
+struct Place(TrivialRegisterPassable):
+    """A token's page, -1 where the table names one outside the pool, and its slot."""
+
+    var page: Int32
+    var slot: Int32
+
+
+struct Pages(TrivialRegisterPassable):
+    """The page table of one row's request."""
+
+    var entries: Pointer[UInt32, ImmUntrackedOrigin]
+    var num_pages: UInt32
+    var page_size: UInt32
+
+    @always_inline
+    def __init__[
+        dtype: DType, kv_dtype: DType, //
+    ](out self, row: Int32, rows: DecodeRows[dtype], cache: DeviceCache[kv_dtype]):
+        var columns = Int(cache.lookup_table.layout.stride[0]().value())
+        self.entries = cache.lookup_table.ptr.unsafe_offset(Int(rows.request(row)) * columns)
+        self.num_pages = UInt32(cache.num_pages())
+        self.page_size = UInt32(cache.slots())
+
+    @always_inline
+    def place(self, token: Int32) -> Place:
+        """Where a token that the row attends to lies."""
+        var column = UInt32(token) // self.page_size
+        var page = self.entries[unsafe_offset=Int(column)]
+        return Place(Int32(page) if page < self.num_pages else -1, Int32(UInt32(token) - column * self.page_size))
+
+
+@always_inline
+def load_raw[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset: Int) -> SIMD[dtype, width]:
+    """One load of up to 16 bytes; `check_alignment` has seen to it that it is aligned."""
+    return source.unsafe_load[width=width, alignment=width * size_of[dtype]()](offset)
+
+
+@always_inline
+def load[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset: Int) -> SIMD[DType.float32, width]:
+    """Float32 of the elements of q, which lie at multiples of 8."""
+    return load_raw[width](source, offset).cast[DType.float32]()
+
+
+@always_inline
+def widen[dtype: DType, width: Int, //](stored: SIMD[dtype, width]) -> SIMD[DType.float32, width]:
+    """Float32 of stored elements; float8 by way of float16, as not every GPU converts it."""
+    comptime if dtype == DType.float8_e5m2:
+        return bitcast[DType.float16, width](bitcast[DType.uint8, width](stored).cast[DType.uint16]() << 8).cast[
+            DType.float32
+        ]()
+    elif dtype == DType.float8_e4m3fn:
+        # seeeemmm -> s0eeeemmm0000000: the exponent bias is 7 there and 15 here.
+        var bits = bitcast[DType.uint8, width](stored).cast[DType.uint16]()
+        var half = bitcast[DType.float16, width](((bits & 0x80) << 8) | ((bits & 0x7F) << 7))
+        var value = half.cast[DType.float32]() * 256
+        return (bits & 0x7F).eq(0x7F).select(type_of(value)(NOT_A_NUMBER), value)
+    else:
+        return stored.cast[DType.float32]()

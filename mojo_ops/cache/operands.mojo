@@ -1,0 +1,84 @@
+"""The operands that every op over pages shares, as kernels take them: views of K and of V, and the page table."""
+
+from extensibility import InputTensor
+from extensibility import _MutableInputTensor as MutableInputTensor
+from layout import UNKNOWN_VALUE
+from std.utils import IndexList
+
+from .checks import PageTable, RowPointer, check_equal, check_same_cache, check_view
+from .paged_kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, page_shape
+
+comptime Unknown = KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE)
+
+
+@fieldwise_init
+struct PagedPair[dtype: DType](TrivialRegisterPassable):
+    """The K and V views of one call, checked against each other, and their page table."""
+
+    comptime Cache = PagedKVCache[Self.dtype, Unknown, UNKNOWN_VALUE]
+    var k: Self.Cache
+    var v: Self.Cache
+    var table: PageTable
+
+    @staticmethod
+    def of[
+        rank: Int, //, kv_layout: StaticString
+    ](
+        k_blocks: MutableInputTensor[dtype=Self.dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=Self.dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+    ) raises -> Self:
+        var k_storage = untracked(k_blocks.unsafe_ptr())
+        var v_storage = untracked(v_blocks.unsafe_ptr())
+        var numbers = untracked_immutable(view.unsafe_ptr())
+        var shape: IndexList[4]
+        var k_strides: PageStrides
+        var v_strides: PageStrides
+        comptime if kv_layout == "STRIDED":
+            comptime assert rank == 1, "strided storage is flat"
+            check_equal("view: its length", view.dim_size(0), 12)
+            shape = IndexList[4](
+                Int(numbers[unsafe_offset=0]),
+                Int(numbers[unsafe_offset=1]),
+                Int(numbers[unsafe_offset=2]),
+                Int(numbers[unsafe_offset=3]),
+            )
+            k_strides = PageStrides.read(numbers.unsafe_offset(4))
+            v_strides = PageStrides.read(numbers.unsafe_offset(8))
+            check_view("k_blocks", shape, k_strides, k_blocks.size())
+            check_view("v_blocks", shape, v_strides, v_blocks.size())
+        else:
+            check_same_cache(k_blocks.shape(), v_blocks.shape(), Int(k_storage), Int(v_storage))
+            check_equal("view: its length", view.dim_size(0), 1)
+            var layer = Int(numbers[unsafe_offset=0])
+            var layers = k_blocks.dim_size(2) if rank == 6 else 1
+            if layer < 0 or layer >= layers:
+                raise Error("layer is ", layer, ", the cache has ", layers)
+            shape = page_shape[kv_layout](k_blocks.shape())
+            k_strides = PageStrides.of[kv_layout](k_blocks.shape(), False, layer)
+            v_strides = PageStrides.of[kv_layout](v_blocks.shape(), True, layer)
+        var entries = untracked_immutable(lookup_table.unsafe_ptr())
+        var batch = lookup_table.dim_size(0)
+        var max_pages = lookup_table.dim_size(1)
+        return Self(
+            Self.Cache(k_storage, shape, k_strides, entries, batch, max_pages),
+            Self.Cache(v_storage, shape, v_strides, entries, batch, max_pages),
+            PageTable(entries, batch, max_pages, shape[0], shape[1]),
+        )
+
+
+@always_inline
+def untracked[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, MutUntrackedOrigin]:
+    """The same address, without the origin that a view's field cannot hold."""
+    return pointer.unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+
+
+@always_inline
+def untracked_immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrigin]:
+    return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+
+
+@always_inline
+def rows_of(tensor: InputTensor[dtype=DType.int32, rank=1, ...]) -> RowPointer:
+    return untracked_immutable(tensor.unsafe_ptr())

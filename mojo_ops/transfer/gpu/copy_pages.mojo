@@ -1,0 +1,79 @@
+"""Copies of pages on a GPU.
+
+Sources and targets lie on the device, where nothing can be refused without waiting: a pair with a page outside the pool
+is skipped, and what a page holds that two pairs write, or that one reads and another writes, is left open.
+"""
+
+from std.math import ceildiv
+from std.sys import size_of
+from std.utils import IndexList
+from max.gpu import block_idx, grid_dim, thread_idx
+from max.gpu.host import DeviceContext
+
+from ...cache.checks import RowPointer
+from ...cache.device_cache import DeviceCache
+from ...cache.paged_kv_cache import TablePointer
+from .rows import copy_width
+from ...cache.strides import PageStrides
+
+comptime THREADS = 128
+comptime MOVES = 16
+"""What a thread moves, about: a large page takes several CTAs."""
+
+
+def whole_pages[
+    dtype: DType, //
+](
+    blocks: Pointer[Scalar[dtype], MutUntrackedOrigin], pages: Int, page_elements: Int, run: Int, table: TablePointer
+) -> DeviceCache[dtype]:
+    """All that the pages of a contiguous array hold, of rank 6 every layer, as slots of `run` elements."""
+    var shape = IndexList[4](pages, page_elements // max(1, run), 1, run)
+    return DeviceCache[dtype](blocks, shape, PageStrides(0, page_elements, run, run), table, 0, 0)
+
+
+def copy_pages_on_gpu[
+    dtype: DType, //
+](
+    ctx: DeviceContext,
+    k: DeviceCache[dtype],
+    v: DeviceCache[dtype],
+    halves: Int,
+    sources: RowPointer,
+    targets: RowPointer,
+    count: Int,
+) raises:
+    """Copies page `sources[i]` to page `targets[i]` in `k`, and where `halves` is 2 in `v`, which is of its shape."""
+    if count == 0 or k.slots() == 0 or k.num_heads() * k.head_dim() == 0:
+        return
+    comptime width = 16 // size_of[dtype]()
+    var elements = k.slots() * k.num_heads() * k.head_dim()
+    var parts = min(ceildiv(elements, THREADS * MOVES * width), 1024)
+    if copy_width(k, v, 0, 0) == width:
+        comptime kernel = copy_pages_kernel[dtype, width]
+        ctx.enqueue_function[kernel](k, v, sources, targets, grid_dim=(count, halves, parts), block_dim=THREADS)
+    else:
+        comptime kernel = copy_pages_kernel[dtype, 1]
+        ctx.enqueue_function[kernel](k, v, sources, targets, grid_dim=(count, halves, parts), block_dim=THREADS)
+
+
+def copy_pages_kernel[
+    dtype: DType, width: Int
+](k: DeviceCache[dtype], v: DeviceCache[dtype], sources: RowPointer, targets: RowPointer):
+    """A pair, K or V of it (`block_idx.y`), and one of the page's parts."""
+    var cache = k if block_idx.y == 0 else v
+    var source = Int(sources[unsafe_offset=Int(block_idx.x)])
+    var target = Int(targets[unsafe_offset=Int(block_idx.x)])
+    var pages = cache.num_pages()
+    if source < 0 or source >= pages or target < 0 or target >= pages:
+        return
+    var dim = cache.head_dim()
+    var heads = cache.num_heads()
+    var row = heads * dim
+    var first = (Int(block_idx.z) * THREADS + Int(thread_idx.x)) * width
+    for i in range(first, cache.slots() * row, Int(grid_dim.z) * THREADS * width):
+        var slot, rest = divmod(i, row)
+        var head, d = divmod(rest, dim)
+        var moved = cache.blocks.ptr.unsafe_load[width=width, alignment=width * size_of[dtype]()](
+            cache.offset(source, slot, head, d)
+        )
+        cache.blocks.ptr.unsafe_store[alignment=width * size_of[dtype]()](cache.offset(target, slot, head, d), moved)

@@ -1,0 +1,347 @@
+"""The batch decode wrappers: FlashInfer's classes, as `decode.py` says; import them from there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paged_kv.arrays import devices as places
+from paged_kv.arrays import gpu
+from paged_kv.arrays.host import as_numpy, dtype_of, like, paged_views
+from paged_kv.calls.attend import Attention, Scales
+from paged_kv.calls.batch import FixedTable, Rows
+from paged_kv.calls.page_table import PageTable
+from paged_kv.calls.plan import Problem, attention_options, check_layout, writable, writable_on_gpu
+from paged_kv.errors import ContractError, ContractTypeError
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """Attention of one query token a request over a paged KV cache: `plan` once, `run` for every layer.
+
+    Args:
+        float_workspace_buffer: Accepted, not kept: the kernels take what they need from MAX. May be None.
+        kv_layout: "NHD" or "HND", of the caches that `run` gets.
+        use_cuda_graph: Keeps the page table in the three buffers below, of whatever kind: the batch is then fixed,
+            `plan` copies into them and `run` reads them again each time, so that changes made to them in place count.
+        use_tensor_cores: Accepted; the CPU has none.
+        paged_kv_indptr_buffer: `[B + 1]` int32 or int64.
+        paged_kv_indices_buffer: int32 or int64, long enough for the most page indices ever planned.
+        paged_kv_last_page_len_buffer: `[B]` int32 or int64.
+
+    Raises:
+        ContractError: the layout is unknown, or a buffer is missing or cannot be written.
+        ContractTypeError: a buffer is no array of these dtypes.
+        ShapeError: a buffer is not 1-D, or the lengths of the buffers do not fit each other.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Any = None,
+        paged_kv_indices_buffer: Any = None,
+        paged_kv_last_page_len_buffer: Any = None,
+    ) -> None:
+        del float_workspace_buffer
+        check_layout(kv_layout)
+        self._kv_layout = kv_layout
+        self._use_tensor_cores = use_tensor_cores
+        self._fixed: FixedTable | None = None
+        if use_cuda_graph:
+            self._fixed = FixedTable(paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        self._attention: Attention | None = None
+        self._rows = Rows.of_one(0)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the page table lives in the user's buffers and the batch is fixed."""
+        return self._fixed is not None
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """As it was given; without effect."""
+        return self._use_tensor_cores
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
+        """Accepted, without effect: the CPU needs no workspace. The plan stays."""
+
+    def plan(
+        self,
+        indptr: Any,
+        indices: Any,
+        last_page_len: Any,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = False,
+    ) -> None:
+        """Fixes the requests and everything else that the runs to come share. The arrays are copied.
+
+        Give the page table as arrays on the host, for a cache on a GPU too: it is checked, and its tables are made,
+        there; a run copies them to the device once and reads nothing back. Arrays on a GPU are refused here, since
+        reading them would wait for the device: `indptr.cpu()` says that the wait is meant.
+
+        Args:
+            indptr: `[B + 1]`, from 0: request b owns `indices[indptr[b]:indptr[b + 1]]`. Any integer dtype.
+            indices: `[indptr[B]]` page ids.
+            last_page_len: `[B]`: tokens in each request's last page, from 1 to page_size; of a request without pages,
+                0 or anything else up to page_size.
+            num_qo_heads: Hq, a multiple of `num_kv_heads`.
+            num_kv_heads: Hk.
+            head_dim: D, a multiple of 8 up to 512.
+            page_size: Tokens of a page.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" (q and the un-rotated keys are rotated on the fly) or "ALIBI".
+            window_left: Keeps the last `window_left + 1` tokens; -1 keeps all.
+            logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; None and 0 are off.
+            q_data_type: Of q and o: float32, float16 or bfloat16, as a name or a torch, NumPy or MAX dtype.
+            kv_data_type: Of the cache: that of q, or float8_e4m3fn or float8_e5m2. None is `q_data_type`.
+            data_type: Deprecated: sets both of the former, except for a `kv_data_type` that is given.
+            sm_scale: Multiplies q . k; None is `1 / sqrt(D)`.
+            rope_scale: Divides the rotary frequencies; None is 1.
+            rope_theta: Base of the rotary embedding; None is 1e4.
+            non_blocking: Accepted, without effect.
+
+        Raises:
+            PageTableError: the page table is inconsistent. A page id that is not one of the cache's is found by `run`.
+            ContractTypeError, ShapeError, ContractError: as `Problem` in `problem.py`; or, where the page table lives
+                in the user's buffers, another batch size, or more indices than fit.
+
+        Nothing changes, the former plan included, if an error is raised.
+        """
+        del non_blocking
+        if data_type is not None:
+            q_data_type = data_type
+        q_dtype = dtype_of(q_data_type, "q_data_type" if data_type is None else "data_type")
+        problem = Problem(
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            q_dtype=q_dtype,
+            kv_dtype=q_dtype if kv_data_type is None else dtype_of(kv_data_type, "kv_data_type"),
+            pos_encoding_mode=pos_encoding_mode,
+            options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
+        )
+        for name, array in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+            if places.device_index(array) is not None:
+                raise ContractTypeError(f"{name} is on a GPU: plan takes the page table on the host ({name}.cpu())")
+        table = PageTable.of(indptr, indices, last_page_len, page_size)
+        attention = Attention(problem)
+        if self._fixed is None:
+            self._rows = Rows.of(table)
+        else:
+            self._fixed.fill(table)
+        self._attention = attention
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+        out: Any = None,
+        lse: Any = None,
+        sinks: Any = None,
+    ) -> Any:
+        """Attention of the planned requests' query tokens; request b's stands at position L_b - 1.
+
+        Args:
+            q: `[B, Hq, D]`, of the planned dtype.
+            paged_kv_cache: `[pages, 2, page_size, Hk, D]` (NHD) or `[pages, 2, Hk, page_size, D]` (HND), or a tuple
+                (k, v) of such arrays without the 2, of the planned dtype. It need not be contiguous, but its last
+                stride is 1. Slots that no request uses may hold anything, NaN included. The wrapper keeps the last
+                run's cache alive until it runs over another or plans again.
+            q_scale, k_scale, v_scale: Calibration scales: a stored value times its scale is the meant one; None is 1.
+            return_lse: Whether to return the lse as well.
+            out: `[B, Hq, D]` in the dtype of `q`: written, and returned as o.
+            lse: `[B, Hq]` float32: written, and returned as lse. It may be given without `return_lse`.
+            sinks: `[Hq]` float32, float16 or bfloat16: natural-log logits that join the denominator, and the lse.
+
+        Returns:
+            o `[B, Hq, D]` in the dtype of `q`, or o and the base-2 lse `[B, Hq]` float32. A request without tokens has
+            o = 0 and lse = -inf.
+
+        Raises:
+            ContractError: nothing was planned, or `out` or `lse` cannot be written, or a number is out of range.
+            PageTableError: a page id is not one of the cache's, or the user's buffers hold an inconsistent page table.
+            ContractTypeError, ShapeError: an array is not as planned.
+        """
+        if self._attention is None:
+            raise ContractError("run: nothing is planned, call plan first")
+        return self._run(self._attention, q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse, out, lse, sinks)
+
+    def run_return_lse(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Any = None,
+        lse: Any = None,
+        sinks: Any = None,
+    ) -> tuple[Any, Any]:
+        """`run` with `return_lse=True`."""
+        return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, True, out, lse, sinks)
+
+    def forward(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        pos_encoding_mode: str | None = None,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int | None = None,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """FlashInfer's older `run`: options that are given replace the planned ones, for this call alone."""
+        if self._attention is None:
+            raise ContractError("forward: nothing is planned, call plan (or begin_forward) first")
+        given: dict[str, Any] = {
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "sm_scale": sm_scale,
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+        }
+        problem = self._attention.problem
+        options = replace(problem.options, **{name: value for name, value in given.items() if value is not None})
+        problem = replace(problem, options=options, pos_encoding_mode=pos_encoding_mode or problem.pos_encoding_mode)
+        return self._run(Attention(problem), q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse)
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """`forward` with `return_lse=True`."""
+        return self.forward(*args, **kwargs | {"return_lse": True})
+
+    def end_forward(self) -> None:
+        """Accepted, without effect, as in FlashInfer."""
+
+    def _run(
+        self,
+        attention: Attention,
+        q: Any,
+        paged_kv_cache: Any,
+        scales: Scales,
+        return_lse: bool,
+        out: Any = None,
+        lse: Any = None,
+        sinks: Any = None,
+    ) -> Any:
+        problem = attention.problem
+        place = places.place_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
+        rows = self._rows if self._fixed is None else self._fixed.rows(problem.page_size)
+        if place is not None:
+            return self._run_on(place, attention, rows, q, paged_kv_cache, scales, return_lse, out, lse, sinks)
+        queries = as_numpy(q, "q")
+        k, v = paged_views(paged_kv_cache, self._kv_layout)
+        shape = (rows.batch, problem.num_qo_heads, problem.head_dim)
+        out_view = None if out is None else writable("out", out, shape, problem.q_dtype)
+        lse_view = None if lse is None else writable("lse", lse, shape[:2], np.dtype(np.float32))
+        o, sums = attention.run(queries, k, v, rows, scales, sinks)
+        if out_view is not None:
+            out_view[...] = o
+        if lse_view is not None:
+            lse_view[...] = sums
+        o = like(q, o) if out is None else out
+        if not return_lse:
+            return o
+        return o, like(q, sums) if lse is None else lse
+
+    def _run_on(
+        self,
+        place: places.Place,
+        attention: Attention,
+        rows: Rows,
+        q: Any,
+        paged_kv_cache: Any,
+        scales: Scales,
+        return_lse: bool,
+        out: Any,
+        lse: Any,
+        sinks: Any,
+    ) -> Any:
+        """`_run` on a GPU: nothing is read back, so page ids and lengths are those of the plan."""
+        problem = attention.problem
+        shape = (rows.batch, problem.num_qo_heads, problem.head_dim)
+        targets = [
+            None if array is None else writable_on_gpu(name, array, of, dtype)
+            for name, array, of, dtype in (
+                ("out", out, shape, problem.q_dtype),
+                ("lse", lse, shape[:2], np.dtype(np.float32)),
+            )
+        ]
+        queries = gpu.to_tensor(q, "q")
+        k, v = gpu.paged_views(paged_kv_cache, self._kv_layout)
+        results = attention.run_on(place, queries, k, v, rows, scales, sinks)
+        given: list[Any] = []
+        for target, array, result in zip(targets, (out, lse), results, strict=True):
+            if target is not None:
+                target.copy_(gpu.to_tensor(result, "result"))
+                place.after_torch()
+            given.append(gpu.like(q, result) if array is None else array)
+        return (given[0], given[1]) if return_lse else given[0]
+
+    def __repr__(self) -> str:
+        facts = [self._kv_layout]
+        if self._fixed is not None:
+            facts.append(f"page table of {self._fixed.batch} requests in the user's buffers")
+        if self._attention is None:
+            facts.append("nothing planned")
+        else:
+            if self._fixed is None:
+                facts.append(f"{self._rows.batch} requests of up to {self._rows.lengths.max(initial=0)} tokens")
+            facts.append(str(self._attention.problem))
+        return f"{type(self).__name__}({', '.join(facts)})"
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The wrapper whose page table lives in the user's buffers, which fix the batch.
+
+    A captured graph of FlashInfer's replays with whatever the buffers hold; here every `run` reads them.
+
+    Args:
+        workspace_buffer: Accepted, not kept.
+        indptr_buffer, indices_buffer, last_page_len_buffer, kv_layout, use_tensor_cores: As in the other wrapper.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Any,
+        indptr_buffer: Any,
+        indices_buffer: Any,
+        last_page_len_buffer: Any,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            True,
+            use_tensor_cores,
+            indptr_buffer,
+            indices_buffer,
+            last_page_len_buffer,
+        )

@@ -1,0 +1,130 @@
+"""A Llama checkpoint, compiled and bound to its weights, with the pages of its cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from max.driver import CPU, Buffer, Device
+from max.dtype import DType
+from max.engine import Model
+
+from paged_kv.arrays.host import numpy_dtype, to_buffer
+from paged_kv.engine.config import LlamaConfig
+from paged_kv.engine.weights import OnProgress, open_checkpoint
+from paged_kv.errors import ContractError
+from paged_kv.graphs.inputs import step_inputs
+from paged_kv.graphs.models.llama import STEP, build_step, cache_shape
+from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.session import Runtime, default_runtime
+
+
+class LlamaModel:
+    """Runs decode steps. It owns the storage of the pages; which request owns which page is the caller's business."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Mapping[str, Any],
+        *,
+        dtype: DType,
+        num_pages: int,
+        page_size: int,
+        on_compile: Callable[[], None] = lambda: None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """Compiles the step, or reads it from disk, and binds `weights` without copying them.
+
+        Args:
+            weights: By checkpoint name, in `dtype`; they must outlive the model.
+            dtype: Of weights, activations and cache.
+            num_pages: Pages of the cache; memory is used as pages are first written.
+            on_compile: Called before a compile (some 20 s, once per model geometry and machine).
+            runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
+                copies them to a GPU. For a GPU the graph is built in the tests, and not yet run.
+
+        Raises:
+            ContractError: the pages do not fit into memory.
+        """
+        self.config = config
+        self.weights = weights
+        self.num_pages = num_pages
+        self.page_size = page_size
+        runtime = runtime or default_runtime()
+        self._device = runtime.place
+        self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)
+        models = load_graphs(
+            runtime.session,
+            {STEP: f"llama {dtype.name} page_size={page_size} {_geometry(config)} {runtime.architecture}".strip()},
+            lambda module, _: build_step(config, dtype, page_size, module, runtime.device),
+            weights=weights,
+            on_compile=on_compile,
+        )
+        self._model: Model = models[STEP]
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path | str,
+        *,
+        dtype: DType,
+        num_pages: int,
+        page_size: int = 16,
+        on_progress: OnProgress | None = None,
+        on_compile: Callable[[], None] = lambda: None,
+        runtime: Runtime | None = None,
+    ) -> LlamaModel:
+        """The model of a Hugging Face folder, its weights memory-mapped and converted only where `dtype` differs.
+
+        Raises:
+            CheckpointError: the folder does not hold a checkpoint that this package runs.
+        """
+        config = LlamaConfig.from_folder(folder)
+        weights = open_checkpoint(folder).load(config, dtype, on_progress)
+        sizes = {"num_pages": num_pages, "page_size": page_size}
+        return cls(config, weights, dtype=dtype, **sizes, on_compile=on_compile, runtime=runtime)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: K and V of all layers."""
+        return self._blocks.num_elements * self._blocks.dtype.size_in_bytes // max(self.num_pages, 1)
+
+    def step(
+        self, tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """Appends each request's new tokens to the cache; logits `[B, vocab]` float32 after the last of them.
+
+        Args:
+            tokens: At least one new token of each of `B` requests.
+            cache_lengths: Tokens that each request has in the cache.
+            pages: Page ids of each request, enough for the new tokens too.
+        """
+        inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
+        arguments = [to_buffer(value) for value in inputs.flatten()]
+        if self._device.is_host:
+            return self._model.execute(*arguments)[0].to_numpy()
+        arguments = [value if value is self._blocks else value.to(self._device) for value in arguments]
+        return self._model.execute(*arguments)[0].to(CPU()).to_numpy()
+
+
+def _new_cache(config: LlamaConfig, num_pages: int, page_size: int, dtype: DType, device: Device) -> Buffer:
+    """The storage of the pages, not yet written to."""
+    shape = [int(size) for size in cache_shape(config, num_pages, page_size)]
+    try:
+        if not device.is_host:
+            return Buffer(dtype, shape, device)
+        return to_buffer(np.empty(shape, numpy_dtype(dtype)))
+    except (MemoryError, ValueError, OverflowError, RuntimeError):  # the second and third: sizes that no array can have
+        size = math.prod(shape) * dtype.size_in_bytes
+        raise ContractError(
+            f"a cache of {num_pages} pages of {page_size} tokens takes {size} bytes: more than there are"
+        ) from None
+
+
+def _geometry(config: LlamaConfig) -> LlamaConfig:
+    """`config` without what the compiled step does not depend on."""
+    return replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)

@@ -1,0 +1,110 @@
+"""Text to tokens and back, through the `tokenizers` library and the checkpoint's own `tokenizer.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+
+from paged_kv.engine.config import LlamaConfig, checkpoint_folder
+from paged_kv.errors import CheckpointError, ContractError
+
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
+_UNFINISHED = 3  # a character has at most four bytes: at most three can wait for the last
+_CONTEXT = 8  # tokens after which a stream forgets older ones, whole character or not
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+        CheckpointError: `tokenizer.json` is missing or unreadable, or has tokens that the model has no embedding for.
+    """
+
+    def __init__(self, folder: Path | str, config: LlamaConfig) -> None:
+        file = checkpoint_folder(folder) / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{file}: no such file")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises Exception itself
+            raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
+        # Some files carry the lengths of their training batches; a prompt is taken as it is.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= config.vocab_size:
+            raise CheckpointError(
+                f"{file}: vocabulary mismatch: token ids go up to {largest}, "
+                f"but vocab_size is {config.vocab_size} in config.json"
+            )
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt, with the special tokens that the tokenizer's file adds.
+
+        Raises:
+            ContractError: the prompt is empty, gives no tokens, or is not text (a lone surrogate).
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ContractError(f"prompt {prompt!a} is not valid text") from None
+        tokens: list[int] = self._tokenizer.encode(prompt).ids
+        if not prompt or not tokens:
+            raise ContractError(f"prompt {prompt!r} is empty: it gives no tokens")
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens, without special tokens."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def stream(self) -> StreamDecoder:
+        """A decoder for the tokens of one request."""
+        return StreamDecoder(self)
+
+
+class StreamDecoder:
+    """Turns the tokens of one request into text as they come; what it returns is never taken back.
+
+    Bytes that may be the start of a character wait until the character is whole, or until `flush`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._recent: list[int] = []  # a token's text depends on those before it: these are decoded together
+        self._new = 0  # how many of them came after the last whole character
+        self._shown = ""  # their text, as far as it was returned
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, perhaps none."""
+        self._recent.append(token)
+        self._new += 1
+        text = self._text()
+        # Where characters are spelt in byte tokens, an unfinished one spoils the whole ones beside it. Those stay as
+        # they were shown, and what is new is decoded by itself.
+        if not text.startswith(self._shown):
+            self._recent, self._shown = self._recent[-self._new :], ""
+            text = self._text()
+        waiting = _waiting(text)
+        piece = text[len(self._shown) : len(text) - waiting]
+        self._shown += piece
+        if (piece and not waiting) or self._new > _CONTEXT:
+            self._recent, self._new = self._recent[-self._new :], 0
+            text = self._text()
+            self._shown = text[: len(text) - waiting]
+        return piece
+
+    def flush(self) -> str:
+        """The text still waiting, unfinished characters as U+FFFD. The stream is then at its start again."""
+        piece = self._text()[len(self._shown) :]
+        self._recent, self._new, self._shown = [], 0, ""
+        return piece
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._recent)
+
+
+def _waiting(text: str) -> int:
+    """How many characters at the end of a text may still change."""
+    return min(len(text) - len(text.rstrip(_REPLACEMENT)), _UNFINISHED)

@@ -1,0 +1,219 @@
+"""Safetensors in: a memory-mapped checkpoint whose tensors MAX reads in place, converted only where the dtype differs.
+
+MAX does not copy what it gets as `weights_registry`, so a weight that is handed over as a view of the memory map is
+held once, in pages that the system can drop and read again. Only the rare tensor that is not aligned to its dtype,
+and every tensor of another dtype than asked for, becomes a copy in memory; those are made block by block.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from max.driver import Buffer
+from max.dtype import DType
+from max.graph.weights import SafetensorWeights
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from safetensors import SafetensorError, safe_open
+
+from paged_kv.engine.config import LlamaConfig, checkpoint_folder, expected_tensors
+from paged_kv.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Safetensors' name of each dtype that a weight may have.
+DTYPES = {"F32": DType.float32, "BF16": DType.bfloat16, "F16": DType.float16}
+_NUMPY: dict[DType, npt.DTypeLike] = {
+    DType.float32: np.float32,
+    DType.bfloat16: ml_dtypes.bfloat16,
+    DType.float16: np.float16,
+}
+_BLOCK_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all after each step of a load."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as its file's header describes it; `dtype` is safetensors' own name, such as "BF16"."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a folder, by name. Nothing is read before `load`."""
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+
+    def load(self, config: LlamaConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
+        """Every tensor of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`.
+
+        A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
+        Of the file's other tensors, `rotary_emb.inv_freq` (older checkpoints) and, with tied embeddings,
+        `lm_head.weight` are ignored; any other one means that the model is not the one that would be computed.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, or of a wrong shape or dtype, or `dtype` is not one of
+                float32, bfloat16 and float16.
+        """
+        if dtype not in _NUMPY:
+            raise CheckpointError(f"{self.folder}: weights cannot be loaded as {dtype.name}")
+        expected = expected_tensors(config)
+        self._check(expected)
+
+        sizes = {name: math.prod(shape) * dtype.size_in_bytes for name, shape in expected.items()}
+        done, total = 0, sum(sizes.values())
+        files = sorted({self.tensors[name].file for name in expected})
+        maps = SafetensorWeights(files)
+        buffers = {}
+        for name in expected:
+            stored = self.tensors[name]
+            view = maps[name].data().to_buffer()
+            in_place = DTYPES[stored.dtype] == dtype and _address(view) % dtype.align == 0
+            buffers[name] = view if in_place else _copy(name, stored, dtype)
+            done += sizes[name]
+            if progress is not None:
+                progress(done, total)
+        return buffers
+
+    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in expected.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise CheckpointError(f"{self.folder}: tensor {name} is missing")
+            if stored.shape != shape:
+                raise CheckpointError(
+                    f"{stored.file}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}"
+                )
+            if stored.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{stored.file}: tensor {name} has dtype {stored.dtype}, expected one of {', '.join(DTYPES)}"
+                )
+        for name, stored in self.tensors.items():
+            # lm_head.weight is expected unless it is tied, and then it repeats the embeddings.
+            if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+                raise CheckpointError(f"{stored.file}: tensor {name} is no part of a Llama model with this config.json")
+
+
+def open_checkpoint(folder: Path | str) -> Checkpoint:
+    """Reads the headers of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
+
+    Raises:
+        CheckpointError: there is no such file; a file is cut short or is not safetensors; the index is no index, names
+            a shard that is missing, or misplaces a tensor; two shards hold the same tensor.
+    """
+    path = checkpoint_folder(folder)
+    index = path / INDEX_FILE
+    if (path / SINGLE_FILE).is_file():
+        return Checkpoint(path, _read_header(path / SINGLE_FILE))
+    if not index.is_file():
+        raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+    weight_map = _read_index(index)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).is_file():
+            raise CheckpointError(f"{index}: shard {shard} is missing from the folder")
+        for name, stored in _read_header(path / shard).items():
+            if name in tensors:
+                raise CheckpointError(f"{path}: tensor {name} is in both {tensors[name].file.name} and {shard}")
+            tensors[name] = stored
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(f"{index}: tensor {name} is not in {shard}")
+    return Checkpoint(path, tensors)
+
+
+@contextmanager
+def progress_bar(description: str) -> Iterator[OnProgress]:
+    """A progress bar of bytes on stderr, gone when done; nothing at all where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(description)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The index's map from tensor to shard, a file name in the same folder."""
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        # An index comes with the download: it shall not reach out of its folder.
+        if all(shard == Path(shard).name for shard in weight_map.values()):
+            return dict(weight_map)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise CheckpointError(f"{index}: no weight_map from tensor names to file names of this folder")
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, after the safetensors library has found header, offsets and file size in order."""
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not iterable itself)
+            return {name: StoredTensor(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except SafetensorError as error:
+        found, expected = file.stat().st_size, _promised_bytes(file)
+        if expected is not None and found < expected:
+            raise CheckpointError(f"{file}: cut short: {expected} bytes expected, {found} found") from None
+        raise CheckpointError(f"{file}: not a safetensors file: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+
+
+def _promised_bytes(file: Path) -> int | None:
+    """The size that a safetensors file should have by its own header, None where that cannot be told.
+
+    The format is the header's length in 8 bytes, little endian; the header in JSON; the tensors.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _MAX_HEADER_BYTES:
+            return None
+        header = opened.read(length)
+    if not header.startswith(b"{"):
+        return None
+    if len(header) < length:
+        return 8 + length
+    try:
+        entries: dict[str, dict[str, Any]] = json.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+        return 8 + length + int(max(ends, default=0))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _address(view: Buffer) -> int:
+    # NumPy's DLPack does not know bfloat16; Buffer.to_numpy may copy.
+    return int(np.from_dlpack(view.view(DType.uint8, (view.num_elements * view.element_size,))).ctypes.data)
+
+
+def _copy(name: str, stored: StoredTensor, dtype: DType) -> Buffer:
+    """The tensor in memory of its own, rounded to `dtype`. The file is read by blocks and not mapped meanwhile."""
+    result = np.empty(stored.shape, _NUMPY[dtype])
+    row_bytes = math.prod(stored.shape[1:]) * DTYPES[stored.dtype].size_in_bytes
+    rows = max(1, _BLOCK_BYTES // row_bytes)
+    # An overflow to infinity (float16) is what the cast means, and no news to whoever asked for it.
+    with safe_open(stored.file, framework="np", backend="pread") as opened, np.errstate(over="ignore"):
+        source = opened.get_slice(name)
+        for start in range(0, stored.shape[0], rows):
+            stop = min(start + rows, stored.shape[0])
+            result[start:stop] = source[start:stop]
+    # NumPy's DLPack does not know bfloat16: its bits travel as bytes.
+    return Buffer.from_numpy(result.reshape(-1).view(np.uint8)).view(dtype, stored.shape)

@@ -1,0 +1,167 @@
+"""What `paged-kv doctor` finds: the toolchain, the CPU and its target, GPUs, the cache folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TypeVar
+
+from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
+from paged_kv.runtime.folders import cache_folder
+from paged_kv.runtime.kernel_choice import explain
+
+PINNED = {"max": "26.7.0", "mojo": "1.2.0"}
+"""The versions that the Mojo sources are written for; pyproject.toml pins the same."""
+
+_TELLING_FLAGS = (
+    "avx2 fma avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 asimd asimdhp bf16 sve"
+)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Report:
+    """Findings, each empty or None where there is nothing, and in `problems` what is wrong with them."""
+
+    cpu: CpuInfo
+    cores: int
+    """Cores that this process may run on."""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    """Installed version of each pinned distribution."""
+    target: str | None = None
+    """The LLVM CPU target in force; None: MAX's own choice."""
+    default_target: str | None = None
+    """What MAX picks when it is not told."""
+    gpus: list[str] = field(default_factory=list)
+    architectures: list[str] = field(default_factory=list)
+    """Of the GPUs: "sm_90a", "gfx942", ..."""
+    kernels: Path | None = None
+    """The folder of the Mojo sources."""
+    cache: Path | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def exit_status(self) -> int:
+        """0 when nothing is wrong, else 1."""
+        return 1 if self.problems else 0
+
+
+def collect() -> Report:
+    """Looks at this machine and installation. Never raises: what goes wrong becomes a problem in the report."""
+    report = Report(cpu=CpuInfo.read(), cores=_cores())
+
+    def attempt(what: str, find: Callable[[], T]) -> T | None:
+        try:
+            return find()
+        except Exception as error:
+            report.problems.append(f"{what}: {' '.join(str(error).split()) or type(error).__name__}")
+            return None
+
+    report.versions = {name: _installed(name) for name in PINNED}
+    report.problems += _version_problems(report.versions)
+    report.kernels = attempt("Mojo sources", _kernels)
+    report.cache = attempt("cache", cache_folder)
+    if report.versions["max"] is not None:
+        report.target = attempt("CPU target", apply_cpu_target)
+        found = attempt("GPU", _gpus) or []
+        report.gpus = [name for name, _ in found]
+        report.architectures = [architecture for _, architecture in found]
+    if report.versions["mojo"] is not None:
+        report.default_target = attempt("mojo", _default_target)
+    return report
+
+
+def render(report: Report) -> str:
+    """The report as text, one finding a line."""
+    cpu = report.cpu
+    features = " ".join(flag for flag in _TELLING_FLAGS.split() if flag in cpu.flags)
+    target = report.target or "MAX's own choice"
+    if report.default_target:
+        target += f" (MAX alone picks {report.default_target})"
+    rows = {
+        **{name: version or "not installed" for name, version in report.versions.items()},
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "cpu": f"{cpu.model_name or 'unknown model'}, {cpu.machine}, {report.cores} core{'s' * (report.cores != 1)}",
+        "features": features or "none listed",
+        "target": target,
+        "gpu": ", ".join(report.gpus) or "none",
+        "kernels": str(report.kernels or "not found"),
+        "cache": str(report.cache or "none"),
+    }
+    lines = [f"{name:<10}{value}" for name, value in rows.items()]
+    lines += [f"error: {problem}" for problem in report.problems] or ["all is well"]
+    return "\n".join(lines)
+
+
+def explain_kernels(architectures: Sequence[str], head_dim: int, group: int, page_size: int) -> str:
+    """Which attention kernel answers, on the CPU and on GPUs of these architectures, for every pair of dtypes."""
+    sizes = f"head_dim {head_dim}, {group} query heads a KV head, pages of {page_size}"
+    blocks = []
+    for architecture in (None, *dict.fromkeys(architectures)):
+        lines = explain(architecture, head_dim, group, page_size)
+        blocks.append(
+            "\n".join([f"\n{architecture or 'cpu'}: attention with {sizes}", *(f"  {line}" for line in lines)])
+        )
+    return "\n".join(blocks)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _version_problems(versions: dict[str, str | None]) -> list[str]:
+    """One line for each wrong version, each with the command that puts it right."""
+    wrong = {name: found for name, found in versions.items() if found != PINNED[name]}
+    command = shlex.join([sys.executable, "-m", "pip", "install", *(f"{name}=={PINNED[name]}" for name in wrong)])
+    return [
+        f"{name} {PINNED[name]} is needed, {found or 'none'} is installed; run: {command}"
+        for name, found in wrong.items()
+    ]
+
+
+def _kernels() -> Path:
+    folder = Path(str(resources.files("paged_kv.mojo_ops")))
+    if not (folder / "ops.mojo").is_file():
+        raise FileNotFoundError(f"{folder / 'ops.mojo'} is missing; reinstall paged-kv")
+    return folder
+
+
+def _gpus() -> list[tuple[str, str]]:
+    """Each GPU in words, and its architecture."""
+    from max.driver import Accelerator, accelerator_count
+
+    devices = [Accelerator(index) for index in range(accelerator_count())]
+    return [
+        (f"{device.model_name} ({device.api}, {device.architecture_name})", device.architecture_name)
+        for device in devices
+    ]
+
+
+def _default_target() -> str | None:
+    """What the compiler picks for this CPU when nobody says."""
+    from mojo.run import subprocess_run_mojo
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "any.mojo")
+        source.touch()
+        args = ["build", "--print-effective-target", str(source)]
+        output = subprocess_run_mojo(args, capture_output=True, text=True, timeout=60, check=True).stdout
+    _, _, rest = output.partition("--target-cpu ")
+    return rest.split()[0] if rest else None

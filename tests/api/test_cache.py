@@ -1,0 +1,249 @@
+"""The functional cache: what it returns, that it leaves its input alone, and what it refuses."""
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_kv.arrays.host import as_numpy
+from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv, init_paged_kv_cache
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
+from paged_kv.pool import PagePool
+from support.kinds import KINDS, bytes_of, kind_of, make
+
+
+def fields(cache: PagedKVCache) -> list[Any]:
+    return [cache.key_pool, cache.value_pool, cache.block_table, cache.seq_lengths]
+
+
+def poisoned(kind: str, dtype: str, blocks=8, size=4, heads=2, dim=8, batch=3, columns=4) -> PagedKVCache:
+    """An empty cache of any kind whose pools hold NaN."""
+    pool = np.full((blocks, size, heads, dim), np.nan, dtype)
+    table, lengths = np.full((batch, columns), -1, np.int32), np.zeros(batch, np.int32)
+    return PagedKVCache(*(make(kind, array) for array in (pool, pool, table, lengths)))
+
+
+def rows(seed: int, count: int, cache: PagedKVCache, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    shape = (2, count, cache.num_kv_heads, cache.head_dim)
+    return tuple(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "element"),
+    [
+        ("bfloat16", "numpy", ml_dtypes.bfloat16),
+        (np.float32, "numpy", np.float32),
+        (ml_dtypes.float8_e4m3fn, "numpy", ml_dtypes.float8_e4m3fn),
+        (torch.float16, "torch", np.float16),
+        (torch.bfloat16, "torch", ml_dtypes.bfloat16),
+    ],
+)
+def test_an_empty_cache(dtype, kind, element):
+    sizes = {"num_blocks": 6, "block_size": 5, "num_kv_heads": 3, "head_dim": 7}
+    cache = init_paged_kv_cache(**sizes, batch_size=2, max_blocks_per_seq=4, dtype=dtype)
+    assert {name: getattr(cache, name) for name in sizes} == sizes
+    assert [kind_of(array) for array in fields(cache)] == [kind] * 4
+    keys, values, table, lengths = (as_numpy(array, "x") for array in fields(cache))
+    for pool in (keys, values):
+        assert pool.shape == (6, 5, 3, 7)
+        assert pool.dtype == element
+        assert not pool.astype(np.float32).any()
+    assert keys.ctypes.data != values.ctypes.data
+    assert (table.dtype, lengths.dtype) == (np.int32, np.int32)
+    assert table.tolist() == [[-1] * 4] * 2
+    assert lengths.tolist() == [0, 0]
+    with pytest.raises(FrozenInstanceError):
+        cache.seq_lengths = lengths
+
+
+def test_an_empty_cache_of_jax_arrays():
+    cache = init_paged_kv_cache(
+        num_blocks=2, block_size=4, num_kv_heads=1, head_dim=8, batch_size=1, max_blocks_per_seq=2, dtype=jnp.bfloat16
+    )
+    assert [kind_of(array) for array in fields(cache)] == ["jax"] * 4
+    assert cache.key_pool.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_append_then_gather(kind, dtype):
+    empty = poisoned(kind, dtype)
+    before = bytes_of(fields(empty))
+    allocated, consumed = allocate_blocks(
+        empty, sequence_idx=1, num_new_tokens=6, free_block_ids=make(kind, np.array([5, 2, 7], np.int32))
+    )
+    assert consumed == 2
+    assert as_numpy(allocated.block_table, "t").tolist() == [[-1] * 4, [5, 2, -1, -1], [-1] * 4]
+    assert as_numpy(allocated.seq_lengths, "l").tolist() == [0, 0, 0]
+    keys, values = rows(0, 6, empty, dtype)
+    appended = append_kv(allocated, 1, make(kind, keys), make(kind, values))
+    assert as_numpy(appended.seq_lengths, "l").tolist() == [0, 6, 0]
+    pool = as_numpy(appended.key_pool, "k")
+    assert pool[5].tobytes() == keys[:4].tobytes()
+    assert pool[2, :2].tobytes() == keys[4:].tobytes()
+    unused = pool.astype(np.float32)
+    assert np.isnan(unused[[0, 1, 3, 4, 6, 7]]).all()
+    assert np.isnan(unused[2, 2:]).all()
+    k, v, length = gather_kv(appended, 1)
+    assert length == 6
+    assert type(length) is int
+    assert bytes_of([k, v]) == bytes_of([keys, values])
+    assert [kind_of(array) for array in [*fields(appended), k, v]] == [kind] * 6
+    assert as_numpy(k, "k").dtype == np.dtype(dtype)
+    none, nothing, zero = gather_kv(appended, 0)
+    assert (as_numpy(none, "k").shape, as_numpy(nothing, "v").shape, zero) == ((0, 2, 8), (0, 2, 8), 0)
+    assert as_numpy(none, "k").dtype == np.dtype(dtype)
+    assert bytes_of(fields(empty)) == before
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(
+    st.sampled_from(["numpy", "torch", "max"]),
+    st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "float64"]),
+    st.integers(1, 7),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=8),
+)
+def test_any_sequence_of_appends_is_gathered_in_order(kind, dtype, size, dim, steps):
+    cache = poisoned(kind, dtype, blocks=80, size=size, dim=dim, columns=80)
+    pool, truth = PagePool(80, size), {b: ([], []) for b in range(3)}
+    for b in truth:
+        pool.start(b)
+    for step, (b, count) in enumerate(steps):
+        new = pool.reserve(b, count)
+        spare = [*new, 99]  # an id past those that are consumed is not looked at
+        previous, before = cache, bytes_of(fields(cache))
+        cache, consumed = allocate_blocks(
+            cache, sequence_idx=b, num_new_tokens=count, free_block_ids=make(kind, np.array(spare, np.int64))
+        )
+        assert consumed == len(new)
+        keys, values = rows(step, count, cache, dtype)
+        cache = append_kv(cache, b, make(kind, keys), make(kind, values))
+        assert bytes_of(fields(previous)) == before
+        truth[b][0].extend(keys)
+        truth[b][1].extend(values)
+    for b, (keys, values) in truth.items():
+        k, v, length = gather_kv(cache, b)
+        assert length == len(keys)
+        assert as_numpy(k, "k").shape == (length, 2, dim)
+        assert bytes_of([k, v]) == [b"".join(row.tobytes() for row in side) for side in (keys, values)]
+
+
+def test_floats_are_converted_to_the_pools_dtype():
+    cache, _ = allocate_blocks(
+        poisoned("torch", "bfloat16"), sequence_idx=0, num_new_tokens=1, free_block_ids=torch.tensor([3])
+    )
+    keys = torch.full((1, 2, 8), 1 + 2**-10)
+    k, _, _ = gather_kv(append_kv(cache, 0, keys, keys), 0)
+    assert torch.equal(k, keys.bfloat16())
+
+
+def filled() -> PagedKVCache:
+    """Sequence 0 holds 5 tokens, in blocks 6 and 1; sequence 1 has block 2 and no tokens."""
+    cache = poisoned("numpy", "float32")
+    cache.block_table[0, :2], cache.block_table[1, 0], cache.seq_lengths[0] = (6, 1), 2, 5
+    return cache
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+TOKENS = np.ones((3, 2, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"free_block_ids": ids(3)}, PoolExhausted, r"free_block_ids has 1 entries but 2 are needed \(sequence 0\)"),
+        ({"free_block_ids": ids(3, 8)}, PageTableError, r"free_block_ids\[1\] is 8, outside the pool's \[0, 8\)"),
+        ({"free_block_ids": ids(-1, 3)}, PageTableError, r"free_block_ids\[0\] is -1"),
+        ({"free_block_ids": ids(3, 3)}, PageTableError, r"free_block_ids names a block twice in \[3, 3\]"),
+        ({"free_block_ids": ids(3, 4)[None]}, ShapeError, "free_block_ids must have 1 dimensions"),
+        ({"free_block_ids": [3, 4]}, ContractTypeError, "free_block_ids must be an array"),
+        ({"num_new_tokens": 12, "free_block_ids": ids(3, 4, 5)}, PageTableError, "num_new_tokens: sequence 0 .* 5 bl"),
+        ({"num_new_tokens": -1}, ContractError, "num_new_tokens must be at least 0, not -1"),
+        ({"num_new_tokens": 1.5}, ContractTypeError, "num_new_tokens must be an integer"),
+        ({"sequence_idx": 3}, ContractError, "sequence_idx is 3, the cache has 3 sequences"),
+        ({"sequence_idx": -1}, ContractError, "sequence_idx must be at least 0, not -1"),
+    ],
+)
+def test_allocations_that_are_refused(change, error, said):
+    cache = filled()
+    before = bytes_of(fields(cache))
+    with pytest.raises(error, match=said) as caught:
+        allocate_blocks(cache, **{"sequence_idx": 0, "num_new_tokens": 8, "free_block_ids": ids(3, 4), **change})
+    assert isinstance(caught.value, TypeError if error is ContractTypeError else ValueError)
+    assert bytes_of(fields(cache)) == before
+
+
+@pytest.mark.parametrize(
+    ("sequence", "keys", "values", "error", "said"),
+    [
+        (0, TOKENS, TOKENS[:2], ShapeError, r"keys_new shape \(3, 2, 8\) != values_new shape \(2, 2, 8\)"),
+        (0, TOKENS[:, :1], TOKENS[:, :1], ShapeError, r"keys_new must be \[T, 2, 8\], its shape is \(3, 1, 8\)"),
+        (0, TOKENS[0], TOKENS[0], ShapeError, r"keys_new must be \[T, 2, 8\]"),
+        (0, np.ones((4, 2, 8), "f4"), np.ones((4, 2, 8), "f4"), PageTableError, r"block_table\[0, 2\] is unallocated"),
+        (2, TOKENS, TOKENS, PageTableError, r"block_table\[2, 0\] is unallocated .* allocate_blocks before append_kv"),
+        (0, np.ones((20, 2, 8), "f4"), np.ones((20, 2, 8), "f4"), PageTableError, "sequence 0 needs 7 blocks, .* 4"),
+        (0, TOKENS.astype(int), TOKENS.astype(int), ContractTypeError, "keys_new: dtype int64 .* float32"),
+        (0, TOKENS, TOKENS.astype(int), ContractTypeError, "values_new: dtype int64 .* float32"),
+        (0, [1], TOKENS, ContractTypeError, "keys_new must be an array"),
+        (3, TOKENS, TOKENS, ContractError, "sequence_idx is 3"),
+    ],
+)
+def test_appends_that_are_refused(sequence, keys, values, error, said):
+    cache = filled()
+    before = bytes_of(fields(cache))
+    with pytest.raises(error, match=said) as caught:
+        append_kv(cache, sequence, keys, values)
+    assert isinstance(caught.value, TypeError if error is ContractTypeError else ValueError)
+    assert bytes_of(fields(cache)) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"block_table": ids(6, 8)[None]}, PageTableError, r"block_table\[0, 1\] is 8, outside the pool's \[0, 8\)"),
+        ({"block_table": ids(6, -1)[None]}, PageTableError, r"block_table\[0, 1\] is unallocated"),
+        ({"block_table": ids(6)[None]}, PageTableError, "block_table: sequence 0 needs 2 blocks, its row has 1"),
+        ({"block_table": ids(6, 1)}, ShapeError, "block_table must have 2 dimensions"),
+        ({"seq_lengths": ids(-5)}, PageTableError, "seq_lengths: sequence 0 has length -5"),
+        ({"seq_lengths": ids(5, 0)}, ShapeError, "seq_lengths has 2 entries, block_table has 1 rows"),
+        ({"value_pool": np.zeros((8, 4, 2, 4), "f4")}, ShapeError, r"value_pool: shape .*4\) differs from key_pool's"),
+        ({"value_pool": np.zeros((8, 4, 2, 8), "f2")}, ContractTypeError, "value_pool: dtype float16 differs"),
+    ],
+)
+def test_caches_that_contradict_themselves_are_refused(change, error, said):
+    cache = replace(filled(), **{"block_table": ids(6, 1)[None], "seq_lengths": ids(5), **change})
+    with pytest.raises(error, match=said):
+        gather_kv(cache, 0)
+    with pytest.raises(error):
+        append_kv(cache, 0, TOKENS, TOKENS)
+
+
+def test_one_block_twice_in_a_row_would_be_overwritten():
+    cache = replace(filled(), block_table=ids(6, 6)[None], seq_lengths=ids(0))
+    with pytest.raises(PageTableError, match=r"both write slot 0 of page 6"):
+        append_kv(cache, 0, np.ones((5, 2, 8), np.float32), np.ones((5, 2, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"block_size": 0}, ContractError, "block_size must be at least 1, not 0"),
+        ({"num_blocks": -1}, ContractError, "num_blocks must be at least 0, not -1"),
+        ({"head_dim": 8.0}, ContractTypeError, "head_dim must be an integer"),
+        ({"dtype": None}, ContractTypeError, "dtype: None is none of"),
+    ],
+)
+def test_sizes_that_are_refused(change, error, said):
+    sizes = {"num_blocks": 2, "block_size": 4, "num_kv_heads": 1, "head_dim": 8, "batch_size": 1}
+    with pytest.raises(error, match=said):
+        init_paged_kv_cache(**{**sizes, "max_blocks_per_seq": 2, "dtype": "float32", **change})

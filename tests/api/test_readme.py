@@ -1,0 +1,37 @@
+"""The README's example runs as it stands, and its answer is the oracle's."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from paged_kv import reference
+from support.compare import assert_close, assert_lse_close
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+GRAPH, CALL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_graph_example_runs_and_is_right(capsys):
+    names: dict = {}
+    exec(GRAPH, names)
+    assert capsys.readouterr().out == "(2, 8, 64) (2, 8)\n"
+    pages = names["pages"]
+    arrays = (names[name] for name in ("table", "requests", "lengths"))
+    o, lse = reference.attention(names["q"], pages, pages, *arrays, window_left=15)
+    assert_close(names["o"].to_numpy(), o, rel=1e-5, what="o")
+    assert_lse_close(names["lse"].to_numpy(), lse, tol=1e-5, what="lse")
+    assert np.isfinite(lse).all()
+
+
+def test_the_call_example_runs_and_is_right(capsys):
+    names: dict = {}
+    exec(CALL, names)
+    assert capsys.readouterr().out == "torch.Size([2, 8, 64])\n"
+    q, pages = (names[name].double().numpy() for name in ("q", "kv_cache"))
+    table, lengths = np.array([[7, 2, 0], [4, 9, 1]]), np.array([20, 33])
+    o, _ = reference.attention(q, pages, pages, table, np.arange(2), lengths, window_left=15)
+    result = names["wrapper"].run(names["q"], names["kv_cache"])
+    assert_close(result.float().numpy(), o, rel=1e-2, what="o")

@@ -1,0 +1,184 @@
+"""What `paged-kv generate` refuses: one line on stderr that names the fault, exit status 2, and no traceback."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+from max.driver import accelerator_count
+from safetensors.numpy import load_file
+
+from paged_kv.cli import _run
+from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.runtime.folders import cache_folder
+from support.checkpoints import raw_safetensors
+
+
+@pytest.fixture(scope="module")
+def folder():
+    return write_demo_checkpoint(cache_folder() / "demo")
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+@pytest.fixture
+def refuse(capfd, folder):
+    """Runs `generate` with bad input; the one line that it says."""
+
+    def refuse(*args, model=folder, prompt="hello"):
+        given = {"--model": model, "--prompt": prompt}
+        options = [f"{name}={value}" for name, value in given.items() if value is not None]
+        assert _run(["generate", *options, *map(str, args)]) == 2
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert re.fullmatch(r"error: [^\n]+\n", err)
+        return err
+
+    return refuse
+
+
+def rewrite(file, **changes):
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | changes))
+
+
+def read_tensors(file):
+    """{name: (safetensors dtype, shape, bytes)} of a float32 file."""
+    return {name: ("F32", array.shape, array.tobytes()) for name, array in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--page-size", "0"], ["--page-size must be at least 1, not 0"]),
+        (["--page-size", "-1"], ["--page-size must be at least 1, not -1"]),
+        (["--page-size", "1.5"], ["--page-size", "1.5"]),
+        (["--page-size", str(10**15)], [f"a cache of 1 pages of {10**15} tokens takes"]),
+        (["--pages", "0"], ["--pages must be at least 1, not 0"]),
+        (["--pages", "4"], ["--pages 4 is too few", "need 5 pages of 16"]),
+        (["--pages", str(10**13)], [f"a cache of {10**13} pages of 16 tokens takes"]),
+        (["--pages", str(10**22)], [f"a cache of {10**22} pages of 16 tokens takes"]),
+        (["--max-new-tokens", "0"], ["max_new_tokens must be at least 1, not 0"]),
+        (["--temperature", "-0.1"], ["temperature", "-0.1"]),
+        (["--temperature", "nan"], ["temperature", "nan"]),
+        (["--top-p", "0"], ["top_p", "not 0.0"]),
+        (["--top-p", "2"], ["top_p", "not 2.0"]),
+        (["--seed", "-1"], ["seed", "-1"]),
+        (["--dtype", "float64"], ["--dtype", "float64"]),
+        (["--device", "tpu"], ["--device", "tpu"]),
+        (["--colour"], ["--colour"]),
+        (["surplus"], ["surplus"]),
+    ],
+)
+def test_bad_options(refuse, args, words):
+    message = refuse(*args)
+    assert all(word in message for word in words)
+
+
+@pytest.mark.skipif(accelerator_count() > 0, reason="there is a GPU")
+def test_no_gpu(refuse, capfd):
+    assert "GPU 0: MAX finds no such device" in refuse("--device", "gpu")
+    assert _run(["demo", "--device", "gpu"]) == 2
+    assert "GPU 0: MAX finds no such device" in capfd.readouterr().err
+
+
+def test_missing_options(refuse):
+    assert "--prompt" in refuse(prompt=None)
+    assert "--model" in refuse(model=None)
+
+
+def test_missing_commands(capsys):
+    assert _run(["generates"]) == 2
+    assert capsys.readouterr().err.startswith("error: No such command 'generates'")
+    assert _run([]) == 2
+    assert capsys.readouterr().err.startswith("Usage: paged-kv")
+
+
+def test_bad_prompts(refuse):
+    assert "prompt '' is empty" in refuse(prompt="")
+    assert "not valid text" in refuse(prompt="a\udcff")
+    assert "prompt 0 has 4097 tokens, max_position_embeddings is 4096" in refuse(prompt="a" * 4096)
+    # A thousand letters do not fit into 10 pages.
+    assert "--pages 10 is too few" in refuse("--pages", 10, prompt="a" * 1000)
+
+
+def test_folders_that_are_none(refuse, folder, tmp_path):
+    assert f"{tmp_path}/none: no such folder" in refuse(model=tmp_path / "none")
+    assert "config.json: not a folder" in refuse(model=folder / "config.json")
+    assert f"{tmp_path}/config.json: no such file" in refuse(model=tmp_path)
+
+
+def test_bad_configurations(refuse, copy):
+    config = copy / "config.json"
+    good = config.read_text()
+    for change, words in (
+        ({"architectures": ["MixtralForCausalLM"]}, ["architectures", "MixtralForCausalLM", "LlamaForCausalLM"]),
+        ({"head_dim": 12}, ["head_dim = 12"]),
+        ({"vocab_size": 200, "eos_token_id": 1, "bos_token_id": 1}, ["vocab"]),
+        ({"hidden_act": "gelu"}, ["hidden_act"]),
+    ):
+        config.write_text(good)
+        rewrite(config, **change)
+        (copy / "generation_config.json").unlink(missing_ok=True)
+        message = refuse(model=copy)
+        assert all(word in message for word in words)
+    config.write_text('{"hidden_size": ')
+    assert "config.json: not readable as JSON" in refuse(model=copy)
+    config.write_bytes(b"\xff\xfe")
+    assert "config.json: not readable as JSON" in refuse(model=copy)
+
+
+def test_bad_tokenizers(refuse, copy):
+    file = copy / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["model"]["vocab"] |= {"ab": 259}
+    file.write_text(json.dumps(values))
+    message = refuse(model=copy)
+    assert "vocabulary mismatch: token ids go up to 259, but vocab_size is 259" in message
+    file.write_text("[]")
+    assert "tokenizer.json: not a tokenizer" in refuse(model=copy)
+    file.unlink()
+    assert "tokenizer.json: no such file" in refuse(model=copy)
+
+
+def test_bad_weights(refuse, copy):
+    file = copy / "model.safetensors"
+    whole, tensors = file.read_bytes(), read_tensors(file)
+    name = "model.layers.2.mlp.up_proj.weight"
+    file.write_bytes(raw_safetensors({key: tensor for key, tensor in tensors.items() if key != name}))
+    assert f"tensor {name} is missing" in refuse(model=copy)
+    dtype, (rows, columns), data = tensors[name]
+    file.write_bytes(raw_safetensors(tensors | {name: (dtype, (columns, rows), data)}))
+    assert f"tensor {name} has shape [256, 768], expected [768, 256]" in refuse(model=copy)
+    file.write_bytes(raw_safetensors(tensors | {name: ("I32", (rows, columns), data)}))
+    assert f"tensor {name} has dtype I32" in refuse(model=copy)
+    file.write_bytes(whole[:-1])
+    assert f"cut short: {len(whole)} bytes expected, {len(whole) - 1} found" in refuse(model=copy)
+    file.write_bytes(whole[:100])
+    assert "cut short" in refuse(model=copy)
+    file.write_bytes(b"PK\x03\x04 not at all" * 99)
+    assert "model.safetensors: not a safetensors file" in refuse(model=copy)
+    file.write_bytes(b"")
+    assert "model.safetensors" in refuse(model=copy)
+    file.unlink()
+    assert "neither model.safetensors nor" in refuse(model=copy)
+
+
+def test_bad_shards(refuse, copy):
+    tensors = read_tensors(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    shards = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    for shard in set(shards.values()):
+        held = {name: tensors[name] for name, where in shards.items() if where == shard}
+        (copy / shard).write_bytes(raw_safetensors(held))
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    second = copy / "model-00002-of-00002.safetensors"
+    os.truncate(second, second.stat().st_size - 4)
+    assert f"{second}: cut short" in refuse(model=copy)
+    second.unlink()
+    assert "shard model-00002-of-00002.safetensors is missing" in refuse(model=copy)

@@ -1,0 +1,206 @@
+"""The paged decode step against Hugging Face transformers, which runs each prompt alone and without pages."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from max.dtype import DType
+
+from paged_kv.engine.generate import Generation, pages_for
+from paged_kv.engine.model import LlamaModel
+from paged_kv.engine.sampling import Sampler
+from support.checkpoints import LLAMA3, make_checkpoint, relative_error
+from support.llama_family import Member, load_family, poison
+
+NEW_TOKENS = 64
+PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (33, 1, 700, 16, 3)]
+TIE = 1e-5  # relative to the largest logit of the step: closer than this, either of two tokens is right
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+BASE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8}
+# Heads per KV head, sizes of head and page, embeddings, frequencies and odd sizes, each with each other's company.
+FLOAT32 = {
+    "group1": (16, BASE | {"num_key_value_heads": 8}),
+    "group4": (5, BASE | {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "group8": (1, BASE | {"num_key_value_heads": 1, "head_dim": 24, "rms_norm_eps": 0.1}),
+    "odd": (128, BASE | {"hidden_size": 54, "intermediate_size": 75, "num_attention_heads": 6, "head_dim": 40,
+                         "num_key_value_heads": 2, "vocab_size": 263, "num_hidden_layers": 3,
+                         "rope_parameters": LINEAR}),
+}  # fmt: skip
+BFLOAT16 = "bfloat16"
+SHARDED = "group4"
+
+
+@dataclass
+class Case:
+    """One checkpoint, in our hands and in transformers'."""
+
+    model: LlamaModel
+    reference: transformers.LlamaForCausalLM
+
+    @cached_property
+    def expected(self) -> list[tuple[list[int], np.ndarray]]:
+        """The greedy tokens after each prompt, and the logits `[NEW_TOKENS, vocab]` that they are taken from."""
+        return [greedy(self.reference, prompt) for prompt in PROMPTS]
+
+    @cached_property
+    def one_step(self) -> "Run":
+        """All prompts together, each prefilled whole."""
+        return Run(self.model)
+
+
+def read_reference(folder, dtype=torch.float32):
+    """Read anew, for a model that was cast to bfloat16 once has lost digits of its rotary frequencies."""
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def greedy(reference, prompt):
+    tokens, rows, past = list(prompt), [], None
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            new = tokens if past is None else tokens[-1:]
+            out = reference(torch.tensor([new]), past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            rows.append(out.logits[0, -1].numpy())
+            tokens.append(int(rows[-1].argmax()))
+    return tokens[len(prompt) :], np.stack(rows)
+
+
+class Spy:
+    """A model as `Generation` sees it: remembers the steps, and may move the pages elsewhere in the storage."""
+
+    def __init__(self, model, places=None):
+        self.model = model
+        self.config, self.page_size = model.config, model.page_size
+        self.num_pages = model.num_pages if places is None else len(places)
+        self.places = places
+        self.steps = []
+
+    def step(self, tokens, cache_lengths, pages):
+        self.steps.append([(len(new), cached) for new, cached in zip(tokens, cache_lengths, strict=True)])
+        if self.places is not None:
+            pages = [[int(self.places[page]) for page in owned] for owned in pages]
+        return self.model.step(tokens, cache_lengths, pages)
+
+
+class Run(Sampler):
+    """A greedy run of all prompts: tokens, logits and steps. The storage is full of NaN before it."""
+
+    def __init__(self, model, places=None, **options):
+        super().__init__()
+        poison(model)
+        spy = Spy(model, places)
+        self.logits = [[] for _ in PROMPTS]
+        self.tokens = [[] for _ in PROMPTS]
+        for emitted in Generation(spy, PROMPTS, NEW_TOKENS, self, **options):
+            self.tokens[emitted.request].append(emitted.token)
+        self.steps = spy.steps
+
+    def __call__(self, logits, requests):
+        for row, request in zip(logits, requests, strict=True):
+            self.logits[request].append(row.copy())
+        return super().__call__(logits, requests)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    references, members = {}, {}
+    settings = {name: (*setting, torch.float32) for name, setting in FLOAT32.items()}
+    settings[BFLOAT16] = (16, BASE | {"num_key_value_heads": 2}, torch.bfloat16)
+    for name, (page_size, overrides, dtype) in settings.items():
+        shard = "30KB" if name == SHARDED else "5GB"
+        make_checkpoint(folder / name, dtype=dtype, max_shard_size=shard, **overrides)
+        references[name] = read_reference(folder / name)
+        spare = -(-300 // page_size)
+        pages = sum(-(-(len(prompt) + NEW_TOKENS - 1) // page_size) for prompt in PROMPTS) + spare
+        members[name] = Member(folder / name, DType.bfloat16 if name == BFLOAT16 else DType.float32, page_size, pages)
+    assert len(list((folder / SHARDED).glob("model-*.safetensors"))) > 2
+    models = load_family(members)
+    return {name: Case(models[name], references[name]) for name in members}
+
+
+@pytest.fixture(params=FLOAT32)
+def case(request, cases):
+    return cases[request.param]
+
+
+def test_no_step_of_the_references_is_a_tie(case):
+    """Else "the same tokens" would be luck: take another seed."""
+    for _, logits in case.expected:
+        second, first = np.sort(logits, axis=-1)[:, -2:].T
+        assert ((first - second) / np.abs(logits).max(axis=-1)).min() > TIE
+
+
+def test_prefill_and_decode_logits_and_tokens_are_those_of_transformers(case):
+    run = case.one_step
+    assert run.steps[0] == [(len(prompt), 0) for prompt in sorted(PROMPTS, key=len)]  # prefill: one ragged step
+    assert len(run.steps) == NEW_TOKENS
+    for prompt, (tokens, logits), ours, got in zip(PROMPTS, case.expected, run.tokens, run.logits, strict=True):
+        errors = [relative_error(a, b) for a, b in zip(got, logits, strict=True)]
+        assert max(errors) < 1e-4, f"prompt of {len(prompt)}: step {int(np.argmax(errors))}"
+        assert ours == tokens, f"prompt of {len(prompt)}"
+
+
+def test_chunks_beside_decoding_requests_change_no_token(case):
+    run = Run(case.model, max_step_tokens=64)
+    assert run.tokens == [tokens for tokens, _ in case.expected]
+    for (_, logits), got in zip(case.expected, run.logits, strict=True):
+        assert relative_error(np.stack(got), logits) < 1e-4
+    # The longest prompt came in pieces, while the others decoded.
+    mixed = [
+        step for step in run.steps if {(new > 1, cached > 0) for new, cached in step} == {(False, True), (True, True)}
+    ]
+    assert len(mixed) > 8
+    assert all(sum(new for new, _ in step) <= 64 for step in run.steps)
+
+
+def test_where_pages_lie_changes_no_bit(case):
+    needed = pages_for(case.model.config, PROMPTS, NEW_TOKENS, case.model.page_size)
+    assert case.model.num_pages > needed
+    places = np.random.default_rng(0).permutation(case.model.num_pages)[:needed]
+    run = Run(case.model, places)
+    assert run.tokens == case.one_step.tokens
+    for got, expected in zip(run.logits, case.one_step.logits, strict=True):
+        np.testing.assert_array_equal(np.stack(got), np.stack(expected))
+
+
+def test_a_request_alone_gets_the_logits_that_it_gets_in_company(case):
+    """Each token's own position, and no other request's pages."""
+    model = case.model
+    prompt, (tokens, logits) = PROMPTS[0], case.expected[0]
+    poison(model)
+    pages = [range(pages_for(model.config, [prompt], NEW_TOKENS, model.page_size))]
+    for cached, token in enumerate(prompt[:-1]):
+        model.step([[token]], [cached], pages)
+    got = model.step([[prompt[-1]]], [len(prompt) - 1], pages)
+    assert relative_error(got[0], logits[0]) < 1e-4
+    got = model.step([tokens[:20]], [len(prompt)], pages)  # 20 tokens at once on top of a filled cache
+    assert relative_error(got[0], logits[20]) < 1e-4
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_own(cases):
+    """Its own tokens, judged by transformers in float32 on the same (bfloat16) weights."""
+
+    def errors(got, exact):
+        return np.linalg.norm(got - exact, axis=-1) / np.linalg.norm(exact, axis=-1)
+
+    case = cases[BFLOAT16]
+    run, rounded = case.one_step, read_reference(case.reference.name_or_path, torch.bfloat16)
+    for prompt, tokens, got in zip(PROMPTS, run.tokens, run.logits, strict=True):
+        ids = torch.tensor([prompt + tokens[:-1]])
+        with torch.no_grad():
+            exact, theirs = (m(ids).logits[0, len(prompt) - 1 :].float().numpy() for m in (case.reference, rounded))
+        ours = errors(np.stack(got), exact)
+        assert ours.max() < 3e-2, f"prompt of {len(prompt)}: step {ours.argmax()}"
+        assert ours.mean() < 1.25 * errors(theirs, exact).mean()
+
+
+def test_a_page_outside_the_storage_is_refused(cases):
+    model = cases["group1"].model
+    with pytest.raises(ValueError, match="page"):
+        model.step([[1, 2]], [0], [[model.num_pages]])

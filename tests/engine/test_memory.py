@@ -1,0 +1,78 @@
+"""The most memory that `paged-kv generate` holds, on a checkpoint that outweighs everything else."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.demo import byte_tokenizer
+from support.checkpoints import write_config
+
+MB = 1 << 20
+# Wide and shallow: what a compile takes does not depend on it.
+SIZES = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+PEAK = """
+import sys
+from paged_kv.cli import _run
+status = _run(sys.argv[1:])
+for line in open("/proc/self/status"):
+    if line.startswith("VmHWM"):
+        print(line, file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A float32 checkpoint of some 600 MB, and its size."""
+    folder = write_config(tmp_path_factory.mktemp("memory") / "model", **SIZES)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    header, end = {}, 0
+    for name, shape in expected_tensors(LlamaConfig.from_folder(folder)).items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64 + 56)
+    noise = np.random.default_rng(0).standard_normal(4 * MB, np.float32).tobytes()  # repeats: what it says is no matter
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for start in range(0, end, len(noise)):
+            file.write(noise[: end - start])
+    yield folder, end
+    (folder / "model.safetensors").unlink()
+
+
+def peak_of(folder, cache_home):
+    """Peak resident bytes of one run, what it said, and the bytes of its cache."""
+    prompt = ["--prompt", "p" * 500, "--max-new-tokens", "4"]
+    command = [sys.executable, "-c", PEAK, "generate", "--model", str(folder), *prompt]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache_home)}
+    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    pages, page_bytes = map(int, re.search(r"of (\d+) \(\d+ tokens, (\d+) bytes each", child.stderr).groups())
+    return int(re.search(r"VmHWM:\s+(\d+) kB", child.stderr)[1]) * 1024, child.stderr, pages * page_bytes
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux for the peak")
+def test_weights_are_held_once(checkpoint, tmp_path):
+    """With a new cache folder. MAX has a cache of its own, which knows this model until a source file changes."""
+    folder, size = checkpoint
+    cold, said, cache = peak_of(folder, tmp_path)
+    assert "compiling" in said
+    assert size < cold < size + cache + 1500 * MB
+    # The compiler itself takes 700 MB. Without it there is no room for a second copy.
+    warm, said, cache = peak_of(folder, tmp_path)
+    assert "compiling" not in said
+    assert size < warm < size + cache + 500 * MB

@@ -1,0 +1,326 @@
+"""The kernels for any GPU, as PTX on a model of the hardware (ptx_machine.py), compared with float64.
+
+Schedule, attention and combine run one after the other over one memory, as they do on a stream. Unused slots and pages
+are NaN, the page table is shuffled, threads take turns at random.
+"""
+
+import math
+import re
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_kv import reference
+from paged_kv.cascade import merge_states
+from support import gpu_programs
+from support.cases import Cache, CacheCase, build
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.grids import tokens_of
+from support.ptx_machine import GLOBAL, Machine
+
+pytestmark = pytest.mark.waits_for(gpu_programs.plain["sm_90a"])
+
+SLOTS = 3  # of the schedule: few, so that rows are split
+THREADS = 128
+SCHEDULE_THREADS = 1024
+
+
+@pytest.fixture(scope="module")
+def ptx() -> dict[Any, str]:
+    """The kernels of gpu_compile.mojo: attention by its static shared memory, the others by name and output."""
+    found: dict[Any, str] = {}
+    for name, text in gpu_programs.plain["sm_90a"]().items():
+        if "attend_ite" in name:
+            found[tuple(map(int, re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", text)))] = text
+        elif "combine" in name:
+            kind = next((k for k in ("bf16", "f16") if f"cvt.rn.{k}.f32" in text), "f32")
+            found["combine", kind] = text
+        elif "merge_kernel" in name:
+            found["merge", "bf16" if "cvt.rn.bf16.f32" in text else "f32"] = text
+        elif "schedule" in name:
+            found["schedule"] = text
+        else:
+            found[re.search(r"(append|gather|ragged|copy)", name)[1], "v4.b32" in text] = text  # type: ignore[index]
+    return found
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel of gpu_compile.mojo."""
+
+    dtype: str
+    kv_dtype: str
+    dim: int
+    heads: int
+    shared: tuple[int, int]
+    rel: float
+
+
+FORMS = [
+    Form("bfloat16", "bfloat16", 128, 8, (32768, 512), 1e-2),
+    Form("float16", "float8_e5m2", 64, 4, (16384, 512), 2e-3),
+    Form("bfloat16", "float8_e4m3fn", 256, 8, (32768, 256), 1e-2),
+    Form("float32", "float32", 512, 4, (32768, 128), 1e-5),
+]
+ROTARY = [
+    Form("bfloat16", "bfloat16", 128, 4, (16384, 256), 1e-2),
+    Form("float32", "float32", 512, 2, (16384, 64), 1e-5),
+]
+SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass
+class Call:
+    """One call of attention on the model."""
+
+    form: Form
+    lengths: tuple[int, ...]
+    group: int
+    page_size: int = 16
+    layout: str = "NHD"
+    options: dict[str, Any] = field(default_factory=dict)
+    batch_invariant: bool = False
+    dim: int = 0
+    """head_dim, where it is not the greatest that the form takes."""
+
+    def build(self) -> tuple[Cache, np.ndarray]:
+        case = CacheCase(
+            self.lengths,
+            2 * self.group,
+            2,
+            self.dim or self.form.dim,
+            self.page_size,
+            self.layout,
+            5,
+            dtype=self.form.kv_dtype,
+        )
+        cache = build(case)
+        q = np.random.default_rng(1).standard_normal(cache.q.shape, np.float32)
+        return cache, q.astype(self.form.dtype)
+
+    def run(
+        self, ptx: dict[Any, str], cache: Cache, q: np.ndarray, row_batch: np.ndarray, row_lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        case, options, rows = cache.case, self.options, len(q)
+        memory = bytearray()
+        schedule = Machine(ptx["schedule"], memory=memory)
+        attention = Machine(ptx[self.form.shared], 1, memory)
+        combine = Machine(ptx["combine", SHORT[self.form.dtype]], memory=memory)
+
+        def put(array: np.ndarray) -> int:
+            memory.extend(bytes(-len(memory) % 64))
+            return schedule.allocate(array)
+
+        heads, dim = case.num_q_heads, case.head_dim
+        nan = np.full((2 * SLOTS + 64, heads, dim), np.nan, np.float32)
+        o_at, lse_at = put(np.full(q.shape, np.nan, q.dtype)), put(nan[0, 0, :1].repeat(rows * heads))
+        slopes = options.get("alibi_slopes", np.zeros(0)).astype(np.float32)
+        sinks = options.get("sinks", np.zeros(0)).astype(np.float32)
+        arrays = [put(array) for array in (q, row_batch, row_lengths, slopes, sinks)]
+        table = cache.lookup_table
+        rows_bytes = struct.pack(
+            "<7Q6i3f2i4x",
+            *(arrays[0], o_at, lse_at, *arrays[1:]),
+            *(rows, heads, dim, len(table), table.shape[1] * case.page_size, options.get("window_left", -1)),
+            *(dim**-0.5, options.get("logits_soft_cap", 0.0), options.get("v_scale", 1.0)),
+            *(len(slopes) > 0, len(sinks) > 0),
+        )
+        blocks, table_at = put(cache.k_blocks), put(table)
+        base = cache.k_blocks.ctypes.data
+        views = []
+        for view in reference.cache_views(*cache.pages[:2], case.layout, 0):
+            strides = [stride // view.itemsize for stride in view.strides[:3]]
+            start = blocks + view.ctypes.data - base
+            views.append(view_bytes(start, view.shape, strides, table_at, table.shape))
+        max_items = rows * 64 if self.batch_invariant else rows + SLOTS
+        max_splits = rows if self.batch_invariant else min(rows, SLOTS)
+        lists = [put(np.full(4 * max(1, count), 77, np.int32)) for count in (max_items, max_splits)]
+        work = struct.pack(
+            "<3Q4i", *lists, put(np.zeros(1, np.int32)), max_items, max_splits, SLOTS, self.batch_invariant
+        )
+        theta, scale = options.get("rope_theta"), options.get("rope_scale", 1.0)
+        rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi * scale), theta ** (-2 / dim))
+        turns = struct.pack("<2d", *rotary)
+        partials = struct.pack("<3Q", put(nan), put(nan[..., 0]), put(nan[..., 0]))
+
+        schedule.launch((1, 1, 1), SCHEDULE_THREADS, [rows_bytes, work])
+        items = schedule.array(lists[0], np.int32, 4 * max_items).reshape(-1, 4)
+        self.items = items[items[:, 0] >= 0]
+        parts = -(-self.group // self.form.heads)
+        grid = (max_items, case.num_kv_heads, parts)
+        if self.batch_invariant:
+            grid = (len(self.items) + 1, *grid[1:])  # the rest of the list is blocks that return at once
+        attention.launch(grid, THREADS, [rows_bytes, *views, work, partials, turns])
+        combine.launch((max_splits, heads, 1), THREADS, [rows_bytes, work, partials])
+        o = np.frombuffer(bytes(memory), q.dtype, q.size, o_at - GLOBAL).reshape(q.shape)
+        lse = schedule.array(lse_at, np.float32, rows * heads).reshape(rows, heads)
+        return o, lse
+
+    def check(self, ptx: dict[Any, str]) -> None:
+        """Decode rows among a row of padding and three that the table has not."""
+        cache, q = self.build()
+        count = len(q)
+        row_batch = np.array([*range(count), -1, count, 0, 0], np.int32)
+        row_lengths = np.array([*self.lengths, 9, 1, -1, cache.lookup_table.shape[1] * self.page_size + 1], np.int32)
+        padded = np.concatenate([q, np.full((4, *q.shape[1:]), np.nan, q.dtype)])
+        o, lse = self.run(ptx, cache, padded, row_batch, row_lengths)
+        expected = reference.attention(q, *cache.pages, *cache.decode_rows, **cache.storage, **self.options)
+        assert_close(o[:count], expected[0], rel=self.form.rel, what=f"o of {self}")
+        assert_lse_close(lse[:count], expected[1], tol=1e-5, what=f"lse of {self}")
+        assert not o[count].any()
+        assert np.isneginf(lse[count]).all()
+        assert np.isnan(o[count + 1 :].astype(np.float32)).all()
+        assert np.isnan(lse[count + 1 :]).all()
+
+
+def view_bytes(start: int, shape: tuple[int, ...], strides: list[int], table_at: int, table: tuple[int, ...]) -> bytes:
+    """A `PagedKVCache` with run-time sizes, as it lies in a kernel's parameters."""
+    return struct.pack("<Q4q3qQqQ2qqII", start, *shape, *strides, 0, 0, table_at, *table, table[1], 0, 0)
+
+
+ALL = {
+    "window_left": 260,
+    "logits_soft_cap": 20.0,
+    "v_scale": -0.5,
+    "alibi_slopes": np.linspace(-0.02, 0.02, 8),
+    "sinks": np.linspace(-3, 2, 8),
+}
+CALLS = [
+    Call(FORMS[0], (1, 270), 8, page_size=5, layout="HND"),
+    Call(FORMS[0], (0, 33), 11),
+    Call(FORMS[1], (300, 40), 4, options=ALL),
+    Call(FORMS[1], (1030,), 3, batch_invariant=True),
+    Call(FORMS[2], (9, 0), 6, page_size=1),
+    Call(FORMS[3], (20,), 4, options=ALL),
+    Call(ROTARY[0], (12,), 5, page_size=8, options={"rope_theta": 1e4, "window_left": 9}),
+    Call(ROTARY[0], (250,), 1, dim=24, options={"rope_theta": 500.0, "rope_scale": 4.0, "window_left": 20}),
+    Call(ROTARY[1], (11,), 3, dim=136, options={"rope_theta": 1e4, "rope_scale": 0.1}),
+]
+
+
+@pytest.mark.parametrize(
+    "call", CALLS, ids=lambda call: f"{call.form.kv_dtype}-{call.form.dim}-{call.lengths}-{call.group}"
+)
+def test_attention(call, ptx):
+    call.check(ptx)
+    assert (call.items[:, 3] >= 0).any() == (max(call.lengths) > 2 * 128)
+
+
+def test_a_page_that_the_pool_has_not_makes_its_row_nan(ptx):
+    call = Call(FORMS[1], (70, 30), 2)
+    cache, q = call.build()
+    good, good_lse = call.run(ptx, cache, q, *cache.decode_rows)
+    cache.lookup_table[0, 3] = len(cache.k_blocks)
+    o, lse = call.run(ptx, cache, q, *cache.decode_rows)
+    assert np.isnan(o[0].astype(np.float32)).all()
+    assert np.isnan(lse[0]).all()
+    assert_bits_equal(o[1], good[1], what="o of the other row")
+    assert_bits_equal(lse[1], good_lse[1], what="lse of the other row")
+
+
+@pytest.mark.parametrize("dim", [8, 7])
+@pytest.mark.parametrize("op", ["append", "gather"])
+def test_moves(op, dim, ptx):
+    """All tokens, and rows that no place exists for; 8 elements of 16 bits go at once, 7 one by one."""
+    cache = build(CacheCase((17, 0, 5), 3, 3, dim, 4, rank=5, dtype="float16"))
+    k, v, batch, positions = tokens_of(cache)
+    memory = bytearray()
+    block = Machine(ptx[op, dim == 8], memory=memory)
+
+    def put(array: np.ndarray) -> int:
+        memory.extend(bytes(-len(memory) % 64))
+        return block.allocate(np.ascontiguousarray(array))
+
+    blocks = cache.k_blocks if op == "gather" else np.full_like(cache.k_blocks, np.nan)
+    at, table_at = put(blocks), put(cache.lookup_table)
+    views = []
+    for view in reference.cache_views(cache.k_blocks, cache.v_blocks, "NHD", 0):
+        strides = [stride // 2 for stride in view.strides[:3]]
+        start = at + view.ctypes.data - cache.k_blocks.ctypes.data
+        views.append(view_bytes(start, view.shape, strides, table_at, cache.lookup_table.shape))
+    extra = np.ones((4, *k.shape[1:]), k.dtype)
+    k_rows, v_rows = (np.concatenate([rows, extra]) for rows in (k, v))
+    if op == "append":
+        past = cache.lookup_table.shape[1] * 4
+        batch = np.concatenate([batch, [-1, 3, 0, 0]]).astype(np.int32)
+        positions = np.concatenate([positions, [0, 0, -1, past]]).astype(np.int32)
+        pointers = [put(array) for array in (k_rows, v_rows, batch, positions)]
+    else:
+        indptr = np.concatenate([[0], np.cumsum(cache.lengths)]).astype(np.int32)
+        pointers = [put(np.zeros_like(k_rows)), put(np.zeros_like(v_rows)), put(indptr)]
+    block.launch((len(k_rows), 2, 1), THREADS, [*views, *(struct.pack("<Q", pointer) for pointer in pointers)])
+    if op == "append":
+        found = block.array(at, np.float16, blocks.size).reshape(blocks.shape)
+        assert_bits_equal(found, cache.k_blocks, what="the cache after append")
+        return
+    for pointer, rows in zip(pointers, (k, v), strict=False):
+        found = block.array(pointer, np.float16, k_rows.size).reshape(k_rows.shape)
+        assert_bits_equal(found[:-4], rows, what="gathered rows")
+        assert (found[-4:].view(np.uint16) == 0xFFFF).all()
+
+
+def test_ragged_rows(ptx):
+    block = Machine(ptx["ragged", False])
+    batch, positions = (block.allocate(np.full(8, 77, np.int32)) for _ in range(2))
+    offsets, lengths = (block.allocate(np.array(x, np.uint32)) for x in ([0, 2, 2, 5], [7, 1, 0]))
+    numbers = [struct.pack("<Q", batch), struct.pack("<Q", positions), struct.pack("<i", 7)]
+    numbers += [struct.pack("<Q", offsets), struct.pack("<Q", lengths), struct.pack("<i", 3)]
+    block.launch((1, 1, 1), THREADS, numbers)
+    assert block.array(batch, np.int32, 8).tolist() == [0, 0, 2, 2, 2, -1, -1, 77]
+    assert block.array(positions, np.int32, 8).tolist() == [7, 8, 0, 1, 2, 0, 0, 77]
+
+
+@pytest.mark.parametrize(("dim", "layout"), [(8, "NHD"), (8, "HND"), (7, "NHD")])
+def test_copies_of_pages(dim, layout, ptx):
+    """Pages go where they are to; a pair with a page outside the pool is skipped, and nothing else is touched."""
+    cache = build(CacheCase((17, 20, 5), 3, 3, dim, 4, layout=layout, rank=5, dtype="float16"))
+    block = Machine(ptx["copy", dim == 8])
+    at = block.allocate(cache.k_blocks)
+    views = []
+    for view in reference.cache_views(cache.k_blocks, cache.v_blocks, layout, 0):
+        start = at + view.ctypes.data - cache.k_blocks.ctypes.data
+        views.append(view_bytes(start, view.shape, [stride // 2 for stride in view.strides[:3]], 0, (0, 0)))
+    pages = len(cache.k_blocks)
+    order = np.random.default_rng(4).permutation(pages)
+    sources = np.array([order[0], order[1], -1, pages, order[2], order[3]], np.int32)
+    targets = np.array([order[4], order[5], order[6], order[6], -1, pages], np.int32)
+    pointers = [struct.pack("<Q", block.allocate(array)) for array in (sources, targets)]
+    block.launch((len(sources), 2, 2), THREADS, [*views, *pointers])
+    expected = cache.k_blocks.copy()
+    expected[order[4:6]] = expected[order[:2]]
+    found = block.array(at, np.float16, expected.size).reshape(expected.shape)
+    assert_bits_equal(found, expected, what="the pool")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merging_states(dtype, ptx):
+    """Against float64; a state that has seen no key is ignored, whatever its output holds."""
+    rng = np.random.default_rng(6)
+    rows, count, heads, dim = 2, 5, 2, 136
+    v = rng.standard_normal((rows, count, heads, dim), np.float32).astype(dtype)
+    s = rng.uniform(-8, 8, (rows, count, heads)).astype(np.float32)
+    s[0, 2] = s[1, :, 1] = -np.inf
+    v[0, 2] = np.nan
+    s[1, 0, 0] = 300  # next to which the others weigh nothing
+    block = Machine(ptx["merge", SHORT[dtype]])
+    merged = np.full((rows, heads, dim), np.nan, dtype)
+    pointers = [block.allocate(array) for array in (v, s, merged, np.full((rows, heads), np.nan, np.float32))]
+    block.launch((rows * heads, 1, 1), THREADS, [struct.pack("<4Q3q", *pointers, count, heads, dim)])
+    found = np.frombuffer(block.memory, v.dtype, merged.size, pointers[2] - GLOBAL).reshape(merged.shape)
+    lse = block.array(pointers[3], np.float32, rows * heads).reshape(rows, heads)
+    weights = np.exp2(s.astype(np.float64) - s.max(axis=1, keepdims=True, initial=-1e6))
+    total = weights.sum(axis=1)
+    seen = np.where(weights[..., None] == 0, 0, v.astype(np.float64))
+    expected = (weights[..., None] * seen).sum(axis=1) / np.where(total == 0, 1, total)[..., None]
+    with np.errstate(divide="ignore"):
+        expected_lse = s.max(axis=1, initial=-1e6) + np.log2(total)
+    assert_close(found, expected, rel=1e-2 if dtype == "bfloat16" else 1e-5, what="merged v")
+    assert_lse_close(lse, expected_lse, tol=1e-5, what="merged s")
+    assert not found[1, 1].any()
+    assert np.isneginf(lse[1, 1])
+    host_v, host_s = merge_states(v, s)
+    assert_close(host_v, expected, rel=1e-2 if dtype == "bfloat16" else 1e-5, what="the host's v")
+    assert_lse_close(host_s, expected_lse, tol=1e-5, what="the host's s")

@@ -1,0 +1,252 @@
+"""The Hopper kernel's PTX, run on a model of the hardware (ptx_machine.py) and compared with float64.
+
+Unused slots and pages are NaN, the page table is shuffled, threads take turns at random.
+"""
+
+import re
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+
+from support import gpu_programs
+from support.hopper_forms import form_of, tensor_kernels
+from support.ptx_machine import Machine
+from support.ptx_numbers import float8, halves, to_half
+from support.ptx_units import TensorMap
+
+pytestmark = pytest.mark.waits_for(gpu_programs.hopper)
+
+THREADS = 160
+KV_HEADS = 2
+LOG2E = np.log2(np.e)
+
+
+@pytest.fixture(scope="module")
+def forms() -> dict[tuple[int, int, str, str], str]:
+    """The PTX of each form: head_dim, columns, dtype of q, dtype of the cache."""
+    return {form_of(ptx): ptx for ptx in tensor_kernels(gpu_programs.hopper())}
+
+
+def encode(x: np.ndarray, dtype: str) -> np.ndarray:
+    return np.array([to_half(np.float32(value), dtype) for value in x.ravel()], np.uint16).reshape(x.shape)
+
+
+@cache
+def float8_values(dtype: str) -> np.ndarray:
+    return np.array([float8(byte, dtype) for byte in range(256)], np.float32)
+
+
+@dataclass
+class Call:
+    """One row over a paged cache, and the part of it that an item has."""
+
+    dim: int = 64
+    columns: int = 8
+    dtype: str = "bf16"
+    kv_dtype: str = ""
+    group: int = 8
+    page_size: int = 16
+    length: int = 150
+    begin: int = 0
+    end: int | None = None
+    partial: int = -1
+    soft_cap: float = 0
+    v_scale: float = 1
+    alibi: bool = False
+    sinks: bool = False
+    bad_page: int | None = None
+
+    def random_cache(self, rng: np.random.Generator, table: np.ndarray, pages: int) -> tuple[np.ndarray, np.ndarray]:
+        """As stored, `[page, slot, head, dim]`, and the tokens' values, `[tokens, head, dim]`."""
+        shape = (pages, self.page_size, KV_HEADS, self.dim)
+        stored_dtype = self.kv_dtype or self.dtype
+        # NaN in every dtype.
+        stored = np.full(shape, 0x7F, np.uint8) if self.kv_dtype else np.full(shape, 0x7FFF, np.uint16)
+        for token in range(self.begin, self.length):
+            place = table[token // self.page_size], token % self.page_size
+            if place[0] >= pages:
+                continue
+            values = rng.uniform(-1, 1, shape[2:])
+            if self.kv_dtype:
+                # Bytes below 0x40 are small numbers in both; bit 7 is the sign.
+                stored[place] = rng.integers(0, 0x38, shape[2:]) | rng.integers(0, 2, shape[2:]) << 7
+            else:
+                stored[place] = encode(values, self.dtype)
+        tokens = np.arange(self.begin, self.length)
+        raw = stored[np.minimum(table[tokens // self.page_size], pages - 1), tokens % self.page_size]
+        return stored, (float8_values(self.kv_dtype)[raw] if self.kv_dtype else halves(raw, stored_dtype)).astype(float)
+
+    def run(self, ptx: str, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        heads = KV_HEADS * self.group
+        max_pages = -(-self.length // self.page_size)
+        pages = max_pages + 2
+        table = rng.permutation(pages)[:max_pages].astype(np.uint32)
+        if self.bad_page is not None:
+            table[self.bad_page] = pages + 3
+        keys, k = self.random_cache(rng, table, pages)
+        values, v = self.random_cache(rng, table, pages)
+        q = encode(rng.uniform(-1, 1, (heads, self.dim)), self.dtype)
+        slopes = rng.uniform(0, 0.05, heads).astype(np.float32)
+        sinks = rng.uniform(-1, 2, heads).astype(np.float32)
+        scale = self.dim**-0.5
+        end = self.length if self.end is None else self.end
+
+        machine = Machine(ptx, seed)
+        poison = np.full((3, heads, self.dim), np.nan, np.float32)
+        o = machine.allocate(np.full((heads, self.dim), 0x7FFF, np.uint16))
+        lse, acc, greatest, total = (
+            machine.allocate(x) for x in (poison[0, :, 0], poison, poison[..., 0], poison[..., 0])
+        )
+        box = min(64, self.page_size & -self.page_size)
+        element = 1 if self.kv_dtype else 2
+        row = self.dim * element if self.kv_dtype else 128
+        maps = [TensorMap(x.view(np.uint8), box, row, element, not self.kv_dtype) for x in (keys, values)]
+        pointers = [q, np.zeros(1, np.int32), np.array([self.length], np.int32), slopes, sinks]
+        q_at, batch_at, lengths_at, slopes_at, sinks_at = (machine.allocate(x) for x in pointers)
+        rows = struct.pack(
+            "<7Q6i3f2i4x",
+            *(q_at, o, lse, batch_at, lengths_at, slopes_at, sinks_at),
+            *(1, heads, self.dim, 1, max_pages * self.page_size, -1),
+            *(scale, self.soft_cap, self.v_scale, self.alibi, self.sinks),
+        )
+        view = struct.pack(
+            "<Q4q3qQqQ2qqII",
+            *(0, pages, self.page_size, KV_HEADS, self.dim, 0, 0, 0),
+            *(0, 0, machine.allocate(table), 1, max_pages, max_pages, 0, 0),
+        )
+        # A list of two items, the second one past the end.
+        items = machine.allocate(np.array([0, self.begin, end, self.partial, -1, 0, 0, 0], np.int32))
+        work = struct.pack("<3Q4i", items, 0, 0, 2, 0, 0, 0)
+        sums = struct.pack("<3Q", acc, greatest, total)
+        parameters = [*maps, rows, view, work, sums, struct.pack("<i", box.bit_length() - 1)]
+        machine.launch((2 * KV_HEADS, 1, 1), THREADS, parameters)
+
+        found_o = halves(machine.array(o, np.uint16, heads * self.dim), self.dtype).reshape(heads, self.dim)
+        found_lse = machine.array(lse, np.float32, heads)
+        states = [machine.array(x, np.float32, poison.size // self.dim).reshape(3, heads) for x in (greatest, total)]
+        found_acc = machine.array(acc, np.float32, poison.size).reshape(poison.shape)
+        for head in range(heads):
+            tokens = np.arange(self.begin, end)
+            x = k[: len(tokens), head // self.group] @ halves(q[head], self.dtype).astype(float) * scale
+            if self.alibi:
+                x += slopes[head] * tokens
+            if self.soft_cap:
+                x = self.soft_cap * np.tanh(x / self.soft_cap)
+            part = v[: len(tokens), head // self.group]
+            # P is rounded to 8 or 11 bits; exp2 and the order of sums are the machine's.
+            tolerance = 4e-3 if self.dtype == "bf16" else 1e-3
+            if self.partial >= 0:
+                assert np.isnan(found_o).all()
+                assert np.isnan(found_lse).all()
+                reference, sum_of_weights = states[0][self.partial, head], states[1][self.partial, head]
+                weights = np.exp2(x * LOG2E - reference)
+                np.testing.assert_allclose(reference, (x * LOG2E).max(), atol=1e-4)
+                np.testing.assert_allclose(sum_of_weights, weights.sum(), rtol=1e-4)
+                found = found_acc[self.partial, head] / weights.sum()
+                np.testing.assert_allclose(found, weights @ part / weights.sum(), atol=tolerance)
+                continue
+            assert np.isnan(found_acc).all()
+            if self.bad_page is not None or end < 0:
+                assert np.isnan(found_o[head]).all()
+                assert np.isnan(found_lse[head])
+            elif end == 0:
+                assert (found_o[head] == 0).all()
+                assert found_lse[head] == -np.inf
+            else:
+                everything = np.append(x, sinks[head]) if self.sinks else x
+                sum_of_weights = np.exp(everything - everything.max()).sum()
+                expected = np.exp(x - everything.max()) @ part / sum_of_weights * self.v_scale
+                np.testing.assert_allclose(found_o[head], expected, atol=tolerance * max(1, abs(expected).max()))
+                np.testing.assert_allclose(
+                    found_lse[head], (everything.max() + np.log(sum_of_weights)) * LOG2E, atol=1e-4
+                )
+
+
+FORMS_OF_A_CALL = [
+    Call(dim, columns, dtype, kv_dtype, group=group, length=length)
+    for dim, length in [(64, 140), (128, 100), (256, 70)]
+    for columns, group in [(8, 5), (16, 12)]
+    for dtype, kv_dtype in [("bf16", ""), ("f16", ""), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2")]
+    # The rest of the forms differ from these in a conversion alone.
+    if dim == 64 or (dtype == "bf16" and kv_dtype != "e5m2")
+]
+
+
+@pytest.mark.parametrize("call", FORMS_OF_A_CALL, ids=str)
+def test_forms(forms, call):
+    call.run(forms[call.dim, call.columns, call.dtype, call.kv_dtype])
+
+
+PLACES = [
+    *(Call(page_size=page_size, length=200) for page_size in (8, 24, 32, 48, 64, 96, 128, 256)),
+    *(Call(length=length, group=3) for length in (1, 63, 64, 65, 128, 129)),
+    *(Call(begin=begin, length=150, group=1) for begin in (1, 15, 16, 47, 63, 64, 149)),
+    Call(page_size=256, begin=250, length=270),
+    Call(length=700, group=1),
+    Call(length=256, begin=17, partial=1),
+    Call(length=256, end=128, partial=0),
+    Call(begin=0, end=0),
+    Call(begin=0, end=-1),
+    Call(bad_page=2),
+    Call(bad_page=0, length=16),
+    Call(kv_dtype="e4m3", page_size=24, begin=29, length=131),
+    Call(kv_dtype="e4m3", page_size=64, begin=63, length=130),
+]
+
+
+@pytest.mark.parametrize("call", PLACES, ids=str)
+def test_places(forms, call):
+    call.run(forms[call.dim, call.columns, call.dtype, call.kv_dtype])
+
+
+OPTIONS = [
+    Call(soft_cap=2.0),
+    Call(alibi=True),
+    Call(sinks=True),
+    Call(v_scale=0.5),
+    Call(soft_cap=3.0, alibi=True, sinks=True, begin=40, v_scale=2),
+    Call(dim=128, columns=16, dtype="f16", group=16, alibi=True, sinks=True, soft_cap=2.0, length=90),
+]
+
+
+@pytest.mark.parametrize("call", OPTIONS, ids=str)
+def test_options(forms, call):
+    call.run(forms[call.dim, call.columns, call.dtype, call.kv_dtype])
+
+
+@pytest.mark.parametrize("kv_dtype", ["", "e4m3"])
+def test_any_order_of_threads(forms, kv_dtype):
+    any_order(Call(length=400, group=2, kv_dtype=kv_dtype), forms[64, 8, "bf16", kv_dtype], 6)
+
+
+FAULTS = {
+    "a proxy fence": r"fence\.proxy\.async\.shared::cta;",
+    "the barriers of the consumers": r"bar\.sync\s+1, 128;",
+    "the release of a slot": r"mbarrier\.arrive\.shared\.b64[^;]*;",
+    "the wait for a slot": r"mbarrier\.try_wait[^;]*;",
+}
+
+
+@pytest.mark.parametrize("missing", FAULTS)
+def test_the_model_misses(forms, missing):
+    """A kernel without one of these does not get through, so that the tests above mean something."""
+    ptx, count = re.subn(FAULTS[missing], "", forms[64, 8, "bf16", ""])
+    assert count > 0
+    with pytest.raises(AssertionError):
+        any_order(Call(length=900, group=2), ptx, 4)
+
+
+def any_order(call: Call, ptx: str, orders: int) -> None:
+    for seed in range(orders):
+        call.run(ptx, seed)
+
+
+def test_the_model_tells_operands_apart(forms):
+    ptx = forms[64, 8, "bf16", ""]
+    assert "p, 1,  1, 1,  1;" in ptx
+    with pytest.raises(AssertionError):
+        Call().run(ptx.replace("p, 1,  1, 1,  1;", "p, 1,  1, 0,  0;"))

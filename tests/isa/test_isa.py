@@ -1,0 +1,51 @@
+"""The op tests once more on every ISA path that this CPU can run but would not choose; and the helper that does it."""
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from max.driver import get_virtual_cpu_target
+
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_target
+from support.background import Job
+from support.isa import CPU_TARGETS, ISA_PATHS, can_run, run_tests
+
+PATHS = [path for path in ISA_PATHS if can_run(path) and path != choose_cpu_target(CpuInfo.read())]
+RUNS = {path: Job(partial(run_tests, path, "ops/test_linear_op.py", "ops/test_attention_op.py")) for path in PATHS}
+
+
+@pytest.mark.parametrize("target", [pytest.param(path, marks=pytest.mark.waits_for(run)) for path, run in RUNS.items()])
+def test_ops(target):
+    RUNS[target]()
+
+
+def test_a_target_runs_where_its_flags_are():
+    haswell = CpuInfo("x86_64", "", REQUIRED_FLAGS["haswell"])
+    assert [target for target in CPU_TARGETS if can_run(target, haswell)] == ["x86-64", "haswell"]
+    assert not can_run("x86-64", CpuInfo("aarch64", "", frozenset()))
+
+
+def test_the_target_is_in_force(request):
+    """In a run that forces a target, this very test sees it; elsewhere it starts such a run."""
+    target = request.config.getoption("--cpu-target")
+    if target is None:
+        output = run_tests("x86-64", "isa/test_isa.py", "-k", "test_the_target_is_in_force")
+        assert "1 passed" in output
+    else:
+        from paged_kv.runtime.cpu_target import apply_cpu_target
+
+        assert get_virtual_cpu_target() == target == apply_cpu_target()
+
+
+@pytest.mark.parametrize("arguments", [("-k", "no_such_test"), ("test_none.py",)])
+def test_nothing_run_is_a_failure(arguments):
+    with pytest.raises(AssertionError, match="x86-64"):
+        run_tests("x86-64", "unit/test_folders.py" if "-k" in arguments else "", *arguments)
+
+
+def test_an_unknown_target_is_refused():
+    command = [sys.executable, "-m", "pytest", "--cpu-target=pentium9", "--collect-only"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 4
+    assert "pentium9" in result.stderr

@@ -1,0 +1,124 @@
+"""The copy of pages against the oracle, bit for bit, in every storage layout, and what it refuses."""
+
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+
+from paged_kv import reference
+from paged_kv.arrays.host import cache_operands, to_buffer
+from paged_kv.graphs import ops
+from paged_kv.graphs.ops import PagedCache
+from paged_kv.runtime.session import default_runtime
+from support.cases import STORAGES, UNUSED_PAGE
+from support.compare import assert_bits_equal
+from support.harness import refused
+
+CPU = DeviceRef.CPU()
+U16, I32 = DType.uint16, DType.int32
+SHAPES = {
+    (4, "NHD"): ["P", "S", "Hk", "D"],
+    (4, "HND"): ["P", "Hk", "S", "D"],
+    (5, "NHD"): ["P", 2, "S", "Hk", "D"],
+    (5, "HND"): ["P", 2, "Hk", "S", "D"],
+    (6, "NHD"): ["P", 2, "layers", "S", "Hk", "D"],
+}
+SIZES = {"P": 40, "S": 5, "Hk": 3, "D": 7, "layers": 4}
+TABLE = np.full((1, 1), UNUSED_PAGE, np.uint32)  # whose pages they are does not matter
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A graph for each storage layout and one for strided views, compiled in one go."""
+    module = Module()
+    pairs = [TensorType(I32, ["N"], CPU), TensorType(I32, ["M"], CPU), TensorType(DType.uint32, ["B", "columns"], CPU)]
+    for (rank, layout), shape in SHAPES.items():
+        arrays = [BufferType(U16, shape, CPU)] * (2 if rank == 4 else 1)
+        with Graph(
+            f"{layout}{rank}", input_types=pairs + arrays, custom_extensions=[ops.kernels()], module=module
+        ) as graph:
+            sources, targets, table, *blocks = graph.inputs
+            blocks = [block.buffer for block in blocks]
+            cache = PagedCache(blocks[0], blocks[-1], table.tensor, layout)
+            ops.copy_pages(cache, sources.tensor, targets.tensor)
+            graph.output()
+    flat = [BufferType(U16, ["k"], CPU), BufferType(U16, ["v"], CPU), TensorType(DType.int64, [12], CPU)]
+    with Graph("STRIDED", input_types=pairs + flat, custom_extensions=[ops.kernels()], module=module) as graph:
+        sources, targets, table, k, v, view = graph.inputs
+        cache = PagedCache(k.buffer, v.buffer, table.tensor, "STRIDED", view.tensor)
+        ops.copy_pages(cache, sources.tensor, targets.tensor)
+        graph.output()
+    return default_runtime().session.load_all(module, custom_extensions=[ops.kernels()])
+
+
+def pool(storage, **sizes):
+    """Arrays of random bits: K and V apart at rank 4, else one."""
+    rng = np.random.default_rng(0)
+    shape = [(SIZES | sizes).get(dim, dim) for dim in SHAPES[storage]]
+    return [rng.integers(0, 2**16, shape, np.uint16) for _ in range(2 if storage[0] == 4 else 1)]
+
+
+def copy(models, storage, arrays, sources, targets):
+    numbers = [np.array(pages, np.int32) for pages in (sources, targets)]
+    rank, layout = storage
+    models[f"{layout}{rank}"].execute(*map(to_buffer, [*numbers, TABLE, *arrays]))
+
+
+def pairs_of(count, pages, seed):
+    order = np.random.default_rng(seed).permutation(pages)
+    return order[:count], order[count : 2 * count]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("count", [0, 1, 7, 20])
+def test_every_layout(models, storage, count):
+    arrays = pool(storage)
+    expected = [array.copy() for array in arrays]
+    sources, targets = pairs_of(count, SIZES["P"], count)
+    reference.copy_pages(expected[0], expected[-1], sources, targets)
+    copy(models, storage, arrays, sources, targets)
+    for array, e in zip(arrays, expected, strict=True):
+        assert_bits_equal(array, e, what=f"{count} pages of {storage}")
+
+
+def test_large_pages_go_in_parts(models):
+    """A page of more elements than a task copies, and not a multiple of them."""
+    storage = (6, "NHD")
+    arrays = pool(storage, P=5, S=61, Hk=11, D=131, layers=3)  # 5 parts, one element left over
+    expected = [array.copy() for array in arrays]
+    reference.copy_pages(expected[0], expected[0], np.array([4, 4]), np.array([1, 2]))
+    copy(models, storage, arrays, [4, 4], [1, 2])
+    assert_bits_equal(arrays[0], expected[0], what="large pages")
+
+
+def test_a_view_leaves_what_lies_between(models):
+    rng = np.random.default_rng(0)
+    whole = rng.integers(0, 2**16, (10, 2, 6, 4, 9), np.uint16)
+    expected = whole.copy()
+    views = [array[1:9, half, 1:5, :3, 2:8] for array in (whole, expected) for half in (0, 1)]
+    sources, targets = np.array([7, 0, 0]), np.array([2, 1, 6])
+    reference.copy_pages(views[2], views[3], sources, targets)
+    k, v, view = cache_operands(views[0], views[1])
+    numbers = [to_buffer(pages.astype(np.int32)) for pages in (sources, targets)]
+    models["STRIDED"].execute(*numbers, to_buffer(TABLE), k, v, view)
+    assert_bits_equal(whole, expected, what="the array behind the view")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("sources", "targets", "words"),
+    [
+        ([0, 40], [1, 2], ["sources", "pair 1", 40]),
+        ([0, -1], [1, 2], ["sources", "pair 1", -1]),
+        ([0, 1], [2, 40], ["targets", "pair 1", 40]),
+        ([0, 1], [2, -3], ["targets", "pair 1", -3]),
+        ([0, 1, 2], [5, 6, 5], ["targets", "pair 2", 5, "already"]),
+        ([0, 1], [1, 2], ["targets", "pair 0", 1, "sources"]),
+        ([3], [3], ["targets", "pair 0", 3, "sources"]),
+        ([0, 1], [2], ["targets", 1, 2]),
+    ],
+)
+def test_refused(models, storage, sources, targets, words):
+    arrays = pool(storage)
+    with refused(*words, unchanged=tuple(arrays)):
+        copy(models, storage, arrays, sources, targets)

@@ -1,0 +1,234 @@
+"""The wrappers of graphs/ops.py in graphs that run: every storage layout as a graph buffer, and the ragged rows."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+
+from paged_kv import reference
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.graphs import ops
+from paged_kv.graphs.ops import PagedCache
+from paged_kv.runtime.session import default_runtime
+from support.cases import STORAGES, Cache, CacheCase, build, emptied
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.grids import tokens_of
+from support.harness import refused
+
+CPU = DeviceRef.CPU()
+F32, I32, U32 = DType.float32, DType.int32, DType.uint32
+
+
+class Plan(NamedTuple):
+    """One storage layout's graph: the shape of its buffers, and what differs from graph to graph."""
+
+    blocks: list[int | str]
+    head_dim: int | str = "D"
+    options: dict = {}  # noqa: RUF012
+    loose: bool = True  # every argument has dimensions of its own name, so only the op can compare them
+    two_buffers: bool = False
+
+
+WINDOWED = {"sm_scale": 0.3, "window_left": 5}
+PLANS = {
+    (4, "NHD"): Plan(["P", "S", "Hk", 16], 16, loose=False, two_buffers=True),  # sm_scale from a static head_dim
+    (4, "HND"): Plan(["P", "Hk", "S", "D"], options=WINDOWED, two_buffers=True),
+    (5, "NHD"): Plan(["P", 2, "S", 2, "D"], options={"sm_scale": 0.3, "logits_soft_cap": 2.0}),
+    (5, "HND"): Plan(["P", 2, "Hk", 8, "D"], options={"sm_scale": -0.2}, two_buffers=True),
+    (6, "NHD"): Plan(["P", 2, "layers", "S", "Hk", "D"], options=WINDOWED),
+}
+
+
+def case_of(storage):
+    rank, layout = storage
+    return CacheCase(lengths=(19, 0, 8, 1, 7), page_size=8, head_dim=16, rank=rank, layout=layout, seed=rank)
+
+
+def add_graph(module, storage):
+    """Adds a graph that appends k and v, attends, and gathers as many tokens as it appended."""
+    rank, layout = storage
+    plan = PLANS[storage]
+
+    def tensor(name, dtype, *shape):
+        prefix = f"{name}_" if plan.loose else ""
+        return TensorType(dtype, [f"{prefix}{dim}" if isinstance(dim, str) else dim for dim in shape], CPU)
+
+    types = [
+        tensor("k", F32, "N", "Hk", plan.head_dim),
+        tensor("v", F32, "N", "Hk", plan.head_dim),
+        tensor("batch_indices", I32, "N"),
+        tensor("positions", I32, "N"),
+        tensor("q", F32, "R", "Hq", plan.head_dim),
+        tensor("row_batch", I32, "R"),
+        tensor("row_lengths", I32, "R"),
+        tensor("indptr", I32, "B_plus_1"),
+        tensor("lookup_table", U32, "B", "max_pages"),
+        *[BufferType(F32, plan.blocks, CPU)] * (1 + plan.two_buffers),
+    ]
+    layer = case_of(storage).layer
+    with Graph(f"{layout}{rank}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+        k, v, batch_indices, positions, q, row_batch, row_lengths, indptr, table = (x.tensor for x in graph.inputs[:9])
+        blocks = [value.buffer for value in graph.inputs[9:]]
+        cache = PagedCache(*blocks, table, layout) if plan.two_buffers else PagedCache.of(*blocks, table, layout)
+        ops.append(cache, k, v, batch_indices, positions, layer=layer)
+        o, lse = ops.attention(cache, q, row_batch, row_lengths, layer=layer, **plan.options)
+        graph.output(o, lse, *ops.gather(cache, indptr, k.shape[0], layer=layer))
+
+
+@pytest.fixture(scope="module")
+def models():
+    """All graphs, compiled in one go."""
+    module = Module()
+    for storage in STORAGES:
+        add_graph(module, storage)
+    types = [TensorType(U32, ["offsets"], CPU), TensorType(U32, ["B"], CPU), TensorType(DType.int8, ["N"], CPU)]
+    with Graph("ragged_rows", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+        row_offsets, cache_lengths, like = (value.tensor for value in graph.inputs)
+        graph.output(*ops.ragged_rows(row_offsets, cache_lengths, like.shape[0]))
+    return default_runtime().session.load_all(module, custom_extensions=[ops.kernels()])
+
+
+class Step(NamedTuple):
+    """The arguments of a layout's graph: all tokens of a cache, in random order, and one decode row a request."""
+
+    k: np.ndarray
+    v: np.ndarray
+    batch_indices: np.ndarray
+    positions: np.ndarray
+    q: np.ndarray
+    row_batch: np.ndarray
+    row_lengths: np.ndarray
+    indptr: np.ndarray
+    lookup_table: np.ndarray
+    k_blocks: np.ndarray
+    v_blocks: np.ndarray
+
+    @staticmethod
+    def of(cache: Cache) -> "Step":
+        order = np.random.default_rng(0).permutation(sum(cache.case.lengths))
+        tokens = (column[order] for column in tokens_of(cache))
+        indptr = np.concatenate([[0], np.cumsum(cache.lengths)]).astype(np.int32)
+        blocks = emptied(cache)
+        return Step(*tokens, cache.q, *cache.decode_rows, indptr, cache.lookup_table, blocks.k_blocks, blocks.v_blocks)
+
+    def run(self, models, storage):
+        rank, layout = storage
+        arrays = self if PLANS[storage].two_buffers else self[:-1]
+        buffers = [to_buffer(np.ascontiguousarray(array)) for array in arrays[:9]] + [to_buffer(a) for a in arrays[9:]]
+        return [to_numpy(result).copy() for result in models[f"{layout}{rank}"].execute(*buffers)]
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[1]}{storage[0]}")
+def test_append_attend_and_gather_in_one_graph(models, storage):
+    full = build(case_of(storage))
+    step = Step.of(full)
+    o, lse, k, v = step.run(models, storage)
+    assert_bits_equal(step.k_blocks, full.k_blocks, what="k_blocks")
+    assert_bits_equal(step.v_blocks, full.v_blocks, what="v_blocks")
+    assert_bits_equal(k, np.concatenate(full.keys), what="gathered k")
+    assert_bits_equal(v, np.concatenate(full.values), what="gathered v")
+    options = PLANS[storage].options
+    expected_o, expected_lse = reference.attention(full.q, *full.pages, *full.decode_rows, **full.storage, **options)
+    assert_close(o, expected_o, rel=1e-5, what="o")
+    assert_lse_close(lse, expected_lse, tol=1e-5, what="lse")
+
+
+LOOSE = [storage for storage in STORAGES if PLANS[storage].loose]
+
+
+@pytest.mark.parametrize("storage", LOOSE, ids=lambda storage: f"{storage[1]}{storage[0]}")
+@pytest.mark.parametrize(
+    ("name", "cut", "words"),
+    [
+        ("k", np.s_[:, :1], ["k", "KV heads", 1, 2]),
+        ("k", np.s_[..., :8], ["k", "head_dim", 8, 16]),
+        ("v", np.s_[:-1], ["v", 34, 35]),
+        ("v", np.s_[:, :1], ["v", "KV heads", 1, 2]),
+        ("v", np.s_[..., :8], ["v", "head_dim", 8, 16]),
+        ("batch_indices", np.s_[:-1], ["batch_indices", 34, 35]),
+        ("positions", np.s_[:-1], ["positions", 34, 35]),
+    ],
+)
+def test_sizes_that_only_the_run_shows(models, storage, name, cut, words):
+    step = Step.of(build(case_of(storage)))
+    step = step._replace(**{name: getattr(step, name)[cut]})
+    with refused(*words, unchanged=(step.k_blocks, step.v_blocks)):
+        step.run(models, storage)
+
+
+@pytest.mark.parametrize("storage", LOOSE, ids=lambda storage: f"{storage[1]}{storage[0]}")
+@pytest.mark.parametrize(
+    ("name", "cut", "words"),
+    [
+        ("q", np.s_[:, :3], ["q", "3 heads", "2 KV heads"]),
+        ("q", np.s_[..., :8], ["q", "head_dim", 8, 16]),
+        ("row_batch", np.s_[:-1], ["row_batch", 4, 5]),
+        ("row_lengths", np.s_[:-1], ["row_lengths", 4, 5]),
+        ("indptr", np.s_[:-1], ["indptr", 5, 6]),
+    ],
+)
+def test_sizes_of_a_read_that_only_the_run_shows(models, storage, name, cut, words):
+    """The graph's append comes first and is in order, so the cache is filled."""
+    step = Step.of(build(case_of(storage)))
+    step = step._replace(**{name: getattr(step, name)[cut]})
+    with refused(*words):
+        step.run(models, storage)
+
+
+def test_layer_that_only_the_run_shows(models):
+    step = Step.of(build(case_of((6, "NHD"))))
+    blocks = step.k_blocks[:, :, :2].copy()
+    with refused("layer", 2, unchanged=(blocks,)):
+        step._replace(k_blocks=blocks).run(models, (6, "NHD"))
+
+
+def test_one_array_is_expected_where_it_holds_both(models):
+    step = Step.of(build(case_of((5, "HND"))))
+    other = step.v_blocks.copy()
+    with refused("v_blocks", "two arrays", unchanged=(step.k_blocks, other)):
+        step._replace(v_blocks=other).run(models, (5, "HND"))
+
+
+def ragged_rows(models, row_offsets, cache_lengths, num_rows):
+    arrays = np.array(row_offsets, np.uint32), np.array(cache_lengths, np.uint32), np.zeros(num_rows, np.int8)
+    results = models["ragged_rows"].execute(*(to_buffer(array) for array in arrays))
+    return [to_numpy(result).copy() for result in results]
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "cache_lengths", "num_rows"),
+    [
+        ((1, 1, 1), (4, 0, 9), 3),
+        ((3, 1, 0, 5), (0, 7, 2, 100_000), 9),
+        ((3, 1, 0, 5), (0, 7, 2, 100_000), 16),
+        ((0, 0), (3, 4), 0),
+        ((0, 0), (3, 4), 2),
+        ((), (), 0),
+        ((), (), 3),
+    ],
+)
+def test_ragged_rows(models, new_tokens, cache_lengths, num_rows):
+    offsets = np.concatenate([[0], np.cumsum(new_tokens)]).astype(np.uint32)
+    expected = reference.ragged_rows(offsets, np.array(cache_lengths, np.uint32), num_rows)
+    results = ragged_rows(models, offsets, cache_lengths, num_rows)
+    for name, result, e in zip(("batch_indices", "positions"), results, expected, strict=True):
+        assert_bits_equal(result, e, what=name)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"),
+    [
+        ([1, 2, 3], ["row_offsets", 1]),
+        ([0, 3, 2], ["row_offsets", "request 1"]),
+        ([0, 2, 6], ["row_offsets", 6, 5]),
+        ([0, 2, 2**32 - 1], ["row_offsets", 2**32 - 1, 5]),
+        ([0, 2], ["row_offsets", 2, 3]),
+        ([0, 2, 3, 4], ["row_offsets", 4, 3]),
+        ([], ["row_offsets", 0, 3]),
+    ],
+)
+def test_row_offsets_that_are_refused(models, offsets, words):
+    with refused(*words):
+        ragged_rows(models, offsets, [5, 6], 5)

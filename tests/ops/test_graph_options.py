@@ -1,0 +1,63 @@
+"""Every attention option inside a MAX graph: what the API can do, a graph can."""
+
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+
+from paged_kv import reference
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.graphs import ops
+from paged_kv.graphs.ops import PagedCache
+from paged_kv.runtime.session import default_runtime
+from support.cases import CacheCase, build
+from support.compare import assert_close, assert_lse_close
+
+CPU = DeviceRef.CPU()
+HEADS, KV_HEADS, DIM = 6, 2, 40
+
+# Name -> dtype of q, dtype of the cache, options, whether there are slopes and sinks, tolerance.
+GRAPHS = {
+    "rotary": ("float32", "float32", {"rope_theta": 500.0, "rope_scale": 2.0, "window_left": 9}, False, 1e-5),
+    "biased": ("float32", "float32", {"logits_soft_cap": 3.0, "sm_scale": 0.4, "v_scale": -0.5}, True, 1e-5),
+    "float8": ("bfloat16", "float8_e4m3fn", {"k_scale": 0.7, "v_scale": 1.5, "q_scale": 2.0}, True, 2e-2),
+    "rotary_float8": ("float16", "float8_e5m2", {"rope_theta": 1e4, "k_scale": 0.5}, False, 2e-2),
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    """All graphs, compiled in one go."""
+    module = Module()
+    for name, (q_dtype, kv_dtype, options, biased, _) in GRAPHS.items():
+        types = [
+            TensorType(DType[q_dtype], ["R", HEADS, DIM], CPU),
+            TensorType(DType.int32, ["R"], CPU),
+            TensorType(DType.int32, ["R"], CPU),
+            TensorType(DType.uint32, ["B", "max_pages"], CPU),
+            TensorType(DType.float32, [HEADS], CPU),
+            TensorType(DType.float32, [HEADS], CPU),
+        ]
+        blocks = BufferType(DType[kv_dtype], ["pages", 2, "page_size", KV_HEADS, DIM], CPU)
+        with Graph(name, input_types=[*types, blocks], custom_extensions=[ops.kernels()], module=module) as graph:
+            q, row_batch, row_lengths, table, slopes, sinks = (value.tensor for value in graph.inputs[:6])
+            cache = PagedCache.of(graph.inputs[6].buffer, table)
+            heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
+            graph.output(*ops.attention(cache, q, row_batch, row_lengths, **options, **heads))
+    return default_runtime().session.load_all(module, custom_extensions=[ops.kernels()])
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_options_in_a_graph(models, name):
+    q_dtype, kv_dtype, options, biased, rel = GRAPHS[name]
+    case = CacheCase((0, 1, 40, 17), HEADS, KV_HEADS, DIM, page_size=5, rank=5, dtype=kv_dtype)
+    cache = build(case)
+    q = cache.q.astype(q_dtype)
+    slopes = np.linspace(0.05, -0.1, HEADS).astype(np.float32)
+    sinks = np.linspace(-2, 4, HEADS).astype(np.float32)
+    arrays = [q, *cache.decode_rows, cache.lookup_table, slopes, sinks, cache.k_blocks]
+    o, lse = (to_numpy(result) for result in models[name].execute(*map(to_buffer, arrays)))
+    heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
+    expected = reference.attention(q, *cache.pages, *cache.decode_rows, **options, **heads)
+    assert_close(o.astype(np.float64), expected[0], rel=rel, what="o")
+    assert_lse_close(lse, expected[1], tol=1e-5, what="lse")

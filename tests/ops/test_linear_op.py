@@ -1,0 +1,172 @@
+"""The linear op against a float64 product: every dtype, every edge of its blocks, any number of threads."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.graphs import ops
+from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.session import default_runtime
+from support.compare import assert_bits_equal
+from support.harness import refused
+
+CPU = DeviceRef.CPU()
+PAIRS = (
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("float32", "bfloat16"),
+    ("float32", "float16"),
+    ("bfloat16", "float32"),
+)
+"""Dtypes of x and of w."""
+SUM_ERROR = 2.0**-21
+"""Of the sum of |x||w|: how far a float32 sum may be off, whatever its order."""
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""The sum is rounded once, to x's dtype."""
+TINIEST = {"float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-24}
+"""The step between numbers near 0, where sums are small enough for it to matter."""
+
+
+@cache
+def models():
+    """One graph for each pair of dtypes, all sizes symbolic, compiled in one go."""
+
+    def build(module, names):
+        for name in names:
+            x_dtype, w_dtype = (DType[part] for part in name.split("_")[1:])
+            types = [TensorType(x_dtype, ["M", "K"], CPU), TensorType(w_dtype, ["N", "L"], CPU)]
+            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                graph.output(ops.linear(*(value.tensor for value in graph.inputs)))
+
+    names = [f"linear_{x}_{w}" for x, w in PAIRS]
+    return load_graphs(default_runtime().session, {name: name for name in names}, build)
+
+
+def linear(x, w):
+    (y,) = models()[f"linear_{x.dtype.name}_{w.dtype.name}"].execute(to_buffer(x), to_buffer(w))
+    return to_numpy(y).copy()
+
+
+def operands(pair, m, n, k, seed=0):
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape, dtype in zip(((m, k), (n, k)), pair, strict=True))
+
+
+def expected(x, w):
+    return x.astype(np.float64) @ w.astype(np.float64).T
+
+
+@dataclass(frozen=True)
+class Right:
+    """`x w^T` in float64, and how far the op may be off."""
+
+    y: np.ndarray
+    bound: np.ndarray
+
+    @staticmethod
+    def of(x, w):
+        e = expected(x, w)
+        rounding = np.maximum(ROUNDING[x.dtype.name] * 1.001 * abs(e), TINIEST[x.dtype.name] / 2)
+        return Right(e, SUM_ERROR * expected(abs(x), abs(w)) + rounding)
+
+
+def check(x, w, right=None):
+    """`right`: of x and of w, or of more rows of w."""
+    right = Right.of(x, w) if right is None else right
+    y, e, bound = linear(x, w), right.y[:, : len(w)], right.bound[:, : len(w)]
+    assert (y.dtype, y.shape) == (x.dtype, e.shape)
+    bad = np.argwhere(~(abs(y.astype(np.float64) - e) <= bound))
+    if len(bad):
+        at = tuple(bad[0])
+        raise AssertionError(f"{x.shape} x {w.shape}: {len(bad)} of {y.size} are off, first {at}: {y[at]}, not {e[at]}")
+
+
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 97, 130)
+COLUMNS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 100)
+DEPTHS = (1, 2, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 200, 1024)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("m", ROWS)
+def test_every_edge(pair, m):
+    for k in DEPTHS:
+        x, w = operands(pair, m, max(COLUMNS), k, seed=k)
+        right = Right.of(x, w)
+        for n in COLUMNS:
+            check(x, w[:n].copy(), right)  # in memory of its own: what is read past it is not w
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("m", [1, 2, 8, 13, 30, 45, 64, 600])
+def test_sizes_of_models(pair, m):
+    check(*operands(pair, m, 1280, 2048))
+    check(*operands(pair, m, 300, 5632))
+    check(*operands(pair, m, 700, 288))
+    check(*operands(pair, m, 2100, 640))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("m", [1, 3, 17, 70])
+@pytest.mark.parametrize("k", [33, 64])
+def test_what_lies_past_the_operands_is_not_used(pair, m, k):
+    x, w = operands(pair, m + 1, 51, k)
+    x[m], w[50] = np.nan, np.nan
+    check(x[:m], w[:50])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 8), (4, 0, 8), (3, 5, 0), (0, 0, 0)])
+def test_empty(pair, m, n, k):
+    x, w = operands(pair, m, n, k)
+    assert_bits_equal(linear(x, w), np.zeros((m, n), x.dtype), what="a product of nothing")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("m", [1, 8, 33, 300])
+def test_running_twice_changes_no_bit(pair, m):
+    x, w = operands(pair, m, 333, 700)
+    first = linear(x, w)
+    for _ in range(3):
+        assert_bits_equal(linear(x, w), first, what="a second run")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("m", [2, 7, 17, 64, 65, 520])
+def test_a_row_alone_gives_the_bits_it_gives_in_company(pair, m):
+    x, w = operands(pair, m, 77, 1100)
+    together = linear(x, w)
+    for row in {0, m // 2, m - 1}:
+        assert_bits_equal(together[row : row + 1], linear(x[row : row + 1], w), what=f"row {row} of {m}")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("m", [1, 8, 40])
+def test_what_is_not_finite_stays_in_its_row_and_column(pair, m):
+    x, w = operands(pair, m, 50, 100)
+    w[17, 99], w[20, 0] = np.nan, np.inf
+    x[m - 1, 50] = np.nan
+    y, e = linear(x, w), expected(x, w)
+    assert_bits_equal(np.isnan(y), np.isnan(e), what="NaN")
+    assert_bits_equal(np.isinf(y), np.isinf(e), what="infinity")
+
+
+def test_float32_rows_keep_their_bits_against_bfloat16_weights():
+    """The rows are not rounded to the weights' dtype: a difference of 2^-20 shows."""
+    x = np.ones((40, 64), np.float32)
+    x[:, 0] += 2.0**-20
+    w = np.zeros((33, 64), "bfloat16")
+    w[:, 0], w[:, 1] = 1, -1
+    assert_bits_equal(linear(x, w), np.full((40, 33), 2.0**-20, np.float32), what="a small difference")
+
+
+def test_weights_of_another_depth_are_refused():
+    x, w = operands(("float32", "float32"), 3, 4, 8)
+    with refused("w", 7, 8):
+        linear(x, w[:, :7].copy())

@@ -1,0 +1,98 @@
+"""Small Llama checkpoints for tests: folders by hand, and whole ones saved by transformers."""
+
+import json
+
+import numpy as np
+import torch
+import transformers
+
+from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.demo import VOCAB_SIZE, byte_tokenizer
+
+# What every config.json must say; the rest has defaults.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""`rope_parameters`."""
+
+
+def write_config(folder, *, drop=(), **overrides):
+    """Writes `config.json`: `CONFIG` with `overrides` and without the keys in `drop`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {key: value for key, value in (CONFIG | overrides).items() if key not in drop}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def read_config(folder, **overrides):
+    return LlamaConfig.from_folder(write_config(folder, **overrides))
+
+
+def random_tensors(config, dtype=torch.float32, seed=0):
+    """The tensors that `config` asks for, standard normal."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+        for name, shape in expected_tensors(config).items()
+    }
+
+
+def raw_safetensors(tensors, padding=0):
+    """A file's bytes from {name: (safetensors dtype, shape, data)}; `padding` spaces in the header shift the data."""
+    header, end = {}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 64 + 56 + padding)
+    return len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values())
+
+
+def bits(tensor):
+    """A torch tensor as a NumPy array of its bits."""
+    return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16).numpy()
+
+
+def make_checkpoint(folder, *, seed=0, dtype=torch.float32, max_shard_size="5GB", add_bos=True, **overrides):
+    """A checkpoint that transformers saves, with a byte-level `tokenizer.json`, and its model.
+
+    `overrides` go to transformers' LlamaConfig. There is no end-of-sequence token unless they name one.
+    """
+    values = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = transformers.LlamaConfig(**(values | tokens | overrides))
+    model = transformers.LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            # Every weight matters: a norm of all ones would hide that it is not applied.
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5)
+    model = model.to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    byte_tokenizer(add_bos=add_bos).save(str(folder / "tokenizer.json"))
+    return model
+
+
+def relative_error(got, expected):
+    """The largest difference, relative to the largest expected value."""
+    expected = np.asarray(expected, np.float64)
+    return float(np.abs(np.asarray(got, np.float64) - expected).max() / np.abs(expected).max())

@@ -1,0 +1,62 @@
+"""Compiles every variant of the API for a GPU that is not there, by MAX's graph compiler, and exports the artefact.
+
+    python compile_gpu.py ARCHITECTURE KERNELS MEF
+
+A process of its own: MAX takes virtual devices only before its first use, and ends badly where it has some.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from max import driver
+
+
+def main(architecture: str, kernels: str, artefact: str) -> None:
+    driver.set_virtual_device_api("cuda" if architecture.startswith("sm_") else "hip")
+    driver.set_virtual_device_target_arch(architecture)
+    driver.set_virtual_device_count(1)
+
+    from max.driver import CPU, Accelerator
+    from max.dtype import DType
+    from max.engine import InferenceSession
+    from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+
+    from paged_kv.graphs import ops
+    from paged_kv.runtime.kernel_choice import PAIRS
+    from paged_kv.runtime.session import Variant
+
+    ops.kernels = lambda: Path(kernels)  # precompiled: each graph would parse the sources again
+    gpu = DeviceRef.GPU(0)
+    variants = [Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS]
+    for bits in ops.BITS:
+        variants += Variant("append", bits, bits).family()
+    variants += [Variant("merge", dtype, dtype) for dtype in ops.DTYPES]
+    module = Module()
+    for variant in variants:
+        variant.build(module, gpu)
+    kinds = [TensorType(DType.uint32, [size], gpu) for size in ("B_plus_1", "B", "rows")]
+    with Graph("ragged_rows", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
+        row_offsets, cache_lengths, rows = (value.tensor for value in graph.inputs)
+        graph.output(*ops.ragged_rows(row_offsets, cache_lengths, rows.shape[0]))
+    pages = [
+        BufferType(DType.uint16, [*shape, 8], gpu) for shape in (["P", 2, 2, 4, "H"], ["P", 4, "H"], ["P", 4, "H"])
+    ]
+    numbers = [TensorType(DType.int32, ["N"], gpu)] * 2
+    kinds = [*pages, TensorType(DType.uint32, ["B", "M"], gpu), *numbers]
+    with Graph("copy_pages", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
+        all_layers, k, v, table, sources, targets = graph.inputs
+        for cache in (
+            ops.PagedCache.of(all_layers.buffer, table.tensor),
+            ops.PagedCache(k.buffer, v.buffer, table.tensor, "HND"),
+        ):
+            ops.copy_pages(cache, sources.tensor, targets.tensor)
+        graph.output()
+    session = InferenceSession(devices=[CPU(), Accelerator()])
+    session.compile(module, custom_extensions=[ops.kernels()]).export_mef(artefact)
+    print(len(variants) + 2, "graphs", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)

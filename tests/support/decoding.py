@@ -1,0 +1,90 @@
+"""What the decode tests share: the compiled variants, arrays of every kind, and a case as the API takes it.
+
+Every test module that executes attention imports this one, so that its variants compile in one go.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+from max.dtype import DType
+
+from paged_kv import reference
+from paged_kv.arrays.host import as_numpy, like, sample_array, to_buffer
+from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
+from paged_kv.runtime.session import Variant, default_runtime
+from support.cases import Cache
+from support.compare import assert_close, assert_lse_close
+
+PAIRS = (
+    ("float32", "float32"),
+    ("float16", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float16", "float8_e5m2"),
+)
+"""Of the queries' and the cache's dtypes: what the suite compiles."""
+
+O_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2, "float8_e5m2": 2e-2}
+"""By the cache's dtype."""
+LSE_TOLERANCE = 1e-5
+
+
+@functools.cache
+def load_variants() -> None:
+    """Loads every variant that these tests execute, compiled together where the disk has them not."""
+    default_runtime().load([Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS])
+
+
+def to_kind(array: np.ndarray, kind: str) -> Any:
+    """The array as one of `kinds.WRITABLE`, over the same memory."""
+    return to_buffer(array) if kind == "max" else like(sample_array(kind), array)
+
+
+def csr(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """indptr, indices and last_page_len of a built case."""
+    lengths, page_size = cache.lengths.astype(np.int64), cache.case.page_size
+    used = -(-lengths // page_size)
+    indptr = np.concatenate([[0], np.cumsum(used)])
+    indices = [page for table, n in zip(cache.lookup_table, used, strict=True) for page in table[:n]]
+    last = np.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
+    return indptr.astype(dtype), np.array(indices, dtype), last.astype(dtype)
+
+
+def plan_sizes(cache: Cache) -> tuple[int, int, int, int]:
+    """num_qo_heads, num_kv_heads, head_dim, page_size: the arguments of `plan` after the page table."""
+    case = cache.case
+    return case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size
+
+
+def paged_cache(cache: Cache, kind: str = "numpy") -> Any:
+    """The blocks as `run` takes them."""
+    k, v = (to_kind(blocks, kind) for blocks in (cache.k_blocks, cache.v_blocks))
+    return (k, v) if cache.case.rank == 4 else k
+
+
+def oracle(
+    cache: Cache, q: np.ndarray, pos_encoding_mode: str = "NONE", **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Output and lse of `reference.attention`, options as FlashInfer names them and with its defaults."""
+    theta, scale = options.pop("rope_theta", None), options.pop("rope_scale", None)
+    if pos_encoding_mode == "ROPE_LLAMA":
+        options |= {"rope_theta": 1e4 if theta is None else theta, "rope_scale": 1.0 if scale is None else scale}
+    if pos_encoding_mode == "ALIBI":
+        options["alibi_slopes"] = reference.alibi_slopes(q.shape[1])
+    options = {name: value for name, value in options.items() if value is not None}
+    return reference.attention(q, *cache.pages, *cache.decode_rows, **cache.storage, **options)
+
+
+def planned(cache: Cache, **options: Any) -> BatchDecodeWithPagedKVCacheWrapper:
+    """A wrapper that has planned a float32 or bfloat16 case."""
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(None, cache.case.layout)
+    wrapper.plan(*csr(cache), *plan_sizes(cache), **{"q_data_type": cache.case.dtype} | options)
+    return wrapper
+
+
+def assert_decodes(found: tuple[Any, Any], cache: Cache, *oracle_arguments: Any, **options: Any) -> None:
+    """O and lse are the oracle's for the queries of a float32 case."""
+    expected = oracle(cache, cache.q, *oracle_arguments, **options)
+    assert_close(as_numpy(found[0], "o"), expected[0], rel=1e-5, what="o")
+    assert_lse_close(as_numpy(found[1], "lse"), expected[1], tol=1e-5, what="lse")

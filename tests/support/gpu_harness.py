@@ -1,0 +1,151 @@
+"""The ops on the first GPU, with the oracle's own signatures: `harness.py` for tests/gpu and benchmarks."""
+
+from functools import cache
+
+import numpy as np
+from max.driver import Accelerator, Buffer
+from max.dtype import DType
+from max.engine import Model
+from max.graph import DeviceRef, Module
+
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.graphs import ops
+from paged_kv.reference import cache_views
+from paged_kv.runtime.session import Runtime, Variant, runtime_on
+from support.harness import BITS, NONE
+
+
+@cache
+def runtime() -> Runtime:
+    return runtime_on(0)
+
+
+@cache
+def device() -> Accelerator:
+    return Accelerator(0)
+
+
+def upload(array: np.ndarray) -> Buffer:
+    return to_buffer(np.ascontiguousarray(array)).to(device())
+
+
+def download(buffer: Buffer) -> np.ndarray:
+    return to_numpy(buffer.to(runtime().session.devices[0])).copy()
+
+
+class Storage:
+    """A cache's arrays on the GPU, as the strided operands that every op takes."""
+
+    def __init__(self, k_blocks: np.ndarray, v_blocks: np.ndarray, layout: str, layer: int, bits: bool) -> None:
+        self._arrays = [k_blocks] if k_blocks is v_blocks else [k_blocks, v_blocks]
+        kind = np.dtype(f"u{k_blocks.itemsize}") if bits else k_blocks.dtype
+        self._buffers = [upload(array.reshape(-1).view(kind)) for array in self._arrays]
+        numbers: list[int] = []
+        for view, array in zip(cache_views(k_blocks, v_blocks, layout, layer), (k_blocks, v_blocks), strict=True):
+            start = (view.ctypes.data - array.ctypes.data) // array.itemsize if view.size else 0
+            strides = [stride // array.itemsize for stride in view.strides[:3]]
+            numbers += [start, *strides]
+            shape = view.shape
+        self.view = to_buffer(np.array([*shape, *numbers], np.int64))
+
+    @property
+    def blocks(self) -> tuple[Buffer, Buffer]:
+        first, last = self._buffers[0], self._buffers[-1]
+        return first, last.view(last.dtype, last.shape)
+
+    def write_back(self) -> None:
+        """Copies the GPU's bytes into the arrays they came from."""
+        for array, buffer in zip(self._arrays, self._buffers, strict=True):
+            array[...] = download(buffer).view(array.dtype).reshape(array.shape)
+
+
+def attention(
+    q: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    row_batch: np.ndarray,
+    row_lengths: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    alibi_slopes: np.ndarray = NONE,
+    sinks: np.ndarray = NONE,
+    batch_invariant: bool = False,
+    gpu_kernel: ops.GpuKernel = "best",
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `reference.attention`."""
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    storage = Storage(k_blocks, v_blocks, layout, layer, bits=False)
+    numbers = np.array([scale * q_scale * k_scale, logits_soft_cap, v_scale, 0, 1], np.float32)
+    inputs = [
+        *map(upload, (q, row_batch, row_lengths)),
+        *storage.blocks,
+        upload(lookup_table),
+        storage.view,
+        upload(alibi_slopes.astype(np.float32)),
+        upload(sinks.astype(np.float32)),
+        to_buffer(np.array(window_left, np.int32)),
+        to_buffer(numbers),
+    ]
+    model = attention_model(q.dtype.name, k_blocks.dtype.name, batch_invariant, gpu_kernel)
+    results = model.execute(*inputs)
+    o, lse = map(download, results)
+    return o, lse
+
+
+@cache
+def attention_model(q_dtype: str, kv_dtype: str, batch_invariant: bool, gpu_kernel: ops.GpuKernel) -> Model:
+    """The graph of one variant; its inputs are those of `Variant.build`."""
+    module, variant = Module(), Variant("attention", DType[q_dtype], DType[kv_dtype])
+    variant.build(module, DeviceRef.GPU(0), batch_invariant=batch_invariant, gpu_kernel=gpu_kernel)
+    return runtime().session.load_all(module, custom_extensions=[ops.kernels()])[variant.name]
+
+
+def append(
+    k_new: np.ndarray,
+    v_new: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+) -> None:
+    """As `reference.append`."""
+    storage = Storage(k_blocks, v_blocks, layout, layer, bits=True)
+    kind = BITS[k_blocks.itemsize]
+    rows = [upload(rows.view(f"u{rows.itemsize}")) for rows in (k_new, v_new)]
+    indices = map(upload, (batch_indices, positions))
+    variant = Variant("append", kind, kind)
+    runtime().execute(variant, *rows, *indices, *storage.blocks, upload(lookup_table), storage.view)
+    storage.write_back()
+
+
+def gather(
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `reference.gather`."""
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    storage = Storage(k_blocks, v_blocks, layout, layer, bits=True)
+    kind = BITS[k_blocks.itemsize]
+    keys, _ = cache_views(k_blocks, v_blocks, layout, layer)
+    like = np.zeros((int(indptr[-1]), *keys.shape[2:]), np.int8)
+    variant = Variant("gather", kind, kind)
+    inputs = (upload(indptr), upload(like), *storage.blocks, upload(lookup_table), storage.view)
+    k, v = (download(rows).view(k_blocks.dtype) for rows in runtime().execute(variant, *inputs))
+    return k, v, indptr

@@ -1,0 +1,56 @@
+"""What the compilers make of the GPU kernels for a GPU that is not there: each program is compiled once a session."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from support import background
+from support.background import Job
+from support.cubins import Kernel, kernels
+from support.mojo_programs import MOJO, ROOT, TESTS
+
+
+def compile_program(program: str, architecture: str) -> dict[str, str]:
+    """The assembly of a program's kernels, by file name."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = ["--target-accelerator", architecture, "--emit", "asm", "-o", Path(folder) / "host.s"]
+        command = [MOJO, "build", "--Werror", "-I", ROOT, *target, TESTS / program]
+        result = background.run(command, timeout=300)
+        assert result.returncode == 0, result.stderr
+        suffix = "*.ptx" if architecture.startswith("sm_") else "*.amdgcn"
+        return {path.name: path.read_text() for path in Path(folder).glob(suffix)}
+
+
+def job_of(program: str, architecture: str) -> Job[dict[str, str]]:
+    return Job(lambda: compile_program(program, architecture))
+
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")
+plain = {architecture: job_of("gpu_compile.mojo", architecture) for architecture in ARCHITECTURES}
+"""The kernels for any GPU, a few of each kind."""
+hopper = job_of("hopper_compile.mojo", "sm_90a")
+"""Every form of the Hopper kernel, and what is launched around it."""
+probe = job_of("wgmma_probe.mojo", "sm_90a")
+
+
+def compile_api() -> tuple[str, list[Kernel]]:
+    """What the process prints, and the kernels in its artefact."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [MOJO, "precompile", ROOT / "mojo_ops", "-o", folder / "mojo_ops.mojoc"]
+        result = background.run(command, timeout=300)
+        assert result.returncode == 0, result.stderr
+        command = [sys.executable, Path(__file__).with_name("compile_gpu.py"), "sm_90a"]
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        result = background.run(
+            [*command, folder / "mojo_ops.mojoc", folder / "api.mef"],
+            timeout=600,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        return result.stdout, kernels((folder / "api.mef").read_bytes())
+
+
+api = Job(compile_api)
+"""All kernels of the API as MAX compiles them for sm_90a."""

@@ -1,0 +1,180 @@
+"""The ops, run by MAX on NumPy (`ml_dtypes`) arrays, with the oracle's own signatures.
+
+So a test reads `assert_close(harness.attention(...), reference.attention(...))`.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import pytest
+from max.driver import Buffer
+from max.dtype import DType
+
+from paged_kv.arrays.host import cache_operands, to_buffer, to_numpy
+from paged_kv.reference import cache_views
+from paged_kv.runtime.session import Runtime, Variant, default_runtime
+from support.cases import DTYPES
+from support.compare import assert_bits_equal
+
+# Of q and of the cache; a cache narrower than its queries is legal.
+PAIRS = (
+    *((dtype, dtype) for dtype in DTYPES),
+    ("float32", "bfloat16"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float16", "float8_e5m2"),
+)
+BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
+NONE = np.zeros(0, np.float32)
+
+
+@cache
+def runtime() -> Runtime:
+    """The process's runtime with all that the op tests use: one compile serves them all."""
+    loaded = default_runtime()
+    moved = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
+    merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in DTYPES]
+    loaded.load([*moved, *merges, *(Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS)])
+    return loaded
+
+
+def attention(
+    q: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    row_batch: np.ndarray,
+    row_lengths: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    alibi_slopes: np.ndarray = NONE,
+    sinks: np.ndarray = NONE,
+    rope_theta: float | None = None,
+    rope_scale: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `reference.attention`: o `[R, Hq, D]` in q's dtype and lse `[R, Hq]` float32. Options go in unchecked."""
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    numbers = [scale * q_scale * k_scale, logits_soft_cap, v_scale, rope_theta or 0.0, rope_scale]
+    options = (
+        alibi_slopes.astype(np.float32),
+        sinks.astype(np.float32),
+        np.int32(window_left),
+        np.array(numbers, np.float32),
+    )
+    variant = Variant("attention", _dtype(q), _dtype(k_blocks))
+    storage = (k_blocks, v_blocks, layout, layer)
+    return _execute(variant, [q, row_batch, row_lengths], storage, lookup_table, options)
+
+
+def append(
+    k_new: np.ndarray,
+    v_new: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+) -> None:
+    """As `reference.append`."""
+    rows = [k_new, v_new, batch_indices, positions]
+    _execute(_moving("append", k_blocks), rows, (k_blocks, v_blocks, layout, layer), lookup_table)
+
+
+def gather(
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `reference.gather`."""
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    k, v = gather_rows(indptr, int(indptr[-1]), k_blocks, v_blocks, lookup_table, layout=layout, layer=layer)
+    return k, v, indptr
+
+
+def gather_rows(
+    indptr: np.ndarray,
+    num_tokens: int,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    *,
+    layout: str = "NHD",
+    layer: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gather as the op has it: K and V `[num_tokens, Hk, D]`, from any `indptr`."""
+    storage = (k_blocks, v_blocks, layout, layer)
+    rows = _execute(_moving("gather", k_blocks), [indptr, like_of(num_tokens, storage)], storage, lookup_table)
+    k, v = (row.view(k_blocks.dtype) for row in rows)
+    return k, v
+
+
+def like_of(num_tokens: int, storage: tuple[np.ndarray, np.ndarray, str, int]) -> np.ndarray:
+    """What tells gather the shape of its result."""
+    keys, _ = cache_views(*storage)
+    return np.zeros((num_tokens, *keys.shape[2:]), np.int8)
+
+
+def _execute(
+    variant: Variant,
+    rows: list[np.ndarray],
+    storage: tuple[np.ndarray, np.ndarray, str, int],
+    lookup_table: np.ndarray,
+    options: tuple[np.ndarray | np.generic, ...] = (),
+) -> tuple[np.ndarray, ...]:
+    """Runs one variant; the results are copies, free of MAX's memory."""
+    views = cache_views(*storage)
+    if variant.op != "attention":
+        bits = np.dtype(variant.kv_dtype.to_numpy())
+        views = tuple(view.view(bits) for view in views)
+        rows = [row.view(bits) if row.dtype == storage[0].dtype else row for row in rows]
+    k_blocks, v_blocks, view = cache_operands(*views)
+    scalars = [Buffer.from_dlpack(np.array(option)) for option in options]
+    inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
+    results = runtime().execute(variant, *inputs, k_blocks, v_blocks, to_buffer(lookup_table), view, *scalars)
+    return tuple(to_numpy(result).copy() for result in results)
+
+
+def _moving(op: str, blocks: np.ndarray) -> Variant:
+    """Append and gather move bits: their variant goes by the size of an element."""
+    bits = BITS[blocks.itemsize]
+    return Variant(op, bits, bits)
+
+
+def _dtype(array: np.ndarray) -> DType:
+    return DType[array.dtype.name]
+
+
+@contextmanager
+def refused(*words: object, unchanged: tuple[np.ndarray, ...] = ()) -> Iterator[None]:
+    """Expects a ValueError out of an op, whose one line holds each of `words`, and no byte of `unchanged` changed."""
+    before = [array.copy() for array in unchanged]
+    with pytest.raises(ValueError, match="error occurred in kernel") as caught:
+        yield
+    message = op_message(caught.value)
+    for word in words:
+        assert re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", message), f"{word!s} is missing in: {message}"
+    for array, copy in zip(unchanged, before, strict=True):
+        assert_bits_equal(array, copy, what="after a refusal")
+
+
+def op_message(error: BaseException) -> str:
+    """The line that an op raised, out of what MAX wraps around it."""
+    found = re.search(r'kernel named "[^"]+":\n([^\n]+)\n\nFusion info', str(error))
+    assert found, f"not the one-line error of an op: {error}"
+    return found[1]

@@ -1,0 +1,46 @@
+"""Runs test modules again with the kernels compiled for another CPU target, in a process of its own.
+
+MAX compiles for one target a process: `max.driver.set_virtual_cpu_target`, set before the first compile, which
+`apply_cpu_target` leaves as it is. Compiled artefacts are kept by target, so each target compiles once.
+"""
+
+import sys
+from pathlib import Path
+
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
+from support import background
+
+CPU_TARGETS = ("x86-64", *REQUIRED_FLAGS)
+"""What can be forced. An unknown name would abort the process inside MAX."""
+
+ISA_PATHS = {
+    "x86-64": "SSE2 alone: 4 float32 lanes, no FMA; what the portable path must make do with",
+    "haswell": "AVX2: 8 float32 lanes in 16 registers",
+    "skylake-avx512": "AVX-512 without bfloat16 instructions or tiles",
+}
+"""One target for each path through the kernels that is not the best one of a recent CPU."""
+
+TESTS = Path(__file__).parents[1]
+
+
+def can_run(target: str, cpu: CpuInfo | None = None) -> bool:
+    """Whether code compiled for `target` executes here."""
+    cpu = CpuInfo.read() if cpu is None else cpu
+    if target == "x86-64":
+        return cpu.machine.lower() in ("x86_64", "amd64")
+    return can_run("x86-64", cpu) and REQUIRED_FLAGS[target] <= cpu.flags
+
+
+def run_tests(target: str, *arguments: str, timeout: int = 1200) -> str:
+    """What pytest prints when it runs `arguments` (modules of this folder, `-k` ...) for `target`; all must pass.
+
+    A skipped or an absent test is a failure: a path that was not run was not tested.
+    """
+    paths = [str(TESTS / argument) if argument.endswith(".py") else argument for argument in arguments]
+    options = [f"--cpu-target={target}", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=5"]
+    result = background.run([sys.executable, "-m", "pytest", *options, *paths], timeout=timeout, cwd=TESTS.parent)
+    output = result.stdout + result.stderr
+    last = result.stdout.strip().splitlines()[-1:]
+    if result.returncode or " passed" not in "".join(last) or "skipped" in "".join(last):
+        raise AssertionError(f"{target}: {' '.join(paths)} (exit status {result.returncode})\n{output[-8000:]}")
+    return output

@@ -1,0 +1,40 @@
+"""What the tests of appends share: caches that wait for their tokens, and their page tables in the CSR form."""
+
+from typing import Any
+
+import numpy as np
+
+from paged_kv import reference
+from support.cases import Cache
+
+
+def csr(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """kv_indices, kv_indptr and kv_last_page_len of a cache; the indices end in entries that no request owns."""
+    size, lengths = cache.case.page_size, cache.lengths
+    counts = -(-lengths // size)
+    pages = [int(page) for row, count in zip(cache.lookup_table, counts, strict=True) for page in row[:count]]
+    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(dtype)
+    last = np.where(lengths > 0, (lengths - 1) % size + 1, 0)
+    return np.array([*pages, 10**6, 10**6], dtype), indptr, last.astype(dtype)
+
+
+def blocks(cache: Cache) -> Any:
+    """The cache as FlashInfer takes it: one array of rank 5, or a pair of rank 4."""
+    return cache.k_blocks if cache.case.rank == 5 else (cache.k_blocks, cache.v_blocks)
+
+
+def all_tokens(cache: Cache) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """K and V rows of every token in order, with `batch_indices` and `positions`."""
+    offsets = np.concatenate([[0], np.cumsum(cache.lengths)])
+    batch, positions = reference.ragged_rows(offsets, np.zeros_like(cache.lengths), int(offsets[-1]))
+    shape = (0, cache.case.num_kv_heads, cache.case.head_dim)
+    empty = np.empty(shape, cache.k_blocks.dtype)
+    return np.concatenate([empty, *cache.keys]), np.concatenate([empty, *cache.values]), batch, positions
+
+
+def expected_blocks(cache: Cache, k: np.ndarray, v: np.ndarray, batch: np.ndarray, positions: np.ndarray) -> Any:
+    """What the oracle makes of `blocks(cache)`; the cache itself is unchanged."""
+    k_blocks = cache.k_blocks.copy()
+    v_blocks = k_blocks if cache.v_blocks is cache.k_blocks else cache.v_blocks.copy()
+    reference.append(k, v, batch, positions, k_blocks, v_blocks, cache.lookup_table, layout=cache.case.layout)
+    return k_blocks if v_blocks is k_blocks else (k_blocks, v_blocks)

@@ -1,0 +1,54 @@
+"""The CPU as a GPU: torch tensors on the CPU go the way of tensors on a device."""
+
+import numpy as np
+import pytest
+import torch
+
+from paged_kv.arrays import devices as places
+
+
+class OnGpu:
+    """An array that says it lies on a GPU, and whose memory is never asked for."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, self.index)
+
+    def __dlpack__(self, **_: object) -> object:
+        raise AssertionError("device memory was read")
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The CPU stands in for the GPU wherever only torch tensors come in."""
+
+    def place_of(**arrays: object) -> places.Place | None:
+        flat = [a for array in arrays.values() for a in (array if isinstance(array, tuple | list) else [array])]
+        return places.HOST if all(array is None or isinstance(array, torch.Tensor) for array in flat) else None
+
+    monkeypatch.setattr(places, "place_of", place_of)
+
+
+def tensors(array: np.ndarray) -> torch.Tensor:
+    """A torch tensor over the same bytes."""
+    name = array.dtype.name
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        return torch.from_numpy(array.view(f"u{array.itemsize}").copy()).view(getattr(torch, name))
+    return torch.from_numpy(array.copy())
+
+
+def csr(cache) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """indptr, indices and last_page_len of a built case."""
+    size = cache.case.page_size
+    pages = -(-cache.lengths // size)
+    indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
+    indices = np.concatenate([row[:n] for row, n in zip(cache.lookup_table, pages, strict=True)]).astype(np.int32)
+    return indptr, indices, np.where(cache.lengths > 0, (cache.lengths - 1) % size + 1, 0).astype(np.int32)
+
+
+def storage_of(cache) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if cache.case.rank == 5:
+        return tensors(cache.k_blocks)
+    return tensors(cache.k_blocks), tensors(cache.v_blocks)

@@ -1,0 +1,282 @@
+"""Arrays of every library come in as views of their own memory, and go out as what they came from."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from max.driver import Buffer
+from max.dtype import DType
+from max.experimental.tensor import Tensor
+
+from paged_kv import reference
+from paged_kv.arrays.host import as_indices, as_numpy, dtype_of, like, paged_views, to_buffer
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from support.cases import STORAGES, CacheCase, build
+from support.kinds import KINDS, kind_of, make
+
+DTYPES = (
+    "float32",
+    "float16",
+    "float64",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int32",
+    "int64",
+    "uint8",
+    "bool",
+)
+VALUES = np.array([[0.0, 1.0, -2.0], [1.0, 0.5, 3.0]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    # JAX has no 64 bits by default.
+    [(kind, dtype) for kind in KINDS for dtype in DTYPES if kind != "jax" or not dtype.endswith("64")],
+)
+def test_values_and_dtype_survive_the_way_in_and_out(kind, dtype):
+    array = VALUES.astype(dtype)
+    given = make(kind, array)
+    seen = as_numpy(given, "x")
+    assert type(seen) is np.ndarray
+    assert seen.dtype == array.dtype
+    assert seen.tobytes() == array.tobytes()
+    returned = like(given, array.copy())
+    assert kind_of(returned) == kind
+    assert type(returned) is type(given)
+    assert as_numpy(returned, "x").dtype == array.dtype
+    assert as_numpy(returned, "x").tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", ["numpy", "torch", "max"])
+def test_nothing_is_copied(kind, dtype):
+    given = make(kind, np.zeros((2, 3), dtype))
+    as_numpy(given, "x")[1, 2] = 1
+    assert float(as_numpy(given, "x")[1, 2]) == 1
+    result = np.zeros((2, 3), dtype)
+    returned = like(given, result)
+    result[0, 1] = 1
+    assert float(as_numpy(returned, "x")[0, 1]) == 1
+
+
+def test_jax_arrays_come_in_without_a_copy_and_read_only():
+    given = jnp.ones((2, 3), jnp.bfloat16)
+    view = as_numpy(given, "x")
+    assert view.ctypes.data == given.unsafe_buffer_pointer()
+    assert not view.flags.writeable
+
+
+def test_strides_are_kept():
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2):
+        tensor = torch.zeros(4, 6, dtype=dtype).T[::2]
+        view = as_numpy(tensor, "x")
+        assert [stride // view.itemsize for stride in view.strides] == list(tensor.stride())
+
+
+def test_a_tensor_with_a_gradient_is_detached():
+    tensor = torch.ones(3, requires_grad=True)
+    assert as_numpy(tensor, "x").tolist() == [1, 1, 1]
+
+
+def test_any_dlpack_array_comes_in():
+    class Wrapped:
+        def __init__(self):
+            self.array = np.arange(3.0)
+
+        def __dlpack__(self, **kwargs):
+            return self.array.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    given = Wrapped()
+    as_numpy(given, "x")[0] = 7
+    assert given.array[0] == 7
+    assert type(like(given, np.zeros(2))) is np.ndarray
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_max_tensors_come_in_and_out_without_a_copy(dtype):
+    given = Tensor(storage=to_buffer(np.zeros((2, 3), dtype)))
+    as_numpy(given, "x")[1, 2] = 1
+    assert as_numpy(given, "x").dtype == np.dtype(dtype)
+    assert float(as_numpy(given, "x")[1, 2]) == 1
+    assert type(like(given, np.zeros(2, dtype))) is Tensor
+
+
+class OnDevice:
+    """What an array in a GPU's memory looks like to DLPack."""
+
+    def __dlpack__(self, **kwargs):
+        raise AssertionError("its memory must not be asked for")
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([1.0, 2.0], "list"),
+        (None, "NoneType"),
+        (3, "int"),
+        (np.zeros(2, np.complex64), "complex64"),
+        (np.array([None]), "object"),
+        (np.zeros(2, ">f4"), ">f4"),
+        (torch.zeros(2, dtype=torch.complex64), "complex64"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        (OnDevice(), r"\(2, 0\)"),
+        (Buffer.zeros((2,), DType.float8_e4m3fnuz), "float8_e4m3fnuz"),
+    ],
+)
+def test_what_is_no_cpu_array_is_refused_by_name(given, said):
+    with pytest.raises(ContractTypeError, match=f"append_key.*{said}"):
+        as_numpy(given, "append_key")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
+def test_indices_of_any_integer_become_int32(dtype):
+    indices = as_indices(np.array([3, 0, 127], dtype), "positions")
+    assert indices.dtype == np.int32
+    assert indices.tolist() == [3, 0, 127]
+
+
+def test_int32_indices_are_a_view_and_strided_ones_made_contiguous():
+    given = torch.arange(6, dtype=torch.int32)
+    assert as_indices(given, "x").ctypes.data == given.data_ptr()
+    assert as_indices(given[::2], "x").flags.c_contiguous
+    assert as_indices(given[::2], "x").tolist() == [0, 2, 4]
+    assert as_indices(given.reshape(2, 3).T, "x", 2).tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize(
+    ("given", "ndim", "error", "said"),
+    [
+        (np.array([0, 2**31]), 1, PageTableError, r"kv_indices\[1\] is 2147483648"),
+        (torch.tensor([[0], [-(2**31) - 1]]), 2, PageTableError, r"kv_indices\[1, 0\] is -2147483649"),
+        (np.array([2**32 - 1], np.uint32), 1, PageTableError, r"kv_indices\[0\] is 4294967295"),
+        (np.array([2**63], np.uint64), 1, PageTableError, r"kv_indices\[0\] is 9223372036854775808"),
+        (np.array([1.0]), 1, ContractTypeError, "kv_indices: dtype must be an integer, not float64"),
+        (np.array([True]), 1, ContractTypeError, "kv_indices: dtype must be an integer, not bool"),
+        ([0, 1], 1, ContractTypeError, "kv_indices must be an array .*list"),
+        (np.zeros((2, 2), np.int32), 1, ShapeError, r"kv_indices must have 1 dimensions, its shape is \(2, 2\)"),
+        (np.int32(3), 1, ContractTypeError, "kv_indices"),
+    ],
+)
+def test_indices_that_are_none_are_refused(given, ndim, error, said):
+    with pytest.raises(error, match=said):
+        as_indices(given, "kv_indices", ndim)
+
+
+def test_int32_takes_its_whole_range():
+    extremes = [2**31 - 1, -(2**31)]
+    assert as_indices(np.array(extremes), "x").tolist() == extremes
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("float16", "float16"),
+        ("half", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        (torch.float8_e4m3fn, "float8_e4m3fn"),
+        (torch.float32, "float32"),
+        (np.float32, "float32"),
+        (np.dtype("float16"), "float16"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+        (np.dtype(ml_dtypes.float8_e5m2), "float8_e5m2"),
+        (DType.bfloat16, "bfloat16"),
+        (DType.float8_e5m2, "float8_e5m2"),
+        (DType.float32, "float32"),
+    ],
+)
+def test_dtypes_of_every_library(given, name):
+    assert dtype_of(given, "dtype") == np.dtype(name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, 3, "flat", "complex64", ">f4", np.complex64, np.dtype(">f4"), torch.complex64, DType.float8_e4m3fnuz, "a"],
+)
+def test_unknown_dtypes_are_refused_by_name(given):
+    with pytest.raises(ContractTypeError, match="kv_data_type"):
+        dtype_of(given, "kv_data_type")
+
+
+def test_dtypes_of_jax():
+    assert dtype_of(jnp.bfloat16, "dtype") == np.dtype("bfloat16")
+    assert dtype_of(jnp.dtype("float32"), "dtype") == np.float32
+
+
+@pytest.mark.parametrize(("rank", "layout"), STORAGES[:4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_are_those_of_the_oracle(kind, rank, layout):
+    cache = build(CacheCase((5, 17), layout=layout, rank=rank))
+    given = make(kind, cache.k_blocks) if rank == 5 else tuple(make(kind, a) for a in (cache.k_blocks, cache.v_blocks))
+    expected = reference.cache_views(cache.k_blocks, cache.v_blocks, layout)
+    for view, wanted in zip(paged_views(given, layout), expected, strict=True):
+        np.testing.assert_array_equal(view, wanted)
+
+
+def one_layer() -> np.ndarray:
+    """The second of three layers of one buffer: not contiguous."""
+    return np.zeros((4, 2, 3, 5, 2, 8), np.float16)[:, :, 1]
+
+
+def test_strided_caches_are_views():
+    cache = one_layer()
+    k, v = paged_views(cache, "NHD", writable=True)
+    v[3, 4, 1] = 1
+    k[0] = 2
+    assert (cache[3, 1, 4, 1] == 1).all()
+    assert (cache[0, 0] == 2).all()
+
+
+def read_only() -> np.ndarray:
+    array = np.zeros((4, 2, 5, 2, 8), np.float16)
+    array.flags.writeable = False
+    return array
+
+
+PAIR = np.zeros((4, 5, 2, 8), np.float16)
+
+
+@pytest.mark.parametrize(
+    ("cache", "layout", "error", "said"),
+    [
+        (np.zeros((4, 5, 2, 8)), "NHD", ShapeError, r"kv_data must have 5 dimensions, .*\(4, 5, 2, 8\)"),
+        (np.zeros((4, 3, 5, 2, 8)), "NHD", ShapeError, r"kv_data: dimension 1 must be 2 .*\(4, 3, 5, 2, 8\)"),
+        ((PAIR,), "NHD", ShapeError, "kv_data.*not 1 arrays"),
+        ((PAIR, one_layer()), "NHD", ShapeError, r"kv_data\[1\] must have 4 dimensions"),
+        ((PAIR, PAIR.astype("float32")), "NHD", ContractTypeError, r"kv_data\[1\]: dtype float32 differs.*float16"),
+        ((PAIR, PAIR[:3]), "NHD", ShapeError, r"kv_data\[1\]: shape \(3, 5, 2, 8\) differs .*\(4, 5, 2, 8\)"),
+        ((PAIR, None), "NHD", ContractTypeError, r"kv_data\[1\] must be an array.*NoneType"),
+        (one_layer()[..., ::2], "NHD", ContractError, "kv_data: the elements of a head.* stride is 2"),
+        (one_layer().swapaxes(-1, -2), "NHD", ContractError, "kv_data: the elements of a head.* stride is 8"),
+        (one_layer()[::-1], "NHD", ContractError, "kv_data has a negative stride"),
+        (one_layer(), "DHN", ContractError, "kv_layout must be 'NHD' or 'HND', not 'DHN'"),
+        (one_layer(), None, ContractError, "kv_layout .* not None"),
+        (read_only(), "NHD", ContractError, "kv_data is read-only"),
+        (torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8), "NHD", ContractError, "kv_data .*stride of 0"),
+        ((PAIR, PAIR), "NHD", ContractError, r"kv_data\[1\] shares memory with kv_data\[0\]"),
+    ],
+)
+def test_caches_that_cannot_be_addressed_are_refused(cache, layout, error, said):
+    with pytest.raises(error, match=said):
+        paged_views(cache, layout, "kv_data", writable=True)
+
+
+def test_what_is_only_read_may_be_read_only_and_shared():
+    paged_views(read_only(), "NHD")
+    paged_views((PAIR, PAIR), "HND")
+    paged_views(torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8), "NHD")
+
+
+def test_halves_of_one_array_are_no_overlap():
+    both = one_layer()
+    paged_views((both[:, 0], both[:, 1]), "NHD", writable=True)
+    side_by_side = np.zeros((4, 5, 2, 16), np.float16)
+    paged_views((side_by_side[..., :8], side_by_side[..., 8:]), "NHD", writable=True)

@@ -1,0 +1,225 @@
+"""config.json: what is read, and that whatever would be computed wrongly is refused by name."""
+
+import json
+
+import numpy as np
+import pytest
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from paged_kv.engine.config import LlamaConfig, RopeScaling, expected_tensors
+from paged_kv.errors import CheckpointError
+from support.checkpoints import CONFIG, read_config, write_config
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
+def test_defaults(tmp_path):
+    config = read_config(tmp_path, drop=("num_key_value_heads", "head_dim"), hidden_size=64)
+    assert config == LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        vocab_size=259,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=RopeScaling(),
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_ids=(),
+        dtype=None,
+    )
+
+
+def test_everything_said(tmp_path):
+    config = read_config(
+        tmp_path,
+        head_dim=128,
+        tie_word_embeddings=True,
+        rope_theta=500000,
+        rope_scaling=LLAMA3,
+        bos_token_id=256,
+        eos_token_id=[257, 258],
+        torch_dtype="bfloat16",
+        hidden_act="silu",
+        attention_bias=False,
+    )
+    assert (config.head_dim, config.tie_word_embeddings, config.rope_theta) == (128, True, 500000.0)
+    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 256)
+    assert (config.bos_token_id, config.eos_token_ids, config.dtype) == (256, (257, 258), "bfloat16")
+
+
+def test_null_is_the_same_as_missing(tmp_path):
+    nulls = dict.fromkeys(("head_dim", "num_key_value_heads", "rope_scaling", "eos_token_id", "torch_dtype"))
+    assert read_config(tmp_path / "null", **nulls | {"hidden_size": 64}) == read_config(
+        tmp_path / "missing", drop=tuple(nulls), hidden_size=64
+    )
+
+
+def test_model_type_stands_in_for_architectures(tmp_path):
+    assert read_config(tmp_path, drop=("architectures",)).hidden_size == 48
+
+
+@pytest.mark.parametrize(
+    ("said", "theta", "scaling"),
+    [
+        ({"rope_theta": 5e5}, 5e5, RopeScaling()),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, RopeScaling()),
+        ({"rope_parameters": {"rope_theta": 5e5}}, 5e5, RopeScaling()),
+        ({"rope_theta": 7e3, "rope_parameters": {"rope_theta": 5e5}}, 5e5, RopeScaling()),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, 1e4, RopeScaling("linear", 4.0)),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, 5e5, RopeScaling("llama3", 8.0, 1.0, 4.0, 256)),
+        (
+            {"rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}},
+            1e4,
+            RopeScaling("llama3", 8.0, 1.0, 4.0, 2048),
+        ),
+    ],
+)
+def test_rope_in_the_old_form_and_the_new(tmp_path, said, theta, scaling):
+    config = read_config(tmp_path, **said)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+@pytest.mark.parametrize(
+    ("generation", "eos"), [({"eos_token_id": [1, 2]}, (1, 2)), ({"eos_token_id": 3}, (3,)), ({}, (9,))]
+)
+def test_generation_config_says_where_to_stop(tmp_path, generation, eos):
+    write_config(tmp_path, eos_token_id=9)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert LlamaConfig.from_folder(tmp_path).eos_token_ids == eos
+
+
+REQUIRED = [key for key in CONFIG if key not in ("architectures", "model_type", "num_key_value_heads", "head_dim")]
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_field_is_named(tmp_path, key):
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} is missing$"):
+        read_config(tmp_path, drop=(key,))
+
+
+@pytest.mark.parametrize("value", ["8", 8.0, True, 0, -8, [8]])
+@pytest.mark.parametrize("key", [k for k in REQUIRED if k != "rms_norm_eps"] + ["num_key_value_heads", "head_dim"])
+def test_what_is_no_positive_integer_is_refused(tmp_path, key, value):
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} = .*: a positive integer is expected$"):
+        read_config(tmp_path, **{key: value})
+
+
+BAD = [
+    ({"architectures": ["MistralForCausalLM"]}, r'architectures = \["MistralForCausalLM"\]: only "LlamaForCausalLM"'),
+    ({"architectures": "LlamaForCausalLM"}, r"architectures = "),
+    ({"architectures": None, "model_type": "mistral"}, r'model_type = "mistral"'),
+    ({"architectures": None, "model_type": None}, r"model_type = null"),
+    ({"hidden_act": "gelu"}, r'hidden_act = "gelu"'),
+    ({"attention_bias": True}, r"attention_bias = true: projections with a bias"),
+    ({"mlp_bias": True}, r"mlp_bias = true: projections with a bias"),
+    ({"mlp_bias": 1}, r"mlp_bias = 1: true or false"),
+    ({"tie_word_embeddings": "yes"}, r'tie_word_embeddings = "yes": true or false'),
+    ({"quantization_config": {"bits": 4}}, r"quantization_config = .*quantized"),
+    ({"rms_norm_eps": 0}, r"rms_norm_eps = 0: a positive number"),
+    ({"rms_norm_eps": "1e-5"}, r'rms_norm_eps = "1e-5": a positive number'),
+    ({"rms_norm_eps": float("nan")}, r"rms_norm_eps = NaN: a positive number"),
+    ({"rope_theta": float("inf")}, r"rope_theta = Infinity: a positive number"),
+    ({"rope_theta": True}, r"rope_theta = true: a positive number"),
+    ({"num_attention_heads": 5}, r"num_key_value_heads = 2: does not divide num_attention_heads = 5"),
+    ({"head_dim": 12}, r"head_dim = 12: must be a multiple of 8"),
+    ({"head_dim": 520}, r"head_dim = 520: .* at most 512"),
+    ({"head_dim": None, "hidden_size": 50}, r"hidden_size = 50: no multiple of num_attention_heads = 4"),
+    ({"head_dim": None, "hidden_size": 48}, r"head_dim = 12: must be a multiple of 8"),
+    ({"rope_scaling": "linear"}, r'rope_scaling = "linear": an object'),
+    ({"rope_scaling": {"type": "yarn", "factor": 2}}, r'rope_scaling\.type = "yarn": only'),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, r'rope_parameters\.rope_type = "dynamic": only'),
+    ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor is missing"),
+    ({"rope_scaling": {"type": "linear", "factor": -2}}, r"rope_scaling\.factor = -2: a positive number"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, r"rope_scaling\.low_freq_factor is missing"),
+    ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, r"rope_scaling\.high_freq_factor = 1: must be above"),
+    (
+        {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 1.5}},
+        r"rope_scaling\.original_max_position_embeddings = 1\.5: a positive integer",
+    ),
+    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5: only 1"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"rope_parameters\.partial_rotary_factor = 0\.5: only 1"),
+    ({"eos_token_id": 259}, r"eos_token_id = 259: token ids from 0 to vocab_size - 1 = 258"),
+    ({"eos_token_id": [1, "2"]}, r'eos_token_id = \[1, "2"\]: token ids'),
+    ({"bos_token_id": -1}, r"bos_token_id = -1: token ids"),
+    ({"torch_dtype": "int8"}, r'torch_dtype = "int8": only'),
+    ({"dtype": "float64"}, r'dtype = "float64": only'),
+    ({"dtype": ["float32"]}, r'dtype = \["float32"\]: only'),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD)
+def test_what_is_not_supported_is_refused(tmp_path, bad, message):
+    with pytest.raises(CheckpointError, match=r"config\.json: " + message) as caught:
+        read_config(tmp_path, **bad)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff", "[" * 100_000])
+def test_a_file_that_is_no_json_object_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
+        LlamaConfig.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_generation_config_is_named(tmp_path):
+    write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r'generation_config\.json: eos_token_id = "</s>"'):
+        LlamaConfig.from_folder(tmp_path)
+
+
+def test_a_missing_folder_or_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        LlamaConfig.from_folder(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        LlamaConfig.from_folder(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: not a folder"):
+        LlamaConfig.from_folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 512])
+@pytest.mark.parametrize("theta", [1e4, 5e5, 12345.678])
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 3.0}, LLAMA3, LLAMA3 | {"factor": 32.0, "low_freq_factor": 1.3}],
+)
+def test_inverse_frequencies_are_those_of_transformers(tmp_path, head_dim, theta, scaling):
+    config = read_config(tmp_path, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_pretrained(tmp_path)).inv_freq.numpy()
+    ours = config.inverse_frequencies()
+    assert ours.dtype == np.float32
+    # Bit-equal but for the few powers that torch itself rounds the other way; llama3's blend may amplify those.
+    assert np.mean(ours == theirs) > 0.98
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_expected_tensors(tmp_path):
+    shapes = expected_tensors(read_config(tmp_path))
+    assert len(shapes) == 2 * 9 + 3
+    assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (259, 48)
+    assert shapes["model.layers.1.self_attn.q_proj.weight"] == (64, 48)
+    assert shapes["model.layers.1.self_attn.k_proj.weight"] == (32, 48)
+    assert shapes["model.layers.1.self_attn.o_proj.weight"] == (48, 64)
+    assert shapes["model.layers.0.mlp.down_proj.weight"] == (48, 64)
+    assert "lm_head.weight" not in expected_tensors(read_config(tmp_path, tie_word_embeddings=True))
+
+
+def test_expected_tensors_are_those_of_transformers(tmp_path):
+    config = read_config(tmp_path)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(tmp_path))
+    theirs = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert expected_tensors(config) == theirs

@@ -1,0 +1,81 @@
+"""The doctor: right about this installation, clear about a wrong one, and never a traceback."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from paged_kv.runtime import doctor
+from paged_kv.runtime.cpu_target import CpuInfo
+from paged_kv.runtime.doctor import PINNED, Report, collect, render
+
+
+def test_this_installation_is_well():
+    report = collect()
+    assert report.problems == []
+    assert report.exit_status == 0
+    assert report.versions == PINNED
+    assert report.default_target
+    assert report.kernels is not None
+    assert (report.kernels / "ops.mojo").is_file()
+    text = render(report)
+    for name in ("max", "mojo", "python", "cpu", "features", "target", "gpu", "kernels", "cache"):
+        assert f"\n{name} " in f"\n{text}"
+    assert text.endswith("all is well")
+
+
+@pytest.mark.parametrize(
+    ("installed", "said", "install"),
+    [
+        ({"max": "26.6.0", "mojo": PINNED["mojo"]}, ["26.6.0"], [f"max=={PINNED['max']}"]),
+        ({"max": PINNED["max"]}, ["none is installed"], [f"mojo=={PINNED['mojo']}"]),
+        ({}, ["none is installed"], [f"max=={PINNED['max']}", f"mojo=={PINNED['mojo']}"]),
+    ],
+)
+def test_a_wrong_version_names_the_command_that_mends_it(monkeypatch, installed, said, install):
+    monkeypatch.setattr(doctor, "_installed", installed.get)
+    report = collect()
+    assert report.exit_status == 1
+    command = " ".join([sys.executable, "-m pip install", *install])
+    assert len(report.problems) == len(install)
+    for problem in report.problems:
+        assert problem.endswith(f"run: {command}")
+        assert all(word in problem for word in said)
+        assert f"error: {problem}" in render(report)
+
+
+def test_a_cache_that_cannot_be_made_is_a_problem(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    report = collect()
+    assert report.exit_status == 1
+    assert report.cache is None
+    assert "error: cache: no cache folder" in render(report)
+
+
+def test_a_driver_that_fails_is_a_problem_on_one_line(monkeypatch):
+    def fail() -> int:
+        raise RuntimeError("driver\nis too old")
+
+    monkeypatch.setattr("max.driver.accelerator_count", fail)
+    assert collect().problems == ["GPU: driver is too old"]
+
+
+def test_gpus_are_listed(monkeypatch):
+    monkeypatch.setattr("max.driver.accelerator_count", lambda: 2)
+    gpu = SimpleNamespace(model_name="H100", api="cuda", architecture_name="sm_90a")
+    monkeypatch.setattr("max.driver.Accelerator", lambda _: gpu)
+    assert "gpu       H100 (cuda, sm_90a), H100 (cuda, sm_90a)" in render(collect())
+
+
+def test_missing_kernels_are_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.resources, "files", lambda _: tmp_path)
+    report = collect()
+    assert report.problems == [f"Mojo sources: {tmp_path / 'ops.mojo'} is missing; reinstall paged-kv"]
+    assert report.kernels is None
+
+
+def test_an_empty_report_renders():
+    text = render(Report(cpu=CpuInfo("aarch64", "", frozenset()), cores=1))
+    assert "unknown model, aarch64, 1 core\n" in text
+    assert "target    MAX's own choice\n" in text

@@ -1,0 +1,45 @@
+"""The cache folder: where it is, and what is said when it cannot be had."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paged_kv.errors import ToolchainError
+from paged_kv.runtime.folders import cache_folder
+
+
+def test_xdg_cache_home_is_followed_and_the_folder_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "yet"))
+    assert cache_folder() == tmp_path / "not" / "yet" / "paged-kv"
+    assert cache_folder().is_dir()
+
+
+@pytest.mark.parametrize("value", [None, "", "relative/path"])
+@pytest.mark.parametrize(
+    ("platform", "place"),
+    [("linux", ".cache/paged-kv"), ("darwin", "Library/Caches/paged-kv"), ("win32", "AppData/Local/paged-kv")],
+)
+def test_each_system_has_its_own_place(tmp_path, monkeypatch, value, platform, place):
+    if value is None:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert cache_folder() == tmp_path / place
+
+
+def test_a_file_in_the_way_is_one_clear_line(tmp_path, monkeypatch):
+    (tmp_path / "paged-kv").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ToolchainError, match=r"^no cache folder \(.*paged-kv.*\): set XDG_CACHE_HOME"):
+        cache_folder()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root, as which some CIs run, may write anywhere
+    with pytest.raises(ToolchainError, match=f"cache folder {tmp_path}/paged-kv cannot be written"):
+        cache_folder()

@@ -1,0 +1,101 @@
+"""What the distribution promises: pins, extras, what is shipped, and one set of commands everywhere."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from importlib import metadata, resources
+from pathlib import Path
+
+import pytest
+
+from paged_kv.runtime.doctor import PINNED
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+
+TEST_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest"
+DEMO_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/paged-kv demo"
+TOP_LEVEL = {
+    *("pyproject.toml", "pixi.toml", "README.md", "CHANGELOG.md", "LICENSE"),
+    *("mojo_ops", "python", "graphs", "tests", "benchmarks", "docs"),
+}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in requirements}
+
+
+def test_max_and_mojo_are_pinned_exactly_and_the_doctor_knows():
+    pins = dict(line.split("==") for line in PROJECT["dependencies"] if "==" in line)
+    assert pins == PINNED
+
+
+def test_torch_and_transformers_are_in_extras_alone():
+    assert names(PROJECT["dependencies"]).isdisjoint({"torch", "transformers"})
+    extras = PROJECT["optional-dependencies"]
+    assert set(extras) == {"torch", "test", "bench"}
+    assert extras["torch"] == ["torch==2.13.0"]
+    assert {"torch", "transformers", "hypothesis", "pytest"} <= names(extras["test"])
+    assert "torch==2.13.0" in extras["test"]
+
+
+def test_the_installed_distribution_says_the_same():
+    assert metadata.version("paged-kv") == PROJECT["version"]
+    (entry,) = metadata.entry_points(group="console_scripts", name="paged-kv")
+    assert entry.value == "paged_kv.cli:main"
+
+
+def test_the_mojo_sources_are_reached_through_the_package():
+    folder = Path(str(resources.files("paged_kv.mojo_ops")))
+    shipped = {path.relative_to(folder) for path in folder.rglob("*.mojo")}
+    assert shipped == {path.relative_to(ROOT / "mojo_ops") for path in (ROOT / "mojo_ops").rglob("*.mojo")}
+    assert Path("ops.mojo") in shipped
+    assert Path("attention/gpu/hopper/kernel.mojo") in shipped
+    assert (folder / "README.md").is_file()
+
+
+def test_every_source_folder_is_shipped():
+    """`packages` and the globs of package data are lists: a new folder must be added to them."""
+    settings = PYPROJECT["tool"]["setuptools"]
+    roots = {Path(folder): package for package, folder in settings["package-dir"].items()}
+    packages, shipped_data = set(), set()
+    for root, package in roots.items():
+        for file in (ROOT / root).rglob("*"):
+            inner = ".".join([package, *file.parent.relative_to(ROOT / root).parts])
+            if file.suffix == ".py":
+                packages.add(inner)
+            for glob in settings["package-data"].get(package, []):
+                shipped_data |= set((ROOT / root).glob(glob))
+            for glob in settings["package-data"].get(inner, []):
+                shipped_data |= set(file.parent.glob(glob))
+    assert packages | {"paged_kv.mojo_ops"} == set(settings["packages"])
+    assert shipped_data >= {path for root in roots for path in (ROOT / root).rglob("*.mojo")}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a git checkout")
+def test_the_top_level_is_the_house():
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    top = {Path(file).parts[0] for file in files if (ROOT / file).exists()}
+    assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
+    assert TOP_LEVEL - {"benchmarks", "docs"} <= top
+
+
+@pytest.mark.parametrize("command", [TEST_COMMAND, DEMO_COMMAND])
+def test_the_readme_has_the_commands_on_lines_of_their_own(command):
+    assert command in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert f'\ntest_command="{TEST_COMMAND}"\n' in (ROOT / ".ci" / "run").read_text()
+
+
+def test_pixi_runs_the_same_programs():
+    pixi = tomllib.loads((ROOT / "pixi.toml").read_text())
+    assert pixi["tasks"]["test"] == TEST_COMMAND.split(".venv/bin/")[-1]
+    assert pixi["tasks"]["bench"] == "paged-kv bench"
+    assert pixi["tasks"]["demo"] == DEMO_COMMAND.split(".venv/bin/")[-1]
+    assert pixi["pypi-dependencies"]["paged-kv"]["path"] == "."
+    assert set(pixi["pypi-dependencies"]["paged-kv"]["extras"]) <= set(PROJECT["optional-dependencies"])

@@ -1,0 +1,211 @@
+"""Page tables: what they say, and that whatever is wrong with one is named."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_kv.calls.page_table import DENSE_NAMES, KV_NAMES, NO_PAGE, PageTable, check_offsets, integer
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from support.cases import UNUSED_PAGE
+from support.kinds import INDEX_KINDS, make
+
+
+def table(indptr, indices, last_page_len, page_size=4, names=KV_NAMES) -> PageTable:
+    return PageTable.of(*(np.array(x, np.int32) for x in (indptr, indices, last_page_len)), page_size, names)
+
+
+def test_lengths_and_dense_table():
+    it = table([0, 2, 2, 3], [5, 3, 9, 77], [1, 0, 4])
+    assert it.lengths.tolist() == [5, 0, 4]
+    assert it.lengths.dtype == np.int32
+    assert it.num_pages.tolist() == [2, 0, 1]
+    assert it.dense().tolist() == [[5, 3], [NO_PAGE, NO_PAGE], [9, NO_PAGE]]
+    assert it.dense().dtype == np.uint32
+    assert NO_PAGE == UNUSED_PAGE
+    it.check_pages(10)
+
+
+def test_an_empty_batch():
+    it = table([0], [], [])
+    it.check_pages(0)
+    assert it.dense().shape == (0, 0)
+    assert it.lengths.shape == (0,)
+
+
+def test_the_dense_table_is_a_copy():
+    indices = np.arange(4, dtype=np.int32)
+    dense = PageTable(np.array([0, 2, 4], np.int32), indices, np.ones(2, np.int32), 4).dense()
+    indices[:] = 9
+    assert dense.tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("last", [0, 1, 4])
+def test_the_last_page_of_a_request_without_pages_does_not_count(last):
+    assert table([0, 0], [], [last]).lengths.tolist() == [0]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), INDEX_KINDS)
+def test_arrays_of_every_kind(kind, dtype):
+    it = PageTable.of(*(make(kind, np.array(x, dtype)) for x in ([0, 1, 3], [7, 8, 9], [2, 3])), 16)
+    assert it.lengths.tolist() == [2, 19]
+    assert it.dense().tolist() == [[7, NO_PAGE], [8, 9]]
+
+
+LARGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "last", "size", "error", "said"),
+    [
+        ([], [], [], 4, ShapeError, "kv_indptr must have B . 1 entries, it has 0"),
+        ([1, 2], [5, 6], [1], 4, PageTableError, r"kv_indptr\[0\] must be 0, not 1"),
+        ([0, 2, 1], [5, 6], [1, 1], 4, PageTableError, "kv_indptr decreases at request 1: from 2 to 1"),
+        ([0, LARGE, -LARGE - 1], [], [1, 1], 4, PageTableError, "kv_indptr decreases at request 1"),
+        ([0, 1, 3, 4], [5, 6], [1] * 3, 4, PageTableError, "kv_indptr: request 1 ends at 3, kv_indices has 2"),
+        ([0, 1, 2], [5, 6], [1], 4, ShapeError, "kv_last_page_len must have B = 2 entries.* it has 1"),
+        ([0, 1, 2], [5, 6], [1, 0], 4, PageTableError, r"kv_last_page_len: request 1 has 0, outside \[1, .*4\]"),
+        ([0, 1, 2], [5, 6], [5, 1], 4, PageTableError, r"kv_last_page_len: request 0 has 5, outside \[1, .*4\]"),
+        ([0, 1, 1], [5], [1, 5], 4, PageTableError, r"kv_last_page_len: request 1 has 5, outside \[0, .*4\]"),
+        ([0, 0], [], [-1], 4, PageTableError, r"kv_last_page_len: request 0 has -1, outside \[0, .*4\]"),
+        ([0, 2], [5, 6], [1], 2**30, PageTableError, "kv_indptr: request 0 has 2 pages of 1073741824"),
+        ([0], [], [], 0, ContractError, "page_size must be at least 1, not 0"),
+        ([0], [], [], 2**31, ContractError, "page_size must be below 2.31, not 2147483648"),
+        ([0], [], [], 4.0, ContractTypeError, "page_size must be an integer, not 4.0"),
+        ([0], [], [], True, ContractTypeError, "page_size must be an integer, not True"),
+    ],
+)
+def test_inconsistent_tables_are_refused(indptr, indices, last, size, error, said):
+    with pytest.raises(error, match=said):
+        table(indptr, indices, last, size)
+
+
+@pytest.mark.parametrize(("page", "said"), [(10, "10"), (-1, "-1"), (LARGE, str(LARGE))])
+def test_a_page_outside_the_pool_is_named(page, said):
+    it = table([0, 2, 2, 4], [0, 1, 9, page], [1, 0, 4])
+    with pytest.raises(PageTableError, match=rf"kv_indices: request 2, slot 1 holds page id {said}, .*\[0, 10\)"):
+        it.check_pages(10)
+
+
+def test_only_used_slots_are_looked_at():
+    it = table([0, 1], [3, -1, 99], [1])
+    it.check_pages(4)
+    assert it.dense().tolist() == [[3]]
+
+
+def test_dense_tables_end_at_the_first_minus_one():
+    entries = np.array([[4, 2, 7], [-1, -1, -1], [1, -1, -1]], np.int32)
+    for page_table in (entries, entries.view(np.uint32), entries.astype(np.int64)):
+        it = PageTable.from_dense(page_table, np.array([0, 3, 4]), 4)
+        assert it.lengths.tolist() == [8, 0, 4]
+        assert it.names == DENSE_NAMES
+        it.check_pages(8)
+        with pytest.raises(PageTableError, match="page_table: request 0, slot 2 holds page id 7"):
+            it.check_pages(7)
+
+
+@pytest.mark.parametrize(
+    ("page_table", "last", "error", "said"),
+    [
+        (np.array([[1, -1, 2]]), [1], PageTableError, "page_table: request 0 has page 2 in slot 2, after a -1"),
+        (np.array([1, 2]), [1], ShapeError, "page_table must have 2 dimensions"),
+        (np.array([[1], [2]]), [1], ShapeError, "last_page_len must have B = 2 entries"),
+        (np.array([[1], [2]]), [1, 5], PageTableError, "last_page_len: request 1 has 5"),
+        (np.array([[1], [2]]), [-1, 4], PageTableError, "last_page_len: request 0 has -1"),
+    ],
+)
+def test_inconsistent_dense_tables_are_refused(page_table, last, error, said):
+    with pytest.raises(error, match=said):
+        PageTable.from_dense(page_table, np.array(last), 4)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[PageTable, list[list[int]]]:
+    """A table, and the pages of each request as a list."""
+    # Wide rows are copied in another way than narrow ones.
+    counts = draw(st.lists(st.integers(0, draw(st.sampled_from([3, 150]))), max_size=6))
+    if counts and draw(st.booleans()):
+        counts = [counts[0]] * len(counts)
+    page_size = draw(st.integers(1, 130))
+    ids = draw(st.randoms(use_true_random=False)).sample(range(1000), sum(counts))
+    unused = draw(st.lists(st.integers(-5, 2000), max_size=3))
+    last = [draw(st.integers(1, page_size)) if count else draw(st.integers(0, page_size)) for count in counts]
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    dtype = draw(st.sampled_from([np.int32, np.int64]))
+    it = PageTable.of(indptr.astype(dtype), np.array(ids + unused, dtype), np.array(last, dtype), page_size)
+    return it, [ids[begin:end] for begin, end in pairwise(indptr)]
+
+
+@settings(max_examples=250, derandomize=True, deadline=None)
+@given(tables())
+def test_round_trip_between_the_two_tables(drawn):
+    it, pages = drawn
+    it.check_pages(1000)
+    dense = it.dense()
+    assert [[page for page in row if page != NO_PAGE] for row in dense.tolist()] == pages
+    back = PageTable.from_dense(dense, it.last_page_len, it.page_size)
+    assert back.indptr.tolist() == it.indptr.tolist()
+    assert back.indices.tolist() == it.used_indices.tolist()
+    assert back.lengths.tolist() == it.lengths.tolist()
+    for length, owned, last in zip(it.lengths.tolist(), pages, it.last_page_len.tolist(), strict=True):
+        assert length == ((len(owned) - 1) * it.page_size + last if owned else 0)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(tables(), st.data())
+def test_every_used_slot_is_found_and_no_other(drawn, data):
+    it, pages = drawn
+    tokens = [(b, j) for b, owned in enumerate(pages) for j in range(len(owned) * it.page_size)]
+    some = data.draw(st.lists(st.sampled_from([*tokens, (-1, 12345)]), max_size=8))
+    some = [token for i, token in enumerate(some) if token[0] == -1 or token not in some[:i]]
+    batch, positions = np.array(some, np.int32).reshape(-1, 2).T
+    page, slot = it.slots(batch, positions)
+    for (b, j), p, s in zip(some, page.tolist(), slot.tolist(), strict=True):
+        assert (p, s) == ((-1, 0) if b == -1 else (pages[b][j // it.page_size], j % it.page_size))
+    if pages:
+        b = data.draw(st.integers(0, len(pages) - 1))
+        for outside in (len(pages[b]) * it.page_size, -1, LARGE):
+            with pytest.raises(PageTableError, match=rf"positions: row 0 \(request {b}\) has position {outside}"):
+                it.slots(np.array([b], np.int32), np.array([outside], np.int32))
+
+
+def test_rows_of_no_request_are_refused():
+    it = table([0, 1], [3], [4])
+    for b in (1, -2):
+        with pytest.raises(PageTableError, match=f"batch_indices: row 1 names request {b}"):
+            it.slots(np.array([0, b], np.int32), np.array([0, 0], np.int32))
+
+
+def test_two_rows_for_one_slot_are_refused():
+    it = table([0, 1, 2, 3], [3, 5, 3], [4, 4, 4])  # requests 0 and 2 share page 3
+    with pytest.raises(PageTableError, match=r"rows 1 and 3 \(requests 0 and 2\) both write slot 2 of page 3"):
+        it.slots(np.array([-1, 0, 1, 2], np.int32), np.array([0, 2, 2, 2], np.int32))
+    it.slots(np.array([0, 2], np.int32), np.array([1, 2], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "batch_size", "error", "said"),
+    [
+        ([0, 1], 2, ShapeError, "x must have B . 1 = 3 entries, it has 2"),
+        ([], None, ShapeError, "x must have B . 1 entries, it has 0"),
+        ([2, 3], None, PageTableError, r"x\[0\] must be 0, not 2"),
+        ([0, 3, 2], None, PageTableError, "x decreases at request 1: from 3 to 2"),
+    ],
+)
+def test_offsets(offsets, batch_size, error, said):
+    with pytest.raises(error, match=said):
+        check_offsets(np.array(offsets, np.int32), "x", batch_size)
+
+
+def test_integers():
+    assert integer("x", np.int64(3), 0) == 3
+    for value, error in (
+        (True, ContractTypeError),
+        (1.0, ContractTypeError),
+        ("1", ContractTypeError),
+        (-1, ContractError),
+    ):
+        with pytest.raises(error, match="x must be"):
+            integer("x", value, 0)

@@ -1,0 +1,33 @@
+"""The package's public face: every name is there, from its own module, and importing the package costs nothing."""
+
+import subprocess
+import sys
+
+import pytest
+
+import paged_kv
+
+
+@pytest.mark.parametrize("name", paged_kv.__all__)
+def test_every_public_name_is_there(name):
+    value = getattr(paged_kv, name)
+    assert value.__module__.startswith("paged_kv.")
+    assert name in dir(paged_kv)
+
+
+def test_the_names_are_the_modules_own():
+    assert sorted(paged_kv._HOME) == sorted(paged_kv.__all__)
+    for module in ("cache", "cascade", "decode", "page", "pool"):
+        assert getattr(paged_kv, module).__name__ == f"paged_kv.{module}"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        paged_kv.nothing  # noqa: B018
+
+
+def test_the_pool_needs_no_max():
+    code = (
+        "import sys, paged_kv; paged_kv.PagePool(4, 16); assert not any(m.split('.')[0] == 'max' for m in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,184 @@
+"""Text to tokens and back: streams never show half a character and lose none."""
+
+import json
+import random
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as Library
+
+from paged_kv.engine.demo import BOS_ID, EOS_ID, byte_tokenizer
+from paged_kv.engine.tokenizer import Tokenizer
+from paged_kv.errors import CheckpointError, ContractError
+from support.checkpoints import read_config
+
+TEXTS = [
+    "plain",
+    "",
+    " leading and trailing ",
+    "héllo, wörld",
+    "日本語とemoji 👩‍👩‍👧 and 🏴󠁧󠁢󠁥󠁮󠁧󠁿",
+    "\n\ttabs\r\n",
+    "a\u0301",
+    "end in a wide one 𝄞",
+]
+
+
+def sentencepiece():
+    """A tokenizer as Llama 2's: spaces as ▁, unknown characters as byte tokens, one leading space dropped."""
+    vocab = {"<unk>": 0, "</s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    vocab |= {symbol: 258 + i for i, symbol in enumerate("▁abcdefghijklmnopqrstuvwxyz,")}
+    library = Library(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens([AddedToken("</s>", special=True)])
+    return library
+
+
+@pytest.fixture(params=[byte_tokenizer, sentencepiece])
+def tokenizer(request, tmp_path):
+    return save(tmp_path, request.param(), vocab_size=300)
+
+
+def save(folder, library, **config):
+    config = read_config(folder, **config)
+    library.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder, config)
+
+
+def streamed(tokenizer, tokens):
+    stream = tokenizer.stream()
+    return [stream.push(token) for token in tokens] + [stream.flush()]
+
+
+def test_special_tokens_are_added_as_the_file_says(tmp_path):
+    assert save(tmp_path, byte_tokenizer()).encode("a")[0] == BOS_ID
+    assert len(save(tmp_path, byte_tokenizer(add_bos=False)).encode("a")) == 1
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if text])
+def test_round_trip(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_is_the_text_without_half_characters(tokenizer, text):
+    pieces = streamed(tokenizer, tokenizer.encode(text) if text else [])
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_comes_with_its_last_byte(tokenizer):
+    stream = tokenizer.stream()
+    tokens = tokenizer.encode("é€𝄞")[-9:]  # without what stands before the text
+    assert [stream.push(token) for token in tokens] == ["", "é", "", "", "€", "", "", "", "𝄞"]
+    assert stream.flush() == ""
+
+
+def test_letters_come_at_once(tokenizer):
+    tokens = tokenizer.encode("abc")[-3:]
+    assert streamed(tokenizer, tokens) == ["a", "b", "c", ""]
+
+
+def test_an_unfinished_character_is_flushed(tokenizer):
+    stream = tokenizer.stream()
+    tokens = tokenizer.encode("x𝄞")[-5:-1]
+    assert [stream.push(token) for token in tokens] == ["x", "", "", ""]
+    assert set(stream.flush()) == {"\ufffd"}
+    assert stream.flush() == ""
+    assert stream.push(tokens[0]) == "x"
+
+
+def test_a_stream_of_any_bytes_is_their_text(tmp_path):
+    """Whatever a model without sense says, a byte-level stream shows all of it, invalid bytes as U+FFFD."""
+    tokenizer = save(tmp_path, byte_tokenizer())
+    choose = random.Random(0)
+    parts = [*range(256), *range(256), EOS_ID, *tokenizer.encode("aé€𝄞")]
+    for length in (1, 3, 10, 100):
+        for _ in range(50):
+            tokens = choose.choices(parts, k=length)
+            assert "".join(streamed(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_bytes_that_are_no_text_spoil_nothing_around_them(tokenizer):
+    """What stands before a stray byte was shown, what comes after it is."""
+    stray = tokenizer.encode("é")[-1]
+    text = "日本語 and é"
+    for count in (1, 2, 5, 30):
+        tokens = [*tokenizer.encode(text), *[stray] * count, *tokenizer.encode("then more")]
+        shown = "".join(streamed(tokenizer, tokens))
+        assert shown.startswith(text)
+        assert shown.endswith("then more")
+        assert "\ufffd" in shown
+
+
+def test_a_special_token_in_between_does_not_eat_a_space(tmp_path):
+    tokenizer = save(tmp_path, sentencepiece(), vocab_size=300)
+    a, space, b = tokenizer.encode("a b")[-3:]
+    assert "".join(streamed(tokenizer, [a, 1, space, b])) == "a b"
+
+
+def test_bytes_that_are_no_text_do_not_wait_for_ever(tokenizer):
+    stream = tokenizer.stream()
+    token = tokenizer.encode("é")[-1]  # a continuation byte
+    shown = "".join(stream.push(token) for _ in range(100))
+    assert len(shown) >= 97
+    assert len(stream._recent) < 20
+
+
+def test_special_tokens_are_not_text(tmp_path):
+    tokenizer = save(tmp_path, byte_tokenizer())
+    a, b = tokenizer.encode("ab")[1:]
+    assert streamed(tokenizer, [BOS_ID, a, EOS_ID, b, 259 + 5]) == ["", "a", "", "b", "", ""]
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+    library = byte_tokenizer(add_bos=False)
+    library.enable_truncation(max_length=4)
+    library.enable_padding(length=16)
+    assert len(save(tmp_path, library).encode("sixsix")) == 6
+
+
+def test_an_empty_prompt_is_refused(tokenizer):
+    with pytest.raises(ContractError, match="prompt '' is empty"):
+        tokenizer.encode("")
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path):
+    library = byte_tokenizer(add_bos=False)
+    library.normalizer = normalizers.Strip()
+    with pytest.raises(ContractError, match="prompt '  ' is empty: it gives no tokens"):
+        save(tmp_path, library).encode("  ")
+
+
+def test_a_prompt_that_is_no_text_is_refused(tokenizer):
+    with pytest.raises(ContractError, match=r"prompt 'a\\udcff' is not valid text"):
+        tokenizer.encode("a\udcff")
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
+    assert save(tmp_path, byte_tokenizer(), vocab_size=259)
+    with pytest.raises(CheckpointError, match=r"vocabulary mismatch: token ids go up to 258, but vocab_size is 258"):
+        save(tmp_path, byte_tokenizer(), vocab_size=258)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"model": {"type": "BPE"}}', "not json", "\xff"])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer: ") as caught:
+        Tokenizer(tmp_path, read_config(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: no such file"):
+        Tokenizer(tmp_path, read_config(tmp_path))
+    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
+        Tokenizer(tmp_path / "nowhere", read_config(tmp_path))
+
+
+def test_the_demo_tokenizer_covers_every_byte():
+    vocab = json.loads(byte_tokenizer().to_str())["model"]["vocab"]
+    assert sorted(vocab.values()) == list(range(256))

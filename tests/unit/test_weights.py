@@ -1,0 +1,334 @@
+"""Safetensors in: every dtype bit for bit, nothing copied without need, and every broken checkpoint refused by name."""
+
+import gc
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from max.driver import CPU
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, Weight, ops
+from safetensors.torch import save_file
+
+from paged_kv.engine import weights
+from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.weights import INDEX_FILE, SINGLE_FILE, open_checkpoint, progress_bar
+from paged_kv.errors import CheckpointError
+from support.checkpoints import bits, make_checkpoint, random_tensors, raw_safetensors, read_config
+
+TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
+NORM = "model.norm.weight"
+
+
+def to_torch(buffer):
+    kind = DType.int32 if buffer.dtype == DType.float32 else DType.int16
+    return torch.from_numpy(buffer.view(kind, buffer.shape).to_numpy().copy()).view(TORCH[buffer.dtype])
+
+
+def assert_same(buffers, tensors):
+    """The loaded Buffers hold the bits of the torch tensors; one NaN is as good as another."""
+    for name, tensor in tensors.items():
+        got = to_torch(buffers[name])
+        nan = got.isnan()
+        assert torch.equal(nan, tensor.isnan()), name
+        np.testing.assert_array_equal(bits(got)[~nan], bits(tensor)[~nan], err_msg=name)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder with a config.json, its config, and its tensors in float32, not yet written."""
+    config = read_config(tmp_path)
+    return tmp_path, config, random_tensors(config)
+
+
+@pytest.mark.parametrize("target", TORCH)
+@pytest.mark.parametrize("source", TORCH.values())
+def test_every_dtype_is_converted_as_torch_does(tiny, source, target):
+    folder, config, _ = tiny
+    tensors = random_tensors(config)
+    # Overflow, subnormals, ties, signed zeros, infinities and NaN.
+    odd = [7e4, -7e4, 1e-7, 6e-8, 1e-40, 1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-11, 0.0, -0.0, 3.4e38]
+    odd += [float("inf"), -float("inf"), float("nan")]
+    tensors[NORM][: len(odd)] = torch.tensor(odd)
+    tensors = {name: tensor.to(source) for name, tensor in tensors.items()}
+    save_file(tensors, folder / SINGLE_FILE)
+    loaded = open_checkpoint(folder).load(config, target)
+    assert list(loaded) == list(expected_tensors(config))
+    assert {buffer.dtype for buffer in loaded.values()} == {target}
+    assert_same(loaded, {name: tensor.to(TORCH[target]) for name, tensor in tensors.items()})
+
+
+def test_blocks_of_a_conversion_meet(tiny, monkeypatch):
+    folder, config, tensors = tiny
+    monkeypatch.setattr(weights, "_BLOCK_BYTES", 1000)  # rows of 192 and 256 bytes: the last block is short
+    save_file(tensors, folder / SINGLE_FILE)
+    loaded = open_checkpoint(folder).load(config, DType.bfloat16)
+    assert_same(loaded, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+def test_dtypes_may_be_mixed(tiny):
+    folder, config, tensors = tiny
+    tensors = {name: tensor.bfloat16() if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / SINGLE_FILE)
+    loaded = open_checkpoint(folder).load(config, DType.bfloat16)
+    assert_same(loaded, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("padding", [0, 1, 2, 4])
+@pytest.mark.parametrize(("dtype", "name"), [(DType.float32, "F32"), (DType.bfloat16, "BF16")])
+def test_only_misaligned_tensors_are_copied(tiny, monkeypatch, dtype, name, padding):
+    folder, config, tensors = tiny
+    tensors = {key: tensor.to(TORCH[dtype]) for key, tensor in tensors.items()}
+    raw = {key: (name, tensor.shape, bits(tensor).tobytes()) for key, tensor in tensors.items()}
+    (folder / SINGLE_FILE).write_bytes(raw_safetensors(raw, padding))
+    copied = []
+    copy = weights._copy
+    monkeypatch.setattr(weights, "_copy", lambda key, *rest: copied.append(key) or copy(key, *rest))
+    loaded = open_checkpoint(folder).load(config, dtype)
+    assert_same(loaded, tensors)
+    assert len(copied) == (0 if padding % dtype.size_in_bytes == 0 else len(tensors))
+    assert all(buffer._aligned(dtype.align) for buffer in loaded.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_that_transformers_saved(tmp_path, tied):
+    model = make_checkpoint(tmp_path, max_shard_size="60KB", tie_word_embeddings=tied)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    config = LlamaConfig.from_folder(tmp_path)
+    loaded = open_checkpoint(tmp_path).load(config, DType.float32)
+    assert set(loaded) == set(expected_tensors(config))
+    state = model.state_dict()
+    assert_same(loaded, {name: state[name] for name in loaded})
+
+
+def test_buffers_outlive_the_checkpoint(tiny):
+    folder, config, tensors = tiny
+    save_file(tensors, folder / SINGLE_FILE)
+    loaded = open_checkpoint(folder).load(config, DType.float32)
+    (folder / SINGLE_FILE).unlink()
+    gc.collect()
+    assert_same(loaded, tensors)
+
+
+def test_what_older_checkpoints_carry_is_ignored(tiny):
+    folder, _, tensors = tiny
+    config = read_config(folder, tie_word_embeddings=True)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, folder / SINGLE_FILE)  # lm_head.weight too
+    assert set(open_checkpoint(folder).load(config, DType.float32)) == set(expected_tensors(config))
+
+
+def test_progress_counts_bytes(tiny):
+    folder, config, tensors = tiny
+    save_file(tensors, folder / SINGLE_FILE)
+    seen = []
+    open_checkpoint(folder).load(config, DType.bfloat16, lambda done, total: seen.append((done, total)))
+    total = sum(2 * tensor.numel() for tensor in tensors.values())
+    assert len(seen) == len(tensors)
+    assert seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_progress_bar_is_for_terminals(monkeypatch, capfd, terminal):
+    class Stderr(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    stderr = Stderr()
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    with progress_bar("loading weights") as progress:
+        progress(1, 2)
+        progress(2, 2)
+    assert ("loading weights" in stderr.getvalue()) if terminal else (stderr.getvalue() == "")
+    assert capfd.readouterr() == ("", "")
+
+
+def refuse(folder, config, message, dtype=DType.float32):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(folder).load(config, dtype)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder_and_no_weights(tiny):
+    folder, config, _ = tiny
+    refuse(folder / "nowhere", config, "nowhere: no such folder")
+    refuse(folder / "config.json", config, r"config\.json: not a folder")
+    refuse(folder, config, r"neither model\.safetensors nor model\.safetensors\.index\.json")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"abc",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12\n",
+        b"PK\x03\x04" + bytes(100),
+        (2).to_bytes(8, "little") + b"[]",
+        (2).to_bytes(8, "little") + b"{]" + bytes(9),
+        (50).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":4}}' + bytes(4),
+        raw_safetensors({"a": ("F32", (2,), bytes(8))}) + b"more",
+        raw_safetensors({"a": ("F32", (3,), bytes(8))}),
+        raw_safetensors({"a": ("F99", (2,), bytes(8))}),
+    ],
+)
+def test_a_file_that_is_not_safetensors(tiny, content):
+    folder, config, _ = tiny
+    (folder / SINGLE_FILE).write_bytes(content)
+    refuse(folder, config, rf"{SINGLE_FILE}: not a safetensors file: ")
+
+
+@pytest.mark.parametrize("left", [9, 300, -1])
+def test_a_file_cut_short(tiny, left):
+    folder, config, tensors = tiny
+    save_file(tensors, folder / SINGLE_FILE)
+    content = (folder / SINGLE_FILE).read_bytes()
+    (folder / SINGLE_FILE).write_bytes(content[:left])
+    # Of a file that ends inside its header, only the header's end is known.
+    whole = len(content) if left == -1 else 8 + int.from_bytes(content[:8], "little")
+    found = len(content[:left])
+    refuse(folder, config, rf"{SINGLE_FILE}: cut short: {whole} bytes expected, {found} found$")
+
+
+def test_tensors_that_do_not_fit_the_config(tiny):
+    folder, config, tensors = tiny
+    file = folder / SINGLE_FILE
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    refuse(folder, config, f"tensor {re.escape(name)} is missing$")
+    save_file(tensors | {name: torch.zeros(48, 64)}, file)
+    refuse(folder, config, rf"{SINGLE_FILE}: tensor {re.escape(name)} has shape \[48, 64\], expected \[64, 48\]$")
+    save_file(tensors | {name: torch.zeros(64 * 48)}, file)
+    refuse(folder, config, r"has shape \[3072\], expected \[64, 48\]$")
+    for dtype, stored in ((torch.int8, "I8"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")):
+        save_file(tensors | {name: torch.zeros(64, 48).to(dtype)}, file)
+        refuse(folder, config, f"tensor {re.escape(name)} has dtype {stored}, expected one of F32, BF16, F16$")
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    save_file(tensors | {bias: torch.zeros(64)}, file)
+    refuse(folder, config, f"tensor {re.escape(bias)} is no part of a Llama model")
+
+
+def test_only_float_dtypes_can_be_asked_for(tiny):
+    folder, config, tensors = tiny
+    save_file(tensors, folder / SINGLE_FILE)
+    refuse(folder, config, "cannot be loaded as int8", DType.int8)
+
+
+@pytest.fixture
+def sharded(tiny):
+    """Two shards and their index."""
+    folder, config, tensors = tiny
+    names = list(tensors)
+    parts = {"one.safetensors": names[:5], "two.safetensors": names[5:]}
+    for shard, held in parts.items():
+        save_file({name: tensors[name] for name in held}, folder / shard)
+    index = {name: shard for shard, held in parts.items() for name in held}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+    return folder, config, tensors, index
+
+
+def test_shards(sharded):
+    folder, config, tensors, _ = sharded
+    assert_same(open_checkpoint(folder).load(config, DType.float32), tensors)
+
+
+def test_a_missing_shard(sharded):
+    folder, config, _, _ = sharded
+    (folder / "two.safetensors").unlink()
+    refuse(folder, config, rf"{INDEX_FILE}: shard two\.safetensors is missing")
+
+
+def test_a_truncated_shard(sharded):
+    folder, config, _, _ = sharded
+    content = (folder / "two.safetensors").read_bytes()
+    (folder / "two.safetensors").write_bytes(content[:-100])
+    size = len(content)
+    refuse(folder, config, rf"two\.safetensors: cut short: {size} bytes expected, {size - 100} found$")
+
+
+def test_a_tensor_in_two_shards(sharded):
+    folder, config, tensors, index = sharded
+    held = [name for name, shard in index.items() if shard == "two.safetensors"]
+    save_file({name: tensors[name] for name in [*held, "model.embed_tokens.weight"]}, folder / "two.safetensors")
+    refuse(folder, config, r"model\.embed_tokens\.weight is in both one\.safetensors and two\.safetensors$")
+
+
+@pytest.mark.parametrize("change", [{NORM: "one.safetensors"}, {"model.other.weight": "two.safetensors"}])
+def test_an_index_that_misplaces_a_tensor(sharded, change):
+    folder, config, _, index = sharded
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": index | change}))
+    ((name, shard),) = change.items()
+    refuse(folder, config, rf"{INDEX_FILE}: tensor {re.escape(name)} is not in {re.escape(shard)}$")
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../one.safetensors"}}'],
+)
+def test_an_index_that_is_none(sharded, index):
+    folder, config, _, _ = sharded
+    (folder / INDEX_FILE).write_text(index)
+    refuse(folder, config, rf"{INDEX_FILE}: no weight_map")
+
+
+def memory(kind):
+    """Bytes of this process's memory of one kind: "Rss", or "Anonymous", which no file backs."""
+    with open("/proc/self/smaps_rollup") as rollup:
+        return next(int(line.split()[1]) << 10 for line in rollup if line.startswith(f"{kind}:"))
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A checkpoint in float32 that is 128 MiB and nearly all embeddings."""
+    config = read_config(tmp_path, vocab_size=1 << 16, hidden_size=512, tie_word_embeddings=True)
+    tensors = {name: torch.zeros(shape) for name, shape in expected_tensors(config).items()}
+    tensors["model.embed_tokens.weight"].fill_(0.5)
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    del tensors
+    gc.collect()
+    return tmp_path, config
+
+
+def test_max_reads_the_map_in_place(large):
+    folder, config = large
+    name = "model.embed_tokens.weight"
+    with Graph("sum_rows", input_types=[]) as graph:
+        weight = Weight(name, DType.float32, expected_tensors(config)[name], DeviceRef.CPU())
+        graph.output(ops.sum(weight))
+    compiled = InferenceSession(devices=[CPU()]).compile(graph)
+
+    anonymous, resident = memory("Anonymous"), memory("Rss")
+    loaded = open_checkpoint(folder).load(config, DType.float32)
+    model = InferenceSession(devices=[CPU()]).init(compiled, weights_registry=loaded)
+    (sums,) = model.execute()
+    assert np.all(sums.to_numpy() == 256)
+    size = 128 << 20
+    assert memory("Rss") - resident > 0.9 * size  # the weight was read
+    assert memory("Anonymous") - anonymous < 0.3 * size  # but no copy of it was made
+
+
+def test_a_conversion_holds_one_copy_and_a_block(large, monkeypatch):
+    folder, config = large
+    monkeypatch.setattr(weights, "_BLOCK_BYTES", 8 << 20)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.load(config, DType.float32)  # imports and caches are there before the measurement
+    resident, peak = memory("Rss"), 0
+
+    class Watched(np.ndarray):
+        def __setitem__(self, key, value):
+            nonlocal peak
+            super().__setitem__(key, value)
+            peak = max(peak, memory("Rss"))
+
+    monkeypatch.setattr(weights.np, "empty", lambda *a, empty=np.empty: empty(*a).view(Watched))
+    loaded = checkpoint.load(config, DType.bfloat16)
+    assert_same({"w": loaded["model.embed_tokens.weight"]}, {"w": torch.full((1 << 16, 512), 0.5).bfloat16()})
+    assert 0.9 * (64 << 20) < peak - resident < (64 << 20) + (32 << 20)
