@@ -18,21 +18,25 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
-from .transfer.append import NewRows, append_rows
-from .attention.gpu.dispatch import attend_on_gpu
-from .cache.checks import check_append, check_equal, check_gather, check_heads, check_offsets, check_rows
-from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
-from .transfer.gpu.copy_pages import copy_pages_on_gpu, whole_pages
-from .attention.cpu.rotary_keys import AttentionRows, attend_rows
-from .attention.gpu.params import DecodeRows
+from .attention.checks import check_heads, check_rows
 from .attention.cpu.dispatch import attend_tiles
-from .transfer.gather import gather_rows
-from .linear.vectors import linear
+from .attention.cpu.rotary_keys import attend_rows
+from .attention.gpu.dispatch import attend_on_gpu
+from .attention.gpu.params import DecodeRows
+from .attention.gpu.rope import Turns
 from .attention.logits import Logits
 from .attention.merge_states import States, merge_on_cpu, merge_on_gpu
+from .attention.params import AttentionRows
+from .cache.checks import check_equal
+from .cache.operands import PagedPair, rows_of
+from .cache.pointers import untracked, untracked_immutable
+from .linear.vectors import linear
+from .transfer.append import NewRows, append_rows
+from .transfer.checks import check_append, check_gather, check_offsets
+from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
+from .transfer.gather import gather_rows
+from .transfer.gpu.copy_pages import copy_pages_on_gpu, whole_pages
 from .transfer.gpu.rows import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
-from .cache.operands import PagedPair, rows_of, untracked, untracked_immutable
-from .attention.gpu.rope import Turns
 from .transfer.ragged_rows import fill_rows
 
 

@@ -1,10 +1,10 @@
-"""A cache as the GPU kernels read it: its type, the page of a token, vector loads of its elements."""
+"""A cache as the GPU kernels read it: its type, vector loads of its elements."""
 
 from std.memory import bitcast
 from std.sys import size_of
+from std.utils.numerics import nan
 from layout import UNKNOWN_VALUE
 
-from ..attention.gpu.params import DecodeRows, NOT_A_NUMBER
 from .paged_kv_cache import KVCacheStaticParams, PagedKVCache
 
 comptime DeviceCache[dtype: DType] = PagedKVCache[
@@ -26,38 +26,6 @@ def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DeviceCache[
             raise Error(what, ": a stride of ", elements, " elements is no multiple of ", bytes, " bytes")
     if Int(cache.blocks.ptr) % bytes != 0:
         raise Error(what, ": its address ", Int(cache.blocks.ptr), " is no multiple of ", bytes, " bytes")
-
-
-@fieldwise_init
-struct Place(TrivialRegisterPassable):
-    """A token's page, -1 where the table names one outside the pool, and its slot."""
-
-    var page: Int32
-    var slot: Int32
-
-
-struct Pages(TrivialRegisterPassable):
-    """The page table of one row's request."""
-
-    var entries: Pointer[UInt32, ImmUntrackedOrigin]
-    var num_pages: UInt32
-    var page_size: UInt32
-
-    @always_inline
-    def __init__[
-        dtype: DType, kv_dtype: DType, //
-    ](out self, row: Int32, rows: DecodeRows[dtype], cache: DeviceCache[kv_dtype]):
-        var columns = Int(cache.lookup_table.layout.stride[0]().value())
-        self.entries = cache.lookup_table.ptr.unsafe_offset(Int(rows.request(row)) * columns)
-        self.num_pages = UInt32(cache.num_pages())
-        self.page_size = UInt32(cache.slots())
-
-    @always_inline
-    def place(self, token: Int32) -> Place:
-        """Where a token that the row attends to lies."""
-        var column = UInt32(token) // self.page_size
-        var page = self.entries[unsafe_offset=Int(column)]
-        return Place(Int32(page) if page < self.num_pages else -1, Int32(UInt32(token) - column * self.page_size))
 
 
 @always_inline
@@ -84,6 +52,6 @@ def widen[dtype: DType, width: Int, //](stored: SIMD[dtype, width]) -> SIMD[DTyp
         var bits = bitcast[DType.uint8, width](stored).cast[DType.uint16]()
         var half = bitcast[DType.float16, width](((bits & 0x80) << 8) | ((bits & 0x7F) << 7))
         var value = half.cast[DType.float32]() * 256
-        return (bits & 0x7F).eq(0x7F).select(type_of(value)(NOT_A_NUMBER), value)
+        return (bits & 0x7F).eq(0x7F).select(type_of(value)(nan[DType.float32]()), value)
     else:
         return stored.cast[DType.float32]()

@@ -5,8 +5,11 @@ from extensibility import _MutableInputTensor as MutableInputTensor
 from layout import UNKNOWN_VALUE
 from std.utils import IndexList
 
-from .checks import PageTable, RowPointer, check_equal, check_same_cache, check_view
-from .paged_kv_cache import KVCacheStaticParams, PagedKVCache, PageStrides, page_shape
+from .checks import check_equal, check_same_cache, check_view
+from .page_table import PageTable
+from .paged_kv_cache import KVCacheStaticParams, PagedKVCache
+from .pointers import RowPointer, untracked, untracked_immutable
+from .strides import PageStrides, page_shape
 
 comptime Unknown = KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE)
 
@@ -66,17 +69,6 @@ struct PagedPair[dtype: DType](TrivialRegisterPassable):
             Self.Cache(v_storage, shape, v_strides, entries, batch, max_pages),
             PageTable(entries, batch, max_pages, shape[0], shape[1]),
         )
-
-
-@always_inline
-def untracked[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, MutUntrackedOrigin]:
-    """The same address, without the origin that a view's field cannot hold."""
-    return pointer.unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
-
-
-@always_inline
-def untracked_immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrigin]:
-    return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
 
 
 @always_inline

@@ -11,7 +11,8 @@ from layout.tile_layout import Layout as TileLayout
 from max.gpu.host import DeviceContext
 from max.gpu.host.nvidia.tma import TMADescriptor, TensorMapSwizzle
 
-from .strides import PageStrides, page_shape
+from .pointers import TablePointer
+from .strides import PageStrides
 from .tensor_map import PageBox, box_slots, create_box_map, create_page_map
 
 
@@ -30,9 +31,6 @@ struct KVCacheStaticParams(Equatable, TrivialRegisterPassable, Writable):
         self.num_heads = num_heads
         self.head_size = head_size
         self.is_mla = False
-
-
-comptime TablePointer = Pointer[UInt32, ImmUntrackedOrigin]
 
 
 struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: Int](

@@ -4,8 +4,8 @@ from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.memory import unsafe_memcpy
 
-from ..cache.checks import RowPointer
 from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.pointers import RowPointer
 
 comptime ELEMENTS_PER_TASK = 128 * 1024
 

@@ -5,8 +5,8 @@ from std.math import ceildiv
 from std.memory import unsafe_memcpy
 from std.sys import size_of
 
-from ..cache.checks import RowPointer
 from ..cache.paged_kv_cache import PagedKVCache
+from ..cache.pointers import RowPointer
 
 comptime BYTES_PER_TASK = 256 * 1024
 

@@ -1,6 +1,6 @@
 """Which request and which position each row of a ragged step has."""
 
-from ..cache.checks import RowPointer, TablePointer
+from ..cache.pointers import TablePointer
 
 
 def fill_rows(

@@ -3,15 +3,15 @@
 from std.utils import IndexList
 from max.gpu.host import DeviceContext
 
-from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu
 from mojo_ops.attention.gpu.generic import launch
-from mojo_ops.cache.device_cache import DeviceCache
 from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.attention.merge_states import States, merge_on_gpu
-from mojo_ops.transfer.gpu.rows import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
 from mojo_ops.attention.gpu.rope import Turns
-from mojo_ops.attention.gpu.scheduler import untracked
+from mojo_ops.attention.merge_states import States, merge_on_gpu
+from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.pointers import untracked
 from mojo_ops.cache.strides import PageStrides
+from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu
+from mojo_ops.transfer.gpu.rows import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
 
 
 def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False](ctx: DeviceContext) raises:

@@ -10,10 +10,10 @@ from std.utils import IndexList
 from std.utils.numerics import nan, neg_inf
 from max.gpu.host import DeviceBuffer, DeviceContext
 
-from mojo_ops.cache.device_cache import DeviceCache
 from mojo_ops.attention.gpu.hopper.kernel import attend_hopper, hopper_refusal
 from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.attention.gpu.scheduler import untracked
+from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.pointers import untracked
 from mojo_ops.cache.strides import PageStrides
 
 comptime LOG2E = 1.4426950408889634

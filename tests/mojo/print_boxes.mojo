@@ -6,9 +6,9 @@ pages as well. A line is: page_size begin end first_token_of_the_box slots row_o
 
 from std.sys import argv
 
-from mojo_ops.cache.device_cache import Pages
 from mojo_ops.attention.gpu.hopper.kernel import find_boxes
 from mojo_ops.attention.gpu.hopper.shared_memory import Box, Tiles
+from mojo_ops.attention.gpu.pages import Pages
 from support import pages_of, untracked
 
 

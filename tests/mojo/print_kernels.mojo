@@ -5,9 +5,9 @@ A line is: q_dtype kv_dtype head_dim group page_size refusal (or "-").
 
 from std.utils import IndexList
 
-from mojo_ops.cache.device_cache import DeviceCache
 from mojo_ops.attention.gpu.hopper.kernel import hopper_refusal
 from mojo_ops.attention.gpu.params import DecodeRows
+from mojo_ops.cache.device_cache import DeviceCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked, untracked_mutable
 

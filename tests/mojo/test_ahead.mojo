@@ -9,17 +9,17 @@ from std.sys import size_of
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.attention.cpu.prefetch import EARLY, LINE, STREAMS, TILE, Ahead
-from mojo_ops.isa.amx import HAS_AMX, amx_permitted, tile_release
-from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
-from mojo_ops.isa.convert import chunk_of
-from mojo_ops.attention.cpu.amx.scores import Scores, score_tile_amx
-from mojo_ops.cache.strides import PageStrides, page_shape
-from mojo_ops.attention.cpu.amx.weighted_sums import Sums, sum_tile_amx
-from mojo_ops.attention.cpu.kv_tile import Heads, PLACES, Scratch, Tile
-from mojo_ops.attention.cpu.vectors.products import score_calls, score_tile, sum_calls, sum_tile
 from mojo_ops.attention.cpu.amx.layout import Engine, calls_amx
+from mojo_ops.attention.cpu.amx.scores import Scores, score_tile_amx
+from mojo_ops.attention.cpu.amx.weighted_sums import Sums, sum_tile_amx
 from mojo_ops.attention.cpu.amx.widen import Widened
+from mojo_ops.attention.cpu.kv_tile import Heads, PLACES, Scratch, Tile
+from mojo_ops.attention.cpu.prefetch import Ahead, EARLY, LINE, STREAMS, TILE
+from mojo_ops.attention.cpu.vectors.products import score_calls, score_tile, sum_calls, sum_tile
+from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
+from mojo_ops.cache.strides import PageStrides, page_shape
+from mojo_ops.isa.amx import HAS_AMX, amx_permitted, tile_release
+from mojo_ops.isa.convert import chunk_of
 from support import untracked, untracked_mutable
 
 comptime KV_HEADS = 3

@@ -3,19 +3,12 @@
 from std.testing import TestSuite, assert_raises
 from std.utils import IndexList
 
-from mojo_ops.cache.checks import (
-    PageTable,
-    check_append,
-    check_equal,
-    check_gather,
-    check_heads,
-    check_offsets,
-    check_rows,
-    check_same_cache,
-    check_view,
-)
+from mojo_ops.attention.checks import check_heads, check_rows
 from mojo_ops.attention.logits import Logits
+from mojo_ops.cache.checks import check_equal, check_same_cache, check_view
+from mojo_ops.cache.page_table import PageTable
 from mojo_ops.cache.strides import PageStrides
+from mojo_ops.transfer.checks import check_append, check_gather, check_offsets
 from support import untracked
 
 comptime BATCH = 2

@@ -3,9 +3,9 @@
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.cache.device_cache import DeviceCache
 from mojo_ops.attention.gpu.hopper.kernel import hopper_refusal, hopper_takes
 from mojo_ops.attention.gpu.params import DecodeRows
+from mojo_ops.cache.device_cache import DeviceCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked, untracked_mutable
 

@@ -6,7 +6,8 @@ from std.utils import IndexList
 from layout import UNKNOWN_VALUE
 from max.gpu.host.nvidia.tma import TensorMapSwizzle
 
-from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, TablePointer
+from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache
+from mojo_ops.cache.pointers import TablePointer
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.cache.tensor_map import PageBox, atom_size, box_slots, check_page_map
 from support import Storage, untracked, untracked_mutable

@@ -4,9 +4,9 @@ from std.math import exp2
 from std.random import random_ui64, seed
 from std.testing import TestSuite, assert_almost_equal, assert_equal
 
+from mojo_ops.attention.cpu.plan import Segment
 from mojo_ops.attention.cpu.split_merge import Partials
 from mojo_ops.attention.softmax import AttentionState
-from mojo_ops.attention.cpu.plan import Segment
 
 comptime KV_HEADS = 2
 comptime STRIDE = 3

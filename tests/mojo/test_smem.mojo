@@ -12,7 +12,6 @@ from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 from std.utils.numerics import nan
 
-from mojo_ops.cache.device_cache import DeviceCache
 from mojo_ops.attention.gpu.hopper.kernel import find_boxes
 from mojo_ops.attention.gpu.hopper.pipeline import Ring
 from mojo_ops.attention.gpu.hopper.shared_memory import (
@@ -32,6 +31,7 @@ from mojo_ops.attention.gpu.hopper.shared_memory import (
     fragment_column,
     fragment_row,
 )
+from mojo_ops.cache.device_cache import DeviceCache
 from mojo_ops.cache.strides import PageStrides
 from support import pages_of, untracked, untracked_mutable
 

@@ -2,8 +2,6 @@
 
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.attention.cpu.prefetch import FIELD
-from mojo_ops.attention.logits import Logits
 from mojo_ops.attention.cpu.plan import (
     ALL_HEADS,
     BlockSizes,
@@ -14,6 +12,8 @@ from mojo_ops.attention.cpu.plan import (
     plan_segments,
     segment_length,
 )
+from mojo_ops.attention.cpu.prefetch import FIELD
+from mojo_ops.attention.logits import Logits
 from support import untracked
 
 

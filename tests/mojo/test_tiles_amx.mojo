@@ -3,14 +3,14 @@
 from std.memory import bitcast
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.attention.cpu.prefetch import TILE
-from mojo_ops.attention.cpu.rotary_keys import AttentionRows
-from mojo_ops.isa.float8 import fp8_table, parts_mask, zip_mask
-from mojo_ops.isa.convert import HALF
-from mojo_ops.attention.cpu.plan import Segment
-from mojo_ops.attention.cpu.kv_tile import Heads, Scratch
 from mojo_ops.attention.cpu.amx.layout import Engine, load_queries_amx, transpose
 from mojo_ops.attention.cpu.amx.widen import natural_mask
+from mojo_ops.attention.cpu.kv_tile import Heads, Scratch
+from mojo_ops.attention.cpu.plan import Segment
+from mojo_ops.attention.cpu.prefetch import TILE
+from mojo_ops.attention.params import AttentionRows
+from mojo_ops.isa.convert import HALF
+from mojo_ops.isa.float8 import fp8_table, parts_mask, zip_mask
 from support import untracked, untracked_mutable
 
 comptime MARK: Float32 = 12345

@@ -8,20 +8,20 @@ from max.algorithm import sync_parallelize
 from std.atomic import Atomic
 from std.math import ceildiv
 
-from ...isa.amx import HAS_AMX, amx_permitted, tile_release
-from .amx.prefill import attend_block
-from .rotary_keys import AttentionRows
-from .amx.prefill_workspace import Desk, MAX_QUERIES, WIDE, room_of
 from ...cache.paged_kv_cache import PagedKVCache
+from ...isa.amx import HAS_AMX, amx_permitted, tile_release
 from ...isa.convert import chunk_of, is_float8
 from ..logits import Logits
-from .split_merge import Partials, deliver
-from .amx.segment import attend_on_tiles
-from .vectors.segment import attend_by_vectors
-from .plan import BlockSizes, MAX_BLOCK_ROWS, Queue, Segment, plan_segments
-from .kv_tile import Heads, Scratch
+from ..params import AttentionRows
 from .amx.layout import Engine
+from .amx.prefill import attend_block
+from .amx.prefill_workspace import Desk, MAX_QUERIES, WIDE, room_of
+from .amx.segment import attend_on_tiles
 from .amx.widen import Widened
+from .kv_tile import Heads, Scratch
+from .plan import BlockSizes, MAX_BLOCK_ROWS, Queue, Segment, plan_segments
+from .split_merge import Partials, deliver
+from .vectors.segment import attend_by_vectors
 
 
 def vector_queries(kv_dtype: DType) -> Int:

@@ -4,13 +4,13 @@ from std.math import align_up, iota
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from .prefetch import EARLY, FIELD, RUN, STREAMS, TILE, Ahead, Offsets
-from .rotary_keys import AttentionRows
 from ...cache.paged_kv_cache import PagedKVCache
 from ...isa.convert import HALF
 from ..logits import Logits
+from ..params import AttentionRows
 from ..softmax import AttentionState, MINUS_INFINITY, exp2
 from .plan import Segment
+from .prefetch import Ahead, EARLY, FIELD, Offsets, RUN, STREAMS, TILE
 
 comptime Floats = Pointer[Float32, MutUntrackedOrigin]
 comptime SLACK: Float32 = 8

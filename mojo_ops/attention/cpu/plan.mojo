@@ -3,9 +3,9 @@
 from std.atomic import Atomic
 from std.math import ceildiv
 
-from .prefetch import FIELD
-from ...cache.checks import RowPointer
+from ...cache.pointers import RowPointer
 from ..logits import Logits
+from .prefetch import FIELD
 
 comptime MAX_BLOCK_ROWS = 8
 """Rows of one request that share every load of its K and V."""

@@ -2,11 +2,10 @@
 
 from max.algorithm import sync_parallelize
 from std.math import iota
-from std.utils.numerics import isfinite
 
-from ...cache.checks import RowPointer
 from ...cache.paged_kv_cache import PagedKVCache
 from ..logits import Logits
+from ..params import AttentionRows
 from ..rope import Rotary
 from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
 
@@ -14,39 +13,6 @@ comptime WIDTH = 8
 """Lanes of the arithmetic: head_dim is a multiple of 8."""
 comptime TILE = 32
 """Tokens whose scores are held at once."""
-
-
-@fieldwise_init
-struct AttentionRows[dtype: DType](TrivialRegisterPassable):
-    """The rows of one call: queries, where each belongs, and where its results go."""
-
-    var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
-    """`[R, Hq, D]`."""
-    var o: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
-    """`[R, Hq, D]`."""
-    var lse: Pointer[Float32, MutUntrackedOrigin]
-    """`[R, Hq]`, base 2."""
-    var row_batch: RowPointer
-    """`[R]`: the row's request; -1 for a row of padding."""
-    var row_lengths: RowPointer
-    """`[R]`: the tokens a row may see, its own included."""
-    var num_rows: Int
-    var num_heads: Int
-    """Query heads; a multiple of the cache's KV heads."""
-    var v_scale: Float32
-    """Multiplies the output."""
-    var rope_theta: Float32
-    """Base of the rotary embedding of q and of the cached keys; 0 = none."""
-    var rope_scale: Float32
-    """Divides the rotary frequencies."""
-
-    def check(self) raises:
-        if not isfinite(self.v_scale):
-            raise Error("v_scale must be finite, not ", self.v_scale)
-        if not isfinite(self.rope_theta) or self.rope_theta < 0:
-            raise Error("rope_theta must be finite and positive (0 = off), not ", self.rope_theta)
-        if not isfinite(self.rope_scale) or self.rope_scale <= 0:
-            raise Error("rope_scale must be finite and positive, not ", self.rope_scale)
 
 
 struct GroupScratch:

@@ -6,13 +6,13 @@ Nobody waits, and the tree depends on the number of parts alone, so who joins le
 
 from std.atomic import Atomic
 
-from .rotary_keys import AttentionRows
 from ...isa.convert import HALF, chunk_of, unpack
 from ..logits import Logits
+from ..params import AttentionRows
 from ..softmax import AttentionState, LOG2E, exp2
-from .plan import Segment
-from .kv_tile import Floats, Heads, Summed
 from .amx.widen import Widened, unpack_sums
+from .kv_tile import Floats, Heads, Summed
+from .plan import Segment
 
 
 struct Partials(Movable):

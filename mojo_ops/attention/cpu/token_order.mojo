@@ -1,9 +1,9 @@
 """What a walk over a segment takes at a time."""
 
-from .prefetch import FIELD, TILE
 from ...cache.paged_kv_cache import PagedKVCache
-from .plan import Segment
 from .kv_tile import Scratch, Tile
+from .plan import Segment
+from .prefetch import FIELD, TILE
 
 
 struct Step(TrivialRegisterPassable):

@@ -4,9 +4,9 @@ from std.math import exp2
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
 
+from ..softmax import MINUS_INFINITY
 from .params import DecodeRows
 from .scheduler import Partials, WorkList
-from ..softmax import MINUS_INFINITY
 from .split_kv import NO_ROW
 
 comptime COMBINE_THREADS = 128

@@ -5,8 +5,8 @@
 
 from max.gpu.host import DeviceContext
 
-from .generic import attend_plain
 from ...cache.device_cache import DeviceCache
+from .generic import attend_plain
 from .hopper.kernel import ON_HOPPER, attend_hopper, hopper_refusal, hopper_takes
 from .params import DecodeRows
 from .rope import Turns

@@ -13,12 +13,13 @@ from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 
+from ...cache.device_cache import DeviceCache, check_alignment, load, load_raw, vector_width, widen
+from ..softmax import MINUS_INFINITY
 from .combine import enqueue_combine, weight
+from .pages import Pages
 from .params import DecodeRows, NOT_A_NUMBER
-from ...cache.device_cache import DeviceCache, Pages, check_alignment, load, load_raw, vector_width, widen
 from .rope import Turns, angle
 from .scheduler import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
-from ..softmax import MINUS_INFINITY
 from .split_kv import INVALID, NO_ROW, WHOLE, WorkBounds
 
 comptime THREADS = 128

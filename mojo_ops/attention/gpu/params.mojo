@@ -4,9 +4,10 @@ from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import exp2, log2
 from std.utils.numerics import nan
 
-from ...cache.checks import PageTable, RowPointer
-from ..cpu.rotary_keys import AttentionRows
+from ...cache.page_table import PageTable
+from ...cache.pointers import RowPointer
 from ..logits import HeadPointer, Logits
+from ..params import AttentionRows
 from ..softmax import LOG2E, MINUS_INFINITY
 from .split_kv import RowTokens, TILE
 

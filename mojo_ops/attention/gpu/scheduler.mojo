@@ -9,6 +9,7 @@ from max.gpu import barrier, thread_idx
 from max.gpu.host import DeviceAttribute, DeviceBuffer, DeviceContext
 from max.gpu.primitives import block
 
+from ...cache.pointers import untracked
 from .params import DecodeRows
 from .split_kv import NO_ROW, RowSplit, SplitRow, WorkBounds, WorkItem, chunk_tiles, fixed_chunk_tiles
 
@@ -110,11 +111,6 @@ struct Workspace(Movable):
         """The memory of the partial results; valid while the workspace lives."""
         var state = untracked(self._state.unsafe_ptr())
         return Partials(untracked(self._acc.unsafe_ptr()), state, state.unsafe_offset(self._states))
-
-
-@always_inline
-def untracked[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, MutUntrackedOrigin]:
-    return pointer.unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
 
 
 def multiprocessors(ctx: DeviceContext) raises -> Int:

@@ -14,20 +14,20 @@ from std.math import ceildiv
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
 from ...isa.amx import tile_release
-from .operands import LINE, TileLinear, aligned, copy_rows, pack_columns
-from .stream import STREAM_ROWS, stream
 from ...isa.amx_tiles import (
+    Elements,
     SUM_ELEMENTS,
+    Sums,
     TILE_ROWS,
     TILE_STEP,
-    Elements,
-    Sums,
     configure_tiles,
     load_sum,
     multiply,
     store_sum,
     zero_sums,
 )
+from .operands import LINE, TileLinear, aligned, copy_rows, pack_columns
+from .stream import STREAM_ROWS, stream
 
 comptime CHUNK_ROWS = 512
 """Rows of x that are packed at once."""

@@ -5,7 +5,7 @@ from std.memory import bitcast
 from std.sys import size_of
 
 from ...isa.amx import tile_store
-from ...isa.amx_tiles import ROW_BYTES, SUM_ELEMENTS, TILE_ROWS, TILE_STEP, Elements, transpose
+from ...isa.amx_tiles import Elements, ROW_BYTES, SUM_ELEMENTS, TILE_ROWS, TILE_STEP, transpose
 
 comptime LINE = 32
 """Elements of a cache line."""

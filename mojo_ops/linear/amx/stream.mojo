@@ -12,8 +12,8 @@ from std.math import ceildiv
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
 from ...isa.amx import TileShapes, tile_dot, tile_load, tile_release, tile_store, tile_zero
+from ...isa.amx_tiles import Elements, ROW_BYTES, Sums, TILE_ROWS, TILE_STEP, transpose
 from .operands import TileLinear, copy_rows
-from ...isa.amx_tiles import ROW_BYTES, TILE_ROWS, TILE_STEP, Elements, Sums, transpose
 
 comptime STREAM_ROWS = 64
 """Up to this many rows of x, weights are streamed."""

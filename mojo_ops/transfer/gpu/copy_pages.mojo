@@ -10,11 +10,10 @@ from std.utils import IndexList
 from max.gpu import block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceContext
 
-from ...cache.checks import RowPointer
 from ...cache.device_cache import DeviceCache
-from ...cache.paged_kv_cache import TablePointer
-from .rows import copy_width
+from ...cache.pointers import RowPointer, TablePointer
 from ...cache.strides import PageStrides
+from .rows import copy_width
 
 comptime THREADS = 128
 comptime MOVES = 16

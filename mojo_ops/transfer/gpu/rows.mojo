@@ -11,9 +11,8 @@ from std.sys import size_of
 from max.gpu import block_idx, global_idx, thread_idx
 from max.gpu.host import DeviceContext
 
-from ...cache.checks import RowPointer
 from ...cache.device_cache import DeviceCache
-from ...cache.paged_kv_cache import TablePointer
+from ...cache.pointers import RowPointer, TablePointer
 
 comptime THREADS = 128
 

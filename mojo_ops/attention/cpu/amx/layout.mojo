@@ -7,12 +7,12 @@ exact, and their sums float32.
 from std.math import ceildiv
 from std.memory import bitcast
 
-from ..prefetch import TILE
 from ....isa.amx import TileShapes
-from ..rotary_keys import AttentionRows
 from ....isa.convert import HALF, Vec
-from ..plan import Segment
+from ...params import AttentionRows
 from ..kv_tile import Floats, Heads, Scratch
+from ..plan import Segment
+from ..prefetch import TILE
 from .widen import Widened, words_chunk
 
 comptime Words16 = Pointer[UInt16, MutUntrackedOrigin]

@@ -8,19 +8,19 @@ from std.math import ceildiv
 from std.memory import bitcast
 from std.utils.numerics import isfinite
 
-from ..prefetch import TILE, WHOLE
-from ....isa.amx import tile_load, tile_store
-from ..rotary_keys import AttentionRows
-from .prefill_workspace import COLUMNS, Desk, NO_PAIR, SCORES, SPANS, Step, TOKENS, WORDS, Words16, room_of
 from ....cache.paged_kv_cache import PagedKVCache
+from ....isa.amx import tile_load, tile_store
+from ....isa.amx_tiles import Elements, configure_tiles, multiply, store_sum, transpose, zero_sums
 from ....isa.convert import HALF, Vec
 from ...logits import Logits
-from ....isa.amx_tiles import Elements, configure_tiles, multiply, store_sum, transpose, zero_sums
+from ...params import AttentionRows
 from ...softmax import LOG2E, MINUS_INFINITY, exp2
-from ..plan import Segment
-from .weighted_sums import pair_tokens
 from ..kv_tile import Floats, Heads
+from ..plan import Segment
+from ..prefetch import TILE, WHOLE
 from .layout import PART
+from .prefill_workspace import COLUMNS, Desk, NO_PAIR, SCORES, SPANS, Step, TOKENS, WORDS, Words16, room_of
+from .weighted_sums import pair_tokens
 from .widen import Widened, widen_chunk, words_chunk
 
 comptime LIMIT: Float32 = 256

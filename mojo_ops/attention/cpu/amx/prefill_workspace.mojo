@@ -2,10 +2,10 @@
 
 from std.math import ceildiv
 
-from ..prefetch import TILE, Offsets
 from ....cache.paged_kv_cache import PagedKVCache
 from ...softmax import AttentionState
 from ..kv_tile import Floats, STEP, Summed, Tile
+from ..prefetch import Offsets, TILE
 
 comptime Words16 = Pointer[UInt16, MutUntrackedOrigin]
 comptime Numbers = Pointer[Int32, MutUntrackedOrigin]

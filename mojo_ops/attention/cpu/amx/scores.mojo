@@ -5,12 +5,12 @@ where it lies, 16 slots of a page at a time, but the order of pages is a bad one
 anywhere.
 """
 
-from ..prefetch import TILE, Ahead
-from ....isa.amx import tile_dot, tile_load, tile_store, tile_zero
 from ....cache.paged_kv_cache import PagedKVCache
+from ....isa.amx import tile_dot, tile_load, tile_store, tile_zero
 from ....isa.convert import HALF
 from ..kv_tile import Floats, Heads, Scratch, Tile
-from .layout import PART, QUERIES, ROWS, SCORES, Engine, Words16
+from ..prefetch import Ahead, TILE
+from .layout import Engine, PART, QUERIES, ROWS, SCORES, Words16
 from .widen import Widened, widen_chunk
 
 

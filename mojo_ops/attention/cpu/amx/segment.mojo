@@ -7,16 +7,16 @@ are parts of a field, as vectors have them.
 
 from std.sys import size_of
 
-from ..prefetch import EARLY, TILE, Ahead, Offsets
-from ..rotary_keys import AttentionRows
 from ....cache.paged_kv_cache import PagedKVCache
 from ...logits import Logits
-from .scores import Scores, score_tile_amx
-from ..plan import Queue, Segment
-from ..token_order import Step
-from .weighted_sums import Sums, sum_tile_amx
+from ...params import AttentionRows
 from ..kv_tile import Heads, PARTS, PLACES, Scratch, weigh_tile
+from ..plan import Queue, Segment
+from ..prefetch import Ahead, EARLY, Offsets, TILE
+from ..token_order import Step
 from .layout import Engine, calls_amx, load_queries_amx, turn_scores
+from .scores import Scores, score_tile_amx
+from .weighted_sums import Sums, sum_tile_amx
 from .widen import Widened
 
 

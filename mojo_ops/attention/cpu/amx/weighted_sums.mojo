@@ -4,13 +4,13 @@ The weights are the left operand, V the right one, its tokens interleaved in pai
 two bfloat16, so that it keeps 16 bits and more: the result is as good as float32 arithmetic makes it.
 """
 
-from ..prefetch import TILE, Ahead
-from ....isa.amx import tile_dot, tile_load, tile_store
-from ....isa.float8 import Table, Words, float8_words, zip_mask
 from ....cache.paged_kv_cache import PagedKVCache
+from ....isa.amx import tile_dot, tile_load, tile_store
 from ....isa.convert import HALF, load_bits
+from ....isa.float8 import Table, Words, float8_words, zip_mask
 from ..kv_tile import Floats, Heads, Scratch, Tile
-from .layout import HIGH, LOW, PART, ROWS, SUMS, Engine, Words16
+from ..prefetch import Ahead, TILE
+from .layout import Engine, HIGH, LOW, PART, ROWS, SUMS, Words16
 from .widen import Widened
 
 

@@ -2,8 +2,8 @@
 
 from std.utils import IndexList
 
-from ....isa.float8 import Words, float8_words, parts_mask
 from ....isa.convert import load_bits
+from ....isa.float8 import Words, float8_words, parts_mask
 
 
 struct Widened[dtype: DType]:

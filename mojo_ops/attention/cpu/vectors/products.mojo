@@ -6,12 +6,12 @@ its register. What is read next is prefetched meanwhile.
 
 from std.math import ceildiv
 
-from ..prefetch import STREAMS, TILE, Ahead, Offsets
-from ..rotary_keys import AttentionRows
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.convert import HALF, Vec, chunk_of, load_chunk, pack, sum_each
-from ..plan import Segment
+from ...params import AttentionRows
 from ..kv_tile import Floats, Heads, Scratch, Tile
+from ..plan import Segment
+from ..prefetch import Ahead, Offsets, STREAMS, TILE
 
 
 comptime SLICE = 64

@@ -7,13 +7,13 @@ tile goes `unit` tokens at a time, all heads of them; otherwise each head goes t
 
 from std.sys import size_of
 
-from ..prefetch import STREAMS, TILE, Ahead
-from ..rotary_keys import AttentionRows
 from ....cache.paged_kv_cache import PagedKVCache
 from ...logits import Logits
-from ..plan import Queue, Segment
-from ..token_order import Step
+from ...params import AttentionRows
 from ..kv_tile import Heads, PARTS, PLACES, Scratch, weigh_tile
+from ..plan import Queue, Segment
+from ..prefetch import Ahead, STREAMS, TILE
+from ..token_order import Step
 from .products import load_queries, score_calls, score_tile, sum_calls, sum_tile
 
 comptime NEAR = 8192

@@ -16,9 +16,11 @@ from max.gpu.memory import fence_async_view_proxy
 from max.gpu.primitives import warp
 from max.gpu.sync import named_barrier
 
+from ...softmax import MINUS_INFINITY
 from ..params import DecodeRows, NOT_A_NUMBER
-from .pipeline import Ring, Shared
 from ..scheduler import Partials
+from ..split_kv import INVALID, WHOLE, WorkItem
+from .pipeline import Ring, Shared
 from .shared_memory import (
     ATOM,
     CHUNK,
@@ -32,8 +34,6 @@ from .shared_memory import (
     fragment_column,
     fragment_row,
 )
-from ...softmax import MINUS_INFINITY
-from ..split_kv import INVALID, WHOLE, WorkItem
 
 comptime CONSUMER_BARRIER: Int32 = 1
 """Barrier 0 is the whole block's."""

@@ -20,15 +20,16 @@ from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 
+from ....cache.device_cache import DeviceCache
+from ....cache.tensor_map import copy_box
 from ..combine import enqueue_combine
-from ....cache.device_cache import DeviceCache, Pages, Place
+from ..pages import Pages, Place
 from ..params import DecodeRows
+from ..scheduler import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
+from ..split_kv import NO_ROW, WorkBounds
 from .consumer import Consumer
 from .pipeline import Ring, Shared, Slot
-from ..scheduler import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
 from .shared_memory import ATOM, Box, CONSUMERS, CONSUMER_WARPS, LEAST_BOX_BITS, SharedMemory, Tiles
-from ....cache.tensor_map import copy_box
-from ..split_kv import NO_ROW, WorkBounds
 
 comptime BLOCK = CONSUMERS + 32
 """Threads: the warpgroup that computes, and the warp that copies."""

@@ -1,0 +1,17 @@
+"""Pointers into memory that somebody else owns: what a view, which owns nothing, can hold."""
+
+comptime RowPointer = Pointer[Int32, ImmUntrackedOrigin]
+"""A number for each row of a call: its request, position or length."""
+comptime TablePointer = Pointer[UInt32, ImmUntrackedOrigin]
+"""Entries of a page table, or a number for each request."""
+
+
+@always_inline
+def untracked[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, MutUntrackedOrigin]:
+    """The same address, without the origin that a view's field cannot hold."""
+    return pointer.unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+
+
+@always_inline
+def untracked_immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrigin]:
+    return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
