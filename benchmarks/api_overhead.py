@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from max.dtype import DType
 
-from paged_kv.arrays.host import as_numpy, cache_operands, paged_views, to_buffer
+from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv.arrays.host import as_numpy, to_buffer
 from paged_kv.benchmarks.provenance import provenance
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.options import AttentionOptions

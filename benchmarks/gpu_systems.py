@@ -13,7 +13,8 @@ from max.driver import Accelerator
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
 
-from paged_kv.arrays import gpu
+from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv.arrays.devices import gpu
 from paged_kv.arrays.host import to_buffer
 from paged_kv.graphs import ops
 from paged_kv.options import AttentionOptions
@@ -120,22 +121,22 @@ class Ours:
         return self._models[key]
 
     def systems(self, problem: Problem) -> Iterator[System]:
-        point = problem.point
-        k, v = gpu.paged_views(problem.blocks, "NHD")
-        k_blocks, v_blocks, view = gpu.cache_operands(k, v)
+        point, device = problem.point, gpu(0)
+        k, v = paged_views(problem.blocks, "NHD", device=device)
+        k_blocks, v_blocks, view = cache_operands(k, v, device)
         none = torch.zeros(0, device="cuda")
         lengths = torch.full((point.batch,), point.length, dtype=torch.int32, device="cuda")
         rows = torch.arange(point.batch, dtype=torch.int32, device="cuda")
         inputs = [
-            gpu.tensor_buffer(problem.q),
-            gpu.tensor_buffer(rows),
-            gpu.tensor_buffer(lengths),
+            device.buffer(problem.q),
+            device.buffer(rows),
+            device.buffer(lengths),
             k_blocks,
             v_blocks,
-            gpu.tensor_buffer(problem.table.view(torch.uint32)),
+            device.buffer(problem.table.view(torch.uint32)),
             view,
-            gpu.tensor_buffer(none),
-            gpu.tensor_buffer(none.clone()),
+            device.buffer(none),
+            device.buffer(none.clone()),
             to_buffer(np.array(-1, np.int32)),
             to_buffer(AttentionOptions().numbers(point.head_dim)),
         ]
@@ -217,7 +218,7 @@ class MaxFlashAttention:
         ]
         inputs = []
         for array, device in zip(arrays, devices, strict=True):
-            buffer = to_buffer(array) if isinstance(array, np.ndarray) else gpu.tensor_buffer(array)
+            buffer = to_buffer(array) if isinstance(array, np.ndarray) else gpu(0).buffer(array)
             inputs.append(buffer if device.is_cpu() or isinstance(array, torch.Tensor) else buffer.to(Accelerator(0)))
         torch.cuda.synchronize()
         yield System(

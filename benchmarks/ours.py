@@ -12,7 +12,8 @@ from max.dtype import DType
 from max.engine import Model
 from max.graph import DeviceRef, Graph, Module, TensorType
 
-from paged_kv.arrays.host import cache_operands, paged_views, to_buffer, to_numpy
+from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.benchmarks.cases import Case, LinearCase
 from paged_kv.benchmarks.peers.base import Peer, repeat
 from paged_kv.benchmarks.problems import (
@@ -149,7 +150,8 @@ class OursAppend(Ours):
         table = to_buffer(self._table)
         self._inputs: list[list[Buffer]] = []
         for k, v, views in zip(*new, self._views, strict=True):
-            k_blocks, v_blocks, view = cache_operands(*(bits(array) for array in views))
+            k_view, v_view = (bits(array) for array in views)
+            k_blocks, v_blocks, view = cache_operands(k_view, v_view)
             self._inputs.append([to_buffer(k), to_buffer(v), *at, k_blocks, v_blocks, table, view])
 
     def run(self, i: int) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
-from paged_kv.arrays import devices as places
-from paged_kv.arrays import gpu
-from paged_kv.arrays.host import as_numpy, dtype_of, like, paged_views
+from paged_kv.arrays import devices
+from paged_kv.arrays.cache_storage import check_layout, paged_views
+from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.types import ArrayT, DTypeLike, PagedCache, SupportsDLPack
 from paged_kv.calls.attend import Attention, Scales
-from paged_kv.calls.batch import FixedTable, Rows
+from paged_kv.calls.batch import DecodeBatch, PageTableBuffers
 from paged_kv.calls.page_table import PageTable
-from paged_kv.calls.plan import Problem, attention_options, check_layout, writable, writable_on_gpu
-from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.calls.plan import AttentionPlan, attention_options, output_view
+from paged_kv.errors import ContractError
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -42,24 +45,26 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kv_layout: str = "NHD",
         use_cuda_graph: bool = False,
         use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: Any = None,
-        paged_kv_indices_buffer: Any = None,
-        paged_kv_last_page_len_buffer: Any = None,
+        paged_kv_indptr_buffer: SupportsDLPack | None = None,
+        paged_kv_indices_buffer: SupportsDLPack | None = None,
+        paged_kv_last_page_len_buffer: SupportsDLPack | None = None,
     ) -> None:
         del float_workspace_buffer
         check_layout(kv_layout)
         self._kv_layout = kv_layout
         self._use_tensor_cores = use_tensor_cores
-        self._fixed: FixedTable | None = None
+        self._buffers: PageTableBuffers | None = None
         if use_cuda_graph:
-            self._fixed = FixedTable(paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            self._buffers = PageTableBuffers(
+                paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+            )
         self._attention: Attention | None = None
-        self._rows = Rows.of_one(0)
+        self._batch = DecodeBatch.of_one(0)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """Whether the page table lives in the user's buffers and the batch is fixed."""
-        return self._fixed is not None
+        return self._buffers is not None
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -71,9 +76,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     def plan(
         self,
-        indptr: Any,
-        indices: Any,
-        last_page_len: Any,
+        indptr: SupportsDLPack,
+        indices: SupportsDLPack,
+        last_page_len: SupportsDLPack,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -81,9 +86,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        data_type: Any = None,
+        q_data_type: DTypeLike = "float16",
+        kv_data_type: DTypeLike | None = None,
+        data_type: DTypeLike | None = None,
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
@@ -117,8 +122,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         Raises:
             PageTableError: the page table is inconsistent. A page id that is not one of the cache's is found by `run`.
-            ContractTypeError, ShapeError, ContractError: as `Problem` in `problem.py`; or, where the page table lives
-                in the user's buffers, another batch size, or more indices than fit.
+            ContractTypeError, ShapeError, ContractError: as `AttentionPlan` (`calls/plan.py`); or, where the page table
+                lives in the user's buffers, another batch size, or more indices than fit.
 
         Nothing changes, the former plan included, if an error is raised.
         """
@@ -126,7 +131,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if data_type is not None:
             q_data_type = data_type
         q_dtype = dtype_of(q_data_type, "q_data_type" if data_type is None else "data_type")
-        problem = Problem(
+        plan = AttentionPlan(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -137,30 +142,55 @@ class BatchDecodeWithPagedKVCacheWrapper:
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
         )
         for name, array in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
-            if places.device_index(array) is not None:
-                raise ContractTypeError(f"{name} is on a GPU: plan takes the page table on the host ({name}.cpu())")
+            devices.require_host(array, name, "plan takes the page table on the host")
         table = PageTable.of(indptr, indices, last_page_len, page_size)
-        attention = Attention(problem)
-        if self._fixed is None:
-            self._rows = Rows.of(table)
+        attention = Attention(plan)
+        if self._buffers is None:
+            self._batch = DecodeBatch.of(table)
         else:
-            self._fixed.fill(table)
+            self._buffers.fill(table)
         self._attention = attention
 
     begin_forward = plan
 
+    @overload
     def run(
         self,
-        q: Any,
-        paged_kv_cache: Any,
+        q: ArrayT,
+        paged_kv_cache: PagedCache,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: Literal[False] = False,
+        out: ArrayT | None = None,
+        lse: ArrayT | None = None,
+        sinks: SupportsDLPack | None = None,
+    ) -> ArrayT: ...
+    @overload
+    def run(
+        self,
+        q: ArrayT,
+        paged_kv_cache: PagedCache,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: Literal[True] = ...,
+        out: ArrayT | None = None,
+        lse: ArrayT | None = None,
+        sinks: SupportsDLPack | None = None,
+    ) -> tuple[ArrayT, ArrayT]: ...
+    def run(
+        self,
+        q: ArrayT,
+        paged_kv_cache: PagedCache,
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
         return_lse: bool = False,
-        out: Any = None,
-        lse: Any = None,
-        sinks: Any = None,
-    ) -> Any:
+        out: ArrayT | None = None,
+        lse: ArrayT | None = None,
+        sinks: SupportsDLPack | None = None,
+    ) -> ArrayT | tuple[ArrayT, ArrayT]:
         """Attention of the planned requests' query tokens; request b's stands at position L_b - 1.
 
         Args:
@@ -190,22 +220,22 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     def run_return_lse(
         self,
-        q: Any,
-        paged_kv_cache: Any,
+        q: ArrayT,
+        paged_kv_cache: PagedCache,
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
-        out: Any = None,
-        lse: Any = None,
-        sinks: Any = None,
-    ) -> tuple[Any, Any]:
+        out: ArrayT | None = None,
+        lse: ArrayT | None = None,
+        sinks: SupportsDLPack | None = None,
+    ) -> tuple[ArrayT, ArrayT]:
         """`run` with `return_lse=True`."""
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, True, out, lse, sinks)
 
     def forward(
         self,
-        q: Any,
-        paged_kv_cache: Any,
+        q: ArrayT,
+        paged_kv_cache: PagedCache,
         pos_encoding_mode: str | None = None,
         q_scale: float | None = None,
         k_scale: float | None = None,
@@ -216,7 +246,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         rope_scale: float | None = None,
         rope_theta: float | None = None,
         return_lse: bool = False,
-    ) -> Any:
+    ) -> ArrayT | tuple[ArrayT, ArrayT]:
         """FlashInfer's older `run`: options that are given replace the planned ones, for this call alone."""
         if self._attention is None:
             raise ContractError("forward: nothing is planned, call plan (or begin_forward) first")
@@ -227,10 +257,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
             "rope_scale": rope_scale,
             "rope_theta": rope_theta,
         }
-        problem = self._attention.problem
-        options = replace(problem.options, **{name: value for name, value in given.items() if value is not None})
-        problem = replace(problem, options=options, pos_encoding_mode=pos_encoding_mode or problem.pos_encoding_mode)
-        return self._run(Attention(problem), q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse)
+        plan = self._attention.plan
+        options = replace(plan.options, **{name: value for name, value in given.items() if value is not None})
+        plan = replace(plan, options=options, pos_encoding_mode=pos_encoding_mode or plan.pos_encoding_mode)
+        return self._run(Attention(plan), q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse)
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """`forward` with `return_lse=True`."""
@@ -250,70 +280,34 @@ class BatchDecodeWithPagedKVCacheWrapper:
         lse: Any = None,
         sinks: Any = None,
     ) -> Any:
-        problem = attention.problem
-        place = places.place_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
-        rows = self._rows if self._fixed is None else self._fixed.rows(problem.page_size)
-        if place is not None:
-            return self._run_on(place, attention, rows, q, paged_kv_cache, scales, return_lse, out, lse, sinks)
-        queries = as_numpy(q, "q")
-        k, v = paged_views(paged_kv_cache, self._kv_layout)
-        shape = (rows.batch, problem.num_qo_heads, problem.head_dim)
-        out_view = None if out is None else writable("out", out, shape, problem.q_dtype)
-        lse_view = None if lse is None else writable("lse", lse, shape[:2], np.dtype(np.float32))
-        o, sums = attention.run(queries, k, v, rows, scales, sinks)
+        plan = attention.plan
+        device = devices.device_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
+        batch = self._batch if self._buffers is None else self._buffers.batch(plan.page_size)
+        queries = device.view(q, "q")
+        k, v = paged_views(paged_kv_cache, self._kv_layout, device=device)
+        shape = (batch.size, plan.num_qo_heads, plan.head_dim)
+        out_view = output_view(device, "out", out, shape, plan.q_dtype)
+        lse_view = output_view(device, "lse", lse, shape[:2], _FLOAT32)
+        o, sums = attention.run(device, queries, k, v, batch, scales, sinks)
         if out_view is not None:
-            out_view[...] = o
+            device.write(out_view, o)
         if lse_view is not None:
-            lse_view[...] = sums
-        o = like(q, o) if out is None else out
+            device.write(lse_view, sums)
+        o = device.like(q, o) if out is None else out
         if not return_lse:
             return o
-        return o, like(q, sums) if lse is None else lse
-
-    def _run_on(
-        self,
-        place: places.Place,
-        attention: Attention,
-        rows: Rows,
-        q: Any,
-        paged_kv_cache: Any,
-        scales: Scales,
-        return_lse: bool,
-        out: Any,
-        lse: Any,
-        sinks: Any,
-    ) -> Any:
-        """`_run` on a GPU: nothing is read back, so page ids and lengths are those of the plan."""
-        problem = attention.problem
-        shape = (rows.batch, problem.num_qo_heads, problem.head_dim)
-        targets = [
-            None if array is None else writable_on_gpu(name, array, of, dtype)
-            for name, array, of, dtype in (
-                ("out", out, shape, problem.q_dtype),
-                ("lse", lse, shape[:2], np.dtype(np.float32)),
-            )
-        ]
-        queries = gpu.to_tensor(q, "q")
-        k, v = gpu.paged_views(paged_kv_cache, self._kv_layout)
-        results = attention.run_on(place, queries, k, v, rows, scales, sinks)
-        given: list[Any] = []
-        for target, array, result in zip(targets, (out, lse), results, strict=True):
-            if target is not None:
-                target.copy_(gpu.to_tensor(result, "result"))
-                place.after_torch()
-            given.append(gpu.like(q, result) if array is None else array)
-        return (given[0], given[1]) if return_lse else given[0]
+        return o, device.like(q, sums) if lse is None else lse
 
     def __repr__(self) -> str:
         facts = [self._kv_layout]
-        if self._fixed is not None:
-            facts.append(f"page table of {self._fixed.batch} requests in the user's buffers")
+        if self._buffers is not None:
+            facts.append(f"page table of {self._buffers.batch_size} requests in the user's buffers")
         if self._attention is None:
             facts.append("nothing planned")
         else:
-            if self._fixed is None:
-                facts.append(f"{self._rows.batch} requests of up to {self._rows.lengths.max(initial=0)} tokens")
-            facts.append(str(self._attention.problem))
+            if self._buffers is None:
+                facts.append(f"{self._batch.size} requests of up to {self._batch.lengths.max(initial=0)} tokens")
+            facts.append(str(self._attention.plan))
         return f"{type(self).__name__}({', '.join(facts)})"
 
 

@@ -14,16 +14,16 @@ Errors are `ContractTypeError` (a TypeError) for types and dtypes, and `ShapeErr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal, overload
 
-from paged_kv.arrays import devices as places
-from paged_kv.arrays import gpu
-from paged_kv.arrays.host import as_numpy, check_storage, like
+from paged_kv.arrays import devices
+from paged_kv.arrays.cache_storage import check_alike, check_layout, check_storage
+from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from paged_kv.calls.attend import Attention
-from paged_kv.calls.batch import Rows
-from paged_kv.calls.plan import Problem, attention_options, check_layout
-from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.calls.batch import DecodeBatch
+from paged_kv.calls.plan import AttentionPlan, attention_options
+from paged_kv.errors import ShapeError
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -32,10 +32,47 @@ __all__ = [
 ]
 
 
+@overload
 def single_decode_with_kv_cache(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayT,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: Literal[False] = False,
+) -> ArrayT: ...
+@overload
+def single_decode_with_kv_cache(
+    q: ArrayT,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    *,
+    return_lse: Literal[True],
+) -> tuple[ArrayT, ArrayT]: ...
+def single_decode_with_kv_cache(
+    q: ArrayT,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
     kv_layout: str = "NHD",
     pos_encoding_mode: str = "NONE",
     use_tensor_cores: bool = False,
@@ -48,7 +85,7 @@ def single_decode_with_kv_cache(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Attention of one query token over one request's contiguous K and V, as FlashInfer's function of this name.
 
     Args:
@@ -75,49 +112,38 @@ def single_decode_with_kv_cache(
         ContractError: another value is out of range.
     """
     del use_tensor_cores
-    place = places.place_of(q=q, k=k, v=v)
-    read: Any = as_numpy if place is None else gpu.to_tensor
-    query = read(q, "q")
+    device = devices.device_of(q=q, k=k, v=v)
+    query = device.view(q, "q")
     if query.ndim != 2:
         raise ShapeError(f"q: shape {list(query.shape)}, expected [num_qo_heads, head_dim]")
     check_layout(kv_layout)
-    keys, values = read(k, "k"), read(v, "v")
-    for array, name in ((keys, "k"), (values, "v")):
-        if place is None:
-            check_storage(array, name, 3, writable=False)
-        else:
-            gpu.check_storage(array, name, 3)
-    if values.shape != keys.shape:
-        raise ShapeError(f"v: shape {list(values.shape)} differs from k's {list(keys.shape)}")
-    if values.dtype != keys.dtype:
-        raise ContractTypeError(f"v: dtype {values.dtype} differs from k's {keys.dtype}")
+    keys, values = device.view(k, "k"), device.view(v, "v")
+    check_storage(device, keys, "k", 3)
+    check_storage(device, values, "v", 3)
+    check_alike(values, keys, "v", "k's")
     # One page of all the tokens: [1, L, Hk, D].
-    keys, values = (array[None] if kv_layout == "NHD" else array.swapaxes(0, 1)[None] for array in (keys, values))
+    keys, values = (view[None] if kv_layout == "NHD" else view.swapaxes(0, 1)[None] for view in (keys, values))
     if query.shape[0] % max(keys.shape[2], 1):
         raise ShapeError(f"q: its {query.shape[0]} heads are no multiple of k's {keys.shape[2]}")
     if keys.shape[3] != query.shape[1]:
         raise ShapeError(f"k: head_dim is {keys.shape[3]}, q's is {query.shape[1]}")
     length = keys.shape[1]
     if length == 0:  # a pool of no pages, for a request of none
-        keys, values = (array.reshape(0, 1, *array.shape[2:]) for array in (keys, values))
+        keys, values = (view.reshape(0, 1, *view.shape[2:]) for view in (keys, values))
     attention = Attention(
-        Problem(
+        AttentionPlan(
             num_qo_heads=query.shape[0],
             num_kv_heads=keys.shape[2],
             head_dim=query.shape[1],
             page_size=max(length, 1),
-            q_dtype=query.dtype if place is None else gpu.numpy_dtype(query, "q"),
-            kv_dtype=keys.dtype if place is None else gpu.numpy_dtype(keys, "k"),
+            q_dtype=device.dtype(query),
+            kv_dtype=device.dtype(keys),
             pos_encoding_mode=pos_encoding_mode,
             options=attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta),
             dtype_names=("q: dtype", "k: dtype"),
         )
     )
     scales = (q_scale, k_scale, v_scale)
-    if place is not None:
-        results = attention.run_on(place, query[None], keys, values, Rows.of_one(length), scales)
-        found = [gpu.like(q, result.view(result.dtype, result.shape[1:])) for result in results]
-        return (found[0], found[1]) if return_lse else found[0]
-    o, lse = attention.run(query[None], keys, values, Rows.of_one(length), scales)
-    result = like(q, o[0])
-    return (result, like(q, lse[0])) if return_lse else result
+    o, lse = attention.run(device, query[None], keys, values, DecodeBatch.of_one(length), scales)
+    result = device.like(q, o[0])
+    return (result, device.like(q, lse[0])) if return_lse else result

@@ -1,4 +1,4 @@
-"""A paged KV cache together with its books: the manager that FlashInfer's documents sketch, with correct allocation."""
+"""A paged KV cache together with its page pool: the manager of FlashInfer's documents, with correct allocation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arrays.devices import place_named
-from paged_kv.arrays.gpu import to_tensor
-from paged_kv.arrays.host import as_numpy, dtype_of, like, sample_array
-from paged_kv.calls.append_slots import Storage
+from paged_kv.arguments import integer
+from paged_kv.arrays import devices
+from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.host import like, sample_array
+from paged_kv.arrays.types import DTypeLike, SupportsDLPack
+from paged_kv.calls.append import WritableCache
 from paged_kv.calls.kv_copy import prepare
-from paged_kv.calls.page_table import Indices, integer
+from paged_kv.calls.page_table import Indices
 from paged_kv.errors import ContractError, RequestError
 from paged_kv.pool import PagePool
 
@@ -21,8 +23,8 @@ from paged_kv.pool import PagePool
 class PagedKVCacheManager:
     """One layer's pages and the requests that own them. A token that needs a page takes one; `free` gives them back.
 
-    `kv_cache` is an array `[max_num_pages, 2, page_size, num_kv_heads, head_dim]` (NHD), zeros at first; `pool` keeps
-    the books. Request ids are any hashable values.
+    `kv_cache` is an array `[max_num_pages, 2, page_size, num_kv_heads, head_dim]` (NHD), zeros at first; `pool` says
+    which request owns which page. Request ids are any hashable values.
 
     Args:
         max_num_pages: Pages in the cache.
@@ -46,11 +48,11 @@ class PagedKVCacheManager:
         page_size: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: Any = "float16",
+        dtype: DTypeLike = "float16",
         device: Any = None,
         kind: str | None = None,
     ) -> None:
-        place = None if device is None else place_named(device)
+        at = devices.device_named(device)
         self.pool = PagePool(max_num_pages, page_size)
         self.max_num_pages = self.pool.num_pages
         self.page_size = self.pool.page_size
@@ -59,32 +61,32 @@ class PagedKVCacheManager:
         shape = (self.max_num_pages, 2, self.page_size, self.num_kv_heads, self.head_dim)
         if kind not in (None, "numpy", "torch"):
             raise ContractError(f"kind must be 'numpy' or 'torch', not {kind!r}")
-        if kind == "numpy" and place is not None:
+        if kind is not None and kind not in at.kinds:
             raise ContractError(f"kind must be 'torch' for a cache on {device}, not 'numpy'")
-        self._kind = sample_array(kind or ("torch" if place or "torch" in sys.modules else "numpy"))
-        element = dtype_of(dtype, "dtype")
-        self.kv_cache = like(self._kind, np.zeros(shape, element)) if place is None else place.zeros(shape, element)
+        kind = kind or ("torch" if "torch" in sys.modules else "numpy")
+        self._sample = sample_array(kind)
+        self.kv_cache = at.new(shape, dtype_of(dtype, "dtype"), kind)
 
-    def append(self, request_id: Hashable, k: Any, v: Any) -> None:
+    def append(self, request_id: Hashable, k: SupportsDLPack, v: SupportsDLPack) -> None:
         """Appends one token, k and v `[num_kv_heads, head_dim]`, or `n` of them, `[n, ...]`; starts an unknown request.
 
         Raises:
             PoolExhausted: too few pages are free; nothing was taken or written.
             ContractTypeError, ShapeError: as `append_paged_kv_cache`.
         """
-        storage = Storage.paged(self.kv_cache, "NHD", "kv_cache", k=k, v=v)
-        read = as_numpy if storage.place is None else to_tensor
-        rows = storage.rows(_tokens(read(k, "k")), _tokens(read(v, "v")), ("k", "v"))
-        prepare(dtype_of(storage.k.dtype, "kv_cache"), storage.place)  # what can fail comes before the books
+        cache = WritableCache.paged(self.kv_cache, "NHD", "kv_cache", k=k, v=v)
+        device = cache.device
+        rows = cache.rows(_tokens(device.view(k, "k")), _tokens(device.view(v, "v")), ("k", "v"))
+        prepare(device, device.dtype(cache.k))  # what can fail comes before the pool changes
         known, start = self._length(request_id) is not None, self.get_seq_len(request_id)
         count = len(rows[0])
         (self.pool.reserve if known else self.pool.start)(request_id, count)
         page_slot, slots = np.divmod(np.arange(start, start + count, dtype=np.int32), np.int32(self.page_size))
-        storage.write(rows, (self._pages(request_id)[page_slot], slots))
+        cache.write(rows, (self._pages(request_id)[page_slot], slots))
 
     def get_page_table(self, request_id: Hashable) -> Any:
         """The request's pages in token order, int32 `[ceil(length / page_size)]`; None for an unknown request."""
-        return None if self._length(request_id) is None else like(self._kind, self._pages(request_id))
+        return None if self._length(request_id) is None else like(self._sample, self._pages(request_id))
 
     def get_seq_len(self, request_id: Hashable) -> int:
         """The request's tokens; 0 for an unknown request."""

@@ -8,7 +8,25 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+
+Q_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+KV_DTYPES = (*Q_DTYPES, *FLOAT8_DTYPES)
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 512
+
+
+def check_head_dim(name: str, value: int) -> None:
+    if value % HEAD_DIM_MULTIPLE or not 0 < value <= MAX_HEAD_DIM:
+        raise ShapeError(
+            f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}, not {value}"
+        )
+
+
+def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:
+    from paged_kv.reference import alibi_slopes as slopes
+
+    return slopes(num_heads).astype(np.float32)
 
 
 @dataclass(frozen=True)

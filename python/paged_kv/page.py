@@ -6,9 +6,9 @@ value fits. A cache is one array, NHD `[pages, 2, page_size, Hk, D]` or HND `[pa
 `(k, v)` of such arrays without the 2; its last stride is 1, the others are free. Everything is checked before anything
 is written, so an error leaves all arrays as they were.
 
-Rows and a cache on a GPU have their index arrays on the host, checked as ever, or all of them on that GPU, where
-reading them would mean to wait, and only types and shapes are checked: a row without a place in the table is skipped,
-and of two rows for one slot the last wins. Results of index arithmetic over arrays on a GPU lie there.
+Rows and a cache on a GPU have their index arrays on the host, checked as ever, or all of them on that GPU. Reading them
+there would wait for the device, so only types and shapes are checked: a row without a slot in the table is skipped, and
+of two rows for one slot the last wins. Results of index arithmetic over arrays on a GPU lie there.
 
 A page table comes in one of two forms:
 
@@ -20,14 +20,10 @@ A page table comes in one of two forms:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, overload
 
-from paged_kv.arrays import devices as places
-from paged_kv.arrays import gpu
-from paged_kv.arrays.host import as_numpy
-from paged_kv.calls import append_forms as forms
-from paged_kv.errors import ContractTypeError
+from paged_kv.arrays.types import ArrayT, PagedCache, SupportsDLPack
+from paged_kv.calls import page_calls
 from paged_kv.manager import PagedKVCacheManager
 
 __all__ = [
@@ -41,35 +37,41 @@ __all__ = [
 
 @overload
 def append_paged_kv_cache(
-    append_key: Any,
-    append_value: Any,
-    batch_indices: Any,
-    positions: Any,
-    paged_kv_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
+    append_key: SupportsDLPack,
+    append_value: SupportsDLPack,
+    batch_indices: SupportsDLPack,
+    positions: SupportsDLPack,
+    paged_kv_cache: PagedCache,
+    kv_indices: SupportsDLPack,
+    kv_indptr: SupportsDLPack,
+    kv_last_page_len: SupportsDLPack,
     kv_layout: str = "NHD",
 ) -> None: ...
 @overload
 def append_paged_kv_cache(
-    append_key: Any,
-    append_value: Any,
-    append_indptr: Any,
-    kv_data: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
+    append_key: SupportsDLPack,
+    append_value: SupportsDLPack,
+    append_indptr: SupportsDLPack,
+    kv_data: PagedCache,
+    kv_indices: SupportsDLPack,
+    kv_indptr: SupportsDLPack,
+    kv_last_page_len: SupportsDLPack,
     kv_layout: str = "NHD",
 ) -> None: ...
 @overload
 def append_paged_kv_cache(
-    k: Any, v: Any, kv_cache: Any, page_table: Any, last_page_len: Any, page_size: int, kv_layout: str = "NHD"
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    kv_cache: PagedCache,
+    page_table: SupportsDLPack,
+    last_page_len: SupportsDLPack,
+    page_size: int,
+    kv_layout: str = "NHD",
 ) -> None: ...
 def append_paged_kv_cache(*args: Any, **kwargs: Any) -> None:
     """Writes new K and V rows to their slots in the pages, in place.
 
-    Three forms, told apart by how many arguments there are besides `kv_layout`, and by their names:
+    Three signatures, told apart by how many arguments there are besides `kv_layout`, and by their names:
 
     1. `(append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
        kv_layout="NHD")`, FlashInfer's of today: row i becomes token `positions[i]` of request `batch_indices[i]`,
@@ -84,37 +86,40 @@ def append_paged_kv_cache(*args: Any, **kwargs: Any) -> None:
     the whole table, a position against the pages of its request.
 
     Raises:
-        ContractTypeError: no such form; an argument is no array, of a wrong dtype, or on another device than others.
+        ContractTypeError: no such signature; an argument is no array, of a wrong dtype, or not on the others' device.
         ShapeError: shapes do not fit each other.
         PageTableError: the table is inconsistent, a page id is outside the cache, a position is outside its request's
             pages, or two rows go to one slot.
         ContractError: the cache cannot be written in place, or `kv_layout` is unknown.
     """
-    _choose("append_paged_kv_cache", args, kwargs, forms.append_at, forms.append_last, forms.append_dense)(
-        *args, **kwargs
-    )
+    page_calls.choose("append_paged_kv_cache", args, kwargs, page_calls.APPEND)
 
 
 @overload
 def append_paged_mla_kv_cache(
-    append_ckv: Any,
-    append_kpe: Any,
-    batch_indices: Any,
-    positions: Any,
-    ckv_cache: Any,
-    kpe_cache: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    kv_last_page_len: Any,
+    append_ckv: SupportsDLPack,
+    append_kpe: SupportsDLPack,
+    batch_indices: SupportsDLPack,
+    positions: SupportsDLPack,
+    ckv_cache: SupportsDLPack,
+    kpe_cache: SupportsDLPack,
+    kv_indices: SupportsDLPack,
+    kv_indptr: SupportsDLPack,
+    kv_last_page_len: SupportsDLPack,
 ) -> None: ...
 @overload
 def append_paged_mla_kv_cache(
-    k: Any, v: Any, mla_kv_cache: Any, page_table: Any, last_page_len: Any, page_size: int
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    mla_kv_cache: SupportsDLPack,
+    page_table: SupportsDLPack,
+    last_page_len: SupportsDLPack,
+    page_size: int,
 ) -> None: ...
 def append_paged_mla_kv_cache(*args: Any, **kwargs: Any) -> None:
     """Writes new rows of a latent-attention (MLA) cache to their slots in the pages, in place.
 
-    Two forms, told apart as those of `append_paged_kv_cache`:
+    Two signatures, told apart as those of `append_paged_kv_cache`:
 
     1. `(append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr,
        kv_last_page_len)`, FlashInfer's: `append_ckv` `[N, Dc]` and `append_kpe` `[N, Dp]` go to `ckv_cache`
@@ -125,17 +130,19 @@ def append_paged_mla_kv_cache(*args: Any, **kwargs: Any) -> None:
 
     Raises: as `append_paged_kv_cache`.
     """
-    _choose("append_paged_mla_kv_cache", args, kwargs, forms.append_mla_at, forms.append_mla_dense)(*args, **kwargs)
+    page_calls.choose("append_paged_mla_kv_cache", args, kwargs, page_calls.APPEND_MLA)
 
 
 @overload
-def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any, Any]: ...
+def get_batch_indices_positions(append_indptr: ArrayT, seq_lens: SupportsDLPack, nnz: int) -> tuple[ArrayT, ArrayT]: ...
 @overload
-def get_batch_indices_positions(page_table: Any, last_page_len: Any, page_size: int) -> tuple[Any, Any]: ...
+def get_batch_indices_positions(
+    page_table: ArrayT, last_page_len: SupportsDLPack, page_size: int
+) -> tuple[ArrayT, ArrayT]: ...
 def get_batch_indices_positions(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The request and the position of each token, `[nnz]` twice: what `append_paged_kv_cache` takes.
 
-    Two forms, told apart by their names, else by the rank of the first argument:
+    Two signatures, told apart by their names, else by the rank of the first argument:
 
     1. `(append_indptr, seq_lens, nnz)`, FlashInfer's: rows `append_indptr[b]` to `append_indptr[b + 1]`, `[B + 1]`, are
        the last of the `seq_lens[b]` tokens, `[B]`, of request b. Rows from `append_indptr[B]` to nnz are padding: batch
@@ -152,43 +159,23 @@ def get_batch_indices_positions(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         PageTableError: offsets that do not start at 0, decrease or exceed `nnz`; a request that appends more tokens
             than it has.
     """
-    form = _choose("get_batch_indices_positions", args, kwargs, forms.positions_of_rows, forms.positions_dense)
-    return form(*args, **kwargs)
+    found: tuple[Any, Any] = page_calls.choose(
+        "get_batch_indices_positions", args, kwargs, page_calls.BATCH_INDICES_POSITIONS
+    )
+    return found
 
 
 @overload
-def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any: ...
+def get_seq_lens(kv_indptr: ArrayT, kv_last_page_len: SupportsDLPack, page_size: int) -> ArrayT: ...
 @overload
-def get_seq_lens(page_table: Any, last_page_len: Any, page_size: int) -> Any: ...
+def get_seq_lens(page_table: ArrayT, last_page_len: SupportsDLPack, page_size: int) -> ArrayT: ...
 def get_seq_lens(*args: Any, **kwargs: Any) -> Any:
     """Tokens of each request, `[B]`: `(pages - 1) * page_size + last_page_len`, 0 for a request without pages.
 
-    Two forms, told apart by their names, else by the rank of the first argument: FlashInfer's
+    Two signatures, told apart by their names, else by the rank of the first argument: FlashInfer's
     `(kv_indptr, kv_last_page_len, page_size)`, and `(page_table, last_page_len, page_size)` with a dense page table.
     Returns an array of the kind of the first argument, int64 where it is int64, else int32.
 
     Raises: as `get_batch_indices_positions`.
     """
-    return _choose("get_seq_lens", args, kwargs, forms.lengths_csr, forms.lengths_dense)(*args, **kwargs)
-
-
-def _choose(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *candidates: Callable[..., Any]
-) -> Callable[..., Any]:
-    """The form that is called: by the number of arguments without `kv_layout`, their names, the first one's rank."""
-    layout = "kv_layout" in kwargs or bool(args and isinstance(args[-1], str))
-    count = len(args) + len(kwargs) - layout
-    fitting = []
-    for form in candidates:
-        names = form.__code__.co_varnames[: form.__code__.co_argcount]
-        takes_layout = names[-1] == "kv_layout"
-        if count == len(names) - takes_layout and layout <= takes_layout and kwargs.keys() <= set(names[len(args) :]):
-            fitting.append(form)
-    if len(fitting) > 1:  # get_seq_lens and get_batch_indices_positions, whose second form has the dense page table
-        read: Any = as_numpy if places.device_index(args[0]) is None else gpu.to_tensor
-        return fitting[read(args[0], "page_table").ndim == 2]
-    if fitting:
-        return fitting[0]
-    given = [f"{len(args)} positional", *kwargs]
-    known = "; ".join(f"({', '.join(f.__code__.co_varnames[: f.__code__.co_argcount])})" for f in candidates)
-    raise ContractTypeError(f"{name}: its arguments ({', '.join(given)}) fit none of its forms: {known}")
+    return page_calls.choose("get_seq_lens", args, kwargs, page_calls.SEQ_LENS)

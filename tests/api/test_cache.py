@@ -216,7 +216,7 @@ def test_appends_that_are_refused(sequence, keys, values, error, said):
         ({"block_table": ids(6, 1)}, ShapeError, "block_table must have 2 dimensions"),
         ({"seq_lengths": ids(-5)}, PageTableError, "seq_lengths: sequence 0 has length -5"),
         ({"seq_lengths": ids(5, 0)}, ShapeError, "seq_lengths has 2 entries, block_table has 1 rows"),
-        ({"value_pool": np.zeros((8, 4, 2, 4), "f4")}, ShapeError, r"value_pool: shape .*4\) differs from key_pool's"),
+        ({"value_pool": np.zeros((8, 4, 2, 4), "f4")}, ShapeError, r"value_pool: shape .*4\] differs from key_pool's"),
         ({"value_pool": np.zeros((8, 4, 2, 8), "f2")}, ContractTypeError, "value_pool: dtype float16 differs"),
     ],
 )

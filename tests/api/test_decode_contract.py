@@ -81,7 +81,7 @@ TABLES = [
     ({"sm_scale": "1"}, ContractTypeError, "sm_scale must be a number, not str"),
     ({"rope_scale": 0.0}, ContractError, "rope_scale must be positive, not 0.0"),
     ({"rope_theta": -1.0}, ContractError, "rope_theta must be positive, not -1.0"),
-    ({"q_data_type": "int8"}, ContractTypeError, "q_data_type: int8 is none of float32, float16, bfloat16"),
+    ({"q_data_type": "int8"}, ContractTypeError, "q_data_type: int8 is none of float32, bfloat16, float16"),
     ({"q_data_type": torch.float8_e5m2}, ContractTypeError, "q_data_type: float8_e5m2 is none of"),
     ({"q_data_type": "fp16"}, ContractTypeError, "q_data_type: 'fp16' is none of"),
     ({"q_data_type": None}, ContractTypeError, "q_data_type: None is none of"),

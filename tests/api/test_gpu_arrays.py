@@ -11,16 +11,19 @@ import torch
 from max.driver import Buffer
 
 from paged_kv import page, reference
-from paged_kv.arrays import devices as places
-from paged_kv.arrays import gpu
-from paged_kv.arrays.host import as_numpy, paged_views
-from paged_kv.calls.batch import FixedTable
+from paged_kv.arrays import devices
+from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv.arrays.host import HOST, as_numpy
+from paged_kv.arrays.streams import Streams
+from paged_kv.calls.batch import PageTableBuffers
 from paged_kv.calls.page_table import PageTable
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from support.cases import CacheCase, build
 from support.compare import assert_close, assert_lse_close
-from support.stand_in import OnGpu, csr, storage_of, tensors
+from support.stand_in import STAND_IN, OnGpu, csr, stand_in, storage_of, tensors
+
+__all__ = ["stand_in"]  # the fixture
 
 CASES = [
     CacheCase((33, 0, 7), rank=5, page_size=16, dtype="float32"),
@@ -58,7 +61,7 @@ def test_run_over_tensors_is_the_oracles(case):
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_max_buffer_comes_back_as_one(monkeypatch):
-    monkeypatch.setattr(places, "place_of", lambda **_: places.HOST)
+    monkeypatch.setattr(devices, "device_of", lambda **_: STAND_IN)
     q, k, v = (torch.randn(shape) for shape in ((4, 16), (9, 2, 16), (9, 2, 16)))
     o, lse = single_decode_with_kv_cache(Buffer.from_dlpack(q), k, v, return_lse=True)
     assert isinstance(o, Buffer)
@@ -73,7 +76,7 @@ def test_a_max_buffer_comes_back_as_one(monkeypatch):
 def test_cache_operands_describe_the_same_memory(layout):
     shape = (7, 2, 5, 3, 8) if layout == "NHD" else (7, 2, 3, 5, 8)
     cache = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape)[1:, :, ::2]
-    flat_k, flat_v, numbers = gpu.cache_operands(*gpu.paged_views(cache, layout))
+    flat_k, flat_v, numbers = cache_operands(*paged_views(cache, layout, device=STAND_IN), STAND_IN)
     expected = paged_views(cache.numpy(), layout)
     pages, slots, heads, dim, *strides = numbers.to_numpy()
     for flat, view, (start, page_stride, slot_stride, head_stride) in zip(
@@ -128,16 +131,16 @@ def test_plan_refuses_arrays_on_a_gpu():
 @pytest.mark.parametrize("other", [np.zeros(1), OnGpu(1)], ids=["host", "second GPU"])
 def test_mixed_devices_are_refused(other):
     with pytest.raises(ContractTypeError, match=r"paged_kv_cache\[1\] is on (the CPU|GPU 1), q is on GPU 0"):
-        places.place_of(q=OnGpu(), out=None, paged_kv_cache=(OnGpu(), other))
+        devices.device_of(q=OnGpu(), out=None, paged_kv_cache=(OnGpu(), other))
 
 
-def test_host_arrays_have_no_place():
-    assert places.place_of(q=np.zeros(1), k=torch.zeros(1), v=None) is None
+def test_host_arrays_are_on_the_host():
+    assert devices.device_of(q=np.zeros(1), k=torch.zeros(1), v=None) is HOST
 
 
 def test_a_gpu_that_max_has_not_is_named():
     with pytest.raises(Exception, match="GPU 63"):
-        places.gpu(63)
+        devices.gpu(63)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -172,21 +175,20 @@ def test_shapes_and_dtypes_are_checked_on_a_gpu():
 
 def test_buffers_on_a_gpu_are_written_by_plan_and_not_read(monkeypatch):
     """The three buffers hold what was planned, and the rows are those of the plan."""
-    monkeypatch.setattr("paged_kv.calls.batch.place_of", lambda **_: places.HOST)
-    monkeypatch.setattr("paged_kv.calls.batch.device_index", lambda _: 0)
+    monkeypatch.setattr("paged_kv.calls.batch.device_of", lambda **_: STAND_IN)
     buffers = [torch.zeros(3, dtype=torch.int32), torch.full((5,), -7), torch.zeros(2, dtype=torch.int32)]
-    fixed = FixedTable(*buffers)
+    fixed = PageTableBuffers(*buffers)
     with pytest.raises(ContractError, match="nothing is planned"):
-        fixed.rows(4)
+        fixed.batch(4)
     table = PageTable.of(np.array([0, 2, 3]), np.array([9, 1, 4]), np.array([2, 4]), 4)
     fixed.fill(table)
     assert [buffer.tolist() for buffer in buffers] == [[0, 2, 3], [9, 1, 4, -7, -7], [2, 4]]
     buffers[0].zero_()
-    assert fixed.rows(4).lengths.tolist() == [6, 4]
+    assert fixed.batch(4).lengths.tolist() == [6, 4]
     too_long = PageTable.of(np.array([0, 2, 6]), np.arange(6), np.array([2, 4]), 4)
     with pytest.raises(ShapeError, match="6 page ids, paged_kv_indices_buffer holds 5"):
         fixed.fill(too_long)
-    assert fixed.rows(4).lengths.tolist() == [6, 4]
+    assert fixed.batch(4).lengths.tolist() == [6, 4]
 
 
 def test_streams_follow_each_other(monkeypatch):
@@ -214,7 +216,6 @@ def test_streams_follow_each_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("torch"))
     device = SimpleNamespace(is_host=False, id=5, default_queue=SimpleNamespace(native_stream_handle=77))
-    place = places.Place(device)
-    with pytest.raises(IndexError), place.ordered():
+    with pytest.raises(IndexError), Streams(device).ordered():
         log.pop(9)
     assert log == ["enter", "77 waits for torch", "torch waits for 77", "exit"]

@@ -9,14 +9,15 @@ import torch
 from max.driver import Buffer
 
 from paged_kv import cascade, page
-from paged_kv.arrays import devices as places
+from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_numpy
+from paged_kv.arrays.types import ArrayDevice
 from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv, init_paged_kv_cache
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError, ToolchainError
 from paged_kv.page import PagedKVCacheManager
 from support import harness
 from support.compare import assert_bits_equal
-from support.stand_in import OnGpu, stand_in, tensors
+from support.stand_in import STAND_IN, OnGpu, stand_in, tensors
 
 __all__ = ["stand_in"]  # the fixture
 
@@ -83,7 +84,7 @@ def test_merging_nothing():
 
 
 def test_a_max_buffer_is_merged_to_one(monkeypatch):
-    monkeypatch.setattr(places, "place_of", lambda **_: places.HOST)
+    monkeypatch.setattr(devices, "device_of", lambda **_: STAND_IN)
     v, s = states("float32", 2)
     found = cascade.merge_states(Buffer.from_dlpack(v.copy()), Buffer.from_dlpack(s.copy()))
     assert all(isinstance(array, Buffer) for array in found)
@@ -221,14 +222,14 @@ def test_storage_that_cannot_be_written_is_refused():
     assert shared.sum() == 4 * 8
 
 
-def on_host(device: object) -> places.Place:
-    assert device == "cuda:1"
-    return places.HOST
+def on_host(device: object) -> ArrayDevice:
+    assert device in ("cuda:1", None)
+    return devices.HOST if device is None else STAND_IN
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_the_functional_cache(monkeypatch):
-    monkeypatch.setattr(places, "place_named", on_host)
+    monkeypatch.setattr(devices, "device_named", on_host)
     sizes = {"num_blocks": 7, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
     found = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:1")
     expected = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16")
@@ -265,7 +266,7 @@ def test_books_on_a_gpu_are_refused():
 
 @pytest.mark.usefixtures("stand_in")
 def test_the_manager(monkeypatch):
-    monkeypatch.setattr("paged_kv.manager.place_named", on_host)
+    monkeypatch.setattr(devices, "device_named", on_host)
     found = PagedKVCacheManager(5, 4, 2, 8, "bfloat16", device="cuda:1")
     expected = PagedKVCacheManager(5, 4, 2, 8, "bfloat16", kind="numpy")
     for request, count in (("a", 3), ("b", 5), ("a", 2)):

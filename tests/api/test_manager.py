@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paged_kv.arrays.host import as_numpy
-from paged_kv.calls import kv_copy as moves
+from paged_kv.calls import kv_copy
 from paged_kv.errors import (
     ContractError,
     ContractTypeError,
@@ -112,11 +112,11 @@ def test_its_tables_are_those_of_the_functions():
 
 
 def test_a_compiler_that_is_missing_takes_no_pages(monkeypatch):
-    def missing() -> None:
+    def missing(_: object) -> None:
         raise ToolchainError("no compiler")
 
     it = manager()
-    monkeypatch.setattr(moves, "default_runtime", missing)
+    monkeypatch.setattr(kv_copy, "runtime_on", missing)
     with pytest.raises(ToolchainError):
         it.append("a", *tokens(0, 2))
     assert it.get_page_table("a") is None

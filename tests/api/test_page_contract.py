@@ -285,6 +285,6 @@ def test_mla_caches_that_overlap():
         (get_batch_indices_positions, ("append_indptr", "seq_lens")),
     ],
 )
-def test_arguments_of_no_form_are_refused(call, names):
-    with pytest.raises(ContractTypeError, match=f"{call.__name__}: its arguments .* fit none of its forms"):
+def test_arguments_of_no_signature_are_refused(call, names):
+    with pytest.raises(ContractTypeError, match=f"{call.__name__}: its arguments .* fit none of its signatures"):
         call(**dict.fromkeys(names, 1))

@@ -6,7 +6,8 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
 from paged_kv import reference
-from paged_kv.arrays.host import cache_operands, to_buffer
+from paged_kv.arrays.cache_storage import cache_operands
+from paged_kv.arrays.host import to_buffer
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 from paged_kv.runtime.session import default_runtime

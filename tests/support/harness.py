@@ -13,7 +13,8 @@ import pytest
 from max.driver import Buffer
 from max.dtype import DType
 
-from paged_kv.arrays.host import cache_operands, to_buffer, to_numpy
+from paged_kv.arrays.cache_storage import cache_operands
+from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.reference import cache_views
 from paged_kv.runtime.session import Runtime, Variant, default_runtime
 from support.cases import DTYPES

@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from max.driver import CPU
 
-from paged_kv.arrays import devices as places
+from paged_kv.arrays import devices
+from paged_kv.arrays.gpu import TorchArrays
+from paged_kv.arrays.host import HOST
+from paged_kv.arrays.types import ArrayDevice
+
+STAND_IN = TorchArrays(CPU())
+"""The CPU as a GPU."""
 
 
 class OnGpu:
@@ -24,11 +31,11 @@ class OnGpu:
 def stand_in(monkeypatch):
     """The CPU stands in for the GPU wherever only torch tensors come in."""
 
-    def place_of(**arrays: object) -> places.Place | None:
+    def device_of(**arrays: object) -> ArrayDevice:
         flat = [a for array in arrays.values() for a in (array if isinstance(array, tuple | list) else [array])]
-        return places.HOST if all(array is None or isinstance(array, torch.Tensor) for array in flat) else None
+        return STAND_IN if all(array is None or isinstance(array, torch.Tensor) for array in flat) else HOST
 
-    monkeypatch.setattr(places, "place_of", place_of)
+    monkeypatch.setattr(devices, "device_of", device_of)
 
 
 def tensors(array: np.ndarray) -> torch.Tensor:

@@ -10,7 +10,9 @@ from max.dtype import DType
 from max.experimental.tensor import Tensor
 
 from paged_kv import reference
-from paged_kv.arrays.host import as_indices, as_numpy, dtype_of, like, paged_views, to_buffer
+from paged_kv.arrays.cache_storage import paged_views
+from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.host import as_indices, as_numpy, like, to_buffer
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from support.cases import STORAGES, CacheCase, build
 from support.kinds import KINDS, kind_of, make
@@ -252,7 +254,7 @@ PAIR = np.zeros((4, 5, 2, 8), np.float16)
         ((PAIR,), "NHD", ShapeError, "kv_data.*not 1 arrays"),
         ((PAIR, one_layer()), "NHD", ShapeError, r"kv_data\[1\] must have 4 dimensions"),
         ((PAIR, PAIR.astype("float32")), "NHD", ContractTypeError, r"kv_data\[1\]: dtype float32 differs.*float16"),
-        ((PAIR, PAIR[:3]), "NHD", ShapeError, r"kv_data\[1\]: shape \(3, 5, 2, 8\) differs .*\(4, 5, 2, 8\)"),
+        ((PAIR, PAIR[:3]), "NHD", ShapeError, r"kv_data\[1\]: shape \[3, 5, 2, 8\] differs .*\[4, 5, 2, 8\]"),
         ((PAIR, None), "NHD", ContractTypeError, r"kv_data\[1\] must be an array.*NoneType"),
         (one_layer()[..., ::2], "NHD", ContractError, "kv_data: the elements of a head.* stride is 2"),
         (one_layer().swapaxes(-1, -2), "NHD", ContractError, "kv_data: the elements of a head.* stride is 8"),

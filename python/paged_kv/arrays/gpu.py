@@ -1,62 +1,164 @@
 """Arrays in a GPU's memory: torch tensors into MAX and back, without a copy and in the order of their streams.
 
 A torch CUDA (or ROCm) tensor comes as it is; a MAX buffer on a GPU, or any other DLPack array there, as a torch tensor
-over the same memory, so torch has to be installed. `paged_kv.arrays.devices` orders the streams.
+over the same memory, so torch has to be installed. Nothing here reads device memory.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from max.driver import Buffer
+import numpy.typing as npt
+from max.driver import Buffer, Device
 
-from paged_kv.arrays.devices import Place
-from paged_kv.arrays.host import dtype_of, overlap, to_buffer
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.host import HOST, to_buffer
+from paged_kv.arrays.streams import Streams
+from paged_kv.arrays.types import Shape
+from paged_kv.errors import ContractTypeError, ShapeError
 
-Tensor = Any
-"""A torch tensor on a GPU."""
-
-
-def to_tensor(array: Any, name: str) -> Tensor:
-    """The torch tensor over an array's memory; what torch does with it follows what MAX has enqueued for a buffer.
-
-    Raises:
-        ContractTypeError: it has no dense strided memory that torch can see.
-    """
-    torch = import_module("torch")
-    if isinstance(array, torch.Tensor):
-        tensor = array.detach()
-    else:
-        if isinstance(array, Buffer):
-            Place(array.device).before_torch()
-        try:
-            tensor = torch.from_dlpack(array)
-        except (RuntimeError, TypeError, ValueError, BufferError) as error:
-            raise ContractTypeError(f"{name}: torch cannot view this array: {error}") from error
-    if tensor.layout != torch.strided:
-        raise ContractTypeError(f"{name}: a {tensor.layout} tensor has no strided memory")
-    return tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is checked of an array, where it is no NumPy array."""
+class TorchArrays:
+    """One GPU as an `ArrayDevice`: its views are torch's. Over torch tensors the CPU can stand in for a GPU."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    device: Device
 
-    @staticmethod
-    def of(tensor: Tensor, name: str) -> Facts:
-        return Facts(tuple(tensor.shape), numpy_dtype(tensor, name))
+    readable: ClassVar[bool] = False
+    kinds: ClassVar[tuple[str, ...]] = ("torch",)
+
+    @property
+    def index(self) -> int | None:
+        return None if self.device.is_host else self.device.id
+
+    @property
+    def streams(self) -> Streams:
+        return Streams(self.device)
+
+    def view(self, array: Any, name: str) -> Tensor:
+        """As the protocol says; what torch does with the view follows what MAX has enqueued for a buffer.
+
+        Raises:
+            ContractTypeError: it has no dense strided memory that torch can see.
+        """
+        torch = import_module("torch")
+        if isinstance(array, torch.Tensor):
+            tensor = array.detach()
+        else:
+            if isinstance(array, Buffer):
+                Streams(array.device).before_torch()
+            try:
+                tensor = torch.from_dlpack(array)
+            except (RuntimeError, TypeError, ValueError, BufferError) as error:
+                raise ContractTypeError(f"{name}: torch cannot view this array: {error}") from error
+        if tensor.layout != torch.strided:
+            raise ContractTypeError(f"{name}: a {tensor.layout} tensor has no strided memory")
+        return tensor
+
+    def indices(self, array: Any, name: str, ndim: int = 1) -> Tensor:
+        """As int64; the values of uint32 are read as int32, which has -1.
+
+        Raises:
+            ContractTypeError: its elements are no integers.
+            ShapeError: its rank is not `ndim`.
+        """
+        torch = sys.modules["torch"]
+        tensor = self.view(array, name)
+        if self.dtype(tensor).kind not in "iu":
+            raise ContractTypeError(f"{name}: dtype must be an integer, not {tensor.dtype}")
+        if tensor.ndim != ndim:
+            raise ShapeError(f"{name} must have {ndim} dimensions, its shape is {tuple(tensor.shape)}")
+        return (tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor).long()
+
+    def dtype(self, view: Tensor) -> np.dtype[Any]:
+        return dtype_of(view.dtype, "array")
+
+    def strides(self, view: Tensor) -> tuple[int, ...]:
+        return tuple(view.itemsize * step for step in view.stride())
+
+    def is_aligned(self, _: Tensor) -> bool:
+        return True
+
+    def is_writable(self, _: Tensor) -> bool:
+        return True
+
+    def overlap(self, a: Tensor, b: Tensor) -> bool:
+        return HOST.overlap(_addresses(a), _addresses(b))
+
+    def address(self, view: Tensor) -> int:
+        return view.data_ptr()
+
+    def contiguous(self, view: Tensor) -> Tensor:
+        return view.contiguous()
+
+    def apart(self, view: Tensor, others: Sequence[Tensor]) -> Tensor:
+        if any(np.may_share_memory(_addresses(view), _addresses(other)) for other in others):
+            return self.clone(view)
+        return view.contiguous()
+
+    def clone(self, view: Tensor) -> Tensor:
+        return view.clone(memory_format=sys.modules["torch"].contiguous_format)
+
+    def astype(self, view: Tensor, dtype: npt.DTypeLike) -> Tensor:
+        return view.to(_torch_dtype(dtype))
+
+    def select(self, mask: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
+        return sys.modules["torch"].where(mask, chosen, other)
+
+    def stack(self, views: Sequence[Tensor], axis: int) -> Tensor:
+        return sys.modules["torch"].stack(list(views), axis)
+
+    def full(self, shape: Shape, value: float, dtype: npt.DTypeLike) -> Tensor:
+        torch = import_module("torch")
+        return torch.full(tuple(shape), value, dtype=_torch_dtype(dtype), device=self._torch_device)
+
+    def write(self, view: Tensor, source: Any) -> None:
+        tensor = sys.modules["torch"].from_numpy(np.array(source)) if isinstance(source, np.ndarray) else source
+        view.copy_(tensor)
+        self.streams.after_torch()
+
+    def new(self, shape: Shape, dtype: np.dtype[Any], _: str) -> Tensor:
+        return self.full(shape, 0, dtype)
+
+    def flat(self, view: Tensor, extent: int) -> Buffer:
+        return _tensor_buffer(view.as_strided((extent,), (1,), view.storage_offset()))
+
+    def buffer(self, view: Any) -> Buffer:
+        return self.upload(to_buffer(view)) if isinstance(view, np.ndarray) else _tensor_buffer(view)
+
+    def upload(self, buffer: Buffer) -> Buffer:
+        return buffer if self.device.is_host else buffer.to(self.device)
+
+    def ordered(self) -> AbstractContextManager[None]:
+        return self.streams.ordered()
+
+    def take(self, buffer: Buffer) -> Tensor:
+        return import_module("torch").from_dlpack(buffer)
+
+    def like(self, array: Any, view: Tensor) -> Any:
+        """A MAX buffer where `array` is one, else the tensor itself."""
+        if not isinstance(array, Buffer):
+            return view
+        compact = view.contiguous()
+        self.streams.after_torch()
+        return _tensor_buffer(compact)
+
+    @property
+    def _torch_device(self) -> str:
+        return "cpu" if self.device.is_host else f"cuda:{self.device.id}"
 
 
-def numpy_dtype(tensor: Tensor, name: str) -> np.dtype[Any]:
-    """The NumPy (`ml_dtypes`) dtype of a tensor's."""
-    return dtype_of(tensor.dtype, name)
+def _torch_dtype(dtype: npt.DTypeLike) -> Any:
+    return getattr(import_module("torch"), np.dtype(dtype).name)
 
 
 class _Capsule:
@@ -72,81 +174,16 @@ class _Capsule:
         return self._tensor.__dlpack_device__()
 
 
-def tensor_buffer(tensor: Tensor) -> Buffer:
-    """A buffer over a contiguous tensor's memory; call it inside `Place.ordered`."""
+def _tensor_buffer(tensor: Tensor) -> Buffer:
+    """A buffer over a contiguous tensor's memory; to be called inside `Streams.ordered`."""
     return Buffer.from_dlpack(_Capsule(tensor))
 
 
-def like(array: Any, result: Buffer) -> Any:
-    """A result as an array of the kind of `array`: a MAX buffer where that is one, else a torch tensor."""
-    if isinstance(array, Buffer):
-        return result
-    return import_module("torch").from_dlpack(result)
-
-
-def like_of(place: Place, array: Any, tensor: Tensor) -> Any:
-    """A tensor that torch has made as an array of the kind of `array`: a MAX buffer where that is one."""
-    if not isinstance(array, Buffer):
-        return tensor
-    compact = tensor.contiguous()
-    place.after_torch()
-    return tensor_buffer(compact)
-
-
-def paged_views(
-    paged_kv_cache: Any, kv_layout: str, name: str = "paged_kv_cache", *, writable: bool = False
-) -> tuple[Tensor, Tensor]:
-    """K and V of a paged cache as `[page, slot, kv_head, head_dim]` tensors; as `paged_kv.arrays.host.paged_views`.
-
-    Raises: as that function.
-    """
-    if isinstance(paged_kv_cache, tuple | list):
-        if len(paged_kv_cache) != 2:
-            raise ShapeError(f"{name}: a tuple must hold K and V, not {len(paged_kv_cache)} arrays")
-        k, v = (to_tensor(array, f"{name}[{i}]") for i, array in enumerate(paged_kv_cache))
-        for i, tensor in enumerate((k, v)):
-            check_storage(tensor, f"{name}[{i}]", 4, writable)
-        if v.dtype != k.dtype:
-            raise ContractTypeError(f"{name}[1]: dtype {v.dtype} differs from {name}[0]'s {k.dtype}")
-        if v.shape != k.shape:
-            raise ShapeError(f"{name}[1]: shape {tuple(v.shape)} differs from {name}[0]'s {tuple(k.shape)}")
-        if writable and share_memory(k, v):
-            raise ContractError(f"{name}[1] shares memory with {name}[0]: K and V would overwrite each other")
-    else:
-        both = to_tensor(paged_kv_cache, name)
-        check_storage(both, name, 5, writable)
-        if both.shape[1] != 2:
-            raise ShapeError(f"{name}: dimension 1 must be 2 (K and V), its shape is {tuple(both.shape)}")
-        k, v = both[:, 0], both[:, 1]
-    return (k, v) if kv_layout == "NHD" else (k.transpose(1, 2), v.transpose(1, 2))
-
-
-def check_storage(tensor: Tensor, name: str, ndim: int, writable: bool = False) -> None:
-    """As `paged_kv.arrays.host.check_storage`; torch has no negative strides, and no memory that is read-only."""
-    if tensor.ndim != ndim:
-        raise ShapeError(f"{name} must have {ndim} dimensions, its shape is {tuple(tensor.shape)}")
-    if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ContractError(
-            f"{name}: the elements of a head must lie side by side, their stride is {tensor.stride(-1)}"
-        )
-    if (
-        writable
-        and tensor.numel()
-        and 0 in [step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
-    ):
-        raise ContractError(f"{name} is written in place, but a stride of 0 makes elements share memory")
-
-
-def share_memory(k: Tensor, v: Tensor) -> bool:
-    """Whether two tensors share an element, from their addresses alone; as `paged_kv.arrays.host.overlap`."""
-    return overlap(*(np.asarray(_Addresses(tensor)) for tensor in (k, v)))
-
-
-class _Addresses:
-    """A tensor as NumPy sees addresses: an array over them must not be read."""
+class _Span:
+    """A tensor's addresses in the form in which NumPy takes them."""
 
     def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
+        size = tensor.itemsize
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(tensor.shape),
@@ -156,14 +193,6 @@ class _Addresses:
         }
 
 
-def cache_operands(k_view: Tensor, v_view: Tensor) -> tuple[Buffer, Buffer, Buffer]:
-    """As `paged_kv.arrays.host.cache_operands`: flat storage of K and of V on the device, `view` on the host."""
-    numbers = list(k_view.shape)
-    flat = []
-    for view in (k_view, v_view):
-        strides = view.stride()
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, strides, strict=True))
-        elements = view.as_strided((extent if view.numel() else 0,), (1,), view.storage_offset())
-        flat.append(tensor_buffer(elements))
-        numbers += [0, *strides[:3]]
-    return flat[0], flat[1], to_buffer(np.array(numbers, np.int64))
+def _addresses(tensor: Tensor) -> np.ndarray:
+    """An array over a tensor's addresses, which must not be read: to compare addresses alone."""
+    return np.asarray(_Span(tensor))

@@ -1,4 +1,4 @@
-"""The contract of page tables and of the rows that are written through them, in one place.
+"""The contract of page tables on the host and of the rows that are written through them, in one place.
 
 Letters in shapes: B requests, N new tokens. Index arrays are int32 (`arrays.host.as_indices`). A message names the
 argument, the request and the value. The table that is checked is FlashInfer's (CSR): request b owns the pages
@@ -7,7 +7,6 @@ argument, the request and the value. The table that is checked is FlashInfer's (
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.arguments import integer
 from paged_kv.arrays.host import as_indices, as_numpy
-from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from paged_kv.calls.token_slots import last_tokens, lengths_of, token_slots
+from paged_kv.errors import ContractError, PageTableError, ShapeError
 
 Indices = npt.NDArray[np.int32]
 
@@ -55,13 +56,18 @@ class PageTable:
     def of(
         indptr: Any, indices: Any, last_page_len: Any, page_size: int, names: tuple[str, str, str] = CSR_NAMES
     ) -> PageTable:
-        """The checked table of three index arrays of any kind.
+        """The checked table of three index arrays of any kind; `indices` may be None where page ids do not matter.
 
         Raises:
             ContractTypeError, ShapeError, PageTableError: as `as_indices` and `check`.
         """
-        arrays = [as_indices(array, name) for array, name in zip((indptr, indices, last_page_len), names, strict=True)]
-        table = PageTable(arrays[0], arrays[1], arrays[2], page_size, names)
+        offsets = as_indices(indptr, names[0])
+        if indices is None:
+            check_offsets(offsets, names[0])
+            entries = np.broadcast_to(np.int32(0), (int(offsets[-1]),))
+        else:
+            entries = as_indices(indices, names[1])
+        table = PageTable(offsets, entries, as_indices(last_page_len, names[2]), page_size, names)
         table.check()
         return table
 
@@ -159,8 +165,8 @@ class PageTable:
     @cached_property
     def lengths(self) -> Indices:
         """`[B]`, tokens of each request: 0 for one without pages."""
-        filled = (self.num_pages - 1) * np.int32(self.page_size) + self.last_page_len
-        return np.where(self.num_pages > 0, filled, np.int32(0))
+        lengths: Indices = lengths_of(self.num_pages, self.last_page_len, int(self.page_size))
+        return lengths
 
     def dense(self) -> npt.NDArray[np.uint32]:
         """A fresh lookup table `[B, max_pages]`: row b holds the pages of request b, then NO_PAGE."""
@@ -177,35 +183,53 @@ class PageTable:
                 row[: end - begin] = used[begin:end]
         return table
 
-    def slots(self, batch_indices: Indices, positions: Indices) -> tuple[Indices, Indices]:
+    def slots(self, batch_indices: Indices, positions: Indices, pool_pages: int = _LARGEST) -> tuple[Indices, Indices]:
         """The page and the slot that each of N rows is written to, `[N]` each; page -1 for a row of batch -1.
 
         Raises:
-            PageTableError: a row names no request, stands past its request's pages, or is the second for its slot.
+            PageTableError: a row names no request, stands past its request's pages, or is the second for its slot; or
+                the page is not one of the pool's `pool_pages`.
         """
-        size = self.page_size
-        kept = batch_indices >= 0
+        table = (self.indptr[:-1], self.num_pages, self.indices)
+        pages, slots = token_slots(*table, batch_indices, positions, int(self.page_size), pool_pages)
+        kept = batch_indices != -1
+        if (pages[kept] < 0).any():
+            self._refuse_rows(batch_indices, positions, pool_pages)
+        self._check_unique(pages[kept], slots[kept], kept, batch_indices)
+        return pages.astype(np.int32, copy=False), slots.astype(np.int32, copy=False)
+
+    def _refuse_rows(self, batch_indices: Indices, positions: Indices, pool_pages: int) -> None:
+        """Raises the error of the first row that has no slot."""
         wrong = (batch_indices < -1) | (batch_indices >= self.batch_size)
         if wrong.any():
             row = int(wrong.argmax())
             raise PageTableError(
                 f"batch_indices: row {row} names request {batch_indices[row]}, the page table has {self.batch_size}"
             )
+        kept = batch_indices >= 0
         batch = batch_indices[kept]
-        page_slot, slot = np.divmod(positions[kept], np.int32(size))
-        outside = (page_slot < 0) | (page_slot >= self.num_pages[batch])
+        column = positions[kept] // np.int32(self.page_size)
+        outside = (column < 0) | (column >= self.num_pages[batch])
         if outside.any():
             i = int(outside.argmax())
             row = int(np.flatnonzero(kept)[i])
             raise PageTableError(
                 f"positions: row {row} (request {batch[i]}) has position {positions[row]},"
-                f" outside the request's {self.num_pages[batch[i]]} pages of {size}"
+                f" outside the request's {self.num_pages[batch[i]]} pages of {self.page_size}"
             )
-        page = self.indices[self.indptr[batch] + page_slot]
-        self._check_unique(page, slot, kept, batch_indices)
-        pages, slots = np.full(len(kept), -1, np.int32), np.zeros(len(kept), np.int32)
-        pages[kept], slots[kept] = page, slot
-        return pages, slots
+        self.check_pages(pool_pages)
+
+    def last_tokens(self, offsets: Indices, num_rows: int, names: tuple[str, str]) -> tuple[Indices, Indices]:
+        """The request and the position of rows `[offsets[b], offsets[b + 1])`, the last tokens of request b.
+
+        Raises:
+            ShapeError, PageTableError: as `check_offsets`; or they do not end at `num_rows`, or a request has more rows
+                than tokens. Messages call `offsets` and the lengths `names`.
+        """
+        check_offsets(offsets, names[0], self.batch_size)
+        if offsets[-1] != num_rows:
+            raise ShapeError(f"append_key has {num_rows} rows, {names[0]} ends at {offsets[-1]}")
+        return checked_last_tokens(offsets, self.lengths, num_rows, names)
 
     def _check_unique(self, page: Indices, slot: Indices, kept: np.ndarray, batch_indices: Indices) -> None:
         """Refuses two rows for one slot of one page."""
@@ -238,18 +262,31 @@ def check_offsets(offsets: Indices, name: str, batch_size: int | None = None) ->
         raise PageTableError(f"{name} decreases at request {b}: from {offsets[b]} to {offsets[b + 1]}")
 
 
-def integer(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of at least `minimum`; integers of NumPy and 0-d tensors too, no bools or floats.
+def check_count(offsets: Any, per_request: Any, names: tuple[str, str]) -> None:
+    """Refuses offsets `[B + 1]` that are not of as many requests as an array `[B]` has entries.
 
     Raises:
-        ContractTypeError, ContractError: it is none, or too small.
+        ShapeError: as said.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise ContractTypeError(f"{name} must be an integer, not {value!r} of type {type(value).__name__}")
-    if number < minimum:
-        raise ContractError(f"{name} must be at least {minimum}, not {number}")
-    return number
+    if len(offsets) != len(per_request) + 1:
+        raise ShapeError(
+            f"{names[0]} must have B + 1 = {len(per_request) + 1} entries, as {names[1]} has {len(per_request)};"
+            f" it has {len(offsets)}"
+        )
+
+
+def checked_last_tokens(
+    offsets: Indices, lengths: Indices, num_rows: int, names: tuple[str, str]
+) -> tuple[Indices, Indices]:
+    """`token_slots.last_tokens` of offsets that were checked.
+
+    Raises:
+        PageTableError: a request has more rows than tokens; messages call offsets and lengths `names`.
+    """
+    counts = np.diff(offsets)
+    short = counts > lengths
+    if short.any():
+        b = int(short.argmax())
+        raise PageTableError(f"{names[0]}: request {b} appends {counts[b]} tokens, {names[1]} says {lengths[b]}")
+    batch, positions = last_tokens(offsets, lengths, num_rows)
+    return batch.astype(np.int32, copy=False), positions.astype(np.int32, copy=False)

@@ -5,39 +5,24 @@ Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
-from max.dtype import DType
 
-from paged_kv.arrays.gpu import Facts, to_tensor
-from paged_kv.arrays.host import as_numpy
-from paged_kv.calls.page_table import integer
+from paged_kv.arguments import integer
+from paged_kv.arrays.dtypes import max_dtype
+from paged_kv.arrays.types import ArrayDevice
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.options import AttentionOptions
+from paged_kv.options import FLOAT8_DTYPES, Q_DTYPES, AttentionOptions, check_head_dim
 from paged_kv.runtime.session import Variant
-
-Array = npt.NDArray[Any]
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
-_FP8 = {
-    np.dtype(ml_dtypes.float8_e4m3fn): DType.float8_e4m3fn,
-    np.dtype(ml_dtypes.float8_e5m2): DType.float8_e5m2,
-}
-WIDE = {
-    np.dtype(np.float32): DType.float32,
-    np.dtype(np.float16): DType.float16,
-    np.dtype(ml_dtypes.bfloat16): DType.bfloat16,
-}
-
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionPlan:
     """What every run of one plan has in common.
 
     Raises:
@@ -67,12 +52,10 @@ class Problem:
             raise ShapeError(
                 f"num_qo_heads: {self.num_qo_heads} is no multiple of num_kv_heads, which is {self.num_kv_heads}"
             )
-        if self.head_dim % 8 or self.head_dim > 512:
-            raise ShapeError(f"head_dim must be a multiple of 8 from 8 to 512, not {self.head_dim}")
-        if self.q_dtype not in WIDE:
-            raise ContractTypeError(f"{self.dtype_names[0]}: {self.q_dtype.name} is none of {names(WIDE)}")
-        if self.kv_dtype != self.q_dtype and self.kv_dtype not in _FP8:
-            legal = f"equal q's {self.q_dtype.name} or be one of {names(_FP8)}"
+        check_head_dim("head_dim", self.head_dim)
+        check_q_dtype(f"{self.dtype_names[0]}:", self.q_dtype)
+        if self.kv_dtype != self.q_dtype and self.kv_dtype.name not in FLOAT8_DTYPES:
+            legal = f"equal q's {self.q_dtype.name} or be one of {', '.join(FLOAT8_DTYPES)}"
             raise ContractTypeError(f"{self.dtype_names[1]}: {self.kv_dtype.name} must {legal}")
         if self.pos_encoding_mode not in POS_ENCODING_MODES:
             raise ContractError(
@@ -86,39 +69,48 @@ class Problem:
 
     @property
     def variant(self) -> Variant:
-        """The compiled graph that answers it."""
-        return Variant("attention", WIDE[self.q_dtype], (WIDE | _FP8)[self.kv_dtype])
+        """The compiled graph that computes it."""
+        return Variant("attention", max_dtype(self.q_dtype), max_dtype(self.kv_dtype))
 
 
-def check_layout(kv_layout: str) -> None:
-    """Refuses an unknown layout."""
-    if kv_layout not in ("NHD", "HND"):
-        raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {kv_layout!r}")
+def check_q_dtype(what: str, dtype: np.dtype[Any]) -> None:
+    """Refuses a dtype that queries, outputs and sinks cannot have; `what` begins the message, such as "sinks: dtype".
+
+    Raises:
+        ContractTypeError: it is none of `Q_DTYPES`.
+    """
+    if dtype.name not in Q_DTYPES:
+        raise ContractTypeError(f"{what} {dtype.name} is none of {', '.join(Q_DTYPES)}")
 
 
-def check_array(name: str, array: Array | Facts, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Refuses an array of another shape or dtype than planned."""
-    if array.dtype != dtype:
-        raise ContractTypeError(f"{name}: dtype {array.dtype.name}, planned {dtype.name}")
-    if array.shape != shape:
+def check_array(device: ArrayDevice, name: str, view: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+    """Refuses an array of another shape or dtype than planned.
+
+    Raises:
+        ContractTypeError, ShapeError: as said; the message calls it `name`.
+    """
+    found = device.dtype(view)
+    if found != dtype:
+        raise ContractTypeError(f"{name}: dtype {found.name}, planned {dtype.name}")
+    if tuple(view.shape) != tuple(shape):
         letters = ("B", "num_qo_heads", "head_dim")[: len(shape)]
-        raise ShapeError(f"{name}: shape {list(array.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
+        raise ShapeError(f"{name}: shape {list(view.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
 
 
-def writable(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A view of an array that results are to be written to, checked."""
-    view = as_numpy(array, name)
-    check_array(name, view, shape, dtype)
-    if not view.flags.writeable:
+def output_view(device: ArrayDevice, name: str, array: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
+    """A view of an array that a result is to be written to, checked; None for None.
+
+    Raises:
+        ContractTypeError, ShapeError: as `check_array`.
+        ContractError: it is read-only.
+    """
+    if array is None:
+        return None
+    view = device.view(array, name)
+    check_array(device, name, view, shape, dtype)
+    if not device.is_writable(view):
         raise ContractError(f"{name} is read-only, and is to be written")
     return view
-
-
-def writable_on_gpu(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """The tensor over an array that results are to be written to, checked."""
-    tensor = to_tensor(array, name)
-    check_array(name, Facts.of(tensor, name), shape, dtype)
-    return tensor
 
 
 def attention_options(
@@ -136,7 +128,3 @@ def attention_options(
         rope_scale=1.0 if rope_scale is None else rope_scale,
         rope_theta=1e4 if rope_theta is None else rope_theta,
     )
-
-
-def names(dtypes: Iterable[np.dtype[Any]]) -> str:
-    return ", ".join(dtype.name for dtype in dtypes)

@@ -13,7 +13,8 @@ from max.driver import CPU, Buffer, Device
 from max.dtype import DType
 from max.engine import Model
 
-from paged_kv.arrays.host import numpy_dtype, to_buffer
+from paged_kv.arrays.dtypes import numpy_dtype
+from paged_kv.arrays.host import to_buffer
 from paged_kv.engine.config import LlamaConfig
 from paged_kv.engine.weights import OnProgress, open_checkpoint
 from paged_kv.errors import ContractError

@@ -1,0 +1,115 @@
+"""The storage of a paged cache: views of K and of V, what is refused of it, and how the ops get it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from max.driver import Buffer
+
+from paged_kv.arrays.host import HOST, to_buffer
+from paged_kv.arrays.types import ArrayDevice
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+
+
+def check_layout(kv_layout: str) -> None:
+    """Refuses an unknown layout.
+
+    Raises:
+        ContractError: it is neither "NHD" nor "HND".
+    """
+    if kv_layout not in ("NHD", "HND"):
+        raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {kv_layout!r}")
+
+
+def paged_views(
+    paged_kv_cache: Any,
+    kv_layout: str,
+    name: str = "paged_kv_cache",
+    *,
+    device: ArrayDevice = HOST,
+    writable: bool = False,
+) -> tuple[Any, Any]:
+    """K and V of a paged cache as `[page, slot, kv_head, head_dim]` views of its memory.
+
+    Args:
+        paged_kv_cache: One array NHD `[pages, 2, page_size, Hk, D]` or HND `[pages, 2, Hk, page_size, D]`, or a tuple
+            `(k, v)` of such arrays without the 2. Any strides that are not negative, the last one 1.
+        kv_layout: "NHD" or "HND".
+        name: What a message calls the cache.
+        device: Where it lies.
+        writable: Refuses memory that cannot be written, or in which two elements are one.
+
+    Raises:
+        ContractTypeError: an array that `device.view` refuses, or K and V differ in dtype.
+        ShapeError: the rank is wrong, dimension 1 is not 2, or K and V differ in shape.
+        ContractError: unknown `kv_layout`, a stride as above, not `writable`.
+    """
+    check_layout(kv_layout)
+    if isinstance(paged_kv_cache, tuple | list):
+        if len(paged_kv_cache) != 2:
+            raise ShapeError(f"{name}: a tuple must hold K and V, not {len(paged_kv_cache)} arrays")
+        names = (f"{name}[0]", f"{name}[1]")
+        k, v = (device.view(array, of) for array, of in zip(paged_kv_cache, names, strict=True))
+        for view, of in ((k, names[0]), (v, names[1])):
+            check_storage(device, view, of, 4, writable=writable)
+        check_alike(v, k, names[1], f"{names[0]}'s")
+        if writable and device.overlap(k, v):
+            raise ContractError(f"{names[1]} shares memory with {names[0]}: K and V would overwrite each other")
+    else:
+        both = device.view(paged_kv_cache, name)
+        check_storage(device, both, name, 5, writable=writable)
+        if both.shape[1] != 2:
+            raise ShapeError(f"{name}: dimension 1 must be 2 (K and V), its shape is {tuple(both.shape)}")
+        k, v = both[:, 0], both[:, 1]
+    return (k, v) if kv_layout == "NHD" else (k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+
+def check_alike(view: Any, other: Any, name: str, others: str) -> None:
+    """Refuses two views of different dtypes or shapes; a message says "`others` float32"."""
+    if view.dtype != other.dtype:
+        found, expected = (str(dtype).removeprefix("torch.") for dtype in (view.dtype, other.dtype))
+        raise ContractTypeError(f"{name}: dtype {found} differs from {others} {expected}")
+    if view.shape != other.shape:
+        raise ShapeError(f"{name}: shape {list(view.shape)} differs from {others} {list(other.shape)}")
+
+
+def check_storage(device: ArrayDevice, view: Any, name: str, ndim: int, *, writable: bool = False) -> None:
+    """Refuses storage that the ops cannot address.
+
+    Raises:
+        ShapeError: its rank is not `ndim`.
+        ContractError: a stride is negative, the last one is not 1, elements are not aligned; or, where it is to be
+            written, it is read-only or two of its elements are one.
+    """
+    if view.ndim != ndim:
+        raise ShapeError(f"{name} must have {ndim} dimensions, its shape is {tuple(view.shape)}")
+    if writable and not device.is_writable(view):
+        raise ContractError(f"{name} is read-only and would be written in place (JAX arrays: see paged_kv.cache)")
+    if not math.prod(view.shape):
+        return
+    strides = device.strides(view)
+    moving = [stride for size, stride in zip(view.shape, strides, strict=True) if size > 1]
+    if min(moving, default=0) < 0 or not device.is_aligned(view):
+        raise ContractError(f"{name} has a negative stride or unaligned elements: strides {strides} bytes")
+    if view.shape[-1] > 1 and strides[-1] != view.itemsize:
+        stride = strides[-1] // view.itemsize
+        raise ContractError(f"{name}: the elements of a head must lie side by side, their stride is {stride}")
+    if writable and 0 in moving:
+        raise ContractError(f"{name} is written in place, but a stride of 0 makes elements share memory")
+
+
+def cache_operands(k_view: Any, v_view: Any, device: ArrayDevice = HOST) -> tuple[Buffer, Buffer, Buffer]:
+    """Flat storage of K and of V on the device, and the 12 numbers of `view` (`mojo_ops/ops.mojo`) on the host.
+
+    `k_view` and `v_view` are `[page, slot, Hk, D]` views of any storage with a unit last stride; nothing is copied.
+    """
+    numbers = list(k_view.shape)
+    flat = []
+    for view in (k_view, v_view):
+        strides = [stride // view.itemsize for stride in device.strides(view)]
+        last = sum((size - 1) * stride for size, stride in zip(view.shape, strides, strict=True))
+        flat.append(device.flat(view, 1 + last if math.prod(view.shape) else 0))
+        numbers += [0, *strides[:3]]
+    return flat[0], flat[1], to_buffer(np.array(numbers, np.int64))

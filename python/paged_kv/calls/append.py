@@ -1,0 +1,170 @@
+"""Appending: the cache that is written, its new rows, and the slots that a page table gives them.
+
+Index arrays that can be read are checked. Those on a GPU stay unread: a row without a slot in the table is then
+skipped, and of two rows for one slot the last wins. Letters in shapes: B requests, N new rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paged_kv.arrays import devices
+from paged_kv.arrays.cache_storage import check_storage, paged_views
+from paged_kv.arrays.types import ArrayDevice, namespace
+from paged_kv.calls.device_page_table import DevicePageTable
+from paged_kv.calls.kv_copy import write_rows
+from paged_kv.calls.page_table import KV_NAMES, PageTable
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+
+
+@dataclass(frozen=True, eq=False)
+class WritableCache:
+    """A cache that rows are to be written to; it and the rows lie on one device."""
+
+    k: Any
+    """A view `[page, slot, Hk, D]`."""
+    v: Any
+    """The same, though its D may differ."""
+    name: str
+    """What messages call it."""
+    device: ArrayDevice
+
+    @staticmethod
+    def paged(cache: Any, kv_layout: str, name: str, **rows: Any) -> WritableCache:
+        """A paged cache of K and V, for `rows` by the names of their arguments; see `paged_views`."""
+        device = devices.device_of(**rows, **{name: cache})
+        k, v = paged_views(cache, kv_layout, name, device=device, writable=True)
+        return WritableCache(k, v, name, device)
+
+    @staticmethod
+    def latent_pair(ckv_cache: Any, kpe_cache: Any, **rows: Any) -> WritableCache:
+        """Latent attention's two caches, `[pages, page_size, D]` each, as one of one head."""
+        device = devices.device_of(**rows, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        ckv, kpe = (device.view(a, n) for a, n in ((ckv_cache, "ckv_cache"), (kpe_cache, "kpe_cache")))
+        for view, name in ((ckv, "ckv_cache"), (kpe, "kpe_cache")):
+            check_storage(device, view, name, 3, writable=True)
+        if kpe.shape[:2] != ckv.shape[:2]:
+            pages = tuple(ckv.shape[:2])
+            raise ShapeError(f"kpe_cache: [pages, page_size] is {tuple(kpe.shape[:2])}, ckv_cache's is {pages}")
+        if kpe.dtype != ckv.dtype:
+            raise ContractTypeError(f"kpe_cache: dtype {kpe.dtype} differs from ckv_cache's {ckv.dtype}")
+        if device.overlap(ckv, kpe):
+            raise ContractError("kpe_cache shares memory with ckv_cache: they would overwrite each other")
+        return WritableCache(ckv[:, :, None], kpe[:, :, None], "ckv_cache", device)
+
+    @staticmethod
+    def latent(cache: Any, k: Any, v: Any) -> tuple[WritableCache, int]:
+        """One cache for k and v, `[pages, page_size, Hk, W]` or `[pages, page_size, W]`; and the axes of its rows."""
+        name = "mla_kv_cache"
+        device = devices.device_of(k=k, v=v, **{name: cache})
+        view = device.view(cache, name)
+        if view.ndim not in (3, 4):
+            raise ShapeError(f"{name} must have 3 or 4 dimensions, its shape is {tuple(view.shape)}")
+        check_storage(device, view, name, view.ndim, writable=True)
+        num_axes = view.ndim - 1
+        if num_axes == 2:
+            view = view[:, :, None]  # one head
+        width = device.view(k, "k").shape[-1:]
+        split = width[0] if width else 0
+        return WritableCache(view[..., :split], view[..., split:], name, device), num_axes
+
+    @property
+    def page_size(self) -> int:
+        return int(self.k.shape[1])
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.k.shape[0])
+
+    def rows(self, k: Any, v: Any, names: tuple[str, str], num_axes: int = 3) -> tuple[Any, Any]:
+        """New rows `[N, Hk, D]`, as this cache takes them; `[N, D]`, one head, for 2 axes."""
+        checked = []
+        for array, view, name in zip((k, v), (self.k, self.v), names, strict=True):
+            rows = self.device.view(array, name)
+            row_shape = view.shape[2:] if num_axes == 3 else view.shape[3:]
+            if rows.ndim != num_axes or rows.shape[1:] != row_shape:
+                wanted = ", ".join(map(str, ("N", *row_shape)))
+                raise ShapeError(f"{name} must be [{wanted}] for this cache, its shape is {tuple(rows.shape)}")
+            if rows.dtype != view.dtype:
+                raise ContractTypeError(f"{name}: dtype {rows.dtype}, the cache's is {view.dtype}")
+            checked.append(rows if num_axes == 3 else rows[:, None])
+        if len(checked[1]) != len(checked[0]):
+            raise ShapeError(f"{names[1]} has {len(checked[1])} rows, {names[0]} has {len(checked[0])}")
+        return checked[0], checked[1]
+
+    def write(self, rows: tuple[Any, Any], slots: tuple[Any, Any]) -> None:
+        """Writes checked rows to their slots: the page, -1 for none, and the slot of each row, `[N]` int32."""
+        write_rows(self.device, *rows, self.k, self.v, *slots)
+
+
+@dataclass(frozen=True)
+class CsrArguments:
+    """A page table as the functions of `page` get it, not yet looked at; names are those of `KV_NAMES`."""
+
+    kv_indices: Any
+    kv_indptr: Any
+    kv_last_page_len: Any
+
+    def slots_at(self, cache: WritableCache, batch_indices: Any, positions: Any, num_rows: int) -> tuple[Any, Any]:
+        """Of rows that are token `positions[i]` of request `batch_indices[i]`."""
+        names = ("batch_indices", "positions")
+        device = self._device(batch_indices=batch_indices, positions=positions)
+        batch, at = (device.indices(a, n) for a, n in ((batch_indices, names[0]), (positions, names[1])))
+        table = self._table(device, cache)
+        for indices, name in ((batch, names[0]), (at, names[1])):
+            if len(indices) != num_rows:
+                raise ShapeError(f"{name} has {len(indices)} entries, there are {num_rows} rows to append")
+        return table.slots(batch, at, cache.num_pages)
+
+    def slots_of_last(self, cache: WritableCache, append_indptr: Any, num_rows: int) -> tuple[Any, Any]:
+        """Of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
+        device = self._device(append_indptr=append_indptr)
+        table = self._table(device, cache)
+        offsets = device.indices(append_indptr, "append_indptr")
+        batch, at = table.last_tokens(offsets, num_rows, ("append_indptr", "kv_last_page_len"))
+        return table.slots(batch, at, cache.num_pages)
+
+    def _device(self, **indices: Any) -> ArrayDevice:
+        """Where the table and `indices` lie: all of them on the host, or on a GPU."""
+        arrays = (self.kv_indptr, self.kv_indices, self.kv_last_page_len)
+        return devices.device_of(**indices, **dict(zip(KV_NAMES, arrays, strict=True)))
+
+    def _table(self, device: ArrayDevice, cache: WritableCache) -> PageTable | DevicePageTable:
+        arrays = (self.kv_indptr, self.kv_indices, self.kv_last_page_len)
+        table = csr_table(device, *arrays, cache.page_size, KV_NAMES)
+        table.check_pages(cache.num_pages)
+        return table
+
+
+def csr_table(
+    device: ArrayDevice, indptr: Any, indices: Any, last_page_len: Any, page_size: int, names: tuple[str, str, str]
+) -> PageTable | DevicePageTable:
+    """The page table of three index arrays, checked where their values can be read.
+
+    `indices` may be None where page ids do not matter.
+    """
+    if device.readable:
+        return PageTable.of(indptr, indices, last_page_len, page_size, names)
+    return DevicePageTable.of(device, indptr, indices, last_page_len, page_size, names)
+
+
+def dense_table(
+    device: ArrayDevice, page_table: Any, last_page_len: Any, page_size: int
+) -> PageTable | DevicePageTable:
+    """The page table `[B, max_pages]`, checked where its values can be read."""
+    if device.readable:
+        return PageTable.from_dense(page_table, last_page_len, page_size)
+    return DevicePageTable.from_dense(device, page_table, last_page_len, page_size)
+
+
+def slots_after_last(cache: WritableCache, page_table: Any, last_page_len: Any, num_rows: int) -> tuple[Any, Any]:
+    """Of one row a request of a dense page table: the slot after its last token."""
+    device = devices.device_of(page_table=page_table, last_page_len=last_page_len)
+    table = dense_table(device, page_table, last_page_len, cache.page_size)
+    if num_rows != table.batch_size:
+        raise ShapeError(f"k has {num_rows} rows, page_table has {table.batch_size} requests")
+    table.check_pages(cache.num_pages)
+    xp, lengths = namespace(table.lengths), table.lengths
+    requests = xp.arange(table.batch_size, dtype=lengths.dtype, device=lengths.device)
+    return table.slots(requests, lengths, cache.num_pages)
