@@ -28,17 +28,18 @@ def device_of(**arrays: Any) -> ArrayDevice:
         ContractTypeError: they lie on different devices.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """
-    flat = {}
+    first, index = "", None
     for name, array in arrays.items():
-        if isinstance(array, tuple | list):
-            flat.update({f"{name}[{i}]": entry for i, entry in enumerate(array)})
-        elif array is not None:
-            flat[name] = array
-    found = {name: _gpu_index(array) for name, array in flat.items()}
-    (first, index), *others = found.items()
-    for name, other in others:
-        if other != index:
-            raise ContractTypeError(f"{name} is on {_called(other)}, {first} is on {_called(index)}")
+        if array is None:
+            continue
+        pair = isinstance(array, tuple | list)
+        for i, entry in enumerate(array if pair else (array,)):
+            found = _gpu_index(entry)
+            if first and found != index:
+                called = f"{name}[{i}]" if pair else name
+                raise ContractTypeError(f"{called} is on {_called(found)}, {first} is on {_called(index)}")
+            if not first:
+                first, index = f"{name}[{i}]" if pair else name, found
     return HOST if index is None else gpu(index)
 
 

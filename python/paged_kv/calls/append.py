@@ -132,9 +132,7 @@ class CsrArguments:
 
     def _table(self, device: ArrayDevice, cache: WritableCache) -> PageTable | DevicePageTable:
         arrays = (self.kv_indptr, self.kv_indices, self.kv_last_page_len)
-        table = csr_table(device, *arrays, cache.page_size, KV_NAMES)
-        table.check_pages(cache.num_pages)
-        return table
+        return csr_table(device, *arrays, cache.page_size, KV_NAMES)
 
 
 def csr_table(
@@ -164,7 +162,6 @@ def slots_after_last(cache: WritableCache, page_table: Any, last_page_len: Any, 
     table = dense_table(device, page_table, last_page_len, cache.page_size)
     if num_rows != table.batch_size:
         raise ShapeError(f"k has {num_rows} rows, page_table has {table.batch_size} requests")
-    table.check_pages(cache.num_pages)
     xp, lengths = namespace(table.lengths), table.lengths
     requests = xp.arange(table.batch_size, dtype=lengths.dtype, device=lengths.device)
     return table.slots(requests, lengths, cache.num_pages)

@@ -76,14 +76,19 @@ class DevicePageTable:
         """`[B]`, tokens of each request: 0 for one without pages."""
         return lengths_of(self.num_pages, self.last_page_len, self.page_size)
 
-    def check_pages(self, pool_pages: int) -> None:
-        """Nothing: page ids stay unread."""
-
     def slots(self, batch_indices: Any, positions: Any, pool_pages: int) -> tuple[Any, Any]:
-        """The page and the slot that each of N rows is written to, `[N]` int32 each; page -1 where there is none."""
-        table = (self.starts, self.num_pages, self.entries)
-        pages, slots = token_slots(*table, batch_indices, positions, self.page_size, pool_pages)
-        return pages.int(), slots.int()
+        """The page and the slot that each of N rows is written to, `[N]` int32 each.
+
+        Page -1 where a row has no slot in the table, or its page is not one of the pool's `pool_pages`. Nothing
+        outside `entries` is read, whatever the table says.
+        """
+        xp = namespace(positions)
+        room = xp.where(self.starts >= 0, len(self.entries) - self.starts, 0)
+        num_pages = xp.minimum(self.num_pages, room)
+        table = (self.starts, num_pages, self.entries)
+        pages, slots = token_slots(*table, batch_indices, positions, self.page_size)
+        known = (pages >= 0) & (pages < pool_pages)
+        return xp.where(known, pages, -1).int(), xp.where(known, slots, 0).int()
 
     def last_tokens(self, offsets: Any, num_rows: int, names: tuple[str, str]) -> tuple[Any, Any]:
         """The request and the position of rows `[offsets[b], offsets[b + 1])`, the last tokens of request b.

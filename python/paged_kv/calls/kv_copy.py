@@ -13,11 +13,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 from max.driver import Buffer
+from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
-from paged_kv.arrays.dtypes import max_dtype
 from paged_kv.arrays.types import ArrayDevice, namespace
 from paged_kv.runtime.session import Variant, runtime_on
+
+_UNSIGNED = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32, 8: DType.uint32}
+"""By bytes of an element: the unsigned integer that stands for it, or for half of it."""
 
 
 def write_rows(device: ArrayDevice, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, pages: Any, slots: Any) -> None:
@@ -32,8 +35,8 @@ def write_rows(device: ArrayDevice, k_rows: Any, v_rows: Any, k_view: Any, v_vie
         write_rows(device, k_rows, k_rows, k_view, k_view, pages, slots)
         write_rows(device, v_rows, v_rows, v_view, v_view, pages, slots)
         return
-    k_view, v_view = _bits(device, k_view), _bits(device, v_view)
-    rows = [device.apart(_bits(device, view), (k_view, v_view)) for view in (k_rows, v_rows)]
+    k_view, v_view = _bits(k_view), _bits(v_view)
+    rows = [device.apart(_bits(view), (k_view, v_view)) for view in (k_rows, v_rows)]
     # Each row is a request of one page, so that the cost does not depend on the length of a page table.
     xp = namespace(pages)
     requests = xp.where(pages < 0, -1, xp.arange(len(pages), dtype=xp.int32, device=pages.device))
@@ -53,7 +56,7 @@ def read_rows(
     dtype, shape = k_view.dtype, (int(lengths.sum()), *k_view.shape[2:])
     if 0 in shape:
         return device.full(shape, 0, device.dtype(k_view)), device.full(shape, 0, device.dtype(v_view))
-    k_view, v_view = _bits(device, k_view), _bits(device, v_view)
+    k_view, v_view = _bits(k_view), _bits(v_view)
     indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     result_shape = device.full((shape[0], *k_view.shape[2:]), 0, np.int8)
     with device.ordered():
@@ -64,7 +67,7 @@ def read_rows(
 
 def prepare(device: ArrayDevice, dtype: np.dtype[Any]) -> None:
     """Compiles or loads what copying rows of this dtype needs."""
-    runtime_on(device.index).load(_variant("append", _unsigned(dtype)).family())
+    runtime_on(device.index).load(_variant("append", dtype.itemsize).family())
 
 
 def _execute(
@@ -77,19 +80,15 @@ def _execute(
 ) -> list[Buffer]:
     """Runs an op over views of unsigned integers; call it inside `ordered`."""
     k_blocks, v_blocks, view = cache_operands(k_view, v_view, device)
-    variant = _variant(op, device.dtype(k_view))
+    variant = _variant(op, k_view.itemsize)
     return runtime_on(device.index).execute(variant, *rows, k_blocks, v_blocks, table, view)
 
 
-def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The unsigned integer that stands for elements of `dtype`: half of one of 8 bytes."""
-    return np.dtype(f"u{min(dtype.itemsize, 4)}")
-
-
-def _bits(device: ArrayDevice, view: Any) -> Any:
+def _bits(view: Any) -> Any:
     """The same memory as unsigned integers; elements of 8 bytes become two."""
-    return view.view(getattr(namespace(view), _unsigned(device.dtype(view)).name))
+    return view.view(getattr(namespace(view), _UNSIGNED[view.itemsize].name))
 
 
-def _variant(op: Literal["append", "gather"], bits: np.dtype[Any]) -> Variant:
-    return Variant(op, max_dtype(bits), max_dtype(bits))
+def _variant(op: Literal["append", "gather"], itemsize: int) -> Variant:
+    bits = _UNSIGNED[itemsize]
+    return Variant(op, bits, bits)

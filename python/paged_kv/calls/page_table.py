@@ -183,22 +183,28 @@ class PageTable:
                 row[: end - begin] = used[begin:end]
         return table
 
-    def slots(self, batch_indices: Indices, positions: Indices, pool_pages: int = _LARGEST) -> tuple[Indices, Indices]:
-        """The page and the slot that each of N rows is written to, `[N]` each; page -1 for a row of batch -1.
+    def slots(
+        self, batch_indices: Indices, positions: Indices, pool_pages: int | None = None
+    ) -> tuple[Indices, Indices]:
+        """The page and the slot that each of N rows is written to, `[N]` int32 each; page -1 for a row of batch -1.
 
         Raises:
-            PageTableError: a row names no request, stands past its request's pages, or is the second for its slot; or
-                the page is not one of the pool's `pool_pages`.
+            PageTableError: a page id is not one of the pool's `pool_pages`, where given; a row names no request, stands
+                past its request's pages, or is the second for its slot.
         """
+        if pool_pages is not None:
+            self.check_pages(pool_pages)
         table = (self.indptr[:-1], self.num_pages, self.indices)
-        pages, slots = token_slots(*table, batch_indices, positions, int(self.page_size), pool_pages)
-        kept = batch_indices != -1
-        if (pages[kept] < 0).any():
-            self._refuse_rows(batch_indices, positions, pool_pages)
-        self._check_unique(pages[kept], slots[kept], kept, batch_indices)
-        return pages.astype(np.int32, copy=False), slots.astype(np.int32, copy=False)
+        pages, slots = token_slots(*table, batch_indices, positions, int(self.page_size))
+        rows = np.arange(len(pages))
+        if pages.min(initial=0) < 0:
+            rows = np.flatnonzero(pages >= 0)
+            if len(rows) != np.count_nonzero(batch_indices != -1):
+                self._refuse_rows(batch_indices, positions)
+        self._check_unique(pages, slots, rows, batch_indices)
+        return pages, slots
 
-    def _refuse_rows(self, batch_indices: Indices, positions: Indices, pool_pages: int) -> None:
+    def _refuse_rows(self, batch_indices: Indices, positions: Indices) -> None:
         """Raises the error of the first row that has no slot."""
         wrong = (batch_indices < -1) | (batch_indices >= self.batch_size)
         if wrong.any():
@@ -206,18 +212,14 @@ class PageTable:
             raise PageTableError(
                 f"batch_indices: row {row} names request {batch_indices[row]}, the page table has {self.batch_size}"
             )
-        kept = batch_indices >= 0
-        batch = batch_indices[kept]
-        column = positions[kept] // np.int32(self.page_size)
-        outside = (column < 0) | (column >= self.num_pages[batch])
-        if outside.any():
-            i = int(outside.argmax())
-            row = int(np.flatnonzero(kept)[i])
-            raise PageTableError(
-                f"positions: row {row} (request {batch[i]}) has position {positions[row]},"
-                f" outside the request's {self.num_pages[batch[i]]} pages of {self.page_size}"
-            )
-        self.check_pages(pool_pages)
+        kept = np.flatnonzero(batch_indices >= 0)
+        num_pages, column = self.num_pages[batch_indices[kept]], positions[kept] // np.int32(self.page_size)
+        i = int(((column < 0) | (column >= num_pages)).argmax())
+        row = kept[i]
+        raise PageTableError(
+            f"positions: row {row} (request {batch_indices[row]}) has position {positions[row]},"
+            f" outside the request's {num_pages[i]} pages of {self.page_size}"
+        )
 
     def last_tokens(self, offsets: Indices, num_rows: int, names: tuple[str, str]) -> tuple[Indices, Indices]:
         """The request and the position of rows `[offsets[b], offsets[b + 1])`, the last tokens of request b.
@@ -231,14 +233,14 @@ class PageTable:
             raise ShapeError(f"append_key has {num_rows} rows, {names[0]} ends at {offsets[-1]}")
         return checked_last_tokens(offsets, self.lengths, num_rows, names)
 
-    def _check_unique(self, page: Indices, slot: Indices, kept: np.ndarray, batch_indices: Indices) -> None:
-        """Refuses two rows for one slot of one page."""
-        address = page.astype(np.int64) * self.page_size + slot
+    def _check_unique(self, pages: Indices, slots: Indices, rows: np.ndarray, batch_indices: Indices) -> None:
+        """Refuses two of some rows for one slot of one page."""
+        address = pages[rows].astype(np.int64) * self.page_size + slots[rows]
         ordered = np.sort(address)
         repeated = ordered[1:] == ordered[:-1]
         if repeated.any():
             twice = ordered[int(repeated.argmax())]
-            first, second = (int(row) for row in np.flatnonzero(kept)[np.flatnonzero(address == twice)[:2]])
+            first, second = (int(row) for row in rows[np.flatnonzero(address == twice)[:2]])
             raise PageTableError(
                 f"positions: rows {first} and {second} (requests {batch_indices[first]} and {batch_indices[second]})"
                 f" both write slot {twice % self.page_size} of page {twice // self.page_size}"
