@@ -1,4 +1,4 @@
-"""The batch decode wrappers: FlashInfer's classes, as `decode.py` says; import them from there."""
+"""The batch decode wrapper: FlashInfer's class, as `decode.py` says; import it from there."""
 
 from __future__ import annotations
 
@@ -309,33 +309,3 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 facts.append(f"{self._batch.size} requests of up to {self._batch.lengths.max(initial=0)} tokens")
             facts.append(str(self._attention.plan))
         return f"{type(self).__name__}({', '.join(facts)})"
-
-
-class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """The wrapper whose page table lives in the user's buffers, which fix the batch.
-
-    A captured graph of FlashInfer's replays with whatever the buffers hold; here every `run` reads them.
-
-    Args:
-        workspace_buffer: Accepted, not kept.
-        indptr_buffer, indices_buffer, last_page_len_buffer, kv_layout, use_tensor_cores: As in the other wrapper.
-    """
-
-    def __init__(
-        self,
-        workspace_buffer: Any,
-        indptr_buffer: Any,
-        indices_buffer: Any,
-        last_page_len_buffer: Any,
-        kv_layout: str = "NHD",
-        use_tensor_cores: bool = False,
-    ) -> None:
-        super().__init__(
-            workspace_buffer,
-            kv_layout,
-            True,
-            use_tensor_cores,
-            indptr_buffer,
-            indices_buffer,
-            last_page_len_buffer,
-        )

@@ -19,7 +19,7 @@ from typing import Literal, overload
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_alike, check_layout, check_storage
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
-from paged_kv.batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+from paged_kv.batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.calls.attend import Attention
 from paged_kv.calls.batch import DecodeBatch
 from paged_kv.calls.plan import AttentionPlan, attention_options
@@ -147,3 +147,33 @@ def single_decode_with_kv_cache(
     o, lse = attention.run(device, query[None], keys, values, DecodeBatch.of_one(length), scales)
     result = device.like(q, o[0])
     return (result, device.like(q, lse[0])) if return_lse else result
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The wrapper whose page table lives in the user's buffers, which fix the batch.
+
+    A captured graph of FlashInfer's replays with whatever the buffers hold; here every `run` reads them.
+
+    Args:
+        workspace_buffer: Accepted, not kept.
+        indptr_buffer, indices_buffer, last_page_len_buffer, kv_layout, use_tensor_cores: As in the other wrapper.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Any,
+        indptr_buffer: SupportsDLPack,
+        indices_buffer: SupportsDLPack,
+        last_page_len_buffer: SupportsDLPack,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            True,
+            use_tensor_cores,
+            indptr_buffer,
+            indices_buffer,
+            last_page_len_buffer,
+        )
