@@ -14,7 +14,7 @@ Errors are `ContractTypeError` (a TypeError) for types and dtypes, and `ShapeErr
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_alike, check_layout, check_storage
