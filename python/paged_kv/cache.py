@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from paged_kv.arguments import integer
 from paged_kv.arrays import devices as places
 from paged_kv.arrays import gpu
 from paged_kv.arrays.host import as_indices, as_numpy, check_storage, dtype_of, kind_of_dtype, like, sample_array
 from paged_kv.calls.kv_copy import read_rows, read_rows_on, write_rows, write_rows_on
-from paged_kv.calls.page_table import Indices, PageTable, integer
+from paged_kv.calls.page_table import Indices, PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
 
 

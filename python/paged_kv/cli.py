@@ -16,6 +16,7 @@ import click
 from paged_kv import __version__
 from paged_kv.benchmarks.decode_cpu import bench
 from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.options import check_head_dim
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
     from paged_kv.engine.generate import Generation, Statistics
@@ -80,8 +81,7 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
     for name, value in (("--group", group), ("--page-size", page_size)):
         if value < 1:
             raise ContractError(f"{name} must be at least 1, not {value}")
-    if head_dim % 8 or not 8 <= head_dim <= 512:
-        raise ContractError(f"--head-dim must be a multiple of 8 from 8 to 512, not {head_dim}")
+    check_head_dim("--head-dim", head_dim)
     report = collect()
     click.echo(render(report))
     if explain:

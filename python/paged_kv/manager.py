@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from paged_kv.arguments import integer
 from paged_kv.arrays.devices import place_named
 from paged_kv.arrays.gpu import to_tensor
 from paged_kv.arrays.host import as_numpy, dtype_of, like, sample_array
 from paged_kv.calls.append_slots import Storage
 from paged_kv.calls.kv_copy import prepare
-from paged_kv.calls.page_table import Indices, integer
+from paged_kv.calls.page_table import Indices
 from paged_kv.errors import ContractError, RequestError
 from paged_kv.pool import PagePool
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from paged_kv.arguments import integer
 from paged_kv.arrays import devices as places
 from paged_kv.arrays import gpu
 from paged_kv.arrays.host import as_indices, as_numpy, like
 from paged_kv.calls import gpu_page_table as gpu_tables
 from paged_kv.calls.append_slots import CsrTable, Storage, check_count, last_tokens, slots_after_last
-from paged_kv.calls.page_table import KV_NAMES, Indices, PageTable, check_offsets, integer
+from paged_kv.calls.page_table import KV_NAMES, Indices, PageTable, check_offsets
 from paged_kv.calls.plan import check_layout
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
 

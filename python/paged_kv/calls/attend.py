@@ -18,7 +18,7 @@ from paged_kv.arrays.host import as_numpy, cache_operands, to_buffer, to_numpy
 from paged_kv.calls.batch import Rows
 from paged_kv.calls.plan import WIDE, Array, Problem, check_array, names
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.reference import alibi_slopes
+from paged_kv.options import alibi_slopes
 from paged_kv.runtime.session import default_runtime
 
 Scales = tuple[float | None, float | None, float | None]
@@ -34,8 +34,8 @@ class Attention:
         self.problem = problem
         self._variant = problem.variant
         alibi = problem.pos_encoding_mode == "ALIBI"
-        slopes = alibi_slopes(problem.num_qo_heads) if alibi else np.zeros(0)
-        self._slopes = to_buffer(slopes.astype(np.float32))
+        slopes = alibi_slopes(problem.num_qo_heads) if alibi else np.zeros(0, np.float32)
+        self._slopes = to_buffer(slopes)
         self._no_sinks = to_buffer(np.zeros(0, np.float32))
         self._constants: dict[Place, tuple[Buffer, Buffer]] = {}
         self._window_left = to_buffer(np.array(problem.options.window_left, np.int32))

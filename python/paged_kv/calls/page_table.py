@@ -7,7 +7,6 @@ argument, the request and the value. The table that is checked is FlashInfer's (
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.arguments import integer
 from paged_kv.arrays.host import as_indices, as_numpy
-from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from paged_kv.errors import ContractError, PageTableError, ShapeError
+from paged_kv.options import NO_PAGE
 
 Indices = npt.NDArray[np.int32]
-
-NO_PAGE = 0xFFFFFFFF
-"""Fills the dense table where a request has no page."""
 
 CSR_NAMES = ("indptr", "indices", "last_page_len")
 KV_NAMES = ("kv_indptr", "kv_indices", "kv_last_page_len")
@@ -236,20 +234,3 @@ def check_offsets(offsets: Indices, name: str, batch_size: int | None = None) ->
     if decreases.any():
         b = int(decreases.argmax())
         raise PageTableError(f"{name} decreases at request {b}: from {offsets[b]} to {offsets[b + 1]}")
-
-
-def integer(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of at least `minimum`; integers of NumPy and 0-d tensors too, no bools or floats.
-
-    Raises:
-        ContractTypeError, ContractError: it is none, or too small.
-    """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise ContractTypeError(f"{name} must be an integer, not {value!r} of type {type(value).__name__}")
-    if number < minimum:
-        raise ContractError(f"{name} must be at least {minimum}, not {number}")
-    return number

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from max.dtype import DType
 
+from paged_kv.arguments import integer
 from paged_kv.arrays.gpu import Facts, to_tensor
 from paged_kv.arrays.host import as_numpy
-from paged_kv.calls.page_table import integer
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.session import Variant
