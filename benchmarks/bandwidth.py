@@ -19,8 +19,8 @@ from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type, op
 from paged_kv.benchmarks import bandwidth_op
 from paged_kv.benchmarks.cases import MIN_COPIES, MIN_ROTATED
 from paged_kv.benchmarks.problems import Array
+from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import apply_cpu_target
-from paged_kv.runtime.folders import cache_folder
 
 LINE = 64
 READ_BYTES = 2**27

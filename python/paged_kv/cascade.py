@@ -23,7 +23,7 @@ from paged_kv.arrays import devices as places
 from paged_kv.arrays import gpu
 from paged_kv.arrays.host import as_numpy, like
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.runtime.session import Variant
+from paged_kv.runtime.variants import Variant
 
 Array = npt.NDArray[Any]
 

@@ -19,7 +19,7 @@ from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.options import check_head_dim
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
-    from paged_kv.engine.generate import Generation, Statistics
+    from paged_kv.engine.engine import Generation, Statistics
     from paged_kv.engine.model import LlamaModel
     from paged_kv.engine.tokenizer import Tokenizer
 
@@ -116,9 +116,10 @@ def generate(
     as_json: bool,
 ) -> None:
     """Continue prompts with a Llama checkpoint in Hugging Face format, all of them as one batch."""
-    from paged_kv.engine.config import LlamaConfig
-    from paged_kv.engine.generate import Generation, pages_for
+    from paged_kv.engine.config import load_config
+    from paged_kv.engine.engine import Generation
     from paged_kv.engine.sampling import Sampler
+    from paged_kv.engine.scheduler import pages_for
     from paged_kv.engine.tokenizer import Tokenizer
 
     if page_size < 1:
@@ -126,7 +127,7 @@ def generate(
     if pages is not None and pages < 1:
         raise ContractError(f"--pages must be at least 1, not {pages}")
     sampler = Sampler(temperature, top_p, seed)
-    config = LlamaConfig.from_folder(folder)
+    config = load_config(folder)
     tokenizer = Tokenizer(folder, config)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     needed = pages_for(config, encoded, max_new_tokens, page_size)
@@ -155,17 +156,18 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
 def demo(device: str) -> int:
     """Decode four prompts with a small made-up model, and check the tokens against a recompute without a cache."""
     from paged_kv.arrays.host import to_numpy
-    from paged_kv.engine.config import LlamaConfig
+    from paged_kv.engine.config import load_config
     from paged_kv.engine.demo import write_demo_checkpoint
-    from paged_kv.engine.generate import Generation, pages_for
+    from paged_kv.engine.engine import Generation
     from paged_kv.engine.recompute import recompute
     from paged_kv.engine.sampling import Sampler
+    from paged_kv.engine.scheduler import pages_for
     from paged_kv.engine.tokenizer import Tokenizer
-    from paged_kv.runtime.folders import cache_folder
+    from paged_kv.runtime.cache_folder import cache_folder
 
     folder = write_demo_checkpoint(cache_folder() / "demo")
     _note(f"model: {folder} (random weights: its text is noise)")
-    config = LlamaConfig.from_folder(folder)
+    config = load_config(folder)
     tokenizer = Tokenizer(folder, config)
     encoded = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
     model = _load(folder, "float32", pages_for(config, encoded, DEMO_NEW_TOKENS, 16), 16, device)

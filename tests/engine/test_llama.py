@@ -9,9 +9,10 @@ import torch
 import transformers
 from max.dtype import DType
 
-from paged_kv.engine.generate import Generation, pages_for
+from paged_kv.engine.engine import Generation
 from paged_kv.engine.model import LlamaModel
 from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.scheduler import pages_for
 from support.checkpoints import LLAMA3, make_checkpoint, relative_error
 from support.llama_family import Member, load_family, poison
 

@@ -17,7 +17,8 @@ from paged_kv.arrays import devices as places
 from paged_kv.arrays import gpu
 from paged_kv.arrays.host import cache_operands, to_buffer, to_numpy
 from paged_kv.calls.page_table import Indices
-from paged_kv.runtime.session import Variant, default_runtime
+from paged_kv.runtime.session import default_runtime
+from paged_kv.runtime.variants import Variant
 
 _BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
 

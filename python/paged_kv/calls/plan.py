@@ -19,7 +19,7 @@ from paged_kv.arrays.gpu import Facts, to_tensor
 from paged_kv.arrays.host import as_numpy
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import AttentionOptions
-from paged_kv.runtime.session import Variant
+from paged_kv.runtime.variants import Variant
 
 Array = npt.NDArray[Any]
 

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.config import load_config
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.llama import LlamaConfig, expected_tensors
 
 # Raise it whenever the same seed would give other files: older folders are then written anew.
 VERSION = 1
@@ -132,7 +133,7 @@ def _write(folder: Path, seed: int) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    weights = _weights(LlamaConfig.from_folder(folder), tokenizer, seed)
+    weights = _weights(load_config(folder), tokenizer, seed)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / _STAMP).write_text(json.dumps({"version": VERSION, "seed": seed, "bytes": _sizes(folder)}))
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.engine.config import LlamaConfig
 from paged_kv.errors import ContractError
+from paged_kv.graphs.models.llama import LlamaConfig
 
 Array = npt.NDArray[Any]
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import tokenizers
 
-from paged_kv.engine.config import LlamaConfig, checkpoint_folder
+from paged_kv.engine.config import checkpoint_folder
 from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.graphs.models.llama import LlamaConfig
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 _UNFINISHED = 3  # a character has at most four bytes: at most three can wait for the last

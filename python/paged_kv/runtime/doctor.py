@@ -13,8 +13,8 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TypeVar
 
+from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
-from paged_kv.runtime.folders import cache_folder
 from paged_kv.runtime.kernel_choice import explain
 
 PINNED = {"max": "26.7.0", "mojo": "1.2.0"}
