@@ -13,7 +13,7 @@ from max.graph import DeviceRef, Graph, Module, TensorValue, Weight, ops
 
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, input_types
-from paged_kv.graphs.layers import Projection, Rotary, Rows, paged_attention
+from paged_kv.graphs.layers import Projection, Rotary, StepRows, paged_attention
 from paged_kv.graphs.ops import PagedCache, kernels
 
 STEP = "llama_step"
@@ -143,7 +143,7 @@ def build_step(
 
         step = graph_inputs(graph.inputs)
         cache = PagedCache.of(step.blocks, step.lookup_table)
-        rows = Rows.of(step.row_offsets, step.cache_lengths, step.tokens)
+        rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
         rotary = Rotary.of(rows.positions, config.inverse_frequencies())
 
         x = ops.gather(weights["model.embed_tokens.weight"], step.tokens, axis=0)  # [T, hidden]

@@ -143,11 +143,11 @@ def generate(
 @click.option("--q-dtype", "q_dtypes", multiple=True, help="Of queries; repeat it. Default: all.")
 @click.option("--kv-dtype", "kv_dtypes", multiple=True, help="Of caches; repeat it. Default: all.")
 def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
-    """Compile the kernels ahead, so that no first call waits."""
-    from paged_kv.runtime.warmup import warmup as compile_ahead
+    """Compile the kernels now, so that the first call does not wait."""
+    from paged_kv.runtime.warmup import warmup as compile_variants
 
     _note("compiling what is missing: a minute or two for all dtypes")
-    for variant in compile_ahead(q_dtypes or None, kv_dtypes or None):
+    for variant in compile_variants(q_dtypes or None, kv_dtypes or None):
         click.echo(f"ready: {variant}")
 
 
@@ -209,9 +209,9 @@ def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int, devic
 
 
 def _print_texts(run: Generation, tokenizer: Tokenizer, prompts: Sequence[str], as_json: bool) -> list[list[int]]:
-    """Prints each prompt's text as it comes; returns the generated tokens, by prompt.
+    """Prints each prompt's text as it is generated; returns the generated tokens, by prompt.
 
-    One prompt's text streams at a time, in order: what the others have by then waits for its heading.
+    One prompt's text streams at a time, in order: the text of the others is kept until then.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     waiting = ["" for _ in prompts]

@@ -48,7 +48,7 @@ def read_config(folder, **overrides):
 
 
 def random_tensors(config, dtype=torch.float32, seed=0):
-    """The tensors that `config` asks for, standard normal."""
+    """The tensors of a model of this `config`, standard normal."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)

@@ -75,7 +75,7 @@ def test_a_seed_always_gives_the_same_weights(folder, tmp_path):
     other = write_demo_checkpoint(tmp_path / "other", seed=1)
     assert digest(again) == digest(folder)
     assert digest(other) != digest(folder)
-    # The numbers themselves: whoever changes them raises VERSION.
+    # The numbers themselves: a change of them raises VERSION.
     _, weights = load(folder)
     assert demo.VERSION == 1
     assert weights["model.embed_tokens.weight"][0, 0] == np.float32(0.069851376)

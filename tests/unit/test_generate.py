@@ -39,7 +39,7 @@ def config(max_positions=4096):
 
 
 def next_token(history):
-    """Depends on every token and its place."""
+    """Depends on every token and its position."""
     state = 7
     for token in history:
         state = (state * 31 + token + 1) % 10007

@@ -57,7 +57,7 @@ class LlamaModel:
         self.num_pages = num_pages
         self.page_size = page_size
         runtime = runtime or default_runtime()
-        self._device = runtime.place
+        self._device = runtime.driver_device
         family = FAMILIES[config.architecture]
         geometry = _geometry(config)
         self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.runtime.cache_folder import cache_folder
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -96,6 +97,15 @@ class ArtefactFolder:
         if not _DIGEST.fullmatch(digest):
             raise ContractError(f"an artefact is named by 32 hexadecimal digits, not {digest!r}")
         return self.path / f"{digest}.mef"
+
+
+def user_artefacts() -> ArtefactFolder:
+    """The artefacts of this package, in the user's cache folder.
+
+    Raises:
+        ToolchainError: as `cache_folder` and `ArtefactFolder`.
+    """
+    return ArtefactFolder(cache_folder() / "compiled")
 
 
 def _is_own(status: os.stat_result) -> bool:

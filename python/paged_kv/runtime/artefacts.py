@@ -1,7 +1,7 @@
 """Graphs that are compiled once and then read from disk in well under a second.
 
 MAX keeps a cache of its own, but a process that uses it still parses the Mojo package and builds every graph
-(some 4 s). A file of ours holds the finished artefact; its name is the digest of all that went into it.
+(some 4 s). Here a file holds the finished artefact, named by the digest of all that it depends on.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from max.engine import InferenceSession, Model, read
 from max.graph import Module
 
 from paged_kv.graphs.ops import kernels
-from paged_kv.runtime.artefact_folder import ArtefactFolder
-from paged_kv.runtime.cache_folder import cache_folder
+from paged_kv.runtime.artefact_folder import user_artefacts
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
 
 
@@ -38,7 +37,7 @@ def load_graphs(
     Raises:
         ToolchainError: the cache folder cannot be used, or another user can write to its artefacts.
     """
-    folder = ArtefactFolder(cache_folder() / "compiled")
+    folder = user_artefacts()
     digests = _digests(keys)
     models: dict[str, Model] = {}
     for path in folder.find(digests.values()):
@@ -52,7 +51,7 @@ def load_graphs(
         module = Module()
         build(module, missing)
         compiled = session.compile(module, custom_extensions=[kernels()])
-        # A source that was edited meanwhile may or may not be in what was compiled: such an artefact has no name.
+        # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not stored.
         if _digests(keys) == digests:
             folder.store([digests[name] for name in missing], lambda path: compiled.export_mef(str(path)))
         models |= session.init_all(compiled, weights_registry=weights)

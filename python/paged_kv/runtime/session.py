@@ -32,25 +32,25 @@ class Runtime:
         ToolchainError: MAX does not see that GPU.
     """
 
-    place: Device
-    """Where the variants run, as the driver calls it."""
+    driver_device: Device
+    """The device that the variants run on, as the driver has it."""
     device: DeviceRef
-    """The same, as graphs call it."""
+    """The same device, as graphs name it."""
     architecture: str
     """Of a GPU, its number included, which is part of a graph; empty for the CPU."""
 
     def __init__(self, gpu: int | None = None) -> None:
         apply_cpu_target()
         if gpu is None:
-            self.place, self.device, self.architecture = CPU(), DeviceRef.CPU(), ""
-            self.session = InferenceSession(devices=[self.place])
+            self.driver_device, self.device, self.architecture = CPU(), DeviceRef.CPU(), ""
+            self.session = InferenceSession(devices=[self.driver_device])
         else:
             try:
                 accelerator = Accelerator(gpu)
             except (RuntimeError, ValueError) as error:
                 reason = " ".join(str(error).split())
                 raise ToolchainError(f"GPU {gpu}: MAX finds no such device ({reason})") from error
-            self.place, self.device = accelerator, DeviceRef.GPU(gpu)
+            self.driver_device, self.device = accelerator, DeviceRef.GPU(gpu)
             self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
             self.session = InferenceSession(devices=[CPU(), accelerator])
         self._models: dict[Variant, Model] = {}
