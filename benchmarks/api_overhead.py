@@ -26,7 +26,8 @@ from paged_kv.arrays.host import as_numpy, to_buffer
 from paged_kv.benchmarks.provenance import provenance
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.options import AttentionOptions
-from paged_kv.runtime.session import Variant, default_runtime
+from paged_kv.runtime.session import default_runtime
+from paged_kv.runtime.variants import Variant
 
 PLAN_BATCH, PLAN_TOKENS, PAGE_SIZE = 256, 32768, 16
 HEADS = (8, 2, 128)  # query heads, KV heads, head_dim

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from max.driver import CPU, Buffer, get_virtual_cpu_target
+from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model, read
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type, ops
@@ -19,8 +19,9 @@ from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type, op
 from paged_kv.benchmarks import bandwidth_op
 from paged_kv.benchmarks.cases import MIN_COPIES, MIN_ROTATED
 from paged_kv.benchmarks.problems import Array
+from paged_kv.runtime.artefact_folder import user_artefacts
+from paged_kv.runtime.compile_key import toolchain
 from paged_kv.runtime.cpu_target import apply_cpu_target
-from paged_kv.runtime.folders import cache_folder
 
 LINE = 64
 READ_BYTES = 2**27
@@ -111,13 +112,13 @@ def _number(value: int) -> Buffer:
 def _load(session: InferenceSession, cores: int) -> dict[str, Model]:
     """The compiled loops, kept on disk as the package's own graphs are."""
     folder = Path(bandwidth_op.__path__[0])
-    facts = [f"{cores} {get_virtual_cpu_target()} {STREAMS}".encode(), (folder / "ops.mojo").read_bytes()]
-    kept = cache_folder() / f"bandwidth-{hashlib.sha256(b' '.join(facts)).hexdigest()[:32]}.mef"
-    if kept.exists():
+    facts = [f"bandwidth {cores} {toolchain()} {STREAMS}".encode(), (folder / "ops.mojo").read_bytes()]
+    artefacts, digest = user_artefacts(), hashlib.sha256(b" ".join(facts)).hexdigest()[:32]
+    for kept in artefacts.find([digest]):
         try:
             return session.init_all(read(kept))
         except (RuntimeError, ValueError, OSError):
-            kept.unlink(missing_ok=True)  # damaged, or another version's
+            artefacts.remove(kept)  # damaged
     module, cpu = Module(), DeviceRef.CPU()
     data, number = TensorType(DType.uint8, ["bytes"], cpu), TensorType(DType.int64, [1], cpu)
     sums = TensorType(DType.uint8, [cores], cpu)
@@ -133,7 +134,5 @@ def _load(session: InferenceSession, cores: int) -> dict[str, Model]:
         ops.inplace_custom("bench_copy", cpu, list(graph.inputs))
         graph.output()
     compiled = session.compile(module, custom_extensions=[folder])
-    unfinished = kept.with_suffix(f".{os.getpid()}")
-    compiled.export_mef(str(unfinished))
-    os.replace(unfinished, kept)
+    artefacts.store([digest], lambda path: compiled.export_mef(str(path)))
     return session.init_all(compiled)

@@ -18,7 +18,8 @@ from paged_kv.arrays.devices import gpu
 from paged_kv.arrays.host import to_buffer
 from paged_kv.graphs import ops
 from paged_kv.options import AttentionOptions
-from paged_kv.runtime.session import Variant, runtime_on
+from paged_kv.runtime.session import runtime_on
+from paged_kv.runtime.variants import Variant
 
 
 @dataclass(frozen=True)

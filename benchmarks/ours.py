@@ -29,7 +29,9 @@ from paged_kv.benchmarks.problems import (
 from paged_kv.graphs import ops
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.session import Variant, default_runtime
+from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.session import default_runtime
+from paged_kv.runtime.variants import Variant
 
 
 class Ours(Peer):
@@ -188,7 +190,7 @@ def linear_model(case: LinearCase) -> Model:
             with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
                 graph.output(ops.linear(*(value.tensor for value in graph.inputs)))
 
-    key = f"benchmark linear {case.dtype} {case.outer} {case.inner}"
+    key = CompileKey(f"benchmark linear {case.dtype} {case.outer} {case.inner}", ops.__name__, (ops.LINEAR,))
     return load_graphs(default_runtime().session, {"linear": key}, build)["linear"]
 
 
@@ -196,8 +198,8 @@ class OursStep(Ours):
     """`LlamaModel.step`: everything between a step's tokens and its logits, Python included."""
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
-        from paged_kv.engine.config import LlamaConfig, RopeScaling
         from paged_kv.engine.model import LlamaModel
+        from paged_kv.graphs.models.llama import LlamaConfig, RopeScaling
 
         case = problem.case
         config = LlamaConfig(**llama_config(case), rope_scaling=RopeScaling(), bos_token_id=None, eos_token_ids=())

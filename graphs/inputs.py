@@ -10,8 +10,7 @@ import numpy as np
 from max.dtype import DType
 from max.graph import BufferType, BufferValue, DeviceRef, TensorType, TensorValue, Value
 
-NO_PAGE = 0xFFFFFFFF
-"""The page id that fills the unused entries of a lookup table."""
+from paged_kv.options import NO_PAGE
 
 T = TypeVar("T")
 B = TypeVar("B")

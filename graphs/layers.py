@@ -38,26 +38,26 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where the tokens of one step belong, shared by all layers: each `[T]` int32."""
+class StepRows:
+    """Request and position of each token of one step, shared by all layers: each `[T]` int32."""
 
     batch: TensorValue
     """The request; -1 for padding."""
     positions: TensorValue
-    """The token's place in its request."""
+    """The token's position in its request."""
     lengths: TensorValue
     """The tokens that it sees: those before it and itself."""
 
     @staticmethod
-    def of(row_offsets: TensorValue, cache_lengths: TensorValue, tokens: TensorValue) -> Rows:
+    def of(row_offsets: TensorValue, cache_lengths: TensorValue, tokens: TensorValue) -> StepRows:
         batch, positions = paged.ragged_rows(row_offsets, cache_lengths, tokens.shape[0])
-        return Rows(batch, positions, positions + 1)
+        return StepRows(batch, positions, positions + 1)
 
 
 def paged_attention(
     x: TensorValue,
     cache: PagedCache,
-    rows: Rows,
+    rows: StepRows,
     rotary: Rotary,
     layer: int,
     *,

@@ -17,7 +17,7 @@ from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_tensor, check_value, names
 from paged_kv.graphs.paged_cache import BITS, DTYPES, KV_DTYPES, KVLayout, PagedCache, constant
-from paged_kv.options import AttentionOptions
+from paged_kv.options import HEAD_DIMS, AttentionOptions, is_head_dim
 
 __all__ = [
     "BITS",
@@ -159,8 +159,7 @@ def attention(
         batch_invariant: Makes a row's result depend on nothing but the row, to the bit. GPU only.
         gpu_kernel: "best" is what `paged-kv doctor --explain` says, "plain" the kernel for any GPU, to compare with.
 
-    What a GPU cannot refuse, since lengths and tables stay on the device, is loud instead: o and lse of a row whose
-    request, length or pages are not in the table are NaN.
+    A GPU cannot refuse bad requests, lengths and pages, which stay on the device: o and lse of such a row are NaN.
 
     Returns:
         o `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
@@ -225,8 +224,8 @@ def attention_at_run_time(
     kv_heads = cache.num_kv_heads
     if isinstance(heads, StaticDim) and isinstance(kv_heads, StaticDim) and int(heads) % max(int(kv_heads), 1):
         raise ShapeError(f"q: its {heads} heads are no multiple of the cache's {kv_heads} KV heads")
-    if isinstance(head_dim, StaticDim) and not (8 <= int(head_dim) <= 512 and int(head_dim) % 8 == 0):
-        raise ShapeError(f"q: head_dim {head_dim} is no multiple of 8 from 8 to 512")
+    if isinstance(head_dim, StaticDim) and not is_head_dim(int(head_dim)):
+        raise ShapeError(f"q: head_dim {head_dim} is no {HEAD_DIMS}")
     host = DeviceRef.CPU()
     for name, value in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         none = isinstance(value, TensorValue) and list(value.shape) == [Dim(0)]
@@ -270,7 +269,7 @@ def merge_states(v: TensorValue, s: TensorValue) -> tuple[TensorValue, TensorVal
     """Merges `n` states of attention over disjoint keys: outputs v `[S, n, H, D]` and base-2 lse s `[S, n, H]` float32.
 
     Returns v `[S, H, D]` in its dtype and s `[S, H]` float32; 0 and -inf where all states are empty. The output of a
-    state whose lse is -inf is ignored, NaN included. Sums are float32.
+    state whose lse is -inf is ignored, NaN included. It accumulates in float32.
     """
     check_tensor("v", v)
     if v.dtype not in DTYPES:
@@ -288,7 +287,7 @@ def merge_states(v: TensorValue, s: TensorValue) -> tuple[TensorValue, TensorVal
 
 
 def linear(x: TensorValue, w: TensorValue) -> TensorValue:
-    """`x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it; `[M, N]` in x's dtype, summed in float32.
+    """`x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it; `[M, N]` in x's dtype, accumulated in float32.
 
     On the CPU by this package's op, on a GPU by MAX's matmul.
     """

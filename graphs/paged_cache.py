@@ -10,17 +10,18 @@ import numpy as np
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorValue, ops
 
+from paged_kv import options
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_value, names, show
 
 KVLayout = Literal["NHD", "HND", "STRIDED"]
 
-DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+DTYPES = tuple(DType[name] for name in options.Q_DTYPES)
 """Of queries, outputs and linear layers."""
-KV_DTYPES = (*DTYPES, DType.float8_e4m3fn, DType.float8_e5m2)
-"""Of a cache that is attended to."""
+KV_DTYPES = tuple(DType[name] for name in options.KV_DTYPES)
+"""Of a cache that attention reads."""
 BITS = (DType.uint8, DType.uint16, DType.uint32)
-"""A cache of any type may stand as one of these, of its size, where rows are only moved: append and gather."""
+"""Append and gather, which only copy rows, take a cache of any dtype as the one of these of its size."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of plain arguments, which every room may use."""
+"""Checks of plain arguments that several rooms share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from paged_kv.errors import ContractError, ContractTypeError
 
 
 def integer(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of at least `minimum`; integers of NumPy and 0-d tensors too, no bools or floats.
+    """`value` as an int of at least `minimum`: integers of NumPy and 0-d tensors too, no bools or floats.
 
     Raises:
-        ContractTypeError, ContractError: it is none, or too small.
+        ContractTypeError: `value`, called `name` in the message, is not an integer.
+        ContractError: it is below `minimum`.
     """
     try:
+        # operator.index would read True as 1, which is never what a caller means by a count.
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None

@@ -21,7 +21,8 @@ from paged_kv.arrays.dtypes import max_dtype
 from paged_kv.arrays.types import ArrayDevice, ArrayT, SupportsDLPack
 from paged_kv.calls.plan import check_q_dtype
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.runtime.session import Variant, runtime_on
+from paged_kv.runtime.session import runtime_on
+from paged_kv.runtime.variants import Variant
 
 State = tuple[Any, Any]
 """Views of v and s."""

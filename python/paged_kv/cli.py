@@ -16,9 +16,10 @@ import click
 from paged_kv import __version__
 from paged_kv.benchmarks.decode_cpu import bench
 from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.options import check_head_dim
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
-    from paged_kv.engine.generate import Generation, Statistics
+    from paged_kv.engine.engine import Generation, Statistics
     from paged_kv.engine.model import LlamaModel
     from paged_kv.engine.tokenizer import Tokenizer
 
@@ -80,8 +81,7 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
     for name, value in (("--group", group), ("--page-size", page_size)):
         if value < 1:
             raise ContractError(f"{name} must be at least 1, not {value}")
-    if head_dim % 8 or not 8 <= head_dim <= 512:
-        raise ContractError(f"--head-dim must be a multiple of 8 from 8 to 512, not {head_dim}")
+    check_head_dim("--head-dim", head_dim)
     report = collect()
     click.echo(render(report))
     if explain:
@@ -116,9 +116,10 @@ def generate(
     as_json: bool,
 ) -> None:
     """Continue prompts with a Llama checkpoint in Hugging Face format, all of them as one batch."""
-    from paged_kv.engine.config import LlamaConfig
-    from paged_kv.engine.generate import Generation, pages_for
+    from paged_kv.engine.config import load_config
+    from paged_kv.engine.engine import Generation
     from paged_kv.engine.sampling import Sampler
+    from paged_kv.engine.scheduler import pages_for
     from paged_kv.engine.tokenizer import Tokenizer
 
     if page_size < 1:
@@ -126,7 +127,7 @@ def generate(
     if pages is not None and pages < 1:
         raise ContractError(f"--pages must be at least 1, not {pages}")
     sampler = Sampler(temperature, top_p, seed)
-    config = LlamaConfig.from_folder(folder)
+    config = load_config(folder)
     tokenizer = Tokenizer(folder, config)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     needed = pages_for(config, encoded, max_new_tokens, page_size)
@@ -142,11 +143,11 @@ def generate(
 @click.option("--q-dtype", "q_dtypes", multiple=True, help="Of queries; repeat it. Default: all.")
 @click.option("--kv-dtype", "kv_dtypes", multiple=True, help="Of caches; repeat it. Default: all.")
 def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
-    """Compile the kernels ahead, so that no first call waits."""
-    from paged_kv.runtime.warmup import warmup as compile_ahead
+    """Compile the kernels now, so that the first call does not wait."""
+    from paged_kv.runtime.warmup import warmup as compile_variants
 
     _note("compiling what is missing: a minute or two for all dtypes")
-    for variant in compile_ahead(q_dtypes or None, kv_dtypes or None):
+    for variant in compile_variants(q_dtypes or None, kv_dtypes or None):
         click.echo(f"ready: {variant}")
 
 
@@ -155,17 +156,18 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
 def demo(device: str) -> int:
     """Decode four prompts with a small made-up model, and check the tokens against a recompute without a cache."""
     from paged_kv.arrays.host import to_numpy
-    from paged_kv.engine.config import LlamaConfig
+    from paged_kv.engine.config import load_config
     from paged_kv.engine.demo import write_demo_checkpoint
-    from paged_kv.engine.generate import Generation, pages_for
+    from paged_kv.engine.engine import Generation
     from paged_kv.engine.recompute import recompute
     from paged_kv.engine.sampling import Sampler
+    from paged_kv.engine.scheduler import pages_for
     from paged_kv.engine.tokenizer import Tokenizer
-    from paged_kv.runtime.folders import cache_folder
+    from paged_kv.runtime.cache_folder import cache_folder
 
     folder = write_demo_checkpoint(cache_folder() / "demo")
     _note(f"model: {folder} (random weights: its text is noise)")
-    config = LlamaConfig.from_folder(folder)
+    config = load_config(folder)
     tokenizer = Tokenizer(folder, config)
     encoded = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
     model = _load(folder, "float32", pages_for(config, encoded, DEMO_NEW_TOKENS, 16), 16, device)
@@ -207,9 +209,9 @@ def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int, devic
 
 
 def _print_texts(run: Generation, tokenizer: Tokenizer, prompts: Sequence[str], as_json: bool) -> list[list[int]]:
-    """Prints each prompt's text as it comes; returns the generated tokens, by prompt.
+    """Prints each prompt's text as it is generated; returns the generated tokens, by prompt.
 
-    One prompt's text streams at a time, in order: what the others have by then waits for its heading.
+    One prompt's text streams at a time, in order: the text of the others is kept until then.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     waiting = ["" for _ in prompts]

@@ -33,7 +33,7 @@ class PoolExhausted(ContractError):
 
 
 class IntegrityError(ContractError):
-    """The page pool's books do not balance: a page was leaked, shared or counted wrongly."""
+    """The page pool's allocator state is inconsistent: a page was leaked, shared or counted wrongly."""
 
 
 class CheckpointError(PagedKVError, ValueError):

@@ -1,4 +1,4 @@
-"""The options of an attention call, checked once and packed as the op takes them."""
+"""What every room agrees on: limits, dtype names, the mark of an unused table entry, and the options of attention."""
 
 from __future__ import annotations
 
@@ -11,22 +11,45 @@ import numpy.typing as npt
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 Q_DTYPES = ("float32", "bfloat16", "float16")
+"""Names of the dtypes of queries, outputs, weights and activations."""
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPES = (*Q_DTYPES, *FLOAT8_DTYPES)
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 512
+"""Names of the dtypes of a cache; attention takes the dtype of q, or float8 under any of `Q_DTYPES`."""
+
+HEAD_DIM_MULTIPLE = 8
+MAX_HEAD_DIM = 512
+HEAD_DIMS = f"multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}"
+"""What a head_dim must be, for messages."""
+
+NO_PAGE = 0xFFFFFFFF
+"""The page id that fills the entries of a lookup table past a request's pages."""
+
+
+def is_head_dim(value: int) -> bool:
+    """Whether the kernels take this head_dim."""
+    return 0 < value <= MAX_HEAD_DIM and value % HEAD_DIM_MULTIPLE == 0
 
 
 def check_head_dim(name: str, value: int) -> None:
-    if value % HEAD_DIM_MULTIPLE or not 0 < value <= MAX_HEAD_DIM:
-        raise ShapeError(
-            f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}, not {value}"
-        )
+    """Refuses a head_dim, called `name` in the message, that the kernels do not take.
+
+    Raises:
+        ShapeError: it is not a multiple of 8 from 8 to 512.
+    """
+    if not is_head_dim(value):
+        raise ShapeError(f"{name} must be a {HEAD_DIMS}, not {value}")
 
 
 def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:
-    from paged_kv.reference import alibi_slopes as slopes
+    """The ALiBi slope of each of `num_heads` heads, `[num_heads]` float32, rounded once from float64.
 
-    return slopes(num_heads).astype(np.float32)
+    With n the largest power of two up to `num_heads`, head h < n has 2^(-8 (h + 1) / n); the rest take every other
+    slope of a model of 2n heads, 2^(-4 (2 (h - n) + 1) / n).
+    """
+    n = 1 << num_heads.bit_length() - 1
+    slopes = [2.0 ** (-8 * (h + 1) / n) for h in range(n)]
+    slopes += [2.0 ** (-4 * (2 * h + 1) / n) for h in range(num_heads - n)]
+    return np.array(slopes, np.float32)
 
 
 @dataclass(frozen=True)

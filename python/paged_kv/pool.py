@@ -1,10 +1,10 @@
-"""The page pool: which request owns which pages, in which order. Pure Python; it moves page numbers, never data."""
+"""The page pool: which request owns which pages, in which order. Pure Python: it handles page ids, never data."""
 
-import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from paged_kv.errors import ContractError, ContractTypeError, IntegrityError, PoolExhausted, RequestError
+from paged_kv.arguments import integer
+from paged_kv.errors import IntegrityError, PoolExhausted, RequestError
 
 
 def pages_needed(num_tokens: int, page_size: int) -> int:
@@ -14,7 +14,7 @@ def pages_needed(num_tokens: int, page_size: int) -> int:
         ContractTypeError: an argument is not an integer.
         ContractError: `num_tokens` is negative or `page_size` is below 1.
     """
-    return -(-_integer("num_tokens", num_tokens, 0) // _integer("page_size", page_size, 1))
+    return -(-integer("num_tokens", num_tokens, 0) // integer("page_size", page_size, 1))
 
 
 class PagePool:
@@ -30,8 +30,8 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self._num_pages = _integer("num_pages", num_pages, 0)
-        self._page_size = _integer("page_size", page_size, 1)
+        self._num_pages = integer("num_pages", num_pages, 0)
+        self._page_size = integer("page_size", page_size, 1)
         self._free = list(reversed(range(self._num_pages)))  # a stack: page 0 is on top
         self._requests: dict[Hashable, _Request] = {}
 
@@ -107,9 +107,9 @@ class PagePool:
         return self._find(request_id).length
 
     def check_integrity(self) -> None:
-        """Proves the books, in O(num_pages): each page has one holder, each request exactly the pages its length fills.
+        """Checks the allocator state, in O(num_pages): each page has one holder, each request has the pages it needs.
 
-        The holders are the free list and the requests, so this proves `num_free + num_used == num_pages` as well.
+        The holders are the free list and the requests, so `num_free + num_used == num_pages` is checked as well.
 
         Raises:
             IntegrityError: names the first violation found.
@@ -149,7 +149,7 @@ class PagePool:
 
     def _grow(self, request_id: Hashable, request: "_Request", num_tokens: int) -> tuple[int, ...]:
         """Lengthens `request` in place, all or nothing; returns the pages added."""
-        length = request.length + _integer(f"request {request_id!r}: num_tokens", num_tokens, 0)
+        length = request.length + integer(f"request {request_id!r}: num_tokens", num_tokens, 0)
         needed = pages_needed(length, self._page_size) - len(request.pages)
         if needed > self.num_free:
             raise PoolExhausted(
@@ -164,21 +164,7 @@ class PagePool:
 
 @dataclass
 class _Request:
-    """One request's books: its tokens, and its pages in token order."""
+    """The allocator state of one request: its length in tokens, and its pages in token order."""
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
-
-
-def _integer(name: str, value: int, minimum: int) -> int:
-    """`value` as an int of at least `minimum`; takes NumPy integers, refuses bools and floats."""
-    try:
-        # operator.index would read True as 1, which is never what a caller means by a count.
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise ContractTypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    if number < minimum:
-        raise ContractError(f"{name} must be at least {minimum}, got {number}")
-    return number

@@ -220,7 +220,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def rope(x: np.ndarray, positions: np.ndarray, theta: float = 1e4, scale: float = 1.0) -> np.ndarray:
-    """Rotates `x [T, H, D]`, whose row t stands at `positions[t]`, half-split: element i turns with element i + D / 2.
+    """Rotates `x [T, H, D]`, whose row t stands at `positions[t]`, half-split: element i pairs with element i + D / 2.
 
     The angle is `position * theta^(-2 i / D) / scale`. Returns `[T, H, D]` float64; raises ShapeError for odd D.
     """

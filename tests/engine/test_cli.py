@@ -14,11 +14,11 @@ import transformers
 
 import paged_kv
 from paged_kv.cli import DEMO_NEW_TOKENS, DEMO_PROMPTS, _run
-from paged_kv.engine.config import LlamaConfig
+from paged_kv.engine.config import load_config
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.pool import pages_needed
-from paged_kv.runtime.folders import cache_folder
+from paged_kv.runtime.cache_folder import cache_folder
 
 PROMPTS = ("Once upon a time", "ü", "the sea, the sea, the open sea")
 STATISTICS = r"""prompt: (\d+) tokens, \d+\.\d tokens/s
@@ -66,7 +66,7 @@ def process(*args, **options):
 
 
 def tokens_of(folder, *texts):
-    tokenizer = Tokenizer(folder, LlamaConfig.from_folder(folder))
+    tokenizer = Tokenizer(folder, load_config(folder))
     return [tokenizer.encode(text) for text in texts]
 
 

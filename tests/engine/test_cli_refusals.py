@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from paged_kv.cli import _run
 from paged_kv.engine.demo import write_demo_checkpoint
-from paged_kv.runtime.folders import cache_folder
+from paged_kv.runtime.cache_folder import cache_folder
 from support.checkpoints import raw_safetensors
 
 

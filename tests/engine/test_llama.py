@@ -9,9 +9,10 @@ import torch
 import transformers
 from max.dtype import DType
 
-from paged_kv.engine.generate import Generation, pages_for
+from paged_kv.engine.engine import Generation
 from paged_kv.engine.model import LlamaModel
 from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.scheduler import pages_for
 from support.checkpoints import LLAMA3, make_checkpoint, relative_error
 from support.llama_family import Member, load_family, poison
 
@@ -71,29 +72,29 @@ def greedy(reference, prompt):
 
 
 class Spy:
-    """A model as `Generation` sees it: remembers the steps, and may move the pages elsewhere in the storage."""
+    """A model as `Generation` sees it: records the steps, and may map pages to others of the storage."""
 
-    def __init__(self, model, places=None):
+    def __init__(self, model, pages_of_storage=None):
         self.model = model
         self.config, self.page_size = model.config, model.page_size
-        self.num_pages = model.num_pages if places is None else len(places)
-        self.places = places
+        self.num_pages = model.num_pages if pages_of_storage is None else len(pages_of_storage)
+        self.pages_of_storage = pages_of_storage
         self.steps = []
 
     def step(self, tokens, cache_lengths, pages):
         self.steps.append([(len(new), cached) for new, cached in zip(tokens, cache_lengths, strict=True)])
-        if self.places is not None:
-            pages = [[int(self.places[page]) for page in owned] for owned in pages]
+        if self.pages_of_storage is not None:
+            pages = [[int(self.pages_of_storage[page]) for page in owned] for owned in pages]
         return self.model.step(tokens, cache_lengths, pages)
 
 
 class Run(Sampler):
     """A greedy run of all prompts: tokens, logits and steps. The storage is full of NaN before it."""
 
-    def __init__(self, model, places=None, **options):
+    def __init__(self, model, pages_of_storage=None, **options):
         super().__init__()
         poison(model)
-        spy = Spy(model, places)
+        spy = Spy(model, pages_of_storage)
         self.logits = [[] for _ in PROMPTS]
         self.tokens = [[] for _ in PROMPTS]
         for emitted in Generation(spy, PROMPTS, NEW_TOKENS, self, **options):
@@ -162,8 +163,8 @@ def test_chunks_beside_decoding_requests_change_no_token(case):
 def test_where_pages_lie_changes_no_bit(case):
     needed = pages_for(case.model.config, PROMPTS, NEW_TOKENS, case.model.page_size)
     assert case.model.num_pages > needed
-    places = np.random.default_rng(0).permutation(case.model.num_pages)[:needed]
-    run = Run(case.model, places)
+    pages_of_storage = np.random.default_rng(0).permutation(case.model.num_pages)[:needed]
+    run = Run(case.model, pages_of_storage)
     assert run.tokens == case.one_step.tokens
     for got, expected in zip(run.logits, case.one_step.logits, strict=True):
         np.testing.assert_array_equal(np.stack(got), np.stack(expected))

@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.config import load_config
 from paged_kv.engine.demo import byte_tokenizer
+from paged_kv.graphs.models.llama import expected_tensors
 from support.checkpoints import write_config
 
 MB = 1 << 20
@@ -41,7 +42,7 @@ def checkpoint(tmp_path_factory):
     folder = write_config(tmp_path_factory.mktemp("memory") / "model", **SIZES)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     header, end = {}, 0
-    for name, shape in expected_tensors(LlamaConfig.from_folder(folder)).items():
+    for name, shape in expected_tensors(load_config(folder)).items():
         start, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()

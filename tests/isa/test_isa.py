@@ -41,7 +41,7 @@ def test_the_target_is_in_force(request):
 @pytest.mark.parametrize("arguments", [("-k", "no_such_test"), ("test_none.py",)])
 def test_nothing_run_is_a_failure(arguments):
     with pytest.raises(AssertionError, match="x86-64"):
-        run_tests("x86-64", "unit/test_folders.py" if "-k" in arguments else "", *arguments)
+        run_tests("x86-64", "unit/test_cache_folder.py" if "-k" in arguments else "", *arguments)
 
 
 def test_an_unknown_target_is_refused():

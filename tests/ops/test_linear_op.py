@@ -12,6 +12,7 @@ from max.graph import DeviceRef, Graph, TensorType
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import default_runtime
 from support.compare import assert_bits_equal
 from support.harness import refused
@@ -46,7 +47,9 @@ def models():
                 graph.output(ops.linear(*(value.tensor for value in graph.inputs)))
 
     names = [f"linear_{x}_{w}" for x, w in PAIRS]
-    return load_graphs(default_runtime().session, {name: name for name in names}, build)
+    return load_graphs(
+        default_runtime().session, {name: CompileKey(name, ops.__name__, (ops.LINEAR,)) for name in names}, build
+    )
 
 
 def linear(x, w):

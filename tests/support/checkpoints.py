@@ -6,8 +6,9 @@ import numpy as np
 import torch
 import transformers
 
-from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.config import load_config
 from paged_kv.engine.demo import VOCAB_SIZE, byte_tokenizer
+from paged_kv.graphs.models.llama import expected_tensors
 
 # What every config.json must say; the rest has defaults.
 CONFIG = {
@@ -43,11 +44,11 @@ def write_config(folder, *, drop=(), **overrides):
 
 
 def read_config(folder, **overrides):
-    return LlamaConfig.from_folder(write_config(folder, **overrides))
+    return load_config(write_config(folder, **overrides))
 
 
 def random_tensors(config, dtype=torch.float32, seed=0):
-    """The tensors that `config` asks for, standard normal."""
+    """The tensors of a model of this `config`, standard normal."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)

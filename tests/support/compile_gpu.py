@@ -24,7 +24,7 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
 
     from paged_kv.graphs import ops
     from paged_kv.runtime.kernel_choice import PAIRS
-    from paged_kv.runtime.session import Variant
+    from paged_kv.runtime.variants import Variant
 
     ops.kernels = lambda: Path(kernels)  # precompiled: each graph would parse the sources again
     gpu = DeviceRef.GPU(0)

@@ -12,7 +12,8 @@ from max.dtype import DType
 from paged_kv import reference
 from paged_kv.arrays.host import as_numpy, like, sample_array, to_buffer
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
-from paged_kv.runtime.session import Variant, default_runtime
+from paged_kv.runtime.session import default_runtime
+from paged_kv.runtime.variants import Variant
 from support.cases import Cache
 from support.compare import assert_close, assert_lse_close
 

@@ -11,7 +11,8 @@ from max.graph import DeviceRef, Module
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.reference import cache_views
-from paged_kv.runtime.session import Runtime, Variant, runtime_on
+from paged_kv.runtime.session import Runtime, runtime_on
+from paged_kv.runtime.variants import Variant
 from support.harness import BITS, NONE
 
 

@@ -16,7 +16,8 @@ from max.dtype import DType
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.reference import cache_views
-from paged_kv.runtime.session import Runtime, Variant, default_runtime
+from paged_kv.runtime.session import Runtime, default_runtime
+from paged_kv.runtime.variants import Variant
 from support.cases import DTYPES
 from support.compare import assert_bits_equal
 

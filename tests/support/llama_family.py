@@ -9,11 +9,12 @@ from max.graph import Weight
 
 from paged_kv.arrays.host import to_numpy
 from paged_kv.engine import model as model_module
-from paged_kv.engine.config import LlamaConfig
+from paged_kv.engine.config import load_config
 from paged_kv.engine.model import LlamaModel
 from paged_kv.engine.weights import open_checkpoint
 from paged_kv.graphs.models import llama
 from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import default_runtime
 
 
@@ -32,7 +33,7 @@ def load_family(members: dict[str, Member]) -> dict[str, LlamaModel]:
 
     In it, graphs and weights are named after their member, so that they do not meet.
     """
-    configs = {name: LlamaConfig.from_folder(member.folder) for name, member in members.items()}
+    configs = {name: load_config(member.folder) for name, member in members.items()}
     weights = {
         name: open_checkpoint(member.folder).load(configs[name], member.dtype) for name, member in members.items()
     }
@@ -47,7 +48,10 @@ def load_family(members: dict[str, Member]) -> dict[str, LlamaModel]:
 
     graphs = load_graphs(
         default_runtime().session,
-        {name: f"{name} {configs[name]} {member.dtype} {member.page_size}" for name, member in members.items()},
+        {
+            name: CompileKey(f"{name} {configs[name]} {member.dtype} {member.page_size}", llama.__name__)
+            for name, member in members.items()
+        },
         build,
         weights={f"{name}/{of}": weight for name, tensors in weights.items() for of, weight in tensors.items()},
     )

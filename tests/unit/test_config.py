@@ -7,8 +7,9 @@ import pytest
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from paged_kv.engine.config import LlamaConfig, RopeScaling, expected_tensors
+from paged_kv.engine.config import load_config
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.llama import LlamaConfig, RopeScaling, expected_tensors
 from support.checkpoints import CONFIG, read_config, write_config
 
 LLAMA3 = {
@@ -97,7 +98,7 @@ def test_rope_in_the_old_form_and_the_new(tmp_path, said, theta, scaling):
 def test_generation_config_says_where_to_stop(tmp_path, generation, eos):
     write_config(tmp_path, eos_token_id=9)
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert LlamaConfig.from_folder(tmp_path).eos_token_ids == eos
+    assert load_config(tmp_path).eos_token_ids == eos
 
 
 REQUIRED = [key for key in CONFIG if key not in ("architectures", "model_type", "num_key_value_heads", "head_dim")]
@@ -170,7 +171,7 @@ def test_what_is_not_supported_is_refused(tmp_path, bad, message):
 def test_a_file_that_is_no_json_object_is_named(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
-        LlamaConfig.from_folder(tmp_path)
+        load_config(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -178,17 +179,17 @@ def test_a_bad_generation_config_is_named(tmp_path):
     write_config(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(CheckpointError, match=r'generation_config\.json: eos_token_id = "</s>"'):
-        LlamaConfig.from_folder(tmp_path)
+        load_config(tmp_path)
 
 
 def test_a_missing_folder_or_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere: no such folder"):
-        LlamaConfig.from_folder(tmp_path / "nowhere")
+        load_config(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        LlamaConfig.from_folder(tmp_path)
+        load_config(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file: not a folder"):
-        LlamaConfig.from_folder(tmp_path / "file")
+        load_config(tmp_path / "file")
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 512])

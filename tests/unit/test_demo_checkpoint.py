@@ -10,12 +10,13 @@ import transformers
 from max.dtype import DType
 
 from paged_kv.engine import demo
-from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.config import load_config
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.recompute import recompute
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.engine.weights import open_checkpoint
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.llama import expected_tensors
 from support.checkpoints import relative_error
 
 FILES = {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "demo.json"}
@@ -27,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder):
-    config = LlamaConfig.from_folder(folder)
+    config = load_config(folder)
     loaded = open_checkpoint(folder).load(config, DType.float32)
     return config, {name: buffer.to_numpy() for name, buffer in loaded.items()}
 
@@ -74,7 +75,7 @@ def test_a_seed_always_gives_the_same_weights(folder, tmp_path):
     other = write_demo_checkpoint(tmp_path / "other", seed=1)
     assert digest(again) == digest(folder)
     assert digest(other) != digest(folder)
-    # The numbers themselves: whoever changes them raises VERSION.
+    # The numbers themselves: a change of them raises VERSION.
     _, weights = load(folder)
     assert demo.VERSION == 1
     assert weights["model.embed_tokens.weight"][0, 0] == np.float32(0.069851376)

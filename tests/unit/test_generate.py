@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_kv.engine import generate
-from paged_kv.engine.config import LlamaConfig, RopeScaling
-from paged_kv.engine.generate import Emitted, Generation, Statistics, pages_for
+from paged_kv.engine import engine, scheduler
+from paged_kv.engine.engine import Emitted, Generation, Statistics
 from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.scheduler import pages_for
 from paged_kv.errors import ContractError, PoolExhausted
+from paged_kv.graphs.models.llama import LlamaConfig, RopeScaling
 from paged_kv.pool import PagePool
 
 VOCAB = 11
@@ -38,7 +39,7 @@ def config(max_positions=4096):
 
 
 def next_token(history):
-    """Depends on every token and its place."""
+    """Depends on every token and its position."""
     state = 7
     for token in history:
         state = (state * 31 + token + 1) % 10007
@@ -80,7 +81,7 @@ class FakeModel:
 
 
 class AuditedPool(PagePool):
-    """Proves its books after every operation."""
+    """Checks its allocator state after every operation."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -123,8 +124,8 @@ class Watched(Generation):
     steps: list = field(default_factory=list)
     most_pages: int = 0
 
-    def _schedule(self, running):
-        step = super()._schedule(running)
+    def _execute(self, scheduler, step):
+        running = scheduler.running
         assert step
         count = sum(len(new) for _, new in step)
         waiting = sum(len(request.tokens) - request.cached for request in running)
@@ -136,11 +137,8 @@ class Watched(Generation):
             assert request.cached == len(self.entered[request.index])
             self.entered[request.index] += new
         self.steps.append([(request.index, len(new)) for request, new in step])
-        return step
-
-    def _execute(self, step, pool):
-        self.most_pages = max(self.most_pages, pool.num_used)
-        return super()._execute(step, pool)
+        self.most_pages = max(self.most_pages, scheduler.pages_used)
+        return super()._execute(scheduler, step)
 
 
 @dataclass
@@ -160,7 +158,7 @@ def play(prompts, max_new_tokens, *, page_size=4, num_pages=None, max_positions=
     with pytest.MonkeyPatch.context() as patch:
         made = []
         patch.setattr(AuditedPool, "made", made, raising=False)
-        patch.setattr(generate, "PagePool", AuditedPool)
+        patch.setattr(scheduler, "PagePool", AuditedPool)
         for emitted in run:
             assert finishes[emitted.request] is None
             texts[emitted.request].append(emitted.token)
@@ -292,7 +290,7 @@ def test_pages_freed_early_are_not_counted_again():
 
 def test_time_is_shared_between_prompts_and_decoding(monkeypatch):
     ticks = iter(range(100))
-    monkeypatch.setattr(generate.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: next(ticks))
     statistics = play([[1] * 9, [2] * 2, [3] * 4], 3, max_step_tokens=5).statistics
     # Steps of 5, 5, 5, 4, 1 and 1 tokens, one second each, with 5, 4, 3, 3, 0 and 0 of them from prompts.
     assert statistics.prefill_seconds == pytest.approx(1 + 0.8 + 0.6 + 0.75)

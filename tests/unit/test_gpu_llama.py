@@ -4,8 +4,7 @@ import pytest
 from max.dtype import DType
 from max.graph import DeviceRef, Module
 
-from paged_kv.engine.config import expected_tensors
-from paged_kv.graphs.models.llama import build_step
+from paged_kv.graphs.models.llama import build_step, expected_tensors
 from support.checkpoints import read_config
 
 

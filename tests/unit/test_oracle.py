@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.config import load_config
 from paged_kv.engine.recompute import recompute
 from paged_kv.errors import ContractError
+from paged_kv.graphs.models.llama import expected_tensors
 from support.checkpoints import LLAMA3, make_checkpoint, relative_error
 
 
 def build(folder, **overrides):
     model = make_checkpoint(folder, **overrides)
-    config, state = LlamaConfig.from_folder(folder), model.state_dict()
+    config, state = load_config(folder), model.state_dict()
     return config, model, {name: state[name].numpy() for name in expected_tensors(config)}
 
 

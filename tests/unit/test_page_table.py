@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_kv.arguments import integer
-from paged_kv.calls.page_table import DENSE_NAMES, KV_NAMES, NO_PAGE, PageTable, check_offsets
+from paged_kv.calls.page_table import DENSE_NAMES, KV_NAMES, PageTable, check_offsets
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from paged_kv.options import NO_PAGE
 from support.cases import UNUSED_PAGE
 from support.kinds import INDEX_KINDS, make
 

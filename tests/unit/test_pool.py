@@ -1,4 +1,4 @@
-"""The page pool: unit tests, its books corrupted in every way, and a Hypothesis state machine against a plain model."""
+"""The page pool: unit tests, corrupted allocator states, and a Hypothesis state machine against a plain model."""
 
 import numpy as np
 import pytest

@@ -15,9 +15,10 @@ from max.graph import DeviceRef, Graph, Weight, ops
 from safetensors.torch import save_file
 
 from paged_kv.engine import weights
-from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.config import load_config
 from paged_kv.engine.weights import INDEX_FILE, SINGLE_FILE, open_checkpoint, progress_bar
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.llama import expected_tensors
 from support.checkpoints import bits, make_checkpoint, random_tensors, raw_safetensors, read_config
 
 TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
@@ -98,7 +99,7 @@ def test_only_misaligned_tensors_are_copied(tiny, monkeypatch, dtype, name, padd
 def test_shards_that_transformers_saved(tmp_path, tied):
     model = make_checkpoint(tmp_path, max_shard_size="60KB", tie_word_embeddings=tied)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    config = LlamaConfig.from_folder(tmp_path)
+    config = load_config(tmp_path)
     loaded = open_checkpoint(tmp_path).load(config, DType.float32)
     assert set(loaded) == set(expected_tensors(config))
     state = model.state_dict()

@@ -17,7 +17,8 @@ from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.types import ArrayDevice, namespace
-from paged_kv.runtime.session import Variant, runtime_on
+from paged_kv.runtime.session import runtime_on
+from paged_kv.runtime.variants import Variant
 
 _UNSIGNED = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32, 8: DType.uint32}
 """By bytes of an element: the unsigned integer that stands for it, or for half of it."""

@@ -18,11 +18,9 @@ from paged_kv.arguments import integer
 from paged_kv.arrays.host import as_indices, as_numpy
 from paged_kv.calls.token_slots import last_tokens, lengths_of, token_slots
 from paged_kv.errors import ContractError, PageTableError, ShapeError
+from paged_kv.options import NO_PAGE
 
 Indices = npt.NDArray[np.int32]
-
-NO_PAGE = 0xFFFFFFFF
-"""Fills the dense table where a request has no page."""
 
 CSR_NAMES = ("indptr", "indices", "last_page_len")
 KV_NAMES = ("kv_indptr", "kv_indices", "kv_last_page_len")

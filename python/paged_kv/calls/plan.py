@@ -16,7 +16,7 @@ from paged_kv.arrays.dtypes import max_dtype
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import FLOAT8_DTYPES, Q_DTYPES, AttentionOptions, check_head_dim
-from paged_kv.runtime.session import Variant
+from paged_kv.runtime.variants import Variant
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about a Llama model: `config.json`, checked field by field."""
+"""Reads a Hugging Face folder's `config.json`, checked field by field."""
 
 from __future__ import annotations
 
@@ -7,128 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from paged_kv.errors import CheckpointError
-
-MAX_HEAD_DIM = 512
-
-RopeType = Literal["default", "linear", "llama3"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How the rotary frequencies are stretched for contexts longer than the trained one.
-
-    `linear` uses `factor` alone. The other three fields belong to `llama3`.
-    """
-
-    rope_type: RopeType = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
-
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """The shape of a Llama model, and what generation needs to know of it."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling
-    tie_word_embeddings: bool
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    dtype: str | None
-
-    @classmethod
-    def from_folder(cls, folder: Path | str) -> LlamaConfig:
-        """Reads `config.json`, and the end-of-sequence tokens of `generation_config.json` where there is one.
-
-        Raises:
-            CheckpointError: the folder or the file is missing, or a field is missing, of a wrong type or of a value
-                that this package does not run. The message names file, key and value.
-        """
-        fields = _Fields.read(checkpoint_folder(folder) / "config.json")
-        _refuse_unsupported(fields)
-
-        heads = fields.integer("num_attention_heads")
-        kv_heads = fields.integer("num_key_value_heads", default=heads)
-        hidden = fields.integer("hidden_size")
-        # A missing head_dim is the hidden size cut into heads. A fraction left over would be cut off in silence.
-        head_dim = fields.integer("head_dim", default=hidden // heads)
-        if fields.get("head_dim") is None and hidden % heads:
-            raise fields.error("hidden_size", f"no multiple of num_attention_heads = {heads}, and there is no head_dim")
-        if heads % kv_heads:
-            raise fields.error("num_key_value_heads", f"does not divide num_attention_heads = {heads}", kv_heads)
-        if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-            raise fields.error("head_dim", f"must be a multiple of 8 and at most {MAX_HEAD_DIM}", head_dim)
-
-        vocab_size = fields.integer("vocab_size")
-        max_positions = fields.integer("max_position_embeddings")
-        theta, scaling = _rope(fields, max_positions)
-        eos = fields.tokens("eos_token_id", vocab_size)
-        generation_file = fields.file.with_name("generation_config.json")
-        if generation_file.is_file():
-            generation = _Fields.read(generation_file)
-            if generation.get("eos_token_id") is not None:
-                eos = generation.tokens("eos_token_id", vocab_size)
-        bos = fields.tokens("bos_token_id", vocab_size)
-        return cls(
-            hidden_size=hidden,
-            intermediate_size=fields.integer("intermediate_size"),
-            num_hidden_layers=fields.integer("num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=vocab_size,
-            max_position_embeddings=max_positions,
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tie_word_embeddings=fields.boolean("tie_word_embeddings"),
-            bos_token_id=bos[0] if bos else None,
-            eos_token_ids=eos,
-            dtype=_dtype(fields),
-        )
-
-    def inverse_frequencies(self) -> npt.NDArray[np.float32]:
-        """The rotary frequency of each pair of dimensions, `[head_dim / 2]` float32, scaling included.
-
-        Follows transformers' float32 steps: nearly all frequencies are bit-equal to its own, the rest one rounding off.
-        """
-        exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
-        # The power is rounded once, from float64: NumPy's float32 power is less exact than torch's.
-        powers = np.power(np.float64(np.float32(self.rope_theta)), exponents.astype(np.float64)).astype(np.float32)
-        frequencies = np.float32(1) / powers
-        scaling = self.rope_scaling
-        factor = np.float32(scaling.factor)
-        if scaling.rope_type == "default":
-            return frequencies
-        if scaling.rope_type == "linear":
-            return frequencies / factor
-
-        # Llama 3: long waves are stretched, short ones kept, and those between are blended.
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        context = scaling.original_max_position_embeddings
-        wavelengths = np.float32(2 * math.pi) * (1 / frequencies)  # torch divides a scalar by an array in two steps
-        blend = (np.float32(context) * (1 / wavelengths) - np.float32(low)) / np.float32(high - low)
-        blended = (1 - blend) * frequencies / factor + blend * frequencies
-        is_long = wavelengths > np.float32(context / low)
-        is_short = wavelengths < np.float32(context / high)
-        return np.where(is_long, frequencies / factor, np.where(is_short, frequencies, blended))
+from paged_kv.graphs.models.llama import LlamaConfig, RopeScaling
+from paged_kv.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, Q_DTYPES, is_head_dim
 
 
 def checkpoint_folder(folder: Path | str) -> Path:
@@ -145,29 +28,56 @@ def checkpoint_folder(folder: Path | str) -> Path:
     return path
 
 
-def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's name and shape of every weight of the model; linear layers are `[out, in]`."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_hidden_layers):
-        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    tensors["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, hidden)
-    return tensors
+def load_config(folder: Path | str) -> LlamaConfig:
+    """The model that a folder's `config.json` describes, with the end-of-sequence tokens of `generation_config.json`.
+
+    Raises:
+        CheckpointError: the folder or the file is missing, or a field is missing, of a wrong type or of a value
+            that this package does not run. The message names file, key and value.
+    """
+    fields = _Fields.read(checkpoint_folder(folder) / "config.json")
+    _refuse_unsupported(fields)
+
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", default=heads)
+    hidden = fields.integer("hidden_size")
+    # A missing head_dim is hidden_size / num_attention_heads, which must be an integer.
+    head_dim = fields.integer("head_dim", default=hidden // heads)
+    if fields.get("head_dim") is None and hidden % heads:
+        raise fields.error("hidden_size", f"no multiple of num_attention_heads = {heads}, and there is no head_dim")
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"does not divide num_attention_heads = {heads}", kv_heads)
+    if not is_head_dim(head_dim):
+        problem = f"must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}"
+        raise fields.error("head_dim", problem, head_dim)
+
+    vocab_size = fields.integer("vocab_size")
+    max_positions = fields.integer("max_position_embeddings")
+    theta, scaling = _rope(fields, max_positions)
+    eos = fields.tokens("eos_token_id", vocab_size)
+    generation_file = fields.file.with_name("generation_config.json")
+    if generation_file.is_file():
+        generation = _Fields.read(generation_file)
+        if generation.get("eos_token_id") is not None:
+            eos = generation.tokens("eos_token_id", vocab_size)
+    bos = fields.tokens("bos_token_id", vocab_size)
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_hidden_layers=fields.integer("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=eos,
+        dtype=_dtype(fields),
+    )
 
 
 @dataclass(frozen=True)
@@ -251,13 +161,13 @@ class _Fields:
 
 
 def _refuse_unsupported(fields: _Fields) -> None:
-    """Refuses every model that these weights and this graph would compute wrongly."""
+    """Refuses every model that this graph would compute wrongly."""
     architectures = fields.get("architectures")
     if architectures is None:
-        if fields.get("model_type") != "llama":
-            raise fields.error("model_type", 'only "llama" is supported')
-    elif not isinstance(architectures, list) or "LlamaForCausalLM" not in architectures:
-        raise fields.error("architectures", 'only "LlamaForCausalLM" is supported')
+        if fields.get("model_type") != LlamaConfig.model_type:
+            raise fields.error("model_type", f'only "{LlamaConfig.model_type}" is supported')
+    elif not isinstance(architectures, list) or LlamaConfig.architecture not in architectures:
+        raise fields.error("architectures", f'only "{LlamaConfig.architecture}" is supported')
     if fields.get("hidden_act") not in (None, "silu"):
         raise fields.error("hidden_act", 'only "silu" is supported')
     for key in ("attention_bias", "mlp_bias"):
@@ -277,7 +187,7 @@ def _rope(fields: _Fields, max_positions: int) -> tuple[float, RopeScaling]:
     if rope is None:
         return theta, RopeScaling()
     theta = rope.number("rope_theta", default=theta)
-    # "type" is the name that the key had at first.
+    # Older files call the key "type".
     key = "type" if rope.get("rope_type") is None else "rope_type"
     kind = rope.get(key)
     if kind is None or kind == "default":
@@ -296,6 +206,6 @@ def _rope(fields: _Fields, max_positions: int) -> tuple[float, RopeScaling]:
 def _dtype(fields: _Fields) -> str | None:
     key = "torch_dtype" if fields.get("dtype") is None else "dtype"
     dtype = fields.get(key)
-    if dtype not in (None, "float32", "bfloat16", "float16"):
+    if dtype is not None and dtype not in Q_DTYPES:
         raise fields.error(key, 'only "float32", "bfloat16" and "float16" are supported')
     return None if dtype is None else str(dtype)

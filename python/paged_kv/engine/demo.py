@@ -1,6 +1,6 @@
-"""A small Llama checkpoint made from a seed, in the format that real ones come in: for the demo and for tests.
+"""A small Llama checkpoint made from a seed, in the format of real ones, for the demo and for tests.
 
-It has learnt nothing: its text is noise. It is there because any machine can make it, without a download.
+Its weights are random, so its text is noise. Any machine can make it, without a download.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from paged_kv.engine.config import LlamaConfig, expected_tensors
+from paged_kv.engine.config import load_config
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.llama import LlamaConfig, expected_tensors
 
-# Raise it whenever the same seed would give other files: older folders are then written anew.
+# To raise whenever the same seed gives other files: older folders are then written again.
 VERSION = 1
 _STAMP = "demo.json"  # written last, says what the folder is
 
@@ -54,7 +55,7 @@ _CONFIG: dict[str, Any] = {
 def write_demo_checkpoint(folder: Path | str, *, seed: int = 0) -> Path:
     """Writes the checkpoint into `folder` and returns it as a path. One that is already there is left as it is.
 
-    A reader sees the whole checkpoint or none: it is made beside its place and renamed into it.
+    A reader sees the whole checkpoint or none: it is made in a folder beside `folder` and renamed.
 
     Raises:
         CheckpointError: `folder` is there and is not a demo checkpoint, or it cannot be written.
@@ -132,7 +133,7 @@ def _write(folder: Path, seed: int) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    weights = _weights(LlamaConfig.from_folder(folder), tokenizer, seed)
+    weights = _weights(load_config(folder), tokenizer, seed)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / _STAMP).write_text(json.dumps({"version": VERSION, "seed": seed, "bytes": _sizes(folder)}))
 

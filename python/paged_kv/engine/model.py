@@ -15,17 +15,19 @@ from max.engine import Model
 
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer
-from paged_kv.engine.config import LlamaConfig
+from paged_kv.engine.config import load_config
 from paged_kv.engine.weights import OnProgress, open_checkpoint
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import step_inputs
-from paged_kv.graphs.models.llama import STEP, build_step, cache_shape
+from paged_kv.graphs.models import FAMILIES
+from paged_kv.graphs.models.llama import LlamaConfig
 from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import Runtime, default_runtime
 
 
 class LlamaModel:
-    """Runs decode steps. It owns the storage of the pages; which request owns which page is the caller's business."""
+    """Runs decode steps. It owns the storage of the pages; the caller knows which request owns which page."""
 
     def __init__(
         self,
@@ -56,16 +58,22 @@ class LlamaModel:
         self.num_pages = num_pages
         self.page_size = page_size
         runtime = runtime or default_runtime()
-        self._device = runtime.place
+        self._device = runtime.driver_device
+        family = FAMILIES[config.architecture]
+        geometry = _geometry(config)
         self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)
         models = load_graphs(
             runtime.session,
-            {STEP: f"llama {dtype.name} page_size={page_size} {_geometry(config)} {runtime.architecture}".strip()},
-            lambda module, _: build_step(config, dtype, page_size, module, runtime.device),
+            {
+                family.STEP: CompileKey(
+                    f"{dtype.name} page_size={page_size} {geometry}", geometry.__module__, device=runtime.architecture
+                )
+            },
+            lambda module, _: family.build_step(geometry, dtype, page_size, module, runtime.device),
             weights=weights,
             on_compile=on_compile,
         )
-        self._model: Model = models[STEP]
+        self._model: Model = models[family.STEP]
 
     @classmethod
     def from_folder(
@@ -84,7 +92,7 @@ class LlamaModel:
         Raises:
             CheckpointError: the folder does not hold a checkpoint that this package runs.
         """
-        config = LlamaConfig.from_folder(folder)
+        config = load_config(folder)
         weights = open_checkpoint(folder).load(config, dtype, on_progress)
         sizes = {"num_pages": num_pages, "page_size": page_size}
         return cls(config, weights, dtype=dtype, **sizes, on_compile=on_compile, runtime=runtime)
@@ -114,12 +122,12 @@ class LlamaModel:
 
 def _new_cache(config: LlamaConfig, num_pages: int, page_size: int, dtype: DType, device: Device) -> Buffer:
     """The storage of the pages, not yet written to."""
-    shape = [int(size) for size in cache_shape(config, num_pages, page_size)]
+    shape = [int(size) for size in FAMILIES[config.architecture].cache_shape(config, num_pages, page_size)]
     try:
         if not device.is_host:
             return Buffer(dtype, shape, device)
         return to_buffer(np.empty(shape, numpy_dtype(dtype)))
-    except (MemoryError, ValueError, OverflowError, RuntimeError):  # the second and third: sizes that no array can have
+    except (MemoryError, ValueError, OverflowError, RuntimeError):  # sizes that no array can have
         size = math.prod(shape) * dtype.size_in_bytes
         raise ContractError(
             f"a cache of {num_pages} pages of {page_size} tokens takes {size} bytes: more than there are"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.engine.config import LlamaConfig
 from paged_kv.errors import ContractError
+from paged_kv.graphs.models.llama import LlamaConfig
 
 Array = npt.NDArray[Any]
 
@@ -65,7 +65,7 @@ def _heads(x: Array, head_dim: int) -> Array:
 
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotary embedding, half-split: dimension i turns with dimension i + D / 2."""
+    """Rotary embedding, half-split: dimension i is paired with dimension i + D / 2."""
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 

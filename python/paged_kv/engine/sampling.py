@@ -40,7 +40,7 @@ class Sampler:
 
         Raises:
             ShapeError: `logits` is not of two dimensions with a row per request and at least one column.
-            ContractError: a row holds NaN or +inf, or nothing but -inf; the message names its request. No stream moved.
+            ContractError: a row holds NaN or +inf, or only -inf; the message names its request. No stream advanced.
         """
         if logits.ndim != 2 or logits.shape[0] != len(requests) or logits.shape[1] == 0:
             raise ShapeError(f"logits must be [{len(requests)}, vocabulary], not {list(logits.shape)}")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import tokenizers
 
-from paged_kv.engine.config import LlamaConfig, checkpoint_folder
+from paged_kv.engine.config import checkpoint_folder
 from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.graphs.models.llama import LlamaConfig
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 _UNFINISHED = 3  # a character has at most four bytes: at most three can wait for the last
@@ -65,7 +66,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns the tokens of one request into text as they come; what it returns is never taken back.
+    """Decodes the tokens of one request into text one by one; text that it has returned never changes.
 
     Bytes that may be the start of a character wait until the character is whole, or until `flush`.
     """
@@ -81,8 +82,8 @@ class StreamDecoder:
         self._recent.append(token)
         self._new += 1
         text = self._text()
-        # Where characters are spelt in byte tokens, an unfinished one spoils the whole ones beside it. Those stay as
-        # they were shown, and what is new is decoded by itself.
+        # Where characters are spelt in byte tokens, an unfinished one changes how those before it are decoded. What
+        # was returned stays, and the new tokens are decoded alone.
         if not text.startswith(self._shown):
             self._recent, self._shown = self._recent[-self._new :], ""
             text = self._text()

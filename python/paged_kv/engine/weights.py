@@ -2,7 +2,7 @@
 
 MAX does not copy what it gets as `weights_registry`, so a weight that is handed over as a view of the memory map is
 held once, in pages that the system can drop and read again. Only the rare tensor that is not aligned to its dtype,
-and every tensor of another dtype than asked for, becomes a copy in memory; those are made block by block.
+and every tensor whose dtype differs from the requested one, becomes a copy in memory, made block by block.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from max.driver import Buffer
 from max.dtype import DType
 from max.graph.weights import SafetensorWeights
@@ -25,19 +23,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 
-from paged_kv.engine.config import LlamaConfig, checkpoint_folder, expected_tensors
+from paged_kv.arrays.host import numpy_dtype
+from paged_kv.engine.config import checkpoint_folder
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.llama import LlamaConfig, expected_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 # Safetensors' name of each dtype that a weight may have.
 DTYPES = {"F32": DType.float32, "BF16": DType.bfloat16, "F16": DType.float16}
-_NUMPY: dict[DType, npt.DTypeLike] = {
-    DType.float32: np.float32,
-    DType.bfloat16: ml_dtypes.bfloat16,
-    DType.float16: np.float16,
-}
 _BLOCK_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -72,7 +67,7 @@ class Checkpoint:
             CheckpointError: a tensor is missing, unexpected, or of a wrong shape or dtype, or `dtype` is not one of
                 float32, bfloat16 and float16.
         """
-        if dtype not in _NUMPY:
+        if dtype not in DTYPES.values():
             raise CheckpointError(f"{self.folder}: weights cannot be loaded as {dtype.name}")
         expected = expected_tensors(config)
         self._check(expected)
@@ -154,7 +149,7 @@ def _read_index(index: Path) -> dict[str, str]:
     """The index's map from tensor to shard, a file name in the same folder."""
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
-        # An index comes with the download: it shall not reach out of its folder.
+        # An index is part of a download: it must not name files outside its folder.
         if all(shard == Path(shard).name for shard in weight_map.values()):
             return dict(weight_map)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -206,14 +201,14 @@ def _address(view: Buffer) -> int:
 
 def _copy(name: str, stored: StoredTensor, dtype: DType) -> Buffer:
     """The tensor in memory of its own, rounded to `dtype`. The file is read by blocks and not mapped meanwhile."""
-    result = np.empty(stored.shape, _NUMPY[dtype])
+    result = np.empty(stored.shape, numpy_dtype(dtype))
     row_bytes = math.prod(stored.shape[1:]) * DTYPES[stored.dtype].size_in_bytes
     rows = max(1, _BLOCK_BYTES // row_bytes)
-    # An overflow to infinity (float16) is what the cast means, and no news to whoever asked for it.
+    # A float16 that overflows to infinity is what the cast means: no warning.
     with safe_open(stored.file, framework="np", backend="pread") as opened, np.errstate(over="ignore"):
         source = opened.get_slice(name)
         for start in range(0, stored.shape[0], rows):
             stop = min(start + rows, stored.shape[0])
             result[start:stop] = source[start:stop]
-    # NumPy's DLPack does not know bfloat16: its bits travel as bytes.
+    # NumPy's DLPack does not know bfloat16: its bytes are passed as uint8.
     return Buffer.from_numpy(result.reshape(-1).view(np.uint8)).view(dtype, stored.shape)

@@ -46,8 +46,8 @@ REQUIRED_FLAGS: dict[str, frozenset[str]] = {
 """LLVM's name of each target, the best first, and the flags (as Linux names them) that a CPU must report for it.
 
 They are all the features of the target that the code generator may use by itself. Left out are those that are
-reached only by asking for them by name (`waitpkg`, `pku`, `shstk`, `clwb`, `rdseed`, ...): hypervisors hide many,
-and a kernel that does not ask never executes them. AMD's targets need `sse4a`, which tells them from Intel's.
+reached only by name (`waitpkg`, `pku`, `shstk`, `clwb`, `rdseed`, ...): hypervisors hide many,
+and a kernel that does not name them never executes them. AMD's targets need `sse4a`, which tells them from Intel's.
 """
 
 
@@ -96,6 +96,7 @@ def apply_cpu_target() -> str | None:
 
     Call it before the first compile. A target that is already set, by the user or an earlier call, stays.
     """
+    # Not at the top: `doctor` reads the CPU where MAX is not installed.
     from max.driver import get_virtual_cpu_target, set_virtual_cpu_target
 
     if in_force := get_virtual_cpu_target():

@@ -13,8 +13,8 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TypeVar
 
+from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
-from paged_kv.runtime.folders import cache_folder
 from paged_kv.runtime.kernel_choice import explain
 
 PINNED = {"max": "26.7.0", "mojo": "1.2.0"}
@@ -145,6 +145,7 @@ def _kernels() -> Path:
 
 def _gpus() -> list[tuple[str, str]]:
     """Each GPU in words, and its architecture."""
+    # Not at the top: this module has to work where MAX or Mojo is not installed.
     from max.driver import Accelerator, accelerator_count
 
     devices = [Accelerator(index) for index in range(accelerator_count())]
@@ -155,7 +156,7 @@ def _gpus() -> list[tuple[str, str]]:
 
 
 def _default_target() -> str | None:
-    """What the compiler picks for this CPU when nobody says."""
+    """What the compiler picks for this CPU by default."""
     from mojo.run import subprocess_run_mojo
 
     with tempfile.TemporaryDirectory() as folder:

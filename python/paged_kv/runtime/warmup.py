@@ -1,4 +1,4 @@
-"""Compiling ahead: what a server wants done before its first request."""
+"""Compiling before the first request, for servers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from max.dtype import DType
 
 from paged_kv.errors import ContractTypeError
 from paged_kv.graphs.ops import BITS, DTYPES, KV_DTYPES
-from paged_kv.runtime.session import Variant, default_runtime
-
-FLOAT8 = tuple(dtype for dtype in KV_DTYPES if dtype not in DTYPES)
+from paged_kv.options import FLOAT8_DTYPES
+from paged_kv.runtime.session import default_runtime
+from paged_kv.runtime.variants import Variant
 
 
 def warmup(q_dtypes: Sequence[str] | None = None, kv_dtypes: Sequence[str] | None = None) -> list[str]:
@@ -29,10 +29,10 @@ def warmup(q_dtypes: Sequence[str] | None = None, kv_dtypes: Sequence[str] | Non
     """
     queries = DTYPES if q_dtypes is None else [_choose("q_dtypes", name, DTYPES) for name in q_dtypes]
     caches = KV_DTYPES if kv_dtypes is None else [_choose("kv_dtypes", name, KV_DTYPES) for name in kv_dtypes]
-    variants = [Variant("attention", q, kv) for q in queries for kv in caches if kv in (q, *FLOAT8)]
+    variants = [Variant("attention", q, kv) for q in queries for kv in caches if kv == q or kv.name in FLOAT8_DTYPES]
     widths = {kv.size_in_bytes for kv in caches}
-    moved: list[DType] = [bits for bits in BITS if bits.size_in_bytes in widths]
-    variants += [variant for bits in moved for variant in Variant("append", bits, bits).family()]
+    copied = [bits for bits in BITS if bits.size_in_bytes in widths]
+    variants += [variant for bits in copied for variant in Variant("append", bits, bits).family()]
     default_runtime().load(variants)
     return [str(variant) for variant in variants]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paged_kv.errors import ToolchainError
-from paged_kv.runtime.folders import cache_folder
+from paged_kv.runtime.cache_folder import cache_folder
 
 
 def test_xdg_cache_home_is_followed_and_the_folder_made(tmp_path, monkeypatch):

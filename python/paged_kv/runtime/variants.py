@@ -1,0 +1,129 @@
+"""The variants of the ops: what is compiled for the array API, one graph each.
+
+One variant serves every storage layout: the storage goes in as flat memory, its shape and strides as numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
+
+from paged_kv.graphs import ops
+from paged_kv.graphs.ops import PagedCache
+
+Op = Literal["append", "gather", "attention", "merge"]
+
+REGISTERED: dict[Op, str] = {
+    "append": ops.APPEND,
+    "gather": ops.GATHER,
+    "attention": ops.ATTENTION,
+    "merge": ops.MERGE_STATES,
+}
+"""The op of `ops.mojo` behind each."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled graph: an op with its dtypes. Sizes, strides and options are run-time values."""
+
+    op: Op
+    dtype: DType
+    """Of q, or of the states to merge; append and gather only copy rows: there it is the unsigned integer of the
+    elements' size."""
+    kv_dtype: DType
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.dtype.name}_{self.kv_dtype.name}"
+
+    def __str__(self) -> str:
+        """For people: `attention (bfloat16 over float8_e4m3fn)`, `append (16 bits)`."""
+        if self.op in ("append", "gather"):
+            return f"{self.op} ({8 * self.dtype.size_in_bytes} bits)"
+        over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype.name}"
+        return f"{self.op} ({self.dtype.name}{over})"
+
+    def family(self) -> list[Variant]:
+        """The variants that are compiled with this one: append and gather go together."""
+        return [self] if self.op in ("attention", "merge") else [replace(self, op="append"), replace(self, op="gather")]
+
+    def build(
+        self,
+        module: Module,
+        device: DeviceRef | None = None,
+        *,
+        batch_invariant: bool = False,
+        gpu_kernel: ops.GpuKernel = "best",
+    ) -> None:
+        """Adds this variant's graph to `module`, for the CPU where no device is given; the options are attention's.
+
+        Its inputs, in order: the rows (attention: q, row_batch, row_lengths; append: k, v, batch_indices,
+        positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
+        then k_blocks, v_blocks, lookup_table, view, and for attention alibi_slopes, sinks, window_left, options.
+        `view`, `window_left` and `options` lie on the host, all else on the device. Of merge: v `[S, n, H, D]` and
+        s `[S, n, H]`.
+        """
+        host = DeviceRef.CPU()
+        device = device or host
+
+        def tensor(dtype: DType, *shape: str | int, on: DeviceRef = device) -> TensorType:
+            return TensorType(dtype, list(shape), on)
+
+        if self.op == "merge":
+            types: list[Type[Any]] = [tensor(self.dtype, "S", "n", "H", "D"), tensor(DType.float32, "S", "n", "H")]
+            with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                v, s = (value.tensor for value in graph.inputs)
+                graph.output(*ops.merge_states(v, s))
+            return
+
+        rows: list[TensorType] = {
+            "append": [
+                tensor(self.dtype, "N", "Hk", "D"),
+                tensor(self.dtype, "N", "Hk", "D"),
+                tensor(DType.int32, "N"),
+                tensor(DType.int32, "N"),
+            ],
+            "gather": [tensor(DType.int32, "offsets"), tensor(DType.int8, "N", "Hk", "D")],
+            "attention": [tensor(self.dtype, "R", "Hq", "D"), tensor(DType.int32, "R"), tensor(DType.int32, "R")],
+        }[self.op]
+        storage: list[Type[Any]] = [
+            BufferType(self.kv_dtype, ["k_elements"], device),
+            BufferType(self.kv_dtype, ["v_elements"], device),
+            tensor(DType.uint32, "B", "pages_per_request"),
+            tensor(DType.int64, 12, on=host),
+        ]
+        options = [
+            tensor(DType.float32, "slopes"),
+            tensor(DType.float32, "sinks"),
+            tensor(DType.int32, on=host),
+            tensor(DType.float32, 5, on=host),
+        ]
+        types = [*rows, *storage, *(options if self.op == "attention" else [])]
+        with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+            args = [value.tensor for value in graph.inputs[: len(rows)]]
+            k_blocks, v_blocks, table, view, *rest = graph.inputs[len(rows) :]
+            cache = PagedCache(k_blocks.buffer, v_blocks.buffer, table.tensor, "STRIDED", view.tensor)
+            if self.op == "append":
+                ops.append(cache, *args)
+                graph.output()
+            elif self.op == "gather":
+                indptr, like = args
+                num_tokens, heads, head_dim = like.shape
+                graph.output(*ops.gather(cache, indptr, num_tokens, num_kv_heads=heads, head_dim=head_dim))
+            else:
+                slopes, sinks, window_left, numbers = (value.tensor for value in rest)
+                graph.output(
+                    *ops.attention_at_run_time(
+                        cache,
+                        *args,
+                        alibi_slopes=slopes,
+                        sinks=sinks,
+                        window_left=window_left,
+                        options=numbers,
+                        batch_invariant=batch_invariant,
+                        gpu_kernel=gpu_kernel,
+                    )
+                )

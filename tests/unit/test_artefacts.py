@@ -1,0 +1,113 @@
+"""What is compiled and what is read from disk, with a compiler that only writes down what it was given."""
+
+import stat
+
+import pytest
+
+from paged_kv.errors import ToolchainError
+from paged_kv.graphs import ops
+from paged_kv.runtime import artefacts
+from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.compile_key import CompileKey
+
+NAMES = ("first", "second", "third")
+
+
+class Compiled:
+    def __init__(self, names):
+        self.names = names
+
+    def export_mef(self, path):
+        with open(path, "w") as file:
+            file.write(" ".join(self.names))
+
+
+class Session:
+    """Compiles and loads lists of names; a file of anything else is damaged."""
+
+    def __init__(self):
+        self.compiles = []
+
+    def compile(self, module, custom_extensions):  # noqa: ARG002
+        self.compiles.append(list(module))
+        return Compiled(module)
+
+    def init_all(self, compiled, weights_registry):  # noqa: ARG002
+        return {name: f"model {name}" for name in compiled.names}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    def read(path):
+        names = path.read_text().split()
+        if not names or not set(names) <= set(NAMES):
+            raise RuntimeError("damaged")
+        return Compiled(names)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(artefacts, "read", read)
+    monkeypatch.setattr(artefacts, "Module", list)
+    return tmp_path / "paged-kv" / "compiled"
+
+
+def load(*names, facts=""):
+    """The lists of names that had to be compiled."""
+    session = Session()
+    keys = {name: CompileKey(name + facts, ops.__name__) for name in names}
+    models = load_graphs(session, keys, lambda module, missing: module.extend(missing))
+    assert models == {name: f"model {name}" for name in names}
+    return session.compiles
+
+
+def test_what_is_missing_is_compiled_together_and_once(folder):
+    assert load("first", "second") == [["first", "second"]]
+    assert load("second") == []
+    assert load("second", "third", "first") == [["third"]]
+    assert load(*NAMES) == []
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_another_key_is_another_artefact(folder):
+    load("first")
+    assert load("first", facts=" of another size") == [["first"]]
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_damaged_file_is_compiled_again(folder):
+    load("first", "second")
+    for path in folder.iterdir():
+        path.write_text("cut sho")
+    assert load("first", "second") == [["first", "second"]]
+    assert load("first", "second") == []
+
+
+def test_a_file_that_others_can_write_to_is_compiled_again(folder):
+    load("first")
+    (path,) = folder.iterdir()
+    path.chmod(0o666)
+    assert load("first") == [["first"]]
+    assert load("first") == []
+
+
+def test_a_link_out_of_the_folder_is_compiled_again(folder):
+    load("first")
+    (path,) = folder.iterdir()
+    path.rename(folder.parent / "outside.mef")
+    path.symlink_to(folder.parent / "outside.mef")
+    assert load("first") == [["first"]]
+    assert not path.is_symlink()
+
+
+def test_a_folder_that_others_can_write_to_is_an_error(folder):
+    load("first")
+    folder.chmod(0o777)
+    with pytest.raises(ToolchainError, match="artefact folder"):
+        load("first")
+
+
+def test_nothing_is_stored_where_the_sources_changed_during_the_compile(folder, monkeypatch):
+    seen = iter(["before", "after"])
+    monkeypatch.setattr(artefacts, "toolchain", lambda: next(seen))
+    assert load("first") == [["first"]]
+    assert list(folder.iterdir()) == []
