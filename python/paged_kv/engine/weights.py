@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 
-from paged_kv.arrays.host import numpy_dtype
+from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.engine.config import checkpoint_folder
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.llama import LlamaConfig, expected_tensors
