@@ -1,6 +1,6 @@
 """Hypothesis draws shapes, layouts, page tables, options and kinds of arrays; the oracle says what must come out.
 
-420 cases for each pair of dtypes, the same ones in every run.
+420 cases for each pair of dtypes (support/properties.py scales that), the same ones in every run.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ from support.decoding import (
     to_kind,
 )
 from support.kinds import WRITABLE, kind_of
+from support.properties import examples
 
-CASES = 420
+CASES = examples(420)
 
 
 @dataclass(frozen=True)
