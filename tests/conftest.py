@@ -56,8 +56,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if len(paths) == 1 and paths[0].suffix == ".py":
         return 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    workers = min(os.cpu_count() or 1, memory // WORKER_BYTES, MAX_WORKERS)
-    return workers if workers > 1 else 0
+    cores = os.cpu_count() or 1
+    workers = min(cores, memory // WORKER_BYTES, MAX_WORKERS)
+    if workers < 2:
+        return 0
+    for library in ("OMP", "OPENBLAS", "MKL"):  # for the workers, which inherit it: idle threads of theirs spin
+        os.environ.setdefault(f"{library}_NUM_THREADS", str(cores // workers))
+    return workers
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,7 @@
 """Nothing in this folder compiles: neither MAX nor the Mojo compiler is reached."""
 
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +19,13 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling a graph, parsing the Mojo package for one, and starting `mojo` fail the test."""
     for name in ("compile", "compile_async", "compile_reusing_mefs", "load", "load_all"):
         monkeypatch.setattr(InferenceSession, name, refuse)
-    monkeypatch.setattr(KernelLibrary, "load_paths", refuse)
-    start = subprocess.Popen.__init__
+    load_paths, start = KernelLibrary.load_paths, subprocess.Popen.__init__
+
+    def load_nothing(self: KernelLibrary, paths: Iterable[Path]) -> None:
+        paths = list(paths)
+        if paths:
+            refuse()
+        load_paths(self, paths)
 
     def start_unless_mojo(self: subprocess.Popen[Any], args: Any, *rest: Any, **options: Any) -> None:
         program = args if isinstance(args, str | Path) else args[0]
@@ -27,4 +33,5 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
             refuse()
         start(self, args, *rest, **options)
 
+    monkeypatch.setattr(KernelLibrary, "load_paths", load_nothing)
     monkeypatch.setattr(subprocess.Popen, "__init__", start_unless_mojo)
