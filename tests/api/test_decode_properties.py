@@ -171,6 +171,7 @@ def decode_singly(drawn: Drawn, cache: Cache, q: np.ndarray) -> tuple[Any, Any]:
     return np.concatenate(outputs), np.concatenate(sums)
 
 
+@pytest.mark.hypothesis  # as Hypothesis marks what it decorates itself
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), PAIRS)
 def test_drawn_cases_agree_with_the_oracle(q_dtype: str, kv_dtype: str) -> None:
     load_variants()

@@ -92,6 +92,17 @@ def test_ci_runs_the_readmes_test_command():
     assert f'\ntest_command="{TEST_COMMAND}"\n' in (ROOT / ".ci" / "run").read_text()
 
 
+def test_every_test_folder_is_run_by_ci():
+    """By the README's command, which is `testpaths`, or by a line of its own."""
+    folders = {
+        f"tests/{path.parent.relative_to(ROOT / 'tests').parts[0]}" for path in ROOT.glob("tests/*/**/test_*.py")
+    }
+    of_the_readme = set(PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"])
+    (line,) = re.findall(r"\.venv/bin/pytest (tests/.*)", (ROOT / ".ci" / "run").read_text())
+    assert of_the_readme.isdisjoint(line.split())
+    assert of_the_readme | set(line.split()) == folders
+
+
 def test_pixi_runs_the_same_programs():
     pixi = tomllib.loads((ROOT / "pixi.toml").read_text())
     assert pixi["tasks"]["test"] == TEST_COMMAND.split(".venv/bin/")[-1]
