@@ -35,10 +35,12 @@ def test_max_and_mojo_are_pinned_exactly_and_the_doctor_knows():
 def test_torch_and_transformers_are_in_extras_alone():
     assert names(PROJECT["dependencies"]).isdisjoint({"torch", "transformers"})
     extras = PROJECT["optional-dependencies"]
-    assert set(extras) == {"torch", "test", "bench"}
-    assert extras["torch"] == ["torch==2.13.0"]
+    assert set(extras) >= {"torch", "test", "bench"}
+    (torch,) = extras["torch"]
+    assert names([torch]) == {"torch"}
+    assert "==" in torch
     assert {"torch", "transformers", "hypothesis", "pytest"} <= names(extras["test"])
-    assert "torch==2.13.0" in extras["test"]
+    assert torch in extras["test"]  # what is shipped is what was tested
 
 
 def test_the_installed_distribution_says_the_same():
