@@ -1,9 +1,42 @@
-"""Options of every test run."""
+"""Options of every test run: tiers by folder, workers, the order of files, Hypothesis profiles."""
+
+import os
+from pathlib import Path
 
 import pytest
 
-from support import background
+from support import background, properties
 from support.isa import CPU_TARGETS
+
+TESTS = Path(__file__).parent
+
+FOLDERS = {
+    "unit": "needs no compiler",
+    "ops": "each op against the oracle",
+    "api": "the array API against the oracle",
+    "engine": "models from a checkpoint to text, and the command",
+    "mojo": "the Mojo package's own tests",
+    "isa": "the ops compiled for other CPU targets",
+    "gpu_compile": "GPU kernels as compilers see them",
+    "gpu_sim": "GPU kernels on a model of the hardware",
+    "gpu": "needs a GPU that MAX can use",
+}
+"""Each folder is a marker: `-m ops`."""
+QUICK = ("unit", "ops", "api", "engine")
+"""`-m quick` runs these folders but for tests that are marked `slow`."""
+ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu")
+"""Not spread over workers: jobs of `background.py` keep the other cores busy, and a GPU has one owner."""
+
+LONGEST_FIRST = (
+    *("engine/test_llama.py", "ops/test_graph_ops.py", "ops/test_append_op.py", "engine/test_cli.py"),
+    *("mojo/test_mojo.py", "ops/test_linear_op.py", "engine/test_memory.py", "api/test_readme.py"),
+)
+"""Files that compile before their first test start first. Two that compile the same family never stand side by side."""
+
+GIB = 1 << 30
+WORKER_BYTES = 3 * GIB
+"""Of a worker that compiles: 1.2 GiB measured, 2 GiB with a model's weights."""
+MAX_WORKERS = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,8 +47,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of `-n auto`: a worker a core as memory allows; 0, which is this process alone, for one file or ONE_PROCESS."""
+    paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    if all(TESTS in path.parents and path.relative_to(TESTS).parts[0] in ONE_PROCESS for path in paths):
+        return 0
+    if len(paths) == 1 and paths[0].suffix == ".py":
+        return 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = os.cpu_count() or 1
+    workers = min(cores, memory // WORKER_BYTES, MAX_WORKERS)
+    if workers < 2:
+        return 0
+    for library in ("OMP", "OPENBLAS", "MKL"):  # for the workers, which inherit it: idle threads of theirs spin
+        os.environ.setdefault(f"{library}_NUM_THREADS", str(cores // workers))
+    return workers
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    for folder, meaning in FOLDERS.items():
+        config.addinivalue_line("markers", f"{folder}: tests/{folder}: {meaning}")
+    config.addinivalue_line("markers", f"quick: {', '.join(QUICK)}, but for what is `slow`")
+    config.addinivalue_line("markers", "slow: compiles for one test alone; not in `quick`")
     config.addinivalue_line("markers", "waits_for(*jobs): jobs of background.py that the test wants the results of")
+    properties.load_profile(config.getoption("--hypothesis-profile"), quick=config.option.markexpr == "quick")
     target = config.getoption("--cpu-target")
     if target is not None:
         from max.driver import set_virtual_cpu_target
@@ -23,12 +79,27 @@ def pytest_configure(config: pytest.Config) -> None:
         set_virtual_cpu_target(target)  # a target that is already set stays in force (`apply_cpu_target`)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("waits_for") is not None)
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        item.add_marker(folder)
+        if folder in QUICK and item.get_closest_marker("slow") is None:
+            item.add_marker("quick")
+    items.sort(key=_start_order)
+
+
+def _start_order(item: pytest.Item) -> tuple[bool, int, int]:
+    """Tests that wait for background jobs come last, then by LONGEST_FIRST, then by folder."""
+    file = item.path.relative_to(TESTS)
+    waits = item.get_closest_marker("waits_for") is not None
+    early = LONGEST_FIRST.index(file.as_posix()) if file.as_posix() in LONGEST_FIRST else len(LONGEST_FIRST)
+    folders = ("engine", "ops", "mojo", "api", "unit")
+    return waits, early, folders.index(file.parts[0]) if file.parts[0] in folders else len(folders)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if session.config.option.collectonly:
+    if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
         return
     for item in session.items:
         for marker in item.iter_markers("waits_for"):

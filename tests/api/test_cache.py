@@ -16,6 +16,7 @@ from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv, 
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
 from paged_kv.pool import PagePool
 from support.kinds import KINDS, bytes_of, kind_of, make
+from support.properties import examples
 
 
 def fields(cache: PagedKVCache) -> list[Any]:
@@ -102,7 +103,7 @@ def test_append_then_gather(kind, dtype):
     assert bytes_of(fields(empty)) == before
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=examples(150), derandomize=True, deadline=None)
 @given(
     st.sampled_from(["numpy", "torch", "max"]),
     st.sampled_from(["float32", "bfloat16", "float8_e4m3fn", "float64"]),

@@ -1,6 +1,6 @@
 """Hypothesis draws shapes, layouts, page tables, options and kinds of arrays; the oracle says what must come out.
 
-420 cases for each pair of dtypes, the same ones in every run.
+420 cases for each pair of dtypes (support/properties.py scales that), the same ones in every run.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ from support.decoding import (
     to_kind,
 )
 from support.kinds import WRITABLE, kind_of
+from support.properties import examples
 
-CASES = 420
+CASES = examples(420)
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def decode_singly(drawn: Drawn, cache: Cache, q: np.ndarray) -> tuple[Any, Any]:
     return np.concatenate(outputs), np.concatenate(sums)
 
 
+@pytest.mark.hypothesis  # as Hypothesis marks what it decorates itself
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), PAIRS)
 def test_drawn_cases_agree_with_the_oracle(q_dtype: str, kv_dtype: str) -> None:
     load_variants()

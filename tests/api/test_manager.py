@@ -19,6 +19,7 @@ from paged_kv.errors import (
 )
 from paged_kv.page import PagedKVCacheManager, append_paged_kv_cache
 from support.kinds import WRITABLE, bytes_of, kind_of, make
+from support.properties import examples
 
 
 def manager(kind="numpy", dtype="float32", pages=6, size=4) -> PagedKVCacheManager:
@@ -189,5 +190,5 @@ class Managed(RuleBasedStateMachine):
             np.testing.assert_array_equal(held(self.it, request), wanted)
 
 
-Managed.TestCase.settings = settings(max_examples=60, stateful_step_count=20, derandomize=True, deadline=None)
+Managed.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=20, derandomize=True, deadline=None)
 TestManaged = Managed.TestCase

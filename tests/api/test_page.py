@@ -17,6 +17,7 @@ from paged_kv.page import (
 from support.cases import STORAGES, CacheCase, build, emptied, normal
 from support.kinds import WRITABLE, bytes_of, make
 from support.paging import all_tokens, blocks, csr, expected_blocks
+from support.properties import examples
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float64")
 INDICES = ("int32", "int64", "uint32")
@@ -57,7 +58,7 @@ def appends(draw: st.DrawFn, min_length: int = 0):
     return cache, (k[chosen], v[chosen], batch, positions[chosen])
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=examples(200), derandomize=True, deadline=None)
 @given(appends(), st.sampled_from(WRITABLE), st.sampled_from(INDICES[:2]), st.booleans())
 def test_any_append_is_the_oracles(drawn, kind, index_dtype, by_name):
     cache, rows = drawn
@@ -78,7 +79,7 @@ def test_any_append_is_the_oracles(drawn, kind, index_dtype, by_name):
     assert bytes_of([*arguments[:4], *arguments[5:]]) == before
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=examples(150), derandomize=True, deadline=None)
 @given(appends(), st.data(), st.sampled_from(WRITABLE), st.sampled_from(INDICES))
 def test_the_older_form_appends_the_last_tokens(drawn, data, kind, index_dtype):
     cache, _ = drawn
@@ -103,7 +104,7 @@ def test_the_older_form_appends_the_last_tokens(drawn, data, kind, index_dtype):
     assert as_numpy(positions, "p").tolist() == [*rows[1].tolist(), 0, 0, 0]
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=examples(100), derandomize=True, deadline=None)
 @given(appends(min_length=1), st.sampled_from(WRITABLE), st.sampled_from(INDICES), st.booleans())
 def test_the_dense_form_appends_one_token_each(drawn, kind, index_dtype, by_name):
     cache, _ = drawn
@@ -161,7 +162,7 @@ def test_nothing_to_append_is_nothing_done(kind):
     assert as_numpy(get_seq_lens(make(kind, np.zeros(1, np.int32)), none, 16), "lengths").shape == (0,)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=examples(60), derandomize=True, deadline=None)
 @given(appends(), st.integers(1, 70), st.sampled_from(WRITABLE), st.booleans())
 def test_mla_rows_of_two_widths(drawn, kpe_width, kind, one_array):
     cache, (_, _, batch, positions) = drawn

@@ -162,6 +162,7 @@ def test_an_end_token_stops_its_prompt_alone(generate, copy):
     assert records[0]["tokens"] <= 11
 
 
+@pytest.mark.slow
 def test_bfloat16_and_pages_of_5(generate):
     exact, _ = generate("--dtype", "float32", "--max-new-tokens", 8)
     out, err = generate("--dtype", "bfloat16", "--page-size", 5, "--max-new-tokens", 8)

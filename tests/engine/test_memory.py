@@ -66,6 +66,7 @@ def peak_of(folder, cache_home):
     return int(re.search(r"VmHWM:\s+(\d+) kB", child.stderr)[1]) * 1024, child.stderr, pages * page_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux for the peak")
 def test_weights_are_held_once(checkpoint, tmp_path):
     """With a new cache folder. MAX has a cache of its own, which knows this model until a source file changes."""

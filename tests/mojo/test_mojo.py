@@ -1,39 +1,18 @@
-"""Runs the Mojo tests, compares addresses with NumPy's, and compiles the tensor map's kernel for sm_90a."""
+"""Runs the Mojo tests, and compares addresses with NumPy's."""
 
 import functools
-import os
 import random
-import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.mojo_programs import ROOT, TESTS, mojo, run_program
-
-TEST_FUNCTIONS = [
-    (path.name, function)
-    for path in sorted(TESTS.glob("test_*.mojo"))
-    for function in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
-]
+from support.mojo_programs import ROOT, mojo, mojo_tests, outcomes, run_program
 
 
-@functools.cache
-def outcomes(file: str) -> tuple[dict[str, str], str]:
-    """PASS or FAIL of each test function of a file, and all that the file printed."""
-    result = run_program(file)
-    output = result.stdout + result.stderr
-    found = {name: outcome for outcome, name in re.findall(r"^ +(PASS|FAIL) \[.*?\] (\w+)", output, re.MULTILINE)}
-    assert (result.returncode == 0) == (set(found.values()) == {"PASS"}), output
-    return found, output
-
-
-@pytest.mark.parametrize(("file", "function"), TEST_FUNCTIONS)
+@pytest.mark.parametrize(("file", "function"), mojo_tests())
 def test_in_mojo(file, function):
-    found, output = outcomes(file)
-    assert found.get(function) == "PASS", output
+    found, output = outcomes()
+    assert found.get((file, function)) == "PASS", output
 
 
 BATCH, LAYERS, HEADS, DIM = 2, 3, 3, 8
@@ -64,36 +43,6 @@ def test_addresses_are_numpys():
         element = view[table[request, token // page_size], token % page_size, head]
         assert byte == element.ctypes.data - base, line
         assert (row * pitch + column) * view.itemsize == element.ctypes.data - view.ctypes.data, line
-
-
-@pytest.fixture(scope="module")
-def sm90_kernel(tmp_path_factory) -> Path:
-    """The PTX of tma_compile.mojo's kernel, compiled without a GPU."""
-    folder = tmp_path_factory.mktemp("sm_90a")
-    target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", folder / "host.s"]
-    result = mojo("build", "--Werror", "-I", ROOT, *target, TESTS / "tma_compile.mojo")
-    assert result.returncode == 0, result.stderr
-    (kernel,) = folder.glob("*.ptx")
-    return kernel
-
-
-def test_tensor_map_compiles_for_sm_90a(sm90_kernel):
-    ptx = sm90_kernel.read_text()
-    assert ".target sm_90a" in ptx
-    # One copy for each swizzle atom of a head of 128 bfloat16.
-    assert ptx.count("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes") == 2
-    assert "mbarrier.try_wait" in ptx
-
-
-def test_ptxas_takes_the_kernel(sm90_kernel):
-    search = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
-    ptxas = shutil.which("ptxas", path=search)
-    if ptxas is None:
-        pytest.skip("no ptxas found: the PTX was not assembled")
-    command = [ptxas, "-arch=sm_90a", "-v", "-o", sm90_kernel.with_suffix(".cubin"), sm90_kernel]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "0 bytes spill stores, 0 bytes spill loads" in result.stderr
 
 
 def test_the_package_compiles_without_a_warning(tmp_path):

@@ -12,6 +12,7 @@ from support import harness
 from support.cases import DTYPES, PAGE_SIZES, STORAGES, CacheCase, build, emptied, normal
 from support.compare import assert_bits_equal
 from support.grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
+from support.properties import examples
 
 GRID = all_pairs(
     {
@@ -110,7 +111,7 @@ def test_every_bit_pattern_arrives(dtype):
     assert_bits_equal(gathered_v, k[::-1], what="v")
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=examples(100), derandomize=True, deadline=None)
 @given(data=st.data())
 def test_any_step(data):
     """New tokens of each request after those it has, in any order among padding; then everything is gathered."""

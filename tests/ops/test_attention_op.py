@@ -16,6 +16,7 @@ from support.attending import AXES, LSE_TOL, REL, compare_with_oracle, mixed_row
 from support.cases import DTYPES, STORAGES, UNUSED_PAGE, CacheCase, build, causal_rows, permuted
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.grids import all_pairs, case_of, setting_id
+from support.properties import examples
 
 GRID = all_pairs(AXES)
 MIXED_GRID = all_pairs(
@@ -273,7 +274,7 @@ def test_worst_error_of_lse_over_lengths():
     assert_lse_close(lse[:, 0], np.log2(length), tol=1e-6, what="lse")
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=examples(200), derandomize=True, deadline=None)
 @given(data=st.data())
 def test_any_options(data):
     draw = data.draw

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from paged_kv import reference
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import to_buffer
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
-from paged_kv.runtime.session import default_runtime
+from support import op_graphs
 from support.cases import STORAGES, UNUSED_PAGE
 from support.compare import assert_bits_equal
 from support.harness import refused
@@ -28,15 +28,14 @@ SIZES = {"P": 40, "S": 5, "Hk": 3, "D": 7, "layers": 4}
 TABLE = np.full((1, 1), UNUSED_PAGE, np.uint32)  # whose pages they are does not matter
 
 
-@pytest.fixture(scope="module")
-def models():
-    """A graph for each storage layout and one for strided views, compiled in one go."""
-    module = Module()
+@op_graphs.add
+def build_graphs(module):
+    """A graph for each storage layout and one for strided views."""
     pairs = [TensorType(I32, ["N"], CPU), TensorType(I32, ["M"], CPU), TensorType(DType.uint32, ["B", "columns"], CPU)]
     for (rank, layout), shape in SHAPES.items():
         arrays = [BufferType(U16, shape, CPU)] * (2 if rank == 4 else 1)
         with Graph(
-            f"{layout}{rank}", input_types=pairs + arrays, custom_extensions=[ops.kernels()], module=module
+            f"copy_{layout}{rank}", input_types=pairs + arrays, custom_extensions=[ops.kernels()], module=module
         ) as graph:
             sources, targets, table, *blocks = graph.inputs
             blocks = [block.buffer for block in blocks]
@@ -44,12 +43,11 @@ def models():
             ops.copy_pages(cache, sources.tensor, targets.tensor)
             graph.output()
     flat = [BufferType(U16, ["k"], CPU), BufferType(U16, ["v"], CPU), TensorType(DType.int64, [12], CPU)]
-    with Graph("STRIDED", input_types=pairs + flat, custom_extensions=[ops.kernels()], module=module) as graph:
+    with Graph("copy_STRIDED", input_types=pairs + flat, custom_extensions=[ops.kernels()], module=module) as graph:
         sources, targets, table, k, v, view = graph.inputs
         cache = PagedCache(k.buffer, v.buffer, table.tensor, "STRIDED", view.tensor)
         ops.copy_pages(cache, sources.tensor, targets.tensor)
         graph.output()
-    return default_runtime().session.load_all(module, custom_extensions=[ops.kernels()])
 
 
 def pool(storage, **sizes):
@@ -59,10 +57,10 @@ def pool(storage, **sizes):
     return [rng.integers(0, 2**16, shape, np.uint16) for _ in range(2 if storage[0] == 4 else 1)]
 
 
-def copy(models, storage, arrays, sources, targets):
+def copy(storage, arrays, sources, targets):
     numbers = [np.array(pages, np.int32) for pages in (sources, targets)]
     rank, layout = storage
-    models[f"{layout}{rank}"].execute(*map(to_buffer, [*numbers, TABLE, *arrays]))
+    op_graphs.models()[f"copy_{layout}{rank}"].execute(*map(to_buffer, [*numbers, TABLE, *arrays]))
 
 
 def pairs_of(count, pages, seed):
@@ -72,27 +70,27 @@ def pairs_of(count, pages, seed):
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("count", [0, 1, 7, 20])
-def test_every_layout(models, storage, count):
+def test_every_layout(storage, count):
     arrays = pool(storage)
     expected = [array.copy() for array in arrays]
     sources, targets = pairs_of(count, SIZES["P"], count)
     reference.copy_pages(expected[0], expected[-1], sources, targets)
-    copy(models, storage, arrays, sources, targets)
+    copy(storage, arrays, sources, targets)
     for array, e in zip(arrays, expected, strict=True):
         assert_bits_equal(array, e, what=f"{count} pages of {storage}")
 
 
-def test_large_pages_go_in_parts(models):
+def test_large_pages_go_in_parts():
     """A page of more elements than a task copies, and not a multiple of them."""
     storage = (6, "NHD")
     arrays = pool(storage, P=5, S=61, Hk=11, D=131, layers=3)  # 5 parts, one element left over
     expected = [array.copy() for array in arrays]
     reference.copy_pages(expected[0], expected[0], np.array([4, 4]), np.array([1, 2]))
-    copy(models, storage, arrays, [4, 4], [1, 2])
+    copy(storage, arrays, [4, 4], [1, 2])
     assert_bits_equal(arrays[0], expected[0], what="large pages")
 
 
-def test_a_view_leaves_what_lies_between(models):
+def test_a_view_leaves_what_lies_between():
     rng = np.random.default_rng(0)
     whole = rng.integers(0, 2**16, (10, 2, 6, 4, 9), np.uint16)
     expected = whole.copy()
@@ -101,7 +99,7 @@ def test_a_view_leaves_what_lies_between(models):
     reference.copy_pages(views[2], views[3], sources, targets)
     k, v, view = cache_operands(views[0], views[1])
     numbers = [to_buffer(pages.astype(np.int32)) for pages in (sources, targets)]
-    models["STRIDED"].execute(*numbers, to_buffer(TABLE), k, v, view)
+    op_graphs.models()["copy_STRIDED"].execute(*numbers, to_buffer(TABLE), k, v, view)
     assert_bits_equal(whole, expected, what="the array behind the view")
 
 
@@ -119,7 +117,7 @@ def test_a_view_leaves_what_lies_between(models):
         ([0, 1], [2], ["targets", 1, 2]),
     ],
 )
-def test_refused(models, storage, sources, targets, words):
+def test_refused(storage, sources, targets, words):
     arrays = pool(storage)
     with refused(*words, unchanged=tuple(arrays)):
-        copy(models, storage, arrays, sources, targets)
+        copy(storage, arrays, sources, targets)

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from paged_kv import reference
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
-from paged_kv.runtime.session import default_runtime
+from support import op_graphs
 from support.cases import STORAGES, Cache, CacheCase, build, emptied
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.grids import tokens_of
@@ -68,7 +68,7 @@ def add_graph(module, storage):
         *[BufferType(F32, plan.blocks, CPU)] * (1 + plan.two_buffers),
     ]
     layer = case_of(storage).layer
-    with Graph(f"{layout}{rank}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+    with Graph(f"step_{layout}{rank}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
         k, v, batch_indices, positions, q, row_batch, row_lengths, indptr, table = (x.tensor for x in graph.inputs[:9])
         blocks = [value.buffer for value in graph.inputs[9:]]
         cache = PagedCache(*blocks, table, layout) if plan.two_buffers else PagedCache.of(*blocks, table, layout)
@@ -77,17 +77,15 @@ def add_graph(module, storage):
         graph.output(o, lse, *ops.gather(cache, indptr, k.shape[0], layer=layer))
 
 
-@pytest.fixture(scope="module")
-def models():
-    """All graphs, compiled in one go."""
-    module = Module()
+@op_graphs.add
+def build_graphs(module):
+    """A graph for each storage layout, and one of ragged_rows."""
     for storage in STORAGES:
         add_graph(module, storage)
     types = [TensorType(U32, ["offsets"], CPU), TensorType(U32, ["B"], CPU), TensorType(DType.int8, ["N"], CPU)]
     with Graph("ragged_rows", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
         row_offsets, cache_lengths, like = (value.tensor for value in graph.inputs)
         graph.output(*ops.ragged_rows(row_offsets, cache_lengths, like.shape[0]))
-    return default_runtime().session.load_all(module, custom_extensions=[ops.kernels()])
 
 
 class Step(NamedTuple):
@@ -113,18 +111,18 @@ class Step(NamedTuple):
         blocks = emptied(cache)
         return Step(*tokens, cache.q, *cache.decode_rows, indptr, cache.lookup_table, blocks.k_blocks, blocks.v_blocks)
 
-    def run(self, models, storage):
+    def run(self, storage):
         rank, layout = storage
         arrays = self if PLANS[storage].two_buffers else self[:-1]
         buffers = [to_buffer(np.ascontiguousarray(array)) for array in arrays[:9]] + [to_buffer(a) for a in arrays[9:]]
-        return [to_numpy(result).copy() for result in models[f"{layout}{rank}"].execute(*buffers)]
+        return [to_numpy(result).copy() for result in op_graphs.models()[f"step_{layout}{rank}"].execute(*buffers)]
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[1]}{storage[0]}")
-def test_append_attend_and_gather_in_one_graph(models, storage):
+def test_append_attend_and_gather_in_one_graph(storage):
     full = build(case_of(storage))
     step = Step.of(full)
-    o, lse, k, v = step.run(models, storage)
+    o, lse, k, v = step.run(storage)
     assert_bits_equal(step.k_blocks, full.k_blocks, what="k_blocks")
     assert_bits_equal(step.v_blocks, full.v_blocks, what="v_blocks")
     assert_bits_equal(k, np.concatenate(full.keys), what="gathered k")
@@ -151,11 +149,11 @@ LOOSE = [storage for storage in STORAGES if PLANS[storage].loose]
         ("positions", np.s_[:-1], ["positions", 34, 35]),
     ],
 )
-def test_sizes_that_only_the_run_shows(models, storage, name, cut, words):
+def test_sizes_that_only_the_run_shows(storage, name, cut, words):
     step = Step.of(build(case_of(storage)))
     step = step._replace(**{name: getattr(step, name)[cut]})
     with refused(*words, unchanged=(step.k_blocks, step.v_blocks)):
-        step.run(models, storage)
+        step.run(storage)
 
 
 @pytest.mark.parametrize("storage", LOOSE, ids=lambda storage: f"{storage[1]}{storage[0]}")
@@ -169,31 +167,31 @@ def test_sizes_that_only_the_run_shows(models, storage, name, cut, words):
         ("indptr", np.s_[:-1], ["indptr", 5, 6]),
     ],
 )
-def test_sizes_of_a_read_that_only_the_run_shows(models, storage, name, cut, words):
+def test_sizes_of_a_read_that_only_the_run_shows(storage, name, cut, words):
     """The graph's append comes first and is in order, so the cache is filled."""
     step = Step.of(build(case_of(storage)))
     step = step._replace(**{name: getattr(step, name)[cut]})
     with refused(*words):
-        step.run(models, storage)
+        step.run(storage)
 
 
-def test_layer_that_only_the_run_shows(models):
+def test_layer_that_only_the_run_shows():
     step = Step.of(build(case_of((6, "NHD"))))
     blocks = step.k_blocks[:, :, :2].copy()
     with refused("layer", 2, unchanged=(blocks,)):
-        step._replace(k_blocks=blocks).run(models, (6, "NHD"))
+        step._replace(k_blocks=blocks).run((6, "NHD"))
 
 
-def test_one_array_is_expected_where_it_holds_both(models):
+def test_one_array_is_expected_where_it_holds_both():
     step = Step.of(build(case_of((5, "HND"))))
     other = step.v_blocks.copy()
     with refused("v_blocks", "two arrays", unchanged=(step.k_blocks, other)):
-        step._replace(v_blocks=other).run(models, (5, "HND"))
+        step._replace(v_blocks=other).run((5, "HND"))
 
 
-def ragged_rows(models, row_offsets, cache_lengths, num_rows):
+def ragged_rows(row_offsets, cache_lengths, num_rows):
     arrays = np.array(row_offsets, np.uint32), np.array(cache_lengths, np.uint32), np.zeros(num_rows, np.int8)
-    results = models["ragged_rows"].execute(*(to_buffer(array) for array in arrays))
+    results = op_graphs.models()["ragged_rows"].execute(*(to_buffer(array) for array in arrays))
     return [to_numpy(result).copy() for result in results]
 
 
@@ -209,10 +207,10 @@ def ragged_rows(models, row_offsets, cache_lengths, num_rows):
         ((), (), 3),
     ],
 )
-def test_ragged_rows(models, new_tokens, cache_lengths, num_rows):
+def test_ragged_rows(new_tokens, cache_lengths, num_rows):
     offsets = np.concatenate([[0], np.cumsum(new_tokens)]).astype(np.uint32)
     expected = reference.ragged_rows(offsets, np.array(cache_lengths, np.uint32), num_rows)
-    results = ragged_rows(models, offsets, cache_lengths, num_rows)
+    results = ragged_rows(offsets, cache_lengths, num_rows)
     for name, result, e in zip(("batch_indices", "positions"), results, expected, strict=True):
         assert_bits_equal(result, e, what=name)
 
@@ -229,6 +227,6 @@ def test_ragged_rows(models, new_tokens, cache_lengths, num_rows):
         ([], ["row_offsets", 0, 3]),
     ],
 )
-def test_row_offsets_that_are_refused(models, offsets, words):
+def test_row_offsets_that_are_refused(offsets, words):
     with refused(*words):
-        ragged_rows(models, offsets, [5, 6], 5)
+        ragged_rows(offsets, [5, 6], 5)

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from max.dtype import DType
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from paged_kv import reference
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
-from paged_kv.runtime.session import default_runtime
+from support import op_graphs
 from support.cases import CacheCase, build
 from support.compare import assert_close, assert_lse_close
 
@@ -25,10 +25,8 @@ GRAPHS = {
 }
 
 
-@pytest.fixture(scope="module")
-def models():
-    """All graphs, compiled in one go."""
-    module = Module()
+@op_graphs.add
+def build_graphs(module):
     for name, (q_dtype, kv_dtype, options, biased, _) in GRAPHS.items():
         types = [
             TensorType(DType[q_dtype], ["R", HEADS, DIM], CPU),
@@ -39,16 +37,17 @@ def models():
             TensorType(DType.float32, [HEADS], CPU),
         ]
         blocks = BufferType(DType[kv_dtype], ["pages", 2, "page_size", KV_HEADS, DIM], CPU)
-        with Graph(name, input_types=[*types, blocks], custom_extensions=[ops.kernels()], module=module) as graph:
+        with Graph(
+            f"options_{name}", input_types=[*types, blocks], custom_extensions=[ops.kernels()], module=module
+        ) as graph:
             q, row_batch, row_lengths, table, slopes, sinks = (value.tensor for value in graph.inputs[:6])
             cache = PagedCache.of(graph.inputs[6].buffer, table)
             heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
             graph.output(*ops.attention(cache, q, row_batch, row_lengths, **options, **heads))
-    return default_runtime().session.load_all(module, custom_extensions=[ops.kernels()])
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_options_in_a_graph(models, name):
+def test_options_in_a_graph(name):
     q_dtype, kv_dtype, options, biased, rel = GRAPHS[name]
     case = CacheCase((0, 1, 40, 17), HEADS, KV_HEADS, DIM, page_size=5, rank=5, dtype=kv_dtype)
     cache = build(case)
@@ -56,7 +55,7 @@ def test_options_in_a_graph(models, name):
     slopes = np.linspace(0.05, -0.1, HEADS).astype(np.float32)
     sinks = np.linspace(-2, 4, HEADS).astype(np.float32)
     arrays = [q, *cache.decode_rows, cache.lookup_table, slopes, sinks, cache.k_blocks]
-    o, lse = (to_numpy(result) for result in models[name].execute(*map(to_buffer, arrays)))
+    o, lse = (to_numpy(result) for result in op_graphs.models()[f"options_{name}"].execute(*map(to_buffer, arrays)))
     heads = {"alibi_slopes": slopes, "sinks": sinks} if biased else {}
     expected = reference.attention(q, *cache.pages, *cache.decode_rows, **options, **heads)
     assert_close(o.astype(np.float64), expected[0], rel=rel, what="o")

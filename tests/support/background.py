@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 
-_POOL = ThreadPoolExecutor(max_workers=1, thread_name_prefix="background")
+_POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="background")
 _lock = threading.Lock()
 _running: set[subprocess.Popen[str]] = set()
 

@@ -5,11 +5,13 @@ import json
 import numpy as np
 import torch
 import transformers
+from max.dtype import DType
 
 from paged_kv.engine.config import load_config
 from paged_kv.engine.demo import VOCAB_SIZE, byte_tokenizer
 from paged_kv.graphs.models.llama import expected_tensors
 
+TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 # What every config.json must say; the rest has defaults.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,6 +72,20 @@ def raw_safetensors(tensors, padding=0):
 def bits(tensor):
     """A torch tensor as a NumPy array of its bits."""
     return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16).numpy()
+
+
+def to_torch(buffer):
+    kind = DType.int32 if buffer.dtype == DType.float32 else DType.int16
+    return torch.from_numpy(buffer.view(kind, buffer.shape).to_numpy().copy()).view(TORCH[buffer.dtype])
+
+
+def assert_same(buffers, tensors):
+    """The loaded Buffers hold the bits of the torch tensors; one NaN is as good as another."""
+    for name, tensor in tensors.items():
+        got = to_torch(buffers[name])
+        nan = got.isnan()
+        assert torch.equal(nan, tensor.isnan()), name
+        np.testing.assert_array_equal(bits(got)[~nan], bits(tensor)[~nan], err_msg=name)
 
 
 def make_checkpoint(folder, *, seed=0, dtype=torch.float32, max_shard_size="5GB", add_bos=True, **overrides):

@@ -1,19 +1,16 @@
 """What the decode tests share: the compiled variants, arrays of every kind, and a case as the API takes it.
 
-Every test module that executes attention imports this one, so that its variants compile in one go.
+Every test module that executes attention imports this one: its variants are those of `harness.py`, compiled in one go.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
-from max.dtype import DType
 
 from paged_kv import reference
 from paged_kv.arrays.host import as_numpy, like, sample_array, to_buffer
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
-from paged_kv.runtime.session import default_runtime
-from paged_kv.runtime.variants import Variant
+from support import harness
 from support.cases import Cache
 from support.compare import assert_close, assert_lse_close
 
@@ -31,10 +28,10 @@ O_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3f
 LSE_TOLERANCE = 1e-5
 
 
-@functools.cache
 def load_variants() -> None:
     """Loads every variant that these tests execute, compiled together where the disk has them not."""
-    default_runtime().load([Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS])
+    assert set(PAIRS) <= set(harness.PAIRS)
+    harness.runtime()
 
 
 def to_kind(array: np.ndarray, kind: str) -> Any:

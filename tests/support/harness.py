@@ -20,6 +20,7 @@ from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
 from support.cases import DTYPES
 from support.compare import assert_bits_equal
+from support.op_graphs import one_process_at_a_time
 
 # Of q and of the cache; a cache narrower than its queries is legal.
 PAIRS = (
@@ -28,17 +29,21 @@ PAIRS = (
     ("bfloat16", "float8_e4m3fn"),
     ("float16", "float8_e5m2"),
 )
+NARROWEST = ("bfloat16", "float8_e5m2")
+"""Has a test of its own."""
 BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
 NONE = np.zeros(0, np.float32)
 
 
 @cache
 def runtime() -> Runtime:
-    """The process's runtime with all that the op tests use: one compile serves them all."""
+    """The process's runtime with all variants that tests/ops and tests/api execute: one compile serves them all."""
     loaded = default_runtime()
     moved = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
     merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in DTYPES]
-    loaded.load([*moved, *merges, *(Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS)])
+    attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in (*PAIRS, NARROWEST)]
+    with one_process_at_a_time("variants"):
+        loaded.load([*moved, *merges, *attentions])
     return loaded
 
 

@@ -37,7 +37,7 @@ def run_tests(target: str, *arguments: str, timeout: int = 1200) -> str:
     A skipped or an absent test is a failure: a path that was not run was not tested.
     """
     paths = [str(TESTS / argument) if argument.endswith(".py") else argument for argument in arguments]
-    options = [f"--cpu-target={target}", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=5"]
+    options = [f"--cpu-target={target}", "-n0", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=5"]
     result = background.run([sys.executable, "-m", "pytest", *options, *paths], timeout=timeout, cwd=TESTS.parent)
     output = result.stdout + result.stderr
     last = result.stdout.strip().splitlines()[-1:]

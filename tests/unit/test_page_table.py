@@ -13,6 +13,7 @@ from paged_kv.errors import ContractError, ContractTypeError, PageTableError, Sh
 from paged_kv.options import NO_PAGE
 from support.cases import UNUSED_PAGE
 from support.kinds import INDEX_KINDS, make
+from support.properties import examples
 
 
 def table(indptr, indices, last_page_len, page_size=4, names=KV_NAMES) -> PageTable:
@@ -140,7 +141,7 @@ def tables(draw: st.DrawFn) -> tuple[PageTable, list[list[int]]]:
     return it, [ids[begin:end] for begin, end in pairwise(indptr)]
 
 
-@settings(max_examples=250, derandomize=True, deadline=None)
+@settings(max_examples=examples(250), derandomize=True, deadline=None)
 @given(tables())
 def test_round_trip_between_the_two_tables(drawn):
     it, pages = drawn
@@ -155,7 +156,7 @@ def test_round_trip_between_the_two_tables(drawn):
         assert length == ((len(owned) - 1) * it.page_size + last if owned else 0)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=examples(100), derandomize=True, deadline=None)
 @given(tables(), st.data())
 def test_every_used_slot_is_found_and_no_other(drawn, data):
     it, pages = drawn

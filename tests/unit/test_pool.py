@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paged_kv.errors import ContractError, ContractTypeError, IntegrityError, PoolExhausted, RequestError
 from paged_kv.pool import PagePool, pages_needed
+from support.properties import examples
 
 
 @pytest.mark.parametrize(
@@ -284,4 +285,4 @@ def _ceil_div(a, b):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -1,0 +1,21 @@
+"""How many cases Hypothesis draws: a test says how many it needs, the run's profile scales that.
+
+`quick` draws a quarter, `default` what the tests say, `ci` four times as many.
+"""
+
+from hypothesis import settings
+
+PERCENT = {"quick": 25, "default": 100, "ci": 400}
+
+for _name, _percent in PERCENT.items():
+    settings.register_profile(_name, max_examples=_percent, deadline=None)
+
+
+def load_profile(name: str | None, *, quick: bool) -> None:
+    """The profile of `--hypothesis-profile`, else that of the tier."""
+    settings.load_profile(name or ("quick" if quick else "default"))
+
+
+def examples(count: int) -> int:
+    """The number of cases where the default profile draws `count`."""
+    return max(1, count * settings().max_examples // 100)
