@@ -18,8 +18,9 @@ PROJECT = PYPROJECT["project"]
 TEST_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest"
 DEMO_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/paged-kv demo"
 TOP_LEVEL = {
-    *("pyproject.toml", "pixi.toml", "README.md", "CHANGELOG.md", "LICENSE"),
-    *("mojo_ops", "python", "graphs", "tests", "benchmarks", "docs"),
+    *("pyproject.toml", "pixi.toml", "mkdocs.yml", "LICENSE"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
+    *("mojo_ops", "python", "graphs", "tests", "benchmarks", "docs", "examples"),
 }
 
 
@@ -35,7 +36,7 @@ def test_max_and_mojo_are_pinned_exactly_and_the_doctor_knows():
 def test_torch_and_transformers_are_in_extras_alone():
     assert names(PROJECT["dependencies"]).isdisjoint({"torch", "transformers"})
     extras = PROJECT["optional-dependencies"]
-    assert set(extras) == {"torch", "test", "bench"}
+    assert set(extras) == {"torch", "test", "bench", "docs"}
     assert extras["torch"] == ["torch==2.13.0"]
     assert {"torch", "transformers", "hypothesis", "pytest"} <= names(extras["test"])
     assert "torch==2.13.0" in extras["test"]
