@@ -7,22 +7,17 @@ they are installed. Exit status 1 where a contract is broken.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from packages import ROOT, modules
+from packages import ROOT, lay_out
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
-        for name, path in modules():
-            target = Path(folder, *name.split("."))
-            target = target / "__init__.py" if path.name == "__init__.py" else target.with_suffix(".py")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / path, target)
+        lay_out(Path(folder))
         # The copy comes before an installed paged_kv.
         environment = {**os.environ, "PYTHONPATH": folder}
         program = "from importlinter.cli import lint_imports_command; lint_imports_command()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,3 +28,12 @@ def modules() -> Iterator[tuple[str, Path]]:
         for file in sorted((ROOT / folder).glob("*.py")):
             name = package if file.stem == "__init__" else f"{package}.{file.stem}"
             yield name, file.relative_to(ROOT)
+
+
+def lay_out(folder: Path) -> None:
+    """Copies every module into `folder` as it is installed, for programs that find packages by their folders."""
+    for name, path in modules():
+        target = folder.joinpath(*name.split("."))
+        target = target / "__init__.py" if path.name == "__init__.py" else target.with_suffix(".py")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, target)
