@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mkdocs.plugins import get_plugin_logger
+from mkdocs.plugins import event_priority, get_plugin_logger
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,12 +24,15 @@ PAGES = {
 }
 """Files of the top folder, and what the site calls them."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+CODE = re.compile(r"^<!-- code: (\S+) -->$", re.MULTILINE)
+"""Where a page wants a file's code; the repository's own view shows nothing there."""
 PICTURES = (".png", ".svg")
 
 log = get_plugin_logger("paged-kv")
 _installed = tempfile.TemporaryDirectory()
 
 
+@event_priority(100)  # before mkdocstrings reads it
 def on_config(config: Any) -> Any:
     """Gives mkdocstrings the modules as they are installed."""
     lay_out(Path(_installed.name))
@@ -68,6 +71,11 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
         relative = posixpath.relpath(on_site, posixpath.dirname(page.file.src_uri) or ".")
         return f"{shows}[{text}]({relative}{'#' + anchor if anchor else ''})"
 
+    def code(match: re.Match[str]) -> str:
+        file = ROOT / match[1]
+        return f"```{file.suffix.replace('.py', '.python')[1:]}\n{file.read_text()}```"
+
+    markdown = CODE.sub(code, markdown)
     # Not inside blocks of code.
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     return "".join(part if index % 2 else LINK.sub(link, part) for index, part in enumerate(parts))
