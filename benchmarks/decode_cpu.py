@@ -11,7 +11,7 @@ results are checked against float64. Peers that are not installed say so in the 
     llama-cpp-python, gguf, diskcache          pip install --no-deps; llama.cpp is compiled then
 
 It takes up to 6 GB of memory (16 GB for the longest case) and about 20 minutes. Prints a table; writes decode_cpu.csv,
-decode_cpu.json and decode_cpu.png.
+decode_cpu.json and decode_cpu.png; with --update-readme also the tables of README.md and docs/performance.md.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from paged_kv.benchmarks.cases import CASES, Case, Selection
 from paged_kv.errors import ContractError, PagedKVError, ToolchainError
 
 HERE = Path(__file__).resolve().parent
+BARS = "docs/pictures/decode_cpu_bars.png"
+"""The README's picture, in a checkout."""
 JOB_SECONDS = 900
 """After which a job is given up: a compile may be part of it."""
 
@@ -43,7 +45,7 @@ JOB_SECONDS = 900
 @click.option("--no-peers", is_flag=True, help="Only ours and the bandwidth.")
 @click.option("--repeats", type=click.IntRange(min=9), default=15, show_default=True, help="Runs behind a median.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the CSV, JSON and PNG.")
-@click.option("--update-readme", is_flag=True, help="Also write the table into this checkout's README.md.")
+@click.option("--update-readme", is_flag=True, help="Also write the tables of this checkout's pages.")
 @click.option("--prefix", default="", metavar="COMMAND", help="Put before every job's command: `numactl -N 0`.")
 @click.option("--list", "only_list", is_flag=True, help="Name the cases and what they should reach.")
 def bench(
@@ -62,9 +64,9 @@ def bench(
     """
     if only_list:
         for case in CASES:
-            asked = [] if case.share is None else [f"{case.share:g} of the bandwidth"]
-            asked += [f"{one.at_least:g}x {one.label}" for one in case.versus if one.at_least is not None]
-            click.echo(f"{case.name:<14}{case.title}: {', '.join(asked) or 'no target'}")
+            targets = [] if case.share is None else [f"{case.share:g} of the bandwidth"]
+            targets += [f"{one.at_least:g}x {one.label}" for one in case.versus if one.at_least is not None]
+            click.echo(f"{case.name:<14}{case.title}: {', '.join(targets) or 'no target'}")
         return
     try:
         selection = Selection.of(names, quick=quick, with_peers=not no_peers)
@@ -72,15 +74,15 @@ def bench(
         known = ", ".join(case.name for case in CASES)
         raise ContractError(f"--cases: {error.args[0]!r} is none of {known}") from None
     folder = out or (None if quick else default_folder())
-    readme = HERE.parent / "README.md"
-    if update_readme and not (readme.is_file() and (HERE / "results").is_dir() and folder):
+    checkout = HERE.parent
+    if update_readme and not ((checkout / "README.md").is_file() and (HERE / "results").is_dir() and folder):
         raise ContractError("--update-readme needs a checkout, and a run that writes files")
     if folder is not None:
         _need("matplotlib", "the picture")
         folder.mkdir(parents=True, exist_ok=True)
     from rich.console import Console
 
-    from paged_kv.benchmarks import report, roofline
+    from paged_kv.benchmarks import bars, report, roofline
 
     results: dict[str, Any] = {}
     for results in Run(selection, repeats, shlex.split(prefix)).results():
@@ -95,8 +97,10 @@ def bench(
     roofline.draw(results, picture)
     click.echo(f"written: {folder / 'decode_cpu'}.json, .csv, .png", err=True)
     if update_readme:
-        where = picture.resolve().relative_to(readme.parent).as_posix()
-        report.update_readme(readme, report.markdown(results, where))
+        bars.draw(results, checkout / BARS)
+        report.update_page(checkout / "README.md", report.summary(results, BARS))
+        where = picture.resolve().relative_to(checkout).as_posix()
+        report.update_page(checkout / "docs" / "performance.md", report.markdown(results, f"../{where}"))
 
 
 def default_folder() -> Path:

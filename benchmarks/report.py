@@ -1,4 +1,4 @@
-"""The results as a table on the terminal, as CSV and JSON, and as the README's section."""
+"""The results as a table on the terminal, as CSV and JSON, and as sections of docs/performance.md and README.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from paged_kv.benchmarks.results import Row, met
 
 BEGIN, END = "<!-- decode_cpu: begin -->", "<!-- decode_cpu: end -->"
-"""What stands between them in the README is written by `--update-readme`."""
+"""What stands between them in a page is written by `--update-readme`."""
 COLUMNS = (
     *("case", "system", "ms", "gb_per_s", "read_gb_per_s", "share", "share_target", "ours_is_faster_by", "at_least"),
     *("relative_error", "note", "machine", "date", "commit"),
@@ -32,11 +32,11 @@ def share_cell(row: Row) -> str:
     return cell if row["share_target"] is None else f"{cell} ({row['share_target']:g})"
 
 
-def versus_lines(row: Row) -> list[str]:
-    """`2.6x vLLM CPU, page 16 (2.5)`, or why there is no figure."""
+def versus_lines(row: Row, *, targets: bool = True) -> list[str]:
+    """`2.6x vLLM CPU, page 16 (2.5)`, or why there is no figure; the target in brackets, where `targets` are wanted."""
     lines = []
     for versus in row["versus"]:
-        wanted = "" if versus["at_least"] is None else f" ({versus['at_least']:g})"
+        wanted = f" ({versus['at_least']:g})" if targets and versus["at_least"] is not None else ""
         if versus["ratio"] is not None:
             lines.append(f"{versus['ratio']:.2g}x {versus['label']}{wanted}")
         elif versus["peers"]:
@@ -55,7 +55,7 @@ def verdict(row: Row) -> str:
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
-    table = Table(title="In brackets: what is asked for", title_justify="left", show_lines=True)
+    table = Table(title="In brackets: the target", title_justify="left", show_lines=True)
     for name in ("case", "ms", "rate", "of read bandwidth", "faster than", "reached"):
         table.add_column(name, justify="right" if name in ("ms", "rate") else "left")
     for row in rows:
@@ -94,38 +94,64 @@ def write_json(results: dict[str, Any], path: Path) -> None:
 
 
 def markdown(results: dict[str, Any], picture: str) -> str:
-    """The README's section: what was measured where, the table, the picture."""
-    rows = results["rows"]
-    measured = [row for row in rows if row["ms"] is not None]
-    systems = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "numpy")
-    dates = ", ".join(sorted({row["date"] for row in measured}))
-    commits = dict.fromkeys(row["commit"] for row in measured)
+    """The section of docs/performance.md: what was measured where, every case with its target, the roofline."""
+    rows = _measured(results)
+    commits = dict.fromkeys(row["commit"] for row in rows)
     lines = [
-        f"{measured[0]['machine']}; {dates}; {systems}. "
-        f"Read bandwidth: {statistics.median([row['read_gb_per_s'] for row in measured]):.0f} GB/s "
+        f"{_where(results)} "
+        f"Read bandwidth: {statistics.median([row['read_gb_per_s'] for row in rows]):.0f} GB/s "
         f"(median over the cases; each share is of its own run's). Commit {', '.join(commits)}. "
-        "In brackets: what is asked for.",
+        "In brackets: the target.",
         "",
         "| case (head_dim 128) | time | rate | of read bandwidth | faster than |",
         "|---|---|---|---|---|",
     ]
-    for row in measured:
+    for row in rows:
         versus = ", ".join(versus_lines(row))
         lines.append(f"| {row['title']} | {_three(row['ms'])} ms | {row['rate']} | {share_cell(row)} | {versus} |")
     return "\n".join([*lines, "", f"![Roofline of the cases]({picture})"])
 
 
-def update_readme(readme: Path, section: str) -> None:
-    """Replaces what stands between the two markers.
+def summary(results: dict[str, Any], picture: str) -> str:
+    """The README's section: the bars, and the cases that were measured against another system."""
+    lines = [
+        f"![Time of other systems in units of paged-kv's]({picture})",
+        "",
+        _where(results),
+        "",
+        "| case | time | rate | faster than |",
+        "|---|---|---|---|",
+    ]
+    for row in _measured(results):
+        if any(versus["ratio"] is not None for versus in row["versus"]):
+            versus = ", ".join(versus_lines(row, targets=False))
+            lines.append(f"| {row['title']} | {_three(row['ms'])} ms | {row['rate']} | {versus} |")
+    return "\n".join(lines)
+
+
+def update_page(page: Path, section: str) -> None:
+    """Replaces what stands between the two markers of a page.
 
     Raises:
         ValueError: the markers are not there.
     """
-    text = readme.read_text()
+    text = page.read_text()
     begin, end = text.find(BEGIN), text.find(END)
     if not 0 <= begin < end:
-        raise ValueError(f"{readme}: no lines {BEGIN} and {END}")
-    readme.write_text(f"{text[: begin + len(BEGIN)]}\n{section}\n{text[end:]}")
+        raise ValueError(f"{page}: no lines {BEGIN} and {END}")
+    page.write_text(f"{text[: begin + len(BEGIN)]}\n{section}\n{text[end:]}")
+
+
+def _measured(results: dict[str, Any]) -> list[Row]:
+    return [row for row in results["rows"] if row["ms"] is not None]
+
+
+def _where(results: dict[str, Any]) -> str:
+    """The machine, the dates and the versions of all systems."""
+    rows = _measured(results)
+    systems = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "numpy")
+    dates = ", ".join(sorted({row["date"] for row in rows}))
+    return f"{rows[0]['machine']}; {dates}; {systems}."
 
 
 def _three(value: float) -> str:

@@ -1,4 +1,4 @@
-"""From a case's jobs to one row of the results: medians, shares, factors, and whether they are what is asked for."""
+"""From a case's jobs to one row of the results: medians, shares, factors, and whether they reach their targets."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mappin
 
 
 def met(row: Row) -> bool | None:
-    """Whether a row reaches all it should; None where nothing is asked for."""
-    asked = [] if row["share_target"] is None else [(row["share"], row["share_target"])]
-    asked += [(one["ratio"], one["at_least"]) for one in row["versus"] if one["at_least"] is not None]
-    asked = [(found, least) for found, least in asked if found is not None]
-    return all(found >= least for found, least in asked) and row["right"] if asked else None
+    """Whether a row reaches all it should; None where it has no target."""
+    pairs = [] if row["share_target"] is None else [(row["share"], row["share_target"])]
+    pairs += [(one["ratio"], one["at_least"]) for one in row["versus"] if one["at_least"] is not None]
+    pairs = [(found, least) for found, least in pairs if found is not None]
+    return all(found >= least for found, least in pairs) and row["right"] if pairs else None
 
 
 def rate(case: Case, seconds: float) -> str:

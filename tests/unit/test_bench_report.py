@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from paged_kv.benchmarks import decode_cpu, report, roofline
+from paged_kv.benchmarks import bars, decode_cpu, report, roofline
 from paged_kv.benchmarks.cases import CASES, QUICK
 from paged_kv.benchmarks.results import met, row_of
 from paged_kv.cli import _run
@@ -144,11 +144,28 @@ def test_the_picture_is_drawn(results, tmp_path):
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_readme_gets_the_table_between_its_markers(results, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.update_readme(readme, report.markdown(results, "benchmarks/results/decode_cpu.png"))
-    text = readme.read_text()
+def test_the_bars_are_drawn(results, tmp_path):
+    bars.draw(results, tmp_path / "b.png")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_gets_what_was_measured_against_others(results):
+    text = report.summary(results, "bars.png")
+    assert "(bars.png)" in text
+    assert "a machine; 2026-11-21; max 26.7.0, torch 2.13.0." in text
+    assert (
+        "| bf16, NHD, page 16, B 8, 32/8, L 4096 | 6.71 ms | 20.0 GB/s | 2x vLLM CPU, page 16, "
+        "1.3x vLLM CPU AMX, best page size, 3x torch SDPA, contiguous," in text
+    )
+    assert "append 1 x 4096" not in text
+    assert "SIGABRT" not in text
+
+
+def test_a_page_gets_the_table_between_its_markers(results, tmp_path):
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.update_page(page, report.markdown(results, "benchmarks/results/decode_cpu.png"))
+    text = page.read_text()
     assert text.startswith(f"before\n{report.BEGIN}\n")
     assert text.endswith(f"\n{report.END}\nafter\n")
     assert "old" not in text
@@ -162,7 +179,7 @@ def test_the_readme_gets_the_table_between_its_markers(results, tmp_path):
     other = tmp_path / "other.md"
     other.write_text("nothing")
     with pytest.raises(ValueError, match="no lines"):
-        report.update_readme(other, "x")
+        report.update_page(other, "x")
 
 
 # --- the command
@@ -190,6 +207,21 @@ def test_the_command_writes_its_files_and_keeps_other_cases(fake_jobs, tmp_path,
     assert written["peaks"] == {"float32": 3e11}
     assert {path.name for path in tmp_path.iterdir()} == {"decode_cpu.json", "decode_cpu.csv", "decode_cpu.png"}
     assert "2x ONNX Runtime GQA (3)" in capsys.readouterr().out
+
+
+def test_update_readme_writes_both_pages(fake_jobs, tmp_path, monkeypatch):  # noqa: ARG001
+    for folder in ("benchmarks/results", "docs/pictures"):
+        (tmp_path / folder).mkdir(parents=True)
+    for page in ("README.md", "docs/performance.md"):
+        (tmp_path / page).write_text(f"{report.BEGIN}\n{report.END}\n")
+    monkeypatch.setattr(decode_cpu, "HERE", tmp_path / "benchmarks")
+    assert _run(["bench", "--cases", "f16", "--update-readme"]) == 0
+    readme, performance = ((tmp_path / page).read_text() for page in ("README.md", "docs/performance.md"))
+    assert "2x ONNX Runtime GQA (3)" in performance
+    assert "(../benchmarks/results/decode_cpu.png)" in performance
+    assert "2x ONNX Runtime GQA, 2x torch SDPA, contiguous |" in readme
+    assert f"({decode_cpu.BARS})" in readme
+    assert (tmp_path / decode_cpu.BARS).is_file()
 
 
 def test_quick_writes_nothing(fake_jobs, tmp_path, monkeypatch):

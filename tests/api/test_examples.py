@@ -1,0 +1,55 @@
+"""Each example runs as it stands and says what it should."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SAYS = {
+    "build_a_graph.py": """\
+52 rows after [0, 0] tokens: o (52, 8, 64)
+2 rows after [20, 32] tokens: o (2, 8, 64)
+2 rows after [21, 33] tokens: o (2, 8, 64)
+56 rows after [0, 0] tokens: o (56, 8, 64)
+the same tokens in one step: largest difference <1e-5>
+""",
+    "flashinfer_style.py": """\
+[20, 33] tokens, o (2, 8, 64) torch.bfloat16
+merged from two parts: largest difference <0.02>
+""",
+    "pool_loop.py": """\
+a: 59 tokens in 4 pages, freed
+b: 34 tokens in 3 pages, freed
+c: 109 tokens in 7 pages, freed
+d: 83 tokens in 6 pages, freed
+12 of 12 pages are free
+request 'too long': num_tokens=193 needs 13 more pages, 12 of 12 are free
+""",
+    "custom_op/mean_key.py": """\
+mean key of each request and head: (2, 2, 64), error <1e-5>
+""",
+}
+"""What each prints; `<bound>` stands for a number that may not be greater."""
+BOUND = re.compile("<(.*?)>")
+
+
+def test_every_example_is_run_and_listed():
+    found = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")}
+    assert found == set(SAYS)
+    for page in ("README.md", "docs/examples.md"):
+        text = (EXAMPLES.parent / page).read_text()
+        assert [name for name in SAYS if f"examples/{name}" not in text] == []
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs_and_is_right(name, capfd):
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capfd.readouterr().out
+    pattern = "".join(re.escape(part) if i % 2 == 0 else "(.*)" for i, part in enumerate(BOUND.split(SAYS[name])))
+    match = re.fullmatch(pattern, printed)
+    assert match, printed
+    for number, bound in zip(match.groups(), BOUND.findall(SAYS[name]), strict=True):
+        assert float(number) <= float(bound)
