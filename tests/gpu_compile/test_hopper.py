@@ -1,6 +1,6 @@
 """The Hopper kernel, compiled for sm_90a without a GPU: what its PTX holds, and what the assembler says of it.
 
-tests/mojo/hopper_compile.mojo launches every form; tests/mojo/test_smem.mojo checks its memory and indices on the CPU.
+tests/mojo/compile_hopper_kernel.mojo launches every form; tests/mojo/test_smem.mojo checks its memory and indices on the CPU.
 """
 
 import os
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from support import gpu_programs
-from support.hopper_forms import products, tensor_kernels
+from support.hopper_variants import products, tensor_kernels
 from support.mojo_programs import run_program
 
 pytestmark = pytest.mark.waits_for(gpu_programs.hopper, gpu_programs.probe)
@@ -114,7 +114,7 @@ def test_boxes_are_where_numpy_finds_the_tokens():
     """Over shuffled pages: each token of `[begin, end)` is in one box, at its row of a tile, from its page and slot."""
     tokens = 300
     table = np.array(random.Random(0).sample(range(1000), -(-tokens // 8)))
-    result = run_program("print_boxes.mojo", str(tokens), *map(str, table))
+    result = run_program("print_copy_boxes.mojo", str(tokens), *map(str, table))
     assert result.returncode == 0, result.stderr
     lines = np.array([line.split() for line in result.stdout.splitlines()], int)
     assert len(lines) > 1000

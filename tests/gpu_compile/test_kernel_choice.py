@@ -7,7 +7,7 @@ from support.mojo_programs import run_program
 
 
 def test_hoppers_choice_is_explained_as_it_is_made():
-    result = run_program("print_kernels.mojo")
+    result = run_program("print_hopper_refusals.mojo")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == len(PAIRS) * 6 * 4 * 10

@@ -2,9 +2,9 @@
 
 from std.utils import IndexList
 
-from mojo_ops.attention.gpu.pages import Pages
+from mojo_ops.attention.gpu.row_page_table import Pages
 from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.gpu_loads import DeviceCache
 from mojo_ops.cache.paged_kv_cache import PagedKVCache
 from mojo_ops.cache.pointers import TablePointer
 from mojo_ops.cache.strides import PageStrides, page_shape

@@ -27,9 +27,9 @@ def job_of(program: str, architecture: str) -> Job[dict[str, str]]:
 
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")
-plain = {architecture: job_of("gpu_compile.mojo", architecture) for architecture in ARCHITECTURES}
+plain = {architecture: job_of("compile_gpu_kernels.mojo", architecture) for architecture in ARCHITECTURES}
 """The kernels for any GPU, a few of each kind."""
-hopper = job_of("hopper_compile.mojo", "sm_90a")
+hopper = job_of("compile_hopper_kernel.mojo", "sm_90a")
 """Every form of the Hopper kernel, and what is launched around it."""
 probe = job_of("wgmma_probe.mojo", "sm_90a")
 

@@ -5,7 +5,7 @@
 
 from max.gpu.host import DeviceContext
 
-from ...cache.device_cache import DeviceCache
+from ...cache.gpu_loads import DeviceCache
 from .generic import attend_plain
 from .hopper.kernel import ON_HOPPER, attend_hopper, hopper_refusal, hopper_takes
 from .params import DecodeRows

@@ -13,10 +13,10 @@ from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
 from max.gpu.primitives import warp
 
-from ...cache.device_cache import DeviceCache, check_alignment, load, load_raw, vector_width, widen
+from ...cache.gpu_loads import DeviceCache, check_alignment, load, load_raw, vector_width, widen
 from ..softmax import MINUS_INFINITY
 from .combine import enqueue_combine, weight
-from .pages import Pages
+from .row_page_table import Pages
 from .params import DecodeRows, NOT_A_NUMBER
 from .rope import Turns, angle
 from .scheduler import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors

@@ -10,7 +10,7 @@ from std.utils import IndexList
 from max.gpu import block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceContext
 
-from ...cache.device_cache import DeviceCache
+from ...cache.gpu_loads import DeviceCache
 from ...cache.pointers import RowPointer, TablePointer
 from ...cache.strides import PageStrides
 from .rows import copy_width

@@ -11,7 +11,7 @@ from std.sys import size_of
 from max.gpu import block_idx, global_idx, thread_idx
 from max.gpu.host import DeviceContext
 
-from ...cache.device_cache import DeviceCache
+from ...cache.gpu_loads import DeviceCache
 from ...cache.pointers import RowPointer, TablePointer
 
 comptime THREADS = 128

@@ -20,10 +20,10 @@ from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 
-from ....cache.device_cache import DeviceCache
+from ....cache.gpu_loads import DeviceCache
 from ....cache.tensor_map import copy_box
 from ..combine import enqueue_combine
-from ..pages import Pages, Place
+from ..row_page_table import Pages, Place
 from ..params import DecodeRows
 from ..scheduler import Partials, WorkList, Workspace, enqueue_schedule, multiprocessors
 from ..split_kv import NO_ROW, WorkBounds

@@ -12,7 +12,7 @@ from max.gpu.host import DeviceBuffer, DeviceContext
 
 from mojo_ops.attention.gpu.hopper.kernel import attend_hopper, hopper_refusal
 from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.gpu_loads import DeviceCache
 from mojo_ops.cache.pointers import untracked
 from mojo_ops.cache.strides import PageStrides
 

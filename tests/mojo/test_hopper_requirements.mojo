@@ -5,7 +5,7 @@ from std.utils import IndexList
 
 from mojo_ops.attention.gpu.hopper.kernel import hopper_refusal, hopper_takes
 from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.gpu_loads import DeviceCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked, untracked_mutable
 

@@ -1,6 +1,6 @@
 """Where the tokens of one row lie, as GPU kernels read the page table."""
 
-from ...cache.device_cache import DeviceCache
+from ...cache.gpu_loads import DeviceCache
 from .params import DecodeRows
 
 

@@ -7,7 +7,7 @@ from mojo_ops.attention.gpu.generic import launch
 from mojo_ops.attention.gpu.params import DecodeRows
 from mojo_ops.attention.gpu.rope import Turns
 from mojo_ops.attention.merge_states import States, merge_on_gpu
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.gpu_loads import DeviceCache
 from mojo_ops.cache.pointers import untracked
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu

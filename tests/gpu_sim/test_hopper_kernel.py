@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from support import gpu_programs
-from support.hopper_forms import form_of, tensor_kernels
+from support.hopper_variants import form_of, tensor_kernels
 from support.ptx_machine import Machine
 from support.ptx_numbers import float8, halves, to_half
 from support.ptx_units import TensorMap

@@ -31,7 +31,7 @@ from mojo_ops.attention.gpu.hopper.shared_memory import (
     fragment_column,
     fragment_row,
 )
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.gpu_loads import DeviceCache
 from mojo_ops.cache.strides import PageStrides
 from support import pages_of, untracked, untracked_mutable
 

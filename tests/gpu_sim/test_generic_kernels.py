@@ -30,7 +30,7 @@ SCHEDULE_THREADS = 1024
 
 @pytest.fixture(scope="module")
 def ptx() -> dict[Any, str]:
-    """The kernels of gpu_compile.mojo: attention by its static shared memory, the others by name and output."""
+    """The kernels of compile_gpu_kernels.mojo: attention by its static shared memory, the others by name and output."""
     found: dict[Any, str] = {}
     for name, text in gpu_programs.plain["sm_90a"]().items():
         if "attend_ite" in name:
@@ -49,7 +49,7 @@ def ptx() -> dict[Any, str]:
 
 @dataclass(frozen=True)
 class Form:
-    """A kernel of gpu_compile.mojo."""
+    """A kernel of compile_gpu_kernels.mojo."""
 
     dtype: str
     kv_dtype: str

@@ -8,7 +8,7 @@ from std.sys import argv
 
 from mojo_ops.attention.gpu.hopper.kernel import find_boxes
 from mojo_ops.attention.gpu.hopper.shared_memory import Box, Tiles
-from mojo_ops.attention.gpu.pages import Pages
+from mojo_ops.attention.gpu.row_page_table import Pages
 from support import pages_of, untracked
 
 
