@@ -36,7 +36,7 @@ from .transfer.checks import check_append, check_gather, check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
 from .transfer.gather import gather_rows
 from .transfer.gpu.copy_pages import copy_pages_on_gpu, whole_pages
-from .transfer.gpu.rows import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
+from .transfer.gpu.append import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
 from .transfer.ragged_rows import fill_rows
 
 

@@ -11,7 +11,7 @@ from mojo_ops.cache.gpu_loads import DeviceCache
 from mojo_ops.cache.pointers import untracked
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu
-from mojo_ops.transfer.gpu.rows import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
+from mojo_ops.transfer.gpu.append import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
 
 
 def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False](ctx: DeviceContext) raises:

@@ -13,7 +13,7 @@ from max.gpu.host import DeviceContext
 from ...cache.gpu_loads import DeviceCache
 from ...cache.pointers import RowPointer, TablePointer
 from ...cache.strides import PageStrides
-from .rows import copy_width
+from .append import copy_width
 
 comptime THREADS = 128
 comptime MOVES = 16
