@@ -20,6 +20,7 @@ from max.runtime.asyncrt import parallelism_level
 
 from .attention.checks import check_heads, check_rows
 from .attention.cpu.dispatch import attend_tiles
+from .attention.cpu.kernel_choice import rotates_keys
 from .attention.cpu.rotary_keys import attend_rows
 from .attention.gpu.dispatch import attend_on_gpu
 from .attention.gpu.params import GpuAttentionParams
@@ -213,10 +214,10 @@ struct Attention:
             attend_on_gpu[gpu_kernel](ctx, params, pair.k, pair.v, rotary, batch_invariant)
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
-            if rows.rope_theta == 0:
-                attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
-            else:
+            if rotates_keys(rows.rope_theta):
                 attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+            else:
+                attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_merge_states")

@@ -1,7 +1,7 @@
 """The kernels for any GPU, as PTX on a model of the hardware (ptx_machine.py), compared with float64.
 
 Schedule, attention and combine run one after the other over one memory, as they do on a stream. Unused slots and pages
-are NaN, the page table is shuffled, threads take turns at random.
+are NaN, the page table is shuffled, threads run in random order.
 """
 
 import math
@@ -21,9 +21,9 @@ from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.grids import tokens_of
 from support.ptx_machine import GLOBAL, Machine
 
-pytestmark = pytest.mark.waits_for(gpu_programs.plain["sm_90a"])
+pytestmark = pytest.mark.waits_for(gpu_programs.generic["sm_90a"])
 
-SLOTS = 3  # of the schedule: few, so that rows are split
+WANTED_ITEMS = 3  # of the schedule: few, so that rows are split
 THREADS = 128
 SCHEDULE_THREADS = 1024
 
@@ -32,24 +32,23 @@ SCHEDULE_THREADS = 1024
 def ptx() -> dict[Any, str]:
     """The kernels of compile_gpu_kernels.mojo: attention by its static shared memory, the others by name and output."""
     found: dict[Any, str] = {}
-    for name, text in gpu_programs.plain["sm_90a"]().items():
-        if "attend_ite" in name:
+    for name, text in gpu_programs.generic["sm_90a"]().items():
+        kind = gpu_programs.kind_of(name)
+        if kind == "attention":
             found[tuple(map(int, re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", text)))] = text
-        elif "combine" in name:
-            kind = next((k for k in ("bf16", "f16") if f"cvt.rn.{k}.f32" in text), "f32")
-            found["combine", kind] = text
-        elif "merge_kernel" in name:
-            found["merge", "bf16" if "cvt.rn.bf16.f32" in text else "f32"] = text
-        elif "schedule" in name:
-            found["schedule"] = text
+        elif kind in ("combine", "merge"):
+            dtype = next((k for k in ("bf16", "f16") if f"cvt.rn.{k}.f32" in text), "f32")
+            found[kind, dtype] = text
+        elif kind == "schedule":
+            found[kind] = text
         else:
-            found[re.search(r"(append|gather|ragged|copy)", name)[1], "v4.b32" in text] = text  # type: ignore[index]
+            found[kind, "v4.b32" in text] = text
     return found
 
 
 @dataclass(frozen=True)
-class Form:
-    """A kernel of compile_gpu_kernels.mojo."""
+class Variant:
+    """An attention kernel of compile_gpu_kernels.mojo."""
 
     dtype: str
     kv_dtype: str
@@ -59,15 +58,15 @@ class Form:
     rel: float
 
 
-FORMS = [
-    Form("bfloat16", "bfloat16", 128, 8, (32768, 512), 1e-2),
-    Form("float16", "float8_e5m2", 64, 4, (16384, 512), 2e-3),
-    Form("bfloat16", "float8_e4m3fn", 256, 8, (32768, 256), 1e-2),
-    Form("float32", "float32", 512, 4, (32768, 128), 1e-5),
+VARIANTS = [
+    Variant("bfloat16", "bfloat16", 128, 8, (32768, 512), 1e-2),
+    Variant("float16", "float8_e5m2", 64, 4, (16384, 512), 2e-3),
+    Variant("bfloat16", "float8_e4m3fn", 256, 8, (32768, 256), 1e-2),
+    Variant("float32", "float32", 512, 4, (32768, 128), 1e-5),
 ]
 ROTARY = [
-    Form("bfloat16", "bfloat16", 128, 4, (16384, 256), 1e-2),
-    Form("float32", "float32", 512, 2, (16384, 64), 1e-5),
+    Variant("bfloat16", "bfloat16", 128, 4, (16384, 256), 1e-2),
+    Variant("float32", "float32", 512, 2, (16384, 64), 1e-5),
 ]
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -76,7 +75,7 @@ SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 class Call:
     """One call of attention on the model."""
 
-    form: Form
+    variant: Variant
     lengths: tuple[int, ...]
     group: int
     page_size: int = 16
@@ -84,22 +83,22 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
     batch_invariant: bool = False
     dim: int = 0
-    """head_dim, where it is not the greatest that the form takes."""
+    """head_dim, where it is not the greatest that the kernel takes."""
 
     def build(self) -> tuple[Cache, np.ndarray]:
         case = CacheCase(
             self.lengths,
             2 * self.group,
             2,
-            self.dim or self.form.dim,
+            self.dim or self.variant.dim,
             self.page_size,
             self.layout,
             5,
-            dtype=self.form.kv_dtype,
+            dtype=self.variant.kv_dtype,
         )
         cache = build(case)
         q = np.random.default_rng(1).standard_normal(cache.q.shape, np.float32)
-        return cache, q.astype(self.form.dtype)
+        return cache, q.astype(self.variant.dtype)
 
     def run(
         self, ptx: dict[Any, str], cache: Cache, q: np.ndarray, row_batch: np.ndarray, row_lengths: np.ndarray
@@ -107,21 +106,21 @@ class Call:
         case, options, rows = cache.case, self.options, len(q)
         memory = bytearray()
         schedule = Machine(ptx["schedule"], memory=memory)
-        attention = Machine(ptx[self.form.shared], 1, memory)
-        combine = Machine(ptx["combine", SHORT[self.form.dtype]], memory=memory)
+        attention = Machine(ptx[self.variant.shared], 1, memory)
+        combine = Machine(ptx["combine", SHORT[self.variant.dtype]], memory=memory)
 
         def put(array: np.ndarray) -> int:
             memory.extend(bytes(-len(memory) % 64))
             return schedule.allocate(array)
 
         heads, dim = case.num_q_heads, case.head_dim
-        nan = np.full((2 * SLOTS + 64, heads, dim), np.nan, np.float32)
+        nan = np.full((2 * WANTED_ITEMS + 64, heads, dim), np.nan, np.float32)
         o_at, lse_at = put(np.full(q.shape, np.nan, q.dtype)), put(nan[0, 0, :1].repeat(rows * heads))
         slopes = options.get("alibi_slopes", np.zeros(0)).astype(np.float32)
         sinks = options.get("sinks", np.zeros(0)).astype(np.float32)
         arrays = [put(array) for array in (q, row_batch, row_lengths, slopes, sinks)]
         table = cache.lookup_table
-        rows_bytes = struct.pack(
+        params_bytes = struct.pack(
             "<7Q6i3f2i4x",
             *(arrays[0], o_at, lse_at, *arrays[1:]),
             *(rows, heads, dim, len(table), table.shape[1] * case.page_size, options.get("window_left", -1)),
@@ -135,32 +134,32 @@ class Call:
             strides = [stride // view.itemsize for stride in view.strides[:3]]
             start = blocks + view.ctypes.data - base
             views.append(view_bytes(start, view.shape, strides, table_at, table.shape))
-        max_items = rows * 64 if self.batch_invariant else rows + SLOTS
-        max_splits = rows if self.batch_invariant else min(rows, SLOTS)
+        max_items = rows * 64 if self.batch_invariant else rows + WANTED_ITEMS
+        max_splits = rows if self.batch_invariant else min(rows, WANTED_ITEMS)
         lists = [put(np.full(4 * max(1, count), 77, np.int32)) for count in (max_items, max_splits)]
-        work = struct.pack(
-            "<3Q4i", *lists, put(np.zeros(1, np.int32)), max_items, max_splits, SLOTS, self.batch_invariant
+        schedule_bytes = struct.pack(
+            "<3Q4i", *lists, put(np.zeros(1, np.int32)), max_items, max_splits, WANTED_ITEMS, self.batch_invariant
         )
         theta, scale = options.get("rope_theta"), options.get("rope_scale", 1.0)
         rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi * scale), theta ** (-2 / dim))
-        turns = struct.pack("<2d", *rotary)
+        rotary_bytes = struct.pack("<2d", *rotary)
         partials = struct.pack("<3Q", put(nan), put(nan[..., 0]), put(nan[..., 0]))
 
-        schedule.launch((1, 1, 1), SCHEDULE_THREADS, [rows_bytes, work])
+        schedule.launch((1, 1, 1), SCHEDULE_THREADS, [params_bytes, schedule_bytes])
         items = schedule.array(lists[0], np.int32, 4 * max_items).reshape(-1, 4)
         self.items = items[items[:, 0] >= 0]
-        parts = -(-self.group // self.form.heads)
+        parts = -(-self.group // self.variant.heads)
         grid = (max_items, case.num_kv_heads, parts)
         if self.batch_invariant:
             grid = (len(self.items) + 1, *grid[1:])  # the rest of the list is blocks that return at once
-        attention.launch(grid, THREADS, [rows_bytes, *views, work, partials, turns])
-        combine.launch((max_splits, heads, 1), THREADS, [rows_bytes, work, partials])
+        attention.launch(grid, THREADS, [params_bytes, *views, schedule_bytes, partials, rotary_bytes])
+        combine.launch((max_splits, heads, 1), THREADS, [params_bytes, schedule_bytes, partials])
         o = np.frombuffer(bytes(memory), q.dtype, q.size, o_at - GLOBAL).reshape(q.shape)
         lse = schedule.array(lse_at, np.float32, rows * heads).reshape(rows, heads)
         return o, lse
 
     def check(self, ptx: dict[Any, str]) -> None:
-        """Decode rows among a row of padding and three that the table has not."""
+        """Decode rows among a row of padding and three that the table does not have."""
         cache, q = self.build()
         count = len(q)
         row_batch = np.array([*range(count), -1, count, 0, 0], np.int32)
@@ -168,7 +167,7 @@ class Call:
         padded = np.concatenate([q, np.full((4, *q.shape[1:]), np.nan, q.dtype)])
         o, lse = self.run(ptx, cache, padded, row_batch, row_lengths)
         expected = reference.attention(q, *cache.pages, *cache.decode_rows, **cache.storage, **self.options)
-        assert_close(o[:count], expected[0], rel=self.form.rel, what=f"o of {self}")
+        assert_close(o[:count], expected[0], rel=self.variant.rel, what=f"o of {self}")
         assert_lse_close(lse[:count], expected[1], tol=1e-5, what=f"lse of {self}")
         assert not o[count].any()
         assert np.isneginf(lse[count]).all()
@@ -189,12 +188,12 @@ ALL = {
     "sinks": np.linspace(-3, 2, 8),
 }
 CALLS = [
-    Call(FORMS[0], (1, 270), 8, page_size=5, layout="HND"),
-    Call(FORMS[0], (0, 33), 11),
-    Call(FORMS[1], (300, 40), 4, options=ALL),
-    Call(FORMS[1], (1030,), 3, batch_invariant=True),
-    Call(FORMS[2], (9, 0), 6, page_size=1),
-    Call(FORMS[3], (20,), 4, options=ALL),
+    Call(VARIANTS[0], (1, 270), 8, page_size=5, layout="HND"),
+    Call(VARIANTS[0], (0, 33), 11),
+    Call(VARIANTS[1], (300, 40), 4, options=ALL),
+    Call(VARIANTS[1], (1030,), 3, batch_invariant=True),
+    Call(VARIANTS[2], (9, 0), 6, page_size=1),
+    Call(VARIANTS[3], (20,), 4, options=ALL),
     Call(ROTARY[0], (12,), 5, page_size=8, options={"rope_theta": 1e4, "window_left": 9}),
     Call(ROTARY[0], (250,), 1, dim=24, options={"rope_theta": 500.0, "rope_scale": 4.0, "window_left": 20}),
     Call(ROTARY[1], (11,), 3, dim=136, options={"rope_theta": 1e4, "rope_scale": 0.1}),
@@ -202,15 +201,15 @@ CALLS = [
 
 
 @pytest.mark.parametrize(
-    "call", CALLS, ids=lambda call: f"{call.form.kv_dtype}-{call.form.dim}-{call.lengths}-{call.group}"
+    "call", CALLS, ids=lambda call: f"{call.variant.kv_dtype}-{call.variant.dim}-{call.lengths}-{call.group}"
 )
 def test_attention(call, ptx):
     call.check(ptx)
     assert (call.items[:, 3] >= 0).any() == (max(call.lengths) > 2 * 128)
 
 
-def test_a_page_that_the_pool_has_not_makes_its_row_nan(ptx):
-    call = Call(FORMS[1], (70, 30), 2)
+def test_a_page_outside_the_pool_makes_its_row_nan(ptx):
+    call = Call(VARIANTS[1], (70, 30), 2)
     cache, q = call.build()
     good, good_lse = call.run(ptx, cache, q, *cache.decode_rows)
     cache.lookup_table[0, 3] = len(cache.k_blocks)
@@ -223,8 +222,8 @@ def test_a_page_that_the_pool_has_not_makes_its_row_nan(ptx):
 
 @pytest.mark.parametrize("dim", [8, 7])
 @pytest.mark.parametrize("op", ["append", "gather"])
-def test_moves(op, dim, ptx):
-    """All tokens, and rows that no place exists for; 8 elements of 16 bits go at once, 7 one by one."""
+def test_append_and_gather(op, dim, ptx):
+    """All tokens, and rows that have no token slot; 8 elements of 16 bits go at once, 7 one by one."""
     cache = build(CacheCase((17, 0, 5), 3, 3, dim, 4, rank=5, dtype="float16"))
     k, v, batch, positions = tokens_of(cache)
     memory = bytearray()
@@ -263,7 +262,7 @@ def test_moves(op, dim, ptx):
 
 
 def test_ragged_rows(ptx):
-    block = Machine(ptx["ragged", False])
+    block = Machine(ptx["ragged_rows", False])
     batch, positions = (block.allocate(np.full(8, 77, np.int32)) for _ in range(2))
     offsets, lengths = (block.allocate(np.array(x, np.uint32)) for x in ([0, 2, 2, 5], [7, 1, 0]))
     numbers = [struct.pack("<Q", batch), struct.pack("<Q", positions), struct.pack("<i", 7)]
@@ -275,9 +274,9 @@ def test_ragged_rows(ptx):
 
 @pytest.mark.parametrize(("dim", "layout"), [(8, "NHD"), (8, "HND"), (7, "NHD")])
 def test_copies_of_pages(dim, layout, ptx):
-    """Pages go where they are to; a pair with a page outside the pool is skipped, and nothing else is touched."""
+    """Each source page is copied to its target; a pair with a page outside the pool is skipped, nothing else is written."""
     cache = build(CacheCase((17, 20, 5), 3, 3, dim, 4, layout=layout, rank=5, dtype="float16"))
-    block = Machine(ptx["copy", dim == 8])
+    block = Machine(ptx["copy_pages", dim == 8])
     at = block.allocate(cache.k_blocks)
     views = []
     for view in reference.cache_views(cache.k_blocks, cache.v_blocks, layout, 0):

@@ -38,7 +38,7 @@ def device_refusal(rotates: Bool) -> String:
     if rotates:
         return "it takes keys as they are stored, the generic kernel rotates them"
     comptime if not ON_HOPPER:
-        return "it is compiled for sm_90a alone"
+        return String("it is compiled for sm_90a alone, not for ", DeviceContext.default_device_info.name)
     return ""
 
 
