@@ -13,7 +13,7 @@ from paged_kv.errors import ContractError, ContractTypeError
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What happens between q . k and the output; the formula is in `mojo_ops/README.md`.
+    """What happens between q . k and the output; the formula is in `mojo_ops/attention/README.md`.
 
     Raises:
         ContractError: a value is not finite or out of range.
