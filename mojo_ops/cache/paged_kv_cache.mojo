@@ -138,7 +138,7 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
         """The most tokens that one `block_paged_ptr` can span: a page's; `UNKNOWN_VALUE` where the type has none."""
         return Self.page_size
 
-    # Sizes: a compile-time constant where the type knows it, so that divisions by it fold away.
+    # Sizes: a compile-time constant where the type has it, so that divisions by it are shifts or products.
 
     @always_inline
     def num_pages(self) -> Int:

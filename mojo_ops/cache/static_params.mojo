@@ -1,11 +1,11 @@
-"""What the type of a cache knows at compile time."""
+"""Sizes that are part of a cache's type."""
 
 from layout import UNKNOWN_VALUE
 
 
 @fieldwise_init
 struct KVCacheStaticParams(Equatable, TrivialRegisterPassable, Writable):
-    """What a cache's type knows at compile time; `UNKNOWN_VALUE` leaves a field to run time."""
+    """Sizes that a cache's type has at compile time; `UNKNOWN_VALUE` leaves a field to run time."""
 
     var num_heads: Int
     """KV heads."""

@@ -94,7 +94,7 @@ def create_box_descriptor[
     strides: PageStrides,
     slots: Int,
 ) raises -> TMADescriptor:
-    """The map of a view `[page, slot, head, dim]` whose box is known at run time, so that one kernel serves every page size.
+    """The map of a view `[page, slot, head, dim]` with a box known at run time: one kernel serves every page size.
 
     `slots` divides the page, so that no box reaches past one. For 16-bit elements a box has one swizzle atom of dims,
     `SWIZZLE_128B`; for 8-bit ones all dims, not swizzled. Raises as `create_tensor_map`.
@@ -122,7 +122,7 @@ def copy_box(
     head: Int,
     dim: Int,
 ):
-    """Starts the copy of one box to `destination`; by one thread. The map must be a constant parameter of the kernel."""
+    """Starts the copy of one box; by one thread. The map must be a constant parameter of the kernel."""
     cp_async_bulk_tensor_shared_cluster_global(
         destination,
         Pointer(to=map).unsafe_bitcast[NoneType](),

@@ -1,4 +1,4 @@
-"""Prints the boxes that the Hopper kernel copies, for tests/gpu_compile/test_hopper.py to compare with NumPy's indexing.
+"""Prints the boxes that the Hopper kernel copies: gpu_compile/test_hopper.py compares them with NumPy's indexing.
 
 Its arguments are the number of tokens, then the page table of one request for pages of 8 slots, which serves larger
 pages as well. A line is: page_size begin end first_token_of_the_box slots row_of_the_tile page slot

@@ -1,4 +1,4 @@
-"""Prints which GPU kernel takes which call on Hopper, for tests/gpu_compile/test_kernel_choice.py to compare with the rules in words.
+"""Prints which calls the Hopper kernel refuses: gpu_compile/test_kernel_choice.py compares them with the rules in words.
 
 A line is: q_dtype kv_dtype head_dim group page_size refusal (or "-").
 """

@@ -1,7 +1,8 @@
 """Both products of the Hopper kernel by themselves, on numbers that ordinary stores have put into shared memory.
 
 Where the kernel's results are wrong on a GPU, this tells whether its operands are to blame: every product is exact,
-and it is repeated with the two strides of a descriptor exchanged. Compiled for sm_90a by tests/gpu_compile/test_hopper.py.
+and it is repeated with the two strides of a descriptor exchanged. Compiled for sm_90a by
+gpu_compile/test_hopper.py.
 """
 
 from std.random import random_si64, seed
@@ -41,8 +42,8 @@ def multiply[
     scores: MutPointer[Float32, MutAnyOrigin],
     sums: MutPointer[Float32, MutAnyOrigin],
 ):
-    """From `tile` `[WGMMA_TILE_TOKENS, DIM]`: scores `[WGMMA_TILE_TOKENS, heads]` with `query` `[heads, DIM]`, sums `[DIM, heads]` with
-    `weights` `[WGMMA_TILE_TOKENS, heads]`.
+    """From `tile` `[64, DIM]`: scores `[64, heads]` with `query` `[heads, DIM]`, sums `[DIM, heads]` with `weights`
+    `[64, heads]`.
     """
     comptime Map = SharedMemoryMap[DType.bfloat16, DIM, heads]
     comptime Fragment = SIMD[DType.float32, heads // 2]

@@ -1,8 +1,8 @@
-"""Attention on any GPU: vector loads, warp shuffles, float32 arithmetic. The fallback, and the reference for other kernels.
+"""Attention on any GPU: vector loads, warp shuffles, float32 arithmetic. The fallback, and the reference.
 
 A CTA serves one item of the schedule for one KV head and up to `HEADS` query heads of its group, which share every
 load of K and V. Its threads form teams of `LANES` lanes: a team takes one token at a time, each lane 16 bytes of its
-head (8 of a float8 head), and keeps a softmax state of its own. The teams' states are merged in shared memory at the end.
+head (8 of a float8 head), and keeps a softmax state of its own. At the end the states are merged in shared memory.
 """
 
 from std.math import ceildiv, cos, exp2, sin
@@ -38,7 +38,7 @@ def attend_generic[
 ) raises:
     """Enqueues attention of every row over the pages of its request; the host waits for nothing.
 
-    Shapes were checked. Lengths, requests and page ids are known to the device only (`README.md`, "What is not refused").
+    Shapes were checked. The device alone has lengths, requests and page ids (`README.md`, "What is not refused").
     """
     check_alignment("k_blocks", k)
     check_alignment("v_blocks", v)

@@ -1,8 +1,9 @@
 """Rotary keys on a GPU: keys lie un-rotated in the cache, and no lane needs another's part of one.
 
 A rotation of both sides keeps their product: q rotated by its position, times a key rotated by the key's, is q rotated
-by their distance, times the key as it is stored. So a key's element `d` counts `cos(rotation_angle) * q[d] + sin(rotation_angle) * partner[d]` times, where
-`partner` is `-q[d + D / 2]` in the first half of a head and `q[d - D / 2]` in the second.
+by their distance, times the key as it is stored. So a key's element `d` is multiplied by
+`cos(angle) * q[d] + sin(angle) * partner[d]`, where `partner` is `-q[d + D / 2]` in the first half of a head and
+`q[d - D / 2]` in the second.
 """
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
@@ -25,7 +26,7 @@ struct RotaryFrequencies(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def of(head_dim: Int, theta: Float32, scale: Float32) -> Self:
-        """Dimension `i` rotates by `theta^(-2 i / D) / scale` radians a token, as `Rotary`; with `theta` 0 not at all."""
+        """Dimension `i` rotates by `theta^(-2 i / D) / scale` radians a token, as in `Rotary`; `theta` 0 is off."""
         if theta == 0:
             return Self(0, 1)
         # The library's own exp is off by 4e-13, which is 4e-7 rotations after a million tokens.
@@ -63,6 +64,6 @@ struct RotaryFrequencies(DevicePassable, TrivialRegisterPassable):
 
 @always_inline
 def rotation_angle[width: Int, //](frequency: SIMD[DType.uint64, width], tokens: Int32) -> SIMD[DType.float32, width]:
-    """Radians in [-pi, pi] for a distance of `tokens`, off by 3e-7 at any distance: whole rotations overflow 64 bits."""
+    """Radians in [-pi, pi] for a distance of `tokens`, off by 3e-7 at most: whole rotations overflow 64 bits."""
     var rotations = (frequency * UInt64(UInt32(tokens))) >> 32
     return rotations.cast[DType.uint32]().cast[DType.int32]().cast[DType.float32]() * Float32(2 * pi / 2**32)

@@ -152,5 +152,5 @@ struct ScheduleBounds(TrivialRegisterPassable):
             var splits = rows if each > 1 else 0
             return Self(0, rows * each, splits * each, splits, True)
         var wanted = max(1, ceildiv(multiprocessors * ITEMS_PER_SM, max(1, ctas_per_item)))
-        # A row that is split has more than `max_item_tiles` >= total / wanted tiles, so fewer than `wanted` rows are split.
+        # A split row has more than `max_item_tiles` >= total / wanted tiles, so fewer than `wanted` rows are split.
         return Self(wanted, rows + wanted, 2 * wanted, min(rows, wanted), False)

@@ -47,7 +47,7 @@ def copy_pages_on_gpu[
     targets: RowPointer,
     count: Int,
 ) raises:
-    """Copies page `sources[i]` to page `targets[i]` in `k`, and where `num_arrays` is 2 in `v`, which is of its shape."""
+    """Copies page `sources[i]` to page `targets[i]` in `k`, and where `num_arrays` is 2 in `v`, of the same shape."""
     if count == 0 or k.slots() == 0 or k.num_heads() * k.head_dim() == 0:
         return
     comptime width = 16 // size_of[dtype]()

@@ -22,7 +22,7 @@ def gather_on_gpu[
     indptr: RowPointer,
     num_rows: Int,
 ) raises:
-    """Copies request `b`'s first tokens to rows `[indptr[b], indptr[b + 1])` of K and V `[num_rows, kv_heads, head_dim]`."""
+    """Copies request `b`'s first tokens to rows `[indptr[b], indptr[b + 1])` of K and V `[num_rows, Hk, D]`."""
     var elements = k.num_heads() * k.head_dim()
     if num_rows == 0 or elements == 0:
         return

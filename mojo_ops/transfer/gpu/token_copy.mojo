@@ -1,8 +1,7 @@
 """What the copies of rows and pages on a GPU share: how wide they are, and where a token lies.
 
 Requests, positions, offsets and page ids lie on the device, where nothing can be refused without a wait. So append does
-not write a row whose token is not in the page table, and gather sets all bits of such a row, which is NaN in every float
-type.
+not write a row whose token is not in the page table, and gather sets all bits of such a row: NaN in every float type.
 """
 
 from std.sys import size_of

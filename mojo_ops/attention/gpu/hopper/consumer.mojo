@@ -5,11 +5,7 @@
 
 from std.math import exp2
 from max.gpu import thread_idx
-from max.gpu.compute.mma import (
-    wgmma_async,
-    wgmma_commit_group_sync,
-    wgmma_fence_aligned,
-)
+from max.gpu.compute.mma import wgmma_async, wgmma_commit_group_sync, wgmma_fence_aligned
 from max.gpu.memory import fence_async_view_proxy
 from max.gpu.primitives import warp
 from max.gpu.sync import named_barrier
@@ -41,7 +37,7 @@ struct Consumer[dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
     """A thread of the warpgroup that computes.
 
     A wgmma's result is `[64, heads]`: tokens for the scores, dims for the sums. A thread holds `WIDTH` numbers of it,
-    in `COLUMNS` columns, the same ones for both: so a head's state sits beside its scores and its sums.
+    in `COLUMNS` columns, the same ones for both: a head's state is in the threads of its scores and its sums.
     """
 
     comptime Map = SharedMemoryMap[Self.kv_dtype, Self.head_dim, Self.heads]
@@ -181,8 +177,8 @@ struct Consumer[dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
     def reduce_over_tile[*, greatest: Bool](self, mut x: Array[Float32, Self.COLUMNS]):
         """The greatest, or the sum, over all rows of a tile; the same bits in every thread.
 
-        `exchange` is free: between its last reads and here lies another barrier of the consumers (in `add_values`, or the
-        one in `load_query`).
+        `exchange` may be overwritten: since its last reads there was another barrier of the consumers (in `add_values`
+        or `load_query`).
         """
         comptime for c in range(Self.COLUMNS):
             # The lanes of a warp that hold the same columns are 4 apart.
@@ -202,8 +198,8 @@ struct Consumer[dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
     @always_inline
     def add_values(mut self, ring: Ring[Self.Map.STAGES], tiles: ItemTiles, tile: Int32):
         """Adds one tile's weighted values."""
-        # The weights of the last tile are no longer read: every warp has since waited for its products (`wait_for_products`) and
-        # then passed the barrier in `reduce_over_tile`.
+        # The weights of the last tile are no longer read: every warp has since waited for its products
+        # (`wait_for_products`), then passed the barrier in `reduce_over_tile`.
         comptime for i in range(0, Self.WIDTH, 2):
             var pair = SIMD[DType.float32, 2](self.scores[i], self.scores[i + 1]).cast[Self.compute]()
             var at = Self.Map.weight_offset(fragment_row(self.thread, i), fragment_column(self.thread, i))

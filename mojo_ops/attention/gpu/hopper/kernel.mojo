@@ -8,8 +8,8 @@ A block of five warps serves one split item for one KV head, in tiles of 64 toke
                          O^T [head_dim, heads] += V^T P^T     wgmma, P is stored to shared memory
 
 With the operands this way round, a group of up to 8 (or 16) query heads is padded to 8 (or 16) and not to 64.
-`shared_memory.mojo` draws the memory, `pipeline.mojo` explains the ring; `README.md` has the whole. Compiled for sm_90a,
-not yet run on a GPU.
+`shared_memory.mojo` draws the memory, `pipeline.mojo` explains the ring; `README.md` describes the whole. Compiled for
+sm_90a, not yet run on a GPU.
 """
 
 from std.utils import StaticTuple

@@ -1,6 +1,7 @@
 """The ring of stages between the producer warp and the consumer warpgroup, and pointers to the rest of shared memory.
 
-A stage holds one tile of K or V and has two mbarriers. A barrier counts its completions (phases); waiting names the parity of one of them.
+A stage holds one tile of K or V and has two mbarriers. A barrier counts its completions (phases); a wait names the
+parity of one of them.
 
     full[s]   completes when all bytes of a fill have arrived       1 arrival (the producer's) + its bytes
     empty[s]  completes when every consumer warp has released it    1 arrival a warp
@@ -56,7 +57,7 @@ struct Ring[stages: Int](TrivialRegisterPassable):
 
     @always_inline
     def consume(self, fill: Int32) -> ConsumerStage[Self.stages]:
-        """`with ring.consume(i) as stage:` read the stage. By all consumer warps; their reads must be complete at the end."""
+        """`with ring.consume(i) as stage:` read the stage. By all consumer warps; all reads are done at the end."""
         return ConsumerStage[Self.stages](self, fill)
 
 

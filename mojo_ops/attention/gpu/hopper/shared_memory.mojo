@@ -98,7 +98,7 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     def box_offset(row: Int, copy: Int) -> Int:
         """Where in a stage the `copy`-th part of a box begins whose first token is the tile's `row`-th.
 
-        Swizzled parts are one atom wide and begin at multiples of `SWIZZLE_PERIOD_BYTES`; of a float8 box there is one part.
+        Swizzled parts are one atom wide and begin at multiples of `SWIZZLE_PERIOD_BYTES`; a float8 box is one part.
         """
         comptime if Self.WIDENED:
             return row * Self.head_dim

@@ -1,4 +1,4 @@
-"""What the kernel knows of wgmma, Hopper's matrix instruction: operands in shared memory, results in registers.
+"""Hopper's matrix instruction, wgmma: its operands in shared memory, its results in registers.
 
 The facts about swizzles, descriptors and fragments are those of the PTX manual (wgmma, "matrix descriptor").
 """
@@ -32,7 +32,7 @@ struct MatrixOperand(TrivialRegisterPassable):
     | swizzled, reduced dimension adjacent | unused | from 8 rows to the next 8 |
     | swizzled, other dimension adjacent | from 64 elements of it to the next 64 | from 8 of the reduced to the next 8 |
     | core matrices, reduced dimension adjacent | from 8 of the reduced to the next 8 | from 8 rows to the next 8 |
-    | core matrices, other dimension adjacent | from 8 of the reduced to the next 8 | from 8 of the other to the next 8 |
+    | core matrices, other dimension adjacent | from 8 of the reduced to the next 8 | from 8 of it to the next 8 |
     """
 
     var start: Int
