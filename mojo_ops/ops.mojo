@@ -1,12 +1,12 @@
 """The registered ops: the only file MAX sees. Each one validates, then dispatches to a kernel.
 
 On a GPU, `view`, `window_left` and `options` lie on the host, everything else on the device. There only shapes and
-options are refused here; `README.md` ("Schedule on the GPU") says what becomes of bad requests, lengths and pages.
+options are refused here; `attention/gpu/README.md` says what becomes of bad requests, lengths and pages.
 
 Operands that every op over pages shares:
     k_blocks, v_blocks: the storage of K and V, changed in place; the same array twice where it holds both.
     lookup_table: `[B, max_pages]` uint32.
-    view: int64, what the shape of the storage does not tell. `[layer]` where the parameter `kv_layout` is
+    view: int64, how the storage is read. `[layer]` where the parameter `kv_layout` is
         "NHD" or "HND" (only rank 6 has layers). Where it is "STRIDED", the storage is flat memory, and view is
         `[pages, page_size, kv_heads, head_dim]`, then `[start, page, slot, head]` strides of K, then of V.
 """
@@ -20,24 +20,26 @@ from max.runtime.asyncrt import parallelism_level
 
 from .attention.checks import check_heads, check_rows
 from .attention.cpu.dispatch import attend_tiles
+from .attention.cpu.kernel_choice import rotates_keys
 from .attention.cpu.rotary_keys import attend_rows
 from .attention.gpu.dispatch import attend_on_gpu
-from .attention.gpu.params import DecodeRows
-from .attention.gpu.rope import Turns
-from .attention.logits import Logits
+from .attention.gpu.params import GpuAttentionParams
+from .attention.gpu.rope import RotaryFrequencies
 from .attention.merge_states import States, merge_on_cpu, merge_on_gpu
-from .attention.params import AttentionRows
+from .attention.operands import AttentionOperands
 from .cache.checks import check_equal
-from .cache.operands import PagedPair, rows_of
+from .cache.operands import KVCachePair, row_pointer
 from .cache.pointers import untracked, untracked_immutable
 from .linear.vectors import linear
-from .transfer.append import NewRows, append_rows
+from .transfer.append import AppendRows, append_rows
 from .transfer.checks import check_append, check_gather, check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
 from .transfer.gather import gather_rows
+from .transfer.gpu.append import append_on_gpu
 from .transfer.gpu.copy_pages import copy_pages_on_gpu, whole_pages
-from .transfer.gpu.rows import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
-from .transfer.ragged_rows import fill_rows
+from .transfer.gpu.gather import gather_on_gpu
+from .transfer.gpu.ragged_rows import ragged_rows_on_gpu
+from .transfer.ragged_rows import fill_ragged_rows
 
 
 @extensibility.register("paged_kv_append")
@@ -61,24 +63,20 @@ struct Append:
         view: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var pair = KVCachePair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         var count = k.dim_size(0)
-        check_equal("v: its number of tokens", v.dim_size(0), count)
+        pair.check_token_rows(k.shape(), v.shape())
         check_equal("batch_indices: its length", batch_indices.dim_size(0), count)
         check_equal("positions: its length", positions.dim_size(0), count)
-        check_equal("k: its number of KV heads", k.dim_size(1), pair.k.num_heads())
-        check_equal("v: its number of KV heads", v.dim_size(1), pair.k.num_heads())
-        check_equal("k: its head_dim", k.dim_size(2), pair.k.head_dim())
-        check_equal("v: its head_dim", v.dim_size(2), pair.k.head_dim())
         var k_rows = untracked(k.unsafe_ptr())
         var v_rows = untracked(v.unsafe_ptr())
-        var requests = rows_of(batch_indices)
+        var requests = row_pointer(batch_indices)
         comptime if is_gpu[target]():
             pair.table.check_shape()
-            append_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, requests, rows_of(positions), count)
+            append_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, requests, row_pointer(positions), count)
         else:
-            check_append(pair.table, requests, rows_of(positions), count)
-            append_rows(pair.k, pair.v, k_rows, v_rows, NewRows(requests, rows_of(positions), count))
+            check_append(pair.table, requests, row_pointer(positions), count)
+            append_rows(pair.k, pair.v, k_rows, v_rows, AppendRows(requests, row_pointer(positions), count))
 
 
 @extensibility.register("paged_kv_gather")
@@ -101,28 +99,24 @@ struct Gather:
         view: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var pair = KVCachePair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         check_equal("indptr: its length", indptr.dim_size(0), pair.table.batch + 1)
-        check_equal("k: its number of KV heads", k.dim_size(1), pair.k.num_heads())
-        check_equal("v: its number of KV heads", v.dim_size(1), pair.k.num_heads())
-        check_equal("k: its head_dim", k.dim_size(2), pair.k.head_dim())
-        check_equal("v: its head_dim", v.dim_size(2), pair.k.head_dim())
-        check_equal("v: its number of tokens", v.dim_size(0), k.dim_size(0))
+        pair.check_token_rows(k.shape(), v.shape())
         var k_rows = untracked(k.unsafe_ptr())
         var v_rows = untracked(v.unsafe_ptr())
         comptime if is_gpu[target]():
             pair.table.check_shape()
-            gather_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, rows_of(indptr), k.dim_size(0))
+            gather_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), k.dim_size(0))
         else:
-            check_gather(pair.table, rows_of(indptr), k.dim_size(0))
-            gather_rows(pair.k, pair.v, k_rows, v_rows, rows_of(indptr), pair.table.batch)
+            check_gather(pair.table, row_pointer(indptr), k.dim_size(0))
+            gather_rows(pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), pair.table.batch)
 
 
 @extensibility.register("paged_kv_copy_pages")
 struct CopyPages:
     """Copies pages inside the pool, in place: page `sources[i]` to page `targets[i]` (both `[N]` int32).
 
-    Of an array of all layers (rank 6) every layer is copied, of a strided view what the view shows.
+    Of an array of all layers (rank 6) every layer is copied, of a strided view its elements alone.
     """
 
     @staticmethod
@@ -137,15 +131,15 @@ struct CopyPages:
         view: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = PagedPair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var pair = KVCachePair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         var count = sources.dim_size(0)
         var pages = pair.table.num_pages
         check_equal("targets: its length", targets.dim_size(0), count)
         comptime if not is_gpu[target]():
-            check_page_pairs(rows_of(sources), rows_of(targets), count, pages)
+            check_page_pairs(row_pointer(sources), row_pointer(targets), count, pages)
         if count == 0 or pages == 0:
             return
-        # Where the array is contiguous, a page is copied with all that it holds.
+        # A page of a contiguous array is copied whole, with every layer of rank 6.
         var elements = k_blocks.size() // pages
         var k_storage = untracked(k_blocks.unsafe_ptr())
         var v_storage = untracked(v_blocks.unsafe_ptr())
@@ -153,17 +147,17 @@ struct CopyPages:
             var k = pair.k
             var v = pair.v
             comptime if kv_layout != "STRIDED":
-                var run = pair.k.num_heads() * pair.k.head_dim()
-                k = whole_pages(k_storage, pages, elements, run, pair.table.entries)
-                v = whole_pages(v_storage, pages, elements, run, pair.table.entries)
-            copy_pages_on_gpu(ctx, k, v, 2 if rank <= 4 else 1, rows_of(sources), rows_of(targets), count)
+                var slot_elements = pair.k.num_heads() * pair.k.head_dim()
+                k = whole_pages(k_storage, pages, elements, slot_elements, pair.table.entries)
+                v = whole_pages(v_storage, pages, elements, slot_elements, pair.table.entries)
+            copy_pages_on_gpu(ctx, k, v, 2 if rank <= 4 else 1, row_pointer(sources), row_pointer(targets), count)
         elif kv_layout == "STRIDED":
-            copy_strided_pages(pair.k, rows_of(sources), rows_of(targets), count)
-            copy_strided_pages(pair.v, rows_of(sources), rows_of(targets), count)
+            copy_strided_pages(pair.k, row_pointer(sources), row_pointer(targets), count)
+            copy_strided_pages(pair.v, row_pointer(sources), row_pointer(targets), count)
         else:
-            copy_whole_pages(k_storage, elements, rows_of(sources), rows_of(targets), count)
+            copy_whole_pages(k_storage, elements, row_pointer(sources), row_pointer(targets), count)
             comptime if rank == 4:
-                copy_whole_pages(v_storage, elements, rows_of(sources), rows_of(targets), count)
+                copy_whole_pages(v_storage, elements, row_pointer(sources), row_pointer(targets), count)
 
 
 @extensibility.register("paged_kv_attention")
@@ -205,50 +199,25 @@ struct Attention:
         options: InputTensor[dtype=DType.float32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = PagedPair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
-        check_equal("options: its length", options.dim_size(0), 5)
-        var option = options.unsafe_ptr()
-        var logits = Logits(
-            scale=option[unsafe_offset=0],
-            soft_cap=option[unsafe_offset=1],
-            window_left=Int(window_left),
-            alibi_slopes=untracked_immutable(alibi_slopes.unsafe_ptr()),
-            has_alibi=alibi_slopes.dim_size(0) > 0,
-            sinks=untracked_immutable(sinks.unsafe_ptr()),
-            has_sinks=sinks.dim_size(0) > 0,
+        var pair = KVCachePair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var call = AttentionOperands[dtype].of(
+            o, lse, q, row_batch, row_lengths, alibi_slopes, sinks, window_left, options
         )
-        var rows = AttentionRows[dtype](
-            untracked(q.unsafe_ptr()),
-            untracked(o.unsafe_ptr()),
-            untracked(lse.unsafe_ptr()),
-            rows_of(row_batch),
-            rows_of(row_lengths),
-            q.dim_size(0),
-            q.dim_size(1),
-            v_scale=option[unsafe_offset=2],
-            rope_theta=option[unsafe_offset=3],
-            rope_scale=option[unsafe_offset=4],
-        )
-        if logits.has_alibi:
-            check_equal("alibi_slopes: its length", alibi_slopes.dim_size(0), rows.num_heads)
-        if logits.has_sinks:
-            check_equal("sinks: its length", sinks.dim_size(0), rows.num_heads)
-        rows.check()
-        check_equal("row_batch: its length", row_batch.dim_size(0), rows.num_rows)
-        check_equal("row_lengths: its length", row_lengths.dim_size(0), rows.num_rows)
+        var rows = call.rows
+        var logits = call.logits
         check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
         logits.check()
         comptime if is_gpu[target]():
             pair.table.check_shape()
-            var device_rows = DecodeRows.of(rows, logits, pair.table, pair.k.head_dim())
-            var turns = Turns.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
-            attend_on_gpu[gpu_kernel](ctx, device_rows, pair.k, pair.v, turns, batch_invariant)
+            var params = GpuAttentionParams.of(rows, logits, pair.table, pair.k.head_dim())
+            var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
+            attend_on_gpu[gpu_kernel](ctx, params, pair.k, pair.v, rotary, batch_invariant)
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
-            if rows.rope_theta == 0:
-                attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
-            else:
+            if rotates_keys(rows.rope_theta):
                 attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+            else:
+                attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_merge_states")
@@ -312,7 +281,7 @@ struct RaggedRows:
             ragged_rows_on_gpu(ctx, requests, tokens, num_rows, offsets, lengths, batch)
         else:
             check_offsets(offsets, batch, num_rows)
-            fill_rows(requests, tokens, num_rows, offsets, lengths, batch)
+            fill_ragged_rows(requests, tokens, num_rows, offsets, lengths, batch)
 
 
 @extensibility.register("paged_kv_linear")

@@ -1,4 +1,4 @@
-"""What is refused of the storage that an op gets, before anything is written.
+"""Checks of the storage that an op gets, before anything is written.
 
 Every message names the argument, the request and the value.
 """

@@ -1,26 +1,22 @@
-"""The operands that every op over pages shares, as kernels take them: views of K and of V, and the page table."""
+"""The operands that every op over pages shares, as kernels take them: views of K and V, and the page table."""
 
 from extensibility import InputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
-from layout import UNKNOWN_VALUE
 from std.utils import IndexList
 
 from .checks import check_equal, check_same_cache, check_view
 from .page_table import PageTable
-from .paged_kv_cache import KVCacheStaticParams, PagedKVCache
+from .paged_kv_cache import DynamicKVCache
 from .pointers import RowPointer, untracked, untracked_immutable
 from .strides import PageStrides, page_shape
 
-comptime Unknown = KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE)
-
 
 @fieldwise_init
-struct PagedPair[dtype: DType](TrivialRegisterPassable):
+struct KVCachePair[dtype: DType](TrivialRegisterPassable):
     """The K and V views of one call, checked against each other, and their page table."""
 
-    comptime Cache = PagedKVCache[Self.dtype, Unknown, UNKNOWN_VALUE]
-    var k: Self.Cache
-    var v: Self.Cache
+    var k: DynamicKVCache[Self.dtype]
+    var v: DynamicKVCache[Self.dtype]
     var table: PageTable
 
     @staticmethod
@@ -32,6 +28,7 @@ struct PagedPair[dtype: DType](TrivialRegisterPassable):
         lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
         view: InputTensor[dtype=DType.int64, rank=1, ...],
     ) raises -> Self:
+        """From an op's operands (`../ops.mojo`); refuses arrays and views that do not hold a cache."""
         var k_storage = untracked(k_blocks.unsafe_ptr())
         var v_storage = untracked(v_blocks.unsafe_ptr())
         var numbers = untracked_immutable(view.unsafe_ptr())
@@ -65,12 +62,21 @@ struct PagedPair[dtype: DType](TrivialRegisterPassable):
         var batch = lookup_table.dim_size(0)
         var max_pages = lookup_table.dim_size(1)
         return Self(
-            Self.Cache(k_storage, shape, k_strides, entries, batch, max_pages),
-            Self.Cache(v_storage, shape, v_strides, entries, batch, max_pages),
+            DynamicKVCache[Self.dtype](k_storage, shape, k_strides, entries, batch, max_pages),
+            DynamicKVCache[Self.dtype](v_storage, shape, v_strides, entries, batch, max_pages),
             PageTable(entries, batch, max_pages, shape[0], shape[1]),
         )
 
+    def check_token_rows(self, k_shape: IndexList[3], v_shape: IndexList[3]) raises:
+        """Checks that k and v `[N, Hk, D]`, the contiguous rows beside the cache, fit it and each other."""
+        check_equal("v: its number of tokens", v_shape[0], k_shape[0])
+        check_equal("k: its number of KV heads", k_shape[1], self.k.num_heads())
+        check_equal("v: its number of KV heads", v_shape[1], self.k.num_heads())
+        check_equal("k: its head_dim", k_shape[2], self.k.head_dim())
+        check_equal("v: its head_dim", v_shape[2], self.k.head_dim())
+
 
 @always_inline
-def rows_of(tensor: InputTensor[dtype=DType.int32, rank=1, ...]) -> RowPointer:
+def row_pointer(tensor: InputTensor[dtype=DType.int32, rank=1, ...]) -> RowPointer:
+    """The address of a vector operand with an int32 for each row."""
     return untracked_immutable(tensor.unsafe_ptr())

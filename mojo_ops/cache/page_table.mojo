@@ -1,4 +1,4 @@
-"""The page table of a call, and what is refused of it.
+"""The page table of a call, and its checks.
 
 Every message names the argument, the request and the value.
 """

@@ -1,7 +1,6 @@
 """PagedKVCache: a register-passable view of the pages of one layer's K or V.
 
-The view owns nothing. `offset` is the only place where an address is computed;
-`README.md` beside this file draws the storage layouts and the arithmetic.
+The view owns nothing. `offset` alone computes addresses; `README.md` draws the layouts and the arithmetic.
 """
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
@@ -9,28 +8,12 @@ from std.utils import IndexList
 from layout import ComptimeInt, Coord, IntTuple, Layout, TileTensor, UNKNOWN_VALUE
 from layout.tile_layout import Layout as TileLayout
 from max.gpu.host import DeviceContext
-from max.gpu.host.nvidia.tma import TMADescriptor, TensorMapSwizzle
+from max.gpu.host.nvidia.tma import TensorMapSwizzle
 
 from .pointers import TablePointer
+from .static_params import KVCacheStaticParams, UNKNOWN_STATIC_PARAMS
 from .strides import PageStrides
-from .tensor_map import PageBox, box_slots, create_box_map, create_page_map
-
-
-@fieldwise_init
-struct KVCacheStaticParams(Equatable, TrivialRegisterPassable, Writable):
-    """What a cache's type knows at compile time; `UNKNOWN_VALUE` leaves a field to run time."""
-
-    var num_heads: Int
-    """KV heads."""
-    var head_size: Int
-    """Elements in one head (head_dim)."""
-    var is_mla: Bool
-    """True where one latent cache serves as both K and V."""
-
-    def __init__(out self, num_heads: Int, head_size: Int):
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.is_mla = False
+from .tensor_map import PageTensorMap, box_slots, create_tensor_map
 
 
 struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: Int](
@@ -50,8 +33,7 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
     comptime kv_params = Self.kv_params_
     comptime page_size_ = Self.page_size
 
-    # All strides but the last are run-time values: one type then stands for
-    # NHD, HND and the buffer of all layers.
+    # All strides but the last are run-time values: one type serves NHD, HND and the buffer of all layers.
     comptime blocks_shape = IntTuple(UNKNOWN_VALUE, Self.page_size, Self.kv_params.num_heads, Self.kv_params.head_size)
     comptime blocks_layout = Layout(Self.blocks_shape, IntTuple(UNKNOWN_VALUE, UNKNOWN_VALUE, UNKNOWN_VALUE, 1))
     comptime BlocksLayout = TileLayout[
@@ -156,7 +138,7 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
         """The most tokens that one `block_paged_ptr` can span: a page's; `UNKNOWN_VALUE` where the type has none."""
         return Self.page_size
 
-    # Sizes: a compile-time constant where the type knows it, so that divisions by it fold away.
+    # Sizes: a compile-time constant where the type has it, so that divisions by it are shifts or products.
 
     @always_inline
     def num_pages(self) -> Int:
@@ -183,6 +165,11 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
             return Self.kv_params.head_size
         else:
             return Int(self.blocks.dim[3]())
+
+    @always_inline
+    def shape(self) -> IndexList[4]:
+        """`(pages, page_size, kv_heads, head_dim)`."""
+        return IndexList[4](self.num_pages(), self.slots(), self.num_heads(), self.head_dim())
 
     @always_inline
     def strides(self) -> PageStrides:
@@ -244,9 +231,8 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
     def row_idx(self, batch_idx: UInt32, tok_idx: UInt32) -> Int:
         """The token's row, where the memory is viewed as a matrix with rows of `row_pitch` elements.
 
-        64 bits, unlike the 32 of MAX's struct: in HND a row is one slot of one head,
-        so a large pool has more than 2^32 of them. Needs a page stride that is a
-        multiple of the slot stride, as in every contiguous layout.
+        64 bits, unlike the 32 of MAX's struct: in HND a row is one slot of one head, so a large pool has more than 2^32
+        of them. Needs a page stride that is a multiple of the slot stride, as in every contiguous layout.
         """
         var page, slot = self.locate(Int(batch_idx), Int(tok_idx))
         return page * (self.strides().page // self.row_pitch()) + slot
@@ -293,48 +279,31 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
 
     def create_tma_tile[
         tile_m: Int, tile_n: Int, swizzle_mode: TensorMapSwizzle, *, is_k_major: Bool = True
-    ](self, ctx: DeviceContext) raises -> PageBox[
+    ](self, ctx: DeviceContext) raises -> PageTensorMap[
         Self.dtype, box_slots(Self.page_size, tile_m), tile_n, swizzle_mode, is_k_major
     ]:
         """The cache's tensor map; `tma_coords` gives the coordinates of a copy.
 
-        Unlike MAX's, which sees a matrix of `row_idx` and `col_idx`, this map has four dimensions
-        `[page, slot, head, dim]`, so that any strides and any number of rows will do; a copy stays
-        within one page and one head, a tile of several pages takes several.
+        Its dimensions are `[page, slot, head, dim]`, so that any strides and any number of rows are valid (MAX's own
+        map is a matrix of `row_idx` and `col_idx`). A copy stays within one page and one head.
 
         Parameters:
             tile_m: Tokens in a tile; a box has as many slots, but no more than a page
-                (where `page_size` is unknown, the caller picks `tile_m` to suit the page).
+                (where `page_size` is unknown, the caller picks a `tile_m` that divides the page).
             tile_n: Elements of a head that one `async_copy_4d` fetches; whole swizzle atoms.
             swizzle_mode: How rows of a box are permuted in shared memory.
-            is_k_major: Whether the matrix multiply reduces over head_dim (K) or over tokens (V).
-                A box has the same bytes either way; only the type tells them apart.
+            is_k_major: Whether the matrix multiply reduces over head_dim (K) or over tokens (V). A box has the same
+                bytes either way; the types differ.
 
         Args:
             ctx: The device that holds the cache.
 
         Raises:
-            Where the hardware cannot address the cache: its address and strides have to be
-            multiples of 16 bytes.
+            Where the hardware cannot address the cache: address and strides must be multiples of 16 bytes.
         """
-        var shape = IndexList[4](self.num_pages(), self.slots(), self.num_heads(), self.head_dim())
-        return create_page_map[box_slots(Self.page_size, tile_m), tile_n, swizzle_mode, is_k_major=is_k_major](
-            ctx, self.blocks.ptr, shape, self.strides()
+        return create_tensor_map[box_slots(Self.page_size, tile_m), tile_n, swizzle_mode, is_k_major=is_k_major](
+            ctx, self.blocks.ptr, self.shape(), self.strides()
         )
-
-    def create_tma_boxes(self, ctx: DeviceContext, slots: Int) raises -> TMADescriptor:
-        """The same map where the box is known at run time, so that one kernel serves every page size.
-
-        Args:
-            ctx: The device that holds the cache.
-            slots: Slots in a box; a divisor of the page, so that no box reaches past one.
-                A box has one swizzle atom of dims (`SWIZZLE_128B`), or all dims of a float8 head, not swizzled.
-
-        Raises:
-            As `create_tma_tile`.
-        """
-        var shape = IndexList[4](self.num_pages(), self.slots(), self.num_heads(), self.head_dim())
-        return create_box_map(ctx, self.blocks.ptr, shape, self.strides(), slots)
 
     @always_inline
     def tma_coords(
@@ -343,3 +312,7 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
         """Where the box begins that starts with this token: `(dim, head, slot, page)`."""
         var page, slot = self.locate(batch_idx, tok_idx)
         return (head_dim_idx, head_idx, slot, page)
+
+
+comptime DynamicKVCache[dtype: DType] = PagedKVCache[dtype, UNKNOWN_STATIC_PARAMS, UNKNOWN_VALUE]
+"""The view that the ops make: page size, KV heads and head_dim are run-time values."""

@@ -1,4 +1,4 @@
-"""Pointers into memory that somebody else owns: what a view, which owns nothing, can hold."""
+"""Pointers into memory that the caller owns: the fields of a view, which owns nothing."""
 
 comptime RowPointer = Pointer[Int32, ImmUntrackedOrigin]
 """A number for each row of a call: its request, position or length."""
@@ -14,4 +14,5 @@ def untracked[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, MutUntrackedOrig
 
 @always_inline
 def untracked_immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrigin]:
+    """As `untracked`, for memory that is only read."""
     return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()

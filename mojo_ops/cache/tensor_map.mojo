@@ -17,7 +17,7 @@ from .strides import PageStrides
 
 comptime MAP_ALIGNMENT = 16
 """Bytes: the hardware takes only addresses and strides that are multiples of this."""
-comptime MAX_BOX = 256
+comptime MAX_BOX_SIDE = 256
 """The most slots, heads or elements along one side of a box."""
 comptime L2_PROMOTION = TensorMapL2Promotion.L2_128B
 
@@ -32,7 +32,9 @@ def atom_size[dtype: DType, swizzle_mode: TensorMapSwizzle]() -> Int:
     return swizzle_mode.bytes() // size_of[dtype]()
 
 
-comptime PageBox[dtype: DType, slots: Int, dims: Int, swizzle_mode: TensorMapSwizzle, is_k_major: Bool] = TMATensorTile[
+comptime PageTensorMap[
+    dtype: DType, slots: Int, dims: Int, swizzle_mode: TensorMapSwizzle, is_k_major: Bool
+] = TMATensorTile[
     dtype,
     # [page, slot, head, dim]
     tile_shape=Coord(ComptimeInt[1](), ComptimeInt[slots](), ComptimeInt[1](), ComptimeInt[dims]()),
@@ -44,38 +46,38 @@ comptime PageBox[dtype: DType, slots: Int, dims: Int, swizzle_mode: TensorMapSwi
 """A map whose `async_copy_4d` fetches `slots` slots of `dims` dims: `[dims / atom, slots, atom]` in shared memory."""
 
 
-def check_page_map(address: Int, shape: IndexList[4], strides: PageStrides, element_bytes: Int) raises:
-    """What the hardware asks of a view `[page, slot, head, dim]` that begins at `address`."""
+def check_tensor_map(address: Int, shape: IndexList[4], strides: PageStrides, element_bytes: Int) raises:
+    """Refuses what the hardware does not support of a view `[page, slot, head, dim]` that begins at `address`."""
     for axis in range(4):
         if shape[axis] < 1:
             raise Error("create_tma_tile: no page, slot, head or dim to copy in a cache of shape ", shape)
     if address % MAP_ALIGNMENT != 0:
         raise Error("create_tma_tile: the address ", address, " is no multiple of ", MAP_ALIGNMENT, " bytes")
-    check_stride("page", strides.page * element_bytes)
-    check_stride("slot", strides.slot * element_bytes)
-    check_stride("head", strides.head * element_bytes)
+    check_map_stride("page", strides.page * element_bytes)
+    check_map_stride("slot", strides.slot * element_bytes)
+    check_map_stride("head", strides.head * element_bytes)
 
 
-def check_stride(what: StaticString, stride: Int) raises:
+def check_map_stride(what: StaticString, stride: Int) raises:
     if stride % MAP_ALIGNMENT != 0:
         raise Error(t"create_tma_tile: the {what} stride of {stride} bytes is no multiple of {MAP_ALIGNMENT} bytes")
 
 
-def create_page_map[
+def create_tensor_map[
     dtype: DType, //, slots: Int, dims: Int, swizzle_mode: TensorMapSwizzle, *, is_k_major: Bool
 ](
     ctx: DeviceContext,
     first: Pointer[Scalar[dtype], MutUntrackedOrigin],
     shape: IndexList[4],
     strides: PageStrides,
-) raises -> PageBox[dtype, slots, dims, swizzle_mode, is_k_major]:
-    """The map of a view `[page, slot, head, dim]` whose element 0 is `first` (`strides.start` is not looked at)."""
+) raises -> PageTensorMap[dtype, slots, dims, swizzle_mode, is_k_major]:
+    """The map of a view `[page, slot, head, dim]` whose element 0 is `first` (`strides.start` is ignored)."""
     comptime atom = atom_size[dtype, swizzle_mode]()
-    comptime assert slots >= 1 and slots <= MAX_BOX, "a box has 1 to 256 slots"
+    comptime assert slots >= 1 and slots <= MAX_BOX_SIDE, "a box has 1 to 256 slots"
     comptime assert dims % atom == 0, "the dims of a tile are whole swizzle atoms"
-    check_page_map(Int(first), shape, strides, size_of[dtype]())
+    check_tensor_map(Int(first), shape, strides, size_of[dtype]())
     return create_tma_descriptor[dtype, 4, swizzle_mode, L2_PROMOTION](
-        # The map only takes the address from it.
+        # The map takes the address alone from the buffer.
         DeviceBuffer[dtype](ctx, first, 1, owning=False),
         shape,
         IndexList[4](strides.page, strides.slot, strides.head, 1),
@@ -83,7 +85,7 @@ def create_page_map[
     )
 
 
-def create_box_map[
+def create_box_descriptor[
     dtype: DType, //
 ](
     ctx: DeviceContext,
@@ -92,17 +94,18 @@ def create_box_map[
     strides: PageStrides,
     slots: Int,
 ) raises -> TMADescriptor:
-    """The map of a view `[page, slot, head, dim]` with boxes of `slots` slots, a number that the kernel need not know.
+    """The map of a view `[page, slot, head, dim]` with a box known at run time: one kernel serves every page size.
 
-    For 16-bit elements a box has one swizzle atom of dims, `SWIZZLE_128B`; for 8-bit ones all dims, not swizzled.
+    `slots` divides the page, so that no box reaches past one. For 16-bit elements a box has one swizzle atom of dims,
+    `SWIZZLE_128B`; for 8-bit ones all dims, not swizzled. Raises as `create_tensor_map`.
     """
-    check_page_map(Int(first), shape, strides, size_of[dtype]())
+    check_tensor_map(Int(first), shape, strides, size_of[dtype]())
     comptime swizzle = TensorMapSwizzle.SWIZZLE_NONE if size_of[dtype]() == 1 else TensorMapSwizzle.SWIZZLE_128B
     var dims = shape[3] if size_of[dtype]() == 1 else atom_size[dtype, swizzle]()
-    # Copied as bits: the maps know no float8.
-    comptime moved = DType.uint8 if size_of[dtype]() == 1 else dtype
-    return create_tma_descriptor[moved, 4, swizzle, L2_PROMOTION](
-        DeviceBuffer[moved](ctx, first.unsafe_bitcast[Scalar[moved]](), 1, owning=False),
+    # Copied as bits: tensor maps have no float8.
+    comptime bits_dtype = DType.uint8 if size_of[dtype]() == 1 else dtype
+    return create_tma_descriptor[bits_dtype, 4, swizzle, L2_PROMOTION](
+        DeviceBuffer[bits_dtype](ctx, first.unsafe_bitcast[Scalar[bits_dtype]](), 1, owning=False),
         shape,
         IndexList[4](strides.page, strides.slot, strides.head, 1),
         IndexList[4](1, slots, 1, dims),
@@ -112,16 +115,16 @@ def create_box_map[
 @always_inline
 def copy_box(
     map: TMADescriptor,
-    target: Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
+    destination: Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
     barrier: Pointer[SharedMemBarrier, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
     page: Int,
     slot: Int,
     head: Int,
     dim: Int,
 ):
-    """Starts the copy of one box to `target`; by one thread. The map has to lie in a kernel's constant parameters."""
+    """Starts the copy of one box; by one thread. The map must be a constant parameter of the kernel."""
     cp_async_bulk_tensor_shared_cluster_global(
-        target,
+        destination,
         Pointer(to=map).unsafe_bitcast[NoneType](),
         barrier,
         IndexList[4](dim, head, slot, page),

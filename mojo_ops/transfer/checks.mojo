@@ -1,4 +1,4 @@
-"""What append, gather and ragged rows refuse, before anything is written.
+"""Checks of append, gather and ragged rows, before anything is written.
 
 Every message names the argument, the request and the value.
 """

@@ -11,7 +11,7 @@ comptime ELEMENTS_PER_TASK = 128 * 1024
 
 
 def check_page_pairs(sources: RowPointer, targets: RowPointer, count: Int, num_pages: Int) raises:
-    """Every page exists, no page is written twice, and none is both read and written: so their order is all one."""
+    """Every page exists, no page is written twice, and none is both read and written: their order is free."""
     comptime WRITTEN = 1
     comptime READ = 2
     var uses = List[UInt8](length=num_pages, fill=0)
@@ -41,7 +41,7 @@ def copy_whole_pages[
     targets: RowPointer,
     count: Int,
 ):
-    """Copies pages of an array whose pages are contiguous, all that they hold: of rank 6, every layer."""
+    """Copies whole pages of an array whose pages are contiguous; at rank 6 that is every layer."""
     var parts = max(1, ceildiv(page_elements, ELEMENTS_PER_TASK))
 
     def task(index: Int) {var blocks, var page_elements, var sources, var targets, var parts}:
@@ -57,7 +57,7 @@ def copy_whole_pages[
 
 
 def copy_strided_pages(cache: PagedKVCache, sources: RowPointer, targets: RowPointer, count: Int):
-    """Copies pages of a view, head by head of every slot: nothing between them is touched."""
+    """Copies pages of a view, head by head of every slot: memory between them is not written."""
 
     def task(pair: Int) {var cache, var sources, var targets}:
         var source = Int(sources[unsafe_offset=pair])

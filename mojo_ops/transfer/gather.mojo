@@ -3,12 +3,10 @@
 from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.memory import unsafe_memcpy
-from std.sys import size_of
 
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
-
-comptime BYTES_PER_TASK = 256 * 1024
+from .slot_layout import SlotLayout, rows_per_task
 
 
 def gather_rows(
@@ -24,17 +22,16 @@ def gather_rows(
     `indptr` was checked, and so were the pages (`check_gather`).
     """
     var count = Int(indptr[unsafe_offset=batch])
-    var row_bytes = max(1, k_cache.num_heads() * k_cache.head_dim() * size_of[k_cache.dtype]())
-    var rows_per_task = max(1, BYTES_PER_TASK // row_bytes)
-    var tasks = ceildiv(count, rows_per_task)
+    var task_rows = rows_per_task(k_cache)
+    var tasks = ceildiv(count, task_rows)
 
-    def task(index: Int) {var k_cache, var v_cache, var k, var v, var indptr, var count, var rows_per_task, var tasks}:
-        var begin = index % tasks * rows_per_task
-        var end = min(count, begin + rows_per_task)
+    def task(index: Int) {var k_cache, var v_cache, var k, var v, var indptr, var count, var task_rows, var tasks}:
+        var begin = index % tasks * task_rows
+        var end = min(count, begin + task_rows)
         if index < tasks:
-            gather_some(k_cache, k, indptr, begin, end)
+            gather_range(k_cache, k, indptr, begin, end)
         else:
-            gather_some(v_cache, v, indptr, begin, end)
+            gather_range(v_cache, v, indptr, begin, end)
 
     if tasks == 1:
         task(0)
@@ -43,28 +40,27 @@ def gather_rows(
         sync_parallelize(task, 2 * tasks)
 
 
-def gather_some(cache: PagedKVCache, target: cache.BlocksPointer, indptr: RowPointer, begin: Int, end: Int):
+def gather_range(cache: PagedKVCache, output: cache.BlocksPointer, indptr: RowPointer, begin: Int, end: Int):
     """Rows `[begin, end)`, a page's slots in one copy where they are adjacent."""
-    var heads = cache.num_heads()
-    var dim = cache.head_dim()
-    var whole_slots = cache.strides().head == dim or heads == 1
-    var whole_runs = whole_slots and cache.strides().slot == heads * dim
+    var layout = SlotLayout.of(cache)
     var request = 0
     var row = begin
     while row < end:
         while Int(indptr[unsafe_offset=request + 1]) <= row:
             request += 1
         var token = row - Int(indptr[unsafe_offset=request])
-        var at = target.unsafe_offset(row * heads * dim)
+        var at = output.unsafe_offset(row * layout.elements())
         var length = 1
-        if whole_runs:
+        if layout.adjacent_slots:
             var last = min(end, Int(indptr[unsafe_offset=request + 1]))
             length = min(last - row, cache.slots() - token % cache.slots())
-        if whole_slots:
-            unsafe_memcpy(dest=at, src=cache.block_paged_ptr[1](request, token, 0), count=length * heads * dim)
+        if layout.adjacent_heads:
+            unsafe_memcpy(dest=at, src=cache.block_paged_ptr[1](request, token, 0), count=length * layout.elements())
         else:
-            for head in range(heads):
+            for head in range(layout.num_heads):
                 unsafe_memcpy(
-                    dest=at.unsafe_offset(head * dim), src=cache.block_paged_ptr[1](request, token, head), count=dim
+                    dest=at.unsafe_offset(head * layout.head_dim),
+                    src=cache.block_paged_ptr[1](request, token, head),
+                    count=layout.head_dim,
                 )
         row += length

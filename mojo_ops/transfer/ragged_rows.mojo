@@ -3,7 +3,7 @@
 from ..cache.pointers import TablePointer
 
 
-def fill_rows(
+def fill_ragged_rows(
     batch_indices: Pointer[Int32, MutUntrackedOrigin],
     positions: Pointer[Int32, MutUntrackedOrigin],
     num_rows: Int,

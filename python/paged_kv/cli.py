@@ -86,7 +86,7 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
     click.echo(render(report))
     if explain:
         devices = report.architectures if arch is None else [arch]
-        click.echo(explain_kernels(devices, head_dim, group, page_size))
+        click.echo(explain_kernels(devices, head_dim, group, page_size, report.target))
     return report.exit_status
 
 

@@ -54,7 +54,7 @@ def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What happens between q . k and the output; the formula is in `mojo_ops/README.md`.
+    """What happens between q . k and the output; the formula is in `mojo_ops/attention/README.md`.
 
     Raises:
         ContractError: a value is not finite or out of range.

@@ -1,6 +1,6 @@
 """Every other entry of the API on a GPU, without one: torch tensors on the CPU stand in, NumPy is the oracle.
 
-What only a GPU can show (streams, kernels) is in tests/gpu; the kernels run in test_gpu_machine.py.
+What only a GPU can show (streams, kernels) is in tests/gpu; the kernels run in tests/gpu_sim.
 """
 
 import numpy as np

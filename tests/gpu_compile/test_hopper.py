@@ -1,6 +1,7 @@
 """The Hopper kernel, compiled for sm_90a without a GPU: what its PTX holds, and what the assembler says of it.
 
-tests/mojo/hopper_compile.mojo launches every form; tests/mojo/test_smem.mojo checks its memory and indices on the CPU.
+tests/mojo/compile_hopper_kernel.mojo launches every variant; tests/mojo/test_hopper_item.mojo checks its memory and
+indices on the CPU.
 """
 
 import os
@@ -14,25 +15,25 @@ import numpy as np
 import pytest
 
 from support import gpu_programs
-from support.hopper_forms import products, tensor_kernels
+from support.hopper_variants import products, tensor_kernels
 from support.mojo_programs import run_program
 
 pytestmark = pytest.mark.waits_for(gpu_programs.hopper, gpu_programs.probe)
 
 # Query and cache: bf16, f16; bf16 and f16 with e4m3, bf16 with e5m2. Three head_dims, groups up to 8 and 16.
 PAIRS = 5
-FORMS = PAIRS * 3 * 2
+VARIANTS = PAIRS * 3 * 2
 
 
 @pytest.fixture(scope="module")
 def kernels() -> list[str]:
-    """The PTX of each form of the kernel."""
+    """The PTX of each variant of the kernel."""
     found = tensor_kernels(gpu_programs.hopper())
-    assert len(found) == FORMS
+    assert len(found) == VARIANTS
     return found
 
 
-def test_tiles_come_by_tma_and_go_to_the_tensor_cores(kernels):
+def test_tma_copies_tiles_for_the_tensor_cores(kernels):
     shapes = set()
     for ptx in kernels:
         assert ".target sm_90a" in ptx
@@ -73,7 +74,7 @@ def test_a_wait_and_a_fence_stand_where_they_must(kernels):
         assert any(before.split()[:2] == ["fence.proxy.async", "bar.sync"] for before, _, _ in batches), text
 
 
-def test_ptxas_takes_every_form_without_a_spill(kernels, tmp_path):
+def test_ptxas_takes_every_variant_without_a_spill(kernels, tmp_path):
     search = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
     ptxas = shutil.which("ptxas", path=search)
     if ptxas is None:
@@ -103,18 +104,18 @@ def test_ptxas_takes_every_form_without_a_spill(kernels, tmp_path):
 
 def test_the_probe_multiplies_as_the_kernel_does():
     """8 and 16 heads, with strides as they are and exchanged: the program for a GPU where results are wrong."""
-    forms = [products(ptx) for ptx in tensor_kernels(gpu_programs.probe())]
-    assert len(forms) == 3 + 4
-    for form in forms:
-        columns = form[0][0]
-        assert form.count((columns, "bf16", 0, 0)) == form.count((columns, "bf16", 1, 1)) == 8 == len(form) // 2
+    variants = [products(ptx) for ptx in tensor_kernels(gpu_programs.probe())]
+    assert len(variants) == 3 + 4
+    for found in variants:
+        columns = found[0][0]
+        assert found.count((columns, "bf16", 0, 0)) == found.count((columns, "bf16", 1, 1)) == 8 == len(found) // 2
 
 
 def test_boxes_are_where_numpy_finds_the_tokens():
     """Over shuffled pages: each token of `[begin, end)` is in one box, at its row of a tile, from its page and slot."""
     tokens = 300
     table = np.array(random.Random(0).sample(range(1000), -(-tokens // 8)))
-    result = run_program("print_boxes.mojo", str(tokens), *map(str, table))
+    result = run_program("print_copy_boxes.mojo", str(tokens), *map(str, table))
     assert result.returncode == 0, result.stderr
     lines = np.array([line.split() for line in result.stdout.splitlines()], int)
     assert len(lines) > 1000

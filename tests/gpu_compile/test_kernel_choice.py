@@ -1,47 +1,105 @@
-"""What people are told about kernels is what the kernels' own choice is."""
+"""What people are told about kernels: the kernels' own rules, for every pair of dtypes, on the CPU and on GPUs."""
+
+from functools import cache
 
 import pytest
 
-from paged_kv.runtime.kernel_choice import PAIRS, Call, choose, explain, hopper_refusal
+from paged_kv.errors import ToolchainError
+from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
+from paged_kv.runtime.doctor import explain_kernels
+from paged_kv.runtime.kernel_choice import explain
+from support.dtype_pairs import PAIRS
 from support.mojo_programs import run_program
 
 
-def test_hoppers_choice_is_explained_as_it_is_made():
-    result = run_program("print_kernels.mojo")
+def refusal_in_words(q_dtype: str, kv_dtype: str, head_dim: int, group: int, page_size: int) -> str:
+    """What the Hopper kernel's README says that it requires, in the order in which it is checked."""
+    if q_dtype == "float32" or (kv_dtype != q_dtype and not kv_dtype.startswith("float8")):
+        return f"it takes bfloat16 or float16 with a cache of the same or float8, not {q_dtype} with {kv_dtype}"
+    if head_dim not in (64, 128, 256):
+        return f"it takes head_dim 64, 128 and 256, not {head_dim}"
+    if group > 16:
+        return f"it takes up to 16 query heads a KV head, not {group}"
+    if page_size % 8:
+        return f"it copies 8 slots of a page and more at once; page_size {page_size} is no multiple of 8"
+    return "-"
+
+
+def test_hoppers_refusals():
+    result = run_program("print_hopper_refusals.mojo")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == len(PAIRS) * 6 * 4 * 10
     taken = 0
     for line in lines:
         q_dtype, kv_dtype, head_dim, group, page_size, found = line.split(maxsplit=5)
-        told = hopper_refusal(Call(q_dtype, kv_dtype, int(head_dim), int(group), int(page_size)))
-        assert found.removeprefix("it ") == (told or "-"), line
+        assert found == refusal_in_words(q_dtype, kv_dtype, int(head_dim), int(group), int(page_size)), line
         taken += found == "-"
     assert taken == 6 * 3 * 3 * 5  # dtype pairs, head_dims, groups and page sizes that the Hopper kernel serves
 
 
+@cache
+def explained(architecture: str | None, head_dim: int, group: int, page_size: int) -> dict[tuple[str, str], str]:
+    """By the dtypes of q and of the cache: the kernel and the reason. Rotary keys are ("rotary", "keys")."""
+    target = None if architecture else apply_cpu_target()
+    lines = [line.split(maxsplit=3) for line in explain(architecture, head_dim, group, page_size, target)]
+    *pairs, rotary = lines
+    assert rotary[:3] == ["rotary", "keys,", "any"]
+    assert {over for _, over, _, _ in pairs} == {"over"}
+    found = {(q_dtype, kv_dtype): choice for q_dtype, _, kv_dtype, choice in pairs}
+    assert len(found) == len(pairs) == len(PAIRS)
+    return {**found, ("rotary", "keys"): rotary[3].removeprefix("dtypes").strip()}
+
+
+ROTARY = ("rotary", "keys")
+HALF = ("bfloat16", "bfloat16")
+
+
 @pytest.mark.parametrize(
-    ("architecture", "call", "kernel", "word"),
+    ("architecture", "sizes", "pair", "kernel", "word"),
     [
-        (None, Call("float32", "float32", 8, 1, 1), "decode_tiles", "without rotary"),
-        (None, Call("float32", "float32", 8, 1, 1, rotary=True), "decode_cpu", "rotated"),
-        ("sm_90a", Call("bfloat16", "bfloat16", 128, 4, 16), "decode_hopper", "holds"),
-        ("sm_90a", Call("bfloat16", "bfloat16", 128, 4, 5), "decode_gpu", "page_size 5"),
-        ("sm_90a", Call("bfloat16", "bfloat16", 80, 4, 16), "decode_gpu", "head_dim 64, 128 and 256, not 80"),
-        ("sm_90a", Call("bfloat16", "bfloat16", 128, 4, 16, rotary=True), "decode_gpu", "rotates them"),
-        ("sm_100a", Call("bfloat16", "bfloat16", 128, 4, 16), "decode_gpu", "sm_100a is not sm_90a"),
-        ("gfx942", Call("float16", "float16", 128, 4, 16), "decode_gpu", "gfx942"),
+        (None, (8, 1, 1), ("float32", "float32"), "cpu/vectors", "AMX"),
+        (None, (8, 1, 1), ROTARY, "cpu/rotary_keys", "rotated"),
+        ("sm_90a", (128, 4, 16), HALF, "gpu/hopper", "holds"),
+        ("sm_90a", (128, 4, 5), HALF, "gpu/generic", "page_size 5"),
+        ("sm_90a", (80, 4, 16), HALF, "gpu/generic", "head_dim 64, 128 and 256, not 80"),
+        ("sm_90a", (128, 4, 16), ROTARY, "gpu/generic", "rotates them"),
+        ("sm_100a", (128, 4, 16), HALF, "gpu/generic", "sm_90a alone, not for B200"),
+        ("gfx942", (128, 4, 16), ("float16", "float16"), "gpu/generic", "sm_90a alone, not for MI300X"),
     ],
 )
-def test_choices(architecture, call, kernel, word):
-    choice = choose(call, architecture)
-    assert choice.kernel == kernel
-    assert word in choice.why
+def test_choices(architecture, sizes, pair, kernel, word):
+    found, why = explained(architecture, *sizes)[pair].split(": ", 1)
+    assert found == kernel
+    assert word in why
 
 
-def test_explain_has_a_line_for_every_pair():
-    lines = explain("sm_90a", 128, 4, 16)
-    assert len(lines) == len(PAIRS) + 1
-    for (q_dtype, kv_dtype), line in zip(PAIRS, lines, strict=False):
-        assert line.split()[:3] == [q_dtype, "over", kv_dtype]
-        assert ("decode_hopper: " in line) == (q_dtype != "float32")
+def test_every_pair_on_hopper():
+    choices = explained("sm_90a", 128, 4, 16)
+    assert list(choices) != []
+    for pair in PAIRS:
+        refusal = refusal_in_words(*pair, 128, 4, 16)
+        expected = "gpu/hopper: all that it requires holds" if refusal == "-" else f"not gpu/hopper: {refusal}"
+        assert choices[pair].removeprefix("gpu/generic: ") == expected
+
+
+def test_every_pair_on_the_cpu():
+    """AMX is for bfloat16 queries alone, and only where the CPU has it."""
+    choices = explained(None, 8, 1, 1)
+    has_amx = "amx_bf16" in CpuInfo.read().flags
+    for q_dtype, kv_dtype in PAIRS:
+        kernel = choices[q_dtype, kv_dtype].split(":")[0]
+        assert kernel in (("cpu/vectors", "cpu/amx") if has_amx and q_dtype == "bfloat16" else ("cpu/vectors",))
+
+
+def test_an_unknown_gpu_is_one_line():
+    with pytest.raises(ToolchainError, match="sm_1") as error:
+        explain("sm_1", 128, 4, 16)
+    assert "\n" not in str(error.value)
+
+
+def test_the_doctor_prints_a_block_for_each_device():
+    text = explain_kernels(["sm_90a", "sm_90a"], 128, 4, 16, apply_cpu_target())
+    blocks = text.strip().split("\n\n")
+    assert [block.split(":")[0] for block in blocks] == ["cpu", "sm_90a"]
+    assert all(len(block.splitlines()) == 1 + len(PAIRS) + 1 for block in blocks)

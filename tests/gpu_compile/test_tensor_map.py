@@ -12,10 +12,10 @@ from support.mojo_programs import TESTS, mojo, package
 
 @pytest.fixture(scope="module")
 def sm90_kernel(tmp_path_factory) -> Path:
-    """The PTX of tma_compile.mojo's kernel, compiled without a GPU."""
+    """The PTX of compile_tensor_map.mojo's kernel, compiled without a GPU."""
     folder = tmp_path_factory.mktemp("sm_90a")
     target = ["--target-accelerator", "sm_90a", "--emit", "asm", "-o", folder / "host.s"]
-    result = mojo("build", "--Werror", "-I", package(), *target, TESTS / "tma_compile.mojo")
+    result = mojo("build", "--Werror", "-I", package(), *target, TESTS / "compile_tensor_map.mojo")
     assert result.returncode == 0, result.stderr
     (kernel,) = folder.glob("*.ptx")
     return kernel

@@ -1,4 +1,4 @@
-"""Prints where PagedKVCache says each token's heads lie, for tests/test_mojo.py to compare with NumPy's views.
+"""Prints where PagedKVCache says each token's heads lie, for test_mojo.py to compare with NumPy's views.
 
 Its arguments are the page table, `[BATCH, pages of a request]`, over a pool of as many pages and one more.
 A line is: kv_layout rank half layer page_size request token head row_idx col_idx row_pitch byte
@@ -6,9 +6,8 @@ A line is: kv_layout rank half layer page_size request token head row_idx col_id
 
 from std.sys import argv
 from std.utils import IndexList
-from layout import UNKNOWN_VALUE
 
-from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides, page_shape
 from support import untracked, untracked_mutable
 
@@ -29,7 +28,7 @@ def print_view[kv_layout: StaticString, rank: Int](table: List[UInt32], page_siz
     var storage = List[BFloat16](length=shape.flattened_length(), fill=0)
     var base = untracked_mutable(storage)
     var max_pages = len(table) // BATCH
-    var cache = PagedKVCache[DType.bfloat16, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE](
+    var cache = DynamicKVCache[DType.bfloat16](
         base,
         page_shape[kv_layout](shape),
         PageStrides.of[kv_layout](shape, half == 1, layer),

@@ -2,10 +2,9 @@
 
 from std.utils import IndexList
 
-from mojo_ops.attention.gpu.pages import Pages
-from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.cache.device_cache import DeviceCache
-from mojo_ops.cache.paged_kv_cache import PagedKVCache
+from mojo_ops.attention.gpu.row_page_table import RowPageTable
+from mojo_ops.attention.gpu.params import GpuAttentionParams
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import TablePointer
 from mojo_ops.cache.strides import PageStrides, page_shape
 
@@ -19,13 +18,13 @@ def untracked_mutable[T: ImplicitlyCopyable](mut list: List[T]) -> Pointer[T, Mu
     return list.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
 
 
-def pages_of(table: TablePointer, num_pages: Int, page_size: Int) -> Pages:
+def page_table_of(table: TablePointer, num_pages: Int, page_size: Int) -> RowPageTable:
     """The page table of one row, as a GPU kernel reads it; `table` has to outlive it."""
-    comptime Cache = DeviceCache[DType.bfloat16]
+    comptime Cache = DynamicKVCache[DType.bfloat16]
     var row_batch = List[Int32](length=1, fill=0)
     var nothing = List[Float32](length=1, fill=0)
     var numbers = untracked_mutable(nothing)
-    var rows = DecodeRows[DType.bfloat16](
+    var params = GpuAttentionParams[DType.bfloat16](
         numbers.unsafe_bitcast[BFloat16](),
         numbers.unsafe_bitcast[BFloat16](),
         numbers,
@@ -47,7 +46,7 @@ def pages_of(table: TablePointer, num_pages: Int, page_size: Int) -> Pages:
     )
     var shape = IndexList[4](num_pages, page_size, 1, 64)
     var cache = Cache(numbers.unsafe_bitcast[BFloat16](), shape, PageStrides(0, 64, 64, 64), table, 1, 1)
-    var pages = Pages(0, rows, cache)
+    var pages = RowPageTable(0, params, cache)
     _ = (row_batch^, nothing^)
     return pages
 

@@ -4,16 +4,16 @@ from std.ffi import external_call
 from std.math import cos, log, sin
 from std.testing import TestSuite, assert_almost_equal, assert_equal
 
-from mojo_ops.attention.gpu.rope import Turns, angle
+from mojo_ops.attention.gpu.rope import RotaryFrequencies, rotation_angle
 
 
 def check(head_dim: Int, theta: Float64, scale: Float64) raises:
-    var turns = Turns.of(head_dim, Float32(theta), Float32(scale))
+    var frequencies = RotaryFrequencies.of(head_dim, Float32(theta), Float32(scale))
     for i in range(head_dim // 2):
         var frequency = external_call["exp", Float64](-2 * Float64(i) / Float64(head_dim) * log(theta)) / scale
         for tokens in [0, 1, 7, 4097, 131_071, 1_048_576]:
             var expected = frequency * Float64(tokens)
-            var found = angle[width=1](turns.frequency(Int32(i)), Int32(tokens)).cast[DType.float64]()
+            var found = rotation_angle[width=1](frequencies.frequency(Int32(i)), Int32(tokens)).cast[DType.float64]()
             assert_almost_equal(cos(found), cos(expected), atol=3e-7, rtol=0)
             assert_almost_equal(sin(found), sin(expected), atol=3e-7, rtol=0)
 
@@ -26,8 +26,8 @@ def test_angles_are_those_of_float64() raises:
 
 
 def test_no_theta_is_off() raises:
-    assert_equal(Turns.of(64, 0, 1).is_on(), False)
-    assert_equal(Turns.of(64, 10000, 1).is_on(), True)
+    assert_equal(RotaryFrequencies.of(64, 0, 1).rotates(), False)
+    assert_equal(RotaryFrequencies.of(64, 10000, 1).rotates(), True)
 
 
 def main() raises:

@@ -1,7 +1,8 @@
 """Both products of the Hopper kernel by themselves, on numbers that ordinary stores have put into shared memory.
 
 Where the kernel's results are wrong on a GPU, this tells whether its operands are to blame: every product is exact,
-and it is repeated with the two strides of a descriptor exchanged. Compiled for sm_90a by tests/test_hopper.py.
+and it is repeated with the two strides of a descriptor exchanged. Compiled for sm_90a by
+gpu_compile/test_hopper.py.
 """
 
 from std.random import random_si64, seed
@@ -11,25 +12,24 @@ from max.gpu.host import DeviceBuffer, DeviceContext, FuncAttribute
 from max.gpu.memory import AddressSpace, external_memory, fence_async_view_proxy
 from max.gpu.sync import barrier
 
-from mojo_ops.attention.gpu.hopper.consumer import settle
-from mojo_ops.attention.gpu.hopper.shared_memory import (
-    ATOM,
-    CHUNK,
-    CONSUMERS,
-    Operand,
-    SharedMemory,
-    TILE,
+from mojo_ops.attention.gpu.hopper.shared_memory import SharedMemoryMap
+from mojo_ops.attention.gpu.hopper.tiles import WGMMA_TILE_TOKENS
+from mojo_ops.attention.gpu.hopper.wgmma import (
+    ATOM_ELEMENTS,
+    CONSUMER_THREADS,
+    MatrixOperand,
     WGMMA_K,
     fragment_column,
     fragment_row,
+    wait_for_products,
 )
 
 comptime DIM = 128
 
 
-def exchanged(operand: Operand, really: Bool) -> Operand:
+def exchanged(operand: MatrixOperand, really: Bool) -> MatrixOperand:
     if really:
-        return Operand(operand.start, operand.stride, operand.leading, operand.swizzled)
+        return MatrixOperand(operand.start, operand.stride, operand.leading, operand.swizzled)
     return operand
 
 
@@ -42,27 +42,27 @@ def multiply[
     scores: MutPointer[Float32, MutAnyOrigin],
     sums: MutPointer[Float32, MutAnyOrigin],
 ):
-    """From `tile` `[TILE, DIM]`: scores `[TILE, heads]` with `query` `[heads, DIM]`, sums `[DIM, heads]` with
-    `weights` `[TILE, heads]`.
+    """From `tile` `[64, DIM]`: scores `[64, heads]` with `query` `[heads, DIM]`, sums `[DIM, heads]` with `weights`
+    `[64, heads]`.
     """
-    comptime Map = SharedMemory[DType.bfloat16, DIM, heads]
+    comptime Map = SharedMemoryMap[DType.bfloat16, DIM, heads]
     comptime Fragment = SIMD[DType.float32, heads // 2]
     var memory = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=1024]()
     var base = UInt32(Int(memory))
     var thread = Int(thread_idx.x)
-    # Slot 1 of the ring, so that a forgotten slot shows.
-    comptime at = Map.SLOT_BYTES
-    for i in range(thread, TILE * DIM, CONSUMERS):
+    # Stage 1 of the ring, so that a forgotten stage offset shows.
+    comptime at = Map.STAGE_BYTES
+    for i in range(thread, WGMMA_TILE_TOKENS * DIM, CONSUMER_THREADS):
         var token, dim = divmod(i, DIM)
-        var offset = at + Map.widened(token, dim // 8) + (dim % 8) * 2
+        var offset = at + Map.widened_offset(token, dim // 8) + (dim % 8) * 2
         memory.unsafe_offset(offset).unsafe_bitcast[BFloat16]()[] = tile[unsafe_offset=i]
-    for i in range(thread, heads * DIM, CONSUMERS):
+    for i in range(thread, heads * DIM, CONSUMER_THREADS):
         var head, dim = divmod(i, DIM)
-        var offset = Map.query(head, dim // 8) + (dim % 8) * 2
+        var offset = Map.query_offset(head, dim // 8) + (dim % 8) * 2
         memory.unsafe_offset(offset).unsafe_bitcast[BFloat16]()[] = query[unsafe_offset=i]
-    for i in range(thread, TILE * heads, CONSUMERS):
+    for i in range(thread, WGMMA_TILE_TOKENS * heads, CONSUMER_THREADS):
         var token, head = divmod(i, heads)
-        memory.unsafe_offset(Map.weights(token, head)).unsafe_bitcast[BFloat16]()[] = weights[unsafe_offset=i]
+        memory.unsafe_offset(Map.weight_offset(token, head)).unsafe_bitcast[BFloat16]()[] = weights[unsafe_offset=i]
     fence_async_view_proxy()
     barrier()
 
@@ -72,24 +72,26 @@ def multiply[
     comptime for step in range(DIM // WGMMA_K):
         var a = Descriptor(exchanged(Map.key_operand(at, step), exchange_a).descriptor(base))
         var b = Descriptor(exchanged(Map.query_operand(step), exchange_b).descriptor(base))
-        s = wgmma_async[TILE, heads, WGMMA_K, a_type=DType.bfloat16, b_type=DType.bfloat16](a, b, s)
+        s = wgmma_async[WGMMA_TILE_TOKENS, heads, WGMMA_K, a_type=DType.bfloat16, b_type=DType.bfloat16](a, b, s)
     wgmma_commit_group_sync()
-    settle(s)
+    wait_for_products(s)
     comptime for i in range(heads // 2):
         scores.unsafe_store(fragment_row(thread, i) * heads + fragment_column(thread, i), s[i])
     comptime for atom in range(Map.ATOMS):
         var o = Fragment(0)
         wgmma_fence_aligned()
-        comptime for step in range(TILE // WGMMA_K):
+        comptime for step in range(WGMMA_TILE_TOKENS // WGMMA_K):
             var a = Descriptor(exchanged(Map.value_operand(at, atom, step), exchange_a).descriptor(base))
             var b = Descriptor(exchanged(Map.weight_operand(step), exchange_b).descriptor(base))
             o = wgmma_async[
                 64, heads, WGMMA_K, a_type=DType.bfloat16, b_type=DType.bfloat16, layout_a="col", layout_b="row"
             ](a, b, o)
         wgmma_commit_group_sync()
-        settle(o)
+        wait_for_products(o)
         comptime for i in range(heads // 2):
-            sums.unsafe_store((atom * ATOM + fragment_row(thread, i)) * heads + fragment_column(thread, i), o[i])
+            sums.unsafe_store(
+                (atom * ATOM_ELEMENTS + fragment_row(thread, i)) * heads + fragment_column(thread, i), o[i]
+            )
 
 
 def integers(ctx: DeviceContext, count: Int) raises -> DeviceBuffer[DType.bfloat16]:
@@ -102,11 +104,11 @@ def integers(ctx: DeviceContext, count: Int) raises -> DeviceBuffer[DType.bfloat
 
 def check[heads: Int, exchange_a: Bool = False, exchange_b: Bool = False](ctx: DeviceContext) raises -> Bool:
     """Whether both products are right, bit for bit."""
-    comptime Map = SharedMemory[DType.bfloat16, DIM, heads]
-    var tile = integers(ctx, TILE * DIM)
+    comptime Map = SharedMemoryMap[DType.bfloat16, DIM, heads]
+    var tile = integers(ctx, WGMMA_TILE_TOKENS * DIM)
     var query = integers(ctx, heads * DIM)
-    var weights = integers(ctx, TILE * heads)
-    var scores = ctx.enqueue_create_buffer[DType.float32](TILE * heads)
+    var weights = integers(ctx, WGMMA_TILE_TOKENS * heads)
+    var scores = ctx.enqueue_create_buffer[DType.float32](WGMMA_TILE_TOKENS * heads)
     var sums = ctx.enqueue_create_buffer[DType.float32](DIM * heads)
     comptime kernel = multiply[heads, exchange_a, exchange_b]
     ctx.enqueue_function[kernel](
@@ -116,7 +118,7 @@ def check[heads: Int, exchange_a: Bool = False, exchange_b: Bool = False](ctx: D
         scores,
         sums,
         grid_dim=1,
-        block_dim=CONSUMERS,
+        block_dim=CONSUMER_THREADS,
         shared_mem_bytes=Map.BYTES,
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(Map.BYTES)),
     )
@@ -126,14 +128,14 @@ def check[heads: Int, exchange_a: Bool = False, exchange_b: Bool = False](ctx: D
     with tile.map_to_host() as x, query.map_to_host() as q, weights.map_to_host() as p:
         with scores.map_to_host() as s, sums.map_to_host() as o:
             for head in range(heads):
-                for token in range(TILE):
+                for token in range(WGMMA_TILE_TOKENS):
                     var dot = Float32(0)
                     for dim in range(DIM):
                         dot += x[token * DIM + dim].cast[DType.float32]() * q[head * DIM + dim].cast[DType.float32]()
                     wrong_scores += 1 if s[token * heads + head] != dot else 0
                 for dim in range(DIM):
                     var sum = Float32(0)
-                    for token in range(TILE):
+                    for token in range(WGMMA_TILE_TOKENS):
                         sum += (
                             x[token * DIM + dim].cast[DType.float32]() * p[token * heads + head].cast[DType.float32]()
                         )
@@ -147,7 +149,7 @@ def check[heads: Int, exchange_a: Bool = False, exchange_b: Bool = False](ctx: D
         "; wrong scores:",
         wrong_scores,
         "of",
-        TILE * heads,
+        WGMMA_TILE_TOKENS * heads,
         "; wrong sums:",
         wrong_sums,
         "of",

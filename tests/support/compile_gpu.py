@@ -23,8 +23,8 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
     from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
     from paged_kv.graphs import ops
-    from paged_kv.runtime.kernel_choice import PAIRS
     from paged_kv.runtime.variants import Variant
+    from support.dtype_pairs import PAIRS
 
     ops.kernels = lambda: Path(kernels)  # precompiled: each graph would parse the sources again
     gpu = DeviceRef.GPU(0)

@@ -22,15 +22,33 @@ def compile_program(program: str, architecture: str) -> dict[str, str]:
         return {path.name: path.read_text() for path in Path(folder).glob(suffix)}
 
 
+KINDS = {
+    "attention": "attention_gpu_generi",
+    "combine": "attention_gpu_combin",
+    "schedule": "attention_gpu_schedu",
+    "merge": "attention_merge_state",
+    "append": "transfer_gpu_append",
+    "gather": "transfer_gpu_gather",
+    "ragged_rows": "transfer_gpu_ragged",
+    "copy_pages": "transfer_gpu_copy_pa",
+}
+"""What each kernel of compile_gpu_kernels.mojo does, by its module: the compiler shortens the names of kernels."""
+
+
+def kind_of(name: str) -> str:
+    (kind,) = (kind for kind, part in KINDS.items() if part in name)
+    return kind
+
+
 def job_of(program: str, architecture: str) -> Job[dict[str, str]]:
     return Job(lambda: compile_program(program, architecture))
 
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "gfx942")
-plain = {architecture: job_of("gpu_compile.mojo", architecture) for architecture in ARCHITECTURES}
+generic = {architecture: job_of("compile_gpu_kernels.mojo", architecture) for architecture in ARCHITECTURES}
 """The kernels for any GPU, a few of each kind."""
-hopper = job_of("hopper_compile.mojo", "sm_90a")
-"""Every form of the Hopper kernel, and what is launched around it."""
+hopper = job_of("compile_hopper_kernel.mojo", "sm_90a")
+"""Every variant of the Hopper kernel, and what is launched around it."""
 probe = job_of("wgmma_probe.mojo", "sm_90a")
 
 

@@ -1,6 +1,6 @@
 """Blocks of a PTX kernel on a model of a Hopper multiprocessor: enough of PTX for the kernels of mojo_ops.
 
-Threads take turns at random, copies of the TMA unit arrive late, and what is stored without a proxy fence is not to be
+Threads run in random order, copies of the TMA unit arrive late, and what is stored without a proxy fence is not to be
 read by a wgmma: so a wrong index, a wait too few or too many (a deadlock), and a missing fence show without a GPU.
 The model is written from the PTX manual, not from the kernel.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from support.ptx_numbers import halves
 from support.ptx_program import PARAMETER_BYTES, PARAMETERS, SHARED, Thread, program_of
-from support.ptx_units import Barrier, TensorMap, operand_addresses, places_of_sums, swizzled
+from support.ptx_units import Barrier, TensorMap, operand_addresses, positions_of_sums, swizzled
 
 GLOBAL = 1 << 33
 
@@ -21,7 +21,7 @@ class Machine:
 
     Args:
         ptx: The kernel's text.
-        seed: Of the order in which threads take turns.
+        seed: Of the order in which threads run.
         memory: Global memory, where several kernels share it.
         shared_bytes: Of shared memory.
     """
@@ -69,10 +69,10 @@ class Machine:
         assert address % size == 0, "unaligned store"
         if space == "shared":
             assert SHARED <= address <= len(self.shared) - size, "shared memory"
-            place = slice(address, address + size)
-            self.shared[place] = raw
-            self.unfenced[place] = thread + 1
-            self.stored.setdefault(thread, []).append(place)
+            span = slice(address, address + size)
+            self.shared[span] = raw
+            self.unfenced[span] = thread + 1
+            self.stored.setdefault(thread, []).append(span)
         else:
             at = address - GLOBAL
             assert 0 <= at <= len(self.memory) - size, f"global address {address:x}"
@@ -111,8 +111,8 @@ class Machine:
         self.barriers[barrier].settle()
 
     def fence(self, thread: int) -> None:
-        for place in self.stored.pop(thread, ()):
-            part = self.unfenced[place]
+        for span in self.stored.pop(thread, ()):
+            part = self.unfenced[span]
             part[part == thread + 1] = 0
 
     # Tensor cores
@@ -129,7 +129,7 @@ class Machine:
         assert all(t.waits_for[1] == (a, b, scale) for t in group), "descriptors differ inside a warpgroup"
         with np.errstate(invalid="ignore", over="ignore"):
             product = self.operand(a, 64, a_transposed, kind) @ self.operand(b, columns, b_transposed, kind).T
-            sums = product[places_of_sums(columns)]
+            sums = product[positions_of_sums(columns)]
             if scale:
                 before = [[t.registers[register] for register in t.waits_for[2]] for t in group]
                 sums = np.array(before, np.uint32).view(np.float32) + sums
@@ -172,7 +172,7 @@ class Machine:
         assert not self.copies, "copies still under way at the end of a block"
 
     def advance(self, t: Thread) -> bool:
-        """Runs a thread to where it has to wait."""
+        """Runs a thread until it has to wait."""
         if t.done:
             return False
         if t.waits_for:
@@ -188,7 +188,7 @@ class Machine:
         return True
 
     def release(self, everyone: list[Thread], warp: list[Thread]) -> bool:
-        """Lets threads go that have met where they had to, now that this warp has moved."""
+        """Releases threads that wait for each other and have all arrived, after this warp has run."""
         kinds = {t.waits_for[0] if t.waits_for else None for t in warp}
         moved = False
         if kinds == {"warp"}:

@@ -1,4 +1,4 @@
-"""PTX as Python: the text of a kernel becomes functions that run a thread from one place to the next.
+"""PTX as Python: the text of a kernel becomes functions that run a thread from one wait or jump to the next.
 
 A run of instructions without a jump or a wait is one function: what only computes (`ptx_numbers.expression`) is written
 out in its source, everything else is a call of an operation.

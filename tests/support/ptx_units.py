@@ -61,12 +61,12 @@ def operand_addresses(descriptor: int, rows: int, transposed: bool) -> np.ndarra
     elif mode == 0 and not transposed:
         at = start + row // 8 * stride + k // 8 * leading + row % 8 * 16 + k % 8 * 2
     else:
-        assert mode == 0, "a swizzle that the model has not"
+        assert mode == 0, "a swizzle that the model does not have"
         at = start + row // 8 * stride + k // 8 * leading + k % 8 * 16 + row % 8 * 2
     return swizzled(at) if mode == 1 else at
 
 
-def places_of_sums(columns: int) -> tuple[np.ndarray, np.ndarray]:
+def positions_of_sums(columns: int) -> tuple[np.ndarray, np.ndarray]:
     """Row and column in a product [64, columns] of each register of a warpgroup's threads, `[128, columns / 2]`."""
     thread, i = np.meshgrid(np.arange(128), np.arange(columns // 2), indexing="ij")
     lane, warp = thread % 32, thread // 32

@@ -1,37 +1,51 @@
-"""Which GPU kernel answers a call of attention: the one place that decides.
-
-`python/paged_kv/gpu_kernels.py` says the same to people; tests/test_gpu_kernels.py compares the two.
-"""
+"""Which GPU kernel answers a call of attention: the one place that decides, and says why."""
 
 from max.gpu.host import DeviceContext
 
-from ...cache.device_cache import DeviceCache
-from .generic import attend_plain
-from .hopper.kernel import ON_HOPPER, attend_hopper, hopper_refusal, hopper_takes
-from .params import DecodeRows
-from .rope import Turns
+from ...cache.paged_kv_cache import DynamicKVCache
+from .generic import attend_generic
+from .hopper.kernel import attend_hopper
+from .hopper.requirements import ON_HOPPER, hopper_refusal, hopper_shape_refusal, hopper_takes
+from .params import GpuAttentionParams
+from .rope import RotaryFrequencies
 
 
 def attend_on_gpu[
     dtype: DType, kv_dtype: DType, //, gpu_kernel: StaticString
 ](
     ctx: DeviceContext,
-    rows: DecodeRows[dtype],
-    k: DeviceCache[kv_dtype],
-    v: DeviceCache[kv_dtype],
-    turns: Turns,
+    params: GpuAttentionParams[dtype],
+    k: DynamicKVCache[kv_dtype],
+    v: DynamicKVCache[kv_dtype],
+    rotary: RotaryFrequencies,
     batch_invariant: Bool,
 ) raises:
-    """Enqueues the Hopper kernel where the GPU is one and it takes the call, else the plain one.
-
-    Rotary keys are for the plain one: Hopper's takes keys as they are stored.
+    """Enqueues the Hopper kernel where the GPU is one and it takes the call, else the generic one.
 
     Parameters:
-        gpu_kernel: "best" is that; "plain" takes the plain one anyhow.
+        gpu_kernel: "best" is that; "plain" takes the generic one for every call.
     """
     comptime assert gpu_kernel == "best" or gpu_kernel == "plain", "gpu_kernel is best or plain"
-    comptime if gpu_kernel == "best" and ON_HOPPER and hopper_takes[dtype, kv_dtype]():
-        if not turns.is_on() and not hopper_refusal(rows, k, v):
-            attend_hopper(ctx, rows, k, v, batch_invariant)
+    comptime if gpu_kernel == "best" and ON_HOPPER and hopper_takes(dtype, kv_dtype):
+        if not device_refusal(rotary.rotates()) and not hopper_refusal(params, k, v):
+            attend_hopper(ctx, params, k, v, batch_invariant)
             return
-    attend_plain(ctx, rows, k, v, turns, batch_invariant)
+    attend_generic(ctx, params, k, v, rotary, batch_invariant)
+
+
+def device_refusal(rotates: Bool) -> String:
+    """Why no call on this GPU, or none with rotary keys, gets the Hopper kernel; empty where some do."""
+    if rotates:
+        return "it takes keys as they are stored, the generic kernel rotates them"
+    comptime if not ON_HOPPER:
+        return String("it is compiled for sm_90a alone, not for ", DeviceContext.default_device_info.name)
+    return ""
+
+
+def generic_reason(dtype: DType, kv_dtype: DType, head_dim: Int, group: Int, page_size: Int, rotates: Bool) -> String:
+    """Why the generic kernel answers a call, as far as dtypes and sizes say it; empty where the Hopper kernel does.
+
+    `hopper_refusal` also looks at addresses and strides of the storage.
+    """
+    var refusal = device_refusal(rotates)
+    return refusal if refusal else hopper_shape_refusal(dtype, kv_dtype, head_dim, group, page_size)

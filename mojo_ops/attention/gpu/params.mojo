@@ -1,4 +1,4 @@
-"""What a GPU kernel knows of one attention call: rows, options, and how a result is finished."""
+"""One attention call as GPU kernels take it: rows, options, and the last step of a result."""
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import exp2, log2
@@ -9,14 +9,14 @@ from ...cache.pointers import RowPointer
 from ..logits import HeadPointer, Logits
 from ..params import AttentionRows
 from ..softmax import LOG2E, MINUS_INFINITY
-from .split_kv import RowTokens, TILE
+from .split_kv import RowTokens, SPLIT_TILE_TOKENS
 
 
 @fieldwise_init
-struct DecodeRows[dtype: DType](DevicePassable, TrivialRegisterPassable):
+struct GpuAttentionParams[dtype: DType](DevicePassable, TrivialRegisterPassable):
     """`AttentionRows` and `Logits` with fixed-width fields: made on the host, passed to kernels by value.
 
-    Every pointer is device memory. What rotary keys need is apart, in `Turns`.
+    Every pointer is device memory. The angles of rotary keys are apart, in `RotaryFrequencies`.
     """
 
     comptime device_type: AnyType = Self
@@ -62,8 +62,8 @@ struct DecodeRows[dtype: DType](DevicePassable, TrivialRegisterPassable):
         for number in [rows.num_rows, rows.num_heads, table.batch, table.max_pages]:
             if number > Int(Int32.MAX):
                 raise Error("a size of ", number, " is too large for a GPU kernel")
-        # Lengths are int32, so a table that can hold more is as good as one that holds 2^31 - 1.
-        var capacity = min(table.max_pages * table.page_size, Int(Int32.MAX) - TILE)
+        # Lengths are int32: no row is longer than 2^31 - 1 tokens, however large the table is.
+        var capacity = min(table.max_pages * table.page_size, Int(Int32.MAX) - SPLIT_TILE_TOKENS)
         return Self(
             rows.q,
             rows.o,
@@ -90,7 +90,7 @@ struct DecodeRows[dtype: DType](DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def get_type_name() -> String:
-        return String("DecodeRows[", Self.dtype, "]")
+        return String("GpuAttentionParams[", Self.dtype, "]")
 
     @staticmethod
     def get_device_type_name() -> String:
@@ -140,9 +140,9 @@ struct DecodeRows[dtype: DType](DevicePassable, TrivialRegisterPassable):
         if self.has_sinks != 0 and total != 0:
             var sink = self.sinks[unsafe_offset=Int(head)] * LOG2E
             highest = max(greatest, sink)
-            var mine = exp2(greatest - highest)
-            sum = sum * mine + exp2(sink - highest)
-            factor *= mine
+            var rescale = exp2(greatest - highest)
+            sum = sum * rescale + exp2(sink - highest)
+            factor *= rescale
         if writes_lse:
             self.lse.unsafe_store(
                 Int(row) * Int(self.num_heads) + Int(head), highest + log2(sum) if sum != 0 else MINUS_INFINITY

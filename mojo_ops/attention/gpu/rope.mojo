@@ -1,21 +1,22 @@
 """Rotary keys on a GPU: keys lie un-rotated in the cache, and no lane needs another's part of one.
 
-Rotating keeps products: q turned by its own position, times a key turned by the key's, is q turned by their distance,
-times the key as it is stored. So a key's element `d` counts `cos(angle) * q[d] + sin(angle) * partner[d]` times, where
-`partner` is `-q[d + D / 2]` in the first half of a head and `q[d - D / 2]` in the second.
+A rotation of both sides keeps their product: q rotated by its position, times a key rotated by the key's, is q rotated
+by their distance, times the key as it is stored. So a key's element `d` is multiplied by
+`cos(angle) * q[d] + sin(angle) * partner[d]`, where `partner` is `-q[d + D / 2]` in the first half of a head and
+`q[d - D / 2]` in the second.
 """
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.ffi import external_call
 from std.math import floor, log, pi
 
-comptime TURN = Float64(2) ** 64
-"""A whole turn in the units of a frequency."""
+comptime FULL_ROTATION = Float64(2) ** 64
+"""2 pi in the units of a frequency."""
 
 
 @fieldwise_init
-struct Turns(DevicePassable, TrivialRegisterPassable):
-    """The frequencies of rotary keys, as kernels take them: `first * ratio^i` turns a token for dimension `i`."""
+struct RotaryFrequencies(DevicePassable, TrivialRegisterPassable):
+    """The frequencies of rotary keys, as kernels take them: `first * ratio^i` rotations a token for dimension `i`."""
 
     comptime device_type: AnyType = Self
 
@@ -25,10 +26,10 @@ struct Turns(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def of(head_dim: Int, theta: Float32, scale: Float32) -> Self:
-        """Dimension `i` turns by `theta^(-2 i / D) / scale` radians a token, as `Rotary`; with `theta` 0 not at all."""
+        """Dimension `i` rotates by `theta^(-2 i / D) / scale` radians a token, as in `Rotary`; `theta` 0 is off."""
         if theta == 0:
             return Self(0, 1)
-        # The library's own exp is off by 4e-13, which a million tokens make 4e-7 turns.
+        # The library's own exp is off by 4e-13, which is 4e-7 rotations after a million tokens.
         var ratio = external_call["exp", Float64](-2 / Float64(head_dim) * log(Float64(theta)))
         return Self(1 / (2 * pi * Float64(scale)), ratio)
 
@@ -37,32 +38,32 @@ struct Turns(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def get_type_name() -> String:
-        return "Turns"
+        return "RotaryFrequencies"
 
     @staticmethod
     def get_device_type_name() -> String:
         return Self.get_type_name()
 
     @always_inline
-    def is_on(self) -> Bool:
+    def rotates(self) -> Bool:
         return self.first != 0
 
     @always_inline
     def frequency(self, i: Int32) -> UInt64:
-        """Of dimension `i` of a half: 2^-64 of a turn a token, whole turns left out."""
-        var turns = self.first
+        """Of dimension `i` of a half: in 2^-64 of a rotation a token, whole rotations left out."""
+        var rotations = self.first
         var power = self.ratio
         var left = i
         while left > 0:
             if left & 1 != 0:
-                turns *= power
+                rotations *= power
             power *= power
             left >>= 1
-        return ((turns - floor(turns)) * TURN).cast[DType.uint64]()
+        return ((rotations - floor(rotations)) * FULL_ROTATION).cast[DType.uint64]()
 
 
 @always_inline
-def angle[width: Int, //](frequency: SIMD[DType.uint64, width], tokens: Int32) -> SIMD[DType.float32, width]:
-    """Radians in [-pi, pi] that `tokens` make, off by 3e-7 at any distance: whole turns fall out of 64 bits by themselves."""
-    var turns = (frequency * UInt64(UInt32(tokens))) >> 32
-    return turns.cast[DType.uint32]().cast[DType.int32]().cast[DType.float32]() * Float32(2 * pi / 2**32)
+def rotation_angle[width: Int, //](frequency: SIMD[DType.uint64, width], tokens: Int32) -> SIMD[DType.float32, width]:
+    """Radians in [-pi, pi] for a distance of `tokens`, off by 3e-7 at most: whole rotations overflow 64 bits."""
+    var rotations = (frequency * UInt64(UInt32(tokens))) >> 32
+    return rotations.cast[DType.uint32]().cast[DType.int32]().cast[DType.float32]() * Float32(2 * pi / 2**32)

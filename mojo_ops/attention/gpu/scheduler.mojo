@@ -1,7 +1,7 @@
 """The schedule of one attention call, made on the device: lengths are never read by the host.
 
 So a captured graph stays right while lengths grow up to what the page table can hold: grids and buffers depend on
-shapes alone (`WorkBounds`). Launches on one stream follow each other; nothing here waits.
+shapes alone (`ScheduleBounds`). Launches on one stream run in order; nothing here waits.
 """
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
@@ -10,19 +10,19 @@ from max.gpu.host import DeviceAttribute, DeviceBuffer, DeviceContext
 from max.gpu.primitives import block
 
 from ...cache.pointers import untracked
-from .params import DecodeRows
-from .split_kv import NO_ROW, RowSplit, SplitRow, WorkBounds, WorkItem, chunk_tiles, fixed_chunk_tiles
+from .params import GpuAttentionParams
+from .split_kv import NO_ROW, RowPartition, SplitRow, ScheduleBounds, SplitItem, max_item_tiles, fixed_max_item_tiles
 
 comptime SCHEDULE_THREADS = 1024
 
 
 @fieldwise_init
-struct WorkList(DevicePassable, TrivialRegisterPassable):
+struct Schedule(DevicePassable, TrivialRegisterPassable):
     """The schedule in device memory."""
 
     comptime device_type: AnyType = Self
 
-    var items: Pointer[WorkItem, MutUntrackedOrigin]
+    var items: Pointer[SplitItem, MutUntrackedOrigin]
     """`[max_items]`, in the order of rows and tokens; from the list's end on, `row` is `NO_ROW`."""
     var splits: Pointer[SplitRow, MutUntrackedOrigin]
     """`[max_splits]`: the rows of several items; from the end on, `row` is `NO_ROW`."""
@@ -30,7 +30,7 @@ struct WorkList(DevicePassable, TrivialRegisterPassable):
     """`[1]`: items in the list, for kernels that walk it with a fixed grid."""
     var max_items: Int32
     var max_splits: Int32
-    var slots: Int32
+    var wanted_items: Int32
     var batch_invariant: Int32
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
@@ -38,27 +38,27 @@ struct WorkList(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def get_type_name() -> String:
-        return "WorkList"
+        return "Schedule"
 
     @staticmethod
     def get_device_type_name() -> String:
         return Self.get_type_name()
 
     @always_inline
-    def item(self, index: Int) -> WorkItem:
+    def item(self, index: Int) -> SplitItem:
         return self.items[unsafe_offset=index]
 
 
 @fieldwise_init
-struct Partials(DevicePassable, TrivialRegisterPassable):
-    """Unfinished results in device memory, one slot for each item of a split row."""
+struct PartialOutputs(DevicePassable, TrivialRegisterPassable):
+    """Partial results in device memory, one for each item of a split row."""
 
     comptime device_type: AnyType = Self
 
     var acc: Pointer[Float32, MutUntrackedOrigin]
     """`[max_partials, Hq, D]`: sums of weighted values, relative to `greatest`, not normalised."""
     var greatest: Pointer[Float32, MutUntrackedOrigin]
-    """`[max_partials, Hq]`: the greatest base-2 score, or whatever the sums are relative to."""
+    """`[max_partials, Hq]`: the base-2 score that the sums are relative to: the greatest."""
     var total: Pointer[Float32, MutUntrackedOrigin]
     """`[max_partials, Hq]`: the sum of `2^(score - greatest)`."""
 
@@ -67,7 +67,7 @@ struct Partials(DevicePassable, TrivialRegisterPassable):
 
     @staticmethod
     def get_type_name() -> String:
-        return "Partials"
+        return "PartialOutputs"
 
     @staticmethod
     def get_device_type_name() -> String:
@@ -75,9 +75,9 @@ struct Partials(DevicePassable, TrivialRegisterPassable):
 
 
 struct Workspace(Movable):
-    """The device memory of one call. It is given back in stream order: kernels in flight may still use it."""
+    """The device memory of one call. It is freed in stream order: kernels in flight may still use it."""
 
-    var bounds: WorkBounds
+    var bounds: ScheduleBounds
     var _items: DeviceBuffer[DType.int32]
     var _splits: DeviceBuffer[DType.int32]
     var _count: DeviceBuffer[DType.int32]
@@ -85,7 +85,7 @@ struct Workspace(Movable):
     var _state: DeviceBuffer[DType.float32]
     var _states: Int
 
-    def __init__(out self, ctx: DeviceContext, bounds: WorkBounds, num_heads: Int, head_dim: Int) raises:
+    def __init__(out self, ctx: DeviceContext, bounds: ScheduleBounds, num_heads: Int, head_dim: Int) raises:
         self.bounds = bounds
         # A buffer has at least one element.
         self._items = ctx.enqueue_create_buffer[DType.int32](4 * max(1, bounds.items))
@@ -95,56 +95,60 @@ struct Workspace(Movable):
         self._acc = ctx.enqueue_create_buffer[DType.float32](self._states * head_dim)
         self._state = ctx.enqueue_create_buffer[DType.float32](2 * self._states)
 
-    def work(self) -> WorkList:
-        """The schedule's memory, as kernels see it; valid while the workspace lives."""
-        return WorkList(
-            untracked(self._items.unsafe_ptr()).unsafe_bitcast[WorkItem](),
+    def schedule(self) -> Schedule:
+        """The schedule's memory, as kernels take it; valid while the workspace lives."""
+        return Schedule(
+            untracked(self._items.unsafe_ptr()).unsafe_bitcast[SplitItem](),
             untracked(self._splits.unsafe_ptr()).unsafe_bitcast[SplitRow](),
             untracked(self._count.unsafe_ptr()),
             Int32(self.bounds.items),
             Int32(self.bounds.splits),
-            Int32(self.bounds.slots),
+            Int32(self.bounds.wanted_items),
             Int32(self.bounds.batch_invariant),
         )
 
-    def partials(self) -> Partials:
+    def partials(self) -> PartialOutputs:
         """The memory of the partial results; valid while the workspace lives."""
         var state = untracked(self._state.unsafe_ptr())
-        return Partials(untracked(self._acc.unsafe_ptr()), state, state.unsafe_offset(self._states))
+        return PartialOutputs(untracked(self._acc.unsafe_ptr()), state, state.unsafe_offset(self._states))
 
 
 def multiprocessors(ctx: DeviceContext) raises -> Int:
-    """Of the device (compute units on AMD)."""
+    """The multiprocessors of the device (compute units on AMD)."""
     return Int(ctx.get_attribute(DeviceAttribute.MULTIPROCESSOR_COUNT))
 
 
-def enqueue_schedule[dtype: DType, //](ctx: DeviceContext, rows: DecodeRows[dtype], work: WorkList) raises:
-    """Fills `work` from the lengths as the device finds them."""
+def enqueue_schedule[
+    dtype: DType, //
+](ctx: DeviceContext, params: GpuAttentionParams[dtype], schedule: Schedule) raises:
+    """Fills `schedule` from the lengths as the device finds them."""
     comptime kernel = schedule_rows[dtype]
-    ctx.enqueue_function[kernel](rows, work, grid_dim=1, block_dim=SCHEDULE_THREADS)
+    ctx.enqueue_function[kernel](params, schedule, grid_dim=1, block_dim=SCHEDULE_THREADS)
 
 
-def schedule_rows[dtype: DType](rows: DecodeRows[dtype], work: WorkList):
+def schedule_rows[dtype: DType](params: GpuAttentionParams[dtype], schedule: Schedule):
     """One CTA of `SCHEDULE_THREADS`: sums the tiles of all rows, then writes items and split rows by prefix sums."""
     var thread = Int32(thread_idx.x)
     var longest = Int32(0)
-    if work.batch_invariant == 0:
+    if schedule.batch_invariant == 0:
         var mine = Int32(0)
-        for row in range(thread, rows.num_rows, Int32(SCHEDULE_THREADS)):
-            mine += rows.tokens(row).tiles()
-        longest = chunk_tiles(block.sum[block_size=SCHEDULE_THREADS](mine), work.slots)
+        for row in range(thread, params.num_rows, Int32(SCHEDULE_THREADS)):
+            mine += params.tokens(row).tiles()
+        longest = max_item_tiles(block.sum[block_size=SCHEDULE_THREADS](mine), schedule.wanted_items)
         barrier()
 
     var items = Int32(0)
     var partials = Int32(0)
     var splits = Int32(0)
     # Every thread takes part in every round: the prefix sums need them all.
-    for first_row in range(Int32(0), rows.num_rows, Int32(SCHEDULE_THREADS)):
+    for first_row in range(Int32(0), params.num_rows, Int32(SCHEDULE_THREADS)):
         var row = first_row + thread
-        var split = RowSplit(rows.tokens(0), 0, 0)
-        if row < rows.num_rows:
-            var tokens = rows.tokens(row)
-            split = RowSplit.of(tokens, fixed_chunk_tiles(tokens.tiles()) if work.batch_invariant != 0 else longest)
+        var split = RowPartition(params.tokens(0), 0, 0)
+        if row < params.num_rows:
+            var tokens = params.tokens(row)
+            split = RowPartition.of(
+                tokens, fixed_max_item_tiles(tokens.tiles()) if schedule.batch_invariant != 0 else longest
+            )
         var several = Int32(1) if split.count > 1 else Int32(0)
         var at = items + block.prefix_sum[block_size=SCHEDULE_THREADS, exclusive=True](split.count)
         barrier()
@@ -153,9 +157,9 @@ def schedule_rows[dtype: DType](rows: DecodeRows[dtype], work: WorkList):
         var split_at = splits + block.prefix_sum[block_size=SCHEDULE_THREADS, exclusive=True](several)
         barrier()
         for i in range(split.count):
-            work.items[unsafe_offset=Int(at + i)] = split.item(row, i, partial)
+            schedule.items[unsafe_offset=Int(at + i)] = split.item(row, i, partial)
         if several != 0:
-            work.splits[unsafe_offset=Int(split_at)] = SplitRow(row, partial, split.count, 0)
+            schedule.splits[unsafe_offset=Int(split_at)] = SplitRow(row, partial, split.count, 0)
         items += block.sum[block_size=SCHEDULE_THREADS](split.count)
         barrier()
         partials += block.sum[block_size=SCHEDULE_THREADS](several * split.count)
@@ -163,9 +167,9 @@ def schedule_rows[dtype: DType](rows: DecodeRows[dtype], work: WorkList):
         splits += block.sum[block_size=SCHEDULE_THREADS](several)
         barrier()
 
-    for i in range(items + thread, work.max_items, Int32(SCHEDULE_THREADS)):
-        work.items[unsafe_offset=Int(i)] = WorkItem(NO_ROW, 0, 0, 0)
-    for i in range(splits + thread, work.max_splits, Int32(SCHEDULE_THREADS)):
-        work.splits[unsafe_offset=Int(i)] = SplitRow(NO_ROW, 0, 0, 0)
+    for i in range(items + thread, schedule.max_items, Int32(SCHEDULE_THREADS)):
+        schedule.items[unsafe_offset=Int(i)] = SplitItem(NO_ROW, 0, 0, 0)
+    for i in range(splits + thread, schedule.max_splits, Int32(SCHEDULE_THREADS)):
+        schedule.splits[unsafe_offset=Int(i)] = SplitRow(NO_ROW, 0, 0, 0)
     if thread == 0:
-        work.count.unsafe_store(0, items)
+        schedule.count.unsafe_store(0, items)

@@ -1,39 +1,39 @@
-"""How a GPU's work on one attention call is cut into items: types and pure arithmetic (`README.md`, "Schedule on the GPU").
+"""How the rows of one attention call are split into items: types and pure arithmetic (`README.md`, "Schedule").
 
-All of it works in tiles of `TILE` tokens, counted from token 0, so that an item ends inside a tile only where its row
-ends. `schedule.mojo` runs this arithmetic on the device; tests/mojo/test_work.mojo runs it on the CPU.
+The arithmetic is in tiles of `SPLIT_TILE_TOKENS` tokens, counted from token 0, so that an item ends inside a tile only
+where its row ends. `scheduler.mojo` runs it on the device, tests/mojo/test_split_kv.mojo on the CPU.
 """
 
 from std.math import ceildiv
 
-comptime TILE = 128
+comptime SPLIT_TILE_TOKENS = 128
 """Tokens: items begin and end at multiples of it, but for the first and the last token of a row."""
-comptime MIN_CHUNK_TILES = 2
+comptime MIN_ITEM_TILES = 2
 """Below this a row is not split: a partial result costs as much as some tokens."""
 comptime ITEMS_PER_SM = 4
-"""Items that a call is cut into for each multiprocessor: enough to even out, few enough to merge cheaply."""
-comptime FIXED_CHUNK_TILES = 8
+"""Items of a call for each multiprocessor: enough to balance the load, few enough to merge cheaply."""
+comptime FIXED_ITEM_TILES = 8
 """The least length of an item where the split is batch-invariant."""
-comptime FIXED_ITEMS = 64
+comptime MAX_FIXED_ITEMS = 64
 """The most items of a row where the split is batch-invariant."""
 comptime NO_ROW: Int32 = -1
-comptime WHOLE: Int32 = -1
-"""The `partial` of an item that is its row's only one."""
-comptime INVALID: Int32 = -1
+comptime WHOLE_ROW: Int32 = -1
+"""The `partial` of an item that is its row's only one: the item writes o and lse itself."""
+comptime INVALID_ROW: Int32 = -1
 """The `end` of a row whose request or length is not in the table: its results are NaN."""
 
 
 @fieldwise_init
-struct WorkItem(Equatable, TrivialRegisterPassable):
+struct SplitItem(Equatable, TrivialRegisterPassable):
     """Some tokens of one row: 16 bytes in global memory. One CTA serves an item for one KV head."""
 
     var row: Int32
     """`NO_ROW` past the last item of the list."""
     var begin: Int32
     var end: Int32
-    """Tokens `[begin, end)`; both 0 for a row that sees no token (o = 0, lse = -inf); end = `INVALID`: all NaN."""
+    """Tokens `[begin, end)`; both 0 for a row that sees no token (o = 0, lse = -inf); end = `INVALID_ROW`: all NaN."""
     var partial: Int32
-    """Where its unfinished result goes; `WHOLE`: it writes o and lse itself."""
+    """Index of its partial result in `PartialOutputs`; `WHOLE_ROW` where there is none."""
 
 
 @fieldwise_init
@@ -49,7 +49,7 @@ struct SplitRow(Equatable, TrivialRegisterPassable):
 
 @fieldwise_init
 struct RowTokens(TrivialRegisterPassable):
-    """The tokens `[begin, end)` that one row attends to; `end` is `INVALID` where the table has no such row."""
+    """The tokens `[begin, end)` that one row attends to; `end` is `INVALID_ROW` where the table has no such row."""
 
     var begin: Int32
     var end: Int32
@@ -64,23 +64,23 @@ struct RowTokens(TrivialRegisterPassable):
         if request == -1:
             return Self(0, 0)
         if request < -1 or request >= batch or length < 0 or length > capacity:
-            return Self(0, INVALID)
+            return Self(0, INVALID_ROW)
         var begin = max(Int32(0), length - 1 - window_left) if window_left >= 0 else 0
         return Self(begin, length)
 
     @always_inline
     def first_tile(self) -> Int32:
-        return self.begin // TILE
+        return self.begin // SPLIT_TILE_TOKENS
 
     @always_inline
     def tiles(self) -> Int32:
         """Tiles that hold a token of the row."""
-        return max(Int32(0), ceildiv(self.end, Int32(TILE)) - self.first_tile()) if self.end > 0 else 0
+        return max(Int32(0), ceildiv(self.end, Int32(SPLIT_TILE_TOKENS)) - self.first_tile()) if self.end > 0 else 0
 
 
 @fieldwise_init
-struct RowSplit(TrivialRegisterPassable):
-    """A row cut into `count` items of `size` tiles, the last one of what is left."""
+struct RowPartition(TrivialRegisterPassable):
+    """A row split into `count` items of `size` tiles; the last item has the rest."""
 
     var tokens: RowTokens
     var size: Int32
@@ -89,46 +89,46 @@ struct RowSplit(TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def of(tokens: RowTokens, chunk_tiles: Int32) -> Self:
-        """As few items as have at most `chunk_tiles` tiles each, of even size."""
+    def of(tokens: RowTokens, max_tiles: Int32) -> Self:
+        """As few items as have at most `max_tiles` tiles each, of even size."""
         var tiles = tokens.tiles()
-        var size = ceildiv(tiles, max(Int32(1), ceildiv(tiles, chunk_tiles)))
+        var size = ceildiv(tiles, max(Int32(1), ceildiv(tiles, max_tiles)))
         return Self(tokens, size, ceildiv(tiles, size) if size > 0 else 1)
 
     @always_inline
-    def item(self, row: Int32, index: Int32, first_partial: Int32) -> WorkItem:
-        """The `index`-th item; `first_partial` is the slot of item 0's partial result, where there are several."""
+    def item(self, row: Int32, index: Int32, first_partial: Int32) -> SplitItem:
+        """The `index`-th item; `first_partial` is the index of item 0's partial result, where there are several."""
         if self.count == 1:
-            return WorkItem(row, self.tokens.begin, self.tokens.end, WHOLE)
+            return SplitItem(row, self.tokens.begin, self.tokens.end, WHOLE_ROW)
         var first = self.tokens.first_tile() + index * self.size
-        return WorkItem(
+        return SplitItem(
             row,
-            max(self.tokens.begin, first * TILE),
-            min(self.tokens.end, (first + self.size) * TILE),
+            max(self.tokens.begin, first * SPLIT_TILE_TOKENS),
+            min(self.tokens.end, (first + self.size) * SPLIT_TILE_TOKENS),
             first_partial + index,
         )
 
 
 @always_inline
-def chunk_tiles(total_tiles: Int32, slots: Int32) -> Int32:
-    """The longest item, in tiles, where `total_tiles` are to make about `slots` items.
+def max_item_tiles(total_tiles: Int32, wanted_items: Int32) -> Int32:
+    """The longest item, in tiles, where `total_tiles` are to make about `wanted_items` items.
 
-    Rows of `total_tiles` in all then have at most `slots` items more than there are rows.
+    Rows of `total_tiles` in all then have at most `wanted_items` items more than there are rows.
     """
-    return max(Int32(MIN_CHUNK_TILES), ceildiv(total_tiles, slots))
+    return max(Int32(MIN_ITEM_TILES), ceildiv(total_tiles, wanted_items))
 
 
 @always_inline
-def fixed_chunk_tiles(tiles: Int32) -> Int32:
+def fixed_max_item_tiles(tiles: Int32) -> Int32:
     """The longest item of a row of `tiles` tiles, whatever else is in the batch."""
-    return max(Int32(FIXED_CHUNK_TILES), ceildiv(tiles, Int32(FIXED_ITEMS)))
+    return max(Int32(FIXED_ITEM_TILES), ceildiv(tiles, Int32(MAX_FIXED_ITEMS)))
 
 
 @fieldwise_init
-struct WorkBounds(TrivialRegisterPassable):
-    """How much room the schedule and the partial results take: known from shapes alone, for any lengths."""
+struct ScheduleBounds(TrivialRegisterPassable):
+    """The sizes of the schedule and of the partial results: known from shapes alone, for any lengths."""
 
-    var slots: Int
+    var wanted_items: Int
     """Items wanted, not counting that every row has at least one."""
     var items: Int
     var partials: Int
@@ -143,14 +143,14 @@ struct WorkBounds(TrivialRegisterPassable):
         Args:
             rows: R.
             capacity: `max_pages * page_size`.
-            ctas_per_item: CTAs that serve one item: KV heads, times the parts that a group is cut into.
+            ctas_per_item: CTAs that serve one item: KV heads, times the parts that a group is split into.
             multiprocessors: Of the device.
             batch_invariant: Whether a row's split depends on its own length alone.
         """
         if batch_invariant:
-            var each = max(1, min(FIXED_ITEMS, ceildiv(ceildiv(capacity, TILE), FIXED_CHUNK_TILES)))
+            var each = max(1, min(MAX_FIXED_ITEMS, ceildiv(ceildiv(capacity, SPLIT_TILE_TOKENS), FIXED_ITEM_TILES)))
             var splits = rows if each > 1 else 0
             return Self(0, rows * each, splits * each, splits, True)
-        var slots = max(1, ceildiv(multiprocessors * ITEMS_PER_SM, max(1, ctas_per_item)))
-        # A row that is split has more than chunk_tiles >= total / slots tiles, so fewer than `slots` rows are split.
-        return Self(slots, rows + slots, 2 * slots, min(rows, slots), False)
+        var wanted = max(1, ceildiv(multiprocessors * ITEMS_PER_SM, max(1, ctas_per_item)))
+        # A split row has more than `max_item_tiles` >= total / wanted tiles, so fewer than `wanted` rows are split.
+        return Self(wanted, rows + wanted, 2 * wanted, min(rows, wanted), False)

@@ -101,12 +101,14 @@ def render(report: Report) -> str:
     return "\n".join(lines)
 
 
-def explain_kernels(architectures: Sequence[str], head_dim: int, group: int, page_size: int) -> str:
+def explain_kernels(
+    architectures: Sequence[str], head_dim: int, group: int, page_size: int, cpu_target: str | None = None
+) -> str:
     """Which attention kernel answers, on the CPU and on GPUs of these architectures, for every pair of dtypes."""
     sizes = f"head_dim {head_dim}, {group} query heads a KV head, pages of {page_size}"
     blocks = []
     for architecture in (None, *dict.fromkeys(architectures)):
-        lines = explain(architecture, head_dim, group, page_size)
+        lines = explain(architecture, head_dim, group, page_size, cpu_target)
         blocks.append(
             "\n".join([f"\n{architecture or 'cpu'}: attention with {sizes}", *(f"  {line}" for line in lines)])
         )

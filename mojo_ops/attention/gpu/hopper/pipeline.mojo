@@ -1,11 +1,12 @@
-"""The ring of shared-memory slots between the warp that copies and the warpgroup that computes, and the rest of it.
+"""The ring of stages between the producer warp and the consumer warpgroup, and pointers to the rest of shared memory.
 
-Every slot has two mbarriers. A barrier counts its completions (phases); waiting names the parity of one of them.
+A stage holds one tile of K or V and has two mbarriers. A barrier counts its completions (phases); a wait names the
+parity of one of them.
 
-    full[s]   completes when all bytes of a filling have arrived    1 arrival (the producer's) + its bytes
-    empty[s]  completes when every consumer warp has let go         one arrival a warp
+    full[s]   completes when all bytes of a fill have arrived       1 arrival (the producer's) + its bytes
+    empty[s]  completes when every consumer warp has released it    1 arrival a warp
 
-Filling `i` (0, 1, ...) of the ring goes to slot `i % slots` and is that slot's `n`-th, n = i // slots. Its data is
+Fill `i` (0, 1, ...) of the ring goes to stage `i % stages` and is that stage's `n`-th, n = i // stages. Its data is
 complete with the n-th completion of `full`. It may begin after the (n - 1)-th of `empty`; for n = 0 that is the one
 before the first, which a fresh barrier counts as done.
 """
@@ -16,52 +17,53 @@ from max.gpu.compute.mma import WGMMADescriptor
 from max.gpu.memory import AddressSpace, fence_async_view_proxy, fence_mbarrier_init
 from max.gpu.sync import mbarrier_arrive, syncwarp
 
-from .shared_memory import Operand, SharedMemory
+from .shared_memory import SharedMemoryMap
+from .wgmma import MatrixOperand
 
 comptime SharedBytes = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
 comptime SharedBarriers = Pointer[SharedMemBarrier, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
 
 
 @fieldwise_init
-struct Ring[slots: Int](TrivialRegisterPassable):
+struct Ring[stages: Int](TrivialRegisterPassable):
     """The barriers of a ring; used only through `with ring.produce(...)` and `with ring.consume(...)`."""
 
     var full: SharedBarriers
-    """`[slots]`."""
+    """`[stages]`."""
     var empty: SharedBarriers
-    """`[slots]`."""
+    """`[stages]`."""
 
     @always_inline
     def init(self, consumer_warps: Int):
         """By one thread, before a barrier of the whole block."""
-        comptime for slot in range(Self.slots):
-            self.full[unsafe_offset=slot].init(1)
-            self.empty[unsafe_offset=slot].init(Int32(consumer_warps))
+        comptime for stage in range(Self.stages):
+            self.full[unsafe_offset=stage].init(1)
+            self.empty[unsafe_offset=stage].init(Int32(consumer_warps))
         fence_mbarrier_init()
-        # The copy engine, too, must find the barriers initialised.
+        # The copy engine, too, must see the initialised barriers.
         fence_async_view_proxy()
 
     @staticmethod
     @always_inline
-    def place(filling: Int32) -> Tuple[UInt32, Int]:
-        """Which filling of its slot a filling of the ring is, and the slot."""
-        var n = UInt32(filling) // UInt32(Self.slots)
-        return (n, Int(UInt32(filling) - n * UInt32(Self.slots)))
+    def stage_of(fill: Int32) -> Tuple[UInt32, Int]:
+        """Which fill of its stage a fill of the ring is, and the stage."""
+        var n = UInt32(fill) // UInt32(Self.stages)
+        return (n, Int(UInt32(fill) - n * UInt32(Self.stages)))
 
     @always_inline
-    def produce(self, filling: Int32, bytes: Int32) -> Filling[Self.slots]:
-        """`with ring.produce(i, bytes) as slot:` start copies of exactly so many bytes. By a whole warp."""
-        return Filling[Self.slots](self, filling, bytes)
+    def produce(self, fill: Int32, bytes: Int32) -> ProducerStage[Self.stages]:
+        """`with ring.produce(i, bytes) as stage:` start copies of exactly so many bytes. By a whole warp."""
+        return ProducerStage[Self.stages](self, fill, bytes)
 
     @always_inline
-    def consume(self, filling: Int32) -> Consuming[Self.slots]:
-        """`with ring.consume(i) as slot:` read the slot. By all consumer warps; they must be done at the end."""
-        return Consuming[Self.slots](self, filling)
+    def consume(self, fill: Int32) -> ConsumerStage[Self.stages]:
+        """`with ring.consume(i) as stage:` read the stage. By all consumer warps; all reads are done at the end."""
+        return ConsumerStage[Self.stages](self, fill)
 
 
 @fieldwise_init
-struct Slot(TrivialRegisterPassable):
-    """Where the copies of one filling go."""
+struct RingStage(TrivialRegisterPassable):
+    """Where the copies of one fill go."""
 
     var index: Int
     var full: SharedBarriers
@@ -69,25 +71,25 @@ struct Slot(TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct Filling[slots: Int](TrivialRegisterPassable):
-    """Waits until the slot is empty, then announces the bytes that will come."""
+struct ProducerStage[stages: Int](TrivialRegisterPassable):
+    """Waits until the stage is empty, then announces the bytes of its copies."""
 
-    var ring: Ring[Self.slots]
-    var filling: Int32
+    var ring: Ring[Self.stages]
+    var fill: Int32
     var bytes: Int32
 
     @always_inline
-    def __enter__(self) -> Slot:
-        var n, slot = self.ring.place(self.filling)
-        self.ring.empty[unsafe_offset=slot].wait((n & 1) ^ 1)
-        var full = self.ring.full.unsafe_offset(slot)
-        # Every lane has seen the slot empty, and what the lanes wrote for the consumers is written, before one lane
-        # arrives: with that arrival the consumers may see it.
+    def __enter__(self) -> RingStage:
+        var n, stage = self.ring.stage_of(self.fill)
+        self.ring.empty[unsafe_offset=stage].wait((n & 1) ^ 1)
+        var full = self.ring.full.unsafe_offset(stage)
+        # Before one lane arrives, every lane has seen the stage empty and has written what it writes for the consumers:
+        # with that arrival the consumers may read it.
         syncwarp()
         if lane_id() == 0:
             # Announced before any copy starts: the count of bytes cannot reach zero early.
             full[].expect_bytes(self.bytes)
-        return Slot(slot, full)
+        return RingStage(stage, full)
 
     @always_inline
     def __exit__(self):
@@ -96,31 +98,31 @@ struct Filling[slots: Int](TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct Consuming[slots: Int](TrivialRegisterPassable):
-    """Waits until the slot is full; lets go of it at the end."""
+struct ConsumerStage[stages: Int](TrivialRegisterPassable):
+    """Waits until the stage is full; releases it at the end."""
 
-    var ring: Ring[Self.slots]
-    var filling: Int32
+    var ring: Ring[Self.stages]
+    var fill: Int32
 
     @always_inline
     def __enter__(self) -> Int:
-        var n, slot = self.ring.place(self.filling)
-        self.ring.full[unsafe_offset=slot].wait(n & 1)
-        return slot
+        var n, stage = self.ring.stage_of(self.fill)
+        self.ring.full[unsafe_offset=stage].wait(n & 1)
+        return stage
 
     @always_inline
     def __exit__(self):
-        # One arrival a warp: by now each of its lanes has waited for its last read of the slot.
+        # One arrival a warp: by now each of its lanes has waited for its last read of the stage.
         syncwarp()
         if lane_id() == 0:
-            _ = mbarrier_arrive(self.ring.empty.unsafe_offset(self.ring.place(self.filling)[1]))
+            _ = mbarrier_arrive(self.ring.empty.unsafe_offset(self.ring.stage_of(self.fill)[1]))
 
 
 @fieldwise_init
-struct Shared[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassable):
-    """Pointers into the block's shared memory, as `SharedMemory` lays it out."""
+struct BlockSharedMemory[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassable):
+    """Pointers into the block's shared memory, as `SharedMemoryMap` lays it out."""
 
-    comptime Map = SharedMemory[Self.kv_dtype, Self.head_dim, Self.heads]
+    comptime Map = SharedMemoryMap[Self.kv_dtype, Self.head_dim, Self.heads]
     var base: SharedBytes
 
     @always_inline
@@ -128,8 +130,10 @@ struct Shared[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassabl
         return self.base.unsafe_offset(offset).unsafe_bitcast[T]()
 
     @always_inline
-    def ring(self) -> Ring[Self.Map.SLOTS]:
-        return Ring[Self.Map.SLOTS](self.at[SharedMemBarrier](Self.Map.FULL), self.at[SharedMemBarrier](Self.Map.EMPTY))
+    def ring(self) -> Ring[Self.Map.STAGES]:
+        return Ring[Self.Map.STAGES](
+            self.at[SharedMemBarrier](Self.Map.FULL), self.at[SharedMemBarrier](Self.Map.EMPTY)
+        )
 
     @always_inline
     def status(self) -> Pointer[Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
@@ -137,5 +141,5 @@ struct Shared[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegisterPassabl
         return self.at[Int32](Self.Map.STATUS)
 
     @always_inline
-    def descriptor[dtype: DType](self, operand: Operand) -> WGMMADescriptor[dtype]:
+    def descriptor[dtype: DType](self, operand: MatrixOperand) -> WGMMADescriptor[dtype]:
         return WGMMADescriptor[dtype](operand.descriptor(UInt32(Int(self.base))))

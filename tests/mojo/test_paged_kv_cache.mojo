@@ -4,12 +4,11 @@ from std.builtin.device_passable import DevicePassable
 from std.testing import TestSuite, assert_equal, assert_false, assert_raises, assert_true
 from std.utils import IndexList
 from layout import UNKNOWN_VALUE
-from max.gpu.host.nvidia.tma import TensorMapSwizzle
 
-from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache, PagedKVCache
 from mojo_ops.cache.pointers import TablePointer
+from mojo_ops.cache.static_params import KVCacheStaticParams, UNKNOWN_STATIC_PARAMS
 from mojo_ops.cache.strides import PageStrides
-from mojo_ops.cache.tensor_map import PageBox, atom_size, box_slots, check_page_map
 from support import Storage, untracked, untracked_mutable
 
 comptime PAGES = 7
@@ -19,9 +18,8 @@ comptime DIM = 8
 comptime BATCH = 2
 comptime MAX_PAGES = 3
 
-comptime Unknown = KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE)
 comptime Known = KVCacheStaticParams(HEADS, DIM)
-comptime AnyCache = PagedKVCache[DType.float32, Unknown, UNKNOWN_VALUE]
+comptime AnyCache = DynamicKVCache[DType.float32]
 
 
 def shuffled_table() -> List[UInt32]:
@@ -96,7 +94,7 @@ def test_addresses_with_everything_known() raises:
 
 def test_addresses_with_nothing_known() raises:
     for page_size in [1, 5, 16, 128]:
-        check_addresses[Unknown, UNKNOWN_VALUE](page_size)
+        check_addresses[UNKNOWN_STATIC_PARAMS, UNKNOWN_VALUE](page_size)
 
 
 def test_addresses_with_some_things_known() raises:
@@ -205,14 +203,14 @@ def test_a_pool_past_2_to_the_31_elements() raises:
             var view = Storage(hnd, rank, 1 << 18, LAYERS, 16, 8, 128, rank > 4, LAYERS - 1)
             var element, _ = far[KVCacheStaticParams(8, 128), 16](view, (1 << 18) - 1, 16 + 13, 7)
             assert_true(element > 1 << 31)
-            assert_equal(far[Unknown, UNKNOWN_VALUE](view, (1 << 18) - 1, 16 + 13, 7)[0], element)
+            assert_equal(far[UNKNOWN_STATIC_PARAMS, UNKNOWN_VALUE](view, (1 << 18) - 1, 16 + 13, 7)[0], element)
 
 
 def test_a_pool_past_2_to_the_32_rows() raises:
     """In HND a row is one slot of one head."""
     var view = Storage(True, 5, 1 << 26, 1, 16, 8, 128, True, 0)
     var page = (1 << 26) - 1
-    var _, row = far[Unknown, UNKNOWN_VALUE](view, page, 16 + 13, 7)
+    var _, row = far[UNKNOWN_STATIC_PARAMS, UNKNOWN_VALUE](view, page, 16 + 13, 7)
     assert_true(row > 1 << 32)
     assert_equal(row, page * 2 * 8 * 16 + 13)
 
@@ -220,7 +218,7 @@ def test_a_pool_past_2_to_the_32_rows() raises:
 def test_a_page_id_past_2_to_the_31() raises:
     """The table is unsigned."""
     var view = Storage(False, 4, 3_000_000_001, 1, 16, 8, 128, False, 0)
-    var _, row = far[Unknown, UNKNOWN_VALUE](view, 3_000_000_000, 16 + 13, 7)
+    var _, row = far[UNKNOWN_STATIC_PARAMS, UNKNOWN_VALUE](view, 3_000_000_000, 16 + 13, 7)
     assert_equal(row, 3_000_000_000 * 16 + 13)
 
 
@@ -295,36 +293,6 @@ def test_a_view_is_passed_by_value() raises:
         assert_equal(storage[view.cell(2, token, 0, 0)], Float32(-token))
     _ = storage^
     _ = table^
-
-
-def test_boxes_of_a_tensor_map() raises:
-    comptime swizzle = TensorMapSwizzle.SWIZZLE_128B
-    assert_equal(atom_size[DType.bfloat16, swizzle](), 64)
-    assert_equal(atom_size[DType.float8_e4m3fn, swizzle](), 128)
-    assert_equal(atom_size[DType.float16, TensorMapSwizzle.SWIZZLE_NONE](), 8)
-    assert_equal(box_slots(page_size=16, tile_m=64), 16)
-    assert_equal(box_slots(page_size=128, tile_m=64), 64)
-    assert_equal(box_slots(UNKNOWN_VALUE, tile_m=64), 64)
-    comptime Box = PageBox[DType.bfloat16, box_slots(16, 64), 128, swizzle, True]
-    comptime assert Box.tile_shape.element_types[1].static_value == 16
-    comptime assert Box.tile_shape.element_types[3].static_value == 128
-    comptime assert Box.desc_shape.element_types[3].static_value == 64
-
-
-def test_what_a_tensor_map_refuses() raises:
-    comptime shape = IndexList[4](PAGES, 5, HEADS, DIM)
-    comptime strides = PageStrides(start=0, page=120, slot=24, head=8)
-    check_page_map(1 << 40, shape, strides, element_bytes=2)
-    with assert_raises(contains="address 1099511627784 is no multiple of 16 bytes"):
-        check_page_map((1 << 40) + 8, shape, strides, element_bytes=2)
-    with assert_raises(contains="the page stride of 120 bytes is no multiple of 16 bytes"):
-        check_page_map(1 << 40, shape, strides, element_bytes=1)
-    with assert_raises(contains="the slot stride of 40 bytes"):
-        check_page_map(1 << 40, shape, PageStrides(0, 120, 20, 8), element_bytes=2)
-    with assert_raises(contains="the head stride of 8 bytes"):
-        check_page_map(1 << 40, shape, PageStrides(0, 120, 24, 4), element_bytes=2)
-    with assert_raises(contains="no page, slot, head or dim"):
-        check_page_map(1 << 40, IndexList[4](0, 5, HEADS, DIM), strides, element_bytes=2)
 
 
 def main() raises:

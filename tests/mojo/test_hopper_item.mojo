@@ -1,4 +1,4 @@
-"""The Hopper kernel's memory and indices, on the CPU: tiles are copied, read and multiplied as the hardware would.
+"""One split item of the Hopper kernel, on the CPU: its tiles are copied, read and multiplied as the hardware would.
 
 The copy engine and wgmma are modelled below from the PTX manual; everything else is the kernel's own arithmetic.
 Values are small integers, so that sums are exact.
@@ -7,33 +7,28 @@ Values are small integers, so that sums are exact.
 from std.math import isnan
 from std.memory import bitcast
 from std.random import random_si64, seed
-from std.sys import size_of
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 from std.utils.numerics import nan
 
-from mojo_ops.attention.gpu.hopper.kernel import find_boxes
 from mojo_ops.attention.gpu.hopper.pipeline import Ring
-from mojo_ops.attention.gpu.hopper.shared_memory import (
-    Box,
-    CHUNK,
-    CONSUMERS,
-    CORE_MATRIX,
-    LEAST_BOX_BITS,
-    Operand,
-    ROW,
-    SM_BYTES,
-    SWIZZLE_PERIOD,
-    SharedMemory,
-    TILE,
-    Tiles,
+from mojo_ops.attention.gpu.hopper.producer import find_box
+from mojo_ops.attention.gpu.hopper.shared_memory import SharedMemoryMap
+from mojo_ops.attention.gpu.hopper.tiles import CopyBox, ItemTiles, MIN_BOX_BITS, WGMMA_TILE_TOKENS
+from mojo_ops.attention.gpu.hopper.wgmma import (
+    CHUNK_BYTES,
+    CONSUMER_THREADS,
+    CORE_MATRIX_BYTES,
+    MatrixOperand,
+    SWIZZLE_PERIOD_BYTES,
+    SWIZZLE_ROW_BYTES,
     WGMMA_K,
     fragment_column,
     fragment_row,
 )
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
-from support import pages_of, untracked, untracked_mutable
+from support import page_table_of, untracked, untracked_mutable
 
 comptime BASE = 3 * 1024
 """Where the block's shared memory starts: not at 0, so that a forgotten base shows."""
@@ -72,7 +67,7 @@ comptime STORED_NAN: UInt8 = 255
 struct Block[kv_dtype: DType, head_dim: Int, heads: Int](Movable):
     """A block's shared memory, and what the hardware does to it. 16-bit numbers are bfloat16, 8-bit ones x + 100."""
 
-    comptime Map = SharedMemory[Self.kv_dtype, Self.head_dim, Self.heads]
+    comptime Map = SharedMemoryMap[Self.kv_dtype, Self.head_dim, Self.heads]
     var memory: List[UInt8]
 
     def __init__(out self):
@@ -96,16 +91,21 @@ struct Block[kv_dtype: DType, head_dim: Int, heads: Int](Movable):
             else:
                 self.write(swizzled_by_hardware(BASE + offset + i * 2) - BASE, values[i])
 
-    def widen(mut self, slot: Int, to: Int):
-        """As `Consumer.widen`, one number at a time."""
-        for token in range(TILE):
+    def widen(mut self, stage: Int, to: Int):
+        """As `widen_tile`, one number at a time."""
+        for token in range(WGMMA_TILE_TOKENS):
             for dim in range(Self.head_dim):
-                var stored = self.memory[slot * Self.Map.SLOT_BYTES + token * Self.head_dim + dim]
+                var stored = self.memory[stage * Self.Map.STAGE_BYTES + token * Self.head_dim + dim]
                 var value = nan[DType.float32]() if stored == STORED_NAN else Float32(Int(stored) - 100)
-                self.write(to + Self.Map.widened(token, dim // 8) + (dim % 8) * 2, value)
+                self.write(to + Self.Map.widened_offset(token, dim // 8) + (dim % 8) * 2, value)
 
     def multiply(
-        self, mut result: List[Float32], a: Operand, b: Operand, a_reduced_adjacent: Bool, b_reduced_adjacent: Bool
+        self,
+        mut result: List[Float32],
+        a: MatrixOperand,
+        b: MatrixOperand,
+        a_reduced_adjacent: Bool,
+        b_reduced_adjacent: Bool,
     ):
         """The `result [64, heads] += a [64, 16] b [heads, 16]^T`."""
         var a_bits = a.descriptor(BASE)
@@ -118,14 +118,14 @@ struct Block[kv_dtype: DType, head_dim: Int, heads: Int](Movable):
                     result[row * Self.heads + column] += x * y
 
 
-# One work item
+# One split item
 
 
 def attend_like_the_kernel[
     head_dim: Int, heads: Int, kv_dtype: DType = DType.bfloat16
 ](page_size: Int, begin: Int, end: Int) raises:
     """K Q^T and V^T P^T of the tokens `[begin, end)`, P any function of the scores, against plain loops."""
-    comptime Map = SharedMemory[kv_dtype, head_dim, heads]
+    comptime Map = SharedMemoryMap[kv_dtype, head_dim, heads]
     comptime kv_heads = 3
     comptime kv_head = 1
     comptime requests = 2
@@ -146,7 +146,9 @@ def attend_like_the_kernel[
     var k = List[BFloat16](length=pages * strides.page, fill=nan[DType.bfloat16]())
     var v = k.copy()
     var shape = IndexList[4](pages, page_size, kv_heads, head_dim)
-    var cache = DeviceCache[DType.bfloat16](untracked_mutable(k), shape, strides, untracked(table), requests, max_pages)
+    var cache = DynamicKVCache[DType.bfloat16](
+        untracked_mutable(k), shape, strides, untracked(table), requests, max_pages
+    )
     for token in range(begin, end):
         for dim in range(head_dim):
             var at = cache.locate(request, token)
@@ -157,53 +159,53 @@ def attend_like_the_kernel[
     for _ in range(heads * head_dim):
         q.append(Float32(Int(random_si64(-3, 3))))
 
-    var lookup = pages_of(untracked(table).unsafe_offset(request * max_pages), pages, page_size)
+    var lookup = page_table_of(untracked(table).unsafe_offset(request * max_pages), pages, page_size)
     var block = Block[kv_dtype, head_dim, heads]()
     for head in range(heads):
         for dim in range(head_dim):
-            block.write(Map.query(head, dim // 8) + (dim % 8) * 2, q[head * head_dim + dim])
+            block.write(Map.query_offset(head, dim // 8) + (dim % 8) * 2, q[head * head_dim + dim])
     var sums = List[Float32](length=head_dim * heads, fill=0)
-    var box = Box.of_page(page_size)
-    assert_true(box.bits >= LEAST_BOX_BITS, "a box of 8 slots or more")
-    var tiles = Tiles.of(Int32(begin), Int32(end), box)
+    var box = CopyBox.of_page(page_size)
+    assert_true(box.bits >= MIN_BOX_BITS, "a box of 8 slots or more")
+    var tiles = ItemTiles.of(Int32(begin), Int32(end), box)
     var seen = 0
     for tile in range(tiles.count):
-        var wanted = tiles.wanted(tile)
-        var k_slot = Ring[Map.SLOTS].place(2 * tile)[1]
-        var v_slot = Ring[Map.SLOTS].place(2 * tile + 1)[1]
-        for lane in range(wanted.boxes(box)):
-            var place = find_boxes(tiles, tile, lookup, box, lane)
+        var valid = tiles.valid_rows(tile)
+        var k_stage = Ring[Map.STAGES].stage_of(2 * tile)[1]
+        var v_stage = Ring[Map.STAGES].stage_of(2 * tile + 1)[1]
+        for lane in range(valid.boxes(box)):
+            var source = find_box(tiles, tile, lookup, box, lane)
             comptime width = head_dim if Map.WIDENED else 64
             for atom in range(head_dim // width):
                 var keys = List[Float32]()
                 var values = List[Float32]()
                 for s in range(Int(box.slots())):
                     for dim in range(width):
-                        var at = cache.offset(Int(place.page), Int(place.slot) + s, kv_head, atom * width + dim)
+                        var at = cache.offset(Int(source.page), Int(source.slot) + s, kv_head, atom * width + dim)
                         keys.append(k[at].cast[DType.float32]())
                         values.append(v[at].cast[DType.float32]())
-                var offset = Map.box(Int(lane << box.bits), atom)
-                assert_equal(offset % (CORE_MATRIX if Map.WIDENED else SWIZZLE_PERIOD), 0)
-                block.copy_box(k_slot * Map.SLOT_BYTES + offset, keys)
-                block.copy_box(v_slot * Map.SLOT_BYTES + offset, values)
+                var offset = Map.box_offset(Int(lane << box.bits), atom)
+                assert_equal(offset % (CORE_MATRIX_BYTES if Map.WIDENED else SWIZZLE_PERIOD_BYTES), 0)
+                block.copy_box(k_stage * Map.STAGE_BYTES + offset, keys)
+                block.copy_box(v_stage * Map.STAGE_BYTES + offset, values)
 
-        var k_tile = k_slot * Map.SLOT_BYTES
-        var v_tile = v_slot * Map.SLOT_BYTES
+        var k_tile = k_stage * Map.STAGE_BYTES
+        var v_tile = v_stage * Map.STAGE_BYTES
         comptime if Map.WIDENED:
-            block.widen(k_slot, Map.KEYS)
-            block.widen(v_slot, Map.VALUES)
-            k_tile = Map.KEYS
-            v_tile = Map.VALUES
-        var dots = List[Float32](length=TILE * heads, fill=0)
+            block.widen(k_stage, Map.WIDENED_KEYS)
+            block.widen(v_stage, Map.WIDENED_VALUES)
+            k_tile = Map.WIDENED_KEYS
+            v_tile = Map.WIDENED_VALUES
+        var dots = List[Float32](length=WGMMA_TILE_TOKENS * heads, fill=0)
         for step in range(head_dim // WGMMA_K):
             block.multiply(dots, Map.key_operand(k_tile, step), Map.query_operand(step), True, True)
         # Every thread turns its scores into weights.
-        for thread in range(CONSUMERS):
+        for thread in range(CONSUMER_THREADS):
             for i in range(heads // 2):
                 var row = fragment_row(thread, i)
                 var column = fragment_column(thread, i)
                 var weight = Float32(0)
-                if Int32(row) >= wanted.begin and Int32(row) < wanted.end:
+                if Int32(row) >= valid.begin and Int32(row) < valid.end:
                     var dot = Float32(0)
                     var at = cache.locate(request, Int(tiles.token(tile)) + row)
                     for dim in range(head_dim):
@@ -212,17 +214,17 @@ def attend_like_the_kernel[
                     assert_equal(dots[row * heads + column], dot)
                     weight = weight_of(dot)
                     seen += 1
-                block.write(Map.weights(row, column), weight)
-        for i in range(Map.ATOMS * TILE * (ROW // CHUNK)):
+                block.write(Map.weight_offset(row, column), weight)
+        for i in range(Map.ATOMS * WGMMA_TILE_TOKENS * (SWIZZLE_ROW_BYTES // CHUNK_BYTES)):
             var row = Map.row_of_chunk(i)
-            if Int32(row) < wanted.begin or Int32(row) >= wanted.end:
-                for e in range(CHUNK // 2):
-                    block.write(v_tile + i * CHUNK + e * 2, 0)
+            if Int32(row) < valid.begin or Int32(row) >= valid.end:
+                for e in range(CHUNK_BYTES // 2):
+                    block.write(v_tile + i * CHUNK_BYTES + e * 2, 0)
         for atom in range(Map.ATOMS):
             var part = List[Float32](length=64 * heads, fill=0)
-            for step in range(TILE // WGMMA_K):
+            for step in range(WGMMA_TILE_TOKENS // WGMMA_K):
                 block.multiply(part, Map.value_operand(v_tile, atom, step), Map.weight_operand(step), False, False)
-            for thread in range(CONSUMERS):
+            for thread in range(CONSUMER_THREADS):
                 for i in range(heads // 2):
                     var row = fragment_row(thread, i)
                     var column = fragment_column(thread, i)
@@ -248,7 +250,7 @@ def weight_of(dot: Float32) -> Float32:
 
 def test_tiles_through_shared_memory() raises:
     seed(1)
-    # Page sizes: a box of 8 (8, 24), 16 (16, 48), 32 (96) and 64 slots (64, 256); tails and windows at all places.
+    # Page sizes: a box of 8 (8, 24), 16 (16, 48), 32 (96) and 64 slots (64, 256); tails and windows at all offsets.
     attend_like_the_kernel[64, 8](page_size=16, begin=0, end=150)
     attend_like_the_kernel[64, 8](page_size=24, begin=29, end=131)
     attend_like_the_kernel[128, 8](page_size=8, begin=3, end=68)
@@ -274,101 +276,6 @@ def test_one_token() raises:
     seed(3)
     for begin in [0, 7, 8, 15, 16, 63, 64]:
         attend_like_the_kernel[64, 8](page_size=16, begin=begin, end=begin + 1)
-
-
-# The parts
-
-
-def check_map[dtype: DType, head_dim: Int, heads: Int]() raises:
-    comptime Map = SharedMemory[dtype, head_dim, heads]
-    Map.check()
-    assert_true(Map.SLOTS >= 3)
-    var ring = Map.SLOTS * TILE * head_dim * size_of[dtype]()
-    assert_true(ring <= Map.KEYS, "the ring")
-    assert_true(Map.KEYS + (2 * TILE * head_dim * 2 if Map.WIDENED else 0) <= Map.QUERY, "the widened tiles")
-    assert_equal(Map.KEYS % SWIZZLE_PERIOD, 0)
-    assert_equal(Map.VALUES - Map.KEYS, TILE * head_dim * 2)
-    assert_equal(Map.QUERY % SWIZZLE_PERIOD, 0)
-    assert_equal(Map.WEIGHTS - Map.QUERY, heads * head_dim * 2, "the query")
-    assert_equal(Map.EXCHANGE - Map.WEIGHTS, heads * TILE * 2, "the weights")
-    assert_equal(Map.exchange(3, heads - 1) + 4, Map.STATUS)
-    assert_equal(Map.query(heads - 1, head_dim // 8 - 1) + CHUNK, Map.WEIGHTS)
-    assert_equal(Map.weights(TILE - 1, heads - 1) + 2, Map.EXCHANGE)
-    assert_equal(Map.FULL % 8, 0)
-    assert_equal(Map.BYTES - Map.FULL, 2 * 8 * Map.SLOTS, "the barriers")
-    assert_true(Map.BLOCKS_PER_SM * (Map.BYTES + 1024) <= SM_BYTES)
-    for head in range(heads):
-        assert_equal(Map.query(head, 1) % CHUNK, 0)
-        # Two adjacent heads are stored as 4 bytes.
-        assert_equal(Map.weights(5, head) % 4, (head % 2) * 2)
-
-
-def test_map() raises:
-    check_map[DType.bfloat16, 64, 8]()
-    check_map[DType.bfloat16, 64, 16]()
-    check_map[DType.bfloat16, 128, 8]()
-    check_map[DType.float16, 128, 16]()
-    check_map[DType.bfloat16, 256, 8]()
-    check_map[DType.float16, 256, 16]()
-    check_map[DType.float8_e4m3fn, 64, 16]()
-    check_map[DType.float8_e4m3fn, 128, 8]()
-    check_map[DType.float8_e5m2, 256, 16]()
-
-
-def test_fragments_cover_the_result() raises:
-    """As the manual's figure of a 64 x N accumulator has it."""
-    for heads in [8, 16]:
-        var times = List[Int](length=64 * heads, fill=0)
-        for thread in range(CONSUMERS):
-            for i in range(heads // 2):
-                times[fragment_row(thread, i) * heads + fragment_column(thread, i)] += 1
-        for count in times:
-            assert_equal(count, 1)
-    assert_equal((fragment_row(0, 1), fragment_column(0, 1)), (0, 1))
-    assert_equal((fragment_row(0, 2), fragment_column(0, 2)), (8, 0))
-    assert_equal((fragment_row(0, 4), fragment_column(0, 4)), (0, 8))
-    assert_equal((fragment_row(5, 0), fragment_column(5, 0)), (1, 2))
-    assert_equal((fragment_row(38, 3), fragment_column(38, 3)), (25, 5))
-
-
-def test_boxes() raises:
-    """Boxes hold all tokens of an item once, each within one page, and none that holds no token."""
-    seed(4)
-    assert_equal(Box.of_page(16).slots(), 16)
-    assert_equal(Box.of_page(24).slots(), 8)
-    assert_equal(Box.of_page(256).slots(), TILE)
-    assert_equal(Box.of_page(12).slots(), 4)
-    assert_equal(Box.of_page(1).slots(), 1)
-    for page_size in [8, 16, 24, 40, 48, 64, 72, 96, 128, 160, 192, 256]:
-        var box = Box.of_page(page_size)
-        for _ in range(40):
-            var begin = Int(random_si64(0, 700))
-            var end = begin + Int(random_si64(1, 500))
-            var tiles = Tiles.of(Int32(begin), Int32(end), box)
-            var token = begin
-            for tile in range(tiles.count):
-                var wanted = tiles.wanted(tile)
-                assert_true(wanted.begin < wanted.end)
-                assert_equal(wanted.all(), wanted.end - wanted.begin == TILE)
-                assert_equal(Int(tiles.token(tile) + wanted.begin), token)
-                token = Int(tiles.token(tile) + wanted.end)
-                for i in range(wanted.boxes(box)):
-                    var first = Int(tiles.token(tile) + (i << box.bits))
-                    var last = first + Int(box.slots()) - 1
-                    assert_true(first >= 0)
-                    assert_equal(first // page_size, last // page_size)
-                    assert_true(last >= begin and first < end)
-            assert_equal(token, end)
-    assert_equal(Tiles.of(5, 5, Box(4)).count, 0)
-    assert_equal(Tiles.of(0, -1, Box(4)).count, 0)
-
-
-def test_ring_places() raises:
-    """Filling i is the n-th of its slot."""
-    for i in range(40):
-        var place = Ring[6].place(Int32(i))
-        assert_equal(Int(place[0]), i // 6)
-        assert_equal(place[1], i % 6)
 
 
 def main() raises:

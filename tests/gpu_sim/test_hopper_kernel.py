@@ -1,6 +1,6 @@
 """The Hopper kernel's PTX, run on a model of the hardware (ptx_machine.py) and compared with float64.
 
-Unused slots and pages are NaN, the page table is shuffled, threads take turns at random.
+Unused slots and pages are NaN, the page table is shuffled, threads run in random order.
 """
 
 import re
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from support import gpu_programs
-from support.hopper_forms import form_of, tensor_kernels
+from support.hopper_variants import tensor_kernels, variant_of
 from support.ptx_machine import Machine
 from support.ptx_numbers import float8, halves, to_half
 from support.ptx_units import TensorMap
@@ -25,9 +25,9 @@ LOG2E = np.log2(np.e)
 
 
 @pytest.fixture(scope="module")
-def forms() -> dict[tuple[int, int, str, str], str]:
-    """The PTX of each form: head_dim, columns, dtype of q, dtype of the cache."""
-    return {form_of(ptx): ptx for ptx in tensor_kernels(gpu_programs.hopper())}
+def variants() -> dict[tuple[int, int, str, str], str]:
+    """The PTX of each variant: head_dim, columns, dtype of q, dtype of the cache."""
+    return {variant_of(ptx): ptx for ptx in tensor_kernels(gpu_programs.hopper())}
 
 
 def encode(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -66,15 +66,15 @@ class Call:
         # NaN in every dtype.
         stored = np.full(shape, 0x7F, np.uint8) if self.kv_dtype else np.full(shape, 0x7FFF, np.uint16)
         for token in range(self.begin, self.length):
-            place = table[token // self.page_size], token % self.page_size
-            if place[0] >= pages:
+            slot = table[token // self.page_size], token % self.page_size
+            if slot[0] >= pages:
                 continue
             values = rng.uniform(-1, 1, shape[2:])
             if self.kv_dtype:
                 # Bytes below 0x40 are small numbers in both; bit 7 is the sign.
-                stored[place] = rng.integers(0, 0x38, shape[2:]) | rng.integers(0, 2, shape[2:]) << 7
+                stored[slot] = rng.integers(0, 0x38, shape[2:]) | rng.integers(0, 2, shape[2:]) << 7
             else:
-                stored[place] = encode(values, self.dtype)
+                stored[slot] = encode(values, self.dtype)
         tokens = np.arange(self.begin, self.length)
         raw = stored[np.minimum(table[tokens // self.page_size], pages - 1), tokens % self.page_size]
         return stored, (float8_values(self.kv_dtype)[raw] if self.kv_dtype else halves(raw, stored_dtype)).astype(float)
@@ -107,7 +107,7 @@ class Call:
         maps = [TensorMap(x.view(np.uint8), box, row, element, not self.kv_dtype) for x in (keys, values)]
         pointers = [q, np.zeros(1, np.int32), np.array([self.length], np.int32), slopes, sinks]
         q_at, batch_at, lengths_at, slopes_at, sinks_at = (machine.allocate(x) for x in pointers)
-        rows = struct.pack(
+        params = struct.pack(
             "<7Q6i3f2i4x",
             *(q_at, o, lse, batch_at, lengths_at, slopes_at, sinks_at),
             *(1, heads, self.dim, 1, max_pages * self.page_size, -1),
@@ -120,9 +120,9 @@ class Call:
         )
         # A list of two items, the second one past the end.
         items = machine.allocate(np.array([0, self.begin, end, self.partial, -1, 0, 0, 0], np.int32))
-        work = struct.pack("<3Q4i", items, 0, 0, 2, 0, 0, 0)
+        schedule = struct.pack("<3Q4i", items, 0, 0, 2, 0, 0, 0)
         sums = struct.pack("<3Q", acc, greatest, total)
-        parameters = [*maps, rows, view, work, sums, struct.pack("<i", box.bit_length() - 1)]
+        parameters = [*maps, params, view, schedule, sums, struct.pack("<i", box.bit_length() - 1)]
         machine.launch((2 * KV_HEADS, 1, 1), THREADS, parameters)
 
         found_o = halves(machine.array(o, np.uint16, heads * self.dim), self.dtype).reshape(heads, self.dim)
@@ -166,22 +166,22 @@ class Call:
                 )
 
 
-FORMS_OF_A_CALL = [
+VARIANTS = [
     Call(dim, columns, dtype, kv_dtype, group=group, length=length)
     for dim, length in [(64, 140), (128, 100), (256, 70)]
     for columns, group in [(8, 5), (16, 12)]
     for dtype, kv_dtype in [("bf16", ""), ("f16", ""), ("bf16", "e4m3"), ("f16", "e4m3"), ("bf16", "e5m2")]
-    # The rest of the forms differ from these in a conversion alone.
+    # The other variants differ from these in a conversion alone.
     if dim == 64 or (dtype == "bf16" and kv_dtype != "e5m2")
 ]
 
 
-@pytest.mark.parametrize("call", FORMS_OF_A_CALL, ids=str)
-def test_forms(forms, call):
-    call.run(forms[call.dim, call.columns, call.dtype, call.kv_dtype])
+@pytest.mark.parametrize("call", VARIANTS, ids=str)
+def test_variants(variants, call):
+    call.run(variants[call.dim, call.columns, call.dtype, call.kv_dtype])
 
 
-PLACES = [
+TOKEN_RANGES = [
     *(Call(page_size=page_size, length=200) for page_size in (8, 24, 32, 48, 64, 96, 128, 256)),
     *(Call(length=length, group=3) for length in (1, 63, 64, 65, 128, 129)),
     *(Call(begin=begin, length=150, group=1) for begin in (1, 15, 16, 47, 63, 64, 149)),
@@ -198,9 +198,9 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("call", PLACES, ids=str)
-def test_places(forms, call):
-    call.run(forms[call.dim, call.columns, call.dtype, call.kv_dtype])
+@pytest.mark.parametrize("call", TOKEN_RANGES, ids=str)
+def test_token_ranges(variants, call):
+    call.run(variants[call.dim, call.columns, call.dtype, call.kv_dtype])
 
 
 OPTIONS = [
@@ -214,27 +214,27 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("call", OPTIONS, ids=str)
-def test_options(forms, call):
-    call.run(forms[call.dim, call.columns, call.dtype, call.kv_dtype])
+def test_options(variants, call):
+    call.run(variants[call.dim, call.columns, call.dtype, call.kv_dtype])
 
 
 @pytest.mark.parametrize("kv_dtype", ["", "e4m3"])
-def test_any_order_of_threads(forms, kv_dtype):
-    any_order(Call(length=400, group=2, kv_dtype=kv_dtype), forms[64, 8, "bf16", kv_dtype], 6)
+def test_any_order_of_threads(variants, kv_dtype):
+    any_order(Call(length=400, group=2, kv_dtype=kv_dtype), variants[64, 8, "bf16", kv_dtype], 6)
 
 
 FAULTS = {
     "a proxy fence": r"fence\.proxy\.async\.shared::cta;",
     "the barriers of the consumers": r"bar\.sync\s+1, 128;",
-    "the release of a slot": r"mbarrier\.arrive\.shared\.b64[^;]*;",
-    "the wait for a slot": r"mbarrier\.try_wait[^;]*;",
+    "the release of a stage": r"mbarrier\.arrive\.shared\.b64[^;]*;",
+    "the wait for a stage": r"mbarrier\.try_wait[^;]*;",
 }
 
 
 @pytest.mark.parametrize("missing", FAULTS)
-def test_the_model_misses(forms, missing):
-    """A kernel without one of these does not get through, so that the tests above mean something."""
-    ptx, count = re.subn(FAULTS[missing], "", forms[64, 8, "bf16", ""])
+def test_a_kernel_fails_without(variants, missing):
+    """A kernel without one of these fails, so that the tests above can fail."""
+    ptx, count = re.subn(FAULTS[missing], "", variants[64, 8, "bf16", ""])
     assert count > 0
     with pytest.raises(AssertionError):
         any_order(Call(length=900, group=2), ptx, 4)
@@ -245,8 +245,8 @@ def any_order(call: Call, ptx: str, orders: int) -> None:
         call.run(ptx, seed)
 
 
-def test_the_model_tells_operands_apart(forms):
-    ptx = forms[64, 8, "bf16", ""]
+def test_the_model_tells_operands_apart(variants):
+    ptx = variants[64, 8, "bf16", ""]
     assert "p, 1,  1, 1,  1;" in ptx
     with pytest.raises(AssertionError):
         Call().run(ptx.replace("p, 1,  1, 1,  1;", "p, 1,  1, 0,  0;"))

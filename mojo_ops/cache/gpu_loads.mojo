@@ -1,15 +1,10 @@
-"""A cache as the GPU kernels read it: its type, vector loads of its elements."""
+"""How GPU kernels load elements of a cache: vector loads, and float32 of what was stored."""
 
 from std.memory import bitcast
 from std.sys import size_of
 from std.utils.numerics import nan
-from layout import UNKNOWN_VALUE
 
-from .paged_kv_cache import KVCacheStaticParams, PagedKVCache
-
-comptime DeviceCache[dtype: DType] = PagedKVCache[
-    dtype, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE
-]
+from .paged_kv_cache import DynamicKVCache
 
 
 def vector_width[kv_dtype: DType]() -> Int:
@@ -17,8 +12,8 @@ def vector_width[kv_dtype: DType]() -> Int:
     return 4 if size_of[kv_dtype]() == 4 else 8
 
 
-def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DeviceCache[kv_dtype]) raises:
-    """Refuses storage that vector loads cannot read: every head has to begin at a multiple of one load."""
+def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DynamicKVCache[kv_dtype]) raises:
+    """Refuses storage that vector loads cannot read: every head must begin at a multiple of one load."""
     comptime bytes = vector_width[kv_dtype]() * size_of[kv_dtype]()
     var strides = cache.strides()
     for elements in [strides.page, strides.slot, strides.head]:
@@ -30,7 +25,7 @@ def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DeviceCache[
 
 @always_inline
 def load_raw[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset: Int) -> SIMD[dtype, width]:
-    """One load of up to 16 bytes; `check_alignment` has seen to it that it is aligned."""
+    """One load of up to 16 bytes; `check_alignment` refuses storage where it would not be aligned."""
     return source.unsafe_load[width=width, alignment=width * size_of[dtype]()](offset)
 
 
@@ -42,7 +37,7 @@ def load[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset
 
 @always_inline
 def widen[dtype: DType, width: Int, //](stored: SIMD[dtype, width]) -> SIMD[DType.float32, width]:
-    """Float32 of stored elements; float8 by way of float16, as not every GPU converts it."""
+    """Float32 of stored elements; float8 by way of float16, since not every GPU converts it."""
     comptime if dtype == DType.float8_e5m2:
         return bitcast[DType.float16, width](bitcast[DType.uint8, width](stored).cast[DType.uint16]() << 8).cast[
             DType.float32

@@ -1,4 +1,4 @@
-"""A kernel that fetches one tile of K through the cache's tensor map. Compiled for sm_90a by tests/test_mojo.py.
+"""A kernel that fetches one tile of K through the cache's tensor map. Compiled for sm_90a by test_mojo.py.
 
 It needs no GPU to compile; where there is one, it also checks what arrived.
 """
@@ -17,7 +17,7 @@ from max.gpu.sync import barrier
 
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache
 from mojo_ops.cache.strides import PageStrides, page_shape
-from mojo_ops.cache.tensor_map import PageBox
+from mojo_ops.cache.tensor_map import PageTensorMap
 
 comptime PAGES = 6
 comptime PAGE_SIZE = 16
@@ -25,7 +25,7 @@ comptime HEADS = 4
 comptime DIM = 128
 comptime SWIZZLE = TensorMapSwizzle.SWIZZLE_128B
 comptime Cache = PagedKVCache[DType.bfloat16, KVCacheStaticParams(HEADS, DIM), PAGE_SIZE]
-comptime Box = PageBox[DType.bfloat16, PAGE_SIZE, DIM, SWIZZLE, True]
+comptime Box = PageTensorMap[DType.bfloat16, PAGE_SIZE, DIM, SWIZZLE, True]
 comptime BOX_SIZE = PAGE_SIZE * DIM
 
 comptime REQUEST = 1

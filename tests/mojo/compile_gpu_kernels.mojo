@@ -1,17 +1,19 @@
-"""The GPU kernels for any GPU, a few of each kind: compiled by tests/test_gpu_compile.py, never run."""
+"""The GPU kernels for any GPU, a few of each kind: compiled by tests/gpu_compile/test_gpu_compile.py, never run."""
 
 from std.utils import IndexList
 from max.gpu.host import DeviceContext
 
-from mojo_ops.attention.gpu.generic import launch
-from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.attention.gpu.rope import Turns
+from mojo_ops.attention.gpu.generic import launch_generic
+from mojo_ops.attention.gpu.params import GpuAttentionParams
+from mojo_ops.attention.gpu.rope import RotaryFrequencies
 from mojo_ops.attention.merge_states import States, merge_on_gpu
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import untracked
 from mojo_ops.cache.strides import PageStrides
+from mojo_ops.transfer.gpu.append import append_on_gpu
 from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu
-from mojo_ops.transfer.gpu.rows import append_on_gpu, gather_on_gpu, ragged_rows_on_gpu
+from mojo_ops.transfer.gpu.gather import gather_on_gpu
+from mojo_ops.transfer.gpu.ragged_rows import ragged_rows_on_gpu
 
 
 def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False](ctx: DeviceContext) raises:
@@ -20,10 +22,10 @@ def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool 
     var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
-    var rows = DecodeRows[dtype](
+    var params = GpuAttentionParams[dtype](
         q, q, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, 1, 0, 1, 0, 0
     )
-    var cache = DeviceCache[kv_dtype](
+    var cache = DynamicKVCache[kv_dtype](
         floats.unsafe_bitcast[Scalar[kv_dtype]](),
         IndexList[4](1, 1, 1, DIM),
         PageStrides(0, DIM, DIM, DIM),
@@ -31,17 +33,17 @@ def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool 
         1,
         1,
     )
-    launch[DIM, HEADS, ROTARY](ctx, rows, cache, cache, Turns(0, 1), HEADS, False)
+    launch_generic[DIM, HEADS, ROTARY](ctx, params, cache, cache, RotaryFrequencies(0, 1), HEADS, False)
     _ = memory^
 
 
-def moves(ctx: DeviceContext) raises:
+def copies(ctx: DeviceContext) raises:
     var memory = ctx.enqueue_create_buffer[DType.uint16](1024)
     var words = untracked(memory.unsafe_ptr())
     var positions = words.unsafe_bitcast[Int32]()
     var numbers = positions.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var table = numbers.unsafe_bitcast[UInt32]()
-    var cache = DeviceCache[DType.uint16](words, IndexList[4](1, 1, 1, 8), PageStrides(0, 8, 8, 8), table, 1, 1)
+    var cache = DynamicKVCache[DType.uint16](words, IndexList[4](1, 1, 1, 8), PageStrides(0, 8, 8, 8), table, 1, 1)
     append_on_gpu(ctx, cache, cache, words, words, numbers, numbers, 1)
     gather_on_gpu(ctx, cache, cache, words, words, numbers, 1)
     ragged_rows_on_gpu(ctx, positions, positions, 1, table, table, 1)
@@ -67,6 +69,6 @@ def main() raises:
     attention[DType.float32, DType.float32, 512, 4](ctx)
     attention[DType.bfloat16, DType.bfloat16, 128, 4, True](ctx)
     attention[DType.float32, DType.float32, 512, 2, True](ctx)
-    moves(ctx)
+    copies(ctx)
     merge[DType.bfloat16](ctx)
     merge[DType.float32](ctx)

@@ -1,13 +1,13 @@
-"""Prints which GPU kernel takes which call on Hopper, for tests/test_gpu_kernels.py to compare with what people are told.
+"""Prints which calls the Hopper kernel refuses: gpu_compile/test_kernel_choice.py compares them with the rules in words.
 
 A line is: q_dtype kv_dtype head_dim group page_size refusal (or "-").
 """
 
 from std.utils import IndexList
 
-from mojo_ops.attention.gpu.hopper.kernel import hopper_refusal
-from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal
+from mojo_ops.attention.gpu.params import GpuAttentionParams
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked, untracked_mutable
 
@@ -15,7 +15,7 @@ comptime KV_HEADS = 2
 
 
 def print_calls[dtype: DType, kv_dtype: DType]():
-    # Only addresses are looked at.
+    # Only addresses are used.
     var floats = List[Float32](length=16, fill=0)
     var integers = List[Int32](length=4, fill=0)
     var table = List[UInt32](length=4, fill=0)
@@ -26,7 +26,7 @@ def print_calls[dtype: DType, kv_dtype: DType]():
     for head_dim in [8, 64, 96, 128, 256, 512]:
         for group in [1, 7, 16, 17]:
             for page_size in [1, 4, 5, 8, 16, 20, 24, 100, 128, 256]:
-                var rows = DecodeRows[dtype](
+                var params = GpuAttentionParams[dtype](
                     q,
                     q,
                     base,
@@ -47,7 +47,7 @@ def print_calls[dtype: DType, kv_dtype: DType]():
                     0,
                 )
                 var at = PageStrides(0, page_size * KV_HEADS * head_dim, KV_HEADS * head_dim, head_dim)
-                var cache = DeviceCache[kv_dtype](
+                var cache = DynamicKVCache[kv_dtype](
                     Pointer[Scalar[kv_dtype], MutUntrackedOrigin](unsafe_from_address=4096),
                     IndexList[4](3, page_size, KV_HEADS, head_dim),
                     at,
@@ -55,7 +55,7 @@ def print_calls[dtype: DType, kv_dtype: DType]():
                     1,
                     1,
                 )
-                var refusal = hopper_refusal(rows, cache, cache)
+                var refusal = hopper_refusal(params, cache, cache)
                 print(dtype, kv_dtype, head_dim, group, page_size, refusal if refusal else "-")
     _ = floats^
     _ = integers^

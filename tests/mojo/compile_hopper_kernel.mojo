@@ -1,4 +1,4 @@
-"""Launches the Hopper kernel in every form. tests/test_hopper.py compiles it for sm_90a; where there is such a GPU,
+"""Launches the Hopper kernel in every variant. gpu_compile/test_hopper.py compiles it for sm_90a; on such a GPU,
 running it compares each result with float64 loops.
 
 The pool is NaN but for the tokens that rows may see, pages are shuffled, lengths lie at the edges of tiles and pages.
@@ -10,10 +10,11 @@ from std.utils import IndexList
 from std.utils.numerics import nan, neg_inf
 from max.gpu.host import DeviceBuffer, DeviceContext
 
-from mojo_ops.attention.gpu.hopper.kernel import attend_hopper, hopper_refusal
-from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.cache.device_cache import DeviceCache
-from mojo_ops.cache.pointers import untracked
+from mojo_ops.attention.gpu.hopper.kernel import attend_hopper
+from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal
+from mojo_ops.attention.gpu.params import GpuAttentionParams
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache
+from mojo_ops.cache.pointers import untracked, untracked_immutable
 from mojo_ops.cache.strides import PageStrides
 
 comptime LOG2E = 1.4426950408889634
@@ -146,10 +147,6 @@ def on_device[T: DType](ctx: DeviceContext, values: List[Scalar[T]]) raises -> D
     return buffer
 
 
-def immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrigin]:
-    return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
-
-
 def check[
     dtype: DType, kv_dtype: DType, //
 ](ctx: DeviceContext, name: String, batch: Case[dtype, kv_dtype], options: Options) raises:
@@ -169,14 +166,14 @@ def check[
     var sinks = on_device(ctx, batch.sinks)
     var o = on_device(ctx, List[Scalar[dtype]](length=len(batch.q), fill=nan[dtype]()))
     var lse = on_device(ctx, List[Float32](length=num_rows * batch.heads, fill=nan[DType.float32]()))
-    var rows = DecodeRows[dtype](
+    var params = GpuAttentionParams[dtype](
         untracked(q.unsafe_ptr()),
         untracked(o.unsafe_ptr()),
         untracked(lse.unsafe_ptr()),
-        immutable(batches.unsafe_ptr()),
-        immutable(lengths.unsafe_ptr()),
-        immutable(slopes.unsafe_ptr()),
-        immutable(sinks.unsafe_ptr()),
+        untracked_immutable(batches.unsafe_ptr()),
+        untracked_immutable(lengths.unsafe_ptr()),
+        untracked_immutable(slopes.unsafe_ptr()),
+        untracked_immutable(sinks.unsafe_ptr()),
         num_rows=Int32(num_rows),
         num_heads=Int32(batch.heads),
         head_dim=Int32(batch.dim),
@@ -190,14 +187,14 @@ def check[
         has_sinks=Int32(1 if options.sinks else 0),
     )
     var shape = IndexList[4](batch.pages, batch.page_size, batch.kv_heads, batch.dim)
-    comptime Cache = DeviceCache[kv_dtype]
-    var pages = immutable(table.unsafe_ptr())
+    comptime Cache = DynamicKVCache[kv_dtype]
+    var pages = untracked_immutable(table.unsafe_ptr())
     var keys = Cache(untracked(k.unsafe_ptr()), shape, batch.strides(), pages, len(batch.lengths), batch.max_pages)
     var values = Cache(untracked(v.unsafe_ptr()), shape, batch.strides(), pages, len(batch.lengths), batch.max_pages)
-    var refusal = hopper_refusal(rows, keys, values)
+    var refusal = hopper_refusal(params, keys, values)
     if refusal:
         raise Error(name, ": refused: ", refusal)
-    attend_hopper(ctx, rows, keys, values, options.batch_invariant)
+    attend_hopper(ctx, params, keys, values, options.batch_invariant)
     ctx.synchronize()
 
     var worst = Float64(0)
@@ -235,7 +232,7 @@ def edges(page_size: Int) -> List[Int]:
 def check_dtypes[dtype: DType, kv_dtype: DType](ctx: DeviceContext) raises:
     print(dtype, "with a cache of", kv_dtype)
     comptime Batch = Case[dtype, kv_dtype]
-    # The simplest first: one tile, then a few, then every form.
+    # The simplest first: one tile, then a few, then every variant.
     check(ctx, "one token", Batch(64, 64, 1, 8, False, [1]), PLAIN)
     check(ctx, "one tile", Batch(64, 64, 1, 8, False, [64]), PLAIN)
     check(ctx, "one tile, pages of 16", Batch(128, 16, 1, 8, False, [64]), PLAIN)

@@ -1,4 +1,4 @@
-"""Which form of the Hopper kernel a PTX text is."""
+"""Which variant of the Hopper kernel a PTX text is."""
 
 import re
 
@@ -16,7 +16,7 @@ def products(ptx: str) -> list[tuple[int, str, int, int]]:
     return [(int(n), dtype, int(a), int(b)) for n, dtype, a, b in re.findall(pattern, ptx)]
 
 
-def form_of(ptx: str) -> tuple[int, int, str, str]:
+def variant_of(ptx: str) -> tuple[int, int, str, str]:
     """head_dim, columns, the dtype of q, and that of the cache where it is a float8 ("" where it is q's)."""
     float8 = re.search(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2", ptx)
     found = products(ptx)

@@ -4,18 +4,18 @@ from std.random import random_si64, seed
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.attention.gpu.split_kv import (
-    FIXED_ITEMS,
-    INVALID,
-    MIN_CHUNK_TILES,
+    MAX_FIXED_ITEMS,
+    INVALID_ROW,
+    MIN_ITEM_TILES,
     NO_ROW,
-    RowSplit,
+    RowPartition,
     RowTokens,
-    TILE,
-    WHOLE,
-    WorkBounds,
-    WorkItem,
-    chunk_tiles,
-    fixed_chunk_tiles,
+    SPLIT_TILE_TOKENS,
+    WHOLE_ROW,
+    ScheduleBounds,
+    SplitItem,
+    max_item_tiles,
+    fixed_max_item_tiles,
 )
 
 comptime CAPACITY = 1 << 20
@@ -25,18 +25,20 @@ def tokens_of(length: Int, window_left: Int = -1) -> RowTokens:
     return RowTokens.of(0, Int32(length), 1, CAPACITY, Int32(window_left))
 
 
-def plan(rows: List[RowTokens], bounds: WorkBounds) raises -> List[WorkItem]:
+def plan(rows: List[RowTokens], bounds: ScheduleBounds) raises -> List[SplitItem]:
     """What the device computes, one row after the other."""
     var total = Int32(0)
     for row in rows:
         total += row.tiles()
-    var items = List[WorkItem]()
+    var items = List[SplitItem]()
     var partials = Int32(0)
     var splits = 0
     for r in range(len(rows)):
         var tiles = rows[r].tiles()
-        var longest = fixed_chunk_tiles(tiles) if bounds.batch_invariant else chunk_tiles(total, Int32(bounds.slots))
-        var split = RowSplit.of(rows[r], longest)
+        var longest = fixed_max_item_tiles(tiles) if bounds.batch_invariant else max_item_tiles(
+            total, Int32(bounds.wanted_items)
+        )
+        var split = RowPartition.of(rows[r], longest)
         for i in range(Int(split.count)):
             items.append(split.item(Int32(r), Int32(i), partials))
         if split.count > 1:
@@ -48,7 +50,7 @@ def plan(rows: List[RowTokens], bounds: WorkBounds) raises -> List[WorkItem]:
     return items^
 
 
-def check(rows: List[RowTokens], bounds: WorkBounds) raises -> List[WorkItem]:
+def check(rows: List[RowTokens], bounds: ScheduleBounds) raises -> List[SplitItem]:
     """The items of a row join without gap or overlap; only its ends lie inside a tile; partials count up."""
     var items = plan(rows, bounds)
     var i = 0
@@ -60,9 +62,9 @@ def check(rows: List[RowTokens], bounds: WorkBounds) raises -> List[WorkItem]:
         while i < len(items) and Int(items[i].row) == r:
             var item = items[i]
             assert_equal(item.begin, at)
-            assert_true(item.begin == tokens.begin or item.begin % TILE == 0)
-            assert_true(item.end == tokens.end or item.end % TILE == 0)
-            if item.partial != WHOLE:
+            assert_true(item.begin == tokens.begin or item.begin % SPLIT_TILE_TOKENS == 0)
+            assert_true(item.end == tokens.end or item.end % SPLIT_TILE_TOKENS == 0)
+            if item.partial != WHOLE_ROW:
                 assert_equal(item.partial, partial)
                 assert_true(item.end > item.begin)
                 partial += 1
@@ -70,13 +72,13 @@ def check(rows: List[RowTokens], bounds: WorkBounds) raises -> List[WorkItem]:
             i += 1
         assert_equal(at, tokens.end)
         assert_true(i > first)
-        assert_equal(i - first == 1, items[first].partial == WHOLE)
+        assert_equal(i - first == 1, items[first].partial == WHOLE_ROW)
     assert_equal(i, len(items))
     return items^
 
 
-def bounds_of(rows: Int, batch_invariant: Bool = False, kv_heads: Int = 8) -> WorkBounds:
-    return WorkBounds.of(rows, CAPACITY, kv_heads, 132, batch_invariant)
+def bounds_of(rows: Int, batch_invariant: Bool = False, kv_heads: Int = 8) -> ScheduleBounds:
+    return ScheduleBounds.of(rows, CAPACITY, kv_heads, 132, batch_invariant)
 
 
 def test_a_row_of_the_table() raises:
@@ -90,10 +92,10 @@ def test_a_row_of_the_table() raises:
 
 
 def test_rows_that_the_table_has_not_are_marked() raises:
-    assert_equal(RowTokens.of(-2, 5, 4, 100, -1).end, INVALID)
-    assert_equal(RowTokens.of(4, 5, 4, 100, -1).end, INVALID)
-    assert_equal(RowTokens.of(3, -1, 4, 100, -1).end, INVALID)
-    assert_equal(RowTokens.of(3, 101, 4, 100, -1).end, INVALID)
+    assert_equal(RowTokens.of(-2, 5, 4, 100, -1).end, INVALID_ROW)
+    assert_equal(RowTokens.of(4, 5, 4, 100, -1).end, INVALID_ROW)
+    assert_equal(RowTokens.of(3, -1, 4, 100, -1).end, INVALID_ROW)
+    assert_equal(RowTokens.of(3, 101, 4, 100, -1).end, INVALID_ROW)
     assert_equal(RowTokens.of(3, 100, 4, 100, -1).end, 100)
     assert_equal(RowTokens.of(4, 5, 4, 100, -1).tiles(), 0)
 
@@ -105,20 +107,29 @@ def test_padding_and_empty_rows_are_one_item_without_tokens() raises:
         assert_equal(items[0].begin, 0)
         assert_equal(items[0].end, 0)
     var items = plan([RowTokens.of(9, 50, 4, 100, -1)], bounds_of(1))
-    assert_equal(items[0].end, INVALID)
-    assert_equal(items[0].partial, WHOLE)
+    assert_equal(items[0].end, INVALID_ROW)
+    assert_equal(items[0].partial, WHOLE_ROW)
 
 
 def test_edges() raises:
-    for length in [1, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 1, 3 * TILE, 100 * TILE + 1]:
-        for window_left in [-1, 0, 1, TILE, 77 * TILE + 5]:
+    for length in [
+        1,
+        SPLIT_TILE_TOKENS - 1,
+        SPLIT_TILE_TOKENS,
+        SPLIT_TILE_TOKENS + 1,
+        2 * SPLIT_TILE_TOKENS,
+        2 * SPLIT_TILE_TOKENS + 1,
+        3 * SPLIT_TILE_TOKENS,
+        100 * SPLIT_TILE_TOKENS + 1,
+    ]:
+        for window_left in [-1, 0, 1, SPLIT_TILE_TOKENS, 77 * SPLIT_TILE_TOKENS + 5]:
             _ = check([tokens_of(length, window_left)], bounds_of(1))
             _ = check([tokens_of(length, window_left)], bounds_of(1, True))
 
 
 def test_short_rows_stay_whole() raises:
-    assert_equal(len(check([tokens_of(MIN_CHUNK_TILES * TILE)], bounds_of(1))), 1)
-    assert_equal(len(check([tokens_of(MIN_CHUNK_TILES * TILE + 1)], bounds_of(1))), 2)
+    assert_equal(len(check([tokens_of(MIN_ITEM_TILES * SPLIT_TILE_TOKENS)], bounds_of(1))), 1)
+    assert_equal(len(check([tokens_of(MIN_ITEM_TILES * SPLIT_TILE_TOKENS + 1)], bounds_of(1))), 2)
 
 
 def test_one_long_row_fills_the_device() raises:
@@ -149,7 +160,7 @@ def test_a_fixed_split_depends_on_the_row_alone() raises:
     var others = List[RowTokens](length=30, fill=tokens_of(70000))
     for length in [0, 1, 1024, 1025, 8191, 65536, 65537, 1000000]:
         var alone = check([tokens_of(length)], bounds_of(1, True))
-        assert_true(len(alone) <= FIXED_ITEMS)
+        assert_true(len(alone) <= MAX_FIXED_ITEMS)
         var rows = others.copy()
         rows.append(tokens_of(length))
         var items = check(rows, bounds_of(len(rows), True))
@@ -160,12 +171,12 @@ def test_a_fixed_split_depends_on_the_row_alone() raises:
 
 
 def test_bounds_need_no_length() raises:
-    var few = WorkBounds.of(1, 16, 8, 132, False)
-    var many = WorkBounds.of(1, 1 << 30, 8, 132, False)
+    var few = ScheduleBounds.of(1, 16, 8, 132, False)
+    var many = ScheduleBounds.of(1, 1 << 30, 8, 132, False)
     assert_equal(few.items, many.items)
     assert_equal(few.partials, many.partials)
-    assert_equal(WorkBounds.of(7, 1024, 8, 132, True).partials, 0)
-    assert_equal(WorkBounds.of(7, 1025, 8, 132, True).partials, 14)
+    assert_equal(ScheduleBounds.of(7, 1024, 8, 132, True).partials, 0)
+    assert_equal(ScheduleBounds.of(7, 1025, 8, 132, True).partials, 14)
     assert_equal(NO_ROW, -1)
 
 

@@ -1,18 +1,18 @@
-"""Where the tokens of one row lie, as GPU kernels read the page table."""
+"""The page table of one row, as GPU kernels read it."""
 
-from ...cache.device_cache import DeviceCache
-from .params import DecodeRows
+from ...cache.paged_kv_cache import DynamicKVCache
+from .params import GpuAttentionParams
 
 
 @fieldwise_init
-struct Place(TrivialRegisterPassable):
+struct TokenSlot(TrivialRegisterPassable):
     """A token's page, -1 where the table names one outside the pool, and its slot."""
 
     var page: Int32
     var slot: Int32
 
 
-struct Pages(TrivialRegisterPassable):
+struct RowPageTable(TrivialRegisterPassable):
     """The page table of one row's request."""
 
     var entries: Pointer[UInt32, ImmUntrackedOrigin]
@@ -22,15 +22,15 @@ struct Pages(TrivialRegisterPassable):
     @always_inline
     def __init__[
         dtype: DType, kv_dtype: DType, //
-    ](out self, row: Int32, rows: DecodeRows[dtype], cache: DeviceCache[kv_dtype]):
+    ](out self, row: Int32, params: GpuAttentionParams[dtype], cache: DynamicKVCache[kv_dtype]):
         var columns = Int(cache.lookup_table.layout.stride[0]().value())
-        self.entries = cache.lookup_table.ptr.unsafe_offset(Int(rows.request(row)) * columns)
+        self.entries = cache.lookup_table.ptr.unsafe_offset(Int(params.request(row)) * columns)
         self.num_pages = UInt32(cache.num_pages())
         self.page_size = UInt32(cache.slots())
 
     @always_inline
-    def place(self, token: Int32) -> Place:
-        """Where a token that the row attends to lies."""
+    def locate(self, token: Int32) -> TokenSlot:
+        """Page and slot of a token that the row attends to."""
         var column = UInt32(token) // self.page_size
         var page = self.entries[unsafe_offset=Int(column)]
-        return Place(Int32(page) if page < self.num_pages else -1, Int32(UInt32(token) - column * self.page_size))
+        return TokenSlot(Int32(page) if page < self.num_pages else -1, Int32(UInt32(token) - column * self.page_size))

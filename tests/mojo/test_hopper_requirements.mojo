@@ -1,11 +1,11 @@
-"""Which calls the Hopper kernel leaves to the plain one, and that each gets its reason."""
+"""Which calls the Hopper kernel leaves to the generic one, and that each gets its reason."""
 
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.attention.gpu.hopper.kernel import hopper_refusal, hopper_takes
-from mojo_ops.attention.gpu.params import DecodeRows
-from mojo_ops.cache.device_cache import DeviceCache
+from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal, hopper_takes
+from mojo_ops.attention.gpu.params import GpuAttentionParams
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked, untracked_mutable
 
@@ -27,7 +27,7 @@ def reason[
     var numbers = aligned.unsafe_bitcast[Float32]()
     var ints = numbers.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var floats = numbers.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
-    var rows = DecodeRows[dtype](
+    var params = GpuAttentionParams[dtype](
         numbers.unsafe_bitcast[Scalar[dtype]](),
         numbers.unsafe_bitcast[Scalar[dtype]](),
         numbers,
@@ -48,7 +48,7 @@ def reason[
         has_sinks=0,
     )
     var slot = kv_heads * head_dim + pad
-    var cache = DeviceCache[kv_dtype](
+    var cache = DynamicKVCache[kv_dtype](
         aligned.unsafe_offset(shift).unsafe_bitcast[Scalar[kv_dtype]](),
         IndexList[4](pages, page_size, kv_heads, head_dim),
         PageStrides(0, page_size * slot, slot, head_dim),
@@ -56,7 +56,7 @@ def reason[
         1,
         1,
     )
-    var found = hopper_refusal(rows, cache, cache)
+    var found = hopper_refusal(params, cache, cache)
     _ = memory^
     return found
 
@@ -73,7 +73,7 @@ def test_what_it_serves() raises:
     assert_equal(reason(pad=8), "")
 
 
-def test_what_it_leaves() raises:
+def test_what_it_refuses() raises:
     assert_true("head_dim 64, 128 and 256, not 80" in reason(head_dim=80))
     assert_true("not 512" in reason(head_dim=512))
     assert_true("16 query heads a KV head, not 17" in reason(heads=34))
@@ -86,11 +86,11 @@ def test_what_it_leaves() raises:
     assert_true("a stride of" in reason(pad=1))
 
 
-def test_the_forms_that_exist() raises:
-    assert_true(hopper_takes[DType.bfloat16, DType.bfloat16]())
-    assert_true(hopper_takes[DType.bfloat16, DType.float8_e4m3fn]())
-    assert_true(not hopper_takes[DType.float32, DType.float8_e4m3fn]())
-    assert_true(not hopper_takes[DType.float16, DType.bfloat16]())
+def test_the_dtypes_it_exists_for() raises:
+    assert_true(hopper_takes(DType.bfloat16, DType.bfloat16))
+    assert_true(hopper_takes(DType.bfloat16, DType.float8_e4m3fn))
+    assert_true(not hopper_takes(DType.float32, DType.float8_e4m3fn))
+    assert_true(not hopper_takes(DType.float16, DType.bfloat16))
 
 
 def main() raises:

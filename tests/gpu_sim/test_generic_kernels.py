@@ -1,0 +1,198 @@
+"""Attention on any GPU, as PTX on a model of the hardware (ptx_machine.py), compared with float64.
+
+Schedule, attention and combine run one after the other over one memory, as they do on a stream. Unused slots and pages
+are NaN, the page table is shuffled, threads run in random order.
+"""
+
+import math
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_kv import reference
+from support import gpu_programs
+from support.cases import Cache, CacheCase, build
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.generic_kernels import SHORT, THREADS, kernels, view_bytes
+from support.ptx_machine import GLOBAL, Machine
+
+pytestmark = pytest.mark.waits_for(gpu_programs.generic["sm_90a"])
+
+WANTED_ITEMS = 3  # of the schedule: few, so that rows are split
+SCHEDULE_THREADS = 1024
+
+
+@pytest.fixture(scope="module")
+def ptx() -> dict[Any, str]:
+    return kernels()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An attention kernel of compile_gpu_kernels.mojo."""
+
+    dtype: str
+    kv_dtype: str
+    dim: int
+    heads: int
+    shared: tuple[int, int]
+    rel: float
+
+
+VARIANTS = [
+    Variant("bfloat16", "bfloat16", 128, 8, (32768, 512), 1e-2),
+    Variant("float16", "float8_e5m2", 64, 4, (16384, 512), 2e-3),
+    Variant("bfloat16", "float8_e4m3fn", 256, 8, (32768, 256), 1e-2),
+    Variant("float32", "float32", 512, 4, (32768, 128), 1e-5),
+]
+ROTARY = [
+    Variant("bfloat16", "bfloat16", 128, 4, (16384, 256), 1e-2),
+    Variant("float32", "float32", 512, 2, (16384, 64), 1e-5),
+]
+
+
+@dataclass
+class Call:
+    """One call of attention on the model."""
+
+    variant: Variant
+    lengths: tuple[int, ...]
+    group: int
+    page_size: int = 16
+    layout: str = "NHD"
+    options: dict[str, Any] = field(default_factory=dict)
+    batch_invariant: bool = False
+    dim: int = 0
+    """head_dim, where it is not the greatest that the kernel takes."""
+
+    def build(self) -> tuple[Cache, np.ndarray]:
+        case = CacheCase(
+            self.lengths,
+            2 * self.group,
+            2,
+            self.dim or self.variant.dim,
+            self.page_size,
+            self.layout,
+            5,
+            dtype=self.variant.kv_dtype,
+        )
+        cache = build(case)
+        q = np.random.default_rng(1).standard_normal(cache.q.shape, np.float32)
+        return cache, q.astype(self.variant.dtype)
+
+    def run(
+        self, ptx: dict[Any, str], cache: Cache, q: np.ndarray, row_batch: np.ndarray, row_lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        case, options, rows = cache.case, self.options, len(q)
+        memory = bytearray()
+        schedule = Machine(ptx["schedule"], memory=memory)
+        attention = Machine(ptx[self.variant.shared], 1, memory)
+        combine = Machine(ptx["combine", SHORT[self.variant.dtype]], memory=memory)
+
+        def put(array: np.ndarray) -> int:
+            memory.extend(bytes(-len(memory) % 64))
+            return schedule.allocate(array)
+
+        heads, dim = case.num_q_heads, case.head_dim
+        nan = np.full((2 * WANTED_ITEMS + 64, heads, dim), np.nan, np.float32)
+        o_at, lse_at = put(np.full(q.shape, np.nan, q.dtype)), put(nan[0, 0, :1].repeat(rows * heads))
+        slopes = options.get("alibi_slopes", np.zeros(0)).astype(np.float32)
+        sinks = options.get("sinks", np.zeros(0)).astype(np.float32)
+        arrays = [put(array) for array in (q, row_batch, row_lengths, slopes, sinks)]
+        table = cache.lookup_table
+        params_bytes = struct.pack(
+            "<7Q6i3f2i4x",
+            *(arrays[0], o_at, lse_at, *arrays[1:]),
+            *(rows, heads, dim, len(table), table.shape[1] * case.page_size, options.get("window_left", -1)),
+            *(dim**-0.5, options.get("logits_soft_cap", 0.0), options.get("v_scale", 1.0)),
+            *(len(slopes) > 0, len(sinks) > 0),
+        )
+        blocks, table_at = put(cache.k_blocks), put(table)
+        base = cache.k_blocks.ctypes.data
+        views = []
+        for view in reference.cache_views(*cache.pages[:2], case.layout, 0):
+            strides = [stride // view.itemsize for stride in view.strides[:3]]
+            start = blocks + view.ctypes.data - base
+            views.append(view_bytes(start, view.shape, strides, table_at, table.shape))
+        max_items = rows * 64 if self.batch_invariant else rows + WANTED_ITEMS
+        max_splits = rows if self.batch_invariant else min(rows, WANTED_ITEMS)
+        lists = [put(np.full(4 * max(1, count), 77, np.int32)) for count in (max_items, max_splits)]
+        schedule_bytes = struct.pack(
+            "<3Q4i", *lists, put(np.zeros(1, np.int32)), max_items, max_splits, WANTED_ITEMS, self.batch_invariant
+        )
+        theta, scale = options.get("rope_theta"), options.get("rope_scale", 1.0)
+        rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi * scale), theta ** (-2 / dim))
+        rotary_bytes = struct.pack("<2d", *rotary)
+        partials = struct.pack("<3Q", put(nan), put(nan[..., 0]), put(nan[..., 0]))
+
+        schedule.launch((1, 1, 1), SCHEDULE_THREADS, [params_bytes, schedule_bytes])
+        items = schedule.array(lists[0], np.int32, 4 * max_items).reshape(-1, 4)
+        self.items = items[items[:, 0] >= 0]
+        parts = -(-self.group // self.variant.heads)
+        grid = (max_items, case.num_kv_heads, parts)
+        if self.batch_invariant:
+            grid = (len(self.items) + 1, *grid[1:])  # the rest of the list is blocks that return at once
+        attention.launch(grid, THREADS, [params_bytes, *views, schedule_bytes, partials, rotary_bytes])
+        combine.launch((max_splits, heads, 1), THREADS, [params_bytes, schedule_bytes, partials])
+        o = np.frombuffer(bytes(memory), q.dtype, q.size, o_at - GLOBAL).reshape(q.shape)
+        lse = schedule.array(lse_at, np.float32, rows * heads).reshape(rows, heads)
+        return o, lse
+
+    def check(self, ptx: dict[Any, str]) -> None:
+        """Decode rows among a row of padding and three that the table does not have."""
+        cache, q = self.build()
+        count = len(q)
+        row_batch = np.array([*range(count), -1, count, 0, 0], np.int32)
+        row_lengths = np.array([*self.lengths, 9, 1, -1, cache.lookup_table.shape[1] * self.page_size + 1], np.int32)
+        padded = np.concatenate([q, np.full((4, *q.shape[1:]), np.nan, q.dtype)])
+        o, lse = self.run(ptx, cache, padded, row_batch, row_lengths)
+        expected = reference.attention(q, *cache.pages, *cache.decode_rows, **cache.storage, **self.options)
+        assert_close(o[:count], expected[0], rel=self.variant.rel, what=f"o of {self}")
+        assert_lse_close(lse[:count], expected[1], tol=1e-5, what=f"lse of {self}")
+        assert not o[count].any()
+        assert np.isneginf(lse[count]).all()
+        assert np.isnan(o[count + 1 :].astype(np.float32)).all()
+        assert np.isnan(lse[count + 1 :]).all()
+
+
+ALL = {
+    "window_left": 260,
+    "logits_soft_cap": 20.0,
+    "v_scale": -0.5,
+    "alibi_slopes": np.linspace(-0.02, 0.02, 8),
+    "sinks": np.linspace(-3, 2, 8),
+}
+CALLS = [
+    Call(VARIANTS[0], (1, 270), 8, page_size=5, layout="HND"),
+    Call(VARIANTS[0], (0, 33), 11),
+    Call(VARIANTS[1], (300, 40), 4, options=ALL),
+    Call(VARIANTS[1], (1030,), 3, batch_invariant=True),
+    Call(VARIANTS[2], (9, 0), 6, page_size=1),
+    Call(VARIANTS[3], (20,), 4, options=ALL),
+    Call(ROTARY[0], (12,), 5, page_size=8, options={"rope_theta": 1e4, "window_left": 9}),
+    Call(ROTARY[0], (250,), 1, dim=24, options={"rope_theta": 500.0, "rope_scale": 4.0, "window_left": 20}),
+    Call(ROTARY[1], (11,), 3, dim=136, options={"rope_theta": 1e4, "rope_scale": 0.1}),
+]
+
+
+@pytest.mark.parametrize(
+    "call", CALLS, ids=lambda call: f"{call.variant.kv_dtype}-{call.variant.dim}-{call.lengths}-{call.group}"
+)
+def test_attention(call, ptx):
+    call.check(ptx)
+    assert (call.items[:, 3] >= 0).any() == (max(call.lengths) > 2 * 128)
+
+
+def test_a_page_outside_the_pool_makes_its_row_nan(ptx):
+    call = Call(VARIANTS[1], (70, 30), 2)
+    cache, q = call.build()
+    good, good_lse = call.run(ptx, cache, q, *cache.decode_rows)
+    cache.lookup_table[0, 3] = len(cache.k_blocks)
+    o, lse = call.run(ptx, cache, q, *cache.decode_rows)
+    assert np.isnan(o[0].astype(np.float32)).all()
+    assert np.isnan(lse[0]).all()
+    assert_bits_equal(o[1], good[1], what="o of the other row")
+    assert_bits_equal(lse[1], good_lse[1], what="lse of the other row")

@@ -1,0 +1,115 @@
+"""The parts of the Hopper kernel that are pure arithmetic: memory map, fragments, boxes, stages of the ring."""
+
+from std.random import random_si64, seed
+from std.sys import size_of
+from std.testing import TestSuite, assert_equal, assert_true
+
+from mojo_ops.attention.gpu.hopper.pipeline import Ring
+from mojo_ops.attention.gpu.hopper.shared_memory import SM_BYTES, SharedMemoryMap
+from mojo_ops.attention.gpu.hopper.tiles import CopyBox, ItemTiles, WGMMA_TILE_TOKENS
+from mojo_ops.attention.gpu.hopper.wgmma import (
+    CHUNK_BYTES,
+    CONSUMER_THREADS,
+    SWIZZLE_PERIOD_BYTES,
+    fragment_column,
+    fragment_row,
+)
+
+
+def check_map[dtype: DType, head_dim: Int, heads: Int]() raises:
+    comptime Map = SharedMemoryMap[dtype, head_dim, heads]
+    Map.check()
+    assert_true(Map.STAGES >= 3)
+    var ring = Map.STAGES * WGMMA_TILE_TOKENS * head_dim * size_of[dtype]()
+    assert_true(ring <= Map.WIDENED_KEYS, "the ring")
+    assert_true(
+        Map.WIDENED_KEYS + (2 * WGMMA_TILE_TOKENS * head_dim * 2 if Map.WIDENED else 0) <= Map.QUERY,
+        "the widened tiles",
+    )
+    assert_equal(Map.WIDENED_KEYS % SWIZZLE_PERIOD_BYTES, 0)
+    assert_equal(Map.WIDENED_VALUES - Map.WIDENED_KEYS, WGMMA_TILE_TOKENS * head_dim * 2)
+    assert_equal(Map.QUERY % SWIZZLE_PERIOD_BYTES, 0)
+    assert_equal(Map.WEIGHTS - Map.QUERY, heads * head_dim * 2, "the query")
+    assert_equal(Map.EXCHANGE - Map.WEIGHTS, heads * WGMMA_TILE_TOKENS * 2, "the weights")
+    assert_equal(Map.exchange_offset(3, heads - 1) + 4, Map.STATUS)
+    assert_equal(Map.query_offset(heads - 1, head_dim // 8 - 1) + CHUNK_BYTES, Map.WEIGHTS)
+    assert_equal(Map.weight_offset(WGMMA_TILE_TOKENS - 1, heads - 1) + 2, Map.EXCHANGE)
+    assert_equal(Map.FULL % 8, 0)
+    assert_equal(Map.BYTES - Map.FULL, 2 * 8 * Map.STAGES, "the barriers")
+    assert_true(Map.BLOCKS_PER_SM * (Map.BYTES + 1024) <= SM_BYTES)
+    for head in range(heads):
+        assert_equal(Map.query_offset(head, 1) % CHUNK_BYTES, 0)
+        # Two adjacent heads are stored as 4 bytes.
+        assert_equal(Map.weight_offset(5, head) % 4, (head % 2) * 2)
+
+
+def test_map() raises:
+    check_map[DType.bfloat16, 64, 8]()
+    check_map[DType.bfloat16, 64, 16]()
+    check_map[DType.bfloat16, 128, 8]()
+    check_map[DType.float16, 128, 16]()
+    check_map[DType.bfloat16, 256, 8]()
+    check_map[DType.float16, 256, 16]()
+    check_map[DType.float8_e4m3fn, 64, 16]()
+    check_map[DType.float8_e4m3fn, 128, 8]()
+    check_map[DType.float8_e5m2, 256, 16]()
+
+
+def test_fragments_cover_the_result() raises:
+    """As the manual's figure of a 64 x N accumulator has it."""
+    for heads in [8, 16]:
+        var times = List[Int](length=64 * heads, fill=0)
+        for thread in range(CONSUMER_THREADS):
+            for i in range(heads // 2):
+                times[fragment_row(thread, i) * heads + fragment_column(thread, i)] += 1
+        for count in times:
+            assert_equal(count, 1)
+    assert_equal((fragment_row(0, 1), fragment_column(0, 1)), (0, 1))
+    assert_equal((fragment_row(0, 2), fragment_column(0, 2)), (8, 0))
+    assert_equal((fragment_row(0, 4), fragment_column(0, 4)), (0, 8))
+    assert_equal((fragment_row(5, 0), fragment_column(5, 0)), (1, 2))
+    assert_equal((fragment_row(38, 3), fragment_column(38, 3)), (25, 5))
+
+
+def test_boxes() raises:
+    """Boxes hold all tokens of an item once, each within one page, and none that holds no token."""
+    seed(4)
+    assert_equal(CopyBox.of_page(16).slots(), 16)
+    assert_equal(CopyBox.of_page(24).slots(), 8)
+    assert_equal(CopyBox.of_page(256).slots(), WGMMA_TILE_TOKENS)
+    assert_equal(CopyBox.of_page(12).slots(), 4)
+    assert_equal(CopyBox.of_page(1).slots(), 1)
+    for page_size in [8, 16, 24, 40, 48, 64, 72, 96, 128, 160, 192, 256]:
+        var box = CopyBox.of_page(page_size)
+        for _ in range(40):
+            var begin = Int(random_si64(0, 700))
+            var end = begin + Int(random_si64(1, 500))
+            var tiles = ItemTiles.of(Int32(begin), Int32(end), box)
+            var token = begin
+            for tile in range(tiles.count):
+                var valid = tiles.valid_rows(tile)
+                assert_true(valid.begin < valid.end)
+                assert_equal(valid.all(), valid.end - valid.begin == WGMMA_TILE_TOKENS)
+                assert_equal(Int(tiles.token(tile) + valid.begin), token)
+                token = Int(tiles.token(tile) + valid.end)
+                for i in range(valid.boxes(box)):
+                    var first = Int(tiles.token(tile) + (i << box.bits))
+                    var last = first + Int(box.slots()) - 1
+                    assert_true(first >= 0)
+                    assert_equal(first // page_size, last // page_size)
+                    assert_true(last >= begin and first < end)
+            assert_equal(token, end)
+    assert_equal(ItemTiles.of(5, 5, CopyBox(4)).count, 0)
+    assert_equal(ItemTiles.of(0, -1, CopyBox(4)).count, 0)
+
+
+def test_stages_of_the_ring() raises:
+    """Fill i is the n-th of its stage."""
+    for i in range(40):
+        var at = Ring[6].stage_of(Int32(i))
+        assert_equal(Int(at[0]), i // 6)
+        assert_equal(at[1], i % 6)
+
+
+def main() raises:
+    TestSuite.discover_tests[__functions_in_module()]().run()
