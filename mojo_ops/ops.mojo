@@ -20,7 +20,7 @@ from max.runtime.asyncrt import parallelism_level
 
 from .attention.checks import check_heads, check_rows
 from .attention.cpu.dispatch import attend_tiles
-from .attention.cpu.rotary_keys import attend_rows
+from .attention.cpu.rotary_fallback import attend_rows
 from .attention.gpu.dispatch import attend_on_gpu
 from .attention.gpu.params import DecodeRows
 from .attention.gpu.rope import Turns

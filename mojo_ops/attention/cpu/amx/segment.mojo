@@ -13,7 +13,7 @@ from ...params import AttentionRows
 from ..kv_tile import Heads, PARTS, PLACES, Scratch, weigh_tile
 from ..plan import Queue, Segment
 from ..prefetch import Ahead, EARLY, Offsets, TILE
-from ..token_order import Step
+from ..segment_walk import Step
 from .layout import Engine, calls_amx, load_queries_amx, turn_scores
 from .scores import Scores, score_tile_amx
 from .weighted_sums import Sums, sum_tile_amx

@@ -13,7 +13,7 @@ from ...params import AttentionRows
 from ..kv_tile import Heads, PARTS, PLACES, Scratch, weigh_tile
 from ..plan import Queue, Segment
 from ..prefetch import Ahead, STREAMS, TILE
-from ..token_order import Step
+from ..segment_walk import Step
 from .products import load_queries, score_calls, score_tile, sum_calls, sum_tile
 
 comptime NEAR = 8192

@@ -7,7 +7,7 @@ from std.utils import IndexList
 from mojo_ops.attention.cpu.kv_tile import Heads, PARTS, Scratch
 from mojo_ops.attention.cpu.plan import Segment
 from mojo_ops.attention.cpu.prefetch import FIELD, STREAMS, TILE
-from mojo_ops.attention.cpu.token_order import Step
+from mojo_ops.attention.cpu.segment_walk import Step
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.cache.strides import PageStrides, page_shape
 from support import untracked, untracked_mutable
