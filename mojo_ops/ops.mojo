@@ -19,8 +19,8 @@ from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
 from .attention.checks import check_heads, check_rows
-from .attention.cpu.dispatch import attend_tiles
-from .attention.cpu.rotary_fallback import attend_rows
+from .attention.cpu.dispatch import attend_on_cpu
+from .attention.cpu.rotary_fallback import attend_rotary_fallback
 from .attention.gpu.dispatch import attend_on_gpu
 from .attention.gpu.params import DecodeRows
 from .attention.gpu.rope import Turns
@@ -246,9 +246,9 @@ struct Attention:
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
             if rows.rope_theta == 0:
-                attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
+                attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
             else:
-                attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+                attend_rotary_fallback(rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_merge_states")

@@ -60,7 +60,7 @@ struct States[dtype: DType](DevicePassable, TrivialRegisterPassable):
             greatest = s if s > greatest else greatest
         var total = Float32(0)
         for i in range(count):
-            total += weight(self.s[unsafe_offset=state + i * heads], greatest)
+            total += state_weight(self.s[unsafe_offset=state + i * heads], greatest)
         # Not `total == 0`: where an lse is NaN, so is the total.
         if first == 0:
             var nothing = greatest == MINUS_INFINITY and total == 0
@@ -68,7 +68,7 @@ struct States[dtype: DType](DevicePassable, TrivialRegisterPassable):
         for d in range(first, dim, step):
             var sum = Float32(0)
             for i in range(count):
-                var share = weight(self.s[unsafe_offset=state + i * heads], greatest)
+                var share = state_weight(self.s[unsafe_offset=state + i * heads], greatest)
                 if share != 0:  # 0 * NaN would be NaN
                     sum += share * self.v[unsafe_offset=(state + i * heads) * dim + d].cast[DType.float32]()
             var mean = sum / total if total != 0 else 0
@@ -76,7 +76,7 @@ struct States[dtype: DType](DevicePassable, TrivialRegisterPassable):
 
 
 @always_inline
-def weight(s: Float32, greatest: Float32) -> Float32:
+def state_weight(s: Float32, greatest: Float32) -> Float32:
     """The weight of a state relative to the one with the greatest lse; 0 where it has seen no key, NaN of a NaN."""
     return exp2(s - greatest) if s != MINUS_INFINITY else 0
 

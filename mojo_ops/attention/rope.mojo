@@ -1,10 +1,10 @@
-"""Rotary embedding inside attention: keys lie un-rotated in the cache (FlashInfer's ROPE_LLAMA)."""
+"""RotaryEmbedding embedding inside attention: keys lie un-rotated in the cache (FlashInfer's ROPE_LLAMA)."""
 
 from std.math import cos, exp, log, pi, round, sin
 
 
-struct Rotary(Movable):
-    """Rotates one head by its position: dimension `i` turns with dimension `i + D / 2` by
+struct RotaryEmbedding(Movable):
+    """Rotates one head by its position: dimension `i` cycles with dimension `i + D / 2` by
     `position * theta^(-2 i / D) / scale`.
 
     Angles are float64 until they are within a turn: in float32 the angle of token 30,000 is off by 2e-3.
@@ -28,8 +28,8 @@ struct Rotary(Movable):
         var frequencies = self.frequencies.unsafe_ptr()
         # D is a multiple of 8, so the halves are read four lanes at a time.
         for i in range(0, half, 4):
-            var turns = frequencies.unsafe_load[width=4](i) * (Float64(position) / (2 * pi))
-            var angle = ((turns - round(turns)) * (2 * pi)).cast[DType.float32]()
+            var cycles = frequencies.unsafe_load[width=4](i) * (Float64(position) / (2 * pi))
+            var angle = ((cycles - round(cycles)) * (2 * pi)).cast[DType.float32]()
             var a = head.unsafe_load[width=4](i)
             var b = head.unsafe_load[width=4](half + i)
             head.unsafe_store(i, a * cos(angle) - b * sin(angle))

@@ -3,14 +3,14 @@
 from std.memory import bitcast
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.attention.cpu.amx.layout import Engine, load_queries_amx, transpose
+from mojo_ops.attention.cpu.amx.layout import AmxBuffers, pack_queries_amx, transpose_score_tile
 from mojo_ops.attention.cpu.amx.widen import natural_mask
-from mojo_ops.attention.cpu.kv_tile import Heads, Scratch
+from mojo_ops.attention.cpu.kv_tile import HeadLayout, SegmentWorkspace
 from mojo_ops.attention.cpu.plan import Segment
-from mojo_ops.attention.cpu.prefetch import TILE
+from mojo_ops.attention.cpu.prefetch import KV_TILE_TOKENS
 from mojo_ops.attention.params import AttentionRows
-from mojo_ops.isa.convert import HALF
-from mojo_ops.isa.float8 import fp8_table, parts_mask, zip_mask
+from mojo_ops.isa.convert import LANES
+from mojo_ops.isa.float8 import float8_table, float8_word_order, zip_mask
 from support import untracked, untracked_mutable
 
 comptime MARK: Float32 = 12345
@@ -36,46 +36,50 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
         rope_scale=1,
     )
     var queries = num_rows * group
-    var room = Engine.stride_of(queries) * kv_heads
-    var spare = Engine.spare(room, padded)
-    var heads = Heads(kv_heads, group, dim, padded, dim, dim)
-    var scratch = Scratch(heads, Engine.stride_of(queries), spare)
-    var engine = Engine(queries, padded, scratch)
-    for i in range(room * TILE):
-        scratch.weights[unsafe_offset=i] = MARK
+    var room = AmxBuffers.query_stride(queries) * kv_heads
+    var amx_floats = AmxBuffers.num_floats(room, padded)
+    var heads = HeadLayout(kv_heads, group, dim, padded, dim, dim)
+    var workspace = SegmentWorkspace(heads, AmxBuffers.query_stride(queries), amx_floats)
+    var buffers = AmxBuffers(queries, padded, workspace)
+    for i in range(room * KV_TILE_TOKENS):
+        workspace.weights[unsafe_offset=i] = MARK
     for i in range(room * padded):
-        scratch.acc[unsafe_offset=i] = MARK
-    for i in range(spare):
-        scratch.spare[unsafe_offset=i] = MARK
-    load_queries_amx[kv_dtype](rows, Segment(0, num_rows, 0, 0), heads, engine, scratch)
+        workspace.acc[unsafe_offset=i] = MARK
+    for i in range(amx_floats):
+        workspace.amx_floats[unsafe_offset=i] = MARK
+    pack_queries_amx[kv_dtype](rows, Segment(0, num_rows, 0, 0), heads, buffers, workspace)
 
-    for i in range(room * TILE):
-        assert_equal(scratch.weights[unsafe_offset=i], MARK)
-    for i in range(spare):
-        assert_equal(scratch.spare[unsafe_offset=i], MARK)
+    for i in range(room * KV_TILE_TOKENS):
+        assert_equal(workspace.weights[unsafe_offset=i], MARK)
+    for i in range(amx_floats):
+        assert_equal(workspace.amx_floats[unsafe_offset=i], MARK)
     for i in range(room * padded):
-        assert_equal(scratch.acc[unsafe_offset=i], 0)
-    # The scores come last in `spare`, and have to end where it does.
+        assert_equal(workspace.acc[unsafe_offset=i], 0)
+    # The scores come last in `amx_floats`, and have to end where it does.
     assert_equal(
-        Int(engine.scores.unsafe_offset(room * TILE)), Int(scratch.spare.unsafe_offset(spare)), "the scores' end"
+        Int(buffers.scores.unsafe_offset(room * KV_TILE_TOKENS)),
+        Int(workspace.amx_floats.unsafe_offset(amx_floats)),
+        "the scores' end",
     )
-    assert_true(Int(scratch.greatest.unsafe_offset(room)) <= Int(scratch.memory.unsafe_ptr()) + 4 * len(scratch.memory))
+    assert_true(
+        Int(workspace.greatest.unsafe_offset(room)) <= Int(workspace.memory.unsafe_ptr()) + 4 * len(workspace.memory)
+    )
 
-    # Where each element of a float8 chunk goes (`parts_mask`); the others keep their order.
+    # Where each element of a float8 chunk goes (`float8_word_order`); the others keep their order.
     var places = List[Int](length=64, fill=0)
-    var stored = materialize[parts_mask()]()
+    var stored = materialize[float8_word_order()]()
     for i in range(64):
         places[stored[i]] = i
-    var words = scratch.q.unsafe_bitcast[BFloat16]()
-    var n = engine.columns
+    var words = workspace.q.unsafe_bitcast[BFloat16]()
+    var n = buffers.columns
     for head in range(kv_heads):
-        for m in range(engine.stride):
+        for m in range(buffers.stride):
             var block, column = divmod(m, n)
             for d in range(padded):
                 var place = d
                 comptime if kv_dtype != DType.bfloat16:
                     place = d // 64 * 64 + places[d % 64]
-                var tile = (head * engine.stride + block * n) * padded + place // 32 * 32 * n
+                var tile = (head * buffers.stride + block * n) * padded + place // 32 * 32 * n
                 var found = words[unsafe_offset=tile + place % 32 // 2 * 2 * n + 2 * column + place % 2]
                 var expected = BFloat16(0)
                 if m < queries and d < dim:
@@ -85,7 +89,7 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
     _ = q^
     _ = nothing^
     _ = rows_of^
-    _ = scratch^
+    _ = workspace^
 
 
 def test_packing_fills_its_own_memory_alone() raises:
@@ -98,18 +102,18 @@ def test_packing_fills_its_own_memory_alone() raises:
 
 def test_room_never_falls_as_queries_grow() raises:
     for queries in range(1, 200):
-        assert_true(queries <= Engine.stride_of(queries) <= Engine.stride_of(queries + 1))
+        assert_true(queries <= AmxBuffers.query_stride(queries) <= AmxBuffers.query_stride(queries + 1))
 
 
 def check_transpose[count: Int]() raises:
     var source = List[Float32](length=16 * count, fill=0)
-    var target = List[Float32](length=16 * TILE, fill=-1)
+    var target = List[Float32](length=16 * KV_TILE_TOKENS, fill=-1)
     for i in range(16 * count):
         source[i] = Float32(i)
-    transpose[count](untracked_mutable(source), untracked_mutable(target))
+    transpose_score_tile[count](untracked_mutable(source), untracked_mutable(target))
     for column in range(count):
         for token in range(16):
-            assert_equal(target[column * TILE + token], Float32(token * count + column))
+            assert_equal(target[column * KV_TILE_TOKENS + token], Float32(token * count + column))
     _ = source^
     _ = target^
 
@@ -128,11 +132,11 @@ def check_order[length: Int]() raises:
     comptime zips = (zip_mask[length](0), zip_mask[length](length // 8))
     for element in range(length):
         # Two vectors of 32 words, or four where each half of the zipped elements becomes two.
-        var vector, column = divmod(natural[element], HALF)
+        var vector, column = divmod(natural[element], LANES)
         for token in range(2):
             var stored = 2 * column + token
             comptime if length == 64:
-                comptime parts = parts_mask()
+                comptime parts = float8_word_order()
                 stored = parts[vector % 2 * 32 + stored]
             var upper = vector if length == 32 else vector // 2
             assert_equal((zips[1] if upper == 1 else zips[0])[stored], token * length + element)
@@ -145,8 +149,8 @@ def test_sums_come_back_in_order() raises:
 
 def check_table[dtype: DType]() raises:
     for half in range(2):
-        var low = fp8_table(dtype, 64 * half, 0)
-        var high = fp8_table(dtype, 64 * half, 8)
+        var low = float8_table(dtype, 64 * half, 0)
+        var high = float8_table(dtype, 64 * half, 8)
         for i in range(64):
             var bits = UInt16(low[i]) | (UInt16(high[i]) << 8)
             var found = bitcast[DType.bfloat16](bits).cast[DType.float32]()

@@ -4,24 +4,24 @@ from std.math import ceildiv
 from std.sys import size_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
-comptime TILE = 32
+comptime KV_TILE_TOKENS = 32
 """Tokens that are worked on together: more of them let the sums stay in registers for longer, fewer stay in cache."""
 comptime STREAMS = 8
 """Places that are read side by side: the hardware follows ascending lines in several memory pages at once."""
-comptime RUN = 16
+comptime RUN_TOKENS = 16
 """Consecutive tokens of each of the `STREAMS` runs of a field: pages of 16 lie in the right places."""
-comptime FIELD = RUN * STREAMS
+comptime SPAN_TOKENS = RUN_TOKENS * STREAMS
 """Tokens that are read as `STREAMS` runs side by side."""
-comptime EARLY = STREAMS
+comptime EARLY_V_TOKENS = STREAMS
 """Tokens of a tile whose V the matrix tiles ask for before they work on its K."""
-comptime LINE = 64
-comptime WHOLE = 1 << 16
+comptime CACHE_LINE_BYTES = 64
+comptime FIXED_POINT_ONE = 1 << 16
 """What `due` and `rate` count: this many stand for one line of each stream."""
 
-comptime Offsets = Pointer[Int, MutUntrackedOrigin]
+comptime IntPointer = Pointer[Int, MutUntrackedOrigin]
 
 
-struct Ahead[*, near: Bool](Movable):
+struct Prefetcher[*, near: Bool](Movable):
     """Walks over rows of contiguous memory, `STREAMS` of them side by side, a cache line of each at a time.
 
     `add` lists the rows, `start` shares their lines out among the calls of `run`, which asks for what is due between two
@@ -33,7 +33,7 @@ struct Ahead[*, near: Bool](Movable):
             to do.
     """
 
-    var rows: Offsets
+    var rows: IntPointer
     """The addresses of the present rows, and of those that follow."""
     var count: Int
     """Rows, a multiple of `STREAMS`."""
@@ -46,7 +46,7 @@ struct Ahead[*, near: Bool](Movable):
     """What each call of `run` adds to `due`."""
 
     @always_inline
-    def __init__(out self, rows: Offsets, row_bytes: Int):
+    def __init__(out self, rows: IntPointer, row_bytes: Int):
         """No row yet: `run` does nothing.
 
         Args:
@@ -56,14 +56,14 @@ struct Ahead[*, near: Bool](Movable):
         self.rows = rows
         self.count = 0
         self.line = 0
-        self.row_bytes = ceildiv(row_bytes, LINE) * LINE
+        self.row_bytes = ceildiv(row_bytes, CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         self.due = 0
         self.rate = 0
 
     @always_inline
-    def add[
+    def add_rows[
         dtype: DType, //
-    ](mut self, base: Pointer[Scalar[dtype], _], tokens: Offsets, begin: Int, end: Int, offset: Int):
+    ](mut self, base: Pointer[Scalar[dtype], _], tokens: IntPointer, begin: Int, end: Int, offset: Int):
         """Lists the rows that begin `offset` elements past `tokens[begin]` to `tokens[end - 1]` from `base`.
 
         `end - begin` is a multiple of `STREAMS`, and so is the number of rows before.
@@ -76,7 +76,7 @@ struct Ahead[*, near: Bool](Movable):
     @always_inline
     def start(mut self, calls: Int):
         """Shares the rows out among `calls` calls of `run`; there must not be more calls."""
-        self.rate = ceildiv(self.count // STREAMS * (self.row_bytes // LINE) * WHOLE, calls)
+        self.rate = ceildiv(self.count // STREAMS * (self.row_bytes // CACHE_LINE_BYTES) * FIXED_POINT_ONE, calls)
 
     @always_inline
     def address(self, stream: Int) -> Int:
@@ -88,15 +88,15 @@ struct Ahead[*, near: Bool](Movable):
         """Prefetches what is due."""
         comptime cache = PrefetchOptions().for_read().to_data_cache()
         self.due += self.rate
-        while self.due >= WHOLE:
-            self.due -= WHOLE
+        while self.due >= FIXED_POINT_ONE:
+            self.due -= FIXED_POINT_ONE
             comptime for stream in range(STREAMS):
                 var line = Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.address(stream))
                 comptime if Self.near:
                     prefetch[cache.high_locality()](line)
                 else:
                     prefetch[cache.medium_locality()](line)
-            self.line += LINE
+            self.line += CACHE_LINE_BYTES
             if self.line == self.row_bytes:
                 self.line = 0
                 self.rows = self.rows.unsafe_offset(STREAMS)

@@ -1,15 +1,15 @@
 """What a walk over a segment takes at a time."""
 
 from ...cache.paged_kv_cache import PagedKVCache
-from .kv_tile import Scratch, Tile
+from .kv_tile import SegmentWorkspace, KVTile
 from .plan import Segment
-from .prefetch import FIELD, TILE
+from .prefetch import SPAN_TOKENS, KV_TILE_TOKENS
 
 
-struct Step(TrivialRegisterPassable):
-    """The tiles that go through all heads together: one, or those of a field."""
+struct SegmentStep(TrivialRegisterPassable):
+    """The tiles that go through all heads together: one, or those of a span."""
 
-    var tiles: Pointer[Tile, MutUntrackedOrigin]
+    var tiles: Pointer[KVTile, MutUntrackedOrigin]
     var count: Int
     var end: Int
     """The step after it begins with token `end` of the segment, in the order of tiles."""
@@ -21,11 +21,11 @@ struct Step(TrivialRegisterPassable):
         request: Int,
         segment: Segment,
         begin: Int,
-        parts: Int,
-        scratch: Scratch,
-        place: Int,
+        tiles: Int,
+        workspace: SegmentWorkspace,
+        buffer: Int,
     ):
-        """What follows `begin`, in tile memory from `place` on; nothing past the segment's end.
+        """What follows `begin`, in tile memory from `buffer` on; nothing past the segment's end.
 
         Args:
             k: The keys.
@@ -33,26 +33,26 @@ struct Step(TrivialRegisterPassable):
             request: Whose tokens they are.
             segment: Which of them.
             begin: Where the step before ended.
-            parts: How many tiles of a field go together, 1 or all.
-            scratch: Memory for the tiles.
-            place: Where, 0 or `PARTS`.
+            tiles: How many tiles of a span go together, 1 or all.
+            workspace: Memory for the tiles.
+            buffer: Where, 0 or `SPAN_TILES`.
         """
-        var field = begin // FIELD * FIELD
-        var spread = field >= segment.begin and field + FIELD <= segment.end
-        self.tiles = scratch.tile(place)
+        var span = begin // SPAN_TOKENS * SPAN_TOKENS
+        var interleaved = span >= segment.begin and span + SPAN_TOKENS <= segment.end
+        self.tiles = workspace.tile(buffer)
         self.count = 1
         self.end = begin
-        if not spread:
-            self.tiles[] = Tile(k, v, request, begin, segment.end, scratch.place(place))
+        if not interleaved:
+            self.tiles[] = KVTile(k, v, request, begin, segment.end, workspace.offset_buffer(buffer))
             self.end += self.tiles[].count
             return
-        self.count = parts
-        var part = (begin - field) // TILE
+        self.count = tiles
+        var first_tile = (begin - span) // KV_TILE_TOKENS
         for i in range(self.count):
-            self.tiles[unsafe_offset=i] = Tile(
-                k, v, request, field=field, part=part + i, place=scratch.place(place + i)
+            self.tiles[unsafe_offset=i] = KVTile(
+                k, v, request, span=span, tile=first_tile + i, offsets=workspace.offset_buffer(buffer + i)
             )
-        self.end += self.count * TILE
+        self.end += self.count * KV_TILE_TOKENS
 
     @always_inline
     def has_tokens(self) -> Bool:
