@@ -30,7 +30,7 @@ from .attention.params import AttentionRows
 from .cache.checks import check_equal
 from .cache.operands import PagedPair, rows_of
 from .cache.pointers import untracked, untracked_immutable
-from .linear.vectors import linear
+from .linear.dispatch import linear
 from .transfer.append import NewRows, append_rows
 from .transfer.checks import check_append, check_gather, check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages

@@ -1,22 +1,21 @@
-"""Products of bfloat16 matrices on AMX (`amx.mojo`): 2 x 2 tiles of sums, all of 16 rows of 64 bytes; the turn of a tile.
+"""Products of bfloat16 matrices on AMX (`amx.mojo`): 2 x 2 tiles of sums, all of 16 rows of 64 bytes.
 
-A tile kernel configures, uses and releases the registers itself, and calls nothing in between that might use them too.
+A kernel configures, uses and releases the registers itself. In between it calls no function that might use them.
 """
 
 from std.sys.intrinsics import inlined_assembly
 
 from .amx import TileShapes, tile_load, tile_store, tile_zero
+from .memory import Bf16Pointer, FloatPointer
 
 comptime AMX_TILE_ROWS = 16
 comptime AMX_ROW_BYTES = 64
 comptime AMX_TILE_K = 32
-"""Bf16Pointer of K (bfloat16) in a row of a tile."""
+"""Elements (bfloat16) in a row of a tile: one step of the reduced dimension K."""
 comptime AMX_TILE_ELEMENTS = AMX_TILE_ROWS * AMX_TILE_K
+"""Elements (bfloat16) in a tile."""
 comptime AMX_SUM_ELEMENTS = AMX_TILE_ROWS * 16
 """Float32 numbers in a tile of sums."""
-
-comptime Bf16Pointer = Pointer[BFloat16, MutUntrackedOrigin]
-comptime FloatPointer = Pointer[Float32, MutUntrackedOrigin]
 
 
 @always_inline
@@ -65,7 +64,7 @@ def store_sum[index: Int](target: FloatPointer):
 
 @always_inline
 def transpose_16x16[dtype: DType, //](mut rows: Array[SIMD[dtype, 16], 16]):
-    """16 x 16 elements, by four perfect shuffles of all 256."""
+    """Transposes 16 x 16 elements in place, by four perfect shuffles of all 256."""
     comptime for _ in range(4):
         var shuffled = Array[SIMD[dtype, 16], 16](fill=0)
         comptime for i in range(8):

@@ -1,17 +1,19 @@
-"""Stored elements as float32 vectors: a chunk at a time, in whatever order of the lanes is cheapest.
+"""Stored elements as float32 vectors, one chunk at a time, in the lane order that takes the fewest instructions.
 
-bfloat16 becomes its even and its odd elements (a shift and a mask), float8 bfloat16 first where the target has tables for
-that. Queries are packed in the same order and outputs unpacked from it, so that nobody else knows.
+bfloat16 becomes its even and its odd elements (a shift and a mask). float8 becomes bfloat16 first, where the target
+looks up 64 bytes at once. Queries are packed in the same order and outputs unpacked from it, so no other code depends
+on the order.
 """
 
 from std.memory import bitcast
 from std.utils import IndexList
 
-from .float8 import HAS_BYTE_LOOKUP, float8_words, float8_word_order
+from .float8 import HAS_BYTE_LOOKUP, float8_word_order, float8_words
 
 comptime LANES = 16
-"""Lanes of a vector."""
+"""Float32 lanes of a vector. A target with narrower registers takes several registers for each."""
 comptime CHUNK_ELEMENTS = 2 * LANES
+"""Elements of a chunk, but of float8 by look-up (`chunk_of`)."""
 comptime FloatVector = SIMD[DType.float32, LANES]
 
 
@@ -20,7 +22,7 @@ def is_float8(dtype: DType) -> Bool:
 
 
 def chunk_of(dtype: DType) -> Int:
-    """Bf16Pointer that `load_chunk` takes."""
+    """Elements that `load_chunk` takes."""
     return 2 * CHUNK_ELEMENTS if is_float8(dtype) and HAS_BYTE_LOOKUP else CHUNK_ELEMENTS
 
 
@@ -28,9 +30,9 @@ def chunk_of(dtype: DType) -> Int:
 def load_chunk[
     dtype: DType, //, full: Bool
 ](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[DType.float32, chunk_of(dtype)]:
-    """The chunk at `source`: all of it, or where not `full` only the first `count` elements, then zeros.
+    """Loads the chunk at `source`: all of it, or unless `full` only the first `count` elements, then zeros.
 
-    Nothing past `count` is read: it may be another head's, and NaN.
+    Nothing past `count` is read: it may belong to another head, and be NaN.
     """
     comptime length = chunk_of(dtype)
     comptime Out = SIMD[DType.float32, length]
@@ -67,7 +69,7 @@ def split_even_odd(words: SIMD[DType.uint16, CHUNK_ELEMENTS]) -> SIMD[DType.floa
 def load_bits[
     dtype: DType, //, out_type: DType, full: Bool, length: Int = CHUNK_ELEMENTS
 ](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[out_type, length]:
-    """The bits of `length` elements; where not `full` only of the first `count`, then zeros."""
+    """Loads the bits of `length` elements; unless `full`, only of the first `count`, then zeros."""
     var raw = source.unsafe_bitcast[Scalar[out_type]]()
     comptime if full:
         return raw.unsafe_load[width=length]()
@@ -81,7 +83,7 @@ def load_bits[
 
 @always_inline
 def widen_float8[dtype: DType](bits: SIMD[DType.uint8, LANES]) -> FloatVector:
-    """Float32 of 16 float8 numbers, by way of float16 whose exponent holds theirs."""
+    """Converts 16 float8 numbers to float32 by way of float16, whose exponent range includes theirs."""
     var wide = bits.cast[DType.uint16]()
     comptime if dtype == DType.float8_e5m2:
         return bitcast[DType.float16, LANES](wide << 8).cast[DType.float32]()
@@ -94,13 +96,13 @@ def widen_float8[dtype: DType](bits: SIMD[DType.uint8, LANES]) -> FloatVector:
 
 @always_inline
 def to_chunk_order[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]) -> type_of(x):
-    """Bf16Pointer in their natural order, as the lanes of a `kv_dtype` chunk."""
+    """Elements in their natural order, put into the lane order of a `kv_dtype` chunk."""
     return x.shuffle[mask=lane_order[kv_dtype]()](x)
 
 
 @always_inline
 def to_natural_order[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]) -> type_of(x):
-    """The lanes of a chunk in their natural order."""
+    """The lanes of a `kv_dtype` chunk, put into their natural order."""
     return x.shuffle[mask=inverse_order(lane_order[kv_dtype]())](x)
 
 
@@ -119,6 +121,7 @@ def lane_order[dtype: DType]() -> IndexList[chunk_of(dtype)]:
 
 
 def inverse_order(order: IndexList) -> type_of(order):
+    """The inverse of a permutation."""
     var lanes = type_of(order)()
     comptime for lane in range(order.size):
         lanes[order[lane]] = lane
@@ -127,10 +130,10 @@ def inverse_order(order: IndexList) -> type_of(order):
 
 @always_inline
 def reduce_each(x: Array[FloatVector, LANES]) -> FloatVector:
-    """Lane `i` is the sum of the lanes of `x[i]`: 15 additions instead of 16 times 4.
+    """Sums the lanes of each vector: lane `i` is the sum of `x[i]`. It takes 15 vector additions instead of 16 times 4.
 
-    Each round adds halves of shrinking groups of lanes, in shuffles that have an instruction of their own; `fold_source`
-    undoes the order that they leave.
+    Each round adds halves of shrinking groups of lanes, by shuffles that are one instruction each. `fold_source` undoes
+    the order that they leave.
     """
     var y = Array[FloatVector, LANES](fill=0)
     comptime for i in range(8):
@@ -147,12 +150,12 @@ def reduce_each(x: Array[FloatVector, LANES]) -> FloatVector:
 
 
 def fold_source(i: Int) -> Int:
-    """The vector whose sum the rounds leave in lane `i`: bits 0 and 1 change lanes, and bits 2 and 3."""
+    """The vector whose sum the rounds leave in lane `i`: bits 0 and 1 of `i` are swapped, and bits 2 and 3."""
     return (i & 5) << 1 | (i & 10) >> 1
 
 
 def halves_mask(width: Int, shift: Int) -> IndexList[LANES]:
-    """`width` lanes of the first operand from `shift` on, then of the second."""
+    """A shuffle: `width` lanes of the first operand from `shift` on, then as many of the second, and so on."""
     var mask = IndexList[LANES]()
     for lane in range(LANES):
         mask[lane] = shift + lane % width + lane // width * LANES
@@ -160,7 +163,7 @@ def halves_mask(width: Int, shift: Int) -> IndexList[LANES]:
 
 
 def fold_mask(width: Int, shift: Int) -> IndexList[LANES]:
-    """Of every run of `2 * width` lanes its half from `shift` on: within 4 lanes, or all 16 where that is as many or more.
+    """Of every run of `2 * width` lanes its half from `shift` on, within 4 lanes, or all 16 where `width` is 4 or more.
 
     The first operand's come first, then the second's.
     """

@@ -1,4 +1,4 @@
-"""Float8 as bfloat16, exactly: a line of 64 bytes at a time, by look-up."""
+"""Exact conversion of float8 to bfloat16 by table look-up, 64 bytes at a time."""
 
 from std.memory import bitcast
 from std.sys import llvm_intrinsic
@@ -9,7 +9,7 @@ comptime Bf16Words = SIMD[DType.uint16, 32]
 comptime ByteVector = SIMD[DType.uint8, 64]
 
 comptime HAS_BYTE_LOOKUP = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512vbmi"]()
-"""Whether the target that is compiled for looks up 64 bytes at once."""
+"""Whether the CPU target looks up 64 bytes with one instruction (AVX-512 VBMI)."""
 
 
 @always_inline
@@ -29,12 +29,12 @@ def float8_words[dtype: DType](bytes: ByteVector) -> Tuple[Bf16Words, Bf16Words]
 
 @always_inline
 def look_up(first: ByteVector, index: ByteVector, second: ByteVector) -> ByteVector:
-    """Byte `index % 128` of the 128 bytes of both tables."""
+    """Byte `index % 128` of the 128 bytes of both tables, for each byte of `index`."""
     return llvm_intrinsic["llvm.x86.avx512.vpermi2var.qi.512", ByteVector](first, index, second)
 
 
 def zip_mask[length: Int](start: Int) -> IndexList[length]:
-    """Of each 16 bytes of vectors of 64: elements `start` to the next half of them of both operands, in turn."""
+    """A shuffle that interleaves half of each 16 bytes of two vectors, from element `start` of the 16 bytes on."""
     comptime run = length // 4
     var mask = IndexList[length]()
     for i in range(length):
@@ -43,7 +43,7 @@ def zip_mask[length: Int](start: Int) -> IndexList[length]:
 
 
 def float8_table(dtype: DType, start: Int, shift: Int) -> ByteVector:
-    """8 bits, from bit `shift` on, of the bfloat16 of each of 64 magnitudes of a float8 type."""
+    """A table for 64 magnitudes of a float8 type, from `start` on: 8 bits of their bfloat16, from bit `shift` on."""
     var table = ByteVector(0)
     var mantissa_bits = 3 if dtype == DType.float8_e4m3fn else 2
     var bias = 7 if dtype == DType.float8_e4m3fn else 15
@@ -60,7 +60,7 @@ def float8_table(dtype: DType, start: Int, shift: Int) -> ByteVector:
             bits = 0
         else:
             if exponent == 0:
-                # Subnormal: shift the leading one into its place.
+                # Subnormal: shift the leading one to the implicit bit.
                 exponent = 1
                 while fraction < (1 << mantissa_bits):
                     fraction *= 2

@@ -1,8 +1,8 @@
-"""VectorLinear layer on the CPU: `y = x w^T` with the weights as checkpoints store them, `[out, in]`; nothing is repacked.
+"""Linear layer in vectors: `y = x w^T` in float32 with the weights as checkpoints store them, `[out, in]`, not
+repacked.
 
-Both operands run along K, so a product is dot products of rows. Rows of w stream through once: a group of them meets
-every block of rows of x while it is in cache, and the group after it is prefetched. bfloat16 over bfloat16 goes to
-matrix tiles where the CPU has them (`linear_amx.mojo`); all else is summed here in float32, x widened beforehand.
+Both operands are contiguous along K, so y is dot products of rows. Every row of w is read from memory once: a group of
+rows is multiplied with every block of rows of x while it is in the cache, and the next group is prefetched.
 """
 
 from max.algorithm import sync_parallelize
@@ -11,34 +11,34 @@ from std.memory import bitcast
 from std.sys import CompilationTarget, simd_width_of, size_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
-from ..isa.amx import HAS_AMX, amx_permitted
-from .amx.blocks import linear_amx
-from .amx.operands import align_to_line
+from ..cache.pointers import untracked
+from ..isa.memory import CACHE_LINE_BYTES, align_to_line
 
 comptime FLOAT_LANES = simd_width_of[DType.float32]()
+"""Float32 numbers in a vector register of the CPU target."""
 comptime WEIGHT_CHUNK = 2 * FLOAT_LANES
-"""Bf16Pointer that are loaded and widened at once."""
+"""Elements of w that are loaded and widened at once."""
 comptime HAS_32_REGISTERS = CompilationTarget.has_avx512f()
-"""Whether there are 32 vector registers of this width for sums, or 16."""
+"""Whether there are 32 vector registers of this width, or 16."""
 comptime BLOCK_X_ROWS = 8 if HAS_32_REGISTERS else 4
 """Rows of x in a full block of sums."""
 comptime GROUP_W_ROWS = 8
-"""Rows of w that are read side by side, and prefetched a group ahead."""
+"""Rows of w in a group. They are read side by side while the next group is prefetched."""
 comptime K_BLOCK = 512
-"""Bf16Pointer of K after which the next rows of w take their turn: a block of x then stays in the first-level cache."""
+"""Elements of K after which the next rows of w follow, so that a block of x stays in the first-level cache."""
 comptime WIDENED_ROWS = 64
-"""Rows of x that are widened at once."""
+"""Rows of x that are widened to float32 at once."""
 
 
 def block_w_rows(rows: Int) -> Int:
-    """How many rows of w a block of sums takes, so that sums and operands fit the registers."""
+    """Rows of w in a block of sums with `rows` rows of x, so that sums and operands fit the registers."""
     comptime if HAS_32_REGISTERS:
         return 2 if rows >= 8 else (4 if rows >= 2 else 8)
     else:
         return 2 if rows >= 2 else 4
 
 
-def linear[
+def linear_vectors[
     dtype: DType, weight_dtype: DType, //
 ](
     y: Pointer[Scalar[dtype], MutUntrackedOrigin],
@@ -50,22 +50,10 @@ def linear[
     workers: Int,
 ):
     """Computes `y = x w^T`: y `[m, n]`, x `[m, k]`, w `[n, k]`. The result does not depend on `workers`."""
-    comptime if HAS_AMX and dtype == DType.bfloat16 and weight_dtype == DType.bfloat16:
-        if amx_permitted():
-            linear_amx(
-                y.unsafe_bitcast[BFloat16](),
-                x.unsafe_bitcast[BFloat16](),
-                w.unsafe_bitcast[BFloat16](),
-                m,
-                n,
-                k,
-                workers,
-            )
-            return
-    # An odd number of lines, so that the rows of a block spread over the cache.
+    # An odd number of lines, so that the rows of a block fall into different sets of the cache.
     var pitch = (ceildiv(k, 16) | 1) * 16
     var memory = List[Float32](capacity=min(m, WIDENED_ROWS) * pitch + 16)
-    var wide = align_to_line(memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]())
+    var wide = align_to_line(untracked(memory.unsafe_ptr()))
     for start in range(0, m, WIDENED_ROWS):
         var rows = min(WIDENED_ROWS, m - start)
         var source = x.unsafe_offset(start * k)
@@ -100,7 +88,8 @@ def widen_weights[
     mut first: SIMD[DType.float32, FLOAT_LANES],
     mut second: SIMD[DType.float32, FLOAT_LANES],
 ):
-    """Widens `WEIGHT_CHUNK` elements: bfloat16 into the even and the odd ones, by a shift and a mask; else one half each."""
+    """Widens `WEIGHT_CHUNK` elements: of bfloat16 the even and the odd ones, by a shift and a mask; else the first and
+    the second half."""
     comptime if dtype == DType.bfloat16:
         var pairs = at.unsafe_bitcast[UInt32]().unsafe_load[width=FLOAT_LANES]()
         first = bitcast[DType.float32, FLOAT_LANES](pairs << 16)
@@ -113,7 +102,7 @@ def widen_weights[
 def widen_x_row[
     dtype: DType, //, weight_dtype: DType
 ](source: Pointer[Scalar[dtype], MutUntrackedOrigin], target: Pointer[Float32, MutUntrackedOrigin], k: Int):
-    """Float32 of a row, its whole chunks in the order in which `widen_weights` gives the weights."""
+    """Widens a row of x to float32, its whole chunks in the element order of `widen_weights`."""
     var whole = k // WEIGHT_CHUNK * WEIGHT_CHUNK
     for p in range(0, whole, WEIGHT_CHUNK):
         var low = source.unsafe_load[width=FLOAT_LANES](p).cast[DType.float32]()
@@ -130,7 +119,7 @@ def widen_x_row[
 
 @fieldwise_init
 struct VectorLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
-    """The operands of one call, or of one chunk of its rows."""
+    """The operands of one call, or of `WIDENED_ROWS` of its rows."""
 
     var y: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[m, n]`."""
@@ -142,13 +131,13 @@ struct VectorLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
     var n: Int
     var k: Int
     var pitch: Int
-    """Bf16Pointer from one row of x to the next."""
+    """Elements from one row of x to the next."""
 
-    comptime LINES = max(1, WEIGHT_CHUNK * size_of[Self.weight_dtype]() // 64)
+    comptime LINES = max(1, WEIGHT_CHUNK * size_of[Self.weight_dtype]() // CACHE_LINE_BYTES)
     """Cache lines of a chunk of weights."""
 
     def multiply_group(self, begin: Int, end: Int):
-        """All rows of x against rows `[begin, end)` of w; the first block of rows prefetches the next group."""
+        """Multiplies all rows of x with rows `[begin, end)` of w. The first block of x prefetches the next group."""
         var row = 0
         while row + BLOCK_X_ROWS <= self.m:
             self.multiply_rows[BLOCK_X_ROWS](row, begin, end)
@@ -159,11 +148,11 @@ struct VectorLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
                 row += rows
 
     def multiply_rows[count: Int](self, row: Int, begin: Int, end: Int):
-        """Rows `[row, row + count)` of x against rows `[begin, end)` of w, at most `GROUP_W_ROWS`."""
+        """Multiplies rows `[row, row + count)` of x with rows `[begin, end)` of w, at most `GROUP_W_ROWS`."""
         comptime columns = block_w_rows(count)
-        # Of each pair of rows the `FLOAT_LANES` lanes of its sum, [GROUP_W_ROWS, count].
+        # [GROUP_W_ROWS, count]: the sums of each pair of rows, one vector each.
         var memory = Array[SIMD[DType.float32, FLOAT_LANES], GROUP_W_ROWS * count](fill=0)
-        var sums = Pointer(to=memory[0]).unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+        var sums = untracked(Pointer(to=memory[0]))
         var whole = self.k // WEIGHT_CHUNK * WEIGHT_CHUNK
         for first in range(0, whole, K_BLOCK):
             var last = min(whole, first + K_BLOCK)

@@ -1,23 +1,22 @@
-"""The parts of attention on matrix tiles that need no such tiles: memory, packing, orders, float8 tables."""
+"""The parts of attention on matrix tiles that run on every CPU: buffers, packed queries, transposes, element orders."""
 
-from std.memory import bitcast
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.attention.cpu.amx.layout import AmxBuffers, pack_queries_amx, transpose_score_tile
 from mojo_ops.attention.cpu.amx.widen import natural_mask
-from mojo_ops.attention.cpu.kv_tile import HeadLayout, SegmentWorkspace
 from mojo_ops.attention.cpu.plan import Segment
 from mojo_ops.attention.cpu.prefetch import KV_TILE_TOKENS
+from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace
 from mojo_ops.attention.params import AttentionRows
 from mojo_ops.isa.convert import LANES
-from mojo_ops.isa.float8 import float8_table, float8_word_order, zip_mask
+from mojo_ops.isa.float8 import float8_word_order, zip_mask
 from support import untracked, untracked_mutable
 
 comptime MARK: Float32 = 12345
 
 
 def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim: Int, padded: Int) raises:
-    """Every query in its place, and not a number written past the two regions that packing owns."""
+    """Every query is where the matrix tiles load it, and nothing is written past the two regions that packing owns."""
     var q = List[BFloat16](length=num_rows * group * kv_heads * dim, fill=0)
     for i in range(len(q)):
         q[i] = BFloat16(Float32(i % 251 + 1))
@@ -66,21 +65,21 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
     )
 
     # Where each element of a float8 chunk goes (`float8_word_order`); the others keep their order.
-    var places = List[Int](length=64, fill=0)
+    var positions = List[Int](length=64, fill=0)
     var stored = materialize[float8_word_order()]()
     for i in range(64):
-        places[stored[i]] = i
+        positions[stored[i]] = i
     var words = workspace.q.unsafe_bitcast[BFloat16]()
     var n = buffers.columns
     for head in range(kv_heads):
         for m in range(buffers.stride):
             var block, column = divmod(m, n)
             for d in range(padded):
-                var place = d
+                var position = d
                 comptime if kv_dtype != DType.bfloat16:
-                    place = d // 64 * 64 + places[d % 64]
-                var tile = (head * buffers.stride + block * n) * padded + place // 32 * 32 * n
-                var found = words[unsafe_offset=tile + place % 32 // 2 * 2 * n + 2 * column + place % 2]
+                    position = d // 64 * 64 + positions[d % 64]
+                var tile = (head * buffers.stride + block * n) * padded + position // 32 * 32 * n
+                var found = words[unsafe_offset=tile + position % 32 // 2 * 2 * n + 2 * column + position % 2]
                 var expected = BFloat16(0)
                 if m < queries and d < dim:
                     var row, g = divmod(m, group)
@@ -127,7 +126,7 @@ def test_transpose() raises:
 
 
 def check_order[length: Int]() raises:
-    """Two tokens' elements that are zipped, then widened to words, are pairs in columns that come back in natural order."""
+    """Two tokens' elements that are zipped, then widened to words, are pairs in columns in natural order again."""
     comptime natural = natural_mask[length]()
     comptime zips = (zip_mask[length](0), zip_mask[length](length // 8))
     for element in range(length):
@@ -145,24 +144,6 @@ def check_order[length: Int]() raises:
 def test_sums_come_back_in_order() raises:
     check_order[32]()
     check_order[64]()
-
-
-def check_table[dtype: DType]() raises:
-    for half in range(2):
-        var low = float8_table(dtype, 64 * half, 0)
-        var high = float8_table(dtype, 64 * half, 8)
-        for i in range(64):
-            var bits = UInt16(low[i]) | (UInt16(high[i]) << 8)
-            var found = bitcast[DType.bfloat16](bits).cast[DType.float32]()
-            var expected = bitcast[dtype](UInt8(64 * half + i)).cast[DType.float32]()
-            assert_true(
-                found == expected or (found != found and expected != expected), String(dtype, " ", 64 * half + i)
-            )
-
-
-def test_every_float8_magnitude() raises:
-    check_table[DType.float8_e4m3fn]()
-    check_table[DType.float8_e5m2]()
 
 
 def main() raises:

@@ -1,8 +1,10 @@
-"""Chunks of stored elements in the order of the lanes, and sums of vectors."""
+"""Chunks of stored elements in their lane order, sums of vectors, and the look-up tables of float8."""
 
+from std.memory import bitcast
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.isa.convert import LANES, FloatVector, chunk_of, load_chunk, to_chunk_order, reduce_each, to_natural_order
+from mojo_ops.isa.convert import FloatVector, LANES, chunk_of, load_chunk, reduce_each, to_chunk_order, to_natural_order
+from mojo_ops.isa.float8 import float8_table
 from support import untracked
 
 
@@ -62,6 +64,24 @@ def test_sum_each() raises:
     var sums = reduce_each(x)
     for i in range(LANES):
         assert_equal(sums[i], Float32(1600 * i + 120))
+
+
+def check_table[dtype: DType]() raises:
+    for half in range(2):
+        var low = float8_table(dtype, 64 * half, 0)
+        var high = float8_table(dtype, 64 * half, 8)
+        for i in range(64):
+            var bits = UInt16(low[i]) | (UInt16(high[i]) << 8)
+            var found = bitcast[DType.bfloat16](bits).cast[DType.float32]()
+            var expected = bitcast[dtype](UInt8(64 * half + i)).cast[DType.float32]()
+            assert_true(
+                found == expected or (found != found and expected != expected), String(dtype, " ", 64 * half + i)
+            )
+
+
+def test_every_float8_magnitude() raises:
+    check_table[DType.float8_e4m3fn]()
+    check_table[DType.float8_e5m2]()
 
 
 def main() raises:

@@ -1,4 +1,4 @@
-"""The schedule of attention: every token of every row in exactly one segment."""
+"""The segments of attention: every token of every row in exactly one segment."""
 
 from std.testing import TestSuite, assert_equal, assert_true
 
@@ -33,7 +33,7 @@ def plan(
 def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1) raises:
     """Rows in order, each in one block; a block's segments join without gap or overlap and are numbered in order.
 
-    All but a block's first and last segment are as long as all tokens together say; fields are not cut.
+    All but a block's first and last segment are as long as all tokens together say; spans are not cut.
     """
     var result = plan(row_batch, row_lengths, window_left)
     var total = 0
@@ -82,7 +82,7 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
             assert_true(end - begin > most)
         row += first.num_rows
     assert_equal(row, len(row_batch))
-    assert_equal(partial, result.split_results)
+    assert_equal(partial, result.num_split_results)
 
 
 def test_decode_rows() raises:
@@ -105,7 +105,7 @@ def test_prefill_rows_share_blocks() raises:
 
 
 def test_wide_blocks_go_head_by_head() raises:
-    """A block of many rows is as many pieces of work as it has heads: each the same tokens, parts of its own."""
+    """A prefill block gives segments for every KV head: the same tokens, and splits of their own."""
     var row_batch = List[Int32]()
     var row_lengths = List[Int32]()
     for row in range(45):

@@ -1,6 +1,6 @@
-"""Prefetching: every line of a tile once, evenly, and as many calls as were announced.
+"""Prefetching: every line of a tile once, evenly, in as many calls as `start` was told.
 
-The calls on matrix tiles are counted where the target that this is compiled for has them.
+The calls on matrix tiles are counted where the CPU target has them.
 """
 
 from std.collections import Set
@@ -13,20 +13,22 @@ from mojo_ops.attention.cpu.amx.layout import AmxBuffers, prefetch_calls_amx
 from mojo_ops.attention.cpu.amx.scores import KeyProducts, score_tile_amx
 from mojo_ops.attention.cpu.amx.weighted_sums import ValueProducts, sum_tile_amx
 from mojo_ops.attention.cpu.amx.widen import Bf16Chunk
-from mojo_ops.attention.cpu.kv_tile import HeadLayout, TILE_BUFFERS, SegmentWorkspace, KVTile
-from mojo_ops.attention.cpu.prefetch import Prefetcher, EARLY_V_TOKENS, CACHE_LINE_BYTES, STREAMS, KV_TILE_TOKENS
+from mojo_ops.attention.cpu.kv_tile import KVTile
+from mojo_ops.attention.cpu.prefetch import EARLY_V_TOKENS, KV_TILE_TOKENS, Prefetcher, STREAMS
 from mojo_ops.attention.cpu.vectors.products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
+from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.cache.strides import PageStrides, page_shape
 from mojo_ops.isa.amx import HAS_AMX, amx_permitted, tile_release
 from mojo_ops.isa.convert import chunk_of
+from mojo_ops.isa.memory import CACHE_LINE_BYTES
 from support import untracked, untracked_mutable
 
 comptime KV_HEADS = 3
 
 
 def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stride: Int, calls: Int) raises:
-    """After all calls each line of the tile was asked for once, and evenly."""
+    """After all calls each line of the tile was prefetched once, and evenly."""
     var storage = List[Scalar[dtype]](length=1, fill=0)
     var base = storage.unsafe_ptr()
     var tokens = List[Int](length=KV_TILE_TOKENS, fill=0)
@@ -34,41 +36,41 @@ def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stri
         tokens[i] = (KV_TILE_TOKENS - 1 - i) * token_stride
     var together = heads if head_stride == dim else 1
     var rows = heads // together
-    var row_bytes = together * dim * size_of[dtype]()
-    var places = List[Int](length=KV_TILE_TOKENS * rows, fill=0)
-    var prefetcher = Prefetcher[near=True](untracked_mutable(places), row_bytes)
+    var range_bytes = together * dim * size_of[dtype]()
+    var addresses = List[Int](length=KV_TILE_TOKENS * rows, fill=0)
+    var prefetcher = Prefetcher[to_l1=True](untracked_mutable(addresses), range_bytes)
     for row in range(rows):
         # In two pieces, as units are.
-        prefetcher.add_rows(base, untracked_mutable(tokens), 0, STREAMS, row * head_stride)
-        prefetcher.add_rows(base, untracked_mutable(tokens), STREAMS, KV_TILE_TOKENS, row * head_stride)
+        prefetcher.add_ranges(base, untracked_mutable(tokens), 0, STREAMS, row * head_stride)
+        prefetcher.add_ranges(base, untracked_mutable(tokens), STREAMS, KV_TILE_TOKENS, row * head_stride)
     prefetcher.start(calls)
-    var total = ceildiv(row_bytes, CACHE_LINE_BYTES) * KV_TILE_TOKENS * rows
-    assert_true(calls >= total // STREAMS)  # then a call asks for one line of each stream at most
+    var total = ceildiv(range_bytes, CACHE_LINE_BYTES) * KV_TILE_TOKENS * rows
+    assert_true(calls >= total // STREAMS)  # then a call prefetches one line of each stream at most
     var lines = Set[Int]()
     var bursts = 0
     for call in range(calls):
-        var before = (Int(prefetcher.rows), prefetcher.line)
+        var before = (Int(prefetcher.addresses), prefetcher.line_offset)
         var burst = [prefetcher.address(s) for s in range(STREAMS)]
         prefetcher.run()
-        if (Int(prefetcher.rows), prefetcher.line) != before:
+        if (Int(prefetcher.addresses), prefetcher.line_offset) != before:
             bursts += 1
             for s in range(STREAMS):
                 var line = burst[s] - Int(base)
                 assert_true(line not in lines)
                 lines.add(line)
                 # Each is of the next row.
-                var row = (Int(before[0]) - Int(places.unsafe_ptr())) // size_of[Int]() + s
-                assert_true(places[row] <= burst[s] < places[row] + row_bytes)
+                var row = (Int(before[0]) - Int(addresses.unsafe_ptr())) // size_of[Int]() + s
+                assert_true(addresses[row] <= burst[s] < addresses[row] + range_bytes)
         assert_true(abs(bursts * STREAMS * calls - (call + 1) * total) <= STREAMS * calls)
     assert_equal(len(lines), total)
     # The lines of a row are counted from its first byte: a token's of all heads in NHD, else one head's of a token.
     for token in range(KV_TILE_TOKENS):
         for row in range(rows):
-            for byte in range(0, row_bytes, CACHE_LINE_BYTES):
+            for byte in range(0, range_bytes, CACHE_LINE_BYTES):
                 assert_true((tokens[token] + row * head_stride) * size_of[dtype]() + byte in lines)
     _ = storage^
     _ = tokens^
-    _ = places^
+    _ = addresses^
 
 
 def test_every_line_once() raises:
@@ -81,14 +83,14 @@ def test_every_line_once() raises:
 
 
 def test_no_row_is_no_work() raises:
-    var places = List[Int](length=STREAMS, fill=0)
-    var prefetcher = Prefetcher[near=True](untracked_mutable(places), 256)
+    var addresses = List[Int](length=STREAMS, fill=0)
+    var prefetcher = Prefetcher[to_l1=True](untracked_mutable(addresses), 256)
     prefetcher.start(7)
     for _ in range(7):
         prefetcher.run()
-    assert_equal(prefetcher.line, 0)
-    assert_equal(Int(prefetcher.rows), Int(places.unsafe_ptr()), "rows that were passed")
-    _ = places^
+    assert_equal(prefetcher.line_offset, 0)
+    assert_equal(Int(prefetcher.addresses), Int(addresses.unsafe_ptr()), "rows that were passed")
+    _ = addresses^
 
 
 def test_rows_of_all_heads_have_room() raises:
@@ -97,12 +99,12 @@ def test_rows_of_all_heads_have_room() raises:
         var heads = HeadLayout(kv_heads, 1, 64, 64, KV_TILE_TOKENS * 64, KV_TILE_TOKENS * 64)
         var workspace = SegmentWorkspace(heads, 1, 0)
         var storage = List[Float32](length=1, fill=0)
-        var prefetcher = Prefetcher[near=False](workspace.offset_buffer(TILE_BUFFERS), 256)
+        var prefetcher = Prefetcher[to_l1=False](workspace.offset_buffer(TILE_BUFFERS), 256)
         for end in [KV_TILE_TOKENS, EARLY_V_TOKENS]:
             for _ in range(kv_heads):
-                prefetcher.add_rows(storage.unsafe_ptr(), workspace.offset_buffer(0), 0, end, 0)
+                prefetcher.add_ranges(storage.unsafe_ptr(), workspace.offset_buffer(0), 0, end, 0)
         var room = Int(workspace.offsets.unsafe_ptr()) + size_of[Int]() * len(workspace.offsets)
-        assert_true(Int(prefetcher.rows.unsafe_offset(prefetcher.count)) <= room, String(kv_heads))
+        assert_true(Int(prefetcher.addresses.unsafe_offset(prefetcher.count)) <= room, String(kv_heads))
         _ = storage^
         _ = workspace^
 
@@ -128,7 +130,7 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
     var workspace = SegmentWorkspace(heads, AmxBuffers.query_stride(queries), AmxBuffers.num_floats(room, padded))
     var tile = KVTile(k, k, 0, 0, KV_TILE_TOKENS, workspace.offset_buffer(0))
 
-    var prefetcher = Prefetcher[near=True](workspace.offset_buffer(TILE_BUFFERS), 0)
+    var prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), 0)
     prefetcher.rate = 1
     for unit in range(0, KV_TILE_TOKENS, STREAMS):
         for head in range(KV_HEADS):

@@ -4,10 +4,11 @@ from std.collections import Set
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.attention.cpu.kv_tile import HeadLayout, SPAN_TILES, SegmentWorkspace
+from mojo_ops.attention.cpu.kv_tile import SPAN_TILES
 from mojo_ops.attention.cpu.plan import Segment
-from mojo_ops.attention.cpu.prefetch import SPAN_TOKENS, STREAMS, KV_TILE_TOKENS
+from mojo_ops.attention.cpu.prefetch import KV_TILE_TOKENS, SPAN_TOKENS, STREAMS
 from mojo_ops.attention.cpu.segment_walk import SegmentStep
+from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.cache.strides import PageStrides, page_shape
 from support import untracked, untracked_mutable

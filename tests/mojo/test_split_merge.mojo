@@ -24,7 +24,7 @@ def part_of(first: Int, part: Int, parts: Int) -> Segment:
 
 
 def fill(split_results: SplitResults, first: Int, parts: Int):
-    """Part p of query i has greatest score g and total t, and values that depend on all of them; some parts are empty."""
+    """Part p of query i has greatest score g and total t, and values that depend on all of them; some are empty."""
     for p in range(parts):
         for i in range(KV_HEADS * STRIDE):
             var state = AttentionState(Float32((p * 7 + i * 3) % 11) - 5, 1 + Float32((p + i) % 5))

@@ -1,7 +1,7 @@
-"""Attention over pages at the speed of memory: who computes what, on which thread.
+"""Attention over pages on the CPU, decode and prefill: cuts a call into segments and runs them on all threads.
 
-Vectors (`segment_vectors.mojo`) or AMX (`segment_amx.mojo`, `blocks_amx.mojo`) do the arithmetic; each block of rows has
-its own choice.
+Each block of rows is computed in vectors (`vectors/segment.mojo`) or on matrix tiles (`amx/segment.mojo`,
+`amx/prefill.mojo`). Calls that rotate keys go to `rotary_fallback.mojo` instead.
 """
 
 from max.algorithm import sync_parallelize
@@ -9,38 +9,39 @@ from std.atomic import Atomic
 from std.math import ceildiv
 
 from ...cache.paged_kv_cache import PagedKVCache
+from ...cache.pointers import untracked
 from ...isa.amx import HAS_AMX, amx_permitted, tile_release
 from ...isa.convert import chunk_of, is_float8
 from ..logits import Logits
 from ..params import AttentionRows
 from .amx.layout import AmxBuffers
 from .amx.prefill import attend_prefill_amx
-from .amx.prefill_workspace import PrefillWorkspace, PREFILL_MAX_QUERIES, PREFILL_MIN_QUERIES, padded_queries
+from .amx.prefill_workspace import PREFILL_MAX_QUERIES, PREFILL_MIN_QUERIES, PrefillWorkspace, padded_queries
 from .amx.segment import attend_segment_amx
 from .amx.widen import Bf16Chunk
-from .kv_tile import HeadLayout, SegmentWorkspace
-from .plan import BlockSizes, MAX_BLOCK_ROWS, SegmentQueue, Segment, plan_segments
+from .plan import BlockSizes, MAX_BLOCK_ROWS, Segment, SegmentQueue, plan_segments
 from .split_merge import SplitResults, finish_segment
 from .vectors.segment import attend_segment_vectors
+from .workspace import HeadLayout, SegmentWorkspace
 
 
 def max_vector_queries(kv_dtype: DType) -> Int:
-    """Up to so many queries, vectors hide behind the memory more completely than AMX does."""
+    """The queries a KV head up to which vectors are used though there is AMX: they overlap better with the memory."""
     return 2 if is_float8(kv_dtype) else 4
 
 
 def amx_serves(dtype: DType, kv_dtype: DType) -> Bool:
-    """Whether AMX computes attention of these types without losing bits, and the target has it."""
+    """Whether the CPU target has AMX, and it computes attention of these dtypes as exactly as vectors do."""
     return HAS_AMX and dtype == DType.bfloat16 and (kv_dtype == DType.bfloat16 or is_float8(kv_dtype))
 
 
 @fieldwise_init
 struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
-    """Who computes a block of rows: it depends on the block alone."""
+    """Which instructions compute a block of rows. The choice depends on the block alone."""
 
     comptime may_use_amx = amx_serves(Self.dtype, Self.kv_dtype)
     comptime chunk = max(chunk_of(Self.kv_dtype), Bf16Chunk[Self.kv_dtype].length if Self.may_use_amx else 0)
-    """What head_dim is rounded up to."""
+    """The elements that head_dim is rounded up to a multiple of."""
     var permitted: Bool
     """Whether this process may use AMX."""
 
@@ -56,11 +57,11 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
 
     @always_inline
     def query_stride(self, queries: Int) -> Int:
-        """The queries of a KV head that it keeps."""
+        """The queries of a KV head that the workspace has memory for, for such a block."""
         return AmxBuffers.query_stride(queries) if self.uses_amx(queries) else queries
 
     def sizes(self, heads: HeadLayout) -> BlockSizes:
-        """How large blocks are, and from which size on their heads go one by one (`blocks_amx.mojo`)."""
+        """The rows of a block, and those of a prefill block (`amx/prefill.mojo`)."""
         if not self.permitted:
             return BlockSizes.without_prefill()
         return BlockSizes(
@@ -73,20 +74,25 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
 def attend_on_cpu[
     dtype: DType
 ](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
-    """Attention of every row, as `attend_rows` defines it, without rotary embedding."""
+    """Computes o `[R, Hq, D]` and lse `[R, Hq]` of every row of a call without rotary keys, on up to `workers` threads.
+
+    The formula is in `../README.md`. The rows were checked (`check_rows`). The result does not depend on `workers`.
+    """
     comptime kv_dtype = k.dtype
     var choice = CpuKernelChoice[dtype, kv_dtype]()
     var heads = HeadLayout.of(rows, k, v, CpuKernelChoice[dtype, kv_dtype].chunk)
     var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits, choice.sizes(heads))
-    var stride_most = AmxBuffers.query_stride(plan.max_rows * heads.group)
-    var room = heads.kv_heads * stride_most
-    var wide = plan.max_prefill_rows * heads.group
-    var split_results = SplitResults(plan.split_results, max(room, padded_queries(wide)), heads.padded_dim)
+    var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
+    var max_queries = heads.kv_heads * max_stride
+    var max_prefill_queries = plan.max_prefill_rows * heads.group
+    var split_results = SplitResults(
+        plan.num_split_results, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_dim
+    )
     var num_taken = Atomic[Int64](0)
     var queue = SegmentQueue(
-        plan.segments.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
+        untracked(plan.segments.unsafe_ptr()),
         len(plan.segments),
-        Pointer(to=num_taken).unsafe_origin_cast[MutUntrackedOrigin](),
+        untracked(Pointer(to=num_taken)),
     )
 
     def task(
@@ -99,18 +105,18 @@ def attend_on_cpu[
         var heads,
         var choice,
         var queue,
-        var stride_most,
-        var room,
-        var wide,
+        var max_stride,
+        var max_queries,
+        var max_prefill_queries,
         ref split_results,
     }:
         var workspace = SegmentWorkspace(
             heads,
-            stride_most,
-            AmxBuffers.num_floats(room, heads.padded_dim) if choice.may_use_amx else 0,
+            max_stride,
+            AmxBuffers.num_floats(max_queries, heads.padded_dim) if choice.may_use_amx else 0,
         )
         var own = workspace.acc
-        var prefill_workspace = PrefillWorkspace(wide, heads.padded_dim)
+        var prefill_workspace = PrefillWorkspace(max_prefill_queries, heads.padded_dim)
         var segment = queue.take()
         while segment.num_rows > 0:
             var queries = segment.num_rows * heads.group
@@ -118,8 +124,9 @@ def attend_on_cpu[
             var following = Segment.none()
             if segment.is_prefill():
                 comptime if amx_serves(dtype, kv_dtype):
-                    prefill_workspace.acc = prefill_workspace.own if segment.split_result < 0 else split_results.acc_of(
-                        segment.split_result
+                    prefill_workspace.acc = (
+                        prefill_workspace.own_acc if segment.split_result
+                        < 0 else split_results.acc_of(segment.split_result)
                     )
                     attend_prefill_amx(rows, segment, k, v, logits, heads, prefill_workspace)
                     finish_segment[kv_dtype, True](

@@ -1,4 +1,4 @@
-"""How the work of one attention call is cut into segments, and handed out."""
+"""How one attention call is cut into segments, and how threads take them."""
 
 from std.atomic import Atomic
 from std.math import ceildiv
@@ -8,30 +8,32 @@ from ..logits import Logits
 from .prefetch import SPAN_TOKENS
 
 comptime MAX_BLOCK_ROWS = 8
-"""Rows of one request that share every load of its K and V."""
+"""Rows of one request that share every load of its K and V, in a block that is not prefill."""
 comptime MIN_SEGMENT_TOKENS = 256
-"""Tokens below which a block is not split: a partial result costs as much as a few tokens."""
+"""Up to so many tokens a block is not split. A split result costs as much time as a few tokens."""
 comptime SEGMENTS_PER_CALL = 32
+"""Segments that the tokens of all blocks are divided into, where those are not shorter than `MIN_SEGMENT_TOKENS`."""
 comptime ALL_HEADS = -1
 
 
 struct Segment(TrivialRegisterPassable):
-    """Some tokens of some rows of one request."""
+    """Some tokens of a block of rows of one request: a whole block, or one split of it."""
 
     var row: Int
-    """The first row; the block's other rows follow it."""
+    """The block's first row."""
     var num_rows: Int
+    """Rows of the block, adjacent ones."""
     var begin: Int
     var end: Int
     """Tokens `[begin, end)`."""
     var split_result: Int
-    """Where its unfinished result goes; -1 = it is the block's only segment, and finishes it."""
+    """Its index in `SplitResults`; -1 where it is a whole block."""
     var split: Int
-    """Which of the block's segments it is: their partial results are adjacent."""
+    """Which split of the block it is. The split results of a block are adjacent."""
     var num_splits: Int
-    """How many the block has."""
+    """Splits of the block."""
     var head: Int
-    """The KV head; `ALL_HEADS` = all of them."""
+    """The KV head of a prefill segment, else `ALL_HEADS`."""
 
     def __init__(out self, row: Int, num_rows: Int, begin: Int, end: Int, head: Int = ALL_HEADS):
         """A whole block."""
@@ -50,46 +52,47 @@ struct Segment(TrivialRegisterPassable):
         return Self(0, 0, 0, 0)
 
     def is_prefill(self) -> Bool:
-        """Whether it is of a block that goes head by head."""
+        """Whether it holds one KV head of a prefill block."""
         return self.head != ALL_HEADS
 
 
 @fieldwise_init
 struct BlockSizes(TrivialRegisterPassable):
-    """How many rows of one request make a block, and which blocks go head by head."""
+    """How many rows of one request make a block, and which blocks are prefill: one KV head a segment."""
 
     var max_rows: Int
-    """Rows of a block."""
+    """Rows of a block, at most."""
     var prefill_rows: Int
-    """Rows from which on each KV head of a block is a piece of work of its own."""
+    """Rows of a prefill block, at least."""
     var kv_heads: Int
-    """How many there are then."""
+    """KV heads of a prefill block."""
 
     @staticmethod
     def without_prefill() -> Self:
-        """All heads of at most `MAX_BLOCK_ROWS` rows."""
+        """Blocks of up to `MAX_BLOCK_ROWS` rows, all heads in one segment."""
         return Self(MAX_BLOCK_ROWS, Int.MAX, 0)
 
 
 @fieldwise_init
 struct SegmentQueue(ImplicitlyCopyable):
-    """The segments of a call, for whoever is free; which thread computes one leaves no trace in it."""
+    """The segments of a call. The next idle thread takes the next one; results do not depend on the thread."""
 
     var segments: Pointer[Segment, MutUntrackedOrigin]
+    """`[count]`."""
     var count: Int
     var num_taken: Pointer[Atomic[Int64], MutUntrackedOrigin]
 
     @always_inline
     def take(self) -> Segment:
-        """The next segment, or one without rows when there is none left."""
+        """The next segment, or one without rows where none is left."""
         var i = Int(self.num_taken[].fetch_add(1))
         return self.segments[unsafe_offset=i] if i < self.count else Segment.none()
 
 
 def max_segment_tokens(total: Int) -> Int:
-    """Tokens of a segment, whole fields, from the tokens of all blocks together.
+    """Tokens of a segment, at most, from the tokens of all blocks together: whole spans.
 
-    It depends on no number of threads, and so neither does the result.
+    It does not depend on the number of threads, so the result does not either.
     """
     return max(MIN_SEGMENT_TOKENS, ceildiv(ceildiv(total, SEGMENTS_PER_CALL), SPAN_TOKENS) * SPAN_TOKENS)
 
@@ -98,41 +101,41 @@ struct SegmentPlan(Movable):
     """The segments of one call, in the order of rows and tokens."""
 
     var segments: List[Segment]
-    var split_results: Int
-    """How many of them leave a partial result."""
+    var num_split_results: Int
+    """Segments that are splits of a block."""
     var max_rows: Int
-    """Rows of the largest block whose heads go together."""
+    """Rows of the largest block that is not prefill."""
     var max_prefill_rows: Int
-    """Rows of the largest block that goes head by head."""
+    """Rows of the largest prefill block."""
 
     def __init__(out self):
         self.segments = List[Segment]()
-        self.split_results = 0
+        self.num_split_results = 0
         self.max_rows = 0
         self.max_prefill_rows = 0
 
     def add_block(mut self, block: Segment, max_tokens: Int):
-        """Adds a block: as it is, or cut where the token is a multiple of `max_tokens` past a field's beginning."""
+        """Adds a block, split at every multiple of `max_tokens` from the beginning of its first span."""
         if block.end - block.begin <= max_tokens:
             self.segments.append(block)
             return
         var first = block.begin // SPAN_TOKENS * SPAN_TOKENS
-        var parts = ceildiv(block.end - first, max_tokens)
-        for part in range(parts):
+        var num_splits = ceildiv(block.end - first, max_tokens)
+        for split in range(num_splits):
             var segment = block
-            segment.begin = max(block.begin, first + part * max_tokens)
-            segment.end = min(block.end, first + (part + 1) * max_tokens)
-            segment.split_result = self.split_results
-            segment.split = part
-            segment.num_splits = parts
+            segment.begin = max(block.begin, first + split * max_tokens)
+            segment.end = min(block.end, first + (split + 1) * max_tokens)
+            segment.split_result = self.num_split_results
+            segment.split = split
+            segment.num_splits = num_splits
             self.segments.append(segment)
-            self.split_results += 1
+            self.num_split_results += 1
 
 
 def plan_segments(
     row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits, sizes: BlockSizes
 ) -> SegmentPlan:
-    """Blocks are runs of at most `sizes.max_rows` rows of one request; long blocks are cut along their tokens."""
+    """Makes blocks of up to `sizes.max_rows` adjacent rows of one request, and splits long blocks."""
     var blocks = List[Segment]()
     var total = 0
     var row = 0

@@ -1,4 +1,8 @@
-"""Attention over pages on the CPU: decode rows and causal prefill rows alike."""
+"""The slow fallback for keys that are stored without their rotation, and rotated whenever they are read (ROPE_LLAMA).
+
+A portable loop over one row and one KV head at a time, several times slower than `dispatch.mojo`, which computes all
+other calls. Every key is rotated once for each row that reads it.
+"""
 
 from max.algorithm import sync_parallelize
 from std.math import iota
@@ -10,9 +14,9 @@ from ..rope import RotaryEmbedding
 from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
 
 comptime DIM_STEP = 8
-"""Lanes of the arithmetic: head_dim is a multiple of 8."""
+"""Elements of head_dim that are computed at once: head_dim is a multiple of 8."""
 comptime FALLBACK_TILE_TOKENS = 32
-"""Tokens whose scores are held at once."""
+"""Tokens whose scores are computed before their weights."""
 
 
 struct FallbackWorkspace:
@@ -42,10 +46,10 @@ struct FallbackWorkspace:
 def attend_rotary_fallback[
     dtype: DType
 ](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
-    """Attention of every row over the pages of its request: `o` and `lse` of `README.md`'s formula.
+    """Computes o `[R, Hq, D]` and lse `[R, Hq]` of every row with rotated q and keys (`../README.md`).
 
-    The rows were checked (`check_rows`). Each pair of a row and a KV head is one item of work with
-    its own result, so the outcome depends neither on the number of workers nor on their order.
+    The rows were checked (`check_rows`). A task computes whole pairs of a row and a KV head, so the result does not
+    depend on `workers`.
     """
     var kv_heads = k.num_heads()
     var items = rows.num_rows * kv_heads
@@ -56,12 +60,12 @@ def attend_rotary_fallback[
         var workspace = FallbackWorkspace(rows.num_heads // kv_heads, k.head_dim(), rotary^)
         for item in range(index, items, tasks):
             var row, head = divmod(item, kv_heads)
-            attend_group(rows, row, k, v, head, logits, workspace)
+            attend_row_fallback(rows, row, k, v, head, logits, workspace)
 
     sync_parallelize(task, tasks)
 
 
-def attend_group[
+def attend_row_fallback[
     dtype: DType
 ](
     rows: AttentionRows[dtype],
@@ -72,7 +76,7 @@ def attend_group[
     logits: Logits,
     mut workspace: FallbackWorkspace,
 ):
-    """One row against one KV head: every load of K and V serves all the query heads of the group."""
+    """Computes one row and one KV head. Every load of K and V serves all query heads of the group."""
     var dim = k.head_dim()
     var group = rows.num_heads // k.num_heads()
     var request = Int(rows.row_batch[unsafe_offset=row])
@@ -148,7 +152,7 @@ comptime MutableFloats = Pointer[mut=True, Float32, _]
 
 @always_inline
 def widen_head[dtype: DType, //](source: Pointer[mut=True, Scalar[dtype], _], target: MutableFloats, count: Int):
-    """Float32 of `count` stored elements."""
+    """Converts `count` stored elements to float32."""
     for i in range(0, count, DIM_STEP):
         target.unsafe_store(i, source.unsafe_load[width=DIM_STEP](i).cast[DType.float32]())
 

@@ -1,18 +1,20 @@
-"""What a walk over a segment takes at a time."""
+"""The steps in which the tokens of a segment are read, in vectors and on matrix tiles alike."""
 
 from ...cache.paged_kv_cache import PagedKVCache
-from .kv_tile import SegmentWorkspace, KVTile
-from .plan import Segment
-from .prefetch import SPAN_TOKENS, KV_TILE_TOKENS
+from ..params import AttentionRows
+from .kv_tile import KVTile
+from .plan import Segment, SegmentQueue
+from .prefetch import KV_TILE_TOKENS, SPAN_TOKENS
+from .workspace import SegmentWorkspace
 
 
 struct SegmentStep(TrivialRegisterPassable):
-    """The tiles that go through all heads together: one, or those of a span."""
+    """The tiles that are read before the next ones are: one tile, or those of a span."""
 
     var tiles: Pointer[KVTile, MutUntrackedOrigin]
     var count: Int
     var end: Int
-    """The step after it begins with token `end` of the segment, in the order of tiles."""
+    """Where the next step begins, counted in tokens in the order of tiles."""
 
     def __init__(
         out self,
@@ -25,17 +27,17 @@ struct SegmentStep(TrivialRegisterPassable):
         workspace: SegmentWorkspace,
         buffer: Int,
     ):
-        """What follows `begin`, in tile memory from `buffer` on; nothing past the segment's end.
+        """The tiles from `begin` on, in tile buffers `buffer` and on. At the segment's end they have no tokens.
 
         Args:
             k: The keys.
             v: The values.
-            request: Whose tokens they are.
-            segment: Which of them.
-            begin: Where the step before ended.
-            tiles: How many tiles of a span go together, 1 or all.
-            workspace: Memory for the tiles.
-            buffer: Where, 0 or `SPAN_TILES`.
+            request: The request whose tokens they are.
+            segment: The segment.
+            begin: The end of the step before.
+            tiles: How many tiles of a span make a step, 1 or `SPAN_TILES`.
+            workspace: The memory of the tiles.
+            buffer: The first tile buffer, 0 or `SPAN_TILES`.
         """
         var span = begin // SPAN_TOKENS * SPAN_TOKENS
         var interleaved = span >= segment.begin and span + SPAN_TOKENS <= segment.end
@@ -57,3 +59,33 @@ struct SegmentStep(TrivialRegisterPassable):
     @always_inline
     def has_tokens(self) -> Bool:
         return self.tiles[].count > 0
+
+
+@always_inline
+def next_step[
+    dtype: DType, //
+](
+    rows: AttentionRows[dtype],
+    k: PagedKVCache,
+    v: type_of(k),
+    request: Int,
+    segment: Segment,
+    end: Int,
+    tiles: Int,
+    queue: SegmentQueue,
+    workspace: SegmentWorkspace,
+    buffer: Int,
+    mut following: Segment,
+) -> SegmentStep:
+    """The step after the one that ends with `end`; after a segment's last step the first one of the next segment.
+
+    That segment is taken from the queue into `following` here, before this one is finished, so that its first K is
+    prefetched during the last arithmetic of this one.
+    """
+    var next = SegmentStep(k, v, request, segment, end, tiles, workspace, buffer)
+    if end >= segment.end:
+        following = queue.take()
+        if following.num_rows > 0:
+            var other = Int(rows.row_batch[unsafe_offset=following.row])
+            next = SegmentStep(k, v, other, following, following.begin, tiles, workspace, buffer)
+    return next

@@ -1,23 +1,22 @@
 """`y = x w^T` in bfloat16 on matrix tiles: weights as they are stored, rows of x packed once.
 
-A tile of weights is up to 16 rows of w by 32 elements of K; a tile of x is packed in pairs. So the sums are `y^T`,
-turned when they are stored. Every sum runs along K in one order, whatever the number of rows or threads: a row alone
-gives the bits it gives in company.
+A tile of weights is up to 16 rows of w by 32 elements of K. A tile of x is packed in pairs. So the sums are `y^T`, and
+they are transposed when they are stored. Every sum adds its products in one order, whatever the number of rows or
+threads, so a row's result does not depend on the other rows.
 
-With few rows of x, memory is the limit (`linear_stream.mojo`). With many (`multiply_blocks`), the tiles are: blocks of
-weights are copied, so that no two of their lines fight for one place in the cache, and K is cut so that all operands of
-a block stay in the second-level cache.
+With few rows of x the memory is the limit (`stream.mojo`). With many (`multiply_blocks`) the arithmetic is: blocks of
+weights are copied to an odd pitch, so that their lines fall into different sets of the cache, and K is cut so that all
+operands of a block stay in the second-level cache.
 """
 
 from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
+from ...cache.pointers import untracked
 from ...isa.amx import tile_release
 from ...isa.amx_tiles import (
-    Bf16Pointer,
     AMX_SUM_ELEMENTS,
-    FloatPointer,
     AMX_TILE_ROWS,
     AMX_TILE_K,
     configure_tiles,
@@ -26,7 +25,8 @@ from ...isa.amx_tiles import (
     store_sum,
     zero_sums,
 )
-from .operands import LINE_ELEMENTS, AmxLinear, align_to_line, copy_rows, pack_columns
+from ...isa.memory import Bf16Pointer, FloatPointer, align_to_line
+from .operands import AmxLinear, LINE_ELEMENTS, copy_rows, pack_columns
 from .stream import MAX_STREAM_ROWS, stream_weights
 
 comptime PACKED_ROWS = 512
@@ -36,17 +36,18 @@ comptime BLOCK_STEPS = 32
 comptime BLOCK_COLUMNS = 512
 """Columns of y whose unfinished sums are kept."""
 comptime COPY_PITCH = (BLOCK_STEPS + 1) * AMX_TILE_K
-"""Bf16Pointer from one copied row of weights to the next: an odd number of lines, so that rows spread over the cache."""
+"""Elements from one copied row of weights to the next: an odd number of lines, so that rows fall into different
+sets."""
 
 
 def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k: Int, workers: Int):
-    """Computes `y = x w^T`: y `[m, n]`, x `[m, k]`, w `[n, k]`."""
+    """Computes `y = x w^T` on up to `workers` threads: y `[m, n]`, x `[m, k]`, w `[n, k]`."""
     var steps = ceildiv(k, AMX_TILE_K)
     var columns = min(m, AMX_TILE_ROWS)
     var most = ceildiv(min(m, PACKED_ROWS), AMX_TILE_ROWS)
     # The last row of a narrow tile is written 16 columns wide.
     var memory = List[BFloat16](capacity=most * steps * columns * AMX_TILE_K + 2 * LINE_ELEMENTS)
-    var packed = align_to_line(memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]())
+    var packed = align_to_line(untracked(memory.unsafe_ptr()))
     for start in range(0, m, PACKED_ROWS):
         var rows = min(PACKED_ROWS, m - start)
         var panels = ceildiv(rows, AMX_TILE_ROWS)
@@ -86,15 +87,15 @@ def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k
 
 
 def multiply_blocks(call: AmxLinear, begin: Int, end: Int):
-    """Columns `[begin, end)` of y; the weights are copied block by block."""
+    """Computes columns `[begin, end)` of y. The weights are copied block by block."""
     configure_tiles()
     var weights = List[BFloat16](capacity=2 * AMX_TILE_ROWS * COPY_PITCH + LINE_ELEMENTS)
-    var copy = align_to_line(weights.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]())
+    var copy = align_to_line(untracked(weights.unsafe_ptr()))
     var columns = min(BLOCK_COLUMNS, end - begin)
     var unfinished = List[Float32](
         capacity=ceildiv(columns, 32) * (call.panels + 1) * 2 * AMX_SUM_ELEMENTS + LINE_ELEMENTS
     )
-    var sums = align_to_line(unfinished.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]())
+    var sums = align_to_line(untracked(unfinished.unsafe_ptr()))
     for first in range(begin, end, BLOCK_COLUMNS):
         var last = min(end, first + BLOCK_COLUMNS)
         for step in range(0, max(1, call.steps), BLOCK_STEPS):
@@ -119,7 +120,7 @@ def multiply_block(call: AmxLinear, block: Int, end: Int, first: Int, copy: Bf16
     var w = call.w.unsafe_offset(block * call.k + first * AMX_TILE_K)
     var left = call.k - first * AMX_TILE_K
     copy_rows[2 * AMX_TILE_ROWS](w, end - block, call.k, left, steps, copy, COPY_PITCH)
-    # The next block's rows, a line of each in turn, while this one is multiplied.
+    # The next block's rows are prefetched line by line while this block is multiplied.
     var next_rows = max(0, min(2 * AMX_TILE_ROWS, end - block - 2 * AMX_TILE_ROWS))
     var next = w.unsafe_offset(2 * AMX_TILE_ROWS * call.k)
     var lines = next_rows * steps
@@ -133,7 +134,7 @@ def multiply_block(call: AmxLinear, block: Int, end: Int, first: Int, copy: Bf16
         else:
             comptime for i in range(4):
                 load_sum[i](at.unsafe_offset(i * AMX_SUM_ELEMENTS))
-        # A panel without a partner is its own: the second result is not used.
+        # The last panel of an odd number is multiplied twice; its second result is not used.
         var second = min(panel + 1, call.panels - 1)
         var x = call.packed(panel, first)
         var second_x = call.packed(second, first)

@@ -1,19 +1,20 @@
-"""The operands of a linear layer on matrix tiles: rows of x packed, rows of weights copied where they end, sums stored."""
+"""The operands of a linear layer on matrix tiles: packs rows of x, copies rows of w, stores sums."""
 
 from std.math import ceildiv
 from std.memory import bitcast
-from std.sys import size_of
 
+from ...cache.pointers import untracked
 from ...isa.amx import tile_store
-from ...isa.amx_tiles import Bf16Pointer, AMX_ROW_BYTES, AMX_SUM_ELEMENTS, AMX_TILE_ROWS, AMX_TILE_K, transpose_16x16
+from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_SUM_ELEMENTS, AMX_TILE_K, AMX_TILE_ROWS, transpose_16x16
+from ...isa.memory import Bf16Pointer
 
 comptime LINE_ELEMENTS = 32
-"""Bf16Pointer of a cache line."""
+"""Elements (bfloat16) of a cache line."""
 
 
 @fieldwise_init
 struct AmxLinear(TrivialRegisterPassable):
-    """The operands of one call, or of one chunk of its rows."""
+    """The operands of one call, or of some of its rows."""
 
     var y: Bf16Pointer
     """`[m, n]`."""
@@ -25,11 +26,11 @@ struct AmxLinear(TrivialRegisterPassable):
     var n: Int
     var k: Int
     var steps: Int
-    """Of K, the last of which may be partly zeros."""
+    """Steps of 32 elements of K; the last may be padded with zeros."""
     var panels: Int
-    """Of 16 rows of x."""
+    """Panels of 16 rows of x."""
     var columns: Int
-    """Of a packed tile: 16, or fewer where x has fewer rows."""
+    """Columns of a packed tile: 16, or fewer where x has fewer rows."""
 
     @always_inline
     def packed(self, panel: Int, step: Int) -> Bf16Pointer:
@@ -38,9 +39,10 @@ struct AmxLinear(TrivialRegisterPassable):
 
     @always_inline
     def store[index: Int, rows: Int](self, first: Int, end: Int, panel: Int):
-        """Writes `tmm<index>`, `[rows, columns]` sums, transposed, to the columns of y from `first` on that are before `end`."""
+        """Transposes the sums in `tmm<index>`, `[rows, columns]`, and writes them to columns `first` and on of y,
+        before `end`."""
         var sums = Array[Float32, AMX_SUM_ELEMENTS](fill=0)
-        var at = Pointer(to=sums[0]).unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+        var at = untracked(Pointer(to=sums[0]))
         tile_store[index](at, AMX_ROW_BYTES)
         var transposed = Array[SIMD[DType.float32, 16], 16](fill=0)
         comptime for row in range(rows):
@@ -59,18 +61,10 @@ struct AmxLinear(TrivialRegisterPassable):
         _ = sums
 
 
-@always_inline
-def align_to_line[
-    dtype: DType, //
-](at: Pointer[Scalar[dtype], MutUntrackedOrigin]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
-    """The next start of a cache line."""
-    return at.unsafe_offset((-Int(at) & 63) // size_of[dtype]())
-
-
 def pack_columns(x: Bf16Pointer, rows: Int, k: Int, packed: Bf16Pointer, columns: Int):
-    """Up to 16 rows of x, in pairs, as one tile `[16, columns, 2]` for each step of K; zeros where there is no element.
+    """Packs up to 16 rows of x in pairs, one tile `[16, columns, 2]` for each step of K, padded with zeros.
 
-    There must be room for 16 columns in the last row of the last tile.
+    There must be memory for 16 columns in the last row of the last tile.
     """
     for step in range(ceildiv(k, AMX_TILE_K)):
         var tile = Array[SIMD[DType.uint32, 16], 16](fill=0)
@@ -81,7 +75,7 @@ def pack_columns(x: Bf16Pointer, rows: Int, k: Int, packed: Bf16Pointer, columns
                 )
         transpose_16x16(tile)
         var target = packed.unsafe_offset(step * columns * AMX_TILE_K).unsafe_bitcast[UInt32]()
-        # In this order: the zeros past a narrow row are overwritten by the row after it.
+        # In ascending order: the zeros past a narrow row are overwritten by the next row.
         comptime for row in range(16):
             target.unsafe_store(columns * row, tile[row])
 
@@ -89,7 +83,17 @@ def pack_columns(x: Bf16Pointer, rows: Int, k: Int, packed: Bf16Pointer, columns
 def copy_rows[
     rows: Int
 ](w: Bf16Pointer, present: Int, pitch: Int, left: Int, steps: Int, copy: Bf16Pointer, copy_pitch: Int):
-    """Steps of K of `rows` rows of w, `copy_pitch` elements apart; zeros past the rows and elements that there are."""
+    """Copies `steps` steps of K of `rows` rows of w, `copy_pitch` elements apart, padded with zeros.
+
+    Args:
+        w: The first row, at the first step.
+        present: How many of the rows there are.
+        pitch: Elements from one row of w to the next.
+        left: Elements of K from the first step on.
+        steps: Steps to copy.
+        copy: The destination.
+        copy_pitch: Elements from one row of the copy to the next.
+    """
     for row in range(rows):
         var source = w.unsafe_offset(row * pitch)
         var target = copy.unsafe_offset(row * copy_pitch)
@@ -105,7 +109,7 @@ def copy_rows[
 
 @always_inline
 def load_step(at: Bf16Pointer, left: Int) -> SIMD[DType.bfloat16, AMX_TILE_K]:
-    """One row of a tile, with zeros after the first `left` elements."""
+    """Loads one row of a tile, zeros after its first `left` elements."""
     if left >= AMX_TILE_K:
         return at.unsafe_load[width=AMX_TILE_K]()
     var elements = SIMD[DType.bfloat16, AMX_TILE_K](0)

@@ -1,9 +1,10 @@
-"""`y = x w^T` for few rows of x on matrix tiles: the weights come from memory once, straight into the tiles.
+"""`y = x w^T` for few rows of x on matrix tiles: each weight is read from memory once, straight into a tile.
 
-Memory is the limit, and what counts is how it is asked. The rows of a tile of weights lie `depth` rows of w apart, and
-the tile moves down from row to row: each of its rows is a stream_weights of ascending lines, which the hardware follows from
-memory page to page. A line is prefetched a fixed number of steps before its use, so that some are always on their way.
-Whoever is free takes the next section of w (`depth` rows of every stream_weights): threads rarely start at the same time.
+Memory is the limit, so the order of reads decides. The rows of a tile of weights are `depth` rows of w apart, and the
+tile goes down one row at a time: each of its rows is a stream of ascending lines, which the hardware prefetcher follows
+from memory page to page. A line is prefetched a fixed number of steps before its use, so that requests are always
+outstanding. The next idle thread takes the next section of w (`depth` rows of every stream), because threads rarely
+start together.
 """
 
 from max.algorithm import sync_parallelize
@@ -11,20 +12,22 @@ from std.atomic import Atomic
 from std.math import ceildiv
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
+from ...cache.pointers import untracked
 from ...isa.amx import TileShapes, tile_dot, tile_load, tile_release, tile_store, tile_zero
-from ...isa.amx_tiles import Bf16Pointer, AMX_ROW_BYTES, FloatPointer, AMX_TILE_ROWS, AMX_TILE_K, transpose_16x16
+from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_TILE_K, AMX_TILE_ROWS, transpose_16x16
+from ...isa.memory import Bf16Pointer, FloatPointer
 from .operands import AmxLinear, copy_rows
 
 comptime MAX_STREAM_ROWS = 64
-"""Up to this many rows of x, weights are streamed."""
+"""Rows of x up to which weights are streamed."""
 comptime STREAM_DEPTH = 16
-"""Rows of w in a stream_weights, at most: their sums are one vector of a row of y."""
+"""Rows of w in a stream, at most: their sums are one vector of a row of y."""
 comptime SECTION_STREAM_BYTES = 2**17
-"""Of weights in one stream_weights of a section, at most."""
+"""Bytes of weights in one stream of a section, at most."""
 comptime TMM_W = 4
 """The tile register of weights; 0 to 3 are sums."""
 comptime TMM_X = 6
-"""The tile register of x, and the one after it: they take turns."""
+"""The first of two tile registers of x, used in turn."""
 
 
 def stream_weights(call: AmxLinear, workers: Int):
@@ -41,32 +44,32 @@ def stream_weights(call: AmxLinear, workers: Int):
 
 @fieldwise_init
 struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
-    """Tiles of `streams` rows of w against all panels of x."""
+    """Multiplies tiles of `streams` rows of w with all panels of x."""
 
     var call: AmxLinear
     var depth: Int
-    """Rows of w in a stream_weights of a section."""
+    """Rows of w in a stream of a section."""
     var taken: Pointer[Atomic[Int64], MutUntrackedOrigin]
-    """The next section of w that nobody works on. Which thread computes one leaves no trace in it."""
+    """The sections of w that threads have taken. The result does not depend on which thread takes which."""
 
     comptime TO_L1 = Self.panels == 1
-    """Whether few enough lines are in use that they can be prefetched into the first-level cache."""
+    """Whether so few lines are in use that they are prefetched into the first-level cache."""
     comptime PREFETCH_STEPS = 32 if Self.TO_L1 else 64
-    """Steps of K from the prefetch of a line to its use: 2 or 4 KB of each stream_weights."""
+    """Prefetch distance in steps of K: 2 or 4 KB of each stream."""
 
     @staticmethod
     def start(call: AmxLinear, workers: Int):
-        """Computes y on all workers; where w is small, in shorter sections, so that each may take some."""
+        """Computes y on all workers. Where w is small, sections are shorter, so that every worker has some."""
         var depth = STREAM_DEPTH
         while depth > 1 and (depth * call.k * 2 > SECTION_STREAM_BYTES or depth * Self.streams * workers * 4 > call.n):
             depth //= 2
         var taken = Atomic[Int64](0)
-        var own = Self(call, depth, Pointer(to=taken).unsafe_origin_cast[MutUntrackedOrigin]())
+        var shared = Self(call, depth, untracked(Pointer(to=taken)))
 
-        def task(index: Int) {var own}:
-            own.run()
+        def task(index: Int) {var shared}:
+            shared.run()
 
-        sync_parallelize(task, max(1, min(own.sections(), workers)))
+        sync_parallelize(task, max(1, min(shared.sections(), workers)))
         _ = taken
 
     def sections(self) -> Int:
@@ -77,7 +80,7 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
         return min(self.call.n, Int(self.taken[].fetch_add(1)) * self.depth * Self.streams)
 
     def run(self):
-        """Works on sections until there are none."""
+        """Takes and computes sections until none is left."""
         var shapes = TileShapes()
         comptime for panel in range(Self.panels):
             shapes.set(panel, Self.streams, 4 * self.call.columns)
@@ -85,20 +88,20 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
         comptime for x in range(2):
             shapes.set(TMM_X + x, AMX_TILE_ROWS, 4 * self.call.columns)
         shapes.apply()
-        # Of every tile, [STREAM_DEPTH, panels, streams, 16].
+        # [STREAM_DEPTH, panels, streams, 16]: the sums of every tile.
         var memory = Array[Float32, STREAM_DEPTH * Self.panels * Self.streams * 16](fill=0)
-        var sums = Pointer(to=memory[0]).unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+        var sums = untracked(Pointer(to=memory[0]))
         var first = self.take()
         while first < self.call.n:
             var end = min(self.call.n, first + self.depth * Self.streams)
             var next = first
             while first < end:
-                # Where w ends, the streams are shorter; where less than a tile is left, some are missing.
+                # At the end of w the streams are shorter, and fewer where less than a tile is left.
                 var depth = max(1, (end - first) // Self.streams)
                 var present = min(Self.streams, end - first)
                 var after = first + depth * present
                 for row in range(depth):
-                    # As late as the prefetches allow: a section that was taken is nobody else's.
+                    # As late as the prefetches allow, so that the last sections are shared evenly.
                     if row + 1 == depth and after == end:
                         next = self.take()
                         after = next
@@ -111,14 +114,17 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
 
     @always_inline
     def multiply_row(self, first: Int, depth: Int, row: Int, present: Int, next: Int, sums: FloatPointer):
-        """The sums of row `row` of every stream_weights. The first stream_weights begins at row `first` of w, later at row `next`."""
+        """Computes the sums of row `row` of every stream.
+
+        The first stream of this section begins at row `first` of w, that of the next section at row `next`.
+        """
         var call = self.call
         comptime for panel in range(Self.panels):
             tile_zero[panel]()
         var pitch = depth * call.k
         var w = call.w.unsafe_offset((first + row) * call.k)
         var whole = call.k // AMX_TILE_K if present == Self.streams else 0
-        # Past the streams' end the next section's begin; after the last one, these once more.
+        # Past the streams' end, the next section's are prefetched; after the last section, these once more.
         var stream_end = (depth - row) * call.k
         var jump = ((next if next < call.n else first) - first - depth) * call.k
         for step in range(whole):
@@ -142,9 +148,9 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
             tile_dot[panel, TMM_W, TMM_X + panel % 2]()
 
     def add_edge_steps(self, w: Bf16Pointer, pitch: Int, present: Int, first: Int):
-        """The steps from `first` on, where w ends within a tile: it is copied, with zeros around what is there."""
+        """Adds the steps from `first` on, where w ends within a tile, by way of a copy that is padded with zeros."""
         var memory = Array[BFloat16, Self.streams * AMX_TILE_K](fill=0)
-        var copy = Pointer(to=memory[0]).unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+        var copy = untracked(Pointer(to=memory[0]))
         for step in range(first, self.call.steps):
             var left = self.call.k - step * AMX_TILE_K
             copy_rows[Self.streams](w.unsafe_offset(step * AMX_TILE_K), present, pitch, left, 1, copy, AMX_TILE_K)
@@ -176,7 +182,7 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
 
     @always_inline
     def write_columns[width: Int](self, y: Bf16Pointer, begin: Int, transposed: Array[SIMD[DType.float32, 16], 16]):
-        """The first `width` columns of the rows of y from `begin` on that there are."""
+        """Writes `width` columns of up to 16 rows of y, from row `begin` on."""
         comptime for row in range(AMX_TILE_ROWS):
             if begin + row < self.call.m:
                 y.unsafe_store(row * self.call.n, transposed[row].cast[DType.bfloat16]().slice[width]())

@@ -1,47 +1,49 @@
-"""One tile of tokens against all queries of a block, in AMX tiles: bfloat16 queries over bfloat16 or float8 caches.
+"""Attention on matrix tiles (AMX), bfloat16 queries over bfloat16 or float8 caches: registers, buffers, packed queries.
 
-Here the memory, the queries and the turn of the scores; the products are in `scores_amx.mojo` and `sums_amx.mojo`. They are
-exact, and their sums float32.
+The products of one KV tile are in `scores.mojo` and `weighted_sums.mojo`. They are exact, and their sums float32.
 """
 
 from std.math import ceildiv
 from std.memory import bitcast
 
 from ....isa.amx import TileShapes
-from ....isa.convert import LANES, FloatVector
+from ....isa.convert import FloatVector, LANES
+from ....isa.memory import Bf16BitsPointer, FloatPointer
 from ...params import AttentionRows
-from ..kv_tile import FloatPointer, HeadLayout, SegmentWorkspace
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS
+from ..workspace import HeadLayout, SegmentWorkspace
 from .widen import Bf16Chunk, query_words
 
-comptime Bf16BitsPointer = Pointer[UInt16, MutUntrackedOrigin]
-
-# The tile registers.
+# The tile registers of a segment; those of prefill are in `prefill_products.mojo`. N is `AmxBuffers.columns`.
 comptime TMM_SCORES = 0  # and 1: [16 tokens, N] float32
 comptime TMM_QUERIES = 2  # [16 pairs, N, 2] bfloat16
 comptime TMM_KV = 3  # [16 tokens, 32] bfloat16 of K, or [16 pairs of tokens, 16, 2] of V
 comptime TMM_SUMS = 4  # and 5: [N, 16] float32
-comptime TMM_WEIGHTS_HIGH = 6  # [N, KV_TILE_TOKENS] bfloat16: the weights
-comptime TMM_WEIGHTS_LOW = 7  # likewise: what TMM_WEIGHTS_HIGH's rounding left
+comptime TMM_WEIGHTS_HIGH = 6  # [N, KV_TILE_TOKENS] bfloat16: the weights, rounded
+comptime TMM_WEIGHTS_LOW = 7  # [N, KV_TILE_TOKENS] bfloat16: the weights less TMM_WEIGHTS_HIGH
 
 comptime MAX_CHUNK_ELEMENTS = 64
+"""Elements of the longest chunk, one of float8."""
 comptime LAYOUT_TOKENS = 8
 """Tokens of a tile that are laid out between two steps of the products."""
 
 
 struct AmxBuffers(ImplicitlyCopyable):
-    """Where a task keeps what the tiles are loaded from, and how many queries they take."""
+    """The memory of a task that matrix tiles are loaded from and stored to, and how many queries one holds."""
 
     var columns: Int
-    """N: queries of a tile, a power of two up to 16."""
+    """N: queries of a matrix tile, a power of two up to 16."""
     var stride: Int
-    """Queries of a KV head, rounded up to whole tiles."""
+    """Queries of a KV head, rounded up to whole matrix tiles."""
     var keys: Bf16BitsPointer
-    """`[2, KV_TILE_TOKENS, chunk]`: two chunks of K in turn; for several blocks of N queries all `P / chunk`."""
+    """`[2, KV_TILE_TOKENS, chunk]`: two chunks of K, in turn; for more than N queries all `P / chunk` of them."""
     var values: Bf16BitsPointer
-    """`[2, chunk / 16, KV_TILE_TOKENS / 2, 16, 2]`: two chunks of V in turn, tokens in pairs. Small, because V streams through the
-    same cache, and because loads wait for pending stores that share their low 12 address bits."""
+    """`[2, chunk / 16, KV_TILE_TOKENS / 2, 16, 2]`: two chunks of V, in turn, tokens in pairs.
+
+    It is small because V itself passes through the same cache, and because a load waits for pending stores whose
+    addresses have the same low 12 bits.
+    """
     var scores: FloatPointer
     """`[Hk, stride / N, KV_TILE_TOKENS, N]`."""
 
@@ -54,28 +56,28 @@ struct AmxBuffers(ImplicitlyCopyable):
 
     @staticmethod
     def query_stride(queries: Int) -> Int:
-        """The queries that `queries` take room for; it never falls as they grow."""
+        """`queries` rounded up to whole matrix tiles. More queries never give a smaller number."""
         var columns = Self.columns_of(queries)
         return ceildiv(queries, columns) * columns
 
     @staticmethod
-    def key_words(padded: Int) -> Int:
-        return KV_TILE_TOKENS * max(padded, 2 * MAX_CHUNK_ELEMENTS)
+    def key_words(padded_dim: Int) -> Int:
+        return KV_TILE_TOKENS * max(padded_dim, 2 * MAX_CHUNK_ELEMENTS)
 
     @staticmethod
-    def num_floats(queries: Int, padded: Int) -> Int:
-        """The float32 numbers that the fields point into, for `queries` of all KV heads."""
-        return Self.key_words(padded) // 2 + KV_TILE_TOKENS * MAX_CHUNK_ELEMENTS + queries * KV_TILE_TOKENS
+    def num_floats(queries: Int, padded_dim: Int) -> Int:
+        """The size of the buffers in float32 numbers, for `queries` queries of all KV heads together."""
+        return Self.key_words(padded_dim) // 2 + KV_TILE_TOKENS * MAX_CHUNK_ELEMENTS + queries * KV_TILE_TOKENS
 
-    def __init__(out self, queries: Int, padded: Int, workspace: SegmentWorkspace):
+    def __init__(out self, queries: Int, padded_dim: Int, workspace: SegmentWorkspace):
         self.columns = Self.columns_of(queries)
         self.stride = Self.query_stride(queries)
         self.keys = workspace.amx_floats.unsafe_bitcast[UInt16]()
-        self.values = self.keys.unsafe_offset(Self.key_words(padded))
+        self.values = self.keys.unsafe_offset(Self.key_words(padded_dim))
         self.scores = self.values.unsafe_offset(2 * KV_TILE_TOKENS * MAX_CHUNK_ELEMENTS).unsafe_bitcast[Float32]()
 
     def configure(self):
-        """Shapes this thread's tile registers."""
+        """Configures this thread's tile registers."""
         var shapes = TileShapes()
         for i in range(2):
             shapes.set(TMM_SCORES + i, 16, self.columns * 4)
@@ -95,7 +97,7 @@ def pack_queries_amx[
     buffers: AmxBuffers,
     mut workspace: SegmentWorkspace,
 ):
-    """Packs the block's queries as `[Hk, stride / N, P / 32, 16, N]` pairs and clears what is summed up."""
+    """Packs the queries of a segment as `[Hk, stride / N, P / 32, 16, N]` pairs; clears their states and values."""
     var queries = segment.num_rows * heads.group
     var n = buffers.columns
     var all = workspace.q.unsafe_bitcast[UInt32]()
@@ -128,13 +130,16 @@ def pack_queries_amx[
 
 
 def prefetch_calls_amx[kv_dtype: DType](heads: HeadLayout) -> Int:
-    """How often `score_tile_amx` calls `prefetcher.run`, and how often `sum_tile_amx` does: once a part of each chunk."""
+    """How often `score_tile_amx` and `sum_tile_amx` each call `prefetcher.run`: for each `LAYOUT_TOKENS` of a chunk."""
     return heads.padded_dim // Bf16Chunk[kv_dtype].length * (KV_TILE_TOKENS // LAYOUT_TOKENS)
 
 
 @always_inline
 def transpose_scores(heads: HeadLayout, head: Int, buffers: AmxBuffers, workspace: SegmentWorkspace):
-    """One KV head's scores as `[stride, KV_TILE_TOKENS]`; long enough after they were stored that nobody waits for them."""
+    """Transposes one KV head's scores to `[stride, KV_TILE_TOKENS]` in `workspace.weights`.
+
+    The scores were stored long enough before that no load waits for its store.
+    """
     var n = buffers.columns
     for block in range(head * buffers.stride, (head + 1) * buffers.stride, n):
         comptime for count in [1, 2, 4, 8, 16]:
@@ -148,7 +153,7 @@ def transpose_scores(heads: HeadLayout, head: Int, buffers: AmxBuffers, workspac
 
 @always_inline
 def transpose_score_tile[count: Int](source: FloatPointer, target: FloatPointer):
-    """`[16, count]` becomes `[count, 16]`, rows `KV_TILE_TOKENS` apart: every round separates even and odd columns."""
+    """Transposes `[16, count]` to `[count, 16]`, rows `KV_TILE_TOKENS` apart: every round separates even and odd ones."""
     var x = Array[FloatVector, count](fill=0)
     comptime for i in range(count):
         x[i] = source.unsafe_load[width=LANES](i * LANES)
@@ -169,6 +174,7 @@ def transpose_score_tile[count: Int](source: FloatPointer, target: FloatPointer)
 
 
 def reverse_bits(value: Int, bits: Int) -> Int:
+    """The low `bits` bits of `value` in reverse order."""
     var out = 0
     for i in range(bits):
         out |= ((value >> i) & 1) << (bits - 1 - i)

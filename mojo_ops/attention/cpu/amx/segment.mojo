@@ -1,8 +1,8 @@
-"""A segment on matrix tiles.
+"""Attention over one segment on matrix tiles.
 
-For each tile of tokens, first q . k of all heads while the rest of the tile's V is prefetched, then the weighted sums of V of
-all heads while the next tile's K is, and the first `EARLY_V_TOKENS` tokens of its V: the sums take longer than the scores. Tiles
-are parts of a field, as vectors have them.
+For each KV tile: q . k of all heads, while the rest of the tile's V is prefetched; then the weighted sums of V of all
+heads, while the next tile's K and the first `EARLY_V_TOKENS` tokens of its V are prefetched. The sums take longer than
+the scores, so more is prefetched during the sums. The order of tokens is that of `vectors/segment.mojo`.
 """
 
 from std.sys import size_of
@@ -10,11 +10,13 @@ from std.sys import size_of
 from ....cache.paged_kv_cache import PagedKVCache
 from ...logits import Logits
 from ...params import AttentionRows
-from ..kv_tile import HeadLayout, SPAN_TILES, TILE_BUFFERS, SegmentWorkspace, scores_to_weights
-from ..plan import SegmentQueue, Segment
-from ..prefetch import Prefetcher, EARLY_V_TOKENS, IntPointer, KV_TILE_TOKENS
-from ..segment_walk import SegmentStep
-from .layout import AmxBuffers, prefetch_calls_amx, pack_queries_amx, transpose_scores
+from ..kv_tile import SPAN_TILES
+from ..plan import Segment, SegmentQueue
+from ..prefetch import EARLY_V_TOKENS, IntPointer, KV_TILE_TOKENS, Prefetcher
+from ..segment_walk import SegmentStep, next_step
+from ..tile_weights import scores_to_weights
+from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
+from .layout import AmxBuffers, pack_queries_amx, prefetch_calls_amx, transpose_scores
 from .scores import KeyProducts, score_tile_amx
 from .weighted_sums import ValueProducts, sum_tile_amx
 from .widen import Bf16Chunk
@@ -33,8 +35,8 @@ def attend_segment_amx[
     queue: SegmentQueue,
     mut workspace: SegmentWorkspace,
 ) -> Segment:
-    """As `attend_segment_vectors`, with the sums in the order of tiles."""
-    comptime Rows = Prefetcher[near=False]
+    """As `attend_segment_vectors`, but leaves the weighted values in the order of matrix tiles (`unpack_sums`)."""
+    comptime L2Prefetcher = Prefetcher[to_l1=False]
     comptime chunk = Bf16Chunk[k.dtype].length
     var queries = segment.num_rows * heads.group
     var buffers = AmxBuffers(queries, heads.padded_dim, workspace)
@@ -44,9 +46,9 @@ def attend_segment_amx[
         return queue.take()
     var score_runs = heads.kv_heads * prefetch_calls_amx[k.dtype](heads)
     var sum_runs = heads.kv_heads * (queries + prefetch_calls_amx[k.dtype](heads))
-    # A row is all heads of a token where they are adjacent, else one of them.
-    var heads_per_row = heads.kv_heads if heads.adjacent() else 1
-    var row_bytes = heads_per_row * heads.head_dim * size_of[k.dtype]()
+    # A contiguous range is all heads of a token where they are adjacent, else one head.
+    var heads_per_range = heads.kv_heads if heads.adjacent() else 1
+    var range_bytes = heads_per_range * heads.head_dim * size_of[k.dtype]()
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()
     var buffer = 0
@@ -54,23 +56,18 @@ def attend_segment_amx[
     var step = SegmentStep(k, v, request, segment, segment.begin, 1, workspace, buffer)
     while True:
         var tile = step.tiles[]
-        var prefetcher = Rows(workspace.offset_buffer(TILE_BUFFERS), row_bytes)
-        list_rows(prefetcher, v, tile.v, v_prefetched, KV_TILE_TOKENS, heads, heads.v_stride, heads_per_row)
+        var prefetcher = L2Prefetcher(workspace.offset_buffer(TILE_BUFFERS), range_bytes)
+        add_tile_ranges(prefetcher, v, tile.v, v_prefetched, KV_TILE_TOKENS, heads, heads.v_stride, heads_per_range)
         prefetcher.start(score_runs)
         var scores = KeyProducts[chunk](buffers)
         for head in range(heads.kv_heads):
             score_tile_amx(k, tile, heads, head, buffers, workspace, prefetcher, scores)
         buffer = SPAN_TILES - buffer
-        var next = SegmentStep(k, v, request, segment, step.end, 1, workspace, buffer)
-        if step.end >= segment.end:
-            following = queue.take()
-            if following.num_rows > 0:
-                var other = Int(rows.row_batch[unsafe_offset=following.row])
-                next = SegmentStep(k, v, other, following, following.begin, 1, workspace, buffer)
-        prefetcher = Rows(workspace.offset_buffer(TILE_BUFFERS), row_bytes)
+        var next = next_step(rows, k, v, request, segment, step.end, 1, queue, workspace, buffer, following)
+        prefetcher = L2Prefetcher(workspace.offset_buffer(TILE_BUFFERS), range_bytes)
         if next.has_tokens():
-            list_rows(prefetcher, k, next.tiles[].k, 0, KV_TILE_TOKENS, heads, heads.k_stride, heads_per_row)
-            list_rows(prefetcher, v, next.tiles[].v, 0, EARLY_V_TOKENS, heads, heads.v_stride, heads_per_row)
+            add_tile_ranges(prefetcher, k, next.tiles[].k, 0, KV_TILE_TOKENS, heads, heads.k_stride, heads_per_range)
+            add_tile_ranges(prefetcher, v, next.tiles[].v, 0, EARLY_V_TOKENS, heads, heads.v_stride, heads_per_range)
         v_prefetched = EARLY_V_TOKENS
         prefetcher.start(sum_runs)
         var sums = ValueProducts[chunk](heads, buffers, workspace)
@@ -86,7 +83,7 @@ def attend_segment_amx[
 
 
 @always_inline
-def list_rows(
+def add_tile_ranges(
     mut prefetcher: Prefetcher,
     cache: PagedKVCache,
     tokens: IntPointer,
@@ -94,8 +91,8 @@ def list_rows(
     end: Int,
     heads: HeadLayout,
     head_stride: Int,
-    heads_per_row: Int,
+    heads_per_range: Int,
 ):
-    """Entries `begin` to `end - 1` of a tile's `tokens`, of all heads, `heads_per_row` a row."""
-    for head in range(0, heads.kv_heads, heads_per_row):
-        prefetcher.add_rows(cache.blocks.ptr, tokens, begin, end, head * head_stride)
+    """Lists entries `begin` to `end - 1` of a tile's `tokens` for prefetching: all heads, `heads_per_range` a range."""
+    for head in range(0, heads.kv_heads, heads_per_range):
+        prefetcher.add_ranges(cache.blocks.ptr, tokens, begin, end, head * head_stride)

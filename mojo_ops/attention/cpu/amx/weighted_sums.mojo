@@ -1,16 +1,18 @@
-"""The weighted sums of one tile of tokens on matrix tiles (`tiles_amx.mojo`), while V is laid out for them.
+"""The weighted sums of one KV tile on matrix tiles, computed while its V is interleaved.
 
-The weights are the left operand, V the right one, its tokens interleaved in pairs on the way. A weight enters as the sum of
-two bfloat16, so that it keeps 16 bits and more: the result is as good as float32 arithmetic makes it.
+The weights are the left operand. V is the right one, copied with its tokens interleaved in pairs. A weight is the sum
+of two bfloat16, so it keeps at least 16 bits, and the result is as exact as in float32 arithmetic.
 """
 
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx import tile_dot, tile_load, tile_store
 from ....isa.convert import LANES, load_bits
-from ....isa.float8 import ByteVector, Bf16Words, float8_words, zip_mask
-from ..kv_tile import FloatPointer, HeadLayout, SegmentWorkspace, KVTile
-from ..prefetch import Prefetcher, KV_TILE_TOKENS
-from .layout import AmxBuffers, TMM_WEIGHTS_HIGH, TMM_WEIGHTS_LOW, LAYOUT_TOKENS, TMM_KV, TMM_SUMS, Bf16BitsPointer
+from ....isa.float8 import Bf16Words, ByteVector, float8_words, zip_mask
+from ....isa.memory import Bf16BitsPointer, FloatPointer
+from ..kv_tile import KVTile
+from ..prefetch import KV_TILE_TOKENS, Prefetcher
+from ..workspace import HeadLayout, SegmentWorkspace
+from .layout import AmxBuffers, LAYOUT_TOKENS, TMM_KV, TMM_SUMS, TMM_WEIGHTS_HIGH, TMM_WEIGHTS_LOW
 from .widen import Bf16Chunk
 
 
@@ -25,9 +27,10 @@ def sum_tile_amx(
     mut prefetcher: Prefetcher,
     mut sums: ValueProducts,
 ):
-    """Adds the tile's weighted V of one KV head, but for its last chunk, which the call for the next head adds.
+    """Adds the tile's weighted V of one KV head.
 
-    V is laid out one chunk ahead, so that the stores are done when the tiles are loaded from there.
+    The last chunk is added in the call for the next head, or at the end of the call for the last head: V is interleaved
+    one chunk before its products, so that the stores are done when matrix tiles are loaded from there.
     """
     comptime chunk = Bf16Chunk[v.dtype].length
     comptime parts = KV_TILE_TOKENS // LAYOUT_TOKENS
@@ -44,32 +47,32 @@ def sum_tile_amx(
             pair_tokens[part](
                 base, tile, c * chunk, heads.head_dim, buffers.values.unsafe_offset(buffer * KV_TILE_TOKENS * chunk)
             )
-        sums.choose(heads, head, c, buffer, buffers, workspace)
+        sums.select_chunk(heads, head, c, buffer, buffers, workspace)
     if head == heads.kv_heads - 1:
         comptime for strip in range(strips):
             sums.add[strip]()
-        sums.finish()
+        sums.flush()
 
 
 struct ValueProducts[chunk: Int](TrivialRegisterPassable):
     """The weighted sums of one chunk after the other, a strip of 16 elements at a time.
 
-    A product is there after some 50 cycles, and what waits for it holds up all that comes after. So a strip's first product,
-    its second one and the store of its sums are done in three calls of `add`.
+    The latency of a product is some 50 cycles, and an instruction that waits for it delays all later ones. So a strip's
+    first product, its second one and the store of its sums are in three calls of `add`.
     """
 
     var acc: FloatPointer
-    """The sums of the chosen chunk, `[stride, P]` from its first element on."""
+    """`[stride, P]`, from the first element of the selected chunk on: its sums."""
     var weights: Bf16BitsPointer
-    """`[stride, 2, KV_TILE_TOKENS]` bfloat16: its KV head's."""
+    """`[stride, 2, KV_TILE_TOKENS]` bfloat16: the weights of its KV head."""
     var values: Bf16BitsPointer
-    """`[chunk / 16, KV_TILE_TOKENS / 2, 16, 2]` bfloat16."""
+    """`[chunk / 16, KV_TILE_TOKENS / 2, 16, 2]` bfloat16: the selected chunk of V."""
     var even: FloatPointer
-    """Where the sums of the last even strip belong, which are in register `TMM_SUMS`."""
+    """The memory of the sums in register `TMM_SUMS`, those of the last even strip."""
     var odd: FloatPointer
-    """Where those in `TMM_SUMS + 1` do."""
+    """The memory of the sums in `TMM_SUMS + 1`, those of the last odd strip."""
     var begun: Int
-    """Strips since the last `finish`: of the last one the second product is missing, of the last two the store."""
+    """Strips since the last `flush`. The last one lacks its second product, the last two are not stored."""
     var columns: Int
     var stride: Int
     var pitch: Int
@@ -88,22 +91,22 @@ struct ValueProducts[chunk: Int](TrivialRegisterPassable):
         self.pitch = heads.padded_dim * 4
 
     @always_inline
-    def choose(
+    def select_chunk(
         mut self, heads: HeadLayout, head: Int, c: Int, buffer: Int, buffers: AmxBuffers, workspace: SegmentWorkspace
     ):
-        """Chunk `c` of a KV head is what comes next, laid out in `buffer`, 0 or 1."""
+        """Selects chunk `c` of a KV head, which is interleaved in `buffer`, 0 or 1."""
         self.acc = workspace.acc.unsafe_offset(head * self.stride * heads.padded_dim + c * Self.chunk)
         self.weights = workspace.weights.unsafe_offset(head * self.stride * KV_TILE_TOKENS).unsafe_bitcast[UInt16]()
         self.values = buffers.values.unsafe_offset(buffer * KV_TILE_TOKENS * Self.chunk)
 
     @always_inline
     def add[strip: Int](mut self):
-        """Goes on with the last two strips, and begins the chosen chunk's strip `strip`; they come in order."""
+        """Continues the last two strips and begins strip `strip` of the selected chunk. Strips are added in order."""
         comptime register = TMM_SUMS + strip % 2
         var sums = self.acc.unsafe_offset(strip * LANES)
         var values = self.values.unsafe_offset(strip * LANES * KV_TILE_TOKENS)
         if self.columns < self.stride:
-            # Several blocks of queries: their products are independent enough.
+            # The products of several matrix tiles of queries are independent, so their latencies overlap.
             for block in range(0, self.stride, self.columns):
                 var target = sums.unsafe_offset(block * self.pitch // 4)
                 self.load_weights(block)
@@ -113,7 +116,7 @@ struct ValueProducts[chunk: Int](TrivialRegisterPassable):
                 tile_dot[register, TMM_WEIGHTS_LOW, TMM_KV]()
                 tile_store[register](target, self.pitch)
             return
-        self.go_on[strip]()
+        self.complete_previous[strip]()
         comptime if strip == 0:
             self.load_weights(0)
         comptime if strip % 2 == 0:
@@ -126,17 +129,17 @@ struct ValueProducts[chunk: Int](TrivialRegisterPassable):
         self.begun += 1
 
     @always_inline
-    def go_on[strip: Int](self):
-        """The second product of the strip before `strip`, and the store of the one before that."""
+    def complete_previous[strip: Int](self):
+        """Adds the second product of the strip before `strip`, and stores the strip before that."""
         if self.begun > 0:
             tile_dot[TMM_SUMS + 1 - strip % 2, TMM_WEIGHTS_LOW, TMM_KV]()
         if self.begun > 1:
             tile_store[TMM_SUMS + strip % 2](self.even if strip % 2 == 0 else self.odd, self.pitch)
 
     @always_inline
-    def finish(mut self):
-        """Stores what is missing, after a chunk's last strip."""
-        self.go_on[0]()
+    def flush(mut self):
+        """Completes and stores the last strips, after the last strip of a chunk."""
+        self.complete_previous[0]()
         if self.begun > 0:
             tile_store[TMM_SUMS + 1](self.odd, self.pitch)
         self.begun = 0
@@ -152,7 +155,7 @@ struct ValueProducts[chunk: Int](TrivialRegisterPassable):
 def pair_tokens[
     dtype: DType, //, part: Int
 ](base: Pointer[Scalar[dtype], _], tile: KVTile, d: Int, dim: Int, values: Bf16BitsPointer):
-    """Lays out one chunk of V of part `part` of the tokens for the multiplication."""
+    """Interleaves one chunk of V, of tokens `part * LAYOUT_TOKENS` and on, zeros for tokens past the tile's last."""
     comptime chunk = Bf16Chunk[dtype].length
     comptime bits = DType.uint16 if dtype == DType.bfloat16 else DType.uint8
     var whole = tile.count == KV_TILE_TOKENS and d + chunk <= dim
@@ -166,7 +169,7 @@ def pair_tokens[
             a = load_bits[bits, True, chunk](first, chunk)
             b = load_bits[bits, True, chunk](second, chunk)
         else:
-            # No token past the last may enter, not even with weight 0: its slot may hold NaN.
+            # A slot past the last token may hold NaN, so it is not multiplied, not even by weight 0.
             if token < tile.count:
                 a = load_bits[bits, False, chunk](first, min(chunk, dim - d))
             if token + 1 < tile.count:
@@ -176,9 +179,9 @@ def pair_tokens[
 
 @always_inline
 def zip_tokens[dtype: DType](a: SIMD, b: type_of(a), target: Bf16BitsPointer):
-    """The pairs of two tokens' chunks as bfloat16, for the tiles of their strips: one row of each.
+    """Interleaves the chunks of two tokens as bfloat16: one row of the matrix tile of each strip.
 
-    Stored elements are zipped before they are widened: that takes half as many shuffles for float8.
+    Stored elements are interleaved before they are widened, which takes half as many shuffles for float8.
     """
     comptime for upper in range(2):
         comptime mask = zip_mask[a.length](upper * a.length // 8)

@@ -1,9 +1,9 @@
-"""Stored bfloat16 and float8 elements as bfloat16, a chunk at a time, in whatever order is cheapest."""
+"""Stored bfloat16 and float8 elements as bfloat16, one chunk at a time, in the order that takes the fewest shuffles."""
 
 from std.utils import IndexList
 
 from ....isa.convert import load_bits
-from ....isa.float8 import Bf16Words, float8_words, float8_word_order
+from ....isa.float8 import Bf16Words, float8_word_order, float8_words
 
 
 struct Bf16Chunk[dtype: DType]:
@@ -20,7 +20,7 @@ struct Bf16Chunk[dtype: DType]:
 def widen_chunk[
     dtype: DType, //, full: Bool
 ](source: Pointer[Scalar[dtype], _], count: Int, mut target: Bf16Chunk[dtype]):
-    """The chunk at `source`; where not `full` only its first `count` elements, then zeros."""
+    """Loads the chunk at `source`; unless `full`, only its first `count` elements, then zeros."""
     comptime if dtype == DType.bfloat16:
         target.words[0] = load_bits[DType.uint16, full, 32](source, count)
     else:
@@ -30,7 +30,7 @@ def widen_chunk[
 
 @always_inline
 def query_words[kv_dtype: DType, part: Int](source: Pointer[UInt16, _], count: Int) -> Bf16Words:
-    """Bf16Words in the order of the lanes of part `part` of a `kv_dtype` chunk; zeros past the first `count`."""
+    """Words `part * 32` and on of a query, in the element order of a `kv_dtype` chunk; zeros past the first `count`."""
     comptime if kv_dtype == DType.bfloat16:
         return load_bits[DType.uint16, False, 32](source, count)
     else:
@@ -42,7 +42,7 @@ def query_words[kv_dtype: DType, part: Int](source: Pointer[UInt16, _], count: I
 
 @always_inline
 def unpack_sums[kv_dtype: DType](acc: Pointer[Float32, _]) -> SIMD[DType.float32, Bf16Chunk[kv_dtype].length]:
-    """A chunk of weighted sums in its natural order, from tiles whose columns `zip_mask` chose."""
+    """A chunk of weighted sums in its natural order, from matrix tiles whose columns `zip_mask` ordered."""
     comptime if kv_dtype == DType.bfloat16:
         return rebind[SIMD[DType.float32, Bf16Chunk[kv_dtype].length]](
             acc.unsafe_load[width=32]().shuffle[mask=natural_mask[32]()](acc.unsafe_load[width=32]())
@@ -54,7 +54,7 @@ def unpack_sums[kv_dtype: DType](acc: Pointer[Float32, _]) -> SIMD[DType.float32
 
 
 def natural_mask[length: Int]() -> IndexList[length]:
-    """Where each element of a chunk ends up among the columns of its tiles."""
+    """The column of each element of a chunk, counted through its matrix tiles."""
     comptime run = length // 4  # elements that share 16 bytes of every word vector
     var mask = IndexList[length]()
     for element in range(length):

@@ -1,31 +1,32 @@
-"""One tile of tokens against all queries of a block, in vector arithmetic: scores and weighted sums.
+"""One KV tile and all queries of a block of rows, in vector arithmetic: scores and weighted sums.
 
-One vector holds the scores of one query. Every K or V vector that is loaded serves up to four queries before it leaves
-its register. What is read next is prefetched meanwhile.
+A vector holds the scores of one query. A K or V vector serves up to four queries, a query block, for each load. The
+next unit is prefetched between the steps.
 """
 
 from std.math import ceildiv
 
 from ....cache.paged_kv_cache import PagedKVCache
-from ....isa.convert import LANES, FloatVector, chunk_of, load_chunk, to_chunk_order, reduce_each
+from ....isa.convert import FloatVector, LANES, chunk_of, load_chunk, reduce_each, to_chunk_order
+from ....isa.memory import FloatPointer
 from ...params import AttentionRows
-from ..kv_tile import FloatPointer, HeadLayout, SegmentWorkspace, KVTile
+from ..kv_tile import KVTile
 from ..plan import Segment
-from ..prefetch import Prefetcher, IntPointer, STREAMS, KV_TILE_TOKENS
-
+from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher, STREAMS
+from ..workspace import HeadLayout, SegmentWorkspace
 
 comptime SLICE_ELEMENTS = 64
-"""Bf16Pointer of head_dim whose sums stay in registers, for four queries; for fewer, twice as many."""
+"""Elements of head_dim whose sums stay in registers, for four queries; twice as many for fewer queries."""
 comptime PREFETCHING_BLOCKS = 2
-"""How many blocks of queries prefetch: more of them take so long that memory waits for nobody."""
+"""Query blocks that prefetch. With more blocks the arithmetic takes longer than the memory."""
 
 
 def pack_queries[
     kv_dtype: DType, dtype: DType
 ](rows: AttentionRows[dtype], segment: Segment, heads: HeadLayout, mut workspace: SegmentWorkspace):
-    """Packs the block's queries and clears what is summed up.
+    """Packs the queries of a segment as float32 into `workspace.q`, and clears their states and weighted values.
 
-    `[Hk, M, P]`, but the queries that `score_block` takes together change places with the chunks.
+    They are `[Hk, M, P]`, but within a query block `[P / chunk, queries, chunk]`, as `score_block` reads them.
     """
     comptime chunk = chunk_of(kv_dtype)
     var queries = segment.num_rows * heads.group
@@ -49,7 +50,7 @@ def pack_queries[
 
 
 def query_block(query: Int, queries: Int) -> Tuple[Int, Int]:
-    """The first query of the block that `query` is in, and how many there are: fours, then a two, then a one."""
+    """The first query of the query block that holds `query`, and its size: blocks of 4, one of 2, one of 1."""
     var fours = queries // 4 * 4
     if query < fours:
         return (query // 4 * 4, 4)
@@ -68,7 +69,7 @@ def score_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> In
 
 
 def sum_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
-    """How often `sum_tile` does."""
+    """How often `sum_tile` calls `prefetcher.run` for a whole tile."""
     var calls = 0
     var m = 0
     for _ in range(min(PREFETCHING_BLOCKS, num_query_blocks(queries))):
@@ -96,9 +97,9 @@ def score_tile(
     mut workspace: SegmentWorkspace,
     mut prefetcher: Prefetcher,
 ):
-    """The dot products of one KV head's queries with entries `begin` to `end - 1` of the tile, whole eights.
+    """Computes the dot products of one KV head's queries with entries `begin` to `end - 1` of the tile, multiples of 8.
 
-    They go to slot `slot` of `workspace.weights`.
+    They go to index `weights_index` of `workspace.weights`.
     """
     var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var q = workspace.q.unsafe_offset(head * queries * heads.padded_dim)
@@ -129,7 +130,7 @@ def score_block[
     fetch: Bool,
     mut prefetcher: Prefetcher,
 ):
-    """`count` queries with some tokens: up to 16 sums at a time stay in registers."""
+    """Computes the dot products of `count` queries with some tokens. Up to 16 sums at a time stay in registers."""
     comptime tokens = tokens_at_once(count)
     comptime chunk = chunk_of(kv_dtype)
     var whole = heads.head_dim // chunk * chunk
@@ -147,7 +148,7 @@ def score_block[
 
 
 def tokens_at_once(count: Int) -> Int:
-    """How many tokens `count` queries meet at a time."""
+    """Tokens whose dot products with `count` queries are computed together."""
     return min(STREAMS, LANES // count)
 
 
@@ -165,7 +166,7 @@ def dot_chunk[
     mut sums: Array[FloatVector, LANES],
     mut prefetcher: Prefetcher,
 ):
-    """Adds one chunk's share to `sums[m * tokens + i]`, query `m` with token `token + i`."""
+    """Adds the products of one chunk to `sums[m * tokens + i]`, of query `m` and token `token + i`."""
     comptime tokens = tokens_at_once(count)
     comptime parts = chunk_of(kv_dtype) // LANES
     var qs = q.unsafe_offset(d * count)
@@ -194,9 +195,9 @@ def sum_tile(
     mut workspace: SegmentWorkspace,
     mut prefetcher: Prefetcher,
 ):
-    """Adds the weighted V of one KV head, of entries `begin` to `end - 1` of the tile that are tokens.
+    """Adds the weighted V of one KV head to `workspace.acc`, of the tile's tokens among entries `begin` to `end - 1`.
 
-    The weights are in slot `slot` of `workspace.weights`.
+    The weights are at index `weights_index` of `workspace.weights`.
     """
     var base = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     var acc = workspace.acc.unsafe_offset(head * queries * heads.padded_dim)
@@ -228,7 +229,10 @@ def sum_block[
     fetch: Bool,
     mut prefetcher: Prefetcher,
 ):
-    """`count` queries over slices of `chunks` chunks of head_dim, each slice's sums in registers for all tokens."""
+    """Adds the weighted V for `count` queries, in slices of `chunks` chunks of head_dim.
+
+    The sums of a slice stay in registers for all tokens.
+    """
     comptime chunk = chunk_of(kv_dtype)
     var d = 0
     while d + chunks * chunk <= heads.head_dim:
@@ -253,7 +257,7 @@ def sum_slice[
     end: Int,
     d: Int,
     length: Int,
-    padded: Int,
+    padded_dim: Int,
     weights: FloatPointer,
     acc: FloatPointer,
     fetch: Bool,
@@ -264,7 +268,7 @@ def sum_slice[
     var sums = Array[FloatVector, count * parts](fill=0)
     comptime for m in range(count):
         comptime for part in range(parts):
-            sums[m * parts + part] = acc.unsafe_load[width=LANES](m * padded + d + part * LANES)
+            sums[m * parts + part] = acc.unsafe_load[width=LANES](m * padded_dim + d + part * LANES)
     for i in range(begin, end):
         var source = v.unsafe_offset(tile.v[unsafe_offset=i] + d)
         if fetch:
@@ -278,4 +282,4 @@ def sum_slice[
                     sums[at] = x.slice[LANES, offset=half * LANES]().fma(w, sums[at])
     comptime for m in range(count):
         comptime for part in range(parts):
-            acc.unsafe_store(m * padded + d + part * LANES, sums[m * parts + part])
+            acc.unsafe_store(m * padded_dim + d + part * LANES, sums[m * parts + part])

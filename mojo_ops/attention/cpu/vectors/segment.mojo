@@ -1,8 +1,8 @@
-"""A segment in vector arithmetic: its tokens in the order in which memory delivers them best.
+"""Attention over one segment in vector arithmetic, its tokens in the order that gives the most memory bandwidth.
 
-Eight runs of memory are read side by side, each from its start to its end, and what is read next is prefetched into the
-first-level cache, a few KB prefetcher: the products follow that order. Where the heads of a token are adjacent (NHD), a
-tile goes `unit` tokens at a time, all heads of them; otherwise each head goes through the tiles of a whole field.
+Eight runs of memory are read side by side, each from its first line to its last. The next unit, 8 KB or more, is
+prefetched into the first-level cache. Where the heads of a token are adjacent (NHD), a unit is some tokens of a tile
+with all their heads. Otherwise (HND) it is one head of a tile, and each head goes through all tiles of a span.
 """
 
 from std.sys import size_of
@@ -10,40 +10,42 @@ from std.sys import size_of
 from ....cache.paged_kv_cache import PagedKVCache
 from ...logits import Logits
 from ...params import AttentionRows
-from ..kv_tile import HeadLayout, SPAN_TILES, TILE_BUFFERS, SegmentWorkspace, scores_to_weights
-from ..plan import SegmentQueue, Segment
-from ..prefetch import Prefetcher, STREAMS, KV_TILE_TOKENS
-from ..segment_walk import SegmentStep
+from ..kv_tile import SPAN_TILES
+from ..plan import Segment, SegmentQueue
+from ..prefetch import KV_TILE_TOKENS, Prefetcher, STREAMS
+from ..segment_walk import SegmentStep, next_step
+from ..tile_weights import scores_to_weights
+from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
 from .products import pack_queries, score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
 
 comptime MIN_UNIT_BYTES = 8192
-"""Bytes of a unit, at least: memory answers before they are worked through."""
+"""Bytes of a unit, at least: the arithmetic on them takes longer than memory takes to deliver the next unit."""
 comptime MAX_UNIT_QUERIES = 4
-"""Queries a KV head that are at hand in the first-level cache for every unit, with their sums, of all heads; for more, a
-unit is a tile."""
+"""Queries a KV head up to which the queries and sums of all heads stay in the first-level cache beside a unit. For more
+queries, a unit is a tile."""
 
 
 struct TileOrder(TrivialRegisterPassable):
-    """In which order a tile's tokens and heads are worked on."""
+    """The order in which the tokens and heads of a tile are read."""
 
     var heads: Int
-    """How many KV heads go together: all, or one."""
+    """KV heads that a unit holds: all, or one."""
     var unit: Int
-    """Entries of a tile that go together: 8, 16 or 32."""
-    var row_bytes: Int
-    """What is contiguous of a token."""
+    """Entries of a tile that a unit holds: 8, 16 or 32."""
+    var range_bytes: Int
+    """Contiguous bytes of a token in a unit."""
 
-    def __init__(out self, heads: HeadLayout, queries: Int, element: Int):
+    def __init__(out self, heads: HeadLayout, queries: Int, element_bytes: Int):
         var adjacent = heads.adjacent()
         self.heads = heads.kv_heads if adjacent else 1
-        self.row_bytes = self.heads * heads.head_dim * element
+        self.range_bytes = self.heads * heads.head_dim * element_bytes
         self.unit = STREAMS if adjacent and queries <= MAX_UNIT_QUERIES else KV_TILE_TOKENS
-        while self.unit < KV_TILE_TOKENS and self.unit * self.row_bytes < MIN_UNIT_BYTES:
+        while self.unit < KV_TILE_TOKENS and self.unit * self.range_bytes < MIN_UNIT_BYTES:
             self.unit *= 2
 
     @always_inline
     def step_tiles(self, heads: HeadLayout) -> Int:
-        """How many tiles of a field make a step."""
+        """Tiles of a step: one, or those of a span."""
         return 1 if self.heads == heads.kv_heads else SPAN_TILES
 
 
@@ -60,9 +62,9 @@ def attend_segment_vectors[
     queue: SegmentQueue,
     mut workspace: SegmentWorkspace,
 ) -> Segment:
-    """The states and weighted values of a segment's queries, into `workspace`; returns the segment to go on with.
+    """Computes the states and weighted values of a segment's queries in `workspace`; returns the next segment.
 
-    That one is taken early, so that its first K is on its way while the last V is summed up.
+    The next segment is taken from the queue before this one is finished (`next_step`).
     """
     pack_queries[k.dtype](rows, segment, heads, workspace)
     if segment.begin >= segment.end:
@@ -78,24 +80,19 @@ def attend_segment_vectors[
     var step = SegmentStep(k, v, request, segment, segment.begin, tiles, workspace, buffer)
     while True:
         buffer = SPAN_TILES - buffer
-        var next = SegmentStep(k, v, request, segment, step.end, tiles, workspace, buffer)
-        if step.end >= segment.end:
-            following = queue.take()
-            if following.num_rows > 0:
-                var other = Int(rows.row_batch[unsafe_offset=following.row])
-                next = SegmentStep(k, v, other, following, following.begin, tiles, workspace, buffer)
+        var next = next_step(rows, k, v, request, segment, step.end, tiles, queue, workspace, buffer, following)
         for first in range(0, heads.kv_heads, order.heads):
-            var prefetcher = Prefetcher[near=True](workspace.offset_buffer(TILE_BUFFERS), order.row_bytes)
-            # All of K but the first unit, which was fetched before, and V's first.
+            var prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
+            # All units of K but the first, which was prefetched before, and the first unit of V.
             for i in range(step.count):
-                prefetcher.add_rows(
+                prefetcher.add_ranges(
                     k.blocks.ptr,
                     step.tiles[unsafe_offset=i].k,
                     0 if i > 0 else order.unit,
                     KV_TILE_TOKENS,
                     first * heads.k_stride,
                 )
-            prefetcher.add_rows(v.blocks.ptr, step.tiles[].v, 0, order.unit, first * heads.v_stride)
+            prefetcher.add_ranges(v.blocks.ptr, step.tiles[].v, 0, order.unit, first * heads.v_stride)
             prefetcher.start(step.count * score_runs)
             for i in range(step.count):
                 var tile = step.tiles[unsafe_offset=i]
@@ -113,9 +110,9 @@ def attend_segment_vectors[
                             workspace,
                             prefetcher,
                         )
-            prefetcher = Prefetcher[near=True](workspace.offset_buffer(TILE_BUFFERS), order.row_bytes)
+            prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
             for i in range(step.count):
-                prefetcher.add_rows(
+                prefetcher.add_ranges(
                     v.blocks.ptr,
                     step.tiles[unsafe_offset=i].v,
                     0 if i > 0 else order.unit,
@@ -123,13 +120,15 @@ def attend_segment_vectors[
                     first * heads.v_stride,
                 )
             if first + order.heads < heads.kv_heads:
-                prefetcher.add_rows(k.blocks.ptr, step.tiles[].k, 0, order.unit, (first + order.heads) * heads.k_stride)
+                prefetcher.add_ranges(
+                    k.blocks.ptr, step.tiles[].k, 0, order.unit, (first + order.heads) * heads.k_stride
+                )
             elif next.has_tokens():
-                prefetcher.add_rows(k.blocks.ptr, next.tiles[].k, 0, order.unit, 0)
+                prefetcher.add_ranges(k.blocks.ptr, next.tiles[].k, 0, order.unit, 0)
             prefetcher.start(step.count * sum_runs)
             for i in range(step.count):
                 var tile = step.tiles[unsafe_offset=i]
-                # Not all tiles before: a greatest score that rises has to find summed up what was weighed.
+                # Tile by tile: a reference that is raised rescales the values of all weights before it.
                 for head in range(first, first + order.heads):
                     scores_to_weights[False](
                         rows, segment, logits, heads, head, head - first + i, tile, queries, workspace, prefetcher
