@@ -19,9 +19,9 @@ from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
 from .attention.checks import check_heads, check_rows
-from .attention.cpu.dispatch import attend_tiles
+from .attention.cpu.dispatch import attend_on_cpu
 from .attention.cpu.kernel_choice import rotates_keys
-from .attention.cpu.rotary_keys import attend_rows
+from .attention.cpu.rotary_fallback import attend_rotary_fallback
 from .attention.gpu.dispatch import attend_on_gpu
 from .attention.gpu.params import GpuAttentionParams
 from .attention.gpu.rope import RotaryFrequencies
@@ -30,7 +30,7 @@ from .attention.operands import AttentionOperands
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair, row_pointer
 from .cache.pointers import untracked, untracked_immutable
-from .linear.vectors import linear
+from .linear.dispatch import linear
 from .transfer.append import AppendRows, append_rows
 from .transfer.checks import check_append, check_gather, check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
@@ -215,9 +215,9 @@ struct Attention:
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
             if rotates_keys(rows.rope_theta):
-                attend_rows(rows, pair.k, pair.v, logits, parallelism_level(None))
+                attend_rotary_fallback(rows, pair.k, pair.v, logits, parallelism_level(None))
             else:
-                attend_tiles(rows, pair.k, pair.v, logits, parallelism_level(None))
+                attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_merge_states")

@@ -1,4 +1,4 @@
-"""What attention refuses, before anything is written.
+"""Checks of an attention call, before anything is written.
 
 Every message names the argument, the request and the value.
 """
@@ -30,6 +30,7 @@ def check_rows(table: PageTable, row_batch: RowPointer, row_lengths: RowPointer,
 
 
 def check_heads(q_heads: Int, kv_heads: Int, q_dim: Int, kv_dim: Int) raises:
+    """Checks that q has whole groups of query heads, and the head_dim of the cache, 8 to 512 in multiples of 8."""
     if kv_heads < 1 or q_heads % kv_heads != 0:
         raise Error("q: its ", q_heads, " heads are no multiple of the cache's ", kv_heads, " KV heads")
     check_equal("q: its head_dim", q_dim, kv_dim)

@@ -1,4 +1,4 @@
-"""What happens to a raw dot product before the softmax, and which tokens take part."""
+"""From a dot product to a base-2 score: scale, ALiBi, soft cap; and the window of tokens that a row sees."""
 
 from std.math import iota, tanh
 from std.utils.numerics import isfinite
@@ -16,14 +16,14 @@ struct Logits(TrivialRegisterPassable):
     var scale: Float32
     """Multiplies q . k; the product of sm_scale, q_scale and k_scale."""
     var soft_cap: Float32
-    """Makes x into `cap * tanh(x / cap)` where > 0; 0 = off."""
+    """Replaces x by `cap * tanh(x / cap)` where > 0; 0 = off."""
     var window_left: Int
     """Keeps the last `window_left + 1` tokens; -1 = all."""
     var alibi_slopes: HeadPointer
     """Adds `slope * token` after the scale and before the cap."""
     var has_alibi: Bool
     var sinks: HeadPointer
-    """Natural-log scores that join the denominator alone."""
+    """Natural-log scores that are added to the denominator alone."""
     var has_sinks: Bool
 
     def check(self) raises:

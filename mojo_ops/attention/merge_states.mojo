@@ -16,7 +16,7 @@ comptime MERGE_THREADS = 128
 
 @fieldwise_init
 struct States[dtype: DType](DevicePassable, TrivialRegisterPassable):
-    """`count` states of every row and head, and where their merged state goes."""
+    """`count` states of every row and head, and the memory of the merged state."""
 
     comptime device_type: AnyType = Self
 
@@ -47,7 +47,7 @@ struct States[dtype: DType](DevicePassable, TrivialRegisterPassable):
     def merge(self, index: Int, first: Int, step: Int):
         """Merges the states of row and head `index`: of the output, elements `first`, `first + step` and so on.
 
-        Whoever does that computes the lse and the weights alike, from the same numbers in the same order.
+        All callers of one index compute the same lse and weights, from the same numbers in the same order.
         """
         var heads = Int(self.num_heads)
         var count = Int(self.count)
@@ -60,23 +60,23 @@ struct States[dtype: DType](DevicePassable, TrivialRegisterPassable):
             greatest = s if s > greatest else greatest
         var total = Float32(0)
         for i in range(count):
-            total += weight(self.s[unsafe_offset=state + i * heads], greatest)
+            total += state_weight(self.s[unsafe_offset=state + i * heads], greatest)
         # Not `total == 0`: where an lse is NaN, so is the total.
         if first == 0:
-            var nothing = greatest == MINUS_INFINITY and total == 0
-            self.merged_s.unsafe_store(index, MINUS_INFINITY if nothing else greatest + log2(total))
+            var empty = greatest == MINUS_INFINITY and total == 0
+            self.merged_s.unsafe_store(index, MINUS_INFINITY if empty else greatest + log2(total))
         for d in range(first, dim, step):
             var sum = Float32(0)
             for i in range(count):
-                var share = weight(self.s[unsafe_offset=state + i * heads], greatest)
-                if share != 0:  # 0 * NaN would be NaN
-                    sum += share * self.v[unsafe_offset=(state + i * heads) * dim + d].cast[DType.float32]()
+                var factor = state_weight(self.s[unsafe_offset=state + i * heads], greatest)
+                if factor != 0:  # 0 * NaN would be NaN
+                    sum += factor * self.v[unsafe_offset=(state + i * heads) * dim + d].cast[DType.float32]()
             var mean = sum / total if total != 0 else 0
             self.merged_v.unsafe_store(index * dim + d, mean.cast[Self.dtype]())
 
 
 @always_inline
-def weight(s: Float32, greatest: Float32) -> Float32:
+def state_weight(s: Float32, greatest: Float32) -> Float32:
     """The weight of a state relative to the one with the greatest lse; 0 where it has seen no key, NaN of a NaN."""
     return exp2(s - greatest) if s != MINUS_INFINITY else 0
 
@@ -95,7 +95,7 @@ def merge_kernel[dtype: DType](states: States[dtype]):
 
 
 def merge_on_cpu[dtype: DType, //](states: States[dtype], rows: Int, num_threads: Int):
-    """Merges `rows` rows, a range of them a thread."""
+    """Merges `rows` rows on up to `num_threads` threads, each a range of rows and heads."""
     var total = rows * Int(states.num_heads)
     var tasks = min(total, max(1, num_threads))
 

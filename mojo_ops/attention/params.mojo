@@ -7,7 +7,7 @@ from ..cache.pointers import RowPointer
 
 @fieldwise_init
 struct AttentionRows[dtype: DType](TrivialRegisterPassable):
-    """The rows of one call: queries, where each belongs, and where its results go."""
+    """The rows of one call: the queries, their requests and lengths, and their outputs."""
 
     var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[R, Hq, D]`."""

@@ -1,7 +1,7 @@
 """The running state of a softmax whose scores arrive in parts.
 
-Scores are in base 2: a natural-log score `x` enters as `x * LOG2E`. So `exp2` serves the
-weights and the lse comes out in the base that FlashInfer's convention asks for.
+Scores are in base 2: a natural-log score `x` becomes `x * LOG2E`. So weights are computed by `exp2`, and the lse is in
+base 2, FlashInfer's convention.
 """
 
 from std.math import log2
@@ -15,7 +15,7 @@ comptime MINUS_INFINITY = neg_inf[DType.float32]()
 
 
 comptime HAS_SCALEF = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512dq"]()
-"""Whether the target takes fractions and scales by powers of two in one instruction each."""
+"""Whether the CPU target has an instruction for the fraction, and one that scales by a power of two (AVX-512 DQ)."""
 
 
 @always_inline
@@ -63,8 +63,7 @@ def exp2_by_scaling(x: SIMD[DType.float32, 16]) -> SIMD[DType.float32, 16]:
 struct AttentionState(TrivialRegisterPassable):
     """The greatest score so far and the sum of `2^(score - greatest)`.
 
-    The sum of weighted values belongs to the caller; every method says by what factor
-    that sum has to be scaled.
+    The caller keeps the sum of weighted values. Every method says by what factor that sum must be rescaled.
     """
 
     var greatest: Float32
@@ -88,7 +87,7 @@ struct AttentionState(TrivialRegisterPassable):
 
     @always_inline
     def raise_to(mut self, score: Float32) -> Float32:
-        """Lifts the reference to `score` if that is greater; returns the factor for the values so far."""
+        """Raises the reference to `score` if that is greater; returns the factor for the values so far."""
         if score <= self.greatest:
             return 1
         var factor = exp2(self.greatest - score)
@@ -103,7 +102,7 @@ struct AttentionState(TrivialRegisterPassable):
 
     @always_inline
     def merge(mut self, other: Self) -> Tuple[Float32, Float32]:
-        """Joins another part; returns the factors for this part's and the other's values."""
+        """Merges another part; returns the factors for this part's and the other's values."""
         if other.total == 0:
             return (Float32(1), Float32(0))
         var mine = self.raise_to(other.greatest)

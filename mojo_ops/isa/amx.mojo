@@ -1,8 +1,8 @@
-"""AMX: the eight tile registers of recent x86 servers, and the permission to use them.
+"""AMX: the eight tile registers of recent Intel servers, and the permission to use them.
 
 A tile is up to 16 rows of 64 bytes. `tdpbf16ps` adds to float32 tile C `[m, n]` the product of A `[m, 2k]` and B, both
-bfloat16, where row p of B holds the pairs `(2p, 2p + 1)` of column n side by side. The compiler does not know these
-registers: every statement below is volatile and stays in its place. Their rows are configured, so each kernel says at
+bfloat16, where row p of B holds the pairs `(2p, 2p + 1)` of column n side by side. The compiler does not allocate these
+registers: every statement below is volatile and is not reordered. Their shapes are configured, so each kernel states at
 its start which register has which shape.
 """
 
@@ -17,13 +17,11 @@ comptime HAS_AMX = (
     and CompilationTarget._has_feature["avx512bf16"]()
     and CompilationTarget._has_feature["avx512vbmi"]()
 )
-"""Whether the target that is compiled for has AMX, and the vector instructions that prepare its operands."""
-
-comptime Bytes = Pointer[UInt8, MutUntrackedOrigin]
+"""Whether the CPU target has AMX, and the vector instructions that prepare its operands."""
 
 
 def amx_permitted() -> Bool:
-    """Asks Linux for the tile registers, once more each time: 0.1 us; False where the kernel refuses."""
+    """Requests the tile registers from Linux, in 0.1 us at every call; False where the kernel refuses."""
     comptime if HAS_AMX:
         comptime ARCH_PRCTL = 158
         comptime REQUEST_PERMISSION = 0x1023
@@ -34,7 +32,7 @@ def amx_permitted() -> Bool:
 
 
 struct TileShapes(Movable):
-    """The rows and the bytes a row of the eight tile registers: the 64 bytes that `ldtilecfg` reads."""
+    """The number of rows and the bytes of a row of the eight tile registers: the 64 bytes that `ldtilecfg` reads."""
 
     var memory: Array[UInt8, 64]
 

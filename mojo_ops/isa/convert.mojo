@@ -1,18 +1,20 @@
-"""Stored elements as float32 vectors: a chunk at a time, in whatever order of the lanes is cheapest.
+"""Stored elements as float32 vectors, one chunk at a time, in the lane order that takes the fewest instructions.
 
-bfloat16 becomes its even and its odd elements (a shift and a mask), float8 bfloat16 first where the target has tables for
-that. Queries are packed in the same order and outputs unpacked from it, so that nobody else knows.
+bfloat16 becomes its even and its odd elements (a shift and a mask). float8 becomes bfloat16 first, where the target
+looks up 64 bytes at once. Queries are packed in the same order and outputs unpacked from it, so no other code depends
+on the order.
 """
 
 from std.memory import bitcast
 from std.utils import IndexList
 
-from .float8 import HAS_TABLES, float8_words, parts_mask
+from .float8 import HAS_BYTE_LOOKUP, float8_word_order, float8_words
 
-comptime HALF = 16
-"""Lanes of a vector."""
-comptime CHUNK = 2 * HALF
-comptime Vec = SIMD[DType.float32, HALF]
+comptime LANES = 16
+"""Float32 lanes of a vector. A target with narrower registers takes several registers for each."""
+comptime CHUNK_ELEMENTS = 2 * LANES
+"""Elements of a chunk, but of float8 by look-up (`chunk_of`)."""
+comptime FloatVector = SIMD[DType.float32, LANES]
 
 
 def is_float8(dtype: DType) -> Bool:
@@ -21,29 +23,31 @@ def is_float8(dtype: DType) -> Bool:
 
 def chunk_of(dtype: DType) -> Int:
     """Elements that `load_chunk` takes."""
-    return 2 * CHUNK if is_float8(dtype) and HAS_TABLES else CHUNK
+    return 2 * CHUNK_ELEMENTS if is_float8(dtype) and HAS_BYTE_LOOKUP else CHUNK_ELEMENTS
 
 
 @always_inline
 def load_chunk[
     dtype: DType, //, full: Bool
 ](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[DType.float32, chunk_of(dtype)]:
-    """The chunk at `source`: all of it, or where not `full` only the first `count` elements, then zeros.
+    """Loads the chunk at `source`: all of it, or unless `full` only the first `count` elements, then zeros.
 
-    Nothing past `count` is read: it may be another head's, and NaN.
+    Nothing past `count` is read: it may belong to another head, and be NaN.
     """
     comptime length = chunk_of(dtype)
     comptime Out = SIMD[DType.float32, length]
     comptime if dtype == DType.bfloat16:
-        return rebind[Out](even_odd(load_bits[DType.uint16, full](source, count)))
+        return rebind[Out](split_even_odd(load_bits[DType.uint16, full](source, count)))
     elif is_float8(dtype):
-        comptime if HAS_TABLES:
-            var words = float8_words[dtype](load_bits[DType.uint8, full, 2 * CHUNK](source, count))
-            return rebind[Out](even_odd(words[0]).join(even_odd(words[1])))
+        comptime if HAS_BYTE_LOOKUP:
+            var words = float8_words[dtype](load_bits[DType.uint8, full, 2 * CHUNK_ELEMENTS](source, count))
+            return rebind[Out](split_even_odd(words[0]).join(split_even_odd(words[1])))
         else:
             var bits = load_bits[DType.uint8, full](source, count)
             return rebind[Out](
-                widen_fp8[dtype](bits.slice[HALF, offset=0]()).join(widen_fp8[dtype](bits.slice[HALF, offset=HALF]()))
+                widen_float8[dtype](bits.slice[LANES, offset=0]()).join(
+                    widen_float8[dtype](bits.slice[LANES, offset=LANES]())
+                )
             )
     elif full:
         return source.unsafe_load[width=length]().cast[DType.float32]()
@@ -53,19 +57,19 @@ def load_chunk[
 
 
 @always_inline
-def even_odd(words: SIMD[DType.uint16, CHUNK]) -> SIMD[DType.float32, CHUNK]:
+def split_even_odd(words: SIMD[DType.uint16, CHUNK_ELEMENTS]) -> SIMD[DType.float32, CHUNK_ELEMENTS]:
     """The even bfloat16 elements, then the odd ones."""
-    var pairs = bitcast[DType.uint32, HALF](words)
-    return rebind[SIMD[DType.float32, CHUNK]](
-        bitcast[DType.float32, HALF](pairs << 16).join(bitcast[DType.float32, HALF](pairs & 0xFFFF0000))
+    var pairs = bitcast[DType.uint32, LANES](words)
+    return rebind[SIMD[DType.float32, CHUNK_ELEMENTS]](
+        bitcast[DType.float32, LANES](pairs << 16).join(bitcast[DType.float32, LANES](pairs & 0xFFFF0000))
     )
 
 
 @always_inline
 def load_bits[
-    dtype: DType, //, out_type: DType, full: Bool, length: Int = CHUNK
+    dtype: DType, //, out_type: DType, full: Bool, length: Int = CHUNK_ELEMENTS
 ](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[out_type, length]:
-    """The bits of `length` elements; where not `full` only of the first `count`, then zeros."""
+    """Loads the bits of `length` elements; unless `full`, only of the first `count`, then zeros."""
     var raw = source.unsafe_bitcast[Scalar[out_type]]()
     comptime if full:
         return raw.unsafe_load[width=length]()
@@ -78,62 +82,63 @@ def load_bits[
 
 
 @always_inline
-def widen_fp8[dtype: DType](bits: SIMD[DType.uint8, HALF]) -> Vec:
-    """Float32 of 16 float8 numbers, by way of float16 whose exponent holds theirs."""
+def widen_float8[dtype: DType](bits: SIMD[DType.uint8, LANES]) -> FloatVector:
+    """Converts 16 float8 numbers to float32 by way of float16, whose exponent range includes theirs."""
     var wide = bits.cast[DType.uint16]()
     comptime if dtype == DType.float8_e5m2:
-        return bitcast[DType.float16, HALF](wide << 8).cast[DType.float32]()
+        return bitcast[DType.float16, LANES](wide << 8).cast[DType.float32]()
     else:
         # seeeemmm -> s0eeeemmm0000000: the exponent bias is 7 there and 15 here.
         var half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        var value = bitcast[DType.float16, HALF](half).cast[DType.float32]() * 256
-        return (wide & 0x7F).eq(0x7F).select(Vec(0) / Vec(0), value)
+        var value = bitcast[DType.float16, LANES](half).cast[DType.float32]() * 256
+        return (wide & 0x7F).eq(0x7F).select(FloatVector(0) / FloatVector(0), value)
 
 
 @always_inline
-def pack[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]) -> type_of(x):
-    """Elements in their natural order, as the lanes of a `kv_dtype` chunk."""
-    return x.shuffle[mask=order[kv_dtype]()](x)
+def to_chunk_order[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]) -> type_of(x):
+    """Elements in their natural order, put into the lane order of a `kv_dtype` chunk."""
+    return x.shuffle[mask=lane_order[kv_dtype]()](x)
 
 
 @always_inline
-def unpack[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]) -> type_of(x):
-    """The lanes of a chunk in their natural order."""
-    return x.shuffle[mask=inverse(order[kv_dtype]())](x)
+def to_natural_order[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]) -> type_of(x):
+    """The lanes of a `kv_dtype` chunk, put into their natural order."""
+    return x.shuffle[mask=inverse_order(lane_order[kv_dtype]())](x)
 
 
-def order[dtype: DType]() -> IndexList[chunk_of(dtype)]:
+def lane_order[dtype: DType]() -> IndexList[chunk_of(dtype)]:
     """Which element of a chunk each lane of `load_chunk` holds."""
     comptime length = chunk_of(dtype)
     var elements = IndexList[length]()
     for lane in range(length):
         elements[lane] = lane
-    comptime if dtype == DType.bfloat16 or length > CHUNK:
-        comptime stored = parts_mask()
+    comptime if dtype == DType.bfloat16 or length > CHUNK_ELEMENTS:
+        comptime stored = float8_word_order()
         for lane in range(length):
-            var word = lane // CHUNK * CHUNK + lane % HALF * 2 + lane % CHUNK // HALF
-            elements[lane] = stored[word] if length > CHUNK else word
+            var word = lane // CHUNK_ELEMENTS * CHUNK_ELEMENTS + lane % LANES * 2 + lane % CHUNK_ELEMENTS // LANES
+            elements[lane] = stored[word] if length > CHUNK_ELEMENTS else word
     return elements
 
 
-def inverse(order: IndexList) -> type_of(order):
-    var places = type_of(order)()
+def inverse_order(order: IndexList) -> type_of(order):
+    """The inverse of a permutation."""
+    var lanes = type_of(order)()
     comptime for lane in range(order.size):
-        places[order[lane]] = lane
-    return places
+        lanes[order[lane]] = lane
+    return lanes
 
 
 @always_inline
-def sum_each(x: Array[Vec, HALF]) -> Vec:
-    """Lane `i` is the sum of the lanes of `x[i]`: 15 additions instead of 16 times 4.
+def reduce_each(x: Array[FloatVector, LANES]) -> FloatVector:
+    """Sums the lanes of each vector: lane `i` is the sum of `x[i]`. It takes 15 vector additions instead of 16 times 4.
 
-    Each round adds halves of shrinking groups of lanes, in shuffles that have an instruction of their own; `placed`
-    undoes the order that they leave.
+    Each round adds halves of shrinking groups of lanes, by shuffles that are one instruction each. `fold_source` undoes
+    the order that they leave.
     """
-    var y = Array[Vec, HALF](fill=0)
+    var y = Array[FloatVector, LANES](fill=0)
     comptime for i in range(8):
-        comptime a = placed(i)
-        comptime b = placed(i + 8)
+        comptime a = fold_source(i)
+        comptime b = fold_source(i + 8)
         y[i] = x[a].shuffle[mask=halves_mask(8, 0)](x[b]) + x[a].shuffle[mask=halves_mask(8, 8)](x[b])
     comptime for step in range(3):
         comptime width = 4 >> step
@@ -144,29 +149,29 @@ def sum_each(x: Array[Vec, HALF]) -> Vec:
     return y[0]
 
 
-def placed(i: Int) -> Int:
-    """The vector whose sum the rounds leave in lane `i`: bits 0 and 1 change places, and bits 2 and 3."""
+def fold_source(i: Int) -> Int:
+    """The vector whose sum the rounds leave in lane `i`: bits 0 and 1 of `i` are swapped, and bits 2 and 3."""
     return (i & 5) << 1 | (i & 10) >> 1
 
 
-def halves_mask(width: Int, shift: Int) -> IndexList[HALF]:
-    """`width` lanes of the first operand from `shift` on, then of the second."""
-    var mask = IndexList[HALF]()
-    for lane in range(HALF):
-        mask[lane] = shift + lane % width + lane // width * HALF
+def halves_mask(width: Int, shift: Int) -> IndexList[LANES]:
+    """A shuffle: `width` lanes of the first operand from `shift` on, then as many of the second, and so on."""
+    var mask = IndexList[LANES]()
+    for lane in range(LANES):
+        mask[lane] = shift + lane % width + lane // width * LANES
     return mask
 
 
-def fold_mask(width: Int, shift: Int) -> IndexList[HALF]:
-    """Of every run of `2 * width` lanes its half from `shift` on: within 4 lanes, or all 16 where that is as many or more.
+def fold_mask(width: Int, shift: Int) -> IndexList[LANES]:
+    """Of every run of `2 * width` lanes its half from `shift` on, within 4 lanes, or all 16 where `width` is 4 or more.
 
     The first operand's come first, then the second's.
     """
-    var span = HALF if width >= 4 else 4
+    var span = LANES if width >= 4 else 4
     var half = span // 2
-    var mask = IndexList[HALF]()
-    for lane in range(HALF):
+    var mask = IndexList[LANES]()
+    for lane in range(LANES):
         var start = lane // span * span
         var i = lane % half
-        mask[lane] = start + i // width * 2 * width + i % width + shift + (lane % span // half) * HALF
+        mask[lane] = start + i // width * 2 * width + i % width + shift + (lane % span // half) * LANES
     return mask

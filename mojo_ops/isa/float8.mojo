@@ -1,24 +1,24 @@
-"""Float8 as bfloat16, exactly: a line of 64 bytes at a time, by look-up."""
+"""Exact conversion of float8 to bfloat16 by table look-up, 64 bytes at a time."""
 
 from std.memory import bitcast
 from std.sys import llvm_intrinsic
 from std.sys.info import CompilationTarget
 from std.utils import IndexList
 
-comptime Words = SIMD[DType.uint16, 32]
-comptime Table = SIMD[DType.uint8, 64]
+comptime Bf16Words = SIMD[DType.uint16, 32]
+comptime ByteVector = SIMD[DType.uint8, 64]
 
-comptime HAS_TABLES = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512vbmi"]()
-"""Whether the target that is compiled for looks up 64 bytes at once."""
+comptime HAS_BYTE_LOOKUP = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512vbmi"]()
+"""Whether the CPU target looks up 64 bytes with one instruction (AVX-512 VBMI)."""
 
 
 @always_inline
-def float8_words[dtype: DType](bytes: Table) -> Tuple[Words, Words]:
-    """The bfloat16 bits of 64 numbers, in the order of `parts_mask`."""
-    comptime low0 = fp8_table(dtype, 0, 0)
-    comptime low1 = fp8_table(dtype, 64, 0)
-    comptime high0 = fp8_table(dtype, 0, 8)
-    comptime high1 = fp8_table(dtype, 64, 8)
+def float8_words[dtype: DType](bytes: ByteVector) -> Tuple[Bf16Words, Bf16Words]:
+    """The bfloat16 bits of 64 numbers, in the order of `float8_word_order`."""
+    comptime low0 = float8_table(dtype, 0, 0)
+    comptime low1 = float8_table(dtype, 64, 0)
+    comptime high0 = float8_table(dtype, 0, 8)
+    comptime high1 = float8_table(dtype, 64, 8)
     var low = look_up(low0, bytes, low1)
     var high = look_up(high0, bytes, high1) | (bytes & 0x80)
     return (
@@ -28,13 +28,13 @@ def float8_words[dtype: DType](bytes: Table) -> Tuple[Words, Words]:
 
 
 @always_inline
-def look_up(first: Table, index: Table, second: Table) -> Table:
-    """Byte `index % 128` of the 128 bytes of both tables."""
-    return llvm_intrinsic["llvm.x86.avx512.vpermi2var.qi.512", Table](first, index, second)
+def look_up(first: ByteVector, index: ByteVector, second: ByteVector) -> ByteVector:
+    """Byte `index % 128` of the 128 bytes of both tables, for each byte of `index`."""
+    return llvm_intrinsic["llvm.x86.avx512.vpermi2var.qi.512", ByteVector](first, index, second)
 
 
 def zip_mask[length: Int](start: Int) -> IndexList[length]:
-    """Of each 16 bytes of vectors of 64: elements `start` to the next half of them of both operands, in turn."""
+    """A shuffle that interleaves half of each 16 bytes of two vectors, from element `start` of the 16 bytes on."""
     comptime run = length // 4
     var mask = IndexList[length]()
     for i in range(length):
@@ -42,9 +42,9 @@ def zip_mask[length: Int](start: Int) -> IndexList[length]:
     return mask
 
 
-def fp8_table(dtype: DType, start: Int, shift: Int) -> Table:
-    """8 bits, from bit `shift` on, of the bfloat16 of each of 64 magnitudes of a float8 type."""
-    var table = Table(0)
+def float8_table(dtype: DType, start: Int, shift: Int) -> ByteVector:
+    """A table for 64 magnitudes of a float8 type, from `start` on: 8 bits of their bfloat16, from bit `shift` on."""
+    var table = ByteVector(0)
     var mantissa_bits = 3 if dtype == DType.float8_e4m3fn else 2
     var bias = 7 if dtype == DType.float8_e4m3fn else 15
     for i in range(64):
@@ -60,7 +60,7 @@ def fp8_table(dtype: DType, start: Int, shift: Int) -> Table:
             bits = 0
         else:
             if exponent == 0:
-                # Subnormal: shift the leading one into its place.
+                # Subnormal: shift the leading one to the implicit bit.
                 exponent = 1
                 while fraction < (1 << mantissa_bits):
                     fraction *= 2
@@ -71,7 +71,7 @@ def fp8_table(dtype: DType, start: Int, shift: Int) -> Table:
     return table
 
 
-def parts_mask() -> IndexList[64]:
+def float8_word_order() -> IndexList[64]:
     """The elements of a float8 chunk in the order of its two vectors of words."""
     var mask = IndexList[64]()
     for i in range(64):

@@ -1,13 +1,65 @@
-"""Which CPU kernel answers a call of attention: rules that `ops.mojo` follows and `paged-kv doctor` prints."""
+"""Which CPU kernel computes a call of attention: rules that the dispatch follows and `paged-kv doctor` prints."""
 
-from ...isa.amx import HAS_AMX
-from .amx.prefill_workspace import WIDE
-from .dispatch import Engines, vector_queries
+from std.math import ceildiv
+
+from ...isa.amx import HAS_AMX, amx_permitted
+from ...isa.convert import chunk_of, is_float8
+from .amx.layout import AmxBuffers
+from .amx.prefill_workspace import PREFILL_MAX_QUERIES, PREFILL_MIN_QUERIES
+from .amx.widen import Bf16Chunk
+from .plan import BlockSizes, MAX_BLOCK_ROWS
+from .workspace import HeadLayout
 
 
 def rotates_keys(rope_theta: Float32) -> Bool:
-    """Whether keys lie un-rotated in the cache: the portable loop of `rotary_keys.mojo` is for them alone."""
+    """Whether keys lie un-rotated in the cache: the portable loop of `rotary_fallback.mojo` is for them alone."""
     return rope_theta != 0
+
+
+def max_vector_queries(kv_dtype: DType) -> Int:
+    """The queries a KV head up to which vectors are used though there is AMX: they overlap better with the memory."""
+    return 2 if is_float8(kv_dtype) else 4
+
+
+def amx_serves(dtype: DType, kv_dtype: DType) -> Bool:
+    """Whether the CPU target has AMX, and it computes attention of these dtypes as exactly as vectors do."""
+    return HAS_AMX and dtype == DType.bfloat16 and (kv_dtype == DType.bfloat16 or is_float8(kv_dtype))
+
+
+@fieldwise_init
+struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
+    """Which instructions compute a block of rows. The choice depends on the block alone."""
+
+    comptime may_use_amx = amx_serves(Self.dtype, Self.kv_dtype)
+    comptime chunk = max(chunk_of(Self.kv_dtype), Bf16Chunk[Self.kv_dtype].length if Self.may_use_amx else 0)
+    """The elements that head_dim is rounded up to a multiple of."""
+    var permitted: Bool
+    """Whether this process may use AMX."""
+
+    def __init__(out self):
+        self.permitted = False
+        comptime if Self.may_use_amx:
+            self.permitted = amx_permitted()
+
+    @always_inline
+    def uses_amx(self, queries: Int) -> Bool:
+        """Whether AMX computes a block of that many queries a KV head."""
+        return self.permitted and queries > max_vector_queries(Self.kv_dtype)
+
+    @always_inline
+    def query_stride(self, queries: Int) -> Int:
+        """The queries of a KV head that the workspace has memory for, for such a block."""
+        return AmxBuffers.query_stride(queries) if self.uses_amx(queries) else queries
+
+    def sizes(self, heads: HeadLayout) -> BlockSizes:
+        """The rows of a block, and those of a prefill block (`amx/prefill.mojo`)."""
+        if not self.permitted:
+            return BlockSizes.without_prefill()
+        return BlockSizes(
+            max(MAX_BLOCK_ROWS, PREFILL_MAX_QUERIES // heads.group),
+            ceildiv(PREFILL_MIN_QUERIES, heads.group),
+            heads.kv_heads,
+        )
 
 
 def cpu_kernel[dtype: DType, kv_dtype: DType](group: Int) -> String:
@@ -20,16 +72,16 @@ def cpu_kernel[dtype: DType, kv_dtype: DType](group: Int) -> String:
     Args:
         group: Query heads a KV head: the queries of one row; rows of the same request add theirs.
     """
-    var engines = Engines[dtype, kv_dtype]()
+    var choice = CpuKernelChoice[dtype, kv_dtype]()
     comptime if not HAS_AMX:
         return "cpu/vectors: the CPU target has no AMX"
-    comptime if not engines.may_use_amx:
+    comptime if not choice.may_use_amx:
         return "cpu/vectors: AMX takes bfloat16 with a cache of the same or float8"
-    if not engines.permitted:
+    if not choice.permitted:
         return "cpu/vectors: the operating system does not grant AMX"
-    comptime limit = vector_queries(kv_dtype)
-    if not engines.amx(group):
+    comptime limit = max_vector_queries(kv_dtype)
+    if not choice.uses_amx(group):
         return String("cpu/vectors: ", group, " queries a KV head; cpu/amx takes more than ", limit)
-    if group < WIDE:
+    if group < PREFILL_MIN_QUERIES:
         return String("cpu/amx: more than ", limit, " queries a KV head")
-    return String("cpu/amx: ", WIDE, " queries a KV head and more, as in prefill")
+    return String("cpu/amx: ", PREFILL_MIN_QUERIES, " queries a KV head and more, as in prefill")

@@ -1,37 +1,39 @@
-"""How the work of one attention call is cut into segments, and handed out."""
+"""How one attention call is cut into segments, and how threads take them."""
 
 from std.atomic import Atomic
 from std.math import ceildiv
 
 from ...cache.pointers import RowPointer
 from ..logits import Logits
-from .prefetch import FIELD
+from .prefetch import SPAN_TOKENS
 
 comptime MAX_BLOCK_ROWS = 8
-"""Rows of one request that share every load of its K and V."""
-comptime MIN_SEGMENT = 256
-"""Tokens below which a block is not split: a partial result costs as much as a few tokens."""
-comptime MAX_SEGMENTS = 32
+"""Rows of one request that share every load of its K and V, in a block that is not prefill."""
+comptime MIN_SEGMENT_TOKENS = 256
+"""Up to so many tokens a block is not split. A split result costs as much time as a few tokens."""
+comptime SEGMENTS_PER_CALL = 32
+"""Segments that the tokens of all blocks are divided into, where those are not shorter than `MIN_SEGMENT_TOKENS`."""
 comptime ALL_HEADS = -1
 
 
 struct Segment(TrivialRegisterPassable):
-    """Some tokens of some rows of one request."""
+    """Some tokens of a block of rows of one request: a whole block, or one split of it."""
 
     var row: Int
-    """The first row; the block's other rows follow it."""
+    """The block's first row."""
     var num_rows: Int
+    """Rows of the block, adjacent ones."""
     var begin: Int
     var end: Int
     """Tokens `[begin, end)`."""
-    var partial: Int
-    """Where its unfinished result goes; -1 = it is the block's only segment, and finishes it."""
-    var part: Int
-    """Which of the block's segments it is: their partial results are neighbours."""
-    var parts: Int
-    """How many the block has."""
+    var split_result: Int
+    """Its index in `SplitResults`; -1 where it is a whole block."""
+    var split: Int
+    """Which split of the block it is. The split results of a block are adjacent."""
+    var num_splits: Int
+    """Splits of the block."""
     var head: Int
-    """The KV head; `ALL_HEADS` = all of them."""
+    """The KV head of a prefill segment, else `ALL_HEADS`."""
 
     def __init__(out self, row: Int, num_rows: Int, begin: Int, end: Int, head: Int = ALL_HEADS):
         """A whole block."""
@@ -39,9 +41,9 @@ struct Segment(TrivialRegisterPassable):
         self.num_rows = num_rows
         self.begin = begin
         self.end = end
-        self.partial = -1
-        self.part = 0
-        self.parts = 1
+        self.split_result = -1
+        self.split = 0
+        self.num_splits = 1
         self.head = head
 
     @staticmethod
@@ -49,97 +51,98 @@ struct Segment(TrivialRegisterPassable):
         """A segment without rows."""
         return Self(0, 0, 0, 0)
 
-    def is_wide(self) -> Bool:
-        """Whether it is of a block that goes head by head."""
+    def is_prefill(self) -> Bool:
+        """Whether it holds one KV head of a prefill block."""
         return self.head != ALL_HEADS
 
 
 @fieldwise_init
 struct BlockSizes(TrivialRegisterPassable):
-    """How many rows of one request make a block, and which blocks go head by head."""
+    """How many rows of one request make a block, and which blocks are prefill: one KV head a segment."""
 
-    var most: Int
-    """Rows of a block."""
-    var wide: Int
-    """Rows from which on each KV head of a block is a piece of work of its own."""
+    var max_rows: Int
+    """Rows of a block, at most."""
+    var prefill_rows: Int
+    """Rows of a prefill block, at least."""
     var kv_heads: Int
-    """How many there are then."""
+    """KV heads of a prefill block."""
 
     @staticmethod
-    def narrow() -> Self:
-        """All heads of at most `MAX_BLOCK_ROWS` rows."""
+    def without_prefill() -> Self:
+        """Blocks of up to `MAX_BLOCK_ROWS` rows, all heads in one segment."""
         return Self(MAX_BLOCK_ROWS, Int.MAX, 0)
 
 
 @fieldwise_init
-struct Queue(ImplicitlyCopyable):
-    """The segments of a call, for whoever is free; which thread computes one leaves no trace in it."""
+struct SegmentQueue(ImplicitlyCopyable):
+    """The segments of a call. The next idle thread takes the next one; results do not depend on the thread."""
 
     var segments: Pointer[Segment, MutUntrackedOrigin]
+    """`[count]`."""
     var count: Int
-    var taken: Pointer[Atomic[Int64], MutUntrackedOrigin]
+    var num_taken: Pointer[Atomic[Int64], MutUntrackedOrigin]
 
     @always_inline
     def take(self) -> Segment:
-        """The next segment, or one without rows when there is none left."""
-        var i = Int(self.taken[].fetch_add(1))
+        """The next segment, or one without rows where none is left."""
+        var i = Int(self.num_taken[].fetch_add(1))
         return self.segments[unsafe_offset=i] if i < self.count else Segment.none()
 
 
-def segment_length(total: Int) -> Int:
-    """Tokens of a segment, whole fields, from the tokens of all blocks together.
+def max_segment_tokens(total: Int) -> Int:
+    """Tokens of a segment, at most, from the tokens of all blocks together: whole spans.
 
-    It depends on no number of threads, and so neither does the result.
+    It does not depend on the number of threads, so the result does not either.
     """
-    return max(MIN_SEGMENT, ceildiv(ceildiv(total, MAX_SEGMENTS), FIELD) * FIELD)
+    return max(MIN_SEGMENT_TOKENS, ceildiv(ceildiv(total, SEGMENTS_PER_CALL), SPAN_TOKENS) * SPAN_TOKENS)
 
 
-struct Plan(Movable):
+struct SegmentPlan(Movable):
     """The segments of one call, in the order of rows and tokens."""
 
     var segments: List[Segment]
-    var partials: Int
-    """How many of them leave a partial result."""
+    var num_split_results: Int
+    """Segments that are splits of a block."""
     var max_rows: Int
-    """Rows of the largest block whose heads go together."""
-    var max_wide_rows: Int
-    """Rows of the largest block that goes head by head."""
+    """Rows of the largest block that is not prefill."""
+    var max_prefill_rows: Int
+    """Rows of the largest prefill block."""
 
     def __init__(out self):
         self.segments = List[Segment]()
-        self.partials = 0
+        self.num_split_results = 0
         self.max_rows = 0
-        self.max_wide_rows = 0
+        self.max_prefill_rows = 0
 
-    def cut(mut self, block: Segment, longest: Int):
-        """Adds a block: as it is, or cut where the token is a multiple of `longest` past a field's beginning."""
-        if block.end - block.begin <= longest:
+    def add_block(mut self, block: Segment, max_tokens: Int):
+        """Adds a block, split at every multiple of `max_tokens` from the beginning of its first span."""
+        if block.end - block.begin <= max_tokens:
             self.segments.append(block)
             return
-        var first = block.begin // FIELD * FIELD
-        var parts = ceildiv(block.end - first, longest)
-        for part in range(parts):
+        var first = block.begin // SPAN_TOKENS * SPAN_TOKENS
+        var num_splits = ceildiv(block.end - first, max_tokens)
+        for split in range(num_splits):
             var segment = block
-            segment.begin = max(block.begin, first + part * longest)
-            segment.end = min(block.end, first + (part + 1) * longest)
-            segment.partial = self.partials
-            segment.part = part
-            segment.parts = parts
+            segment.begin = max(block.begin, first + split * max_tokens)
+            segment.end = min(block.end, first + (split + 1) * max_tokens)
+            segment.split_result = self.num_split_results
+            segment.split = split
+            segment.num_splits = num_splits
             self.segments.append(segment)
-            self.partials += 1
+            self.num_split_results += 1
 
 
 def plan_segments(
     row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits, sizes: BlockSizes
-) -> Plan:
-    """Blocks are runs of at most `sizes.most` rows of one request; long blocks are cut along their tokens."""
+) -> SegmentPlan:
+    """Makes blocks of up to `sizes.max_rows` adjacent rows of one request, and splits long blocks."""
     var blocks = List[Segment]()
     var total = 0
     var row = 0
     while row < num_rows:
         var request = row_batch[unsafe_offset=row]
         var block = Segment(row, 0, Int.MAX, 0)
-        while block.num_rows < sizes.most and row < num_rows and row_batch[unsafe_offset=row] == request:
+        while block.num_rows < sizes.max_rows and row < num_rows and row_batch[unsafe_offset=row] == request:
             var length = Int(row_lengths[unsafe_offset=row]) if request >= 0 else 0
             if length > 0:
                 block.begin = min(block.begin, logits.first_token(length))
@@ -150,14 +153,14 @@ def plan_segments(
         total += block.end - block.begin
         blocks.append(block)
 
-    var plan = Plan()
-    var longest = segment_length(total)
+    var plan = SegmentPlan()
+    var max_tokens = max_segment_tokens(total)
     for block in blocks:
-        if block.num_rows < sizes.wide:
+        if block.num_rows < sizes.prefill_rows:
             plan.max_rows = max(plan.max_rows, block.num_rows)
-            plan.cut(block, longest)
+            plan.add_block(block, max_tokens)
             continue
-        plan.max_wide_rows = max(plan.max_wide_rows, block.num_rows)
+        plan.max_prefill_rows = max(plan.max_prefill_rows, block.num_rows)
         for head in range(sizes.kv_heads):
-            plan.cut(Segment(block.row, block.num_rows, block.begin, block.end, head), longest)
+            plan.add_block(Segment(block.row, block.num_rows, block.begin, block.end, head), max_tokens)
     return plan^

@@ -1,102 +1,103 @@
-"""Prefetching the memory that is read next while the arithmetic of what was read before runs."""
+"""Prefetching the memory that is read next, between the steps of the arithmetic on what was read before."""
 
 from std.math import ceildiv
 from std.sys import size_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
-comptime TILE = 32
-"""Tokens that are worked on together: more of them let the sums stay in registers for longer, fewer stay in cache."""
+from ...isa.memory import CACHE_LINE_BYTES
+
+comptime KV_TILE_TOKENS = 32
+"""Tokens of a KV tile. With more, the sums stay in registers for longer; with fewer, K and V stay in the cache."""
 comptime STREAMS = 8
-"""Places that are read side by side: the hardware follows ascending lines in several memory pages at once."""
-comptime RUN = 16
-"""Consecutive tokens of each of the `STREAMS` runs of a field: pages of 16 lie in the right places."""
-comptime FIELD = RUN * STREAMS
-"""Tokens that are read as `STREAMS` runs side by side."""
-comptime EARLY = STREAMS
-"""Tokens of a tile whose V the matrix tiles ask for before they work on its K."""
-comptime LINE = 64
-comptime WHOLE = 1 << 16
-"""What `due` and `rate` count: this many stand for one line of each stream."""
+"""Ranges that are read side by side. The hardware prefetcher follows ascending lines in several 4 KB pages at once."""
+comptime RUN_TOKENS = 16
+"""Consecutive tokens of a run, one stream of a span: a whole page where pages have 16 slots."""
+comptime SPAN_TOKENS = RUN_TOKENS * STREAMS
+"""Tokens of a span, which is read as `STREAMS` runs side by side."""
+comptime EARLY_V_TOKENS = STREAMS
+"""Tokens of a tile whose V is prefetched together with its K, on matrix tiles."""
+comptime FIXED_POINT_ONE = 1 << 16
+"""One line of each stream, in the units of `Prefetcher.due` and `Prefetcher.rate`."""
 
-comptime Offsets = Pointer[Int, MutUntrackedOrigin]
+comptime IntPointer = Pointer[Int, MutUntrackedOrigin]
 
 
-struct Ahead[*, near: Bool](Movable):
-    """Walks over rows of contiguous memory, `STREAMS` of them side by side, a cache line of each at a time.
+struct Prefetcher[*, to_l1: Bool](Movable):
+    """Prefetches ranges of contiguous memory, `STREAMS` ranges side by side, one cache line of each at a time.
 
-    `add` lists the rows, `start` shares their lines out among the calls of `run`, which asks for what is due between two
-    steps of the arithmetic, evenly: memory idles whenever nobody has asked for a while. `run` must not call anybody: the
-    sums that wait in registers around it would all have to be saved.
+    `add_ranges` lists the ranges and `start` divides their lines evenly among the calls of `run`, because memory idles
+    when no request is outstanding. `run` stands between two steps of the arithmetic. It must not call a function, for
+    that would spill the sums that the registers hold.
 
     Parameters:
-        near: Whether the lines are read so soon that the first-level cache still holds them; else the second-level one has
-            to do.
+        to_l1: Whether the lines go into the first-level cache, else into the second-level cache.
     """
 
-    var rows: Offsets
-    """The addresses of the present rows, and of those that follow."""
+    var addresses: IntPointer
+    """Where the present `STREAMS` ranges begin, and the ranges after them."""
     var count: Int
-    """Rows, a multiple of `STREAMS`."""
-    var line: Int
-    """Bytes from the start of the present rows to their next lines."""
-    var row_bytes: Int
-    """Where they end: whole lines."""
+    """Ranges, a multiple of `STREAMS`."""
+    var line_offset: Int
+    """Bytes from the beginning of the present ranges to their next lines."""
+    var range_bytes: Int
+    """The length of a range, whole lines."""
     var due: Int
+    """Lines that are to be prefetched now, in units of `1 / FIXED_POINT_ONE`."""
     var rate: Int
     """What each call of `run` adds to `due`."""
 
     @always_inline
-    def __init__(out self, rows: Offsets, row_bytes: Int):
-        """No row yet: `run` does nothing.
+    def __init__(out self, addresses: IntPointer, range_bytes: Int):
+        """Without ranges: `run` does nothing.
 
         Args:
-            rows: Room for the addresses.
-            row_bytes: The length of each row.
+            addresses: Memory for the addresses of the ranges.
+            range_bytes: The length of a range, rounded up to whole lines here.
         """
-        self.rows = rows
+        self.addresses = addresses
         self.count = 0
-        self.line = 0
-        self.row_bytes = ceildiv(row_bytes, LINE) * LINE
+        self.line_offset = 0
+        self.range_bytes = ceildiv(range_bytes, CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         self.due = 0
         self.rate = 0
 
     @always_inline
-    def add[
+    def add_ranges[
         dtype: DType, //
-    ](mut self, base: Pointer[Scalar[dtype], _], tokens: Offsets, begin: Int, end: Int, offset: Int):
-        """Lists the rows that begin `offset` elements past `tokens[begin]` to `tokens[end - 1]` from `base`.
+    ](mut self, base: Pointer[Scalar[dtype], _], tokens: IntPointer, begin: Int, end: Int, offset: Int):
+        """Lists the ranges that begin at elements `tokens[i] + offset` from `base`, for i in `[begin, end)`.
 
-        `end - begin` is a multiple of `STREAMS`, and so is the number of rows before.
+        `end - begin` is a multiple of `STREAMS`.
         """
         for i in range(begin, end, STREAMS):
             var at = tokens.unsafe_load[width=STREAMS](i) + offset
-            self.rows.unsafe_store(self.count, at * size_of[dtype]() + Int(base))
+            self.addresses.unsafe_store(self.count, at * size_of[dtype]() + Int(base))
             self.count += STREAMS
 
     @always_inline
     def start(mut self, calls: Int):
-        """Shares the rows out among `calls` calls of `run`; there must not be more calls."""
-        self.rate = ceildiv(self.count // STREAMS * (self.row_bytes // LINE) * WHOLE, calls)
+        """Divides the ranges among `calls` calls of `run`. There must not be more calls."""
+        self.rate = ceildiv(self.count // STREAMS * (self.range_bytes // CACHE_LINE_BYTES) * FIXED_POINT_ONE, calls)
 
     @always_inline
     def address(self, stream: Int) -> Int:
-        """The next line of a stream."""
-        return self.rows[unsafe_offset=stream] + self.line
+        """The address of a stream's next line."""
+        return self.addresses[unsafe_offset=stream] + self.line_offset
 
     @always_inline
     def run(mut self):
-        """Prefetches what is due."""
+        """Prefetches the lines that are due."""
         comptime cache = PrefetchOptions().for_read().to_data_cache()
         self.due += self.rate
-        while self.due >= WHOLE:
-            self.due -= WHOLE
+        while self.due >= FIXED_POINT_ONE:
+            self.due -= FIXED_POINT_ONE
             comptime for stream in range(STREAMS):
                 var line = Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.address(stream))
-                comptime if Self.near:
+                comptime if Self.to_l1:
                     prefetch[cache.high_locality()](line)
                 else:
                     prefetch[cache.medium_locality()](line)
-            self.line += LINE
-            if self.line == self.row_bytes:
-                self.line = 0
-                self.rows = self.rows.unsafe_offset(STREAMS)
+            self.line_offset += CACHE_LINE_BYTES
+            if self.line_offset == self.range_bytes:
+                self.line_offset = 0
+                self.addresses = self.addresses.unsafe_offset(STREAMS)

@@ -1,79 +1,84 @@
-"""The working memory of attention in blocks of many queries (`blocks_amx.mojo`), and the tokens of one of its steps."""
+"""The working memory of prefill on matrix tiles (`prefill.mojo`), and the tokens of one of its steps."""
 
 from std.math import ceildiv
 
 from ....cache.paged_kv_cache import PagedKVCache
+from ....cache.pointers import untracked
+from ....isa.amx_tiles import AMX_TILE_ELEMENTS
+from ....isa.memory import Bf16BitsPointer, FloatPointer, align_to_line
 from ...softmax import AttentionState
-from ..kv_tile import Floats, STEP, Summed, Tile
-from ..prefetch import Offsets, TILE
+from ..kv_tile import KVTile, OFFSET_WIDTH
+from ..prefetch import IntPointer, KV_TILE_TOKENS
+from ..workspace import RunningStates
 
-comptime Words16 = Pointer[UInt16, MutUntrackedOrigin]
-comptime Numbers = Pointer[Int32, MutUntrackedOrigin]
-comptime Pairs = Pointer[UInt32, MutUntrackedOrigin]
+comptime Int32Pointer = Pointer[Int32, MutUntrackedOrigin]
+comptime Bf16PairPointer = Pointer[UInt32, MutUntrackedOrigin]
 
-comptime WIDE = 64
-"""Queries a KV head from which on a block goes head by head."""
-comptime MAX_QUERIES = 256
-"""Queries a KV head of a block: more of them make the sums fall out of the cache."""
-comptime SPANS = 2
-"""Runs of `TILE` tokens of a step: the sums are loaded and stored once a step."""
-comptime TOKENS = SPANS * TILE
-comptime COLUMNS = 16
-"""Queries of a tile; two tiles of them are computed together."""
-comptime WORDS = 16 * 32
-"""Elements of a tile of bfloat16."""
-comptime SCORES = 2 * TOKENS * COLUMNS + 512
-"""Room for the scores of a pair of query tiles. Not a multiple of 4 KB: loads wait for pending stores that share their low
-12 address bits."""
+comptime PREFILL_MIN_QUERIES = 64
+"""Queries a KV head of a prefill block, at least."""
+comptime PREFILL_MAX_QUERIES = 256
+"""Queries a KV head of a block, at most: the weighted values of more would not stay in the cache."""
+comptime STEP_TILES = 2
+"""KV tiles of a step. The weighted values are loaded and stored once a step."""
+comptime STEP_TOKENS = STEP_TILES * KV_TILE_TOKENS
+comptime QUERY_COLUMNS = 16
+"""Queries of a query tile. Two query tiles, a pair, are computed together."""
+comptime PAIR_SCORE_FLOATS = 2 * STEP_TOKENS * QUERY_COLUMNS + 512
+"""Memory for the scores of a pair of query tiles. It is no multiple of 4 KB, because a load waits for pending stores
+whose addresses have the same low 12 bits."""
 comptime NO_PAIR = -1
+"""The pair before the first and after the last."""
 
 
-def room_of(queries: Int) -> Int:
-    """The queries that a block's `queries` take room for."""
-    return ceildiv(queries, 2 * COLUMNS) * 2 * COLUMNS
+def padded_queries(queries: Int) -> Int:
+    """`queries` rounded up to whole pairs of query tiles."""
+    return ceildiv(queries, 2 * QUERY_COLUMNS) * 2 * QUERY_COLUMNS
 
 
-struct Desk(Movable, Summed):
-    """Working memory of one task for one KV head of a block. Q is the room for queries, P the padded head_dim."""
+struct PrefillWorkspace(Movable, RunningStates):
+    """Working memory of one task for one KV head of a prefill block. Q is `padded_queries`, P the padded head_dim."""
 
     var memory: List[Float32]
-    var places: List[Int]
-    var q: Words16
+    var offsets: List[Int]
+    """The token offsets of `STEP_TILES` tiles."""
+    var q: Bf16BitsPointer
     """`[Q / 16, P / 32, 16 pairs, 16, 2]`."""
-    var keys: Words16
-    """`[TOKENS, P]`."""
-    var values: Words16
-    """`[SPANS, P / 16, 16 pairs of tokens, 16, 2]`."""
-    var scores: Floats
-    """`[2, SCORES]`, each `[2, TOKENS, 16]`: of two pairs of tiles in turn."""
-    var weights: Words16
-    """`[2, SPANS, 2, 2, 16, 32]`: likewise; bfloat16, of each 16 queries what rounding gives, then what it left."""
-    var turning: Pairs
-    """`[2, 16 pairs of tokens, 16]`: weights on their way there."""
-    var own: Floats
-    var acc: Floats
-    """`[Q, P]`: weighted values; `own`, or a partial result."""
-    var greatest: Floats
-    """`[Q]`: what a query's weights are relative to."""
-    var totals: Floats
-    """`[Q]`."""
-    var first: Numbers
-    """`[Q]`: the tokens `[first, last)` that a query sees."""
-    var last: Numbers
+    var keys: Bf16BitsPointer
+    """`[STEP_TOKENS, P]`."""
+    var values: Bf16BitsPointer
+    """`[STEP_TILES, P / 16, 16 pairs of tokens, 16, 2]`."""
+    var scores: FloatPointer
+    """`[2, PAIR_SCORE_FLOATS]`, each `[2, STEP_TOKENS, 16]`: the scores of two pairs of query tiles, in turn."""
+    var weights: Bf16BitsPointer
+    """`[2, STEP_TILES, 2, 2, 16, 32]` bfloat16: the weights of two pairs, of each query tile the rounded weights and
+    then what the rounding left."""
+    var transpose_buffer: Bf16PairPointer
+    """`[2, 16 pairs of tokens, 16]`: weights before they are transposed."""
+    var own_acc: FloatPointer
+    """`[Q, P]`: memory for the weighted values of a block that is not split."""
+    var acc: FloatPointer
+    """`[Q, P]`: weighted values, in `own_acc` or in a split result."""
+    var greatest: FloatPointer
+    """`[Q]`: each query's reference, which its weights are relative to."""
+    var totals: FloatPointer
+    """`[Q]`: the sum of each query's weights."""
+    var first: Int32Pointer
+    """`[Q]`: the first token that a query sees."""
+    var last: Int32Pointer
+    """`[Q]`: the token after the last one that a query sees."""
 
-    def __init__(out self, queries: Int, padded: Int):
-        var room = room_of(queries)
-        var q = room * padded // 2
-        var keys = TOKENS * padded // 2
-        var scores = 2 * SCORES
-        var weights = 4 * SPANS * WORDS
-        var turning = 2 * 16 * COLUMNS
+    def __init__(out self, queries: Int, padded_dim: Int):
+        var room = padded_queries(queries)
+        var q = room * padded_dim // 2
+        var keys = STEP_TOKENS * padded_dim // 2
+        var scores = 2 * PAIR_SCORE_FLOATS
+        var weights = 4 * STEP_TILES * AMX_TILE_ELEMENTS
+        var transpose_buffer = 2 * 16 * QUERY_COLUMNS
         self.memory = List[Float32](
-            unsafe_uninit_length=q + 2 * keys + scores + weights + turning + room * padded + 4 * room + 16
+            unsafe_uninit_length=q + 2 * keys + scores + weights + transpose_buffer + room * padded_dim + 4 * room + 16
         )
-        self.places = List[Int](length=2 * SPANS * (TILE + STEP), fill=0)
-        var start = self.memory.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
-        var at = start.unsafe_offset((64 - Int(start) % 64) % 64 // 4)
+        self.offsets = List[Int](length=2 * STEP_TILES * (KV_TILE_TOKENS + OFFSET_WIDTH), fill=0)
+        var at = align_to_line(untracked(self.memory.unsafe_ptr()))
         self.q = at.unsafe_bitcast[UInt16]()
         at = at.unsafe_offset(q)
         self.keys = at.unsafe_bitcast[UInt16]()
@@ -83,36 +88,33 @@ struct Desk(Movable, Summed):
         at = at.unsafe_offset(scores)
         self.weights = at.unsafe_bitcast[UInt16]()
         at = at.unsafe_offset(weights)
-        self.turning = at.unsafe_bitcast[UInt32]()
-        at = at.unsafe_offset(turning)
-        self.own = at
+        self.transpose_buffer = at.unsafe_bitcast[UInt32]()
+        at = at.unsafe_offset(transpose_buffer)
+        self.own_acc = at
         self.acc = at
-        at = at.unsafe_offset(room * padded)
+        at = at.unsafe_offset(room * padded_dim)
         self.greatest = at
         self.totals = at.unsafe_offset(room)
         self.first = at.unsafe_offset(2 * room).unsafe_bitcast[Int32]()
         self.last = at.unsafe_offset(3 * room).unsafe_bitcast[Int32]()
 
-    def place(self, index: Int) -> Offsets:
-        return (
-            self.places.unsafe_ptr()
-            .unsafe_mut_cast[True]()
-            .unsafe_origin_cast[MutUntrackedOrigin]()
-            .unsafe_offset(2 * (TILE + STEP) * index)
-        )
+    def offset_buffer(self, index: Int) -> IntPointer:
+        """The offsets of tile `index` of a step."""
+        return untracked(self.offsets.unsafe_ptr()).unsafe_offset(2 * (KV_TILE_TOKENS + OFFSET_WIDTH) * index)
 
     @always_inline
     def state(self, query: Int) -> AttentionState:
         return AttentionState(self.greatest[unsafe_offset=query], self.totals[unsafe_offset=query])
 
 
-struct Step(Movable):
-    """The tokens of one step: up to `SPANS` tiles one after the other."""
+struct PrefillStep(Movable):
+    """The tokens of one step: up to `STEP_TILES` KV tiles, adjacent tokens in order."""
 
-    var tiles: Array[Tile, SPANS]
+    var tiles: Array[KVTile, STEP_TILES]
     var count: Int
-    """Tiles with a token."""
+    """Tiles that have a token."""
     var end: Int
+    """The token after the last one."""
 
     def __init__(
         out self,
@@ -121,25 +123,25 @@ struct Step(Movable):
         request: Int,
         begin: Int,
         end: Int,
-        desk: Desk,
+        workspace: PrefillWorkspace,
     ):
         self.end = begin
         self.count = 0
-        self.tiles = Array[Tile, SPANS](fill=Tile(k, v, request, begin, begin, desk.place(0)))
-        comptime for i in range(SPANS):
+        self.tiles = Array[KVTile, STEP_TILES](fill=KVTile(k, v, request, begin, begin, workspace.offset_buffer(0)))
+        comptime for i in range(STEP_TILES):
             if self.end < end:
-                self.tiles[i] = Tile(k, v, request, self.end, end, desk.place(i))
+                self.tiles[i] = KVTile(k, v, request, self.end, end, workspace.offset_buffer(i))
                 self.end += self.tiles[i].count
                 self.count += 1
 
     @always_inline
-    def seen_by(self, pair: Int, desk: Desk) -> Int:
-        """How many of the tiles are not past the last token that a query of the pair sees; 0 for no pair."""
+    def visible_tiles(self, pair: Int, workspace: PrefillWorkspace) -> Int:
+        """The number of tiles up to the last token that a query of the pair sees; 0 for `NO_PAIR`."""
         if pair == NO_PAIR:
             return 0
-        var last = Int(desk.last.unsafe_load[width=2 * COLUMNS](pair * 2 * COLUMNS).reduce_max())
+        var last = Int(workspace.last.unsafe_load[width=2 * QUERY_COLUMNS](pair * 2 * QUERY_COLUMNS).reduce_max())
         var count = 0
-        comptime for i in range(SPANS):
+        comptime for i in range(STEP_TILES):
             if i < self.count and self.tiles[i].first < last:
                 count += 1
         return count

@@ -1,139 +1,155 @@
-"""The dot products of one tile of tokens on matrix tiles (`tiles_amx.mojo`), while K is laid out for them.
+"""The dot products of one KV tile on matrix tiles, computed while its K is copied.
 
-K is the left operand, 16 tokens by 32 elements, the queries the right one, packed once a segment. K could be loaded from
-where it lies, 16 slots of a page at a time, but the order of pages is a bad one for the memory: copied, its tokens may lie
-anywhere.
+K is the left operand, 16 tokens by 32 elements. The queries are the right one, packed once a segment. K could be loaded
+from its page, 16 slots at a time, but then a KV tile would be two pages, which gives less memory bandwidth than eight
+(README.md, "The order of memory"). Once copied, the tokens of a matrix tile may come from any pages.
 """
 
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx import tile_dot, tile_load, tile_store, tile_zero
-from ....isa.convert import HALF
-from ..kv_tile import Floats, Heads, Scratch, Tile
-from ..prefetch import Ahead, TILE
-from .layout import Engine, PART, QUERIES, ROWS, SCORES, Words16
-from .widen import Widened, widen_chunk
+from ....isa.convert import LANES
+from ....isa.memory import Bf16BitsPointer, FloatPointer
+from ..kv_tile import KVTile
+from ..prefetch import KV_TILE_TOKENS, Prefetcher
+from ..workspace import HeadLayout, SegmentWorkspace
+from .layout import AmxBuffers, LAYOUT_TOKENS, TMM_KV, TMM_QUERIES, TMM_SCORES
+from .widen import Bf16Chunk, widen_chunk
 
 
 @always_inline
 def score_tile_amx(
     k: PagedKVCache,
-    tile: Tile,
-    heads: Heads,
+    tile: KVTile,
+    heads: HeadLayout,
     head: Int,
-    engine: Engine,
-    scratch: Scratch,
-    mut ahead: Ahead,
-    mut scores: Scores,
+    buffers: AmxBuffers,
+    workspace: SegmentWorkspace,
+    mut prefetcher: Prefetcher,
+    mut scores: KeyProducts,
 ):
-    """The dot products of one KV head's queries with the tile's tokens; the last chunk's come in the call for the next head."""
-    comptime chunk = Widened[k.dtype].length
-    comptime parts = TILE // PART
-    comptime steps = chunk // HALF
-    var chunks = heads.padded // chunk
+    """Computes the dot products of one KV head's queries with the tile's tokens.
+
+    The last chunk's products are computed in the call for the next head, or at the end of the call for the last head.
+    """
+    comptime chunk = Bf16Chunk[k.dtype].length
+    comptime parts = KV_TILE_TOKENS // LAYOUT_TOKENS
+    comptime steps = chunk // LANES
+    var chunks = heads.padded_dim // chunk
     var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
-    var one_block = engine.columns == engine.stride
+    var one_tile = buffers.columns == buffers.stride
     for c in range(chunks):
-        # Several blocks of queries take one chunk after the other, each of them all.
-        var place = (head * chunks + c) % 2 if one_block else c
+        # Where the queries fill several matrix tiles, all chunks are copied before the first product.
+        var buffer = (head * chunks + c) % 2 if one_tile else c
         comptime for part in range(parts):
             comptime if part * steps % parts == 0:
-                if one_block and (head > 0 or c > 0):
+                if one_tile and (head > 0 or c > 0):
                     scores.add[part * steps // parts]()
-            ahead.run()
-            lay_out_keys[part](base, tile, c * chunk, heads.dim, engine.keys.unsafe_offset(place * TILE * chunk))
-        if one_block:
-            scores.choose(heads, head, 0, c, place, engine, scratch)
-    if not one_block:
-        for block in range(0, engine.stride, engine.columns):
+            prefetcher.run()
+            lay_out_keys[part](
+                base, tile, c * chunk, heads.head_dim, buffers.keys.unsafe_offset(buffer * KV_TILE_TOKENS * chunk)
+            )
+        if one_tile:
+            scores.select_chunk(heads, head, 0, c, buffer, buffers, workspace)
+    if not one_tile:
+        for block in range(0, buffers.stride, buffers.columns):
             for c in range(chunks):
-                scores.choose(heads, head, block, c, c, engine, scratch)
+                scores.select_chunk(heads, head, block, c, c, buffers, workspace)
                 comptime for step in range(steps):
                     scores.add[step]()
-            scores.finish()
+            scores.flush()
     elif head == heads.kv_heads - 1:
         comptime for step in range(steps):
             scores.add[step]()
-        scores.finish()
+        scores.flush()
 
 
-struct Scores[chunk: Int](TrivialRegisterPassable):
+struct KeyProducts[chunk: Int](TrivialRegisterPassable):
     """The dot products of one chunk of K after the other, 16 tokens by 32 elements at a time.
 
-    Every one adds to what the last but one gave, and is waited for some 50 cycles: see `Sums`.
+    A product adds to the sums of the product before the last one. Its latency is some 50 cycles (see `ValueProducts`).
     """
 
-    var keys: Words16
-    """`[TILE, chunk]` bfloat16: the chosen chunk."""
+    var keys: Bf16BitsPointer
+    """`[KV_TILE_TOKENS, chunk]` bfloat16: the selected chunk."""
     var queries: Pointer[UInt32, MutUntrackedOrigin]
-    """`[chunk / 32, 16, N]` pairs of bfloat16."""
+    """`[chunk / 32, 16, N]` pairs of bfloat16: the selected queries."""
     var first: Bool
-    """Whether it is the first of its KV head."""
-    var chosen: Floats
-    """Where the chosen chunk's scores belong, `[TILE, N]`."""
-    var target: Floats
-    """Where those in the registers do."""
+    """Whether the selected chunk is the first of its KV head."""
+    var selected: FloatPointer
+    """`[KV_TILE_TOKENS, N]`: the scores of the selected chunk."""
+    var target: FloatPointer
+    """`[KV_TILE_TOKENS, N]`: the scores that the registers hold."""
     var begun: Bool
-    """Whether there are such."""
+    """Whether the registers hold scores."""
     var columns: Int
 
     @always_inline
-    def __init__(out self, engine: Engine):
-        self.keys = engine.keys
-        self.queries = engine.keys.unsafe_bitcast[UInt32]()
+    def __init__(out self, buffers: AmxBuffers):
+        self.keys = buffers.keys
+        self.queries = buffers.keys.unsafe_bitcast[UInt32]()
         self.first = True
-        self.chosen = engine.scores
-        self.target = engine.scores
+        self.selected = buffers.scores
+        self.target = buffers.scores
         self.begun = False
-        self.columns = engine.columns
+        self.columns = buffers.columns
 
     @always_inline
-    def choose(mut self, heads: Heads, head: Int, block: Int, c: Int, place: Int, engine: Engine, scratch: Scratch):
-        """Chunk `c` of a KV head and its queries from `block` on are what comes next, laid out in `place`."""
-        var query = head * engine.stride + block
-        self.keys = engine.keys.unsafe_offset(place * TILE * Self.chunk)
-        self.queries = scratch.q.unsafe_bitcast[UInt32]().unsafe_offset(
-            query * (heads.padded // 2) + c * (Self.chunk // 2) * self.columns
+    def select_chunk(
+        mut self,
+        heads: HeadLayout,
+        head: Int,
+        block: Int,
+        c: Int,
+        buffer: Int,
+        buffers: AmxBuffers,
+        workspace: SegmentWorkspace,
+    ):
+        """Selects chunk `c` of a KV head, which is copied in `buffer`, and its queries from `block` on."""
+        var query = head * buffers.stride + block
+        self.keys = buffers.keys.unsafe_offset(buffer * KV_TILE_TOKENS * Self.chunk)
+        self.queries = workspace.q.unsafe_bitcast[UInt32]().unsafe_offset(
+            query * (heads.padded_dim // 2) + c * (Self.chunk // 2) * self.columns
         )
         self.first = c == 0
-        self.chosen = engine.scores.unsafe_offset(query * TILE)
+        self.selected = buffers.scores.unsafe_offset(query * KV_TILE_TOKENS)
 
     @always_inline
     def add[step: Int](mut self):
-        """The products of half `step % 2` of the tokens with elements `step / 2 * 32` and on of the chosen chunk."""
+        """Adds the products of half `step % 2` of the tokens, 32 elements from `step / 2 * 32` of the chunk on."""
         comptime half = step % 2
         comptime part = step // 2
         comptime if step == 0:
             if self.first:
-                self.finish()
-                tile_zero[SCORES]()
-                tile_zero[SCORES + 1]()
-                self.target = self.chosen
+                self.flush()
+                tile_zero[TMM_SCORES]()
+                tile_zero[TMM_SCORES + 1]()
+                self.target = self.selected
                 self.begun = True
         comptime if half == 0:
-            tile_load[QUERIES](self.queries.unsafe_offset(part * 16 * self.columns), self.columns * 4)
-        tile_load[ROWS](self.keys.unsafe_offset(half * 16 * Self.chunk + 32 * part), Self.chunk * 2)
-        tile_dot[SCORES + half, ROWS, QUERIES]()
+            tile_load[TMM_QUERIES](self.queries.unsafe_offset(part * 16 * self.columns), self.columns * 4)
+        tile_load[TMM_KV](self.keys.unsafe_offset(half * 16 * Self.chunk + 32 * part), Self.chunk * 2)
+        tile_dot[TMM_SCORES + half, TMM_KV, TMM_QUERIES]()
 
     @always_inline
-    def finish(mut self):
-        """Stores the scores that are in the registers."""
+    def flush(mut self):
+        """Stores the scores that the registers hold."""
         if self.begun:
-            tile_store[SCORES](self.target, self.columns * 4)
-            tile_store[SCORES + 1](self.target.unsafe_offset(16 * self.columns), self.columns * 4)
+            tile_store[TMM_SCORES](self.target, self.columns * 4)
+            tile_store[TMM_SCORES + 1](self.target.unsafe_offset(16 * self.columns), self.columns * 4)
             self.begun = False
 
 
 @always_inline
 def lay_out_keys[
     dtype: DType, //, part: Int
-](base: Pointer[Scalar[dtype], _], tile: Tile, d: Int, dim: Int, keys: Words16):
-    """Copies one chunk of K of part `part` of the tokens, as bfloat16."""
-    comptime chunk = Widened[dtype].length
+](base: Pointer[Scalar[dtype], _], tile: KVTile, d: Int, dim: Int, keys: Bf16BitsPointer):
+    """Copies one chunk of K as bfloat16, of tokens `part * LAYOUT_TOKENS` and on."""
+    comptime chunk = Bf16Chunk[dtype].length
     var whole = d + chunk <= dim
-    comptime for i in range(PART):
-        comptime token = part * PART + i
+    comptime for i in range(LAYOUT_TOKENS):
+        comptime token = part * LAYOUT_TOKENS + i
         var source = base.unsafe_offset(tile.k[unsafe_offset=token] + d)
-        var wide = Widened[dtype]()
+        var wide = Bf16Chunk[dtype]()
         if whole:
             widen_chunk[True](source, chunk, wide)
         else:

@@ -1,8 +1,8 @@
-"""A segment on matrix tiles.
+"""Attention over one segment on matrix tiles.
 
-For each tile of tokens, first q . k of all heads while the rest of the tile's V is prefetched, then the weighted sums of V of
-all heads while the next tile's K is, and the first `EARLY` tokens of its V: the sums take longer than the scores. Tiles
-are parts of a field, as vectors have them.
+For each KV tile: q . k of all heads, while the rest of the tile's V is prefetched; then the weighted sums of V of all
+heads, while the next tile's K and the first `EARLY_V_TOKENS` tokens of its V are prefetched. The sums take longer than
+the scores, so more is prefetched during the sums. The order of tokens is that of `vectors/segment.mojo`.
 """
 
 from std.sys import size_of
@@ -10,18 +10,20 @@ from std.sys import size_of
 from ....cache.paged_kv_cache import PagedKVCache
 from ...logits import Logits
 from ...params import AttentionRows
-from ..kv_tile import Heads, PARTS, PLACES, Scratch, weigh_tile
-from ..plan import Queue, Segment
-from ..prefetch import Ahead, EARLY, Offsets, TILE
-from ..token_order import Step
-from .layout import Engine, calls_amx, load_queries_amx, turn_scores
-from .scores import Scores, score_tile_amx
-from .weighted_sums import Sums, sum_tile_amx
-from .widen import Widened
+from ..kv_tile import SPAN_TILES
+from ..plan import Segment, SegmentQueue
+from ..prefetch import EARLY_V_TOKENS, IntPointer, KV_TILE_TOKENS, Prefetcher
+from ..segment_walk import SegmentStep, next_step
+from ..tile_weights import scores_to_weights
+from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
+from .layout import AmxBuffers, pack_queries_amx, prefetch_calls_amx, transpose_scores
+from .scores import KeyProducts, score_tile_amx
+from .weighted_sums import ValueProducts, sum_tile_amx
+from .widen import Bf16Chunk
 
 
 @always_inline
-def attend_on_tiles[
+def attend_segment_amx[
     dtype: DType, //
 ](
     rows: AttentionRows[dtype],
@@ -29,71 +31,68 @@ def attend_on_tiles[
     k: PagedKVCache,
     v: type_of(k),
     logits: Logits,
-    heads: Heads,
-    queue: Queue,
-    mut scratch: Scratch,
+    heads: HeadLayout,
+    queue: SegmentQueue,
+    mut workspace: SegmentWorkspace,
 ) -> Segment:
-    """As `attend_by_vectors`, with the sums in the order of tiles."""
-    comptime Rows = Ahead[near=False]
-    comptime chunk = Widened[k.dtype].length
+    """As `attend_segment_vectors`, but leaves the weighted values in the order of matrix tiles (`unpack_sums`)."""
+    comptime L2Prefetcher = Prefetcher[to_l1=False]
+    comptime chunk = Bf16Chunk[k.dtype].length
     var queries = segment.num_rows * heads.group
-    var engine = Engine(queries, heads.padded, scratch)
-    engine.configure()
-    load_queries_amx[k.dtype](rows, segment, heads, engine, scratch)
+    var buffers = AmxBuffers(queries, heads.padded_dim, workspace)
+    buffers.configure()
+    pack_queries_amx[k.dtype](rows, segment, heads, buffers, workspace)
     if segment.begin >= segment.end:
         return queue.take()
-    var score_runs = heads.kv_heads * calls_amx[k.dtype](heads)
-    var sum_runs = heads.kv_heads * (queries + calls_amx[k.dtype](heads))
-    # A row is all heads of a token where they are neighbours, else one of them.
-    var together = heads.kv_heads if heads.neighbours() else 1
-    var row_bytes = together * heads.dim * size_of[k.dtype]()
+    var score_runs = heads.kv_heads * prefetch_calls_amx[k.dtype](heads)
+    var sum_runs = heads.kv_heads * (queries + prefetch_calls_amx[k.dtype](heads))
+    # A contiguous range is all heads of a token where they are adjacent, else one head.
+    var heads_per_range = heads.kv_heads if heads.adjacent() else 1
+    var range_bytes = heads_per_range * heads.head_dim * size_of[k.dtype]()
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()
-    var place = 0
-    var asked = 0
-    var step = Step(k, v, request, segment, segment.begin, 1, scratch, place)
+    var buffer = 0
+    var v_prefetched = 0
+    var step = SegmentStep(k, v, request, segment, segment.begin, 1, workspace, buffer)
     while True:
         var tile = step.tiles[]
-        var ahead = Rows(scratch.place(PLACES), row_bytes)
-        list_rows(ahead, v, tile.v, asked, TILE, heads, heads.v_stride, together)
-        ahead.start(score_runs)
-        var scores = Scores[chunk](engine)
+        var prefetcher = L2Prefetcher(workspace.offset_buffer(TILE_BUFFERS), range_bytes)
+        add_tile_ranges(prefetcher, v, tile.v, v_prefetched, KV_TILE_TOKENS, heads, heads.v_stride, heads_per_range)
+        prefetcher.start(score_runs)
+        var scores = KeyProducts[chunk](buffers)
         for head in range(heads.kv_heads):
-            score_tile_amx(k, tile, heads, head, engine, scratch, ahead, scores)
-        place = PARTS - place
-        var next = Step(k, v, request, segment, step.end, 1, scratch, place)
-        if step.end >= segment.end:
-            following = queue.take()
-            if following.num_rows > 0:
-                var other = Int(rows.row_batch[unsafe_offset=following.row])
-                next = Step(k, v, other, following, following.begin, 1, scratch, place)
-        ahead = Rows(scratch.place(PLACES), row_bytes)
+            score_tile_amx(k, tile, heads, head, buffers, workspace, prefetcher, scores)
+        buffer = SPAN_TILES - buffer
+        var next = next_step(rows, k, v, request, segment, step.end, 1, queue, workspace, buffer, following)
+        prefetcher = L2Prefetcher(workspace.offset_buffer(TILE_BUFFERS), range_bytes)
         if next.has_tokens():
-            list_rows(ahead, k, next.tiles[].k, 0, TILE, heads, heads.k_stride, together)
-            list_rows(ahead, v, next.tiles[].v, 0, EARLY, heads, heads.v_stride, together)
-        asked = EARLY
-        ahead.start(sum_runs)
-        var sums = Sums[chunk](heads, engine, scratch)
+            add_tile_ranges(prefetcher, k, next.tiles[].k, 0, KV_TILE_TOKENS, heads, heads.k_stride, heads_per_range)
+            add_tile_ranges(prefetcher, v, next.tiles[].v, 0, EARLY_V_TOKENS, heads, heads.v_stride, heads_per_range)
+        v_prefetched = EARLY_V_TOKENS
+        prefetcher.start(sum_runs)
+        var sums = ValueProducts[chunk](heads, buffers, workspace)
         for head in range(heads.kv_heads):
-            turn_scores(heads, head, engine, scratch)
-            weigh_tile[True](rows, segment, logits, heads, head, head, tile, engine.stride, scratch, ahead)
-            sum_tile_amx(v, tile, heads, head, engine, scratch, ahead, sums)
+            transpose_scores(heads, head, buffers, workspace)
+            scores_to_weights[True](
+                rows, segment, logits, heads, head, head, tile, buffers.stride, workspace, prefetcher
+            )
+            sum_tile_amx(v, tile, heads, head, buffers, workspace, prefetcher, sums)
         if step.end >= segment.end:
             return following
         step = next
 
 
 @always_inline
-def list_rows(
-    mut ahead: Ahead,
+def add_tile_ranges(
+    mut prefetcher: Prefetcher,
     cache: PagedKVCache,
-    tokens: Offsets,
+    tokens: IntPointer,
     begin: Int,
     end: Int,
-    heads: Heads,
+    heads: HeadLayout,
     head_stride: Int,
-    together: Int,
+    heads_per_range: Int,
 ):
-    """Entries `begin` to `end - 1` of a tile's `tokens`, of all heads, `together` a row."""
-    for head in range(0, heads.kv_heads, together):
-        ahead.add(cache.blocks.ptr, tokens, begin, end, head * head_stride)
+    """Lists entries `begin` to `end - 1` of a tile's `tokens` for prefetching: all heads, `heads_per_range` a range."""
+    for head in range(0, heads.kv_heads, heads_per_range):
+        prefetcher.add_ranges(cache.blocks.ptr, tokens, begin, end, head * head_stride)

@@ -1,31 +1,32 @@
-"""One tile of tokens against all queries of a block, in vector arithmetic: scores and weighted sums.
+"""One KV tile and all queries of a block of rows, in vector arithmetic: scores and weighted sums.
 
-One vector holds the scores of one query. Every K or V vector that is loaded serves up to four queries before it leaves
-its register. What is read next is prefetched meanwhile.
+A vector holds the scores of one query. A K or V vector serves up to four queries, a query block, for each load. The
+next unit is prefetched between the steps.
 """
 
 from std.math import ceildiv
 
 from ....cache.paged_kv_cache import PagedKVCache
-from ....isa.convert import HALF, Vec, chunk_of, load_chunk, pack, sum_each
+from ....isa.convert import FloatVector, LANES, chunk_of, load_chunk, reduce_each, to_chunk_order
+from ....isa.memory import FloatPointer
 from ...params import AttentionRows
-from ..kv_tile import Floats, Heads, Scratch, Tile
+from ..kv_tile import KVTile
 from ..plan import Segment
-from ..prefetch import Ahead, Offsets, STREAMS, TILE
+from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher, STREAMS
+from ..workspace import HeadLayout, SegmentWorkspace
+
+comptime SLICE_ELEMENTS = 64
+"""Elements of head_dim whose sums stay in registers, for four queries; twice as many for fewer queries."""
+comptime PREFETCHING_BLOCKS = 2
+"""Query blocks that prefetch. With more blocks the arithmetic takes longer than the memory."""
 
 
-comptime SLICE = 64
-"""Elements of head_dim whose sums stay in registers, for four queries; for fewer, twice as many."""
-comptime FETCHING = 2
-"""How many blocks of queries prefetch: more of them take so long that memory waits for nobody."""
-
-
-def load_queries[
+def pack_queries[
     kv_dtype: DType, dtype: DType
-](rows: AttentionRows[dtype], segment: Segment, heads: Heads, mut scratch: Scratch):
-    """Packs the block's queries and clears what is summed up.
+](rows: AttentionRows[dtype], segment: Segment, heads: HeadLayout, mut workspace: SegmentWorkspace):
+    """Packs the queries of a segment as float32 into `workspace.q`, and clears their states and weighted values.
 
-    `[Hk, M, P]`, but the queries that `score_block` takes together change places with the chunks.
+    They are `[Hk, M, P]`, but within a query block `[P / chunk, queries, chunk]`, as `score_block` reads them.
     """
     comptime chunk = chunk_of(kv_dtype)
     var queries = segment.num_rows * heads.group
@@ -33,23 +34,23 @@ def load_queries[
         for m in range(queries):
             var row, g = divmod(m, heads.group)
             var source = rows.q.unsafe_offset(
-                ((segment.row + row) * rows.num_heads + head * heads.group + g) * heads.dim
+                ((segment.row + row) * rows.num_heads + head * heads.group + g) * heads.head_dim
             )
-            var first, count = block_of(m, queries)
-            var place = (head * queries + first) * heads.padded + (m - first) * chunk
-            var at = (head * queries + m) * heads.padded
-            for d in range(0, heads.padded, chunk):
+            var first, count = query_block(m, queries)
+            var target = (head * queries + first) * heads.padded_dim + (m - first) * chunk
+            var at = (head * queries + m) * heads.padded_dim
+            for d in range(0, heads.padded_dim, chunk):
                 var x = SIMD[DType.float32, chunk](0)
                 comptime for i in range(chunk // 8):
-                    if d + 8 * i < heads.dim:
+                    if d + 8 * i < heads.head_dim:
                         x = x.insert[offset=8 * i](source.unsafe_load[width=8](d + 8 * i).cast[DType.float32]())
-                scratch.q.unsafe_store(place + d * count, pack[kv_dtype](x))
-                scratch.acc.unsafe_store(at + d, SIMD[DType.float32, chunk](0))
-            scratch.clear(head * queries + m)
+                workspace.q.unsafe_store(target + d * count, to_chunk_order[kv_dtype](x))
+                workspace.acc.unsafe_store(at + d, SIMD[DType.float32, chunk](0))
+            workspace.clear(head * queries + m)
 
 
-def block_of(query: Int, queries: Int) -> Tuple[Int, Int]:
-    """The first query of the block that `query` is in, and how many there are: fours, then a two, then a one."""
+def query_block(query: Int, queries: Int) -> Tuple[Int, Int]:
+    """The first query of the query block that holds `query`, and its size: blocks of 4, one of 2, one of 1."""
     var fours = queries // 4 * 4
     if query < fours:
         return (query // 4 * 4, 4)
@@ -58,53 +59,59 @@ def block_of(query: Int, queries: Int) -> Tuple[Int, Int]:
     return (queries - 1, 1)
 
 
-def score_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
-    """How often `score_tile` calls `ahead.run` for a whole tile."""
-    return min(FETCHING, num_blocks(queries)) * ceildiv(heads.dim, chunk_of(kv_dtype)) * (TILE // 4)
+def score_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
+    """How often `score_tile` calls `prefetcher.run` for a whole tile."""
+    return (
+        min(PREFETCHING_BLOCKS, num_query_blocks(queries))
+        * ceildiv(heads.head_dim, chunk_of(kv_dtype))
+        * (KV_TILE_TOKENS // 4)
+    )
 
 
-def sum_calls[kv_dtype: DType](heads: Heads, queries: Int) -> Int:
-    """How often `sum_tile` does."""
+def sum_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
+    """How often `sum_tile` calls `prefetcher.run` for a whole tile."""
     var calls = 0
     var m = 0
-    for _ in range(min(FETCHING, num_blocks(queries))):
-        var count = block_of(m, queries)[1]
-        var slice = SLICE * (1 if count == 4 else 2)
-        calls += (heads.dim // slice + ceildiv(heads.dim % slice, chunk_of(kv_dtype))) * TILE
+    for _ in range(min(PREFETCHING_BLOCKS, num_query_blocks(queries))):
+        var count = query_block(m, queries)[1]
+        var slice = SLICE_ELEMENTS * (1 if count == 4 else 2)
+        calls += (heads.head_dim // slice + ceildiv(heads.head_dim % slice, chunk_of(kv_dtype))) * KV_TILE_TOKENS
         m += count
     return calls
 
 
-def num_blocks(queries: Int) -> Int:
+def num_query_blocks(queries: Int) -> Int:
     return queries // 4 + queries % 4 // 2 + queries % 2
 
 
 @always_inline
 def score_tile(
     k: PagedKVCache,
-    tile: Tile,
-    heads: Heads,
+    tile: KVTile,
+    heads: HeadLayout,
     head: Int,
-    slot: Int,
+    weights_index: Int,
     begin: Int,
     end: Int,
     queries: Int,
-    mut scratch: Scratch,
-    mut ahead: Ahead,
+    mut workspace: SegmentWorkspace,
+    mut prefetcher: Prefetcher,
 ):
-    """The dot products of one KV head's queries with entries `begin` to `end - 1` of the tile, whole eights.
+    """Computes the dot products of one KV head's queries with entries `begin` to `end - 1` of the tile, multiples of 8.
 
-    They go to slot `slot` of `scratch.weights`.
+    They go to index `weights_index` of `workspace.weights`.
     """
     var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
-    var q = scratch.q.unsafe_offset(head * queries * heads.padded)
-    var scores = scratch.weights.unsafe_offset(slot * queries * TILE)
+    var q = workspace.q.unsafe_offset(head * queries * heads.padded_dim)
+    var scores = workspace.weights.unsafe_offset(weights_index * queries * KV_TILE_TOKENS)
     var m = 0
-    var fetch = FETCHING
+    var fetch = PREFETCHING_BLOCKS
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
-            var at = q.unsafe_offset(m * heads.padded)
-            score_block[count](base, tile, begin, end, heads, at, scores.unsafe_offset(m * TILE), fetch > 0, ahead)
+            var at = q.unsafe_offset(m * heads.padded_dim)
+            score_block[count](
+                base, tile, begin, end, heads, at, scores.unsafe_offset(m * KV_TILE_TOKENS), fetch > 0, prefetcher
+            )
             fetch -= 1
             m += count
 
@@ -114,35 +121,35 @@ def score_block[
     kv_dtype: DType, //, count: Int
 ](
     k: Pointer[Scalar[kv_dtype], _],
-    tile: Tile,
+    tile: KVTile,
     begin: Int,
     end: Int,
-    heads: Heads,
-    q: Floats,
-    target: Floats,
+    heads: HeadLayout,
+    q: FloatPointer,
+    target: FloatPointer,
     fetch: Bool,
-    mut ahead: Ahead,
+    mut prefetcher: Prefetcher,
 ):
-    """`count` queries with some tokens: up to 16 sums at a time stay in registers."""
-    comptime tokens = tokens_of(count)
+    """Computes the dot products of `count` queries with some tokens. Up to 16 sums at a time stay in registers."""
+    comptime tokens = tokens_at_once(count)
     comptime chunk = chunk_of(kv_dtype)
-    var whole = heads.dim // chunk * chunk
+    var whole = heads.head_dim // chunk * chunk
     for first in range(begin, end, tokens):
-        var sums = Array[Vec, HALF](fill=0)
+        var sums = Array[FloatVector, LANES](fill=0)
         var d = 0
         while d < whole:
-            dot_chunk[count, True](k, tile.k, first, d, chunk, q, fetch, sums, ahead)
+            dot_chunk[count, True](k, tile.k, first, d, chunk, q, fetch, sums, prefetcher)
             d += chunk
-        if whole < heads.dim:
-            dot_chunk[count, False](k, tile.k, first, whole, heads.dim - whole, q, fetch, sums, ahead)
-        var totals = sum_each(sums)
+        if whole < heads.head_dim:
+            dot_chunk[count, False](k, tile.k, first, whole, heads.head_dim - whole, q, fetch, sums, prefetcher)
+        var totals = reduce_each(sums)
         comptime for m in range(count):
-            target.unsafe_store(m * TILE + first, totals.slice[tokens, offset=m * tokens]())
+            target.unsafe_store(m * KV_TILE_TOKENS + first, totals.slice[tokens, offset=m * tokens]())
 
 
-def tokens_of(count: Int) -> Int:
-    """How many tokens `count` queries meet at a time."""
-    return min(STREAMS, HALF // count)
+def tokens_at_once(count: Int) -> Int:
+    """Tokens whose dot products with `count` queries are computed together."""
+    return min(STREAMS, LANES // count)
 
 
 @always_inline
@@ -150,59 +157,59 @@ def dot_chunk[
     kv_dtype: DType, //, count: Int, full: Bool
 ](
     k: Pointer[Scalar[kv_dtype], _],
-    offsets: Offsets,
+    offsets: IntPointer,
     token: Int,
     d: Int,
     length: Int,
-    q: Floats,
+    q: FloatPointer,
     fetch: Bool,
-    mut sums: Array[Vec, HALF],
-    mut ahead: Ahead,
+    mut sums: Array[FloatVector, LANES],
+    mut prefetcher: Prefetcher,
 ):
-    """Adds one chunk's share to `sums[m * tokens + i]`, query `m` with token `token + i`."""
-    comptime tokens = tokens_of(count)
-    comptime parts = chunk_of(kv_dtype) // HALF
+    """Adds the products of one chunk to `sums[m * tokens + i]`, of query `m` and token `token + i`."""
+    comptime tokens = tokens_at_once(count)
+    comptime parts = chunk_of(kv_dtype) // LANES
     var qs = q.unsafe_offset(d * count)
     comptime for i in range(tokens):
         var x = load_chunk[full](k.unsafe_offset(offsets[unsafe_offset=token + i] + d), length)
         comptime for m in range(count):
             comptime for part in range(parts):
-                sums[m * tokens + i] = x.slice[HALF, offset=part * HALF]().fma(
-                    qs.unsafe_load[width=HALF]((m * parts + part) * HALF), sums[m * tokens + i]
+                sums[m * tokens + i] = x.slice[LANES, offset=part * LANES]().fma(
+                    qs.unsafe_load[width=LANES]((m * parts + part) * LANES), sums[m * tokens + i]
                 )
         comptime if i % 4 == 3:
             if fetch:
-                ahead.run()
+                prefetcher.run()
 
 
 @always_inline
 def sum_tile(
     v: PagedKVCache,
-    tile: Tile,
-    heads: Heads,
+    tile: KVTile,
+    heads: HeadLayout,
     head: Int,
-    slot: Int,
+    weights_index: Int,
     begin: Int,
     end: Int,
     queries: Int,
-    mut scratch: Scratch,
-    mut ahead: Ahead,
+    mut workspace: SegmentWorkspace,
+    mut prefetcher: Prefetcher,
 ):
-    """Adds the weighted V of one KV head, of entries `begin` to `end - 1` of the tile that are tokens.
+    """Adds the weighted V of one KV head to `workspace.acc`, of the tile's tokens among entries `begin` to `end - 1`.
 
-    The weights are in slot `slot` of `scratch.weights`.
+    The weights are at index `weights_index` of `workspace.weights`.
     """
     var base = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
-    var acc = scratch.acc.unsafe_offset(head * queries * heads.padded)
-    var weights = scratch.weights.unsafe_offset(slot * queries * TILE)
+    var acc = workspace.acc.unsafe_offset(head * queries * heads.padded_dim)
+    var weights = workspace.weights.unsafe_offset(weights_index * queries * KV_TILE_TOKENS)
     var last = min(end, tile.count)
     var m = 0
-    var fetch = FETCHING
+    var fetch = PREFETCHING_BLOCKS
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
-            var at = acc.unsafe_offset(m * heads.padded)
-            sum_block[count, SLICE * (1 if count == 4 else 2) // chunk_of(v.dtype)](
-                base, tile, begin, last, heads, weights.unsafe_offset(m * TILE), at, fetch > 0, ahead
+            var at = acc.unsafe_offset(m * heads.padded_dim)
+            sum_block[count, SLICE_ELEMENTS * (1 if count == 4 else 2) // chunk_of(v.dtype)](
+                base, tile, begin, last, heads, weights.unsafe_offset(m * KV_TILE_TOKENS), at, fetch > 0, prefetcher
             )
             fetch -= 1
             m += count
@@ -213,26 +220,31 @@ def sum_block[
     kv_dtype: DType, //, count: Int, chunks: Int
 ](
     v: Pointer[Scalar[kv_dtype], _],
-    tile: Tile,
+    tile: KVTile,
     begin: Int,
     end: Int,
-    heads: Heads,
-    weights: Floats,
-    acc: Floats,
+    heads: HeadLayout,
+    weights: FloatPointer,
+    acc: FloatPointer,
     fetch: Bool,
-    mut ahead: Ahead,
+    mut prefetcher: Prefetcher,
 ):
-    """`count` queries over slices of `chunks` chunks of head_dim, each slice's sums in registers for all tokens."""
+    """Adds the weighted V for `count` queries, in slices of `chunks` chunks of head_dim.
+
+    The sums of a slice stay in registers for all tokens.
+    """
     comptime chunk = chunk_of(kv_dtype)
     var d = 0
-    while d + chunks * chunk <= heads.dim:
-        sum_slice[count, chunks, True](v, tile, begin, end, d, chunk, heads.padded, weights, acc, fetch, ahead)
+    while d + chunks * chunk <= heads.head_dim:
+        sum_slice[count, chunks, True](v, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher)
         d += chunks * chunk
-    while d + chunk <= heads.dim:
-        sum_slice[count, 1, True](v, tile, begin, end, d, chunk, heads.padded, weights, acc, fetch, ahead)
+    while d + chunk <= heads.head_dim:
+        sum_slice[count, 1, True](v, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher)
         d += chunk
-    if d < heads.dim:
-        sum_slice[count, 1, False](v, tile, begin, end, d, heads.dim - d, heads.padded, weights, acc, fetch, ahead)
+    if d < heads.head_dim:
+        sum_slice[count, 1, False](
+            v, tile, begin, end, d, heads.head_dim - d, heads.padded_dim, weights, acc, fetch, prefetcher
+        )
 
 
 @always_inline
@@ -240,34 +252,34 @@ def sum_slice[
     kv_dtype: DType, //, count: Int, chunks: Int, full: Bool
 ](
     v: Pointer[Scalar[kv_dtype], _],
-    tile: Tile,
+    tile: KVTile,
     begin: Int,
     end: Int,
     d: Int,
     length: Int,
-    padded: Int,
-    weights: Floats,
-    acc: Floats,
+    padded_dim: Int,
+    weights: FloatPointer,
+    acc: FloatPointer,
     fetch: Bool,
-    mut ahead: Ahead,
+    mut prefetcher: Prefetcher,
 ):
     comptime chunk = chunk_of(kv_dtype)
-    comptime parts = chunks * chunk // HALF
-    var sums = Array[Vec, count * parts](fill=0)
+    comptime parts = chunks * chunk // LANES
+    var sums = Array[FloatVector, count * parts](fill=0)
     comptime for m in range(count):
         comptime for part in range(parts):
-            sums[m * parts + part] = acc.unsafe_load[width=HALF](m * padded + d + part * HALF)
+            sums[m * parts + part] = acc.unsafe_load[width=LANES](m * padded_dim + d + part * LANES)
     for i in range(begin, end):
         var source = v.unsafe_offset(tile.v[unsafe_offset=i] + d)
         if fetch:
-            ahead.run()
+            prefetcher.run()
         comptime for c in range(chunks):
             var x = load_chunk[full](source.unsafe_offset(c * chunk), length)
             comptime for m in range(count):
-                var w = Vec(weights[unsafe_offset=m * TILE + i])
-                comptime for half in range(chunk // HALF):
-                    comptime at = m * parts + c * (chunk // HALF) + half
-                    sums[at] = x.slice[HALF, offset=half * HALF]().fma(w, sums[at])
+                var w = FloatVector(weights[unsafe_offset=m * KV_TILE_TOKENS + i])
+                comptime for half in range(chunk // LANES):
+                    comptime at = m * parts + c * (chunk // LANES) + half
+                    sums[at] = x.slice[LANES, offset=half * LANES]().fma(w, sums[at])
     comptime for m in range(count):
         comptime for part in range(parts):
-            acc.unsafe_store(m * padded + d + part * HALF, sums[m * parts + part])
+            acc.unsafe_store(m * padded_dim + d + part * LANES, sums[m * parts + part])

@@ -1,8 +1,8 @@
-"""A segment in vector arithmetic: its tokens in the order in which memory delivers them best.
+"""Attention over one segment in vector arithmetic, its tokens in the order that gives the most memory bandwidth.
 
-Eight runs of memory are read side by side, each from its start to its end, and what is read next is prefetched into the
-first-level cache, a few KB ahead: the products follow that order. Where the heads of a token are neighbours (NHD), a
-tile goes `unit` tokens at a time, all heads of them; otherwise each head goes through the tiles of a whole field.
+Eight runs of memory are read side by side, each from its first line to its last. The next unit, 8 KB or more, is
+prefetched into the first-level cache. Where the heads of a token are adjacent (NHD), a unit is some tokens of a tile
+with all their heads. Otherwise (HND) it is one head of a tile, and each head goes through all tiles of a span.
 """
 
 from std.sys import size_of
@@ -10,45 +10,47 @@ from std.sys import size_of
 from ....cache.paged_kv_cache import PagedKVCache
 from ...logits import Logits
 from ...params import AttentionRows
-from ..kv_tile import Heads, PARTS, PLACES, Scratch, weigh_tile
-from ..plan import Queue, Segment
-from ..prefetch import Ahead, STREAMS, TILE
-from ..token_order import Step
-from .products import load_queries, score_calls, score_tile, sum_calls, sum_tile
+from ..kv_tile import SPAN_TILES
+from ..plan import Segment, SegmentQueue
+from ..prefetch import KV_TILE_TOKENS, Prefetcher, STREAMS
+from ..segment_walk import SegmentStep, next_step
+from ..tile_weights import scores_to_weights
+from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
+from .products import pack_queries, score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
 
-comptime NEAR = 8192
-"""Bytes of a unit, at least: memory answers before they are worked through."""
-comptime FEW = 4
-"""Queries a KV head that are at hand in the first-level cache for every unit, with their sums, of all heads; for more, a
-unit is a tile."""
+comptime MIN_UNIT_BYTES = 8192
+"""Bytes of a unit, at least: the arithmetic on them takes longer than memory takes to deliver the next unit."""
+comptime MAX_UNIT_QUERIES = 4
+"""Queries a KV head up to which the queries and sums of all heads stay in the first-level cache beside a unit. For more
+queries, a unit is a tile."""
 
 
-struct Order(TrivialRegisterPassable):
-    """In which order a tile's tokens and heads are worked on."""
+struct TileOrder(TrivialRegisterPassable):
+    """The order in which the tokens and heads of a tile are read."""
 
     var heads: Int
-    """How many KV heads go together: all, or one."""
+    """KV heads that a unit holds: all, or one."""
     var unit: Int
-    """Entries of a tile that go together: 8, 16 or 32."""
-    var row_bytes: Int
-    """What is contiguous of a token."""
+    """Entries of a tile that a unit holds: 8, 16 or 32."""
+    var range_bytes: Int
+    """Contiguous bytes of a token in a unit."""
 
-    def __init__(out self, heads: Heads, queries: Int, element: Int):
-        var neighbours = heads.neighbours()
-        self.heads = heads.kv_heads if neighbours else 1
-        self.row_bytes = self.heads * heads.dim * element
-        self.unit = STREAMS if neighbours and queries <= FEW else TILE
-        while self.unit < TILE and self.unit * self.row_bytes < NEAR:
+    def __init__(out self, heads: HeadLayout, queries: Int, element_bytes: Int):
+        var adjacent = heads.adjacent()
+        self.heads = heads.kv_heads if adjacent else 1
+        self.range_bytes = self.heads * heads.head_dim * element_bytes
+        self.unit = STREAMS if adjacent and queries <= MAX_UNIT_QUERIES else KV_TILE_TOKENS
+        while self.unit < KV_TILE_TOKENS and self.unit * self.range_bytes < MIN_UNIT_BYTES:
             self.unit *= 2
 
     @always_inline
-    def parts(self, heads: Heads) -> Int:
-        """How many tiles of a field make a step."""
-        return 1 if self.heads == heads.kv_heads else PARTS
+    def step_tiles(self, heads: HeadLayout) -> Int:
+        """Tiles of a step: one, or those of a span."""
+        return 1 if self.heads == heads.kv_heads else SPAN_TILES
 
 
 @always_inline
-def attend_by_vectors[
+def attend_segment_vectors[
     dtype: DType, //
 ](
     rows: AttentionRows[dtype],
@@ -56,50 +58,45 @@ def attend_by_vectors[
     k: PagedKVCache,
     v: type_of(k),
     logits: Logits,
-    heads: Heads,
-    queue: Queue,
-    mut scratch: Scratch,
+    heads: HeadLayout,
+    queue: SegmentQueue,
+    mut workspace: SegmentWorkspace,
 ) -> Segment:
-    """The states and weighted values of a segment's queries, into `scratch`; returns the segment to go on with.
+    """Computes the states and weighted values of a segment's queries in `workspace`; returns the next segment.
 
-    That one is taken early, so that its first K is on its way while the last V is summed up.
+    The next segment is taken from the queue before this one is finished (`next_step`).
     """
-    load_queries[k.dtype](rows, segment, heads, scratch)
+    pack_queries[k.dtype](rows, segment, heads, workspace)
     if segment.begin >= segment.end:
         return queue.take()
     var queries = segment.num_rows * heads.group
-    var order = Order(heads, queries, size_of[k.dtype]())
-    var parts = order.parts(heads)
-    var score_runs = order.heads * score_calls[k.dtype](heads, queries)
-    var sum_runs = order.heads * (queries + sum_calls[k.dtype](heads, queries))
+    var order = TileOrder(heads, queries, size_of[k.dtype]())
+    var tiles = order.step_tiles(heads)
+    var score_runs = order.heads * score_prefetch_calls[k.dtype](heads, queries)
+    var sum_runs = order.heads * (queries + sum_prefetch_calls[k.dtype](heads, queries))
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()
-    var place = 0
-    var step = Step(k, v, request, segment, segment.begin, parts, scratch, place)
+    var buffer = 0
+    var step = SegmentStep(k, v, request, segment, segment.begin, tiles, workspace, buffer)
     while True:
-        place = PARTS - place
-        var next = Step(k, v, request, segment, step.end, parts, scratch, place)
-        if step.end >= segment.end:
-            following = queue.take()
-            if following.num_rows > 0:
-                var other = Int(rows.row_batch[unsafe_offset=following.row])
-                next = Step(k, v, other, following, following.begin, parts, scratch, place)
+        buffer = SPAN_TILES - buffer
+        var next = next_step(rows, k, v, request, segment, step.end, tiles, queue, workspace, buffer, following)
         for first in range(0, heads.kv_heads, order.heads):
-            var ahead = Ahead[near=True](scratch.place(PLACES), order.row_bytes)
-            # All of K but the first unit, which was fetched before, and V's first.
+            var prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
+            # All units of K but the first, which was prefetched before, and the first unit of V.
             for i in range(step.count):
-                ahead.add(
+                prefetcher.add_ranges(
                     k.blocks.ptr,
                     step.tiles[unsafe_offset=i].k,
                     0 if i > 0 else order.unit,
-                    TILE,
+                    KV_TILE_TOKENS,
                     first * heads.k_stride,
                 )
-            ahead.add(v.blocks.ptr, step.tiles[].v, 0, order.unit, first * heads.v_stride)
-            ahead.start(step.count * score_runs)
+            prefetcher.add_ranges(v.blocks.ptr, step.tiles[].v, 0, order.unit, first * heads.v_stride)
+            prefetcher.start(step.count * score_runs)
             for i in range(step.count):
                 var tile = step.tiles[unsafe_offset=i]
-                for unit in range(0, TILE, order.unit):
+                for unit in range(0, KV_TILE_TOKENS, order.unit):
                     for head in range(first, first + order.heads):
                         score_tile(
                             k,
@@ -110,31 +107,33 @@ def attend_by_vectors[
                             unit,
                             unit + order.unit,
                             queries,
-                            scratch,
-                            ahead,
+                            workspace,
+                            prefetcher,
                         )
-            ahead = Ahead[near=True](scratch.place(PLACES), order.row_bytes)
+            prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
             for i in range(step.count):
-                ahead.add(
+                prefetcher.add_ranges(
                     v.blocks.ptr,
                     step.tiles[unsafe_offset=i].v,
                     0 if i > 0 else order.unit,
-                    TILE,
+                    KV_TILE_TOKENS,
                     first * heads.v_stride,
                 )
             if first + order.heads < heads.kv_heads:
-                ahead.add(k.blocks.ptr, step.tiles[].k, 0, order.unit, (first + order.heads) * heads.k_stride)
+                prefetcher.add_ranges(
+                    k.blocks.ptr, step.tiles[].k, 0, order.unit, (first + order.heads) * heads.k_stride
+                )
             elif next.has_tokens():
-                ahead.add(k.blocks.ptr, next.tiles[].k, 0, order.unit, 0)
-            ahead.start(step.count * sum_runs)
+                prefetcher.add_ranges(k.blocks.ptr, next.tiles[].k, 0, order.unit, 0)
+            prefetcher.start(step.count * sum_runs)
             for i in range(step.count):
                 var tile = step.tiles[unsafe_offset=i]
-                # Not all tiles before: a greatest score that rises has to find summed up what was weighed.
+                # Tile by tile: a reference that is raised rescales the values of all weights before it.
                 for head in range(first, first + order.heads):
-                    weigh_tile[False](
-                        rows, segment, logits, heads, head, head - first + i, tile, queries, scratch, ahead
+                    scores_to_weights[False](
+                        rows, segment, logits, heads, head, head - first + i, tile, queries, workspace, prefetcher
                     )
-                for unit in range(0, TILE, order.unit):
+                for unit in range(0, KV_TILE_TOKENS, order.unit):
                     for head in range(first, first + order.heads):
                         sum_tile(
                             v,
@@ -145,8 +144,8 @@ def attend_by_vectors[
                             unit,
                             unit + order.unit,
                             queries,
-                            scratch,
-                            ahead,
+                            workspace,
+                            prefetcher,
                         )
         if step.end >= segment.end:
             return following

@@ -1,26 +1,28 @@
-"""Chunks of stored elements in the order of the lanes, and sums of vectors."""
+"""Chunks of stored elements in their lane order, sums of vectors, and the look-up tables of float8."""
 
+from std.memory import bitcast
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.isa.convert import HALF, Vec, chunk_of, load_chunk, pack, sum_each, unpack
+from mojo_ops.isa.convert import FloatVector, LANES, chunk_of, load_chunk, reduce_each, to_chunk_order, to_natural_order
+from mojo_ops.isa.float8 import float8_table
 from support import untracked
 
 
 def check_order[dtype: DType]() raises:
-    """Elements that are loaded and put back into their natural order are the elements, whole chunks and parts."""
+    """Bf16Pointer that are loaded and put back into their natural order are the elements, whole chunks and parts."""
     comptime chunk = chunk_of(dtype)
     var stored = List[Scalar[dtype]](length=chunk, fill=0)
     for i in range(chunk):
         stored[i] = Scalar[dtype](Float32(i % 13 - 6) / 4)
-    var whole = unpack[dtype](load_chunk[True](untracked(stored), chunk))
-    var part = unpack[dtype](load_chunk[False](untracked(stored), chunk - 8))
+    var whole = to_natural_order[dtype](load_chunk[True](untracked(stored), chunk))
+    var part = to_natural_order[dtype](load_chunk[False](untracked(stored), chunk - 8))
     var natural = SIMD[DType.float32, chunk](0)
     for i in range(chunk):
         var expected = stored[i].cast[DType.float32]()
         natural[i] = expected
         assert_equal(whole[i], expected)
         assert_equal(part[i], expected if i < chunk - 8 else 0)
-    assert_equal(pack[dtype](natural), load_chunk[True](untracked(stored), chunk))
+    assert_equal(to_chunk_order[dtype](natural), load_chunk[True](untracked(stored), chunk))
     _ = stored^
 
 
@@ -39,7 +41,7 @@ def check_bytes[dtype: DType]() raises:
     for i in range(256):
         untracked(stored).unsafe_mut_cast[True]().unsafe_bitcast[UInt8]()[unsafe_offset=i] = UInt8(i)
     for start in range(0, 256, chunk):
-        var wide = unpack[dtype](load_chunk[True](untracked(stored).unsafe_offset(start), chunk))
+        var wide = to_natural_order[dtype](load_chunk[True](untracked(stored).unsafe_offset(start), chunk))
         for i in range(chunk):
             var expected = stored[start + i].cast[DType.float32]()
             if expected != expected:
@@ -55,13 +57,31 @@ def test_every_float8() raises:
 
 
 def test_sum_each() raises:
-    var x = Array[Vec, HALF](fill=0)
-    for i in range(HALF):
-        for lane in range(HALF):
+    var x = Array[FloatVector, LANES](fill=0)
+    for i in range(LANES):
+        for lane in range(LANES):
             x[i][lane] = Float32(100 * i + lane)
-    var sums = sum_each(x)
-    for i in range(HALF):
+    var sums = reduce_each(x)
+    for i in range(LANES):
         assert_equal(sums[i], Float32(1600 * i + 120))
+
+
+def check_table[dtype: DType]() raises:
+    for half in range(2):
+        var low = float8_table(dtype, 64 * half, 0)
+        var high = float8_table(dtype, 64 * half, 8)
+        for i in range(64):
+            var bits = UInt16(low[i]) | (UInt16(high[i]) << 8)
+            var found = bitcast[DType.bfloat16](bits).cast[DType.float32]()
+            var expected = bitcast[dtype](UInt8(64 * half + i)).cast[DType.float32]()
+            assert_true(
+                found == expected or (found != found and expected != expected), String(dtype, " ", 64 * half + i)
+            )
+
+
+def test_every_float8_magnitude() raises:
+    check_table[DType.float8_e4m3fn]()
+    check_table[DType.float8_e5m2]()
 
 
 def main() raises:

@@ -4,21 +4,22 @@ from std.collections import Set
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 
-from mojo_ops.attention.cpu.kv_tile import Heads, PARTS, Scratch
+from mojo_ops.attention.cpu.kv_tile import SPAN_TILES
 from mojo_ops.attention.cpu.plan import Segment
-from mojo_ops.attention.cpu.prefetch import FIELD, STREAMS, TILE
-from mojo_ops.attention.cpu.token_order import Step
+from mojo_ops.attention.cpu.prefetch import KV_TILE_TOKENS, SPAN_TOKENS, STREAMS
+from mojo_ops.attention.cpu.segment_walk import SegmentStep
+from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.cache.strides import PageStrides, page_shape
 from support import untracked, untracked_mutable
 
-comptime TOKENS = 3 * FIELD
+comptime TOKENS = 3 * SPAN_TOKENS
 comptime DIM = 8
 comptime HEADS = 2
 comptime Cache = PagedKVCache[DType.float32, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE]
 
 
-def check[layout: StaticString](page_size: Int, begin: Int, end: Int, parts: Int) raises:
+def check[layout: StaticString](page_size: Int, begin: Int, end: Int, tiles: Int) raises:
     comptime hnd = layout == "HND"
     var pages = (TOKENS + page_size - 1) // page_size
     var shape = IndexList[5](pages, 2, HEADS if hnd else page_size, page_size if hnd else HEADS, DIM)
@@ -42,21 +43,21 @@ def check[layout: StaticString](page_size: Int, begin: Int, end: Int, parts: Int
         1,
         pages,
     )
-    var heads = Heads(HEADS, 1, DIM, 32, k.strides().head, v.strides().head)
-    var scratch = Scratch(heads, 1, 0)
+    var heads = HeadLayout(HEADS, 1, DIM, 32, k.strides().head, v.strides().head)
+    var workspace = SegmentWorkspace(heads, 1, 0)
     var segment = Segment(0, 1, begin, end)
     var seen = Set[Int]()
     var at = begin
-    var place = 0
+    var buffer = 0
     while at < end:
-        var step = Step(k, v, 0, segment, at, parts, scratch, place)
-        place = PARTS - place
+        var step = SegmentStep(k, v, 0, segment, at, tiles, workspace, buffer)
+        buffer = SPAN_TILES - buffer
         assert_true(step.has_tokens())
-        assert_true(step.count == 1 or step.count == parts)
+        assert_true(step.count == 1 or step.count == tiles)
         for i in range(step.count):
             var tile = step.tiles[unsafe_offset=i]
             var tokens = tile.tokens()
-            for entry in range(TILE):
+            for entry in range(KV_TILE_TOKENS):
                 var token = Int(tokens[min(entry, tile.count - 1)])
                 var page = k.page(0, token // page_size)
                 assert_equal(tile.k[unsafe_offset=entry], k.offset(page, token % page_size, 0))
@@ -66,17 +67,17 @@ def check[layout: StaticString](page_size: Int, begin: Int, end: Int, parts: Int
                     assert_true(tile.first <= token < tile.end())
                     assert_true(token not in seen)
                     seen.add(token)
-            if tile.spread:
+            if tile.interleaved:
                 # Streams go up: each run's next token, not its first again.
-                for entry in range(STREAMS, TILE):
+                for entry in range(STREAMS, KV_TILE_TOKENS):
                     assert_equal(tokens[entry], tokens[entry - STREAMS] + 1)
         at = step.end
     assert_equal(at, end)
     assert_equal(len(seen), end - begin)
-    assert_true(not Step(k, v, 0, segment, end, parts, scratch, place).has_tokens())
+    assert_true(not SegmentStep(k, v, 0, segment, end, tiles, workspace, buffer).has_tokens())
     _ = storage^
     _ = table^
-    _ = scratch^
+    _ = workspace^
 
 
 def test_every_token_once() raises:
@@ -85,13 +86,13 @@ def test_every_token_once() raises:
             (0, TOKENS),
             (0, 1),
             (3, 40),
-            (FIELD, 2 * FIELD),
-            (FIELD - 1, 2 * FIELD + 1),
+            (SPAN_TOKENS, 2 * SPAN_TOKENS),
+            (SPAN_TOKENS - 1, 2 * SPAN_TOKENS + 1),
             (70, TOKENS - 16),
         ]:
-            for parts in [1, PARTS]:
-                check["NHD"](page_size, begin, end, parts)
-                check["HND"](page_size, begin, end, parts)
+            for tiles in [1, SPAN_TILES]:
+                check["NHD"](page_size, begin, end, tiles)
+                check["HND"](page_size, begin, end, tiles)
 
 
 def main() raises:

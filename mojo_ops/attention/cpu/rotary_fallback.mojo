@@ -1,0 +1,181 @@
+"""The slow fallback for keys that are stored without their rotation, and rotated whenever they are read (ROPE_LLAMA).
+
+A portable loop over one row and one KV head at a time, several times slower than `dispatch.mojo`, which computes all
+other calls. Every key is rotated once for each row that reads it.
+"""
+
+from max.algorithm import sync_parallelize
+from std.math import iota
+
+from ...cache.paged_kv_cache import PagedKVCache
+from ..logits import Logits
+from ..params import AttentionRows
+from ..rope import RotaryEmbedding
+from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
+
+comptime DIM_STEP = 8
+"""Elements of head_dim that are computed at once: head_dim is a multiple of 8."""
+comptime FALLBACK_TILE_TOKENS = 32
+"""Tokens whose scores are computed before their weights."""
+
+
+struct FallbackWorkspace:
+    """Float32 working memory of one task: the query heads that share a KV head."""
+
+    var q: List[Float32]
+    """`[group, D]`."""
+    var acc: List[Float32]
+    """`[group, D]`: weighted values, relative to `state.greatest`."""
+    var token: List[Float32]
+    """`[D]`: one token's K or V."""
+    var weights: List[Float32]
+    """`[group, FALLBACK_TILE_TOKENS]`: scores, then weights."""
+    var state: List[AttentionState]
+    """`[group]`."""
+    var rotary: RotaryEmbedding
+
+    def __init__(out self, group: Int, head_dim: Int, var rotary: RotaryEmbedding):
+        self.q = List[Float32](length=group * head_dim, fill=0)
+        self.acc = List[Float32](length=group * head_dim, fill=0)
+        self.token = List[Float32](length=head_dim, fill=0)
+        self.weights = List[Float32](length=group * FALLBACK_TILE_TOKENS, fill=0)
+        self.state = List[AttentionState](length=group, fill=AttentionState())
+        self.rotary = rotary^
+
+
+def attend_rotary_fallback[
+    dtype: DType
+](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
+    """Computes o `[R, Hq, D]` and lse `[R, Hq]` of every row with rotated q and keys (`../README.md`).
+
+    The rows were checked (`check_rows`). A task computes whole pairs of a row and a KV head, so the result does not
+    depend on `workers`.
+    """
+    var kv_heads = k.num_heads()
+    var items = rows.num_rows * kv_heads
+    var tasks = min(items, max(1, workers) * 4)
+
+    def task(index: Int) {var rows, var k, var v, var logits, var kv_heads, var items, var tasks}:
+        var rotary = RotaryEmbedding(k.head_dim(), rows.rope_theta, rows.rope_scale)
+        var workspace = FallbackWorkspace(rows.num_heads // kv_heads, k.head_dim(), rotary^)
+        for item in range(index, items, tasks):
+            var row, head = divmod(item, kv_heads)
+            attend_row_fallback(rows, row, k, v, head, logits, workspace)
+
+    sync_parallelize(task, tasks)
+
+
+def attend_row_fallback[
+    dtype: DType
+](
+    rows: AttentionRows[dtype],
+    row: Int,
+    k: PagedKVCache,
+    v: type_of(k),
+    kv_head: Int,
+    logits: Logits,
+    mut workspace: FallbackWorkspace,
+):
+    """Computes one row and one KV head. Every load of K and V serves all query heads of the group."""
+    var dim = k.head_dim()
+    var group = rows.num_heads // k.num_heads()
+    var request = Int(rows.row_batch[unsafe_offset=row])
+    var length = Int(rows.row_lengths[unsafe_offset=row]) if request >= 0 else 0
+    var first_head = row * rows.num_heads + kv_head * group
+    var q = workspace.q.unsafe_ptr()
+    var acc = workspace.acc.unsafe_ptr()
+    var token = workspace.token.unsafe_ptr()
+    var weights = workspace.weights.unsafe_ptr()
+
+    for i in range(0, group * dim, DIM_STEP):
+        var source = rows.q.unsafe_offset(first_head * dim + i)
+        q.unsafe_store(i, source.unsafe_load[width=DIM_STEP]().cast[DType.float32]())
+        acc.unsafe_store(i, SIMD[DType.float32, DIM_STEP](0))
+    for g in range(group):
+        workspace.state[g] = AttentionState()
+        workspace.rotary.rotate(q.unsafe_offset(g * dim), length - 1)
+
+    var start = logits.first_token(length)
+    while start < length:
+        # A tile is a run of slots of one page.
+        var count = min(FALLBACK_TILE_TOKENS, length - start, k.slots() - start % k.slots())
+        var source = k.block_paged_ptr[1](request, start, kv_head)
+        for i in range(count):
+            widen_head(source.unsafe_offset(i * k.row_pitch()), token, dim)
+            workspace.rotary.rotate(token, start + i)
+            for g in range(group):
+                weights[unsafe_offset=g * FALLBACK_TILE_TOKENS + i] = dot(q.unsafe_offset(g * dim), token, dim)
+
+        for g in range(group):
+            ref state = workspace.state[g]
+            var tile = weights.unsafe_offset(g * FALLBACK_TILE_TOKENS)
+            var greatest = MINUS_INFINITY
+            for i in range(0, FALLBACK_TILE_TOKENS, DIM_STEP):
+                var lane = iota[DType.int32, DIM_STEP](Int32(i))
+                var scores = logits.score(tile.unsafe_load[width=DIM_STEP](i), kv_head * group + g, start + i)
+                scores = lane.lt(Int32(count)).select(scores, MINUS_INFINITY)
+                tile.unsafe_store(i, scores)
+                greatest = max(greatest, scores.reduce_max())
+            var factor = state.raise_to(greatest)
+            if factor != 1:
+                scale(acc.unsafe_offset(g * dim), factor, dim)
+            var total = SIMD[DType.float32, DIM_STEP](0)
+            for i in range(0, FALLBACK_TILE_TOKENS, DIM_STEP):
+                var w = exp2(tile.unsafe_load[width=DIM_STEP](i) - state.greatest)
+                tile.unsafe_store(i, w)
+                total += w
+            state.add(total.reduce_add())
+
+        source = v.block_paged_ptr[1](request, start, kv_head)
+        for i in range(count):
+            widen_head(source.unsafe_offset(i * v.row_pitch()), token, dim)
+            for g in range(group):
+                accumulate(acc.unsafe_offset(g * dim), weights[unsafe_offset=g * FALLBACK_TILE_TOKENS + i], token, dim)
+        start += count
+
+    for g in range(group):
+        ref state = workspace.state[g]
+        if logits.has_sinks and length > 0:
+            var sink = logits.sinks[unsafe_offset=kv_head * group + g] * LOG2E
+            scale(acc.unsafe_offset(g * dim), state.raise_to(sink), dim)
+            state.add(exp2(sink - state.greatest))
+        var factor = state.normaliser() * rows.v_scale
+        var target = rows.o.unsafe_offset((first_head + g) * dim)
+        for i in range(0, dim, DIM_STEP):
+            var out = acc.unsafe_load[width=DIM_STEP](g * dim + i) * factor
+            target.unsafe_store(i, out.cast[dtype]())
+        rows.lse[unsafe_offset=first_head + g] = state.lse()
+
+
+comptime MutableFloats = Pointer[mut=True, Float32, _]
+
+
+@always_inline
+def widen_head[dtype: DType, //](source: Pointer[mut=True, Scalar[dtype], _], target: MutableFloats, count: Int):
+    """Converts `count` stored elements to float32."""
+    for i in range(0, count, DIM_STEP):
+        target.unsafe_store(i, source.unsafe_load[width=DIM_STEP](i).cast[DType.float32]())
+
+
+@always_inline
+def dot(a: MutableFloats, b: MutableFloats, count: Int) -> Float32:
+    var total = SIMD[DType.float32, DIM_STEP](0)
+    for i in range(0, count, DIM_STEP):
+        total = a.unsafe_load[width=DIM_STEP](i).fma(b.unsafe_load[width=DIM_STEP](i), total)
+    return total.reduce_add()
+
+
+@always_inline
+def accumulate(target: MutableFloats, weight: Float32, x: MutableFloats, count: Int):
+    """`target += weight * x`."""
+    for i in range(0, count, DIM_STEP):
+        var sum = x.unsafe_load[width=DIM_STEP](i).fma(
+            SIMD[DType.float32, DIM_STEP](weight), target.unsafe_load[width=DIM_STEP](i)
+        )
+        target.unsafe_store(i, sum)
+
+
+@always_inline
+def scale(target: MutableFloats, factor: Float32, count: Int):
+    for i in range(0, count, DIM_STEP):
+        target.unsafe_store(i, target.unsafe_load[width=DIM_STEP](i) * factor)

@@ -1,0 +1,93 @@
+"""The softmax of one tile: scores become weights, relative to a reference score that is seldom raised."""
+
+from std.memory import bitcast
+from std.utils.numerics import nan
+
+from ...isa.convert import LANES
+from ..logits import Logits
+from ..params import AttentionRows
+from ..softmax import AttentionState, MINUS_INFINITY, exp2
+from .kv_tile import KVTile
+from .plan import Segment
+from .prefetch import KV_TILE_TOKENS, Prefetcher
+from .workspace import HeadLayout, SegmentWorkspace
+
+comptime RESCALE_THRESHOLD: Float32 = 8
+"""How far scores may exceed the reference, in powers of two, before it is raised and the values are rescaled."""
+comptime ScoreVector = SIMD[DType.float32, KV_TILE_TOKENS]
+
+
+@always_inline
+def scores_to_weights[
+    dtype: DType, //, split_bf16: Bool
+](
+    rows: AttentionRows[dtype],
+    segment: Segment,
+    logits: Logits,
+    heads: HeadLayout,
+    head: Int,
+    weights_index: Int,
+    tile: KVTile,
+    stride: Int,
+    mut workspace: SegmentWorkspace,
+    mut prefetcher: Prefetcher,
+):
+    """Turns the scores of one KV head into weights, in place.
+
+    They are `[stride, KV_TILE_TOKENS]` at index `weights_index` of `workspace.weights`. Where a query's greatest score
+    exceeds its reference by more than `RESCALE_THRESHOLD`, its weighted values and totals are rescaled.
+
+    Parameters:
+        split_bf16: Whether each weight is stored as the sum of two bfloat16, first all high parts, then all low ones.
+    """
+    var m = head * stride
+    var tokens = tile.tokens()
+    for row in range(segment.num_rows):
+        var length = Int(rows.row_lengths[unsafe_offset=segment.row + row])
+        var first = logits.first_token(length)
+        var last = length if tile.count == KV_TILE_TOKENS else min(length, tile.first + tile.count)
+        var all_seen = first <= tile.first and last >= tile.end()
+        for g in range(heads.group):
+            prefetcher.run()
+            var at = workspace.weights.unsafe_offset(((weights_index - head) * stride + m) * KV_TILE_TOKENS)
+            var slope = ScoreVector(
+                logits.alibi_slopes[unsafe_offset=head * heads.group + g]
+            ) if logits.has_alibi else 0
+            var scores = logits.score_each(at.unsafe_load[width=KV_TILE_TOKENS](), slope, tokens.cast[DType.float32]())
+            if not all_seen:
+                scores = (tokens.lt(Int32(last)) & tokens.ge(Int32(first))).select(scores, MINUS_INFINITY)
+            var greatest = workspace.greatest[unsafe_offset=m]
+            var totals = workspace.totals.unsafe_load[width=LANES](m * LANES)
+            # Any reference that keeps the weights in range gives the same result, so it need not be the greatest score.
+            # After the first tile it is hardly ever raised. NaN counts as greater.
+            if not scores.le(greatest + RESCALE_THRESHOLD).reduce_and():
+                raise_reference(scores, m, heads.padded_dim, workspace)
+                greatest = workspace.greatest[unsafe_offset=m]
+                totals = workspace.totals.unsafe_load[width=LANES](m * LANES)
+            # A row that sees none of these tokens has no greatest score to subtract yet.
+            var weights = exp2(scores - greatest) if greatest != MINUS_INFINITY else ScoreVector(0)
+            comptime for part in range(KV_TILE_TOKENS // LANES):
+                totals += weights.slice[LANES, offset=part * LANES]()
+            workspace.totals.unsafe_store(m * LANES, totals)
+            comptime if split_bf16:
+                var high = weights.cast[DType.bfloat16]()
+                var low = (weights - high.cast[DType.float32]()).cast[DType.bfloat16]()
+                var target = at.unsafe_bitcast[UInt16]()
+                target.unsafe_store(0, bitcast[DType.uint16, KV_TILE_TOKENS](high))
+                target.unsafe_store(KV_TILE_TOKENS, bitcast[DType.uint16, KV_TILE_TOKENS](low))
+            else:
+                at.unsafe_store(0, weights)
+            m += 1
+
+
+@no_inline
+def raise_reference(scores: ScoreVector, query: Int, padded_dim: Int, workspace: SegmentWorkspace):
+    """Raises a query's reference to its greatest score and rescales. It hardly ever runs, so it is not inlined."""
+    var state = AttentionState(workspace.greatest[unsafe_offset=query], 0)
+    # `reduce_max` may pass over a NaN.
+    var factor = state.raise_to(scores.reduce_max() if scores.eq(scores).reduce_and() else nan[DType.float32]())
+    workspace.greatest[unsafe_offset=query] = state.greatest
+    workspace.totals.unsafe_store(query * LANES, workspace.totals.unsafe_load[width=LANES](query * LANES) * factor)
+    var acc = workspace.acc.unsafe_offset(query * padded_dim)
+    for d in range(0, padded_dim, LANES):
+        acc.unsafe_store(d, acc.unsafe_load[width=LANES](d) * factor)

@@ -1,0 +1,120 @@
+"""The head sizes of a call, and the working memory of one task for a segment whose heads go together."""
+
+from std.math import align_up
+
+from ...cache.paged_kv_cache import PagedKVCache
+from ...cache.pointers import untracked
+from ...isa.convert import LANES
+from ...isa.memory import FloatPointer, align_to_line
+from ..params import AttentionRows
+from ..softmax import AttentionState, MINUS_INFINITY
+from .kv_tile import KVTile, OFFSET_WIDTH, SPAN_TILES
+from .prefetch import EARLY_V_TOKENS, IntPointer, KV_TILE_TOKENS
+
+comptime TILE_BUFFERS = 2 * SPAN_TILES
+"""Tiles that a workspace holds: those of the present step of a segment and those of the next."""
+
+
+@fieldwise_init
+struct HeadLayout(ImplicitlyCopyable):
+    """The sizes that all heads of a call share."""
+
+    var kv_heads: Int
+    var group: Int
+    """Query heads of a KV head."""
+    var head_dim: Int
+    var padded_dim: Int
+    """P: head_dim rounded up to what the arithmetic takes at once."""
+    var k_stride: Int
+    """Elements from one KV head of a token to the next."""
+    var v_stride: Int
+
+    @staticmethod
+    def of(rows: AttentionRows, k: PagedKVCache, v: type_of(k), chunk: Int) -> Self:
+        var kv_heads = k.num_heads()
+        return Self(
+            kv_heads,
+            rows.num_heads // kv_heads,
+            k.head_dim(),
+            align_up(k.head_dim(), chunk),
+            k.strides().head,
+            v.strides().head,
+        )
+
+    @always_inline
+    def adjacent(self) -> Bool:
+        """Whether the heads of a token are adjacent in memory, in K and in V."""
+        return self.k_stride == self.head_dim and self.v_stride == self.head_dim
+
+
+trait RunningStates:
+    """The running softmax states of the queries of a segment."""
+
+    def state(self, query: Int) -> AttentionState:
+        """The state of one query of one KV head."""
+        ...
+
+
+struct SegmentWorkspace(Movable, RunningStates):
+    """Working memory of one task, for a block of rows of one request.
+
+    A KV head has M queries: the rows of the block times the group. The memory has room for `stride` of them.
+    """
+
+    var memory: List[Float32]
+    var offsets: List[Int]
+    """The token offsets of `TILE_BUFFERS` tiles, then the row addresses of a `Prefetcher`."""
+    var tiles: List[KVTile]
+    """`[TILE_BUFFERS]`."""
+    var q: FloatPointer
+    """`[Hk, stride, P]` float32 in the element order of `load_chunk`; with AMX pairs of bfloat16 instead."""
+    var acc: FloatPointer
+    """`[Hk, stride, P]` float32: weighted values, in the order of `q`."""
+    var weights: FloatPointer
+    """`[max(Hk, SPAN_TILES), stride, KV_TILE_TOKENS]` float32: scores, then weights.
+
+    With AMX the weights are `[Hk, stride, 2, KV_TILE_TOKENS]` bfloat16.
+    """
+    var amx_floats: FloatPointer
+    """The memory that `AmxBuffers` points into."""
+    var greatest: FloatPointer
+    """`[Hk, stride]`: each query's reference. No score so far exceeds it by more than `RESCALE_THRESHOLD`."""
+    var totals: FloatPointer
+    """`[Hk, stride, LANES]`: the sum of each query's weights, in `LANES` parts."""
+
+    def __init__(out self, heads: HeadLayout, stride: Int, amx_floats: Int):
+        """Memory for `stride` queries of each KV head and `amx_floats` float32 numbers for `AmxBuffers`."""
+        var queries = heads.kv_heads * stride
+        var weights = max(heads.kv_heads, SPAN_TILES) * stride * KV_TILE_TOKENS
+        self.memory = List[Float32](
+            length=queries * (2 * heads.padded_dim + LANES + 1) + weights + amx_floats + 16, fill=0
+        )
+        var rows = (KV_TILE_TOKENS + EARLY_V_TOKENS) * max(heads.kv_heads, SPAN_TILES)
+        self.offsets = List[Int](length=TILE_BUFFERS * 2 * (KV_TILE_TOKENS + OFFSET_WIDTH) + rows, fill=0)
+        self.tiles = List[KVTile](unsafe_uninit_length=TILE_BUFFERS)
+        # Vectors must not straddle cache lines.
+        self.q = align_to_line(untracked(self.memory.unsafe_ptr()))
+        self.acc = self.q.unsafe_offset(queries * heads.padded_dim)
+        self.weights = self.acc.unsafe_offset(queries * heads.padded_dim)
+        self.totals = self.weights.unsafe_offset(weights)
+        self.amx_floats = self.totals.unsafe_offset(queries * LANES)
+        self.greatest = self.amx_floats.unsafe_offset(amx_floats)
+
+    @always_inline
+    def clear(mut self, query: Int):
+        """Makes the state of one query of one KV head empty."""
+        self.greatest[unsafe_offset=query] = MINUS_INFINITY
+        self.totals.unsafe_store(query * LANES, SIMD[DType.float32, LANES](0))
+
+    @always_inline
+    def state(self, query: Int) -> AttentionState:
+        return AttentionState(
+            self.greatest[unsafe_offset=query], self.totals.unsafe_load[width=LANES](query * LANES).reduce_add()
+        )
+
+    def tile(self, index: Int) -> Pointer[KVTile, MutUntrackedOrigin]:
+        return untracked(self.tiles.unsafe_ptr()).unsafe_offset(index)
+
+    def offset_buffer(self, index: Int) -> IntPointer:
+        """The offsets of tile `index`; at index `TILE_BUFFERS` the memory for a `Prefetcher`'s row addresses."""
+        return untracked(self.offsets.unsafe_ptr()).unsafe_offset(2 * (KV_TILE_TOKENS + OFFSET_WIDTH) * index)
