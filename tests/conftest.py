@@ -99,6 +99,10 @@ def _start_order(item: pytest.Item) -> tuple[bool, int, int]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.items:  # not the process that only hands out tests to workers
+        from support import mojo_package
+
+        mojo_package.build_once()
     if session.config.option.collectonly or session.config.option.dist != "no":  # workers start what they need
         return
     for item in session.items:

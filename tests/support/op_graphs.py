@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
+from max.driver import get_virtual_cpu_target
 from max.engine import Model
 from max.graph import Module
 
@@ -37,13 +38,15 @@ def models() -> Mapping[str, Model]:
     module = Module()
     for build in _builders:
         build(module)
+    session = default_runtime().session
     with one_process_at_a_time("op_graphs"):
-        return default_runtime().session.load_all(module, custom_extensions=[ops.kernels()])
+        return session.load_all(module, custom_extensions=[ops.kernels()])
 
 
 @contextmanager
 def one_process_at_a_time(name: str) -> Iterator[None]:
     """Of several workers that need one compile, the first does it; the others then find it in the cache."""
-    with (cache_folder() / f"tests-{name}.lock").open("w") as file:
+    path = cache_folder() / f"tests-{name}-{get_virtual_cpu_target()}.lock"
+    with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, or the process ends
         yield
