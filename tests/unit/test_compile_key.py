@@ -176,7 +176,7 @@ def test_a_new_import_brings_its_room(changed):
 
     def use(tree):
         file = tree / "mojo/transfer/append.mojo"
-        file.write_text("from ..linear.vectors import (\n    linear,  # (for a test)\n)\n" + file.read_text())
+        file.write_text("from ..linear.dispatch import (\n    linear,  # (for a test)\n)\n" + file.read_text())
         first = digests(tree)
         edit("mojo/linear/amx/blocks.mojo")(tree)
         second = digests(tree)
