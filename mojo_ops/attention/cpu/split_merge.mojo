@@ -135,14 +135,14 @@ def write_result[
 
 
 def finish_segment[
-    dtype: DType, States: RunningStates, //, kv_dtype: DType, amx: Bool
+    dtype: DType, StatesType: RunningStates, //, kv_dtype: DType, amx: Bool
 ](
     rows: AttentionRows[dtype],
     segment: Segment,
     logits: Logits,
     heads: HeadLayout,
     stride: Int,
-    states: States,
+    states: StatesType,
     var acc: FloatPointer,
     split_results: SplitResults,
 ):
