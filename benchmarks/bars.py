@@ -42,7 +42,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.set_xticks(range(int(LONGEST) + 1))
     axes.set_xlabel("time in units of paged-kv's in the same run; // = longer than the picture", fontsize=8)
     if cases:
-        axes.set_title(f"{cases[0][0]['machine']}, {cases[0][0]['date']}", fontsize=9, loc="left")
+        axes.set_title(f"{cases[0][0]['machine']}, {cases[0][0]['date']}", fontsize=8, loc="left", x=-0.6)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path)
