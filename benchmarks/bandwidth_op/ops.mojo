@@ -1,7 +1,7 @@
 """The machine's ceilings, as MAX ops: how fast all cores together read memory, and copy it.
 
 They run on the same threads as the kernels that are held against them. A loop reads several streams of one core's
-share at once, and asks for each line a little before it is needed: one stream alone leaves bandwidth unused.
+share at once, and prefetches each line a little before it is needed: one stream alone leaves bandwidth unused.
 """
 
 import extensibility

@@ -26,7 +26,7 @@ LINUX_NAME = {
     "x87": "fpu",
 }
 # Instructions that LLVM emits only for the intrinsic of that name: system, cache-line, entropy and ordering
-# instructions. A target may claim them on a CPU without, because nothing that we compile asks for them.
+# instructions. A target may claim them on a CPU without, because nothing that we compile uses them.
 BY_NAME_ONLY = set(
     """cldemote clflushopt clwb clzero enqcmd fsgsbase invpcid movdir64b movdiri mwaitx pconfig pku prefetchi ptwrite
     rdpid rdpru rdrnd rdseed serialize sgx shstk tsxldtrk uintr waitpkg wbnoinvd xsavec xsaveopt xsaves

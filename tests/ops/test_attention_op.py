@@ -176,7 +176,7 @@ def test_nan_stays_with_the_row_that_sees_it(where, num_q_heads, q_dtype, kv_dty
 
 
 def test_scores_that_rise_all_along():
-    """Every step's greatest score is far above the last one's: what was summed up has to follow."""
+    """Every step's greatest score is far above the last one's: the sums so far have to be rescaled."""
     cache = build(CacheCase(lengths=(400,), num_q_heads=8, head_dim=64, dtype="bfloat16"))
     slopes = np.linspace(0.2, 1.5, 8)
     for slope in slopes, -slopes:

@@ -33,7 +33,7 @@ class Job(Generic[Result]):
             self._future = _POOL.submit(self._function)
 
     def __call__(self) -> Result:
-        if self._future is None or self._future.cancel():  # not begun: whoever asks does it
+        if self._future is None or self._future.cancel():  # not begun: the caller runs it
             self._future = Future()
             try:
                 self._future.set_result(self._function())

@@ -1,4 +1,4 @@
-"""Jobs that run beside the tests: once, in the background or by whoever asks first."""
+"""Jobs that run beside the tests: once, in the background or in the test that needs the result first."""
 
 import sys
 import threading
