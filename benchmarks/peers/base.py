@@ -14,8 +14,7 @@ from paged_kv.benchmarks.problems import Array, Problem, bits
 class Peer(ABC):
     """One system on one case: `available`, then `prepare` once, then `run` any number of times.
 
-    Memory that is read in a run comes from NumPy, which asks the system for huge pages: nobody is slower for the
-    allocator.
+    Memory that is read in a run comes from NumPy, which requests huge pages: all systems read memory of one kind.
     """
 
     name: ClassVar[str] = ""
