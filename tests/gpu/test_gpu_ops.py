@@ -113,7 +113,7 @@ def test_what_the_device_finds_wrong_is_nan_in_its_row_alone(dtype, head_dim, gp
     assert_bits_equal(lse[4], good_lse[4], what="lse of the row that is well")
 
 
-MOVES = all_pairs(
+COPIES = all_pairs(
     {
         "dtype": (*DTYPES, "float8_e4m3fn"),
         "storage": STORAGES,
@@ -125,7 +125,7 @@ MOVES = all_pairs(
 )
 
 
-@pytest.mark.parametrize("setting", MOVES, ids=setting_id)
+@pytest.mark.parametrize("setting", COPIES, ids=setting_id)
 def test_append_and_gather_move_bits(setting):
     cache = build(case_of(setting))
     empty = emptied(cache)

@@ -1,4 +1,4 @@
-"""Comparisons that say where two results first differ. NaN and infinities must stand in the same places."""
+"""Comparisons that say where two results first differ. NaN and infinities must be at the same indices."""
 
 import numpy as np
 

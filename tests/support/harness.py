@@ -39,11 +39,11 @@ NONE = np.zeros(0, np.float32)
 def runtime() -> Runtime:
     """The process's runtime with all variants that tests/ops and tests/api execute: one compile serves them all."""
     loaded = default_runtime()
-    moved = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
+    copies = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
     merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in DTYPES]
     attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in (*PAIRS, NARROWEST)]
     with one_process_at_a_time("variants"):
-        loaded.load([*moved, *merges, *attentions])
+        loaded.load([*copies, *merges, *attentions])
     return loaded
 
 

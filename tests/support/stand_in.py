@@ -15,7 +15,7 @@ STAND_IN = TorchArrays(CPU())
 
 
 class OnGpu:
-    """An array that says it lies on a GPU, and whose memory is never asked for."""
+    """An array that says it lies on a GPU, and whose memory is never requested."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

@@ -112,7 +112,7 @@ class OnDevice:
     """What an array in a GPU's memory looks like to DLPack."""
 
     def __dlpack__(self, **kwargs):
-        raise AssertionError("its memory must not be asked for")
+        raise AssertionError("its memory must not be requested")
 
     def __dlpack_device__(self):
         return (2, 0)

@@ -83,7 +83,7 @@ def test_a_seed_always_gives_the_same_weights(folder, tmp_path):
 
 
 def written(folder):
-    """Changes whenever the weights are written, by whomever."""
+    """Changes whenever any process writes the weights."""
     return (folder / "model.safetensors").stat().st_ino
 
 
