@@ -29,7 +29,8 @@ ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu")
 
 LONGEST_FIRST = (
     *("engine/test_llama.py", "ops/test_graph_ops.py", "ops/test_append_op.py", "engine/test_cli.py"),
-    *("mojo/test_mojo.py", "ops/test_linear_op.py", "engine/test_memory.py", "api/test_readme.py"),
+    *("mojo/test_mojo.py", "engine/test_memory.py", "ops/test_linear_op.py"),
+    *("api/test_examples.py", "api/test_readme.py", "engine/test_weights_memory.py"),
 )
 """Files that compile before their first test start first. Two that compile the same family never stand side by side."""
 
@@ -69,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for folder, meaning in FOLDERS.items():
         config.addinivalue_line("markers", f"{folder}: tests/{folder}: {meaning}")
     config.addinivalue_line("markers", f"quick: {', '.join(QUICK)}, but for what is `slow`")
-    config.addinivalue_line("markers", "slow: compiles for one test alone; not in `quick`")
+    config.addinivalue_line("markers", "slow: compiles for one test alone, half a minute and more; not in `quick`")
     config.addinivalue_line("markers", "waits_for(*jobs): jobs of background.py that the test wants the results of")
     properties.load_profile(config.getoption("--hypothesis-profile"), quick=config.option.markexpr == "quick")
     target = config.getoption("--cpu-target")
