@@ -46,7 +46,6 @@ def explain(
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"mojo cannot say which kernels answer on {architecture or 'the CPU'}: {error}") from error
     if result.returncode != 0:
-        *_, said = ["exit status", *result.stderr.strip().splitlines()]
-        said = said.rsplit("error: ", 1)[-1]
+        said = (result.stderr.strip().splitlines() or ["no message"])[-1].rsplit("error: ", 1)[-1]
         raise ToolchainError(f"mojo cannot say which kernels answer on {architecture or 'the CPU'}: {said}")
     return result.stdout.splitlines()
