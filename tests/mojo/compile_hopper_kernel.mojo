@@ -4,7 +4,7 @@ running it compares each result with float64 loops.
 The pool is NaN but for the tokens that rows may see, pages are shuffled, lengths lie at the edges of tiles and pages.
 """
 
-from std.math import exp2, isnan, log2, tanh
+from std.math import exp2, log2, tanh
 from std.random import random_float64, random_si64, seed
 from std.utils import IndexList
 from std.utils.numerics import nan, neg_inf

@@ -7,7 +7,7 @@ from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal, hopper_ta
 from mojo_ops.attention.gpu.params import GpuAttentionParams
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
-from support import untracked, untracked_mutable
+from support import untracked_mutable
 
 
 def reason[

@@ -1,7 +1,7 @@
 """PagedKVCache: every method agrees with every other, and with where the array's axes say an element lies."""
 
 from std.builtin.device_passable import DevicePassable
-from std.testing import TestSuite, assert_equal, assert_false, assert_raises, assert_true
+from std.testing import TestSuite, assert_equal, assert_false, assert_true
 from std.utils import IndexList
 from layout import UNKNOWN_VALUE
 
