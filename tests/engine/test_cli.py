@@ -60,9 +60,14 @@ def generate(run, folder):
 
 
 def process(*args, **options):
-    """The command in a process of its own."""
+    """The command in a process of its own, which takes SIGINT even where the tests were started in the background."""
     command = [sys.executable, "-c", "from paged_kv.cli import main; main()", *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, preexec_fn=take_interrupts, **pipes, **options)
+
+
+def take_interrupts():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def tokens_of(folder, *texts):
