@@ -17,6 +17,7 @@ struct AttentionOperands[dtype: DType](TrivialRegisterPassable):
     var logits: Logits
 
     @staticmethod
+    @always_inline
     def of(
         o: OutputTensor[dtype=Self.dtype, rank=3, ...],
         lse: OutputTensor[dtype=DType.float32, rank=2, ...],
