@@ -27,7 +27,10 @@ MAX = ("max==26.7.0", "max-core==26.7.0", "max-mojo-libs==26.7.0")
 MOJO = ("mojo-compiler==1.2.0", "mojo-compiler-mojo-libs==1.2.0")
 MAX_NEEDS = ("msgspec", "taskgroup", "exceptiongroup", "typing_extensions", "numpy>=2", "psutil")
 OURS_NEED = ("click", "ml_dtypes", "rich", "markdown-it-py", "mdurl", "pygments", "safetensors", "tokenizers")
-TESTS_NEED = ("pytest>=9,<10", "pluggy", "iniconfig", "packaging", "hypothesis", "sortedcontainers", "attrs")
+TESTS_NEED = (
+    *("pytest>=9,<10", "pluggy", "iniconfig", "packaging", "pytest-xdist", "execnet"),
+    *("hypothesis", "sortedcontainers", "attrs"),
+)
 NOT_NEEDED = ("*/bin/lld*", "*/bin/mojo-lsp-server", "*/lib/*lldb*", "*/lib/*LLDB*", "*/lib/libMojoJupyter.so")
 SOURCES = ("tests", "benchmarks", "pyproject.toml", "README.md")
 
