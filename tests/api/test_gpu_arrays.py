@@ -219,3 +219,10 @@ def test_streams_follow_each_other(monkeypatch):
     with pytest.raises(IndexError), Streams(device).ordered():
         log.pop(9)
     assert log == ["enter", "77 waits for torch", "torch waits for 77", "exit"]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_dtype_that_is_not_supported_is_refused_by_name():
+    k = torch.zeros(9, 2, 16)
+    with pytest.raises(ContractTypeError, match=r"v: torch\.complex64 is none of"):
+        single_decode_with_kv_cache(torch.zeros(4, 16), k, k.to(torch.complex64))

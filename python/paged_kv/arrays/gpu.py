@@ -48,7 +48,7 @@ class TorchArrays:
         """As the protocol says; what torch does with the view follows what MAX has enqueued for a buffer.
 
         Raises:
-            ContractTypeError: it has no dense strided memory that torch can see.
+            ContractTypeError: it has no dense strided memory that torch can see, or an unsupported dtype.
         """
         torch = import_module("torch")
         if isinstance(array, torch.Tensor):
@@ -62,6 +62,7 @@ class TorchArrays:
                 raise ContractTypeError(f"{name}: torch cannot view this array: {error}") from error
         if tensor.layout != torch.strided:
             raise ContractTypeError(f"{name}: a {tensor.layout} tensor has no strided memory")
+        dtype_of(tensor.dtype, name)
         return tensor
 
     def indices(self, array: Any, name: str, ndim: int = 1) -> Tensor:
