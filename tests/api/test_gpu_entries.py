@@ -157,6 +157,17 @@ def test_rows_without_a_place_are_skipped():
     assert cache[2, :, 0].eq(1).all()
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_offsets_past_the_page_ids_read_nothing_there():
+    """Of index arrays on a GPU, whose values stay unread: a row that the table sends past `kv_indices` is skipped."""
+    rows = torch.ones(3, 2, 8)
+    cache = torch.zeros(6, 2, 4, 2, 8)
+    table = [torch.tensor(values) for values in ([4, 1], [0, 9, -3], [4, 4])]  # indices, indptr, last_page_len
+    page.append_paged_kv_cache(rows, rows, torch.tensor([0, 0, 1]), torch.tensor([5, 30, 0]), cache, *table)
+    assert cache.sum() == 2 * 2 * 8  # token 5 of request 0 alone
+    assert cache[1, :, 1].eq(1).all()
+
+
 @pytest.mark.parametrize("indices", ["host", "gpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.usefixtures("stand_in")
