@@ -1,0 +1,21 @@
+"""The measured choices of each CPU family. Written by `benchmarks/tune.py`."""
+
+
+@fieldwise_init
+struct CpuTuning(TrivialRegisterPassable):
+    """The choices that are measured for a CPU family."""
+
+    var fast_bf16_dot: Bool
+    """Whether the dot product of bfloat16 pairs (`isa/bf16_dot.mojo`) has the rate of a float32 FMA, where the target
+    has it."""
+
+
+def tuning_of(family: StringSlice) -> CpuTuning:
+    """The row of a family, or of CPUs that are not in the table."""
+    if family == "znver5":
+        return CpuTuning(fast_bf16_dot=True)
+    if family == "znver4":
+        return CpuTuning(fast_bf16_dot=True)
+    if family == "cooperlake":
+        return CpuTuning(fast_bf16_dot=True)
+    return CpuTuning(fast_bf16_dot=False)
