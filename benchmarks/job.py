@@ -1,6 +1,6 @@
 """One job: a case, alone or beside one peer, in a process of its own.
 
-    python -m paged_kv.benchmarks.job CASE PEER|- REPEATS RESULT.json
+    python -m paged_kv.benchmarks.job CASE PEER|- REPEATS RESULT.json [CPU target]
     python -m paged_kv.benchmarks.job peaks - REPEATS RESULT.json
 
 A process each, so that memory is free afterwards, one system's threads do not disturb another's, and a peer that
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from max.driver import set_virtual_cpu_target
 
 from paged_kv.benchmarks.cases import CASES, AppendCase, Case
 from paged_kv.benchmarks.peers import make_peer
@@ -128,7 +129,9 @@ def _product(pair: Any, _: int) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    name, peer, repeats, path = arguments
+    name, peer, repeats, path, *target = arguments
+    if target:
+        set_virtual_cpu_target(target[0])
     if name == "peaks":
         Path(path).write_text(json.dumps(measure_peaks(int(repeats))))
         return

@@ -1,10 +1,9 @@
-"""The results as a table on the terminal, as CSV and JSON, and as sections of docs/performance.md and README.md."""
+"""The results as a table on the terminal, as CSV and as JSON."""
 
 from __future__ import annotations
 
 import csv
 import json
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from rich.table import Table
 
 from paged_kv.benchmarks.results import Row, met
 
-BEGIN, END = "<!-- decode_cpu: begin -->", "<!-- decode_cpu: end -->"
-"""What stands between them in a page is written by `--update-readme`."""
 COLUMNS = (
     *("case", "system", "ms", "gb_per_s", "read_gb_per_s", "share", "share_target", "ours_is_faster_by", "at_least"),
     *("relative_error", "note", "machine", "date", "commit"),
@@ -29,7 +26,9 @@ def share_cell(row: Row) -> str:
     cell = f"{row['share']:.2f}"
     if row["ceiling"] == "copy":
         cell += " of memcpy"
-    return cell if row["share_target"] is None else f"{cell} ({row['share_target']:g})"
+    if row["share_target"] is None:
+        return cell
+    return f"{cell} ({row['share_target']:g}{' or a factor' if row.get('either') else ''})"
 
 
 def versus_lines(row: Row, *, targets: bool = True) -> list[str]:
@@ -91,72 +90,6 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def write_json(results: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(_rounded(results), indent=1) + "\n")
-
-
-def markdown(results: dict[str, Any], picture: str) -> str:
-    """The section of docs/performance.md: what was measured where, every case with its target, the roofline."""
-    rows = _measured(results)
-    commits = dict.fromkeys(row["commit"] for row in rows)
-    lines = [
-        f"{_where(results)} "
-        f"Read bandwidth: {statistics.median([row['read_gb_per_s'] for row in rows]):.0f} GB/s "
-        f"(median over the cases; each share is of its own run's). Commit {', '.join(commits)}. "
-        "In brackets: the target.",
-        "",
-        "| case (head_dim 128) | time | rate | of read bandwidth | faster than |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        versus = ", ".join(versus_lines(row))
-        lines.append(f"| {row['title']} | {_three(row['ms'])} ms | {row['rate']} | {share_cell(row)} | {versus} |")
-    return "\n".join([*lines, "", f"![Roofline of the cases]({picture})"])
-
-
-def summary(results: dict[str, Any], picture: str) -> str:
-    """The README's section: the bars, and the cases that were measured against another system."""
-    lines = [
-        f"![Time of other systems in units of paged-kv's]({picture})",
-        "",
-        _where(results),
-        "",
-        "| case | time | rate | faster than |",
-        "|---|---|---|---|",
-    ]
-    for row in _measured(results):
-        if any(versus["ratio"] is not None for versus in row["versus"]):
-            versus = ", ".join(versus_lines(row, targets=False))
-            lines.append(f"| {row['title']} | {_three(row['ms'])} ms | {row['rate']} | {versus} |")
-    return "\n".join(lines)
-
-
-def update_page(page: Path, section: str) -> None:
-    """Replaces what stands between the two markers of a page.
-
-    Raises:
-        ValueError: the markers are not there.
-    """
-    text = page.read_text()
-    begin, end = text.find(BEGIN), text.find(END)
-    if not 0 <= begin < end:
-        raise ValueError(f"{page}: no lines {BEGIN} and {END}")
-    page.write_text(f"{text[: begin + len(BEGIN)]}\n{section}\n{text[end:]}")
-
-
-def _measured(results: dict[str, Any]) -> list[Row]:
-    return [row for row in results["rows"] if row["ms"] is not None]
-
-
-def _where(results: dict[str, Any]) -> str:
-    """The machine, the dates and the versions of all systems."""
-    rows = _measured(results)
-    systems = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "numpy")
-    dates = ", ".join(sorted({row["date"] for row in rows}))
-    return f"{rows[0]['machine']}; {dates}; {systems}."
-
-
-def _three(value: float) -> str:
-    """Three digits, never as a power of ten."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _rounded(value: Any) -> Any:

@@ -52,7 +52,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("FLOP per byte that must be read")
     axes.set_ylabel("GFLOP/s")
-    axes.set_title(f"{rows[0]['machine']}, {rows[0]['date']}", fontsize=9)
+    axes.set_title(f"{results['family']}: {rows[0]['machine']}, {rows[0]['date']}", fontsize=9)
     axes.grid(True, which="both", color="#e5e7eb", linewidth=0.6)
     axes.legend(loc="lower right", frameon=False)
     figure.tight_layout()

@@ -13,6 +13,7 @@ from paged_kv.arrays.host import as_numpy
 from paged_kv.benchmarks.cases import AttentionCase, Case
 from paged_kv.benchmarks.peers.base import Peer, repeat, torch_view
 from paged_kv.benchmarks.problems import Array, AttentionProblem
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, apply_cpu_target
 
 
 class VllmAttention(Peer):
@@ -36,7 +37,7 @@ class VllmAttention(Peer):
             if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
                 return "this CPU has no AMX"
         load_library: Any = torch.ops.load_library
-        load_library(str(Path(found.submodule_search_locations[0]) / "_C.abi3.so"))
+        load_library(str(Path(found.submodule_search_locations[0]) / library(apply_cpu_target())))
         return None
 
     def prepare(self, problem: AttentionProblem, copies: int) -> None:
@@ -80,6 +81,14 @@ class VllmAttention(Peer):
 
     def output(self) -> Array:
         return as_numpy(self._o, "output")
+
+
+def library(target: str | None) -> str:
+    """The build of vLLM's kernels that its own start would load on a CPU of that target."""
+    flags = REQUIRED_FLAGS.get(target or "", frozenset())
+    if "avx512_bf16" in flags:
+        return "_C.abi3.so"
+    return "_C_AVX512.abi3.so" if "avx512f" in flags else "_C_AVX2.abi3.so"
 
 
 class Vllm16(VllmAttention):

@@ -7,9 +7,10 @@ import json
 import pytest
 from rich.console import Console
 
-from paged_kv.benchmarks import bars, decode_cpu, report, roofline
+from paged_kv.benchmarks import bars, decode_cpu, pages, report, roofline
 from paged_kv.benchmarks.cases import CASES, QUICK
 from paged_kv.benchmarks.results import met, row_of
+from paged_kv.benchmarks.targets import cases_of
 from paged_kv.cli import _run
 
 BY_NAME = {case.name: case for case in CASES}
@@ -20,8 +21,8 @@ def fake_job(ours_s, read_gb, peer_s=None, *, peer_right=True, right=True, size=
     """What `job.measure` returns."""
     result = {
         "ours": {"name": "paged-kv", "seconds": [ours_s * 3, ours_s, ours_s / 2], "error": 1e-3, "right": right},
-        "read": {"seconds": [size / read_gb / 1e9], "bytes": size},
-        "copy": {"seconds": [2 * size / read_gb / 1e9], "bytes": size},
+        "read": {"seconds": [size / read_gb / 1e9] * 3, "bytes": size},
+        "copy": {"seconds": [2 * size / read_gb / 1e9] * 3, "bytes": size},
         "overhead": {"seconds": [2e-5, 3e-5, 9e-5]},
     }
     if peer_s is not None:
@@ -75,6 +76,33 @@ def test_the_share_is_that_of_the_job_without_a_peer():
     assert row["ms"] == pytest.approx(8)
 
 
+def test_shares_and_factors_are_of_the_same_turn():
+    """The machine's memory is twice as fast in every second turn, and ours uses 0.8 of it in each."""
+    case = BY_NAME["hnd"]
+    speeds = [25e9, 50e9, 25e9, 50e9, 50e9]
+    job = fake_job(1, 1)
+    job["read"] = {"seconds": [1000 / speed for speed in speeds], "bytes": 1000}
+    job["ours"]["seconds"] = [case.bytes / speed / 0.8 for speed in speeds]
+    assert row_of(case, {"-": job}, FACTS)["share"] == pytest.approx(0.8)
+    job["ours"]["seconds"][1] *= 10  # one turn that was disturbed
+    assert row_of(case, {"-": job}, FACTS)["share"] == pytest.approx(0.8)
+    case = BY_NAME["f16"]
+    ours = [1e-3, 9e-3, 3e-3]
+    job["ours"]["seconds"], job["read"]["seconds"] = ours, [1.0] * 3
+    job["peer"] = {"name": "peer", "seconds": [2e-3, 9e-3, 30e-3], "error": 0, "right": True}  # 2, 1 and 10 times
+    row = row_of(case, {"ort": job}, FACTS)
+    assert row["versus"][0]["ratio"] == pytest.approx(2)
+
+
+def test_one_of_several_targets_may_be_enough():
+    case = next(case for case in cases_of("znver5") if case.name == "bf16")
+    time = case.bytes / 20e9  # at 20 of 25 GB/s: the share is reached
+    for factor, read, expected in ((2, 25, True), (3, 40, True), (2, 40, False)):
+        row = row_of(case, {"-": fake_job(time, read), "vllm-16": fake_job(time, read, factor * time)}, FACTS)
+        assert met(row) is expected
+    assert report.share_cell(row) == "0.50 (0.8 or a factor)"
+
+
 def test_append_is_held_against_copies():
     case = BY_NAME["append-4096"]
     row = row_of(case, {"-": fake_job(case.bytes / 10e9, 25)}, FACTS)
@@ -109,7 +137,13 @@ def results():
         row_of(BY_NAME["hnd"], {"-": {"note": "crashed: SIGABRT"}}, FACTS),
         row_of(BY_NAME["append-4096"], {"-": fake_job(2e-3, 25)}, FACTS),
     ]
-    return {**FACTS, "versions": {"max": "26.7.0", "torch": "2.13.0"}, "peaks": {"float32": 3e11}, "rows": rows}
+    return {
+        "family": "sapphirerapids",
+        **FACTS,
+        "versions": {"max": "26.7.0", "torch": "2.13.0"},
+        "peaks": {"float32": 3e11},
+        "rows": rows,
+    }
 
 
 def test_the_table_shows_targets_beside_figures(results):
@@ -144,42 +178,62 @@ def test_the_picture_is_drawn(results, tmp_path):
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_bars_are_drawn(results, tmp_path):
-    bars.draw(results, tmp_path / "b.png")
-    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+@pytest.fixture
+def families(results):
+    """Those results, and a second family's: other figures of one case, and one that the first has not."""
+    cases = {case.name: case for case in cases_of("znver5")}
+    time = cases["bf16"].bytes / 60e9
+    rows = [
+        row_of(cases["bf16"], {"-": fake_job(time, 80), "vllm-16": fake_job(time, 80, 2.6 * time)}, FACTS),
+        row_of(cases["linear-1"], {"-": fake_job(1e-3, 80)}, FACTS),
+    ]
+    other = {"machine": "another machine", "date": "2026-11-22", "commit": "def"}
+    rows = [row | other for row in rows]
+    return [results, {"family": "znver5", **other, "versions": {"max": "26.7.0"}, "rows": rows}]
 
 
-def test_the_readme_gets_what_was_measured_against_others(results):
-    text = report.summary(results, "bars.png")
+def test_the_bars_are_drawn(families, tmp_path):
+    for some in (families, families[:1]):
+        bars.draw(some, tmp_path / "b.png")
+        assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_gets_what_was_measured_against_others(families):
+    text = pages.summary(families, "bars.png")
     assert "(bars.png)" in text
-    assert "a machine; 2026-11-21; max 26.7.0, torch 2.13.0." in text
-    assert (
-        "| bf16, NHD, page 16, B 8, 32/8, L 4096 | 6.71 ms | 20.0 GB/s | 2x vLLM CPU, page 16, "
-        "1.3x vLLM CPU AMX, best page size, 3x torch SDPA, contiguous," in text
-    )
+    assert "- sapphirerapids: a machine; 2026-11-21; max 26.7.0, torch 2.13.0." in text
+    assert "- znver5: another machine; 2026-11-22; max 26.7.0." in text
+    assert "| case | other system | sapphirerapids | znver5 |\n|---|---|---|---|\n" in text
+    assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 | vLLM CPU, page 16 | 2x | 2.6x |" in text
+    assert "|  | torch SDPA, contiguous | 3x |  |" in text
     assert "append 1 x 4096" not in text
     assert "SIGABRT" not in text
 
 
-def test_a_page_gets_the_table_between_its_markers(results, tmp_path):
+def test_a_page_gets_the_families_side_by_side(families, tmp_path):
     page = tmp_path / "performance.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.update_page(page, report.markdown(results, "benchmarks/results/decode_cpu.png"))
+    page.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
+    pages.update_page(page, pages.markdown(families, "results/{family}.png"))
     text = page.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n")
-    assert text.endswith(f"\n{report.END}\nafter\n")
+    assert text.startswith(f"before\n{pages.BEGIN}\n")
+    assert text.endswith(f"\n{pages.END}\nafter\n")
     assert "old" not in text
-    assert "a machine; 2026-11-21; max 26.7.0, torch 2.13.0." in text
-    assert (
-        "| bf16, NHD, page 16, B 8, 32/8, L 4096 | 6.71 ms | 20.0 GB/s | 0.80 (0.85) | 2x vLLM CPU, page 16 (2.5),"
-        in text
-    )
-    assert "SIGABRT" not in text
-    assert "(benchmarks/results/decode_cpu.png)" in text
-    other = tmp_path / "other.md"
-    other.write_text("nothing")
+    assert "| case (head_dim 128) | sapphirerapids | znver5 |\n" in text
+    first = "6.71 ms, 20.0 GB/s, 0.80 (0.85) | 2.24 ms, 60.0 GB/s, 0.75 (0.8 or a factor)"
+    assert f"| bf16, NHD, page 16, B 8, 32/8, L 4096 | {first} |" in text
+    assert "| linear bf16, 8192 x 4096, 1 row |  | 1 ms, 67.1 GB/s, 0.84 (0.85) |" in text
+    assert "| append 1 x 4096 tokens, bf16 | 2 ms, 8.4 GB/s, 0.67 of memcpy (0.8) |  |" in text
+    one, other = text.split("### znver5")
+    assert "sapphirerapids: a machine; 2026-11-21; max 26.7.0, torch 2.13.0." in one
+    assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 | 2x vLLM CPU, page 16 (2.5)," in one
+    assert "(results/sapphirerapids.png)" in one
+    assert "Commit def." in other
+    assert "(results/znver5.png)" in other
+    assert "SIGABRT" not in text.replace("torch gather + SDPA: crashed: SIGSEGV", "")
+    empty = tmp_path / "other.md"
+    empty.write_text("nothing")
     with pytest.raises(ValueError, match="no lines"):
-        report.update_page(other, "x")
+        pages.update_page(empty, "x")
 
 
 # --- the command
@@ -194,6 +248,7 @@ def fake_jobs(monkeypatch):
         return {"peaks": {"float32": 3e11}} if case == "peaks" else fake_job(1e-3, 25, None if peer == "-" else 2e-3)
 
     monkeypatch.setattr(decode_cpu.Run, "job", fake)
+    monkeypatch.setattr(decode_cpu, "cpu_family", lambda: "sapphirerapids")
     return calls
 
 
@@ -202,24 +257,33 @@ def test_the_command_writes_its_files_and_keeps_other_cases(fake_jobs, tmp_path,
     assert fake_jobs == [("peaks", "-"), ("f16", "-"), ("f16", "ort"), ("f16", "torch")]
     assert _run(["bench", "--cases", "hnd", "--cases", "append-4096", "--no-peers", "--out", str(tmp_path)]) == 0
     assert fake_jobs[4:] == [("hnd", "-"), ("append-4096", "-")]
-    written = json.loads((tmp_path / "decode_cpu.json").read_text())
+    written = json.loads((tmp_path / "sapphirerapids.json").read_text())
+    assert written["family"] == "sapphirerapids"
     assert [row["case"] for row in written["rows"]] == ["f16", "hnd", "append-4096"]
     assert written["peaks"] == {"float32": 3e11}
-    assert {path.name for path in tmp_path.iterdir()} == {"decode_cpu.json", "decode_cpu.csv", "decode_cpu.png"}
+    names = {f"sapphirerapids.{kind}" for kind in ("json", "csv", "png")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert len((tmp_path / "sapphirerapids.csv").read_text().splitlines()) == 1 + 3 + 2
     assert "2x ONNX Runtime GQA (3)" in capsys.readouterr().out
 
 
-def test_update_readme_writes_both_pages(fake_jobs, tmp_path, monkeypatch):  # noqa: ARG001
+def test_update_readme_adds_this_family_to_the_others(fake_jobs, tmp_path, monkeypatch):  # noqa: ARG001
     for folder in ("benchmarks/results", "docs/pictures"):
         (tmp_path / folder).mkdir(parents=True)
     for page in ("README.md", "docs/performance.md"):
-        (tmp_path / page).write_text(f"{report.BEGIN}\n{report.END}\n")
+        (tmp_path / page).write_text(f"{pages.BEGIN}\n{pages.END}\n")
     monkeypatch.setattr(decode_cpu, "HERE", tmp_path / "benchmarks")
+    assert _run(["bench", "--cases", "f16"]) == 0
+    first = (tmp_path / "benchmarks/results/decode_cpu/sapphirerapids.json").read_bytes()
+    monkeypatch.setattr(decode_cpu, "cpu_family", lambda: "znver5")
     assert _run(["bench", "--cases", "f16", "--update-readme"]) == 0
+    assert (tmp_path / "benchmarks/results/decode_cpu/sapphirerapids.json").read_bytes() == first
     readme, performance = ((tmp_path / page).read_text() for page in ("README.md", "docs/performance.md"))
-    assert "2x ONNX Runtime GQA (3)" in performance
-    assert "(../benchmarks/results/decode_cpu.png)" in performance
-    assert "2x ONNX Runtime GQA, 2x torch SDPA, contiguous |" in readme
+    assert "2x ONNX Runtime GQA (3)" in performance  # the target with AMX
+    assert "2x ONNX Runtime GQA, 2x torch SDPA, contiguous |" in performance  # without
+    for family in ("sapphirerapids", "znver5"):
+        assert f"(../benchmarks/results/decode_cpu/{family}.png)" in performance
+    assert "| f16, same | ONNX Runtime GQA | 2x | 2x |" in readme
     assert f"({decode_cpu.BARS})" in readme
     assert (tmp_path / decode_cpu.BARS).is_file()
 

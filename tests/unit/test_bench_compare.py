@@ -1,0 +1,127 @@
+"""`paged-kv bench --compare`: what became slower, by ratios of turns where there are any."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from paged_kv.benchmarks import compare, decode_cpu
+from paged_kv.benchmarks.compare import changes, slower
+from paged_kv.cli import _run
+from paged_kv.errors import ContractError
+
+
+def row(case="a", *, ms=1.0, share=None, right=True, note=None, **ratios):
+    """As `results.row_of` makes it; a peer of ratio 0 was wrong."""
+    peers = [
+        {"name": name, "ratio": ratio or 99.0, "right": bool(ratio), "note": None} for name, ratio in ratios.items()
+    ]
+    return {
+        "case": case,
+        "ms": ms,
+        "share": share,
+        "right": right,
+        "note": note,
+        "versus": [{"label": "others", "peers": peers}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "measure", "factor"),
+    [
+        (row(share=0.8, ms=1, x=2), row(share=0.6, ms=0.5, x=4), "share", 0.75),
+        (row(ms=1, x=2), row(ms=9, x=3), "x", 1.5),
+        (row(x=2, y=4, z=1), row(x=3, y=5, z=9), "median of 3 peers; x", 1.5),
+        (row(x=2, y=0), row(x=2, y=7), "x", 1),  # y was wrong then
+        (row(x=2), row(x=0, y=3, ms=2), "time", 0.5),
+        (row(share=0.8, ms=3), row(ms=2), "time", 1.5),
+    ],
+    ids=["share", "factor", "factors", "wrong peer", "no common peer", "no share now"],
+)
+def test_a_case_is_compared_by_what_is_surest(old, new, measure, factor):
+    (found,) = changes([old], [new])
+    assert (found.measure, found.factor) == (measure, pytest.approx(factor))
+
+
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(0.7, "SLOWER"), (0.755, "SLOWER"), (0.765, "same"), (0.83, "same"), (0.85, "faster")]
+)
+def test_a_tolerance_separates_slower_from_the_same(share, verdict):
+    found = changes([row(share=0.8)], [row(share=share)])
+    assert found[0].verdict(0.05) == verdict
+    assert slower(found, 0.05) == (found if verdict == "SLOWER" else [])
+    assert slower(found, 0.2) == []
+
+
+def test_a_figure_that_is_gone_counts_as_slower():
+    old = [row("a"), row("b"), row("c", ms=None, note="crashed"), row("unmeasured now")]
+    new = [row("a", right=False), row("b", ms=None, note="crashed: SIGSEGV"), row("c"), row("d")]
+    found = changes(old, new)
+    assert [change.verdict(0.05) for change in found] == ["LOST", "LOST", "new", "new"]
+    assert [change.new for change in found[:2]] == ["wrong result", "crashed: SIGSEGV"]
+    assert slower(found, 0.05) == found[:2]
+
+
+def test_the_table_has_both_figures():
+    console = Console(record=True, width=120, file=io.StringIO())
+    compare.print_changes(changes([row(share=0.8)], [row(share=0.6)]), 0.05, console)
+    text = console.export_text()
+    for words in ("by more than 5%", "share", "0.80", "0.60", "0.75", "SLOWER"):
+        assert words in text
+
+
+def test_files_that_are_no_results_are_refused(tmp_path):
+    for text in ("{", "[]", '{"rows": []}', '{"rows": {}, "family": "znver5"}'):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(ContractError, match=r"x\.json: no results with a CPU family"):
+            compare.read_results(tmp_path / "x.json")
+    with pytest.raises(ContractError, match="No such file"):
+        compare.read_results(tmp_path / "y.json")
+
+
+# --- the command
+
+
+def written(path, family, *rows):
+    path.write_text(json.dumps({"family": family, "rows": rows}))
+    return str(path)
+
+
+def test_two_files_are_compared(tmp_path, capsys):
+    old = written(tmp_path / "old.json", "znver5", row("hnd", share=0.8), row("f16", x=2))
+    new = written(tmp_path / "new.json", "znver5", row("hnd", share=0.7), row("f16", x=3))
+    assert _run(["bench", "--compare", old, "--measured", new]) == 1
+    out = capsys.readouterr().out
+    assert "SLOWER" in out
+    assert "faster" in out
+    assert _run(["bench", "--compare", old, "--measured", new, "--tolerance", "0.2"]) == 0
+    assert _run(["bench", "--compare", old, "--measured", old]) == 0
+
+
+def test_a_run_is_compared_with_what_its_file_held_before(tmp_path, monkeypatch, capsys):
+    result = {
+        "ours": {"name": "paged-kv", "seconds": [1e-2] * 3, "error": 0.0, "right": True},
+        "read": {"seconds": [1e-3] * 3, "bytes": 10**8},
+    }
+    monkeypatch.setattr(decode_cpu.Run, "job", lambda *_: result)
+    monkeypatch.setattr(decode_cpu, "cpu_family", lambda: "znver5")
+    command = ["bench", "--cases", "hnd", "--no-peers", "--out", str(tmp_path)]
+    assert _run(command) == 0
+    command += ["--compare", str(tmp_path / "znver5.json")]
+    assert _run(command) == 0
+    result["ours"]["seconds"] = [1.2e-2] * 3
+    assert _run(command) == 1
+    assert "SLOWER" in capsys.readouterr().out
+
+
+def test_families_are_not_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decode_cpu, "cpu_family", lambda: "znver5")
+    monkeypatch.setattr(decode_cpu.Run, "job", lambda *_: pytest.fail("measured before it was refused"))
+    old = written(tmp_path / "old.json", "sapphirerapids", row("hnd", share=0.8))
+    new = written(tmp_path / "new.json", "znver5", row("hnd", share=0.8))
+    for command in (["--cases", "hnd"], ["--measured", new]):
+        assert _run(["bench", "--compare", old, *command]) == 2
+        assert "of CPU family sapphirerapids, and these are of znver5" in capsys.readouterr().err
+    assert _run(["bench", "--measured", new]) == 2
+    assert "--measured needs --compare" in capsys.readouterr().err
