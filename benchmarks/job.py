@@ -27,8 +27,8 @@ from paged_kv.benchmarks.peers.base import Peer
 from paged_kv.benchmarks.problems import problem_of
 
 MIN_REPEATS = 9
-PAUSE = 0.003
-"""Seconds between turns: thread pools that spin after their work would disturb the next system."""
+PAUSE = 0.01
+"""Seconds between turns: thread pools that spin after their work (vLLM's for 5 ms) would disturb the next system."""
 PEER_SLACK = 5
 """How much less exact than ours another system may be: some sum in bfloat16. The errors are in the results."""
 LONG = 1.0

@@ -22,8 +22,9 @@ ASKED = {
     "e4m3": (None, {"ours-bf16": 1.5}),
     "linear-1": (0.85, {"torch-linear": 1.2}),
     "linear-8": (0.85, {"torch-linear": 1.2}),
-    "step-1": (None, {"llama.cpp": 1.2}),
-    "step-prefill": (None, {"transformers": 1.2}),
+    "step-1": (None, {"vllm-step": 1.1, "llama.cpp": 1.2}),
+    "step-8": (None, {"vllm-step": 1.1}),
+    "step-prefill": (None, {"vllm-step": 1, "transformers": 1.2}),
     "prefill": (None, {"torch": 2}),
 }
 
