@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from paged_kv.graphs import ops
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
-from paged_kv.runtime.session import default_runtime
+from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
 
 
@@ -113,6 +114,13 @@ class OursAttention(Ours):
             times.append(time.perf_counter() - start)
         return times
 
+    def recompiled(self) -> OursAttention:
+        """The same operands, with kernels from where `ops.kernels` is now."""
+        other = copy(self)
+        other._runtime = Runtime()
+        other._runtime.load([self._variant])
+        return other
+
     def run(self, i: int) -> None:
         self._o = self._runtime.execute(self._variant, *self._inputs[i % len(self._inputs)])[0]
 
@@ -168,10 +176,17 @@ class OursAppend(Ours):
 
 class OursLinear(Ours):
     def prepare(self, problem: LinearProblem, copies: int) -> None:
+        self._case = problem.case
         self._model = linear_model(problem.case)
         weights = repeat(problem.w, copies)
         self.memory = weights
         self._x, self._weights = to_buffer(problem.x), [to_buffer(w) for w in weights]
+
+    def recompiled(self) -> OursLinear:
+        """The same operands, with kernels from where `ops.kernels` is now."""
+        other = copy(self)
+        other._model = linear_model(self._case)
+        return other
 
     def run(self, i: int) -> None:
         self._y = self._model.execute(self._x, self._weights[i % len(self._weights)])[0]

@@ -1,4 +1,4 @@
-"""The measured choices of each CPU family. Written by `benchmarks/tune.py`."""
+"""The measured choices of each CPU family. The struct is written by hand, the rows by `benchmarks/tune.py`."""
 
 
 @fieldwise_init

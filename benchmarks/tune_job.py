@@ -1,0 +1,73 @@
+"""Several builds of the kernels on one case, in turns, in one process and over the same memory.
+
+    python -m paged_kv.benchmarks.tune_job CASE REPEATS RESULT.json FOLDER...
+
+Each FOLDER is a copy of the Mojo package; the first is what the others are held against. With REPEATS 0 they are only
+compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from paged_kv.benchmarks.bandwidth import Bandwidth
+from paged_kv.benchmarks.cases import CASES, AttentionCase, Case, LinearCase
+from paged_kv.benchmarks.job import take_turns
+from paged_kv.benchmarks.ours import OursAttention, OursLinear
+from paged_kv.benchmarks.problems import problem_of
+from paged_kv.graphs import ops
+
+TUNE_CASES: dict[str, Case] = {
+    **{case.name: case for case in CASES},
+    "linear-256": LinearCase("linear-256", "linear bf16, 8192 x 4096, 256 rows", rows=256),
+}
+"""What may decide a field: the benchmark's grid, and the layer that a prefill is made of."""
+
+
+def measure(case: Case, folders: Sequence[Path], repeats: int, seed: int) -> list[dict[str, Any]]:
+    """A dictionary a folder: `speed` relative to the first, the median over turns; `note` where there is none.
+
+    Each timed run is followed by a read of memory, and its time is counted in units of that read's.
+    """
+    kind = OursAttention if isinstance(case, AttentionCase) else OursLinear
+    problem: Any = problem_of(case, seed)
+    first: OursAttention | OursLinear = kind()
+    systems: list[OursAttention | OursLinear] = []
+    for folder in folders:
+        with patch.object(ops, "files", lambda _, folder=folder: folder):  # where `kernels()` looks
+            if systems:
+                systems.append(first.recompiled())
+            else:
+                first.prepare(problem, case.copies if repeats else 1)
+                systems.append(first)
+    if not repeats:
+        return [{} for _ in systems]
+    read, _ = Bandwidth().read_run(first.memory)
+    runs: dict[str, Callable[[int], object]] = {}
+    for at, system in enumerate(systems):
+        runs |= {f"{at}": system.run, f"{at} read": read}
+    times = take_turns(runs, repeats)
+    units = [[a / b for a, b in zip(times[f"{at}"], times[f"{at} read"], strict=True)] for at in range(len(systems))]
+    found: list[dict[str, Any]] = []
+    for system, unit in zip(systems, units, strict=True):
+        right = problem.error(system.output()) <= problem.tolerance
+        speed = statistics.median(base / one for base, one in zip(units[0], unit, strict=True))
+        found.append({"speed": speed, "units": statistics.median(unit)} if right else {"note": "wrong result"})
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    name, repeats, path, *folders = arguments
+    seed = time.time_ns() % 2**32
+    Path(path).write_text(json.dumps(measure(TUNE_CASES[name], [Path(one) for one in folders], int(repeats), seed)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
