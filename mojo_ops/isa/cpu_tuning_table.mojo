@@ -8,14 +8,18 @@ struct CpuTuning(TrivialRegisterPassable):
     var fast_bf16_dot: Bool
     """Whether the dot product of bfloat16 pairs (`isa/bf16_dot.mojo`) has the rate of a float32 FMA, where the target
     has it."""
+    var linear_streams: Int
+    """Rows of w that the linear layer reads side by side for few rows of x, where the memory is the limit."""
+    var linear_prefetch: Bool
+    """Whether each such group of rows prefetches the next."""
 
 
 def tuning_of(family: StringSlice) -> CpuTuning:
     """The row of a family, or of CPUs that are not in the table."""
     if family == "znver5":
-        return CpuTuning(fast_bf16_dot=True)
+        return CpuTuning(fast_bf16_dot=True, linear_streams=1, linear_prefetch=True)
     if family == "znver4":
-        return CpuTuning(fast_bf16_dot=True)
+        return CpuTuning(fast_bf16_dot=True, linear_streams=1, linear_prefetch=True)
     if family == "cooperlake":
-        return CpuTuning(fast_bf16_dot=True)
-    return CpuTuning(fast_bf16_dot=False)
+        return CpuTuning(fast_bf16_dot=True, linear_streams=8, linear_prefetch=True)
+    return CpuTuning(fast_bf16_dot=False, linear_streams=8, linear_prefetch=True)

@@ -1,8 +1,10 @@
-"""Linear layer on the CPU, `y = x w^T`: matrix tiles for bfloat16 over bfloat16 where the CPU has them, else
-vectors."""
+"""Linear layer on the CPU, `y = x w^T`: matrix tiles or dot products for bfloat16 over bfloat16 where the CPU has them,
+else vectors."""
 
 from ..isa.amx import HAS_AMX, amx_permitted
+from ..isa.bf16_dot import USES_BF16_DOT
 from .amx.blocks import linear_amx
+from .bf16_dot import linear_bf16_dot
 from .vectors import linear_vectors
 
 
@@ -30,4 +32,9 @@ def linear[
                 workers,
             )
             return
+    comptime if USES_BF16_DOT and dtype == DType.bfloat16 and weight_dtype == DType.bfloat16:
+        linear_bf16_dot(
+            y.unsafe_bitcast[BFloat16](), x.unsafe_bitcast[BFloat16](), w.unsafe_bitcast[BFloat16](), m, n, k, workers
+        )
+        return
     linear_vectors(y, x, w, m, n, k, workers)
