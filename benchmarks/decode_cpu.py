@@ -51,7 +51,7 @@ JOB_SECONDS = 900
 @click.option("--quick", is_flag=True, help="Three cases, no peers, well under two minutes; writes no files by itself.")
 @click.option("--cases", "names", multiple=True, metavar="NAME", help="Only this case; repeat it. See --list.")
 @click.option("--no-peers", is_flag=True, help="Only ours and the bandwidth.")
-@click.option("--repeats", type=click.IntRange(min=9), default=15, show_default=True, help="Runs behind a median.")
+@click.option("--repeats", type=click.IntRange(min=9), default=31, show_default=True, help="Runs behind a median.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the CSV, JSON and PNG.")
 @click.option("--update-readme", is_flag=True, help="Also write the tables of this checkout's pages.")
 @click.option("--compare", type=click.Path(path_type=Path), metavar="OLD.json", help="Say what became slower; exit 1.")

@@ -13,11 +13,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from paged_kv.benchmarks.bandwidth import Bandwidth
 from paged_kv.benchmarks.cases import CASES, AttentionCase, Case, LinearCase
 from paged_kv.benchmarks.job import take_turns
 from paged_kv.benchmarks.ours import OursAttention, OursLinear
@@ -30,11 +30,15 @@ TUNE_CASES: dict[str, Case] = {
 }
 """What may decide a field: the benchmark's grid, and the layer that a prefill is made of."""
 
+BLOCK = 0.02
+"""Seconds of runs that are timed together."""
+
 
 def measure(case: Case, folders: Sequence[Path], repeats: int, seed: int) -> list[dict[str, Any]]:
     """A dictionary a folder: `speed` relative to the first, the median over turns; `note` where there is none.
 
-    Each timed run is followed by a read of memory, and its time is counted in units of that read's.
+    What is timed are some runs in succession, because one alone varies by 10 %. A ratio within a turn needs no read of
+    memory beside it: the same build against itself differed by 0.4 %, in units of a read right after it by up to 5 %.
     """
     kind = OursAttention if isinstance(case, AttentionCase) else OursLinear
     problem: Any = problem_of(case, seed)
@@ -49,18 +53,29 @@ def measure(case: Case, folders: Sequence[Path], repeats: int, seed: int) -> lis
                 systems.append(first)
     if not repeats:
         return [{} for _ in systems]
-    read, _ = Bandwidth().read_run(first.memory)
+    count = _block(first.run)
     runs: dict[str, Callable[[int], object]] = {}
     for at, system in enumerate(systems):
-        runs |= {f"{at}": system.run, f"{at} read": read}
+        runs[str(at)] = partial(_several, system.run, count)
     times = take_turns(runs, repeats)
-    units = [[a / b for a, b in zip(times[f"{at}"], times[f"{at} read"], strict=True)] for at in range(len(systems))]
     found: list[dict[str, Any]] = []
-    for system, unit in zip(systems, units, strict=True):
+    for at, system in enumerate(systems):
         right = problem.error(system.output()) <= problem.tolerance
-        speed = statistics.median(base / one for base, one in zip(units[0], unit, strict=True))
-        found.append({"speed": speed, "units": statistics.median(unit)} if right else {"note": "wrong result"})
+        speed = statistics.median(base / one for base, one in zip(times["0"], times[str(at)], strict=True))
+        ms = statistics.median(times[str(at)]) / count * 1e3
+        found.append({"speed": speed, "ms": ms} if right else {"note": "wrong result"})
     return found
+
+
+def _block(run: Callable[[int], object]) -> int:
+    """How many runs take `BLOCK`."""
+    times = take_turns({"run": run}, 9)["run"]
+    return max(1, round(BLOCK / statistics.median(times)))
+
+
+def _several(run: Callable[[int], object], count: int, i: int) -> None:
+    for at in range(i * count, (i + 1) * count):
+        run(at)
 
 
 def main(arguments: list[str]) -> None:

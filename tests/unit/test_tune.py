@@ -142,7 +142,7 @@ def test_a_second_round_sees_what_the_first_one_changed():
 
 
 def test_noise_and_failures_change_nothing():
-    speeds, _ = landscape(lambda case, a, b: 1.0 if a == "1" else 0.995)  # noqa: ARG005
+    speeds, _ = landscape(lambda case, a, b: 1.0 if a == "1" else 0.985)  # noqa: ARG005
     assert descend({"a": "1", "b": "1"}, CHOICE, speeds)[0] == {"a": "1", "b": "1"}
     speeds, _ = landscape(lambda case, a, b: 1.0 if a == "1" else None if case == "y" else 0.1)  # noqa: ARG005
     assert descend({"a": "1", "b": "1"}, CHOICE, speeds)[0] == {"a": "1", "b": "1"}
