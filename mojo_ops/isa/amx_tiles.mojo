@@ -60,16 +60,3 @@ def load_sum[index: Int](source: FloatPointer):
 def store_sum[index: Int](target: FloatPointer):
     """Writes sum `index` as 16 rows of 16 numbers."""
     tile_store[index](target, AMX_ROW_BYTES)
-
-
-@always_inline
-def transpose_16x16[dtype: DType, //](mut rows: Array[SIMD[dtype, 16], 16]):
-    """Transposes 16 x 16 elements in place, by four perfect shuffles of all 256."""
-    comptime for _ in range(4):
-        var shuffled = Array[SIMD[dtype, 16], 16](fill=0)
-        comptime for i in range(8):
-            var pair = rows[i].interleave(rows[i + 8])
-            shuffled[2 * i] = pair.slice[16]()
-            shuffled[2 * i + 1] = pair.slice[16, offset=16]()
-        comptime for i in range(16):
-            rows[i] = shuffled[i]

@@ -21,7 +21,7 @@ def plan(
     row_batch: List[Int32],
     row_lengths: List[Int32],
     window_left: Int = -1,
-    sizes: BlockSizes = BlockSizes.without_prefill(),
+    sizes: BlockSizes = BlockSizes(MAX_BLOCK_ROWS, Int.MAX, 0),
 ) -> SegmentPlan:
     var none = List[Float32]()
     var logits = Logits(1, 0, window_left, untracked(none), False, untracked(none), False)

@@ -1,7 +1,6 @@
 """The attention op against the oracle, over caches whose tables are shuffled and whose unused memory is NaN."""
 
 import math
-from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from paged_kv import reference
 from support import harness
 from support.attending import AXES, LSE_TOL, REL, compare_with_oracle, mixed_rows, options_of, rows_of
-from support.cases import DTYPES, STORAGES, UNUSED_PAGE, CacheCase, build, causal_rows, permuted
+from support.cases import DTYPES, STORAGES, UNUSED_PAGE, CacheCase, build, permuted
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.grids import all_pairs, case_of, setting_id
 from support.properties import examples
@@ -105,48 +104,6 @@ def test_a_row_depends_on_no_other_row():
         assert_bits_equal(lse_one, lse[one], what=f"lse of row {r} alone")
 
 
-PREFILLS = all_pairs(
-    {"pair": [("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float16", "float16")]}
-    | {"head_dim": (8, 64, 80, 128), "group": (1, 3, 4, 16), "num_kv_heads": (1, 2), "page_size": (1, 5, 16, 128)}
-    | {"lengths": ((300, 0, 90), (2500,), (257, 64)), "new_tokens": (70, 300), "window_left": (-1, 0, 100)}
-    | {"logits_soft_cap": (0.0, 5.0), "scale": (None, -0.4), "alibi": (False, True), "sinks": (False, True)}
-    | {"v_scale": (1.0, -0.5), "storage": STORAGES}
-)
-
-
-@pytest.mark.parametrize("setting", PREFILLS, ids=setting_id)
-def test_many_new_tokens_of_a_request(setting):
-    """Many rows in a row share blocks, which kernels compute in ways of their own; long ones are cut as well."""
-    q_dtype, kv_dtype = setting["pair"]
-    cache = build(replace(case_of(setting | {"dtype": kv_dtype, "lengths": "edges"}), lengths=setting["lengths"]))
-    new_tokens = [min(length, setting["new_tokens"]) for length in cache.case.lengths]
-    q, *rows = causal_rows(cache, new_tokens)
-    q = q.astype(np.float32).astype(q_dtype)
-    once = compare(cache, (q, *rows), **options_of(setting, cache.case))
-    again = harness.attention(q, *cache.pages, *rows, **cache.storage, **options_of(setting, cache.case))
-    for name, result, expected in zip(("o", "lse"), again, once, strict=True):
-        assert_bits_equal(result, expected, what=name)
-
-
-@pytest.mark.parametrize("where", ["q", "k"])
-def test_nan_among_many_new_tokens_stays_with_those_who_see_it(where):
-    cache = build(CacheCase(lengths=(200,), num_q_heads=8, head_dim=64, dtype="bfloat16"))
-    q, *rows = causal_rows(cache, [200])
-    clean_o, clean_lse = harness.attention(q, *cache.pages, *rows)
-    seen = np.zeros((200, 8), bool)
-    if where == "q":
-        q[77, 5, 3] = np.nan
-        seen[77, 5] = True
-    else:  # token 77, KV head 1: its group is heads 4 to 7
-        cache.k_blocks[cache.lookup_table[0, 77 // 16], 77 % 16, 1, 3] = np.nan
-        seen[77:, 4:] = True
-    o, lse = harness.attention(q, *cache.pages, *rows)
-    assert np.isnan(o[seen].astype(np.float32)).all()
-    assert np.isnan(lse[seen]).all()
-    assert_bits_equal(o[~seen], clean_o[~seen], what="o of the others")
-    assert_bits_equal(lse[~seen], clean_lse[~seen], what="lse of the others")
-
-
 @pytest.mark.parametrize("where", ["q", "k"])
 @pytest.mark.parametrize("num_q_heads", [2, 8, 32])
 @pytest.mark.parametrize(
@@ -173,14 +130,6 @@ def test_nan_stays_with_the_row_that_sees_it(where, num_q_heads, q_dtype, kv_dty
         assert np.isnan(lse[seen]).all(), what
         assert_bits_equal(o[~seen], clean_o[~seen], what=f"o of the others than {what}")
         assert_bits_equal(lse[~seen], clean_lse[~seen], what=f"lse of the others than {what}")
-
-
-def test_scores_that_rise_all_along():
-    """Every step's greatest score is far above the last one's: the sums so far have to be rescaled."""
-    cache = build(CacheCase(lengths=(400,), num_q_heads=8, head_dim=64, dtype="bfloat16"))
-    slopes = np.linspace(0.2, 1.5, 8)
-    for slope in slopes, -slopes:
-        compare(cache, causal_rows(cache, [300]), alibi_slopes=slope, sm_scale=0.1)
 
 
 @pytest.mark.parametrize("setting", MIXED_GRID, ids=setting_id)

@@ -1,7 +1,7 @@
 """Attention over pages on the CPU, decode and prefill: cuts a call into segments and runs them on all threads.
 
-Each block of rows is computed in vectors (`vectors/segment.mojo`) or on matrix tiles (`amx/segment.mojo`,
-`amx/prefill.mojo`). Calls that rotate keys go to `rotary_fallback.mojo` instead.
+Each block of rows is computed in vectors (`vectors/segment.mojo`, `vectors/prefill.mojo`) or on matrix tiles
+(`amx/segment.mojo`, `amx/prefill.mojo`). Calls that rotate keys go to `rotary_fallback.mojo` instead.
 """
 
 from max.algorithm import sync_parallelize
@@ -14,11 +14,14 @@ from ..logits import Logits
 from ..params import AttentionRows
 from .amx.layout import AmxBuffers
 from .amx.prefill import attend_prefill_amx
-from .amx.prefill_workspace import PrefillWorkspace, padded_queries
+from .amx.prefill_workspace import PrefillWorkspace
 from .amx.segment import attend_segment_amx
 from .kernel_choice import CpuKernelChoice, amx_serves
 from .plan import Segment, SegmentQueue, plan_segments
+from .prefill.queries import padded_queries
 from .split_merge import SplitResults, finish_segment
+from .vectors.prefill import attend_prefill_vectors
+from .vectors.prefill_workspace import VectorPrefillWorkspace
 from .vectors.segment import attend_segment_vectors
 from .workspace import HeadLayout, SegmentWorkspace
 
@@ -68,23 +71,30 @@ def attend_on_cpu[
             AmxBuffers.num_floats(max_queries, heads.padded_dim) if choice.may_use_amx else 0,
         )
         var own = workspace.acc
-        var prefill_workspace = PrefillWorkspace(max_prefill_queries, heads.padded_dim)
+        var prefill_amx = PrefillWorkspace(max_prefill_queries if choice.permitted else 0, heads.padded_dim)
+        var prefill_vectors = VectorPrefillWorkspace(0 if choice.permitted else max_prefill_queries, heads.padded_dim)
         var segment = queue.take()
         while segment.num_rows > 0:
             var queries = segment.num_rows * heads.group
             var stride = choice.query_stride(queries)
             var following = Segment.none()
             if segment.is_prefill():
-                comptime if amx_serves(dtype, kv_dtype):
-                    prefill_workspace.acc = (
-                        prefill_workspace.own_acc if segment.split_result
-                        < 0 else split_results.acc_of(segment.split_result)
+                var states = prefill_amx.queries if choice.permitted else prefill_vectors.queries
+                states.acc = states.own_acc if segment.split_result < 0 else split_results.acc_of(segment.split_result)
+                if choice.permitted:
+                    comptime if amx_serves(dtype, kv_dtype):
+                        prefill_amx.queries = states
+                        attend_prefill_amx(rows, segment, k, v, logits, heads, prefill_amx)
+                        finish_segment[kv_dtype, True](
+                            rows, segment, logits, heads, stride, states, states.acc, split_results
+                        )
+                else:
+                    prefill_vectors.queries = states
+                    attend_prefill_vectors(rows, segment, k, v, logits, heads, prefill_vectors)
+                    finish_segment[kv_dtype, False](
+                        rows, segment, logits, heads, stride, states, states.acc, split_results
                     )
-                    attend_prefill_amx(rows, segment, k, v, logits, heads, prefill_workspace)
-                    finish_segment[kv_dtype, True](
-                        rows, segment, logits, heads, stride, prefill_workspace, prefill_workspace.acc, split_results
-                    )
-                    following = queue.take()
+                following = queue.take()
             else:
                 workspace.acc = own if segment.split_result < 0 else split_results.acc_of(segment.split_result)
                 if choice.uses_amx(queries):

@@ -5,9 +5,11 @@ from std.math import ceildiv
 from ...isa.amx import HAS_AMX, amx_permitted
 from ...isa.convert import chunk_of, is_float8
 from .amx.layout import AmxBuffers
-from .amx.prefill_workspace import PREFILL_MAX_QUERIES, PREFILL_MIN_QUERIES
+from .amx.prefill_workspace import PREFILL_MIN_QUERIES
 from .amx.widen import Bf16Chunk
 from .plan import BlockSizes, MAX_BLOCK_ROWS
+from .prefill.queries import PREFILL_MAX_QUERIES
+from .vectors.prefill_workspace import VECTOR_PREFILL_MIN_QUERIES
 from .workspace import HeadLayout
 
 
@@ -52,12 +54,11 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
         return AmxBuffers.query_stride(queries) if self.uses_amx(queries) else queries
 
     def sizes(self, heads: HeadLayout) -> BlockSizes:
-        """The rows of a block, and those of a prefill block (`amx/prefill.mojo`)."""
-        if not self.permitted:
-            return BlockSizes.without_prefill()
+        """The rows of a block, and those of a prefill block (`amx/prefill.mojo`, `vectors/prefill.mojo`)."""
+        var least = PREFILL_MIN_QUERIES if self.permitted else VECTOR_PREFILL_MIN_QUERIES
         return BlockSizes(
             max(MAX_BLOCK_ROWS, PREFILL_MAX_QUERIES // heads.group),
-            ceildiv(PREFILL_MIN_QUERIES, heads.group),
+            ceildiv(least, heads.group),
             heads.kv_heads,
         )
 
@@ -73,12 +74,13 @@ def cpu_kernel[dtype: DType, kv_dtype: DType](group: Int) -> String:
         group: Query heads a KV head: the queries of one row; rows of the same request add theirs.
     """
     var choice = CpuKernelChoice[dtype, kv_dtype]()
+    comptime prefill = String("; ", VECTOR_PREFILL_MIN_QUERIES, " queries a KV head and more as in prefill")
     comptime if not HAS_AMX:
-        return "cpu/vectors: the CPU target has no AMX"
+        return "cpu/vectors: the CPU target has no AMX" + prefill
     comptime if not choice.may_use_amx:
-        return "cpu/vectors: AMX takes bfloat16 with a cache of the same or float8"
+        return "cpu/vectors: AMX takes bfloat16 with a cache of the same or float8" + prefill
     if not choice.permitted:
-        return "cpu/vectors: the operating system does not grant AMX"
+        return "cpu/vectors: the operating system does not grant AMX" + prefill
     comptime limit = max_vector_queries(kv_dtype)
     if not choice.uses_amx(group):
         return String("cpu/vectors: ", group, " queries a KV head; cpu/amx takes more than ", limit)

@@ -67,11 +67,6 @@ struct BlockSizes(TrivialRegisterPassable):
     var kv_heads: Int
     """KV heads of a prefill block."""
 
-    @staticmethod
-    def without_prefill() -> Self:
-        """Blocks of up to `MAX_BLOCK_ROWS` rows, all heads in one segment."""
-        return Self(MAX_BLOCK_ROWS, Int.MAX, 0)
-
 
 @fieldwise_init
 struct SegmentQueue(ImplicitlyCopyable):
@@ -150,7 +145,9 @@ def plan_segments(
             block.num_rows += 1
             row += 1
         block.begin = min(block.begin, block.end)
-        total += block.end - block.begin
+        # A prefill block is read once for every KV head.
+        var passes = sizes.kv_heads if block.num_rows >= sizes.prefill_rows else 1
+        total += (block.end - block.begin) * passes
         blocks.append(block)
 
     var plan = SegmentPlan()

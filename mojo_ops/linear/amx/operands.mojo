@@ -5,8 +5,9 @@ from std.memory import bitcast
 
 from ...cache.pointers import untracked
 from ...isa.amx import tile_store
-from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_SUM_ELEMENTS, AMX_TILE_K, AMX_TILE_ROWS, transpose_16x16
+from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_SUM_ELEMENTS, AMX_TILE_K, AMX_TILE_ROWS
 from ...isa.memory import Bf16Pointer
+from ...isa.transpose import transpose_16x16
 
 comptime LINE_ELEMENTS = 32
 """Elements (bfloat16) of a cache line."""

@@ -14,8 +14,9 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 
 from ...cache.pointers import untracked
 from ...isa.amx import TileShapes, tile_dot, tile_load, tile_release, tile_store, tile_zero
-from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_TILE_K, AMX_TILE_ROWS, transpose_16x16
+from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_TILE_K, AMX_TILE_ROWS
 from ...isa.memory import Bf16Pointer, FloatPointer
+from ...isa.transpose import transpose_16x16
 from .operands import AmxLinear, copy_rows
 
 comptime MAX_STREAM_ROWS = 64

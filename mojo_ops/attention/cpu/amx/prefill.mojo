@@ -8,27 +8,28 @@ products.
 from std.memory import bitcast
 
 from ....cache.paged_kv_cache import PagedKVCache
-from ....isa.amx_tiles import AMX_TILE_ELEMENTS, configure_tiles, transpose_16x16
-from ....isa.convert import FloatVector, LANES
+from ....isa.amx_tiles import AMX_TILE_ELEMENTS, configure_tiles
 from ....isa.memory import Bf16BitsPointer
+from ....isa.transpose import transpose_16x16
 from ...logits import Logits
 from ...params import AttentionRows
-from ...softmax import MINUS_INFINITY
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS
+from ..prefill.queries import QUERY_COLUMNS, padded_queries
+from ..prefill.step import PrefillStep
 from ..workspace import HeadLayout
 from .layout import LAYOUT_TOKENS
 from .prefill_products import PairProducts
 from .prefill_softmax import scores_to_weights_prefill
-from .prefill_workspace import NO_PAIR, PrefillStep, PrefillWorkspace, QUERY_COLUMNS, padded_queries
+from .prefill_workspace import NO_PAIR, PrefillWorkspace, visible_tiles
 from .weighted_sums import pair_tokens
 from .widen import Bf16Chunk, query_words, widen_chunk
 
 
 def pack_queries_prefill[
     kv_dtype: DType, dtype: DType
-](rows: AttentionRows[dtype], segment: Segment, logits: Logits, heads: HeadLayout, mut workspace: PrefillWorkspace):
-    """Packs the queries of one KV head of a block as pairs, and clears their states and weighted values."""
+](rows: AttentionRows[dtype], segment: Segment, heads: HeadLayout, mut workspace: PrefillWorkspace):
+    """Packs the queries of one KV head of a block as pairs."""
     comptime chunk = Bf16Chunk[kv_dtype].length
     var queries = segment.num_rows * heads.group
     var room = padded_queries(queries)
@@ -55,15 +56,6 @@ def pack_queries_prefill[
                 )
                 comptime for p in range(16):
                     target.unsafe_store(p * QUERY_COLUMNS, pairs[p])
-    for m in range(room):
-        var length = Int(rows.row_lengths[unsafe_offset=segment.row + m // heads.group]) if m < queries else 0
-        workspace.first[unsafe_offset=m] = Int32(logits.first_token(length))
-        workspace.last[unsafe_offset=m] = Int32(length)
-        # The reference of a padding query is 0, so that its scores never exceed it.
-        workspace.greatest[unsafe_offset=m] = MINUS_INFINITY if m < queries else 0
-        workspace.totals[unsafe_offset=m] = 0
-    for i in range(0, room * heads.padded_dim, LANES):
-        workspace.acc.unsafe_store(i, FloatVector(0))
 
 
 def attend_prefill_amx[
@@ -85,14 +77,15 @@ def attend_prefill_amx[
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var pairs = padded_queries(segment.num_rows * heads.group) // (2 * QUERY_COLUMNS)
     configure_tiles()
-    pack_queries_prefill[k.dtype](rows, segment, logits, heads, workspace)
-    var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace)
+    pack_queries_prefill[k.dtype](rows, segment, heads, workspace)
+    workspace.queries.clear(rows, segment, logits, heads)
+    var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer())
     while step.count > 0:
         lay_out_step(k, v, step, heads, segment.head, workspace)
         var products = PairProducts(step, heads, 0, NO_PAIR, 1, workspace)
         products.finish()
         for pair in range(pairs):
-            var calls = 2 * step.visible_tiles(pair, workspace) * KV_TILE_TOKENS // 2
+            var calls = 2 * visible_tiles(step, pair, workspace.queries) * KV_TILE_TOKENS // 2
             products = PairProducts(
                 step, heads, pair + 1 if pair + 1 < pairs else NO_PAIR, pair - 1, max(1, calls), workspace
             )
@@ -101,7 +94,7 @@ def attend_prefill_amx[
             products.finish()
         products = PairProducts(step, heads, NO_PAIR, pairs - 1, 1, workspace)
         products.finish()
-        step = PrefillStep(k, v, request, step.end, segment.end, workspace)
+        step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
 
 
 def lay_out_step(

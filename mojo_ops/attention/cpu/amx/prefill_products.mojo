@@ -6,8 +6,10 @@ from ....isa.amx import tile_load, tile_store
 from ....isa.amx_tiles import AMX_TILE_ELEMENTS, multiply_2x2, store_sum, zero_sums
 from ....isa.memory import Bf16Pointer, FloatPointer
 from ..prefetch import FIXED_POINT_ONE, KV_TILE_TOKENS
+from ..prefill.queries import QUERY_COLUMNS
+from ..prefill.step import PrefillStep, STEP_TILES, STEP_TOKENS
 from ..workspace import HeadLayout
-from .prefill_workspace import PAIR_SCORE_FLOATS, PrefillStep, PrefillWorkspace, QUERY_COLUMNS, STEP_TILES, STEP_TOKENS
+from .prefill_workspace import PAIR_SCORE_FLOATS, PrefillWorkspace, visible_tiles
 
 
 struct PairProducts(Movable):
@@ -50,14 +52,14 @@ struct PairProducts(Movable):
         self.k = workspace.keys.unsafe_bitcast[BFloat16]()
         self.q = workspace.q.unsafe_bitcast[BFloat16]().unsafe_offset(next * 2 * QUERY_COLUMNS * padded_dim)
         self.scores = workspace.scores.unsafe_offset(next % 2 * PAIR_SCORE_FLOATS)
-        self.score_tiles = step.visible_tiles(next, workspace)
+        self.score_tiles = visible_tiles(step, next, workspace.queries)
         self.score_tile = 0
         self.values = workspace.values.unsafe_bitcast[BFloat16]()
         self.weights = workspace.weights.unsafe_bitcast[BFloat16]().unsafe_offset(
             last % 2 * STEP_TILES * 4 * AMX_TILE_ELEMENTS
         )
-        self.acc = workspace.acc.unsafe_offset(last * 2 * QUERY_COLUMNS * padded_dim)
-        self.sum_tiles = step.visible_tiles(last, workspace)
+        self.acc = workspace.queries.acc.unsafe_offset(last * 2 * QUERY_COLUMNS * padded_dim)
+        self.sum_tiles = visible_tiles(step, last, workspace.queries)
         self.sum_d = 0 if self.sum_tiles > 0 else padded_dim
         self.inner = 0
         self.due = 0

@@ -1,0 +1,92 @@
+"""The queries of a prefill segment: what each sees, its running softmax state and its weighted values."""
+
+from std.math import ceildiv
+
+from ....isa.convert import FloatVector, LANES
+from ....isa.memory import FloatPointer
+from ...logits import Logits
+from ...params import AttentionRows
+from ...softmax import AttentionState, MINUS_INFINITY
+from ..plan import Segment
+from ..workspace import HeadLayout, RunningStates
+
+comptime Int32Pointer = Pointer[Int32, MutUntrackedOrigin]
+comptime QUERY_COLUMNS = 16
+"""Queries of a query tile, one in each lane."""
+comptime PREFILL_MAX_QUERIES = 256
+"""Queries a KV head of a block, at most: the weighted values of more would not stay in the cache."""
+
+
+def padded_queries(queries: Int) -> Int:
+    """`queries` rounded up to whole pairs of query tiles."""
+    return ceildiv(queries, 2 * QUERY_COLUMNS) * 2 * QUERY_COLUMNS
+
+
+struct PrefillQueries(RunningStates, TrivialRegisterPassable):
+    """The queries of one KV head of a block, in query tiles. Q is `padded_queries`, P the padded head_dim."""
+
+    var own_acc: FloatPointer
+    """`[Q, P]`: memory for the weighted values of a block that is not split."""
+    var acc: FloatPointer
+    """`[Q, P]`: weighted values, in `own_acc` or in a split result."""
+    var greatest: FloatPointer
+    """`[Q]`: each query's reference, which its weights are relative to."""
+    var totals: FloatPointer
+    """`[Q]`: the sum of each query's weights."""
+    var first: Int32Pointer
+    """`[Q]`: the first token that a query sees."""
+    var last: Int32Pointer
+    """`[Q]`: the token after the last one that a query sees."""
+
+    @staticmethod
+    def num_floats(queries: Int, padded_dim: Int) -> Int:
+        """The memory of so many queries in float32 numbers, whole cache lines."""
+        return padded_queries(queries) * (padded_dim + 4)
+
+    def __init__(out self, queries: Int, padded_dim: Int, memory: FloatPointer):
+        """For up to `queries` queries, in `num_floats` numbers of `memory`, which begins a cache line."""
+        var room = padded_queries(queries)
+        self.own_acc = memory
+        self.acc = memory
+        self.greatest = memory.unsafe_offset(room * padded_dim)
+        self.totals = self.greatest.unsafe_offset(room)
+        self.first = self.greatest.unsafe_offset(2 * room).unsafe_bitcast[Int32]()
+        self.last = self.greatest.unsafe_offset(3 * room).unsafe_bitcast[Int32]()
+
+    def clear(self, rows: AttentionRows, segment: Segment, logits: Logits, heads: HeadLayout):
+        """Makes the states of a segment's queries empty, and writes which tokens they see."""
+        var queries = segment.num_rows * heads.group
+        var room = padded_queries(queries)
+        for m in range(room):
+            # A query of padding sees what the last query sees, so that it alone does not cause masking.
+            var row = segment.row + min(m, queries - 1) // heads.group
+            var length = Int(rows.row_lengths[unsafe_offset=row])
+            self.first[unsafe_offset=m] = Int32(logits.first_token(length))
+            self.last[unsafe_offset=m] = Int32(length)
+            # The reference of a padding query is 0: its dot products are 0, and do not exceed it.
+            self.greatest[unsafe_offset=m] = MINUS_INFINITY if m < queries else 0
+            self.totals[unsafe_offset=m] = 0
+        for i in range(0, room * heads.padded_dim, LANES):
+            self.acc.unsafe_store(i, FloatVector(0))
+
+    @always_inline
+    def state(self, query: Int) -> AttentionState:
+        return AttentionState(self.greatest[unsafe_offset=query], self.totals[unsafe_offset=query])
+
+    @always_inline
+    def first_seen[tiles: Int](self, m: Int) -> Int:
+        """The first token that any of the queries of `tiles` query tiles sees, from query `m` on."""
+        return Int(self.first.unsafe_load[width=tiles * QUERY_COLUMNS](m).reduce_min())
+
+    @always_inline
+    def end_seen[tiles: Int](self, m: Int) -> Int:
+        """The token after the last one that any of the queries of `tiles` query tiles sees."""
+        return Int(self.last.unsafe_load[width=tiles * QUERY_COLUMNS](m).reduce_max())
+
+    @always_inline
+    def all_see(self, m: Int, begin: Int, end: Int) -> Bool:
+        """Whether each of the 16 queries from `m` on sees all tokens `[begin, end)`."""
+        return (
+            Int(self.first.unsafe_load[width=QUERY_COLUMNS](m).reduce_max()) <= begin
+            and Int(self.last.unsafe_load[width=QUERY_COLUMNS](m).reduce_min()) >= end
+        )

@@ -1,0 +1,112 @@
+"""What the softmax of a prefill step has in common on all CPUs: 16 queries at a time, one in each SIMD lane.
+
+Weights are computed before the greatest score is known. Where the weights of a step sum up to more than
+`WEIGHT_SUM_LIMIT`, the references are raised and the weights computed again.
+"""
+
+from std.utils.numerics import isfinite
+
+from ....isa.convert import FloatVector, LANES
+from ....isa.memory import FloatPointer
+from ...logits import Logits
+from ...softmax import MINUS_INFINITY, exp2
+from ..workspace import HeadLayout
+from .queries import PrefillQueries, QUERY_COLUMNS
+
+comptime WEIGHT_SUM_LIMIT: Float32 = 256
+"""The sum of a query's weights over one step beyond which its reference is raised to its greatest score."""
+
+
+@always_inline
+def only_scaled(logits: Logits, factor: Float32) -> Bool:
+    """Whether a score is the dot product times `factor`, its scale in base 2, and nothing else."""
+    return not logits.has_alibi and logits.soft_cap <= 0 and isfinite(factor)
+
+
+@always_inline
+def exceeds_limit(sums: FloatVector, greatest: FloatVector) -> Bool:
+    """Whether the weights of a step, whose sums these are, need another reference; NaN counts as too much."""
+    return not (sums.le(WEIGHT_SUM_LIMIT) & greatest.gt(MINUS_INFINITY)).reduce_and()
+
+
+@always_inline
+def negated_reference(greatest: FloatVector) -> FloatVector:
+    """What is added to scores before `exp2`: a query that has seen no token has no greatest score to subtract yet."""
+    return greatest.eq(MINUS_INFINITY).select(FloatVector(0), -greatest)
+
+
+@no_inline
+def mask_scores(
+    queries: PrefillQueries,
+    m: Int,
+    logits: Logits,
+    heads: HeadLayout,
+    head: Int,
+    first: Int,
+    count: Int,
+    end: Int,
+    scores: FloatPointer,
+):
+    """Turns the dot products of 16 queries into base-2 scores, and into -inf where a query does not see the token.
+
+    Args:
+        queries: The queries of the segment.
+        m: The first of the 16.
+        logits: The options of the call.
+        heads: The head sizes.
+        head: The KV head.
+        first: The token of the first dot products.
+        count: How many tokens follow each other in `scores`.
+        end: The token after the last one; dot products of `end` and later tokens are of no token.
+        scores: `[count, 16]`, replaced.
+    """
+    var first_seen = queries.first.unsafe_load[width=QUERY_COLUMNS](m)
+    var last = queries.last.unsafe_load[width=QUERY_COLUMNS](m)
+    var slopes = FloatVector(0)
+    if logits.has_alibi:
+        for lane in range(QUERY_COLUMNS):
+            slopes[lane] = logits.alibi_slopes[unsafe_offset=head * heads.group + (m + lane) % heads.group]
+    for t in range(count):
+        var at = scores.unsafe_offset(t * QUERY_COLUMNS)
+        var token = SIMD[DType.int32, QUERY_COLUMNS](Int32(first + t))
+        var score = logits.score_each(at.unsafe_load[width=QUERY_COLUMNS](0), slopes, token.cast[DType.float32]())
+        var seen = token.lt(last) & token.ge(first_seen) & token.lt(Int32(end))
+        at.unsafe_store(0, seen.select(score, MINUS_INFINITY))
+
+
+@no_inline
+def raise_references(
+    queries: PrefillQueries,
+    m: Int,
+    padded_dim: Int,
+    count: Int,
+    scores: FloatPointer,
+    factor: Float32,
+    sums: FloatVector,
+):
+    """Raises the references of 16 queries to their greatest scores, where their weights exceed the limit.
+
+    Args:
+        queries: The queries of the segment.
+        m: The first of the 16.
+        padded_dim: P.
+        count: Tokens of `scores`.
+        scores: `[count, 16]`.
+        factor: Multiplies the scores.
+        sums: The sums of the weights of these scores.
+    """
+    var old = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
+    var new = old
+    for t in range(count):
+        new = max(new, scores.unsafe_load[width=QUERY_COLUMNS](t * QUERY_COLUMNS) * factor)
+    # A NaN reference makes the weights and the result NaN.
+    new = sums.eq(sums).select(new, sums)
+    new = (sums.le(WEIGHT_SUM_LIMIT) & old.gt(MINUS_INFINITY)).select(old, new)
+    var scale = new.eq(old).select(FloatVector(1), exp2(old - new))
+    queries.greatest.unsafe_store(m, new)
+    queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=QUERY_COLUMNS](m) * scale)
+    for lane in range(QUERY_COLUMNS):
+        if scale[lane] != 1:
+            var acc = queries.acc.unsafe_offset((m + lane) * padded_dim)
+            for d in range(0, padded_dim, LANES):
+                acc.unsafe_store(d, acc.unsafe_load[width=LANES](d) * scale[lane])

@@ -1,0 +1,144 @@
+"""The products of a prefill step in vectors: scores with a query in each lane, and weighted sums.
+
+One operand of every product is broadcast from memory, so nothing is transposed.
+"""
+
+from std.math import align_down
+from std.memory import bitcast
+
+from ....isa.bf16_dot import bf16_dot
+from ....isa.convert import FloatVector, LANES
+from ....isa.memory import FloatPointer
+from ..prefetch import Prefetcher
+from ..prefill.queries import QUERY_COLUMNS
+from ..prefill.step import STEP_TOKENS
+from .prefill_workspace import (
+    KEY_TOKENS,
+    LINE_WORDS,
+    MAX_SUMS,
+    SUM_VECTORS,
+    TILE_SCORES,
+    VALUE_COLUMNS,
+    WordPointer,
+    score_tokens,
+)
+
+comptime WordVector = SIMD[DType.uint32, LANES]
+
+
+@always_inline
+def score_tiles[
+    pairs: Bool, tiles: Int
+](
+    keys: WordPointer,
+    q: WordPointer,
+    words: Int,
+    begin: Int,
+    end: Int,
+    scores: FloatPointer,
+    mut prefetcher: Prefetcher,
+):
+    """Computes the dot products of `tiles` query tiles with tokens `[begin, end)` of the step.
+
+    Parameters:
+        pairs: Whether a word is a pair of bfloat16, else a float32.
+        tiles: Query tiles.
+
+    Args:
+        keys: `[words / 16, KEY_TOKENS, 16]`.
+        q: `[tiles, words, 16]`.
+        words: Words of a head.
+        begin: The first token; some before it, up to a multiple of `score_tokens`, are computed as well.
+        end: The token after the last one; some after it are computed as well.
+        scores: `[tiles, KEY_TOKENS, 16]`.
+        prefetcher: Runs once for every `score_tokens` tokens.
+    """
+    comptime tokens = score_tokens(tiles)
+    for token in range(align_down(begin, tokens), end, tokens):
+        prefetcher.run()
+        var sums = Array[FloatVector, tokens * tiles](fill=0)
+        for line in range(words // LINE_WORDS):
+            var k = keys.unsafe_offset((line * KEY_TOKENS + token) * LINE_WORDS)
+            var at = q.unsafe_offset(line * LINE_WORDS * LANES)
+            for word in range(LINE_WORDS):
+                comptime for t in range(tokens):
+                    var x = WordVector(k[unsafe_offset=t * LINE_WORDS + word])
+                    comptime for tile in range(tiles):
+                        sums[t * tiles + tile] = add_product[pairs](
+                            sums[t * tiles + tile],
+                            at.unsafe_offset(tile * words * LANES).unsafe_load[width=LANES](word * LANES),
+                            x,
+                        )
+        comptime for t in range(tokens):
+            comptime for tile in range(tiles):
+                scores.unsafe_store(tile * TILE_SCORES + (token + t) * QUERY_COLUMNS, sums[t * tiles + tile])
+
+
+@always_inline
+def add_product[pairs: Bool](sums: FloatVector, a: WordVector, b: WordVector) -> FloatVector:
+    """Adds the products of 16 words, each a pair of bfloat16 or a float32."""
+    comptime if pairs:
+        return bf16_dot(sums, bitcast[DType.bfloat16, 2 * LANES](a), bitcast[DType.bfloat16, 2 * LANES](b))
+    else:
+        return bitcast[DType.float32, LANES](a).fma(bitcast[DType.float32, LANES](b), sums)
+
+
+@always_inline
+def sum_query_tile(
+    values: FloatPointer, weights: FloatPointer, begin: Int, end: Int, padded_dim: Int, acc: FloatPointer
+):
+    """Adds the weighted V of tokens `[begin, end)` of the step to the values of 16 queries.
+
+    Args:
+        values: `[padded_dim / 32, STEP_TOKENS, 32]`.
+        weights: `[STEP_TOKENS, 16]`.
+        begin: The first token.
+        end: The token after the last one.
+        padded_dim: P.
+        acc: `[16, P]`.
+    """
+    var d = 0
+    comptime for vectors in [SUM_VECTORS, min(2, SUM_VECTORS)]:
+        while d + vectors * LANES <= padded_dim:
+            comptime blocks = num_query_blocks(vectors)
+            comptime for block in range(blocks):
+                comptime first = block * QUERY_COLUMNS // blocks
+                comptime count = (block + 1) * QUERY_COLUMNS // blocks - first
+                sum_block[count, vectors](
+                    values.unsafe_offset(d // VALUE_COLUMNS * STEP_TOKENS * VALUE_COLUMNS + d % VALUE_COLUMNS),
+                    weights.unsafe_offset(first),
+                    begin,
+                    end,
+                    padded_dim,
+                    acc.unsafe_offset(first * padded_dim + d),
+                )
+            d += vectors * LANES
+
+
+def num_query_blocks(vectors: Int) -> Int:
+    """How many blocks the queries of a tile are divided into, so that the sums stay in registers."""
+    var most = max(1, MAX_SUMS // vectors)
+    return (QUERY_COLUMNS + most - 1) // most
+
+
+@always_inline
+def sum_block[
+    count: Int, vectors: Int
+](values: FloatPointer, weights: FloatPointer, begin: Int, end: Int, padded_dim: Int, acc: FloatPointer):
+    """Adds the weighted V for `count` queries and `vectors` vectors of head_dim."""
+    var sums = Array[FloatVector, count * vectors](fill=0)
+    comptime for m in range(count):
+        comptime for i in range(vectors):
+            sums[m * vectors + i] = acc.unsafe_load[width=LANES](m * padded_dim + i * LANES)
+    for token in range(begin, end):
+        var v = Array[FloatVector, vectors](fill=0)
+        comptime for i in range(vectors):
+            comptime column = i * LANES // VALUE_COLUMNS * STEP_TOKENS * VALUE_COLUMNS + i * LANES % VALUE_COLUMNS
+            v[i] = values.unsafe_load[width=LANES](token * VALUE_COLUMNS + column)
+        comptime for m in range(count):
+            var w = FloatVector(weights[unsafe_offset=token * QUERY_COLUMNS + m])
+            comptime for i in range(vectors):
+                sums[m * vectors + i] = v[i].fma(w, sums[m * vectors + i])
+    comptime for m in range(count):
+        comptime for i in range(vectors):
+            acc.unsafe_store(m * padded_dim + i * LANES, sums[m * vectors + i])

@@ -1,0 +1,97 @@
+"""The working memory of prefill in vectors (`prefill.mojo`), and how many sums the registers of the target hold."""
+
+from std.math import align_up
+from std.sys import CompilationTarget
+from std.sys.info import simd_width_of
+
+from ....cache.pointers import untracked
+from ....isa.bf16_dot import USES_BF16_DOT
+from ....isa.convert import LANES, is_float8
+from ....isa.memory import FloatPointer, align_to_line
+from ..prefetch import IntPointer
+from ..prefill.queries import PrefillQueries, QUERY_COLUMNS, padded_queries
+from ..prefill.step import STEP_OFFSETS, STEP_TOKENS
+
+comptime VECTOR_PREFILL_MIN_QUERIES = 32
+"""Queries a KV head of a prefill block, at least."""
+comptime WordPointer = Pointer[UInt32, MutUntrackedOrigin]
+"""32-bit words: a float32, or a pair of bfloat16."""
+comptime LINE_WORDS = 16
+"""Words of a cache line."""
+comptime VALUE_COLUMNS = 32
+"""Elements of head_dim of V that lie side by side, two vectors: what all chunks are multiples of."""
+
+comptime REGISTERS_EACH = LANES // min(LANES, simd_width_of[DType.float32]())
+"""Registers of a vector of 16 lanes."""
+comptime MANY_REGISTERS = REGISTERS_EACH == 1 or not CompilationTarget.is_x86()
+"""Whether the target has 32 vector registers, not 16."""
+comptime MAX_SUMS = (24 if MANY_REGISTERS else 12) // REGISTERS_EACH
+"""Vectors of sums that stay in registers."""
+comptime TILES_AT_ONCE = 2 if REGISTERS_EACH == 1 else 1
+"""Query tiles whose dot products are computed together."""
+comptime SUM_VECTORS = 4 if REGISTERS_EACH == 1 else 1
+"""Vectors of head_dim whose weighted sums are computed together."""
+
+
+def score_tokens(tiles: Int) -> Int:
+    """Tokens whose dot products with `tiles` query tiles are computed together."""
+    return 16 // tiles if REGISTERS_EACH == 1 else MAX_SUMS // tiles
+
+
+comptime KEY_TOKENS = max(align_up(STEP_TOKENS, score_tokens(1)), align_up(STEP_TOKENS, score_tokens(TILES_AT_ONCE)))
+"""Tokens that keys and scores have memory for."""
+comptime TILE_SCORES = KEY_TOKENS * QUERY_COLUMNS
+
+
+def takes_pairs(dtype: DType, kv_dtype: DType) -> Bool:
+    """Whether dot products are those of bfloat16 pairs, which is exact: else they are float32 products."""
+    return USES_BF16_DOT and dtype == DType.bfloat16 and (kv_dtype == DType.bfloat16 or is_float8(kv_dtype))
+
+
+struct VectorPrefillWorkspace(Movable):
+    """Working memory of one task for one KV head of a prefill block. Q is `padded_queries`, P the padded head_dim.
+
+    A word is one element of head_dim, or a pair where `takes_pairs`; a head has P or P / 2 words, W.
+    """
+
+    var memory: List[Float32]
+    var offsets: List[Int]
+    """Token offsets of two steps, then the row addresses of a `Prefetcher`."""
+    var queries: PrefillQueries
+    var q: WordPointer
+    """`[Q / 16, W, 16]`."""
+    var keys: WordPointer
+    """`[W / 16, KEY_TOKENS, 16]`: a cache line of each token side by side."""
+    var values: FloatPointer
+    """`[P / 32, STEP_TOKENS, 32]` float32, in the element order of `load_chunk`."""
+    var scores: FloatPointer
+    """`[TILES_AT_ONCE, KEY_TOKENS, 16]`."""
+    var weights: FloatPointer
+    """`[STEP_TOKENS, 16]`."""
+
+    def __init__(out self, queries: Int, padded_dim: Int):
+        """For up to `queries` queries; without any, no memory but a few numbers."""
+        var room = padded_queries(queries)
+        var keys = KEY_TOKENS * padded_dim if room > 0 else 0
+        var values = STEP_TOKENS * padded_dim if room > 0 else 0
+        self.memory = List[Float32](
+            unsafe_uninit_length=room * padded_dim
+            + keys
+            + values
+            + (TILES_AT_ONCE * KEY_TOKENS + STEP_TOKENS) * QUERY_COLUMNS
+            + PrefillQueries.num_floats(queries, padded_dim)
+            + 16
+        )
+        self.offsets = List[Int](length=2 * STEP_OFFSETS + 2 * STEP_TOKENS, fill=0)
+        var at = align_to_line(untracked(self.memory.unsafe_ptr()))
+        self.q = at.unsafe_bitcast[UInt32]()
+        at = at.unsafe_offset(room * padded_dim)
+        self.keys = at.unsafe_bitcast[UInt32]()
+        self.values = at.unsafe_offset(keys)
+        self.scores = self.values.unsafe_offset(values)
+        self.weights = self.scores.unsafe_offset(TILES_AT_ONCE * TILE_SCORES)
+        self.queries = PrefillQueries(queries, padded_dim, self.weights.unsafe_offset(STEP_TOKENS * QUERY_COLUMNS))
+
+    def offset_buffer(self, index: Int) -> IntPointer:
+        """The offsets of step buffer `index`, 0 or 1; at 2 the memory for a `Prefetcher`'s row addresses."""
+        return untracked(self.offsets.unsafe_ptr()).unsafe_offset(STEP_OFFSETS * index)
