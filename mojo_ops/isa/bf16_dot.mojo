@@ -8,7 +8,7 @@ from .cpu_tuning import CPU_TUNING
 comptime BF16_DOT_LANES = 16
 """Float32 sums of a vector."""
 comptime BF16_DOT_ELEMENTS = 2 * BF16_DOT_LANES
-"""bfloat16 elements of an operand."""
+"""Elements (bfloat16) of an operand."""
 comptime HAS_BF16_DOT = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512bf16"]()
 """Whether the CPU target has the instruction."""
 comptime USES_BF16_DOT = HAS_BF16_DOT and CPU_TUNING.fast_bf16_dot
