@@ -6,6 +6,7 @@ on the order.
 """
 
 from std.memory import bitcast
+from std.sys import CompilationTarget
 from std.utils import IndexList
 
 from .float8 import HAS_BYTE_LOOKUP, float8_word_order, float8_words
@@ -15,6 +16,8 @@ comptime LANES = 16
 comptime CHUNK_ELEMENTS = 2 * LANES
 """Elements of a chunk, but of float8 by look-up (`chunk_of`)."""
 comptime FloatVector = SIMD[DType.float32, LANES]
+comptime CONVERTS_TO_BF16 = not CompilationTarget.is_x86() or CompilationTarget._has_feature["avx512bf16"]()
+"""Whether the CPU target has an instruction that rounds float32 to bfloat16, or is left to the compiler."""
 
 
 def is_float8(dtype: DType) -> Bool:
@@ -92,6 +95,22 @@ def widen_float8[dtype: DType](bits: SIMD[DType.uint8, LANES]) -> FloatVector:
         var half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         var value = bitcast[DType.float16, LANES](half).cast[DType.float32]() * 256
         return (wide & 0x7F).eq(0x7F).select(FloatVector(0) / FloatVector(0), value)
+
+
+@always_inline
+def narrow[dtype: DType](x: SIMD[DType.float32, _]) -> SIMD[dtype, x.length]:
+    """Rounds float32 to `dtype`, ties to even, in vectors.
+
+    Without an instruction for it, LLVM calls a function for every element that becomes bfloat16.
+    """
+    comptime if dtype == DType.bfloat16 and not CONVERTS_TO_BF16:
+        var bits = bitcast[DType.uint32, x.length](x)
+        var rounded = bits + 0x7FFF + (bits >> 16 & 1)
+        # A NaN keeps its sign and upper bits, and becomes quiet.
+        rounded = x.eq(x).select(rounded, bits | 0x400000)
+        return bitcast[dtype, x.length]((rounded >> 16).cast[DType.uint16]())
+    else:
+        return x.cast[dtype]()
 
 
 @always_inline

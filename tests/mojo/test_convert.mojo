@@ -1,9 +1,19 @@
 """Chunks of stored elements in their lane order, sums of vectors, and the look-up tables of float8."""
 
+from std.math import iota
 from std.memory import bitcast
 from std.testing import TestSuite, assert_equal, assert_true
 
-from mojo_ops.isa.convert import FloatVector, LANES, chunk_of, load_chunk, reduce_each, to_chunk_order, to_natural_order
+from mojo_ops.isa.convert import (
+    FloatVector,
+    LANES,
+    chunk_of,
+    load_chunk,
+    narrow,
+    reduce_each,
+    to_chunk_order,
+    to_natural_order,
+)
 from mojo_ops.isa.float8 import float8_table
 from support import untracked
 
@@ -49,6 +59,32 @@ def check_bytes[dtype: DType]() raises:
             else:
                 assert_equal(wide[i], expected)
     _ = stored^
+
+
+def test_narrow_rounds_to_even() raises:
+    """Every bfloat16 comes back, the middle of two neighbours goes to the even one, and NaN stays NaN.
+
+    Subnormal numbers are left out: AVX-512's instruction makes them 0.
+    """
+    for high in range(0, 1 << 16, LANES):
+        var upper = iota[DType.uint32, LANES](UInt32(high))
+        var exponent = upper & 0x7F80
+        var is_nan = exponent.eq(0x7F80) & (upper & 0x7F).ne(0)
+        var finite = exponent.ne(0x7F80) & exponent.ne(0)
+        var exact = narrowed(upper << 16)
+        assert_true((exact.eq(upper) | is_nan | exponent.eq(0)).reduce_and(), String(high))
+        assert_true((narrowed(upper << 16 | 0x8000).eq(upper + (upper & 1)) | ~finite).reduce_and(), String(high))
+        assert_true((narrowed(upper << 16 | 0x7FFF).eq(upper) | ~finite).reduce_and(), String(high))
+        assert_true((narrowed(upper << 16 | 0x8001).eq(upper + 1) | ~finite).reduce_and(), String(high))
+        # A NaN of any payload, even one that the upper half does not hold.
+        var payload = narrowed(upper << 16 | 1)
+        assert_true(((payload & 0x7FFF).gt(0x7F80) | exponent.ne(0x7F80)).reduce_and(), String(high))
+
+
+def narrowed(bits: SIMD[DType.uint32, LANES]) -> SIMD[DType.uint32, LANES]:
+    """The bits of bfloat16, from the bits of float32."""
+    var rounded = narrow[DType.bfloat16](bitcast[DType.float32, LANES](bits))
+    return bitcast[DType.uint16, LANES](rounded).cast[DType.uint32]()
 
 
 def test_every_float8() raises:

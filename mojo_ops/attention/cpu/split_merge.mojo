@@ -8,7 +8,7 @@ on which thread merges what.
 from std.atomic import Atomic
 
 from ...cache.pointers import untracked
-from ...isa.convert import LANES, chunk_of, to_natural_order
+from ...isa.convert import LANES, chunk_of, narrow, to_natural_order
 from ...isa.memory import FloatPointer, align_to_line
 from ..logits import Logits
 from ..params import AttentionRows
@@ -104,7 +104,7 @@ def write_output[
             sums = rebind[SIMD[DType.float32, length]](
                 to_natural_order[kv_dtype](acc.unsafe_load[width=chunk_of(kv_dtype)](d))
             )
-        var out = (sums * factor).cast[dtype]()
+        var out = narrow[dtype](sums * factor)
         comptime for i in range(length // 8):
             if d + 8 * i < head_dim:
                 target.unsafe_store(d + 8 * i, out.slice[8, offset=8 * i]())
