@@ -46,7 +46,7 @@ def test_one_file_has_several_names_and_is_found_once(folder):
     assert [path.read_text() for path in folder.find([A, B])] == ["both"]
     assert [path.read_text() for path in folder.find([B])] == ["both"]
     assert sorted(path.read_text() for path in folder.find([A, B, C])) == ["alone", "both"]
-    assert folder.find(["f" * 32]) == []
+    assert folder.find(["f" * 32]) == {}
 
 
 def test_a_name_is_replaced_and_the_others_stay(folder):
@@ -61,7 +61,7 @@ def test_a_name_is_replaced_and_the_others_stay(folder):
 def test_a_removed_name_is_missing(folder):
     folder.store([A, B], write("damaged"))
     folder.remove(folder.path / f"{A}.mef")
-    assert folder.find([A]) == []
+    assert folder.find([A]) == {}
     assert [path.name for path in folder.find([B])] == [f"{B}.mef"]
     folder.remove(folder.path / f"{A}.mef")  # another process may have done it
 
@@ -155,7 +155,7 @@ def test_what_is_no_folder_is_refused(tmp_path, kind):
 
 def refused_then_rebuilt(folder):
     """The file A is never loaded, and a new one takes its name."""
-    assert folder.find([A]) == []
+    assert folder.find([A]) == {}
     folder.store([A], write("rebuilt"))
     assert [path.read_text() for path in folder.find([A])] == ["rebuilt"]
 

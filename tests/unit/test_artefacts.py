@@ -74,6 +74,15 @@ def test_another_key_is_another_artefact(folder):
     assert len(list(folder.iterdir())) == 2
 
 
+def test_a_graph_whose_key_changed_is_not_taken_from_the_file_of_the_others(folder):
+    """All three lie in one file; the name of one that is up to date does not make the others valid."""
+    load(*NAMES)
+    session = Session()
+    keys = {name: CompileKey(name + ("" if name == "first" else " changed"), ops.__name__) for name in NAMES}
+    load_graphs(session, keys, lambda module, missing: module.extend(missing))
+    assert session.compiles == [["second", "third"]]
+
+
 def test_a_damaged_file_is_compiled_again(folder):
     load("first", "second")
     for path in folder.iterdir():

@@ -47,9 +47,9 @@ class ArtefactFolder:
         if stat.S_IMODE(status.st_mode) != 0o700:
             path.chmod(0o700)
 
-    def find(self, digests: Iterable[str]) -> list[Path]:
-        """The files under these names, each once, that are safe to load."""
-        found: dict[tuple[int, int], Path] = {}
+    def find(self, digests: Iterable[str]) -> dict[Path, set[str]]:
+        """The files under these names that are safe to load, each once, and which of the names each has."""
+        found: dict[tuple[int, int], tuple[Path, set[str]]] = {}
         for digest in digests:
             path = self._path_of(digest)
             try:
@@ -57,8 +57,8 @@ class ArtefactFolder:
             except FileNotFoundError:
                 continue
             if stat.S_ISREG(status.st_mode) and _is_own(status):
-                found.setdefault((status.st_dev, status.st_ino), path)
-        return list(found.values())
+                found.setdefault((status.st_dev, status.st_ino), (path, set()))[1].add(digest)
+        return dict(found.values())
 
     def store(self, digests: Sequence[str], write: Callable[[Path], None]) -> None:
         """Puts one file under several names, each of which appears when the file is whole.

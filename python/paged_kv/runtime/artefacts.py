@@ -40,11 +40,14 @@ def load_graphs(
     folder = user_artefacts()
     digests = _digests(keys)
     models: dict[str, Model] = {}
-    for path in folder.find(digests.values()):
+    for path, valid in folder.find(digests.values()).items():
         try:
-            models |= session.init_all(read(path), weights_registry=weights)
+            loaded = session.init_all(read(path), weights_registry=weights)
         except (RuntimeError, ValueError, OSError):
             folder.remove(path)  # damaged
+            continue
+        # Graphs that were compiled together with these may have been built from other sources than today's.
+        models |= {name: model for name, model in loaded.items() if digests.get(name) in valid}
     missing = [name for name in keys if name not in models]
     if missing:
         on_compile()
