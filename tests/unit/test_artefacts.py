@@ -81,6 +81,7 @@ def test_a_graph_whose_key_changed_is_not_taken_from_the_file_of_the_others(fold
     keys = {name: CompileKey(name + ("" if name == "first" else " changed"), ops.__name__) for name in NAMES}
     load_graphs(session, keys, lambda module, missing: module.extend(missing))
     assert session.compiles == [["second", "third"]]
+    assert len(list(folder.iterdir())) == 5
 
 
 def test_a_damaged_file_is_compiled_again(folder):
