@@ -1,16 +1,22 @@
 """The segments of attention: every token of every row in exactly one segment."""
 
+from std.math import ceildiv
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.attention.cpu.plan import (
     ALL_HEADS,
     BlockSizes,
     MAX_BLOCK_ROWS,
-    SEGMENTS_PER_CALL,
-    MIN_SEGMENT_TOKENS,
+    LENGTHS,
+    LONG_SEGMENTS_PER_CALL,
+    MAX_WHOLE_TOKENS,
+    MIN_LONG_TOKENS,
+    MIN_SHORT_TOKENS,
+    Segment,
+    SegmentLengths,
     SegmentPlan,
+    WORK_CLASSES,
     plan_segments,
-    max_segment_tokens,
 )
 from mojo_ops.attention.cpu.prefetch import SPAN_TOKENS
 from mojo_ops.attention.logits import Logits
@@ -30,21 +36,35 @@ def plan(
     return result^
 
 
+def by_rows(plan: SegmentPlan) -> List[Segment]:
+    """The segments in the order of rows, heads and tokens, as they are cut."""
+
+    def before(a: Segment, b: Segment) {} -> Bool:
+        if a.row != b.row:
+            return a.row < b.row
+        return a.head < b.head or a.head == b.head and a.split < b.split
+
+    var segments = plan.segments.copy()
+    sort(segments, before)
+    return segments^
+
+
 def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -1) raises:
     """Rows in order, each in one block; a block's segments join without gap or overlap and are numbered in order.
 
-    All but a block's first and last segment are as long as all tokens together say; spans are not cut.
+    Segments are not longer than all tokens together say, and cut spans only where they are shorter.
     """
     var result = plan(row_batch, row_lengths, window_left)
+    var segments = by_rows(result)
     var total = 0
-    for segment in result.segments:
+    for segment in segments:
         total += segment.end - segment.begin
-    var most = max_segment_tokens(total)
+    var lengths = SegmentLengths(total)
     var row = 0
-    var partial = 0
+    var splits = 0
     var i = 0
-    while i < len(result.segments):
-        var first = result.segments[i]
+    while i < len(segments):
+        var first = segments[i]
         assert_equal(first.row, row)
         assert_true(0 < first.num_rows <= min(MAX_BLOCK_ROWS, result.max_rows))
         var begin = Int.MAX
@@ -55,40 +75,39 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
             if length > 0:
                 begin = min(begin, max(0, length - 1 - window_left) if window_left >= 0 else 0)
                 end = max(end, length)
-        assert_equal(first.begin, min(begin, end))
-        if first.split_result < 0:
-            assert_equal(first.end, end)
-            assert_true(end - begin <= most)
-            assert_equal(first.num_splits, 1)
-            i += 1
-        else:
-            var at = first.begin
-            var part = 0
-            while i < len(result.segments) and result.segments[i].row == row:
-                assert_equal(result.segments[i].begin, at)
-                assert_equal(result.segments[i].split_result, partial)
-                assert_equal(result.segments[i].split, part)
-                assert_equal(result.segments[i].num_splits, first.num_splits)
-                assert_true(result.segments[i].end > at)
-                at = result.segments[i].end
-                assert_true(at == end or at % SPAN_TOKENS == 0)
-                var length = at - result.segments[i].begin
-                assert_true(length == most or length < most and (at == end or result.segments[i].begin == first.begin))
-                partial += 1
-                part += 1
-                i += 1
-            assert_equal(at, end)
-            assert_equal(part, first.num_splits)
-            assert_true(end - begin > most)
+        begin = min(begin, end)
+        var whole = end - begin <= max(MAX_WHOLE_TOKENS, lengths.length())
+        assert_equal(first.split_result < 0, whole)
+        var at = begin
+        for part in range(first.num_splits):
+            var segment = segments[i + part]
+            assert_equal(segment.row, row)
+            assert_equal(segment.begin, at)
+            assert_true(segment.end > at or end == begin)
+            at = segment.end
+            var length = lengths.length()
+            lengths.cut += at - segment.begin
+            if whole:
+                continue
+            assert_equal(segment.split_result, splits + part)
+            assert_equal(segment.split, part)
+            assert_equal(segment.num_splits, first.num_splits)
+            assert_true(at - segment.begin <= length)
+            assert_true(at == end or at % min(length, SPAN_TOKENS) == 0)
+        assert_equal(at, end)
+        if not whole:
+            splits += first.num_splits
         row += first.num_rows
+        i += first.num_splits
     assert_equal(row, len(row_batch))
-    assert_equal(partial, result.num_split_results)
+    assert_equal(splits, result.num_split_results)
 
 
 def test_decode_rows() raises:
     check([], [])
     check([0, 1, 2], [1, 0, 17])
-    check([0, 1], [MIN_SEGMENT_TOKENS, MIN_SEGMENT_TOKENS + 1])
+    check([0, 1], [MAX_WHOLE_TOKENS, MAX_WHOLE_TOKENS + 1])
+    check([0, 1], [MIN_LONG_TOKENS, MIN_LONG_TOKENS + 1])
     check([0, 1, 2], [100000, 3, 70001])
 
 
@@ -114,32 +133,45 @@ def test_wide_blocks_go_head_by_head() raises:
     row_batch.append(1)
     row_lengths.append(700)
     var result = plan(row_batch, row_lengths, sizes=BlockSizes(20, 10, 3))
+    var segments = by_rows(result)
     var at = 0
     for row, count, end in [(0, 20, 619), (20, 20, 639)]:
         for head in range(3):
             var begin = 0
-            while begin < end:
-                var segment = result.segments[at]
+            var first = segments[at]
+            for split in range(first.num_splits):
+                var segment = segments[at]
                 assert_true(segment.is_prefill())
-                assert_equal(segment.num_splits, 3)
-                assert_equal(segment.split, begin // MIN_SEGMENT_TOKENS)
+                assert_equal(segment.num_splits, first.num_splits)
+                assert_equal(segment.split, split)
+                assert_equal(segment.split_result, first.split_result + split)
                 assert_equal(segment.row, row)
                 assert_equal(segment.num_rows, count)
                 assert_equal(segment.head, head)
                 assert_equal(segment.begin, begin)
-                assert_equal(segment.end, min(end, begin + MIN_SEGMENT_TOKENS))
-                assert_equal(segment.split_result, at)
                 begin = segment.end
                 at += 1
+            assert_equal(begin, end)
     for row, count in [(40, 5), (45, 1)]:
-        assert_equal(result.segments[at].row, row)
-        assert_equal(result.segments[at].num_rows, count)
-        while at < len(result.segments) and result.segments[at].row == row:
-            assert_equal(result.segments[at].head, ALL_HEADS)
+        assert_equal(segments[at].row, row)
+        assert_equal(segments[at].num_rows, count)
+        while at < len(segments) and segments[at].row == row:
+            assert_equal(segments[at].head, ALL_HEADS)
             at += 1
-    assert_equal(at, len(result.segments))
+    assert_equal(at, len(segments))
     assert_equal(result.max_rows, 5)
     assert_equal(result.max_prefill_rows, 20)
+
+
+def test_the_most_work_comes_first() raises:
+    var result = plan([0, 1, 1, 2], [100, 5000, 5001, 64])
+    var most = 512
+    for segment in result.segments:
+        var work = (segment.end - segment.begin) * segment.num_rows
+        # Segments of one class of work keep their order.
+        assert_true(work <= most + ceildiv(512, WORK_CLASSES - 1))
+        most = work
+    assert_equal(result.segments[0].num_rows, 2)
 
 
 def test_padding_rows_hold_no_tokens() raises:
@@ -153,10 +185,33 @@ def test_windows() raises:
     assert_equal(plan([0], [5000], 7).segments[0].begin, 4992)
 
 
-def test_segment_length() raises:
-    assert_equal(max_segment_tokens(0), MIN_SEGMENT_TOKENS)
-    assert_equal(max_segment_tokens(MIN_SEGMENT_TOKENS * SEGMENTS_PER_CALL), MIN_SEGMENT_TOKENS)
-    assert_equal(max_segment_tokens(MIN_SEGMENT_TOKENS * SEGMENTS_PER_CALL + 1), MIN_SEGMENT_TOKENS + SPAN_TOKENS)
+def test_segment_lengths() raises:
+    for total, expected in [
+        (1000, [MIN_LONG_TOKENS, 128, MIN_SHORT_TOKENS, MIN_SHORT_TOKENS]),
+        (MIN_LONG_TOKENS * LONG_SEGMENTS_PER_CALL, [MIN_LONG_TOKENS, 128, MIN_SHORT_TOKENS, MIN_SHORT_TOKENS]),
+        (32768, [512, 256, 128, 64]),
+        (10**5, [1536, 768, 384, 128]),
+    ]:
+        var lengths = SegmentLengths(total)
+        for i in range(LENGTHS):
+            assert_equal(lengths.length(), expected[i])
+            lengths.cut += total >> (i + 1)
+        lengths.cut = total
+        assert_equal(lengths.length(), expected[LENGTHS - 1])
+
+
+def test_each_length_holds_half_of_the_rest() raises:
+    for requests in [1, 8]:
+        var row_batch = List[Int32]()
+        for row in range(requests):
+            row_batch.append(Int32(row))
+        var counts = List[Int](length=LENGTHS, fill=0)
+        for segment in plan(row_batch, List[Int32](length=requests, fill=Int32(32768 // requests))).segments:
+            for i in range(LENGTHS):
+                if segment.end - segment.begin == 512 >> i:
+                    counts[i] += 1
+        for i, count in [(0, 32), (1, 32), (2, 32), (3, 64)]:
+            assert_equal(counts[i], count)
 
 
 def main() raises:

@@ -2,10 +2,10 @@
 
 from std.math import exp2
 from std.random import random_ui64, seed
-from std.testing import TestSuite, assert_almost_equal, assert_equal
+from std.testing import TestSuite, assert_almost_equal, assert_equal, assert_true
 
 from mojo_ops.attention.cpu.plan import Segment
-from mojo_ops.attention.cpu.split_merge import SplitResults
+from mojo_ops.attention.cpu.split_merge import SplitResults, TaskResult
 from mojo_ops.attention.softmax import AttentionState
 
 comptime KV_HEADS = 2
@@ -23,43 +23,52 @@ def part_of(first: Int, part: Int, parts: Int) -> Segment:
     return segment
 
 
-def fill(split_results: SplitResults, first: Int, parts: Int):
+def fill(split_results: SplitResults, index: Int, p: Int):
     """Part p of query i has greatest score g and total t, and values that depend on all of them; some are empty."""
-    for p in range(parts):
+    for i in range(KV_HEADS * STRIDE):
+        var state = AttentionState(Float32((p * 7 + i * 3) % 11) - 5, 1 + Float32((p + i) % 5))
+        if (p + i) % 4 == 1:
+            state = AttentionState()
+        split_results.states_of(index)[unsafe_offset=i] = state
+        for d in range(PADDED):
+            split_results.acc_of(index)[unsafe_offset=i * PADDED + d] = state.total * Float32(d - p) / 3
+        if i % STRIDE >= QUERIES:  # no query's room: it must stay out of it
+            split_results.acc_of(index)[unsafe_offset=i * PADDED] = Float32(0) / Float32(0)
+
+
+def finish(split_results: SplitResults, first: Int, part: Int, parts: Int, mut task: TaskResult) -> Bool:
+    """A task computes a part and merges it; the result that it is left with is no longer needed by others."""
+    fill(split_results, task.index, part)
+    var complete = split_results.merge_finished(part_of(first, part, parts), KV_HEADS, STRIDE, QUERIES, task)
+    if not complete:
         for i in range(KV_HEADS * STRIDE):
-            var state = AttentionState(Float32((p * 7 + i * 3) % 11) - 5, 1 + Float32((p + i) % 5))
-            if (p + i) % 4 == 1:
-                state = AttentionState()
-            split_results.states_of(first + p)[unsafe_offset=i] = state
+            split_results.states_of(task.index)[unsafe_offset=i] = AttentionState(1000, 1)
             for d in range(PADDED):
-                split_results.acc_of(first + p)[unsafe_offset=i * PADDED + d] = state.total * Float32(d - p) / 3
-            if i % STRIDE >= QUERIES:  # no query's room: it must stay out of it
-                split_results.acc_of(first + p)[unsafe_offset=i * PADDED] = Float32(0) / Float32(0)
+                split_results.acc_of(task.index)[unsafe_offset=i * PADDED + d] = 1000
+    return complete
 
 
 def check(parts: Int, first: Int) raises:
+    """Parts of one block, computed by three tasks in several orders."""
     var expected = List[Float32]()
     for order in range(12):
-        var split_results = SplitResults(first + parts + 1, KV_HEADS * STRIDE, PADDED)
-        fill(split_results, first, parts)
-        # What belongs to other blocks stays as it is.
-        if first > 0:
-            split_results.states_of(first - 1)[unsafe_offset=0] = AttentionState(1000, 1)
-        split_results.states_of(first + parts)[unsafe_offset=0] = AttentionState(2000, 1)
-
+        var split_results = SplitResults(first + parts, 3, KV_HEADS * STRIDE, PADDED)
+        var tasks = [TaskResult(0), TaskResult(1), TaskResult(2)]
         var left = List[Int]()
         for p in range(parts):
             left.append(p if order == 0 else parts - 1 - p)
+        var result = -1
         while len(left) > 0:
             var i = 0 if order < 2 else Int(random_ui64(0, UInt64(len(left) - 1)))
             var part = left.pop(i)
-            var complete = split_results.merge_finished(part_of(first, part, parts), KV_HEADS, STRIDE, QUERIES)
-            assert_equal(complete, len(left) == 0)
+            ref task = tasks[Int(random_ui64(0, 2))]
+            assert_equal(finish(split_results, first, part, parts, task), len(left) == 0)
+            result = task.index
 
         for head in range(KV_HEADS):
             for m in range(QUERIES):
                 var i = head * STRIDE + m
-                var state = split_results.states_of(first)[unsafe_offset=i]
+                var state = split_results.states_of(result)[unsafe_offset=i]
                 var total: Float64 = 0
                 var value: Float64 = 0
                 for p in range(parts):
@@ -69,7 +78,7 @@ def check(parts: Int, first: Int) raises:
                         total += weight
                         value += weight * Float64(5 - p) / 3
                 assert_almost_equal(Float64(state.total), total, rtol=1e-6)
-                var found = split_results.acc_of(first)[unsafe_offset=i * PADDED + 5]
+                var found = split_results.acc_of(result)[unsafe_offset=i * PADDED + 5]
                 assert_almost_equal(Float64(found), value, rtol=1e-6, atol=1e-6)
                 var at = (head * QUERIES + m) * 2
                 if order == 0:
@@ -77,9 +86,6 @@ def check(parts: Int, first: Int) raises:
                     expected.append(found)
                 assert_equal(state.total, expected[at])
                 assert_equal(found, expected[at + 1])
-        if first > 0:
-            assert_equal(split_results.states_of(first - 1)[unsafe_offset=0].greatest, 1000)
-        assert_equal(split_results.states_of(first + parts)[unsafe_offset=0].greatest, 2000)
 
 
 def test_every_order_and_number_of_parts() raises:
@@ -97,19 +103,40 @@ def test_many_parts() raises:
 def test_blocks_do_not_meet() raises:
     """Two blocks whose parts finish in turn: each is complete with its own last part, and not before."""
     comptime PARTS = 5
-    var split_results = SplitResults(2 * PARTS, KV_HEADS * STRIDE, PADDED)
-    fill(split_results, 0, PARTS)
-    fill(split_results, PARTS, PARTS)
+    var split_results = SplitResults(2 * PARTS, 2, KV_HEADS * STRIDE, PADDED)
+    var tasks = [TaskResult(0), TaskResult(1)]
     for part in range(PARTS):
-        for first in [0, PARTS]:
-            var complete = split_results.merge_finished(part_of(first, part, PARTS), KV_HEADS, STRIDE, QUERIES)
+        for block in range(2):
+            var complete = finish(split_results, block * PARTS, part, PARTS, tasks[block])
             assert_equal(complete, part == PARTS - 1)
     for i in range(KV_HEADS * STRIDE):
         if i % STRIDE < QUERIES:
             assert_equal(
-                split_results.acc_of(0)[unsafe_offset=i * PADDED + 5],
-                split_results.acc_of(PARTS)[unsafe_offset=i * PADDED + 5],
+                split_results.acc_of(tasks[0].index)[unsafe_offset=i * PADDED + 5],
+                split_results.acc_of(tasks[1].index)[unsafe_offset=i * PADDED + 5],
             )
+
+
+def test_results_are_used_again() raises:
+    """One task that computes the parts in order has one unmerged result for each level of the tree, and its own."""
+    comptime PARTS = 64
+    var split_results = SplitResults(PARTS, 1, KV_HEADS * STRIDE, PADDED)
+    var task = TaskResult(0)
+    for part in range(PARTS):
+        _ = finish(split_results, 0, part, PARTS, task)
+        assert_true(task.index <= 6)
+
+
+def test_lines_are_not_shared() raises:
+    """What two tasks write lies in different cache lines: values, states, counters."""
+    var split_results = SplitResults(3, 2, 5, PADDED)
+    for index in range(4):
+        assert_equal(Int(split_results.acc_of(index)) % 64, 0)
+        assert_equal(Int(split_results.states_of(index)) % 64, 0)
+        assert_true(Int(split_results.states_of(index + 1)) - Int(split_results.states_of(index)) >= 5 * 8)
+    for split in range(3):
+        assert_equal(Int(split_results.node(split, 0)) % 64, 0)
+    assert_equal(Int(split_results.used()) % 64, 0)
 
 
 def main() raises:

@@ -19,7 +19,7 @@ from .amx.segment import attend_segment_amx
 from .kernel_choice import CpuKernelChoice, amx_serves
 from .plan import Segment, SegmentQueue, plan_segments
 from .prefill.queries import padded_queries
-from .split_merge import SplitResults, finish_segment
+from .split_merge import SplitResults, TaskResult, finish_segment
 from .vectors.prefill import attend_prefill_vectors
 from .vectors.prefill_workspace import VectorPrefillWorkspace
 from .vectors.segment import attend_segment_vectors
@@ -40,8 +40,9 @@ def attend_on_cpu[
     var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
     var max_queries = heads.kv_heads * max_stride
     var max_prefill_queries = plan.max_prefill_rows * heads.group
+    var tasks = max(1, min(len(plan.segments), workers))
     var split_results = SplitResults(
-        plan.num_split_results, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_dim
+        plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_dim
     )
     var num_taken = Atomic[Int64](0)
     var queue = SegmentQueue(
@@ -71,6 +72,7 @@ def attend_on_cpu[
             AmxBuffers.num_floats(max_queries, heads.padded_dim) if choice.may_use_amx else 0,
         )
         var own = workspace.acc
+        var result = TaskResult(index)
         var prefill_amx = PrefillWorkspace(max_prefill_queries if choice.permitted else 0, heads.padded_dim)
         var prefill_vectors = VectorPrefillWorkspace(0 if choice.permitted else max_prefill_queries, heads.padded_dim)
         var segment = queue.take()
@@ -80,39 +82,39 @@ def attend_on_cpu[
             var following = Segment.none()
             if segment.is_prefill():
                 var states = prefill_amx.queries if choice.permitted else prefill_vectors.queries
-                states.acc = states.own_acc if segment.split_result < 0 else split_results.acc_of(segment.split_result)
+                states.acc = states.own_acc if segment.split_result < 0 else split_results.acc_of(result.index)
                 if choice.permitted:
                     comptime if amx_serves(dtype, kv_dtype):
                         prefill_amx.queries = states
                         attend_prefill_amx(rows, segment, k, v, logits, heads, prefill_amx)
                         finish_segment[kv_dtype, True](
-                            rows, segment, logits, heads, stride, states, states.acc, split_results
+                            rows, segment, logits, heads, stride, states, states.acc, split_results, result
                         )
                 else:
                     prefill_vectors.queries = states
                     attend_prefill_vectors(rows, segment, k, v, logits, heads, prefill_vectors)
                     finish_segment[kv_dtype, False](
-                        rows, segment, logits, heads, stride, states, states.acc, split_results
+                        rows, segment, logits, heads, stride, states, states.acc, split_results, result
                     )
                 following = queue.take()
             else:
-                workspace.acc = own if segment.split_result < 0 else split_results.acc_of(segment.split_result)
+                workspace.acc = own if segment.split_result < 0 else split_results.acc_of(result.index)
                 if choice.uses_amx(queries):
                     comptime if amx_serves(dtype, kv_dtype):
                         following = attend_segment_amx(rows, segment, k, v, logits, heads, queue, workspace)
                         finish_segment[kv_dtype, True](
-                            rows, segment, logits, heads, stride, workspace, workspace.acc, split_results
+                            rows, segment, logits, heads, stride, workspace, workspace.acc, split_results, result
                         )
                 else:
                     following = attend_segment_vectors(rows, segment, k, v, logits, heads, queue, workspace)
                     finish_segment[kv_dtype, False](
-                        rows, segment, logits, heads, stride, workspace, workspace.acc, split_results
+                        rows, segment, logits, heads, stride, workspace, workspace.acc, split_results, result
                     )
             segment = following
         comptime if amx_serves(dtype, kv_dtype):
             tile_release()
 
-    sync_parallelize(task, max(1, min(queue.count, workers)))
+    sync_parallelize(task, tasks)
     _ = split_results^
     _ = plan^
     _ = num_taken^

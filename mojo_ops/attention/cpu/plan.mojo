@@ -9,10 +9,18 @@ from .prefetch import SPAN_TOKENS
 
 comptime MAX_BLOCK_ROWS = 8
 """Rows of one request that share every load of its K and V, in a block that is not prefill."""
-comptime MIN_SEGMENT_TOKENS = 256
-"""Up to so many tokens a block is not split. A split result costs as much time as a few tokens."""
-comptime SEGMENTS_PER_CALL = 32
-"""Segments that the tokens of all blocks are divided into, where those are not shorter than `MIN_SEGMENT_TOKENS`."""
+comptime MAX_WHOLE_TOKENS = 128
+"""Up to so many tokens a block is not split. A split costs as much time as some eight tokens."""
+comptime MIN_LONG_TOKENS = 256
+"""Tokens of the longest segments, at least."""
+comptime MIN_SHORT_TOKENS = 64
+"""Tokens of any segment but the last of a block, at least."""
+comptime LONG_SEGMENTS_PER_CALL = 64
+"""Segments that the tokens of all blocks would make, were all of them as long as the longest: one a thread of 64."""
+comptime LENGTHS = 4
+"""Lengths of segments, each half of the one before."""
+comptime WORK_CLASSES = 64
+"""Into so many classes segments are sorted by their work."""
 comptime ALL_HEADS = -1
 
 
@@ -84,16 +92,37 @@ struct SegmentQueue(ImplicitlyCopyable):
         return self.segments[unsafe_offset=i] if i < self.count else Segment.none()
 
 
-def max_segment_tokens(total: Int) -> Int:
-    """Tokens of a segment, at most, from the tokens of all blocks together: whole spans.
+struct SegmentLengths(Movable):
+    """The tokens of each segment of a call, from all tokens: long ones until half of the tokens are cut, half as long
+    until half of the rest are, and so on.
 
-    It does not depend on the number of threads, so the result does not either.
+    The queue begins with the longest segments, and the short ones make up for what the long ones leave unequal. The
+    number of threads plays no part, so the result does not depend on it.
     """
-    return max(MIN_SEGMENT_TOKENS, ceildiv(ceildiv(total, SEGMENTS_PER_CALL), SPAN_TOKENS) * SPAN_TOKENS)
+
+    var total: Int
+    """Tokens of all segments together."""
+    var cut: Int
+    """Tokens of the segments that are cut."""
+
+    def __init__(out self, total: Int):
+        self.total = total
+        self.cut = 0
+
+    def length(self) -> Int:
+        """Tokens of the next segment, at most: whole spans, or `MIN_SHORT_TOKENS`."""
+        var length = max(MIN_LONG_TOKENS, self.total // LONG_SEGMENTS_PER_CALL // SPAN_TOKENS * SPAN_TOKENS)
+        var rest = self.total - self.cut
+        for _ in range(LENGTHS - 1):
+            rest *= 2
+            if rest > self.total:
+                break
+            length //= 2
+        return length // SPAN_TOKENS * SPAN_TOKENS if length >= SPAN_TOKENS else MIN_SHORT_TOKENS
 
 
 struct SegmentPlan(Movable):
-    """The segments of one call, in the order of rows and tokens."""
+    """The segments of one call."""
 
     var segments: List[Segment]
     var num_split_results: Int
@@ -109,22 +138,57 @@ struct SegmentPlan(Movable):
         self.max_rows = 0
         self.max_prefill_rows = 0
 
-    def add_block(mut self, block: Segment, max_tokens: Int):
-        """Adds a block, split at every multiple of `max_tokens` from the beginning of its first span."""
-        if block.end - block.begin <= max_tokens:
+    def add_block(mut self, block: Segment, mut lengths: SegmentLengths):
+        """Adds a block, in one segment or split."""
+        var tokens = block.end - block.begin
+        if tokens <= max(MAX_WHOLE_TOKENS, lengths.length()):
             self.segments.append(block)
+            lengths.cut += tokens
             return
-        var first = block.begin // SPAN_TOKENS * SPAN_TOKENS
-        var num_splits = ceildiv(block.end - first, max_tokens)
-        for split in range(num_splits):
+        # Segments end at multiples of a span, or of `MIN_SHORT_TOKENS`.
+        var end = block.begin // SPAN_TOKENS * SPAN_TOKENS
+        var first = len(self.segments)
+        while end < block.end:
             var segment = block
-            segment.begin = max(block.begin, first + split * max_tokens)
-            segment.end = min(block.end, first + (split + 1) * max_tokens)
-            segment.split_result = self.num_split_results
-            segment.split = split
-            segment.num_splits = num_splits
+            segment.begin = max(block.begin, end)
+            end = min(block.end, end + lengths.length())
+            if end <= block.begin:
+                continue
+            segment.end = end
+            segment.split = len(self.segments) - first
+            segment.split_result = self.num_split_results + segment.split
             self.segments.append(segment)
-            self.num_split_results += 1
+            lengths.cut += end - segment.begin
+        var num_splits = len(self.segments) - first
+        for i in range(first, len(self.segments)):
+            self.segments[i].num_splits = num_splits
+        self.num_split_results += num_splits
+
+    def order_by_work(mut self, kv_heads: Int):
+        """Sorts segments: the most work first, so that threads end together; within a class of work as they were.
+
+        Args:
+            kv_heads: KV heads of a call. A prefill segment computes one of them, another segment all.
+        """
+
+        def work(segment: Segment) {var kv_heads} -> Int:
+            return (segment.end - segment.begin) * segment.num_rows * (1 if segment.is_prefill() else kv_heads)
+
+        var most = 1
+        for segment in self.segments:
+            most = max(most, work(segment))
+        var starts = Array[Int, WORK_CLASSES + 1](fill=0)
+        for segment in self.segments:
+            starts[WORK_CLASSES - work(segment) * (WORK_CLASSES - 1) // most] += 1
+        for i in range(WORK_CLASSES):
+            starts[i + 1] += starts[i]
+        var sorted = List[Segment](length=len(self.segments), fill=Segment.none())
+        for segment in self.segments:
+            # The first index of a class is the end of the class before it.
+            ref at = starts[WORK_CLASSES - 1 - work(segment) * (WORK_CLASSES - 1) // most]
+            sorted[at] = segment
+            at += 1
+        self.segments = sorted^
 
 
 def plan_segments(
@@ -151,13 +215,15 @@ def plan_segments(
         blocks.append(block)
 
     var plan = SegmentPlan()
-    var max_tokens = max_segment_tokens(total)
+    var lengths = SegmentLengths(total)
+    var prefill_lengths = SegmentLengths(total * sizes.kv_heads)
     for block in blocks:
         if block.num_rows < sizes.prefill_rows:
             plan.max_rows = max(plan.max_rows, block.num_rows)
-            plan.add_block(block, max_tokens)
+            plan.add_block(block, lengths)
             continue
         plan.max_prefill_rows = max(plan.max_prefill_rows, block.num_rows)
         for head in range(sizes.kv_heads):
-            plan.add_block(Segment(block.row, block.num_rows, block.begin, block.end, head), max_tokens)
+            plan.add_block(Segment(block.row, block.num_rows, block.begin, block.end, head), prefill_lengths)
+    plan.order_by_work(max(1, sizes.kv_heads))
     return plan^

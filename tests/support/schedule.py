@@ -1,0 +1,105 @@
+"""A model of the CPU schedule: a simulated clock that hands the segments of a real plan to threads.
+
+The plan is that of `plan_segments` (tests/mojo/print_plan.mojo). The unit of time is that of one token of one row, all
+KV heads; threads are equally fast.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+SEGMENT_TOKENS = 1.0
+"""Time to begin a segment."""
+MERGE_TOKENS = 4.0
+"""Time to merge two results. A split took that of 4 to 8 tokens of 4 KB on a Zen 5 (2026-11-22)."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A line of `print_plan.mojo`."""
+
+    tokens: int
+    rows: int
+    head: int
+    block: int
+    """The first split result of its block; -1 where it is not split."""
+    split: int
+    num_splits: int
+
+    def work(self, kv_heads: int) -> float:
+        """The time to compute it, without merges. A prefill segment is one of `kv_heads` KV heads."""
+        return SEGMENT_TOKENS + self.tokens * self.rows / (kv_heads if self.head >= 0 else 1)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When the last thread ends, and the time that all threads work."""
+
+    end: float
+    busy: float
+    threads: int
+
+    @property
+    def idle_share(self) -> float:
+        return 1 - self.busy / (self.end * self.threads)
+
+
+def run_plan(segments: Sequence[Segment], threads: int, kv_heads: int) -> Schedule:
+    """The next idle thread takes the next segment; who finishes the later half of a pair of splits merges it."""
+    finished: dict[tuple[int, int], int] = defaultdict(int)
+    running: list[tuple[float, int, Segment]] = []
+    started = [0.0] * threads
+    busy = end = 0.0
+    queue = iter(segments)
+
+    def start(thread: int) -> None:
+        segment = next(queue, None)
+        if segment is not None:
+            heapq.heappush(running, (started[thread] + segment.work(kv_heads), thread, segment))
+
+    for thread in range(threads):
+        start(thread)
+    while running:
+        now, thread, segment = heapq.heappop(running)
+        merges = merges_now(segment, finished) if segment.block >= 0 else 0
+        weight = segment.rows / (kv_heads if segment.head >= 0 else 1)
+        now += merges * MERGE_TOKENS * weight
+        busy += now - started[thread]
+        started[thread] = now
+        end = max(end, now)
+        start(thread)
+    return Schedule(end, busy, threads)
+
+
+def merges_now(segment: Segment, finished: dict[tuple[int, int], int]) -> int:
+    """How many merges the thread does that finishes this split: as `SplitResults.merge_finished`."""
+    merges, split, width = 0, segment.split, 1
+    while width < segment.num_splits:
+        left = split // (2 * width) * (2 * width)
+        if left + width < segment.num_splits:
+            finished[segment.block, left + width] += 1
+            if finished[segment.block, left + width] == 1:
+                return merges
+            merges += 1
+        split, width = left, 2 * width
+    return merges
+
+
+def parse_plans(text: str) -> dict[int, list[Segment]]:
+    """The plans that `print_plan.mojo` prints, by call."""
+    plans: dict[int, list[Segment]] = defaultdict(list)
+    for line in text.splitlines():
+        call, *numbers = map(int, line.split())
+        plans[call].append(Segment(*numbers))
+    return plans
+
+
+def run_tasks(costs: Iterable[float], threads: int) -> Schedule:
+    """Tasks of known costs, each taken by the next idle thread."""
+    clock = [0.0] * threads
+    busy = 0.0
+    for cost in costs:
+        heapq.heapreplace(clock, clock[0] + cost)
+        busy += cost
+    return Schedule(max(clock), busy, threads)
