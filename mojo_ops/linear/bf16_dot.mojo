@@ -9,7 +9,6 @@ they prefetch the next section.
 """
 
 from max.algorithm import sync_parallelize
-from std.atomic import Atomic
 from std.math import ceildiv, iota
 from std.sys.intrinsics import PrefetchOptions, masked_load, prefetch
 
@@ -17,6 +16,7 @@ from ..cache.pointers import untracked
 from ..isa.bf16_dot import BF16_DOT_ELEMENTS, BF16_DOT_LANES, bf16_dot
 from ..isa.convert import FloatVector, reduce_each
 from ..isa.cpu_tuning import CPU_TUNING
+from ..isa.line_counter import LineCounter
 from ..isa.memory import Bf16Pointer, align_to_line
 
 comptime STEP = BF16_DOT_ELEMENTS
@@ -97,6 +97,14 @@ def load_step(at: Bf16Pointer, left: Int) -> SIMD[DType.bfloat16, STEP]:
     return masked_load[STEP](at, iota[DType.int32, STEP]().lt(Int32(left)), SIMD[DType.bfloat16, STEP](0))
 
 
+def section_rows(n: Int, workers: Int) -> Int:
+    """Rows of w in a section: fewer where w is small, so that every worker has some."""
+    var depth = SECTION_ROWS
+    while depth > 8 and depth * workers * 4 > n:
+        depth //= 2
+    return depth
+
+
 @fieldwise_init
 struct DotLinear[rows: Int](TrivialRegisterPassable):
     """The operands of one call, or of `PACKED_ROWS` of its rows."""
@@ -121,12 +129,10 @@ struct DotLinear[rows: Int](TrivialRegisterPassable):
 
     def run(self, workers: Int):
         """Computes y on all workers. The next idle thread takes the next section of rows of w."""
-        var depth = SECTION_ROWS
-        while depth > 8 and depth * workers * 4 > self.n:
-            depth //= 2
+        var depth = section_rows(self.n, workers)
         var sections = ceildiv(self.n, depth)
-        var counter = Atomic[Int64](0)
-        var taken = untracked(Pointer(to=counter))
+        var counter = LineCounter()
+        var taken = counter.at()
 
         def task(index: Int) {var self, var depth, var taken}:
             # [SECTION_ROWS, rows]: the sums of one panel.
@@ -141,7 +147,7 @@ struct DotLinear[rows: Int](TrivialRegisterPassable):
             _ = memory
 
         sync_parallelize(task, max(1, min(sections, workers)))
-        _ = counter
+        _ = counter^
 
     def multiply_section(self, begin: Int, end: Int, next: Int, sums: Pointer[FloatVector, MutUntrackedOrigin]):
         """Computes columns `[begin, end)` of y, while the section that begins at column `next` is prefetched."""

@@ -18,7 +18,7 @@ comptime FLOAT_LANES = simd_width_of[DType.float32]()
 """Float32 numbers in a vector register of the CPU target."""
 comptime WEIGHT_CHUNK = 2 * FLOAT_LANES
 """Elements of w that are loaded and widened at once."""
-comptime HAS_32_REGISTERS = CompilationTarget.has_avx512f()
+comptime HAS_32_REGISTERS = CompilationTarget.has_avx512f() or CompilationTarget.has_neon()
 """Whether there are 32 vector registers of this width, or 16."""
 comptime BLOCK_X_ROWS = 8 if HAS_32_REGISTERS else 4
 """Rows of x in a full block of sums."""

@@ -60,6 +60,9 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
     for segment in segments:
         total += segment.end - segment.begin
     var lengths = SegmentLengths(total)
+    for segment in segments:
+        if segment.split_result < 0 and segment.end - segment.begin <= MAX_WHOLE_TOKENS:
+            lengths.cut += segment.end - segment.begin
     var row = 0
     var splits = 0
     var i = 0
@@ -86,7 +89,8 @@ def check(row_batch: List[Int32], row_lengths: List[Int32], window_left: Int = -
             assert_true(segment.end > at or end == begin)
             at = segment.end
             var length = lengths.length()
-            lengths.cut += at - segment.begin
+            if end - begin > MAX_WHOLE_TOKENS:
+                lengths.cut += at - segment.begin
             if whole:
                 continue
             assert_equal(segment.split_result, splits + part)
@@ -107,7 +111,6 @@ def test_decode_rows() raises:
     check([], [])
     check([0, 1, 2], [1, 0, 17])
     check([0, 1], [MAX_WHOLE_TOKENS, MAX_WHOLE_TOKENS + 1])
-    check([0, 1], [MIN_LONG_TOKENS, MIN_LONG_TOKENS + 1])
     check([0, 1, 2], [100000, 3, 70001])
 
 
@@ -187,8 +190,8 @@ def test_windows() raises:
 
 def test_segment_lengths() raises:
     for total, expected in [
-        (1000, [MIN_LONG_TOKENS, 128, MIN_SHORT_TOKENS, MIN_SHORT_TOKENS]),
-        (MIN_LONG_TOKENS * LONG_SEGMENTS_PER_CALL, [MIN_LONG_TOKENS, 128, MIN_SHORT_TOKENS, MIN_SHORT_TOKENS]),
+        (1000, [MIN_LONG_TOKENS, 128, 128, 128]),
+        (MIN_LONG_TOKENS * LONG_SEGMENTS_PER_CALL, [MIN_LONG_TOKENS, 128, 128, 128]),
         (32768, [512, 256, 128, 64]),
         (10**5, [1536, 768, 384, 128]),
     ]:

@@ -136,7 +136,7 @@ def test_lines_are_not_shared() raises:
         assert_true(Int(split_results.states_of(index + 1)) - Int(split_results.states_of(index)) >= 5 * 8)
     for split in range(3):
         assert_equal(Int(split_results.node(split, 0)) % 64, 0)
-    assert_equal(Int(split_results.used()) % 64, 0)
+    assert_equal(Int(split_results.num_used.at()) % 64, 0)
 
 
 def main() raises:

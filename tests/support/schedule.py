@@ -1,7 +1,7 @@
 """A model of the CPU schedule: a simulated clock that hands the segments of a real plan to threads.
 
-The plan is that of `plan_segments` (tests/mojo/print_plan.mojo). The unit of time is that of one token of one row, all
-KV heads; threads are equally fast.
+The plan is that of `plan_segments` (tests/mojo/print_schedule.mojo). The unit of time is that of one token of one row,
+all KV heads; threads are equally fast.
 """
 
 import heapq
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 SEGMENT_TOKENS = 1.0
 """Time to begin a segment."""
-MERGE_TOKENS = 4.0
-"""Time to merge two results. A split took that of 4 to 8 tokens of 4 KB on a Zen 5 (2026-11-22)."""
+MERGE_TOKENS = 1.0
+"""Time to merge two results. A call in 160 splits took 1.003 to 1.007 times as long as in 32, so a split took that of
+one to two tokens of 4 KB in all (Zen 5, two threads, 2026-11-22)."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A line of `print_plan.mojo`."""
+    """A line of `print_schedule.mojo`."""
 
     tokens: int
     rows: int
@@ -84,15 +85,6 @@ def merges_now(segment: Segment, finished: dict[tuple[int, int], int]) -> int:
             merges += 1
         split, width = left, 2 * width
     return merges
-
-
-def parse_plans(text: str) -> dict[int, list[Segment]]:
-    """The plans that `print_plan.mojo` prints, by call."""
-    plans: dict[int, list[Segment]] = defaultdict(list)
-    for line in text.splitlines():
-        call, *numbers = map(int, line.split())
-        plans[call].append(Segment(*numbers))
-    return plans
 
 
 def run_tasks(costs: Iterable[float], threads: int) -> Schedule:

@@ -5,10 +5,10 @@ Each block of rows is computed in vectors (`vectors/segment.mojo`, `vectors/pref
 """
 
 from max.algorithm import sync_parallelize
-from std.atomic import Atomic
 
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.pointers import untracked
+from ...isa.line_counter import LineCounter
 from ...isa.amx import tile_release
 from ..logits import Logits
 from ..params import AttentionRows
@@ -44,11 +44,12 @@ def attend_on_cpu[
     var split_results = SplitResults(
         plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_dim
     )
-    var num_taken = Atomic[Int64](0)
+    # Every thread writes it, and no other memory of its cache line is in use.
+    var num_taken = LineCounter()
     var queue = SegmentQueue(
         untracked(plan.segments.unsafe_ptr()),
         len(plan.segments),
-        untracked(Pointer(to=num_taken)),
+        num_taken.at(),
     )
 
     def task(

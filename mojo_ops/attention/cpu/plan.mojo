@@ -9,12 +9,13 @@ from .prefetch import SPAN_TOKENS
 
 comptime MAX_BLOCK_ROWS = 8
 """Rows of one request that share every load of its K and V, in a block that is not prefill."""
-comptime MAX_WHOLE_TOKENS = 128
-"""Up to so many tokens a block is not split. A split costs as much time as some eight tokens."""
+comptime MAX_WHOLE_TOKENS = 256
+"""Up to so many tokens a block is not split. A split costs as much time as two tokens."""
 comptime MIN_LONG_TOKENS = 256
 """Tokens of the longest segments, at least."""
 comptime MIN_SHORT_TOKENS = 64
-"""Tokens of any segment but the last of a block, at least."""
+"""Tokens of the shortest segments, at least, but the last of a block. Less than a span only where the longest are 8
+times as long: few tokens in many splits took 1.08 times as long on two threads (1 x 2048; Zen 5, 2026-11-22)."""
 comptime LONG_SEGMENTS_PER_CALL = 64
 """Segments that the tokens of all blocks would make, were all of them as long as the longest: one a thread of 64."""
 comptime LENGTHS = 4
@@ -111,14 +112,17 @@ struct SegmentLengths(Movable):
 
     def length(self) -> Int:
         """Tokens of the next segment, at most: whole spans, or `MIN_SHORT_TOKENS`."""
-        var length = max(MIN_LONG_TOKENS, self.total // LONG_SEGMENTS_PER_CALL // SPAN_TOKENS * SPAN_TOKENS)
+        var longest = max(MIN_LONG_TOKENS, self.total // LONG_SEGMENTS_PER_CALL // SPAN_TOKENS * SPAN_TOKENS)
+        var length = longest
         var rest = self.total - self.cut
         for _ in range(LENGTHS - 1):
             rest *= 2
             if rest > self.total:
                 break
             length //= 2
-        return length // SPAN_TOKENS * SPAN_TOKENS if length >= SPAN_TOKENS else MIN_SHORT_TOKENS
+        if length >= SPAN_TOKENS:
+            return length // SPAN_TOKENS * SPAN_TOKENS
+        return MIN_SHORT_TOKENS if longest >= 8 * MIN_SHORT_TOKENS else SPAN_TOKENS
 
 
 struct SegmentPlan(Movable):
@@ -139,9 +143,12 @@ struct SegmentPlan(Movable):
         self.max_prefill_rows = 0
 
     def add_block(mut self, block: Segment, mut lengths: SegmentLengths):
-        """Adds a block, in one segment or split."""
+        """Adds a block, in one segment or split. `lengths` counts blocks of up to `MAX_WHOLE_TOKENS` already."""
         var tokens = block.end - block.begin
-        if tokens <= max(MAX_WHOLE_TOKENS, lengths.length()):
+        if tokens <= MAX_WHOLE_TOKENS:
+            self.segments.append(block)
+            return
+        if tokens <= lengths.length():
             self.segments.append(block)
             lengths.cut += tokens
             return
@@ -217,6 +224,12 @@ def plan_segments(
     var plan = SegmentPlan()
     var lengths = SegmentLengths(total)
     var prefill_lengths = SegmentLengths(total * sizes.kv_heads)
+    # Short blocks count first: the last and shortest splits are then those of long blocks.
+    for block in blocks:
+        var tokens = block.end - block.begin
+        if tokens <= MAX_WHOLE_TOKENS:
+            lengths.cut += tokens
+            prefill_lengths.cut += tokens * sizes.kv_heads
     for block in blocks:
         if block.num_rows < sizes.prefill_rows:
             plan.max_rows = max(plan.max_rows, block.num_rows)

@@ -15,6 +15,7 @@ from std.math import align_up
 
 from ...cache.pointers import untracked
 from ...isa.convert import LANES, chunk_of, narrow, to_natural_order
+from ...isa.line_counter import LineCounter
 from ...isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
 from ..logits import Logits
 from ..params import AttentionRows
@@ -48,8 +49,8 @@ struct SplitResults(Movable):
     var nodes: List[Int64]
     """`[splits, LINE_WORDS]`: of the part of a block that begins with this split, the finished halves of the pair whose
     second half it is, and the index of its result."""
-    var num_used: List[Int64]
-    """A line: how many results are or have been in use."""
+    var num_used: LineCounter
+    """How many results are or have been in use."""
     var queries: Int
     """Queries that a result has memory for: all KV heads of the largest block."""
     var states_stride: Int
@@ -66,8 +67,8 @@ struct SplitResults(Movable):
         self.memory = List[Float32](unsafe_uninit_length=count * queries * padded_dim + 16)
         self.states = List[AttentionState](unsafe_uninit_length=count * self.states_stride + LINE_WORDS)
         self.nodes = List[Int64](length=(splits + 1) * LINE_WORDS, fill=0)
-        self.num_used = List[Int64](length=2 * LINE_WORDS, fill=0)
-        self.used()[] = Atomic(Int64(tasks))
+        self.num_used = LineCounter()
+        _ = self.num_used.at()[].fetch_add(Int64(tasks))
 
     @always_inline
     def acc_of(self, index: Int) -> FloatPointer:
@@ -84,10 +85,6 @@ struct SplitResults(Movable):
     def node(self, split: Int, word: Int) -> Pointer[Int64, MutUntrackedOrigin]:
         """A number of the node of `split`, counted over all blocks."""
         return align_to_line(untracked(self.nodes.unsafe_ptr())).unsafe_offset(split * LINE_WORDS + word)
-
-    @always_inline
-    def used(self) -> Pointer[Atomic[Int64], MutUntrackedOrigin]:
-        return align_to_line(untracked(self.num_used.unsafe_ptr())).unsafe_bitcast[Atomic[Int64]]()
 
     def merge_finished(
         self, segment: Segment, kv_heads: Int, stride: Int, queries: Int, mut result: TaskResult
@@ -115,7 +112,7 @@ struct SplitResults(Movable):
                 self.node(first + split, 1)[] = Int64(result.index)
                 var halves = self.node(first + right, 0).unsafe_bitcast[Atomic[Int64]]()
                 if halves[].fetch_add(1) == 0:
-                    result.index = result.free.pop() if len(result.free) > 0 else Int(self.used()[].fetch_add(1))
+                    result.index = result.free.pop() if len(result.free) > 0 else Int(self.num_used.at()[].fetch_add(1))
                     return False
                 var other = Int(self.node(first + left + right - split, 1)[])
                 for head in range(kv_heads):

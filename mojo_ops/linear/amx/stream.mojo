@@ -15,6 +15,7 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 from ...cache.pointers import untracked
 from ...isa.amx import TileShapes, tile_dot, tile_load, tile_release, tile_store, tile_zero
 from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_TILE_K, AMX_TILE_ROWS
+from ...isa.line_counter import LineCounter
 from ...isa.memory import Bf16Pointer, FloatPointer
 from ...isa.transpose import transpose_16x16
 from .operands import AmxLinear, copy_rows
@@ -64,14 +65,14 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
         var depth = STREAM_DEPTH
         while depth > 1 and (depth * call.k * 2 > SECTION_STREAM_BYTES or depth * Self.streams * workers * 4 > call.n):
             depth //= 2
-        var taken = Atomic[Int64](0)
-        var shared = Self(call, depth, untracked(Pointer(to=taken)))
+        var taken = LineCounter()
+        var shared = Self(call, depth, taken.at())
 
         def task(index: Int) {var shared}:
             shared.run()
 
         sync_parallelize(task, max(1, min(shared.sections(), workers)))
-        _ = taken
+        _ = taken^
 
     def sections(self) -> Int:
         return ceildiv(self.call.n, self.depth * Self.streams)

@@ -1,0 +1,61 @@
+"""The CPU kernels, all dtypes: compiled for CPUs that are not here by tests/isa/test_arm.py, never run."""
+
+from std.utils import IndexList
+
+from mojo_ops.attention.cpu.dispatch import attend_on_cpu
+from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.params import AttentionRows
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache
+from mojo_ops.cache.strides import PageStrides
+from mojo_ops.linear.dispatch import linear
+from mojo_ops.transfer.append import AppendRows, append_rows
+from mojo_ops.transfer.gather import gather_rows
+from support import untracked, untracked_mutable
+
+
+def cache_of[dtype: DType](mut memory: List[Float32]) -> DynamicKVCache[dtype]:
+    var floats = untracked_mutable(memory)
+    return DynamicKVCache[dtype](
+        floats.unsafe_bitcast[Scalar[dtype]](),
+        IndexList[4](1, 16, 2, 64),
+        PageStrides(0, 2048, 128, 64),
+        floats.unsafe_bitcast[UInt32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin](),
+        1,
+        1,
+    )
+
+
+def attention[dtype: DType, kv_dtype: DType](mut memory: List[Float32]):
+    var floats = untracked_mutable(memory)
+    var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+    var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+    var q = floats.unsafe_bitcast[Scalar[dtype]]()
+    var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1)
+    var cache = cache_of[kv_dtype](memory)
+    attend_on_cpu(rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
+
+
+def copies[dtype: DType](mut memory: List[Float32]):
+    var rows = untracked_mutable(memory).unsafe_bitcast[Scalar[dtype]]()
+    var numbers = rows.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+    var cache = cache_of[dtype](memory)
+    append_rows(cache, cache, rows, rows, AppendRows(numbers, numbers, 1))
+    gather_rows(cache, cache, rows, rows, numbers, 1)
+
+
+def main():
+    var memory = List[Float32](length=1 << 16, fill=0)
+    attention[DType.bfloat16, DType.bfloat16](memory)
+    attention[DType.float16, DType.float16](memory)
+    attention[DType.float32, DType.float32](memory)
+    attention[DType.bfloat16, DType.float8_e4m3fn](memory)
+    attention[DType.bfloat16, DType.float8_e5m2](memory)
+    copies[DType.uint8](memory)
+    copies[DType.uint16](memory)
+    copies[DType.uint32](memory)
+    var floats = untracked_mutable(memory)
+    var words = floats.unsafe_bitcast[BFloat16]()
+    linear(words, words, words, 1, 64, 64, 2)
+    linear(floats, floats, floats, 1, 64, 64, 2)
+    linear(floats, floats, words, 1, 64, 64, 2)
+    _ = memory^

@@ -1,0 +1,86 @@
+"""The cut of the benchmark's cases keeps 4, 16 and 64 threads busy, by a simulated clock."""
+
+import functools
+
+import pytest
+
+from paged_kv.benchmarks.cases import CASES, AppendCase, AttentionCase, LinearCase
+from support.mojo_programs import run_program
+from support.schedule import Schedule, Segment, run_plan, run_tasks
+
+THREADS = (4, 16, 64)
+MOST_IDLE = 0.05
+AMX_PREFILL_QUERIES = 256
+"""Queries a KV head of a prefill block on matrix tiles."""
+
+
+def attention_call(case: AttentionCase, *, amx: bool) -> str:
+    requests = ",".join(f"1:{length}:{case.new_tokens}" for length in case.lengths)
+    rows = AMX_PREFILL_QUERIES * case.kv_heads // case.heads if amx else 0
+    return f"attention/{requests}/{rows}/{case.kv_heads}"
+
+
+def calls() -> dict[tuple[str, int, bool], str]:
+    """The argument of `print_schedule.mojo` for each case, number of threads, and with or without matrix tiles."""
+    found: dict[tuple[str, int, bool], str] = {}
+    for case in CASES:
+        for threads in THREADS:
+            if isinstance(case, AttentionCase):
+                for amx in (False, True):
+                    found[case.name, threads, amx] = attention_call(case, amx=amx)
+            elif isinstance(case, LinearCase):
+                found[case.name, threads, False] = f"linear/{case.outer}/{threads}"
+            elif isinstance(case, AppendCase) and case.tokens > 1:  # 8 tokens are copied by one thread
+                rows = case.batch * case.tokens
+                found[case.name, threads, False] = f"append/{rows}/{case.kv_heads}/{case.head_dim}"
+    return found
+
+
+CALLS = calls()
+
+
+@functools.cache
+def printed() -> dict[str, list[list[int]]]:
+    """The lines of each call."""
+    arguments = list(dict.fromkeys(CALLS.values()))
+    result = run_program("print_schedule.mojo", *arguments)
+    assert result.returncode == 0, result.stderr
+    lines: dict[str, list[list[int]]] = {argument: [] for argument in arguments}
+    for line in result.stdout.splitlines():
+        call, *numbers = map(int, line.split())
+        lines[arguments[call]].append(numbers)
+    return lines
+
+
+def schedule(name: str, threads: int, amx: bool) -> Schedule:
+    lines = printed()[CALLS[name, threads, amx]]
+    case = next(case for case in CASES if case.name == name)
+    if isinstance(case, AttentionCase):
+        return run_plan([Segment(*numbers) for numbers in lines], threads, case.kv_heads)
+    return run_tasks([rows for (rows,) in lines], threads)
+
+
+@pytest.mark.parametrize(("name", "threads", "amx"), list(CALLS))
+def test_threads_are_busy(name, threads, amx):
+    assert schedule(name, threads, amx).idle_share < MOST_IDLE
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if isinstance(case, AttentionCase)], ids=lambda case: case.name
+)
+def test_every_token_is_in_the_plan(case):
+    """The plan that the clock runs is the case's: all tokens of every block of rows, in some segment."""
+    segments = [Segment(*numbers) for numbers in printed()[attention_call(case, amx=False)]]
+    if case.new_tokens == 1:
+        assert sum(segment.tokens for segment in segments) == sum(case.lengths)
+    assert sum(segment.rows for segment in segments if segment.split == 0) == len(case.lengths) * case.new_tokens
+
+
+def test_the_clock_sees_what_is_uneven():
+    whole = [Segment(1000, 1, -1, -1, 0, 1)] * 3
+    assert run_plan(whole, 2, 8).idle_share == pytest.approx(1 / 4)
+    assert run_plan(whole, 3, 8).idle_share == pytest.approx(0)
+    assert run_tasks([1, 1, 2], 2).end == 3
+    halves = [Segment(1000, 1, -1, 0, split, 2) for split in range(2)]
+    assert run_plan(halves, 2, 8).end > 1000  # the merge is counted once, at the end
+    assert run_plan(halves, 2, 8).busy == pytest.approx(run_plan(halves, 1, 8).end)
