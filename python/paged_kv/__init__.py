@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         get_seq_lens,
     )
     from paged_kv.pool import PagePool
+    from paged_kv.runtime.threads import set_num_threads
     from paged_kv.runtime.warmup import warmup
 
 __version__ = "0.1.0"
@@ -51,6 +52,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "set_num_threads",
     "single_decode_with_kv_cache",
     "warmup",
 ]
@@ -72,7 +74,10 @@ _MODULES = {
     ),
     "pool": ("PagePool",),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names} | {"warmup": "runtime.warmup"}
+_HOME = {name: module for module, names in _MODULES.items() for name in names} | {
+    "set_num_threads": "runtime.threads",
+    "warmup": "runtime.warmup",
+}
 
 
 def __getattr__(name: str) -> Any:

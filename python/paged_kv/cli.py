@@ -62,6 +62,28 @@ def _note(message: str) -> None:
     click.echo(message, err=True)
 
 
+def _set_threads(_context: click.Context, _option: click.Parameter, value: int | None) -> None:
+    """Sets the number of threads before a command's own code can use MAX."""
+    if value is not None:
+        from paged_kv.runtime.threads import set_num_threads
+
+        try:
+            set_num_threads(value)
+        except PagedKVError as error:
+            raise ContractError(f"--threads: {error}") from error
+
+
+threads_option = click.option(
+    "--threads",
+    type=int,
+    callback=_set_threads,
+    expose_value=False,
+    metavar="N",
+    help="Run on N threads of the CPU. Default: one a CPU that the process may run on.",
+)
+"""Of the commands that run kernels."""
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def commands() -> None:
@@ -69,6 +91,7 @@ def commands() -> None:
 
 
 @commands.command()
+@threads_option
 @click.option("--explain", is_flag=True, help="Also say which attention kernel each pair of dtypes gets, and why.")
 @click.option("--arch", help="With --explain: a GPU's architecture (sm_90a, gfx942, ...) instead of what is here.")
 @click.option("--head-dim", type=int, default=128, show_default=True, help="With --explain.")
@@ -91,6 +114,7 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
 
 
 @commands.command()
+@threads_option
 @click.option("--model", "folder", type=click.Path(path_type=Path), required=True, help="Checkpoint folder.")
 @click.option("--prompt", "prompts", multiple=True, required=True, help="Repeat it for a batch.")
 @click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens after each prompt.")
@@ -152,6 +176,7 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
 
 
 @commands.command()
+@threads_option
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs.")
 def demo(device: str) -> int:
     """Decode four prompts with a small made-up model, and check the tokens against a recompute without a cache."""

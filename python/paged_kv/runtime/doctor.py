@@ -16,6 +16,7 @@ from typing import TypeVar
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
 from paged_kv.runtime.kernel_choice import explain
+from paged_kv.runtime.threads import allowed_cpus, cgroup_quota, started_pool_threads
 
 PINNED = {"max": "26.7.0", "mojo": "1.2.0"}
 """The versions that the Mojo sources are written for; pyproject.toml pins the same."""
@@ -36,6 +37,10 @@ class Report:
     """Cores that this process may run on."""
     versions: dict[str, str | None] = field(default_factory=dict)
     """Installed version of each pinned distribution."""
+    threads: int | None = None
+    """Threads that the ops run on; None: unknown."""
+    quota: float | None = None
+    """CPUs that the control group grants; None: no limit."""
     target: str | None = None
     """The LLVM CPU target in force; None: MAX's own choice."""
     default_target: str | None = None
@@ -56,7 +61,7 @@ class Report:
 
 def collect() -> Report:
     """Looks at this machine and installation. Never raises: what goes wrong becomes a problem in the report."""
-    report = Report(cpu=CpuInfo.read(), cores=_cores())
+    report = Report(cpu=CpuInfo.read(), cores=len(allowed_cpus()), quota=cgroup_quota())
 
     def attempt(what: str, find: Callable[[], T]) -> T | None:
         try:
@@ -71,6 +76,7 @@ def collect() -> Report:
     report.cache = attempt("cache", cache_folder)
     if report.versions["max"] is not None:
         report.target = attempt("CPU target", apply_cpu_target)
+        report.threads = attempt("threads", started_pool_threads)
         found = attempt("GPU", _gpus) or []
         report.gpus = [name for name, _ in found]
         report.architectures = [architecture for _, architecture in found]
@@ -90,6 +96,7 @@ def render(report: Report) -> str:
         **{name: version or "not installed" for name, version in report.versions.items()},
         "python": f"{platform.python_version()} ({sys.executable})",
         "cpu": f"{cpu.model_name or 'unknown model'}, {cpu.machine}, {report.cores} core{'s' * (report.cores != 1)}",
+        "threads": _threads_in_words(report),
         "features": features or "none listed",
         "target": target,
         "gpu": ", ".join(report.gpus) or "none",
@@ -115,10 +122,15 @@ def explain_kernels(
     return "\n".join(blocks)
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _threads_in_words(report: Report) -> str:
+    """How many threads the ops run on, and why."""
+    total = os.cpu_count() or report.cores
+    reasons = [f"{report.cores} of {total} CPUs in the affinity mask"]
+    if report.quota is not None:
+        reasons.append(f"a control group's quota of {report.quota:g}")
+    if report.threads is not None and report.threads < report.cores and (report.quota or total) >= report.cores:
+        reasons.append("--threads or set_num_threads, or MAX counts cores")
+    return f"{report.threads or 'unknown'} ({', '.join(reasons)})"
 
 
 def _installed(distribution: str) -> str | None:
