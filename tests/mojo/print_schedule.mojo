@@ -3,7 +3,7 @@
 The arguments are calls:
 
     attention/REQUESTS/ROWS/KV_HEADS: a line a segment, `call tokens rows head block split num_splits`. REQUESTS are
-        `count:tokens:new_tokens,...`; ROWS are those of a prefill block, 0 where there is no prefill.
+        `count:tokens:new_tokens,...`; ROWS are those of a prefill block.
     linear/N/WORKERS: a line a section of rows of w, `call rows`.
     append/ROWS/KV_HEADS/HEAD_DIM: a line a task, `call rows`, of bfloat16 K and V.
 """
@@ -32,9 +32,7 @@ def attention(call: Int, requests: String, rows: Int, kv_heads: Int) raises:
                 row_batch.append(Int32(request))
                 row_lengths.append(Int32(Int(numbers[1]) - Int(numbers[2]) + 1 + row))
             request += 1
-    var sizes = BlockSizes.without_prefill()
-    if rows > 0:
-        sizes = BlockSizes(max(MAX_BLOCK_ROWS, rows), ceildiv(rows, 4), kv_heads)
+    var sizes = BlockSizes(max(MAX_BLOCK_ROWS, rows), ceildiv(rows, 4), kv_heads)
     var none = List[Float32]()
     var logits = Logits(1, 0, -1, untracked(none), False, untracked(none), False)
     var plan = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), logits, sizes)

@@ -12,7 +12,7 @@ from max.experimental.tensor import Tensor
 from paged_kv import reference
 from paged_kv.arrays.cache_storage import paged_views
 from paged_kv.arrays.dtypes import dtype_of
-from paged_kv.arrays.host import as_indices, as_numpy, like, to_buffer
+from paged_kv.arrays.host import HOST, as_indices, as_numpy, like, to_buffer
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from support.cases import STORAGES, CacheCase, build
 from support.kinds import KINDS, kind_of, make
@@ -282,3 +282,18 @@ def test_halves_of_one_array_are_no_overlap():
     paged_views((both[:, 0], both[:, 1]), "NHD", writable=True)
     side_by_side = np.zeros((4, 5, 2, 16), np.float16)
     paged_views((side_by_side[..., :8], side_by_side[..., 8:]), "NHD", writable=True)
+
+
+def test_a_new_array_takes_no_memory_until_it_is_written():
+    """So the threads that write a cache first decide where its memory lies."""
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    size = 256 << 20
+    before = resident()
+    array = HOST.new((size,), np.dtype(np.uint8), "numpy")
+    assert resident() - before < size // 8
+    array[: size // 2] = 1
+    assert resident() - before > size // 4
