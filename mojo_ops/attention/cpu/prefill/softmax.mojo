@@ -9,7 +9,7 @@ from std.utils.numerics import isfinite
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
 from ...logits import Logits
-from ...softmax import MINUS_INFINITY, exp2
+from ...softmax import HAS_SCALEF, MINUS_INFINITY, exp2
 from ..workspace import HeadLayout
 from .queries import PrefillQueries, QUERY_COLUMNS
 
@@ -33,6 +33,16 @@ def exceeds_limit(sums: FloatVector, greatest: FloatVector) -> Bool:
 def negated_reference(greatest: FloatVector) -> FloatVector:
     """What is added to scores before `exp2`: a query that has seen no token has no greatest score to subtract yet."""
     return greatest.eq(MINUS_INFINITY).select(FloatVector(0), -greatest)
+
+
+@always_inline
+def weights_of(x: FloatVector) -> FloatVector:
+    """The 2^x of scores less their reference, which they may exceed by any amount: above 2^126 it is not exact."""
+    comptime if HAS_SCALEF:
+        return exp2(x)
+    else:
+        # Not `min`: that would turn a NaN into a number.
+        return exp2(x.gt(126).select(FloatVector(126), x))
 
 
 @no_inline

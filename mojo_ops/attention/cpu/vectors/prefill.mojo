@@ -14,11 +14,11 @@ from ....isa.memory import FloatPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
 from ...params import AttentionRows
-from ...softmax import LOG2E, exp2
+from ...softmax import LOG2E
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS, Prefetcher
 from ..prefill.queries import PrefillQueries, QUERY_COLUMNS
-from ..prefill.softmax import exceeds_limit, mask_scores, negated_reference, only_scaled, raise_references
+from ..prefill.softmax import exceeds_limit, mask_scores, negated_reference, only_scaled, raise_references, weights_of
 from ..prefill.step import PrefillStep, STEP_TOKENS
 from ..workspace import HeadLayout
 from .prefill_products import WordVector, score_tiles, sum_query_tile
@@ -272,7 +272,7 @@ def exp2_weights(
     var reference = negated_reference(greatest)
     var sums = FloatVector(0)
     for t in range(count):
-        var w = exp2(scores.unsafe_load[width=LANES](t * LANES).fma(FloatVector(factor), reference))
+        var w = weights_of(scores.unsafe_load[width=LANES](t * LANES).fma(FloatVector(factor), reference))
         sums += w
         weights.unsafe_store(t * LANES, w)
     return sums
