@@ -111,6 +111,8 @@ class Builds:
 
     def __init__(self, folder: Path, table: TuningTable, family: str, repeats: int, prefix: Sequence[str]) -> None:
         self._folder, self._table, self._family = folder, table, family
+        self._sources = folder / "sources"
+        shutil.copytree(SOURCES, self._sources)  # they may be edited while this runs
         self._repeats, self._prefix = repeats, prefix
         self._made: dict[str, Path] = {}
         self._failed: set[tuple[str, str]] = set()
@@ -154,7 +156,7 @@ class Builds:
         key = repr(row)
         if key not in self._made:
             folder = self._folder / str(len(self._made)) / "mojo_ops"
-            shutil.copytree(SOURCES, folder)
+            shutil.copytree(self._sources, folder)
             (folder / TABLE).write_text(self._table.with_row(self._family, Row(row)).render())
             self._made[key] = folder
         return self._made[key]
@@ -175,7 +177,7 @@ def tune(fields: tuple[str, ...], repeats: int, rounds: int, dry_run: bool, pref
     """Measure the values of CpuTuning on this CPU, and write its family's row."""
     from paged_kv.benchmarks.provenance import provenance
 
-    table, family = TuningTable.read(SOURCES / TABLE), cpu_family()
+    table, family, facts = TuningTable.read(SOURCES / TABLE), cpu_family(), provenance()
     choices = {name: choice for name, choice in CHOICES.items() if name in table.fields and name in (fields or CHOICES)}
     for name in sorted((set(fields) | set(table.fields)) - set(choices)):
         if name not in table.fields or name not in CHOICES:
@@ -192,7 +194,6 @@ def tune(fields: tuple[str, ...], repeats: int, rounds: int, dry_run: bool, pref
             return found
 
         best, trials = descend(table.row(family).values, choices, speeds, rounds=rounds)
-    facts = provenance()
     row = Row(best, f"{facts['machine']}, {facts['date']}")
     text = table.with_row(family, row).render()
     if dry_run:

@@ -16,10 +16,29 @@ struct CpuTuning(TrivialRegisterPassable):
 
 def tuning_of(family: StringSlice) -> CpuTuning:
     """The row of a family, or of CPUs that are not in the table."""
+    # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-22
     if family == "znver5":
-        return CpuTuning(fast_bf16_dot=True, linear_streams=1, linear_prefetch=True)
+        return CpuTuning(
+            fast_bf16_dot=True,
+            linear_streams=1,
+            linear_prefetch=True,
+        )
+    # Not measured.
     if family == "znver4":
-        return CpuTuning(fast_bf16_dot=True, linear_streams=1, linear_prefetch=True)
+        return CpuTuning(
+            fast_bf16_dot=True,
+            linear_streams=1,
+            linear_prefetch=True,
+        )
+    # Not measured.
     if family == "cooperlake":
-        return CpuTuning(fast_bf16_dot=True, linear_streams=8, linear_prefetch=True)
-    return CpuTuning(fast_bf16_dot=False, linear_streams=8, linear_prefetch=True)
+        return CpuTuning(
+            fast_bf16_dot=True,
+            linear_streams=8,
+            linear_prefetch=True,
+        )
+    return CpuTuning(
+        fast_bf16_dot=False,
+        linear_streams=8,
+        linear_prefetch=True,
+    )
