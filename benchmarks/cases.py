@@ -246,6 +246,12 @@ CASES: tuple[Case, ...] = (
     AppendCase("append-4096", "append 1 x 4096 tokens, bf16", 0.8),
     LinearCase("linear-1", "linear bf16, 8192 x 4096, 1 row", 0.85, (Versus("torch", ("torch-linear",), 1),)),
     LinearCase("linear-8", "linear bf16, 8192 x 4096, 8 rows", 0.85, (Versus("torch", ("torch-linear",), 1),), rows=8),
+    LinearCase(
+        "linear-64", "linear bf16, 8192 x 4096, 64 rows", None, (Versus("torch", ("torch-linear",), 1),), rows=64
+    ),
+    LinearCase(
+        "linear-256", "linear bf16, 8192 x 4096, 256 rows", None, (Versus("torch", ("torch-linear",), 1),), rows=256
+    ),
     *(
         StepCase(
             f"step-{batch}",
