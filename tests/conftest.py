@@ -46,6 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=CPU_TARGETS,
         help="compile the kernels for this LLVM target instead of the best that this CPU can run",
     )
+    parser.addoption(
+        "--emulate-amx",
+        action="store_true",
+        help="run the kernels for AMX without AMX, on tile registers in memory; of tests/ops, tests of bfloat16 alone",
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,10 +83,18 @@ def pytest_configure(config: pytest.Config) -> None:
         from max.driver import set_virtual_cpu_target
 
         set_virtual_cpu_target(target)  # a target that is already set stays in force (`apply_cpu_target`)
+    if config.getoption("--emulate-amx"):
+        from support import amx_emulation
+
+        amx_emulation.install()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--emulate-amx"):
+        from support import amx_emulation
+
+        amx_emulation.deselect_others(config, items)
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         item.add_marker(folder)

@@ -89,3 +89,20 @@ def tile_dot[c: Int, a: Int, b: Int]():
         constraints="",
         has_side_effect=True,
     ]()
+
+
+@always_inline
+def tile_dot_2x2(
+    a: Pointer[_, _], second_a: Pointer[_, _], a_stride: Int, b: Pointer[_, _], second_b: Pointer[_, _], b_stride: Int
+):
+    """Does `tmm[2 i + j] += a_i b_j`: loads both `a` into `tmm4` and `tmm5`, both `b` into `tmm6` and `tmm7`.
+
+    The rows of an operand lie so many bytes apart.
+    """
+    comptime first = "tileloadd ($0,$2,1), %tmm4\ntileloadd ($3,$5,1), %tmm6\ntdpbf16ps %tmm6, %tmm4, %tmm0\n"
+    comptime second_column = "tileloadd ($4,$5,1), %tmm7\ntdpbf16ps %tmm7, %tmm4, %tmm1\n"
+    comptime second_row = "tileloadd ($1,$2,1), %tmm5\ntdpbf16ps %tmm6, %tmm5, %tmm2\ntdpbf16ps %tmm7, %tmm5, %tmm3\n"
+    comptime text = first + second_column + second_row
+    inlined_assembly[text, NoneType, constraints="r,r,r,r,r,r,~{memory}", has_side_effect=True](
+        a, second_a, a_stride, b, second_b, b_stride
+    )

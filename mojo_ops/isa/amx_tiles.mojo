@@ -3,9 +3,7 @@
 A kernel configures, uses and releases the registers itself. In between it calls no function that might use them.
 """
 
-from std.sys.intrinsics import inlined_assembly
-
-from .amx import TileShapes, tile_load, tile_store, tile_zero
+from .amx import TileShapes, tile_dot_2x2, tile_load, tile_store, tile_zero
 from .memory import Bf16Pointer, FloatPointer
 
 comptime AMX_TILE_ROWS = 16
@@ -41,13 +39,7 @@ def multiply_2x2(a: Bf16Pointer, second_a: Bf16Pointer, a_pitch: Int, b: Bf16Poi
     The rows of an `a` lie `a_pitch` bytes apart. A `b` is packed: 16 rows of 16 pairs, pair `(k, k + 1)` of each of 16
     columns.
     """
-    comptime first = "tileloadd ($0,$2,1), %tmm4\ntileloadd ($3,$5,1), %tmm6\ntdpbf16ps %tmm6, %tmm4, %tmm0\n"
-    comptime second_column = "tileloadd ($4,$5,1), %tmm7\ntdpbf16ps %tmm7, %tmm4, %tmm1\n"
-    comptime second_row = "tileloadd ($1,$2,1), %tmm5\ntdpbf16ps %tmm6, %tmm5, %tmm2\ntdpbf16ps %tmm7, %tmm5, %tmm3\n"
-    comptime text = first + second_column + second_row
-    inlined_assembly[text, NoneType, constraints="r,r,r,r,r,r,~{memory}", has_side_effect=True](
-        a, second_a, a_pitch, b, second_b, Int(AMX_ROW_BYTES)
-    )
+    tile_dot_2x2(a, second_a, a_pitch, b, second_b, AMX_ROW_BYTES)
 
 
 @always_inline

@@ -15,18 +15,10 @@ from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import default_runtime
 from support.compare import assert_bits_equal
+from support.dtype_pairs import LINEAR_PAIRS as PAIRS
 from support.harness import refused
 
 CPU = DeviceRef.CPU()
-PAIRS = (
-    ("float32", "float32"),
-    ("bfloat16", "bfloat16"),
-    ("float16", "float16"),
-    ("float32", "bfloat16"),
-    ("float32", "float16"),
-    ("bfloat16", "float32"),
-)
-"""Dtypes of x and of w."""
 SUM_ERROR = 2.0**-21
 """Of the sum of |x||w|: how far a float32 sum may be off, whatever its order."""
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}

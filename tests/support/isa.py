@@ -32,13 +32,16 @@ def can_run(target: str, cpu: CpuInfo | None = None) -> bool:
     return can_run("x86-64", cpu) and REQUIRED_FLAGS[target] <= cpu.flags
 
 
-def run_tests(target: str, *arguments: str, timeout: int = 1200) -> str:
+def run_tests(target: str | None, *arguments: str, timeout: int = 1200) -> str:
     """What pytest prints when it runs `arguments` (modules of this folder, `-k` ...) for `target`; all must pass.
+
+    None is the target that this CPU runs by default.
 
     A skipped or an absent test is a failure: a path that was not run was not tested.
     """
     paths = [str(TESTS / argument) if argument.endswith(".py") else argument for argument in arguments]
-    options = [f"--cpu-target={target}", "-n0", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=5"]
+    forced = [f"--cpu-target={target}"] if target else []
+    options = [*forced, "-n0", "-q", "-p", "no:cacheprovider", "--durations=0", "--durations-min=5"]
     result = background.run([sys.executable, "-m", "pytest", *options, *paths], timeout=timeout, cwd=TESTS.parent)
     output = result.stdout + result.stderr
     last = result.stdout.strip().splitlines()[-1:]

@@ -1,0 +1,47 @@
+"""The op tests on AMX's kernels where there is no AMX: the tile registers are memory (`emulated_amx.mojo`)."""
+
+import re
+from functools import partial
+
+import pytest
+
+from paged_kv.runtime.cpu_target import CpuInfo
+from support import amx_emulation
+from support.background import Job
+from support.isa import run_tests
+from support.mojo_programs import ROOT
+
+FILES = ("ops/test_linear_op.py", "ops/test_attention_op.py", "ops/test_prefill_op.py")
+RUN = Job(partial(run_tests, None, "--emulate-amx", *FILES))
+REASON = amx_emulation.reason_to_skip(CpuInfo.read())
+PUBLIC = re.compile(r"^(?:def|struct|comptime) (HAS_AMX|amx_permitted|tile_\w+|TileShapes)\b(.*)", re.MULTILINE)
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.waits_for(RUN)
+def test_ops():
+    RUN()
+
+
+def test_it_has_the_names_of_the_instructions():
+    real = (ROOT / "mojo_ops" / amx_emulation.INSTRUCTIONS).read_text()
+    emulated = amx_emulation.EMULATION.read_text()
+    assert {name for name, _ in PUBLIC.findall(real)} == {name for name, _ in PUBLIC.findall(emulated)}
+
+
+def test_no_other_file_names_a_tile_register():
+    files = [file for file in (ROOT / "mojo_ops").rglob("*.mojo") if "%tmm" in file.read_text()]
+    assert files == [ROOT / "mojo_ops" / amx_emulation.INSTRUCTIONS]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (amx_emulation.NEEDED | amx_emulation.REAL, "has AMX"),
+        (amx_emulation.NEEDED - {"avx512vbmi"}, "avx512vbmi"),
+        (amx_emulation.NEEDED, None),
+    ],
+)
+def test_why_it_is_skipped(flags, words):
+    reason = amx_emulation.reason_to_skip(CpuInfo("x86_64", "", flags))
+    assert reason is None if words is None else words in reason

@@ -1,0 +1,68 @@
+"""Kernels for AMX on a CPU that has none: the Mojo package with `tests/isa/emulated_amx.mojo` in place of `isa/amx.mojo`.
+
+For tests, not for use: a product of two tiles takes a hundred times the instruction's time. The other code of AMX's
+kernels is as it would run on a CPU that has AMX, and needs a CPU target with AVX-512 VBMI and BF16.
+"""
+
+import importlib.util
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from paged_kv.runtime.cpu_target import CpuInfo
+from support import cases, dtype_pairs, harness
+
+NAME = "paged_kv.mojo_ops"
+INSTRUCTIONS = Path("isa", "amx.mojo")
+EMULATION = Path(__file__).parents[1] / "isa" / "emulated_amx.mojo"
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16"})
+REAL = frozenset({"amx_tile", "amx_bf16"})
+KV_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""Of the caches that AMX's kernels read, all with queries in bfloat16."""
+
+_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+def reason_to_skip(cpu: CpuInfo) -> str | None:
+    """Why the emulation is of no use on a CPU; None where it is."""
+    if REAL <= cpu.flags:
+        return "this CPU has AMX: the op tests run on it"
+    missing = NEEDED - cpu.flags
+    return f"AMX's kernels need {', '.join(sorted(missing))}, which this CPU lacks" if missing else None
+
+
+def install() -> None:
+    """Puts the copy in the place of `paged_kv.mojo_ops` for this process; only bfloat16 queries are tested then.
+
+    Before test modules are imported, which read the dtypes.
+    """
+    global _folder
+    _folder = tempfile.TemporaryDirectory()
+    spec = importlib.util.find_spec(NAME)
+    assert spec is not None and spec.origin is not None
+    copy = Path(_folder.name) / "mojo_ops"
+    shutil.copytree(Path(spec.origin).parent, copy)
+    shutil.copyfile(EMULATION, copy / INSTRUCTIONS)
+    spec = importlib.util.spec_from_file_location(NAME, copy / "__init__.py", submodule_search_locations=[str(copy)])
+    assert spec is not None and spec.loader is not None
+    sys.modules[NAME] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cases.DTYPES = ("bfloat16",)
+    harness.DTYPES = cases.DTYPES
+    harness.PAIRS = tuple(("bfloat16", kv_dtype) for kv_dtype in KV_DTYPES)
+    dtype_pairs.LINEAR_PAIRS = (("bfloat16", "bfloat16"),)
+
+
+def deselect_others(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests that name bfloat16 queries and no other dtype of queries."""
+    others = [item for item in items if not _is_bfloat16(item.nodeid)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
+def _is_bfloat16(test: str) -> bool:
+    return "bfloat16" in test and not re.search(r"float32|(?<!b)float16", test)
