@@ -9,7 +9,7 @@ from paged_kv.runtime.cpu_target import CpuInfo
 from support import amx_emulation
 from support.background import Job
 from support.isa import run_tests
-from support.mojo_programs import ROOT
+from support.mojo_programs import ROOT, TESTS, mojo
 
 FILES = ("ops/test_linear_op.py", "ops/test_attention_op.py", "ops/test_prefill_op.py")
 RUN = Job(partial(run_tests, None, "--emulate-amx", *FILES))
@@ -21,6 +21,14 @@ PUBLIC = re.compile(r"^(?:def|struct|comptime) (HAS_AMX|amx_permitted|tile_\w+|T
 @pytest.mark.waits_for(RUN)
 def test_ops():
     RUN()
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_prefetches_are_spread_over_the_products(tmp_path):
+    """What tests/mojo checks of AMX's kernels, which is nothing where there is no AMX."""
+    folder = amx_emulation.copy_package(tmp_path).parent
+    result = mojo("run", "-I", folder, "-I", TESTS, TESTS / "test_prefetch.mojo")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_it_has_the_names_of_the_instructions():
