@@ -166,6 +166,19 @@ def test_wide_blocks_go_head_by_head() raises:
     assert_equal(result.max_prefill_rows, 20)
 
 
+def test_a_prefill_block_alone_is_split() raises:
+    """A few new tokens over a long context: 8 KV heads alone would be too few segments for many threads."""
+    var row_batch = List[Int32]()
+    var row_lengths = List[Int32]()
+    for row in range(64):
+        row_batch.append(0)
+        row_lengths.append(Int32(65536 - 64 + row + 1))
+    var result = plan(row_batch, row_lengths, sizes=BlockSizes(64, 16, 8))
+    # The tokens of 8 heads, a segment a thread of 64; half of them in shorter segments.
+    assert_equal(result.segments[0].end, 8 * 65536 // LONG_SEGMENTS_PER_CALL)
+    assert_true(len(result.segments) >= LONG_SEGMENTS_PER_CALL)
+
+
 def test_the_most_work_comes_first() raises:
     var result = plan([0, 1, 1, 2], [100, 5000, 5001, 64])
     var most = 512

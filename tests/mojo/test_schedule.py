@@ -20,6 +20,10 @@ def attention_call(case: AttentionCase) -> str:
     return f"attention/{requests}/{rows}/{case.kv_heads}"
 
 
+CHUNK = "64 new tokens over 65536"
+"""Not a case of the benchmark: one block of prefill rows, which are 8 KV heads."""
+
+
 def calls() -> dict[tuple[str, int], str]:
     """The argument of `print_schedule.mojo` for each case and number of threads."""
     found: dict[tuple[str, int], str] = {}
@@ -32,7 +36,7 @@ def calls() -> dict[tuple[str, int], str]:
             elif isinstance(case, AppendCase) and case.tokens > 1:  # 8 tokens are copied by one thread
                 rows = case.batch * case.tokens
                 found[case.name, threads] = f"append/{rows}/{case.kv_heads}/{case.head_dim}"
-    return found
+    return found | {(CHUNK, threads): "attention/1:65536:64/64/8" for threads in THREADS}
 
 
 CALLS = calls()
@@ -53,6 +57,8 @@ def printed() -> dict[str, list[list[int]]]:
 
 def schedule(name: str, threads: int) -> Schedule:
     lines = printed()[CALLS[name, threads]]
+    if name == CHUNK:
+        return run_plan([Segment(*numbers) for numbers in lines], threads, 8)
     case = next(case for case in CASES if case.name == name)
     if isinstance(case, AttentionCase):
         return run_plan([Segment(*numbers) for numbers in lines], threads, case.kv_heads)

@@ -18,6 +18,9 @@ comptime MIN_SHORT_TOKENS = 64
 times as long: few tokens in many splits took 1.08 times as long on two threads (1 x 2048; Zen 5, 2026-11-22)."""
 comptime LONG_SEGMENTS_PER_CALL = 64
 """Segments that the tokens of all blocks would make, were all of them as long as the longest: one a thread of 64."""
+comptime MAX_WHOLE_PREFILL = 2
+"""A prefill block of up to so many of the longest segments is not split, because its split costs more: 512 new tokens
+of 2048 took 1.06 times as long where every block was split (32/8 heads of 128; Zen 5, two threads, 2026-11-22)."""
 comptime LENGTHS = 4
 """Lengths of segments, each half of the one before."""
 comptime WORK_CLASSES = 64
@@ -110,9 +113,13 @@ struct SegmentLengths(Movable):
         self.total = total
         self.cut = 0
 
+    def longest(self) -> Int:
+        """Tokens of the longest segments: whole spans."""
+        return max(MIN_LONG_TOKENS, self.total // LONG_SEGMENTS_PER_CALL // SPAN_TOKENS * SPAN_TOKENS)
+
     def length(self) -> Int:
         """Tokens of the next segment, at most: whole spans, or `MIN_SHORT_TOKENS`."""
-        var longest = max(MIN_LONG_TOKENS, self.total // LONG_SEGMENTS_PER_CALL // SPAN_TOKENS * SPAN_TOKENS)
+        var longest = self.longest()
         var length = longest
         var rest = self.total - self.cut
         for _ in range(LENGTHS - 1):
@@ -148,7 +155,7 @@ struct SegmentPlan(Movable):
         if tokens <= MAX_WHOLE_TOKENS:
             self.segments.append(block)
             return
-        if tokens <= lengths.length():
+        if tokens <= (MAX_WHOLE_PREFILL * lengths.longest() if block.is_prefill() else lengths.length()):
             self.segments.append(block)
             lengths.cut += tokens
             return
@@ -216,13 +223,12 @@ def plan_segments(
             block.num_rows += 1
             row += 1
         block.begin = min(block.begin, block.end)
-        # A prefill block is read once for every KV head.
-        var passes = sizes.kv_heads if block.num_rows >= sizes.prefill_rows else 1
-        total += (block.end - block.begin) * passes
+        total += block.end - block.begin
         blocks.append(block)
 
     var plan = SegmentPlan()
     var lengths = SegmentLengths(total)
+    # A token of a prefill segment is that of one KV head.
     var prefill_lengths = SegmentLengths(total * sizes.kv_heads)
     # Short blocks count first: the last and shortest splits are then those of long blocks.
     for block in blocks:
