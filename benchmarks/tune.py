@@ -48,6 +48,7 @@ class Choice:
 
 CHOICES: dict[str, Choice] = {
     "fast_bf16_dot": Choice(("False", "True"), ("linear-1", "linear-8", "bf16", "group8", "prefill")),
+    "interleaves_page": Choice(("False", "True"), ("page128",)),
     "linear_streams": Choice(("1", "2", "4", "8"), ("linear-1", "linear-8")),
     "linear_prefetch": Choice(("False", "True"), ("linear-1", "linear-8")),
 }

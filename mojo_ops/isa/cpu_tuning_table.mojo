@@ -8,6 +8,8 @@ struct CpuTuning(TrivialRegisterPassable):
     var fast_bf16_dot: Bool
     """Whether the dot product of bfloat16 pairs (`isa/bf16_dot.mojo`) has the rate of a float32 FMA, where the target
     has it."""
+    var interleaves_page: Bool
+    """Whether decode attention reads 8 runs of one page side by side, where pages are longer than a run of 16 tokens."""
     var linear_streams: Int
     """Rows of w that the linear layer reads side by side for few rows of x, where the memory is the limit."""
     var linear_prefetch: Bool
@@ -20,6 +22,7 @@ def tuning_of(family: StringSlice) -> CpuTuning:
     if family == "znver5":
         return CpuTuning(
             fast_bf16_dot=True,
+            interleaves_page=False,
             linear_streams=1,
             linear_prefetch=True,
         )
@@ -27,6 +30,7 @@ def tuning_of(family: StringSlice) -> CpuTuning:
     if family == "znver4":
         return CpuTuning(
             fast_bf16_dot=True,
+            interleaves_page=False,
             linear_streams=1,
             linear_prefetch=True,
         )
@@ -34,11 +38,13 @@ def tuning_of(family: StringSlice) -> CpuTuning:
     if family == "cooperlake":
         return CpuTuning(
             fast_bf16_dot=True,
+            interleaves_page=True,
             linear_streams=8,
             linear_prefetch=True,
         )
     return CpuTuning(
         fast_bf16_dot=False,
+        interleaves_page=True,
         linear_streams=8,
         linear_prefetch=True,
     )

@@ -3,7 +3,7 @@
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.attention.cpu.amx.layout import AmxBuffers, pack_queries_amx, transpose_score_tile
-from mojo_ops.attention.cpu.amx.widen import natural_mask
+from mojo_ops.attention.cpu.amx.weighted_sums import natural_mask
 from mojo_ops.attention.cpu.plan import Segment
 from mojo_ops.attention.cpu.prefetch import KV_TILE_TOKENS
 from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace

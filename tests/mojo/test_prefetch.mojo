@@ -12,10 +12,11 @@ from std.utils import IndexList
 from mojo_ops.attention.cpu.amx.layout import AmxBuffers, prefetch_calls_amx
 from mojo_ops.attention.cpu.amx.scores import KeyProducts, score_tile_amx
 from mojo_ops.attention.cpu.amx.weighted_sums import ValueProducts, sum_tile_amx
-from mojo_ops.attention.cpu.amx.widen import Bf16Chunk
+from mojo_ops.attention.cpu.bf16_chunk import Bf16Chunk
 from mojo_ops.attention.cpu.kv_tile import KVTile
 from mojo_ops.attention.cpu.prefetch import EARLY_V_TOKENS, KV_TILE_TOKENS, Prefetcher, STREAMS
 from mojo_ops.attention.cpu.vectors.products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
+from mojo_ops.attention.cpu.vectors.queries import packed_query_dtype
 from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.cache.strides import PageStrides, page_shape
@@ -132,9 +133,10 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
 
     var prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), 0)
     prefetcher.rate = 1
+    comptime query_dtype = packed_query_dtype(DType.bfloat16, dtype)
     for unit in range(0, KV_TILE_TOKENS, STREAMS):
         for head in range(KV_HEADS):
-            score_tile(k, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher)
+            score_tile[query_dtype](k, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher)
     assert_equal(prefetcher.due, KV_HEADS * score_prefetch_calls[dtype](heads, queries), "scores in vectors")
     prefetcher.due = 0
     for unit in range(0, KV_TILE_TOKENS, STREAMS):

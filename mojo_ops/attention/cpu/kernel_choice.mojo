@@ -6,7 +6,7 @@ from ...isa.amx import HAS_AMX, amx_permitted
 from ...isa.convert import chunk_of, is_float8
 from .amx.layout import AmxBuffers
 from .amx.prefill_workspace import PREFILL_MIN_QUERIES
-from .amx.widen import Bf16Chunk
+from .bf16_chunk import Bf16Chunk
 from .plan import BlockSizes, MAX_BLOCK_ROWS
 from .prefill.queries import PREFILL_MAX_QUERIES
 from .vectors.prefill_workspace import VECTOR_PREFILL_MIN_QUERIES

@@ -1,10 +1,11 @@
 """The steps in which the tokens of a segment are read, in vectors and on matrix tiles alike."""
 
 from ...cache.paged_kv_cache import PagedKVCache
+from ...isa.cpu_tuning import CPU_TUNING
 from ..params import AttentionRows
 from .kv_tile import KVTile
 from .plan import Segment, SegmentQueue
-from .prefetch import KV_TILE_TOKENS, SPAN_TOKENS
+from .prefetch import KV_TILE_TOKENS, RUN_TOKENS, SPAN_TOKENS
 from .workspace import SegmentWorkspace
 
 
@@ -40,20 +41,25 @@ struct SegmentStep(TrivialRegisterPassable):
             buffer: The first tile buffer, 0 or `SPAN_TILES`.
         """
         var span = begin // SPAN_TOKENS * SPAN_TOKENS
-        var interleaved = span >= segment.begin and span + SPAN_TOKENS <= segment.end
+        var whole_span = span >= segment.begin and span + SPAN_TOKENS <= segment.end
+        var interleaved = CPU_TUNING.interleaves_page or k.slots() <= RUN_TOKENS
         self.tiles = workspace.tile(buffer)
         self.count = 1
         self.end = begin
-        if not interleaved:
+        if not whole_span:
             self.tiles[] = KVTile(k, v, request, begin, segment.end, workspace.offset_buffer(buffer))
             self.end += self.tiles[].count
             return
         self.count = tiles
         var first_tile = (begin - span) // KV_TILE_TOKENS
         for i in range(self.count):
-            self.tiles[unsafe_offset=i] = KVTile(
-                k, v, request, span=span, tile=first_tile + i, offsets=workspace.offset_buffer(buffer + i)
-            )
+            var tile = first_tile + i
+            var offsets = workspace.offset_buffer(buffer + i)
+            if interleaved:
+                self.tiles[unsafe_offset=i] = KVTile(k, v, request, span=span, tile=tile, offsets=offsets)
+            else:
+                var first = span + tile * KV_TILE_TOKENS
+                self.tiles[unsafe_offset=i] = KVTile(k, v, request, first, segment.end, offsets)
         self.end += self.count * KV_TILE_TOKENS
 
     @always_inline

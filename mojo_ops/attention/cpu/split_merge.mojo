@@ -20,7 +20,8 @@ from ...isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
 from ..logits import Logits
 from ..params import AttentionRows
 from ..softmax import AttentionState, LOG2E, exp2
-from .amx.widen import Bf16Chunk, unpack_sums
+from .amx.weighted_sums import unpack_sums
+from .bf16_chunk import Bf16Chunk
 from .plan import Segment
 from .workspace import HeadLayout, RunningStates
 

@@ -10,10 +10,10 @@ from ....isa.amx import TileShapes
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import Bf16BitsPointer, FloatPointer
 from ...params import AttentionRows
+from ..bf16_chunk import Bf16Chunk, query_words
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS
 from ..workspace import HeadLayout, SegmentWorkspace
-from .widen import Bf16Chunk, query_words
 
 # The tile registers of a segment; those of prefill are in `prefill_products.mojo`. N is `AmxBuffers.columns`.
 comptime TMM_SCORES = 0  # and 1: [16 tokens, N] float32

@@ -13,6 +13,7 @@ from ....isa.memory import Bf16BitsPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
 from ...params import AttentionRows
+from ..bf16_chunk import Bf16Chunk, query_words, widen_chunk
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS
 from ..prefill.queries import QUERY_COLUMNS, padded_queries
@@ -23,7 +24,6 @@ from .prefill_products import PairProducts
 from .prefill_softmax import scores_to_weights_prefill
 from .prefill_workspace import NO_PAIR, PrefillWorkspace, visible_tiles
 from .weighted_sums import pair_tokens
-from .widen import Bf16Chunk, query_words, widen_chunk
 
 
 def pack_queries_prefill[

@@ -9,11 +9,11 @@ from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx import tile_dot, tile_load, tile_store, tile_zero
 from ....isa.convert import LANES
 from ....isa.memory import Bf16BitsPointer, FloatPointer
+from ..bf16_chunk import Bf16Chunk, widen_chunk
 from ..kv_tile import KVTile
 from ..prefetch import KV_TILE_TOKENS, Prefetcher
 from ..workspace import HeadLayout, SegmentWorkspace
 from .layout import AmxBuffers, LAYOUT_TOKENS, TMM_KV, TMM_QUERIES, TMM_SCORES
-from .widen import Bf16Chunk, widen_chunk
 
 
 @always_inline

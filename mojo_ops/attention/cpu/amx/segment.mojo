@@ -10,6 +10,7 @@ from std.sys import size_of
 from ....cache.paged_kv_cache import PagedKVCache
 from ...logits import Logits
 from ...params import AttentionRows
+from ..bf16_chunk import Bf16Chunk
 from ..kv_tile import SPAN_TILES
 from ..plan import Segment, SegmentQueue
 from ..prefetch import EARLY_V_TOKENS, IntPointer, KV_TILE_TOKENS, Prefetcher
@@ -19,7 +20,6 @@ from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
 from .layout import AmxBuffers, pack_queries_amx, prefetch_calls_amx, transpose_scores
 from .scores import KeyProducts, score_tile_amx
 from .weighted_sums import ValueProducts, sum_tile_amx
-from .widen import Bf16Chunk
 
 
 @always_inline

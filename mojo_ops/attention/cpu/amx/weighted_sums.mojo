@@ -4,16 +4,18 @@ The weights are the left operand. V is the right one, copied with its tokens int
 of two bfloat16, so it keeps at least 16 bits, and the result is as exact as in float32 arithmetic.
 """
 
+from std.utils import IndexList
+
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx import tile_dot, tile_load, tile_store
 from ....isa.convert import LANES, load_bits
 from ....isa.float8 import Bf16Words, ByteVector, float8_words, zip_mask
 from ....isa.memory import Bf16BitsPointer, FloatPointer
+from ..bf16_chunk import Bf16Chunk
 from ..kv_tile import KVTile
 from ..prefetch import KV_TILE_TOKENS, Prefetcher
 from ..workspace import HeadLayout, SegmentWorkspace
 from .layout import AmxBuffers, LAYOUT_TOKENS, TMM_KV, TMM_SUMS, TMM_WEIGHTS_HIGH, TMM_WEIGHTS_LOW
-from .widen import Bf16Chunk
 
 
 @always_inline
@@ -193,3 +195,26 @@ def zip_tokens[dtype: DType](a: SIMD, b: type_of(a), target: Bf16BitsPointer):
             var words = float8_words[dtype](rebind[ByteVector](zipped))
             rows.unsafe_store(0, words[0])
             rows.unsafe_store(LANES * KV_TILE_TOKENS, words[1])
+
+
+@always_inline
+def unpack_sums[kv_dtype: DType](acc: Pointer[Float32, _]) -> SIMD[DType.float32, Bf16Chunk[kv_dtype].length]:
+    """A chunk of weighted sums in its natural order, from matrix tiles whose columns `zip_mask` ordered."""
+    comptime if kv_dtype == DType.bfloat16:
+        return rebind[SIMD[DType.float32, Bf16Chunk[kv_dtype].length]](
+            acc.unsafe_load[width=32]().shuffle[mask=natural_mask[32]()](acc.unsafe_load[width=32]())
+        )
+    else:
+        return rebind[SIMD[DType.float32, Bf16Chunk[kv_dtype].length]](
+            acc.unsafe_load[width=64]().shuffle[mask=natural_mask[64]()](acc.unsafe_load[width=64]())
+        )
+
+
+def natural_mask[length: Int]() -> IndexList[length]:
+    """The column of each element of a chunk, counted through its matrix tiles."""
+    comptime run = length // 4  # elements that share 16 bytes of every word vector
+    var mask = IndexList[length]()
+    for element in range(length):
+        var part = element % run // 8
+        mask[element] = part * 32 + element % 8 // 4 * 16 + element // run * 4 + element % 4
+    return mask

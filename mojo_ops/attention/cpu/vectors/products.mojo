@@ -5,58 +5,22 @@ next unit is prefetched between the steps.
 """
 
 from std.math import ceildiv
+from std.memory import bitcast
 
 from ....cache.paged_kv_cache import PagedKVCache
-from ....isa.convert import FloatVector, LANES, chunk_of, load_chunk, reduce_each, to_chunk_order
+from ....isa.bf16_dot import BF16_DOT_ELEMENTS, bf16_dot
+from ....isa.convert import FloatVector, LANES, chunk_of, load_chunk, reduce_each
 from ....isa.memory import FloatPointer
-from ...params import AttentionRows
+from ..bf16_chunk import Bf16Chunk, widen_chunk
 from ..kv_tile import KVTile
-from ..plan import Segment
 from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher, STREAMS
 from ..workspace import HeadLayout, SegmentWorkspace
+from .queries import num_query_blocks, query_block
 
 comptime SLICE_ELEMENTS = 64
 """Elements of head_dim whose sums stay in registers, for four queries; twice as many for fewer queries."""
-comptime PREFETCHING_BLOCKS = 2
+comptime PREFETCHING_BLOCKS = 4
 """Query blocks that prefetch. With more blocks the arithmetic takes longer than the memory."""
-
-
-def pack_queries[
-    kv_dtype: DType, dtype: DType
-](rows: AttentionRows[dtype], segment: Segment, heads: HeadLayout, mut workspace: SegmentWorkspace):
-    """Packs the queries of a segment as float32 into `workspace.q`, and clears their states and weighted values.
-
-    They are `[Hk, M, P]`, but within a query block `[P / chunk, queries, chunk]`, as `score_block` reads them.
-    """
-    comptime chunk = chunk_of(kv_dtype)
-    var queries = segment.num_rows * heads.group
-    for head in range(heads.kv_heads):
-        for m in range(queries):
-            var row, g = divmod(m, heads.group)
-            var source = rows.q.unsafe_offset(
-                ((segment.row + row) * rows.num_heads + head * heads.group + g) * heads.head_dim
-            )
-            var first, count = query_block(m, queries)
-            var target = (head * queries + first) * heads.padded_dim + (m - first) * chunk
-            var at = (head * queries + m) * heads.padded_dim
-            for d in range(0, heads.padded_dim, chunk):
-                var x = SIMD[DType.float32, chunk](0)
-                comptime for i in range(chunk // 8):
-                    if d + 8 * i < heads.head_dim:
-                        x = x.insert[offset=8 * i](source.unsafe_load[width=8](d + 8 * i).cast[DType.float32]())
-                workspace.q.unsafe_store(target + d * count, to_chunk_order[kv_dtype](x))
-                workspace.acc.unsafe_store(at + d, SIMD[DType.float32, chunk](0))
-            workspace.clear(head * queries + m)
-
-
-def query_block(query: Int, queries: Int) -> Tuple[Int, Int]:
-    """The first query of the query block that holds `query`, and its size: blocks of 4, one of 2, one of 1."""
-    var fours = queries // 4 * 4
-    if query < fours:
-        return (query // 4 * 4, 4)
-    if query < fours + queries % 4 // 2 * 2:
-        return (fours, 2)
-    return (queries - 1, 1)
 
 
 def score_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
@@ -80,12 +44,10 @@ def sum_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
     return calls
 
 
-def num_query_blocks(queries: Int) -> Int:
-    return queries // 4 + queries % 4 // 2 + queries % 2
-
-
 @always_inline
-def score_tile(
+def score_tile[
+    query_dtype: DType
+](
     k: PagedKVCache,
     tile: KVTile,
     heads: HeadLayout,
@@ -102,7 +64,7 @@ def score_tile(
     They go to index `weights_index` of `workspace.weights`.
     """
     var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
-    var q = workspace.q.unsafe_offset(head * queries * heads.padded_dim)
+    var q = workspace.q.unsafe_bitcast[Scalar[query_dtype]]().unsafe_offset(head * queries * heads.padded_dim)
     var scores = workspace.weights.unsafe_offset(weights_index * queries * KV_TILE_TOKENS)
     var m = 0
     var fetch = PREFETCHING_BLOCKS
@@ -118,14 +80,14 @@ def score_tile(
 
 @always_inline
 def score_block[
-    kv_dtype: DType, //, count: Int
+    kv_dtype: DType, query_dtype: DType, //, count: Int
 ](
     k: Pointer[Scalar[kv_dtype], _],
     tile: KVTile,
     begin: Int,
     end: Int,
     heads: HeadLayout,
-    q: FloatPointer,
+    q: Pointer[Scalar[query_dtype], MutUntrackedOrigin],
     target: FloatPointer,
     fetch: Bool,
     mut prefetcher: Prefetcher,
@@ -154,14 +116,14 @@ def tokens_at_once(count: Int) -> Int:
 
 @always_inline
 def dot_chunk[
-    kv_dtype: DType, //, count: Int, full: Bool
+    kv_dtype: DType, query_dtype: DType, //, count: Int, full: Bool
 ](
     k: Pointer[Scalar[kv_dtype], _],
     offsets: IntPointer,
     token: Int,
     d: Int,
     length: Int,
-    q: FloatPointer,
+    q: Pointer[Scalar[query_dtype], MutUntrackedOrigin],
     fetch: Bool,
     mut sums: Array[FloatVector, LANES],
     mut prefetcher: Prefetcher,
@@ -171,12 +133,27 @@ def dot_chunk[
     comptime parts = chunk_of(kv_dtype) // LANES
     var qs = q.unsafe_offset(d * count)
     comptime for i in range(tokens):
-        var x = load_chunk[full](k.unsafe_offset(offsets[unsafe_offset=token + i] + d), length)
-        comptime for m in range(count):
-            comptime for part in range(parts):
-                sums[m * tokens + i] = x.slice[LANES, offset=part * LANES]().fma(
-                    qs.unsafe_load[width=LANES]((m * parts + part) * LANES), sums[m * tokens + i]
-                )
+        var source = k.unsafe_offset(offsets[unsafe_offset=token + i] + d)
+        comptime if query_dtype == DType.bfloat16:
+            var x = Bf16Chunk[kv_dtype]()
+            widen_chunk[full](source, length, x)
+            comptime for m in range(count):
+                comptime for part in range(parts // 2):
+                    sums[m * tokens + i] = bf16_dot(
+                        sums[m * tokens + i],
+                        bitcast[DType.bfloat16, BF16_DOT_ELEMENTS](x.words[part]),
+                        qs.unsafe_bitcast[BFloat16]().unsafe_load[width=BF16_DOT_ELEMENTS](
+                            (m * parts // 2 + part) * BF16_DOT_ELEMENTS
+                        ),
+                    )
+        else:
+            var x = load_chunk[full](source, length)
+            comptime for m in range(count):
+                comptime for part in range(parts):
+                    sums[m * tokens + i] = x.slice[LANES, offset=part * LANES]().fma(
+                        qs.unsafe_bitcast[Float32]().unsafe_load[width=LANES]((m * parts + part) * LANES),
+                        sums[m * tokens + i],
+                    )
         comptime if i % 4 == 3:
             if fetch:
                 prefetcher.run()

@@ -16,13 +16,16 @@ from ..prefetch import KV_TILE_TOKENS, Prefetcher, STREAMS
 from ..segment_walk import SegmentStep, next_step
 from ..tile_weights import scores_to_weights
 from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
-from .products import pack_queries, score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
+from .products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
+from .queries import pack_queries, packed_query_dtype
 
 comptime MIN_UNIT_BYTES = 8192
 """Bytes of a unit, at least: the arithmetic on them takes longer than memory takes to deliver the next unit."""
 comptime MAX_UNIT_QUERIES = 4
-"""Queries a KV head up to which the queries and sums of all heads stay in the first-level cache beside a unit. For more
-queries, a unit is a tile."""
+"""Queries a KV head up to which the queries and sums of all heads stay in the first-level cache beside a unit."""
+comptime MAX_LONG_UNIT_QUERIES = 16
+"""Queries a KV head up to which a unit is at least 16 tokens, so that queries and sums return to the first-level cache
+half as often. For more queries, a unit is a tile."""
 
 
 struct TileOrder(TrivialRegisterPassable):
@@ -39,7 +42,9 @@ struct TileOrder(TrivialRegisterPassable):
         var adjacent = heads.adjacent()
         self.heads = heads.kv_heads if adjacent else 1
         self.range_bytes = self.heads * heads.head_dim * element_bytes
-        self.unit = STREAMS if adjacent and queries <= MAX_UNIT_QUERIES else KV_TILE_TOKENS
+        self.unit = KV_TILE_TOKENS
+        if adjacent and queries <= MAX_LONG_UNIT_QUERIES:
+            self.unit = STREAMS if queries <= MAX_UNIT_QUERIES else 2 * STREAMS
         while self.unit < KV_TILE_TOKENS and self.unit * self.range_bytes < MIN_UNIT_BYTES:
             self.unit *= 2
 
@@ -66,6 +71,7 @@ def attend_segment_vectors[
 
     The next segment is taken from the queue before this one is finished (`next_step`).
     """
+    comptime query_dtype = packed_query_dtype(dtype, k.dtype)
     pack_queries[k.dtype](rows, segment, heads, workspace)
     if segment.begin >= segment.end:
         return queue.take()
@@ -98,7 +104,7 @@ def attend_segment_vectors[
                 var tile = step.tiles[unsafe_offset=i]
                 for unit in range(0, KV_TILE_TOKENS, order.unit):
                     for head in range(first, first + order.heads):
-                        score_tile(
+                        score_tile[query_dtype](
                             k,
                             tile,
                             heads,

@@ -1,9 +1,7 @@
 """Stored bfloat16 and float8 elements as bfloat16, one chunk at a time, in the order that takes the fewest shuffles."""
 
-from std.utils import IndexList
-
-from ....isa.convert import load_bits
-from ....isa.float8 import Bf16Words, float8_word_order, float8_words
+from ...isa.convert import load_bits
+from ...isa.float8 import Bf16Words, float8_word_order, float8_words
 
 
 struct Bf16Chunk[dtype: DType]:
@@ -38,26 +36,3 @@ def query_words[kv_dtype: DType, part: Int](source: Pointer[UInt16, _], count: I
             load_bits[DType.uint16, False, 32](source.unsafe_offset(32), count - 32)
         )
         return rebind[Bf16Words](all.shuffle[mask=float8_word_order()](all).slice[32, offset=32 * part]())
-
-
-@always_inline
-def unpack_sums[kv_dtype: DType](acc: Pointer[Float32, _]) -> SIMD[DType.float32, Bf16Chunk[kv_dtype].length]:
-    """A chunk of weighted sums in its natural order, from matrix tiles whose columns `zip_mask` ordered."""
-    comptime if kv_dtype == DType.bfloat16:
-        return rebind[SIMD[DType.float32, Bf16Chunk[kv_dtype].length]](
-            acc.unsafe_load[width=32]().shuffle[mask=natural_mask[32]()](acc.unsafe_load[width=32]())
-        )
-    else:
-        return rebind[SIMD[DType.float32, Bf16Chunk[kv_dtype].length]](
-            acc.unsafe_load[width=64]().shuffle[mask=natural_mask[64]()](acc.unsafe_load[width=64]())
-        )
-
-
-def natural_mask[length: Int]() -> IndexList[length]:
-    """The column of each element of a chunk, counted through its matrix tiles."""
-    comptime run = length // 4  # elements that share 16 bytes of every word vector
-    var mask = IndexList[length]()
-    for element in range(length):
-        var part = element % run // 8
-        mask[element] = part * 32 + element % 8 // 4 * 16 + element // run * 4 + element % 4
-    return mask
