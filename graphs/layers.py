@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +10,6 @@ from max.graph import TensorValue, ops
 
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.ops import PagedCache
-
-Projection = Callable[[TensorValue], TensorValue]
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,10 @@ class Rotary:
         a, b = wide[:, :, :half], wide[:, :, half:]
         return ops.cast(ops.concat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1), x.dtype)
 
+    def of_rows(self, rows: TensorValue) -> Rotary:
+        """Those of some rows, `[N]` int64."""
+        return Rotary(ops.gather(self.cos, rows, axis=0), ops.gather(self.sin, rows, axis=0))
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -54,24 +55,49 @@ class StepRows:
         return StepRows(batch, positions, positions + 1)
 
 
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The linear layers of one attention block, `[out, in]` each."""
+
+    q: TensorValue
+    k: TensorValue
+    v: TensorValue
+    o: TensorValue
+
+
 def paged_attention(
     x: TensorValue,
     cache: PagedCache,
     rows: StepRows,
     rotary: Rotary,
     layer: int,
+    weights: AttentionWeights,
     *,
-    q_proj: Projection,
-    k_proj: Projection,
-    v_proj: Projection,
-    o_proj: Projection,
     head_dim: int,
+    wanted: TensorValue | None = None,
 ) -> TensorValue:
     """The attention of `x` `[T, hidden]` over everything its requests have cached and these tokens themselves.
 
     Keys enter the cache rotated; `cache` is changed in place.
+
+    Args:
+        wanted: `[N]` int64: the rows whose result is of use, all where None. K and V of every row are cached.
+
+    Returns:
+        `[T, hidden]`, or `[N, hidden]`.
     """
-    q, k, v = (ops.reshape(proj(x), [x.shape[0], -1, head_dim]) for proj in (q_proj, k_proj, v_proj))
+
+    def heads(y: TensorValue) -> TensorValue:
+        return ops.reshape(y, [y.shape[0], -1, head_dim])
+
+    batch, lengths, q_rotary = rows.batch, rows.lengths, rotary
+    if wanted is None:
+        q, k, v = map(heads, paged.linear_group(x, [weights.q, weights.k, weights.v]))
+    else:
+        k, v = map(heads, paged.linear_group(x, [weights.k, weights.v]))
+        q = heads(paged.linear(ops.gather(x, wanted, axis=0), weights.q))
+        batch, lengths = (ops.gather(of_rows, wanted, axis=0) for of_rows in (batch, lengths))
+        q_rotary = rotary.of_rows(wanted)
     paged.append(cache, rotary(k), v, rows.batch, rows.positions, layer=layer)
-    o, _ = paged.attention(cache, rotary(q), rows.batch, rows.lengths, layer=layer)
-    return o_proj(ops.reshape(o, [x.shape[0], -1]))
+    o, _ = paged.attention(cache, q_rotary(q), batch, lengths, layer=layer)
+    return paged.linear(ops.reshape(o, [o.shape[0], -1]), weights.o)

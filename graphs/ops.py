@@ -6,6 +6,7 @@ Names of ops live here and nowhere else. Shapes below use `N` and `R` rows, `B` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, get_args
@@ -33,6 +34,7 @@ __all__ = [
     "gather",
     "kernels",
     "linear",
+    "linear_group",
     "merge_states",
     "ragged_rows",
 ]
@@ -291,13 +293,19 @@ def linear(x: TensorValue, w: TensorValue) -> TensorValue:
 
     On the CPU by this package's op, on a GPU by MAX's matmul.
     """
-    for name, value in (("x", x), ("w", w)):
+    return linear_group(x, [w])[0]
+
+
+def linear_group(x: TensorValue, ws: Sequence[TensorValue]) -> list[TensorValue]:
+    """`linear` of one x by each of several weights of one dtype, to the bit: on the CPU one op, which packs x once."""
+    for name, value in (("x", x), *(("w", w) for w in ws)):
         if value.rank != 2:
             raise ShapeError(f"{name}: rank {value.rank}, expected 2")
         if value.dtype not in DTYPES:
             raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
-    check_value("w", w, w.dtype, [None, x.shape[1]], x.device)
+    for w in ws:
+        check_value("w", w, ws[0].dtype, [None, x.shape[1]], x.device)
     if x.device.is_gpu():
-        return ops.matmul(x, ops.transpose(w, 0, 1))
-    kind = TensorType(x.dtype, [x.shape[0], w.shape[0]], x.device)
-    return ops.custom(LINEAR, device=x.device, values=[x, w], out_types=[kind])[0].tensor
+        return [ops.matmul(x, ops.transpose(w, 0, 1)) for w in ws]
+    kinds = [TensorType(x.dtype, [x.shape[0], w.shape[0]], x.device) for w in ws]
+    return [y.tensor for y in ops.custom(LINEAR, device=x.device, values=[x, *ws], out_types=kinds)]

@@ -12,7 +12,7 @@ Operands that every op over pages shares:
 """
 
 import extensibility
-from extensibility import InputTensor, OutputTensor
+from extensibility import InputTensor, InputVariadicTensors, OutputTensor, OutputVariadicTensors
 from extensibility import _MutableInputTensor as MutableInputTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
@@ -30,7 +30,7 @@ from .attention.operands import AttentionOperands
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair, row_pointer
 from .cache.pointers import untracked, untracked_immutable
-from .linear.dispatch import linear
+from .linear.group import LinearMember, linear_group
 from .transfer.append import AppendRows, append_rows
 from .transfer.checks import check_append, check_gather, check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
@@ -288,28 +288,25 @@ struct RaggedRows:
 
 @extensibility.register("paged_kv_linear")
 struct LinearLayer:
-    """Computes `y = x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it, y `[M, N]` in x's dtype. CPU only."""
+    """Computes `y_i = x w_i^T` for one or more weights, as checkpoints store them. CPU only.
+
+    x `[M, K]`, w_i `[N_i, K]`, y_i `[M, N_i]` in x's dtype.
+    """
 
     @staticmethod
     def execute[
         dtype: DType, weight_dtype: DType, //, target: StaticString
     ](
-        y: OutputTensor[dtype=dtype, rank=2, ...],
+        ys: OutputVariadicTensors[dtype=dtype, rank=2, ...],
         x: InputTensor[dtype=dtype, rank=2, ...],
-        w: InputTensor[dtype=weight_dtype, rank=2, ...],
+        ws: InputVariadicTensors[dtype=weight_dtype, rank=2, ...],
         ctx: DeviceContext,
     ) raises:
         comptime if is_gpu[target]():
             raise Error("paged_kv_linear runs on the CPU alone; a GPU has MAX's own matmul")
-        var m = x.dim_size(0)
         var k = x.dim_size(1)
-        check_equal("w: its second dimension", w.dim_size(1), k)
-        linear(
-            untracked(y.unsafe_ptr()),
-            untracked(x.unsafe_ptr()),
-            untracked(w.unsafe_ptr()),
-            m,
-            w.dim_size(0),
-            k,
-            parallelism_level(None),
-        )
+        var members = Array[LinearMember[dtype, weight_dtype], ws.size](uninitialized=True)
+        comptime for i in range(ws.size):
+            check_equal("w: its second dimension", ws[i].dim_size(1), k)
+            members[i] = LinearMember(untracked(ys[i].unsafe_ptr()), untracked(ws[i].unsafe_ptr()), ws[i].dim_size(0))
+        linear_group(members, untracked(x.unsafe_ptr()), x.dim_size(0), k, parallelism_level(None))

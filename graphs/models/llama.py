@@ -13,7 +13,7 @@ from max.graph import DeviceRef, Graph, Module, TensorValue, Weight, ops
 
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, input_types
-from paged_kv.graphs.layers import Projection, Rotary, StepRows, paged_attention
+from paged_kv.graphs.layers import AttentionWeights, Rotary, StepRows, paged_attention
 from paged_kv.graphs.ops import PagedCache, kernels
 
 STEP = "llama_step"
@@ -135,40 +135,34 @@ def build_step(
             for name, shape in shapes.items()
         }
 
-        def linear(name: str) -> Projection:
-            return lambda x: paged.linear(x, weights[f"{name}.weight"])
+        def weight(name: str) -> TensorValue:
+            return weights[f"{name}.weight"]
 
         def norm(name: str, x: TensorValue) -> TensorValue:
-            return rms_norm(x, weights[f"{name}.weight"], config.rms_norm_eps)
+            return rms_norm(x, weight(name), config.rms_norm_eps)
 
         step = graph_inputs(graph.inputs)
         cache = PagedCache.of(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
         rotary = Rotary.of(rows.positions, config.inverse_frequencies())
+        last = ops.cast(step.row_offsets[1:], DType.int64) - 1  # [B]: the last row of each request
+        last = last.rebind(step.cache_lengths.shape)
 
-        x = ops.gather(weights["model.embed_tokens.weight"], step.tokens, axis=0)  # [T, hidden]
+        x = ops.gather(weight("model.embed_tokens"), step.tokens, axis=0)  # [T, hidden]
         for layer in range(config.num_hidden_layers):
             at = f"model.layers.{layer}"
-            x = x + paged_attention(
-                norm(f"{at}.input_layernorm", x),
-                cache,
-                rows,
-                rotary,
-                layer,
-                q_proj=linear(f"{at}.self_attn.q_proj"),
-                k_proj=linear(f"{at}.self_attn.k_proj"),
-                v_proj=linear(f"{at}.self_attn.v_proj"),
-                o_proj=linear(f"{at}.self_attn.o_proj"),
-                head_dim=config.head_dim,
-            )
+            # Of the last layer only these rows reach the logits: of the others it has K and V alone.
+            wanted = last if layer + 1 == config.num_hidden_layers else None
+            attention = AttentionWeights(*(weight(f"{at}.self_attn.{name}_proj") for name in "qkvo"))
+            h = norm(f"{at}.input_layernorm", x)
+            o = paged_attention(h, cache, rows, rotary, layer, attention, head_dim=config.head_dim, wanted=wanted)
+            x = o + (x if wanted is None else ops.gather(x, wanted, axis=0))
             h = norm(f"{at}.post_attention_layernorm", x)
-            gate = ops.silu(linear(f"{at}.mlp.gate_proj")(h))
-            x = x + linear(f"{at}.mlp.down_proj")(gate * linear(f"{at}.mlp.up_proj")(h))
+            gate, up = paged.linear_group(h, [weight(f"{at}.mlp.{name}_proj") for name in ("gate", "up")])
+            x = x + paged.linear(ops.silu(gate) * up, weight(f"{at}.mlp.down_proj"))
 
-        last = ops.cast(step.row_offsets[1:], DType.int64) - 1
-        x = norm("model.norm", ops.gather(x, last, axis=0))  # [B, hidden]
-        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        graph.output(ops.cast(linear(head)(x), DType.float32))
+        head = weight("model.embed_tokens" if config.tie_word_embeddings else "lm_head")
+        graph.output(ops.cast(paged.linear(norm("model.norm", x), head), DType.float32))  # [B, vocab]
 
 
 def rms_norm(x: TensorValue, weight: TensorValue, eps: float) -> TensorValue:

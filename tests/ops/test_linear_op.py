@@ -49,6 +49,30 @@ def linear(x, w):
     return to_numpy(y).copy()
 
 
+@cache
+def group_models():
+    """For each pair of dtypes x by three weights in one op."""
+
+    def build(module, names):
+        for name in names:
+            x_dtype, w_dtype = (DType[part] for part in name.split("_")[1:])
+            weights = [TensorType(w_dtype, [f"N{i}", f"L{i}"], CPU) for i in range(3)]
+            types = [TensorType(x_dtype, ["M", "K"], CPU), *weights]
+            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                x, *ws = (value.tensor for value in graph.inputs)
+                graph.output(*ops.linear_group(x, ws))
+
+    names = [f"linears_{x}_{w}" for x, w in PAIRS[:4]]
+    return load_graphs(
+        default_runtime().session, {name: CompileKey(name, ops.__name__, (ops.LINEAR,)) for name in names}, build
+    )
+
+
+def linear_group(x, ws):
+    ys = group_models()[f"linears_{x.dtype.name}_{ws[0].dtype.name}"].execute(*map(to_buffer, (x, *ws)))
+    return [to_numpy(y).copy() for y in ys]
+
+
 def operands(pair, m, n, k, seed=0):
     rng = np.random.default_rng(seed)
     return tuple(rng.standard_normal(shape).astype(dtype) for shape, dtype in zip(((m, k), (n, k)), pair, strict=True))
@@ -150,6 +174,22 @@ def test_what_is_not_finite_stays_in_its_row_and_column(pair, m):
     y, e = linear(x, w), expected(x, w)
     assert_bits_equal(np.isnan(y), np.isnan(e), what="NaN")
     assert_bits_equal(np.isinf(y), np.isinf(e), what="infinity")
+
+
+@pytest.mark.parametrize("pair", PAIRS[:4], ids="-".join)
+@pytest.mark.parametrize("m", [0, 1, 2, 3, 8, 17, 70, 600])
+def test_a_group_gives_the_bits_of_its_members(pair, m):
+    for columns, k in (((512, 128, 128), 640), ((1, 33, 100), 33), ((200, 0, 1), 1100), ((3, 96, 31), 64)):
+        x, w = operands(pair, m, sum(columns), k, seed=k)
+        ws = [part.copy() for part in np.split(w, np.cumsum(columns)[:-1])]
+        for y, member in zip(linear_group(x, ws), ws, strict=True):
+            assert_bits_equal(y, linear(x, member), what=f"{columns} columns, the member of {len(member)}")
+
+
+def test_a_group_with_weights_of_another_depth_is_refused():
+    x, w = operands(("float32", "float32"), 3, 4, 8)
+    with refused("w", 7, 8):
+        group_models()["linears_float32_float32"].execute(*map(to_buffer, (x, w[:, :7].copy(), w, w)))
 
 
 def test_float32_rows_keep_their_bits_against_bfloat16_weights():
