@@ -148,49 +148,43 @@ def inverse_order(order: IndexList) -> type_of(order):
 
 
 @always_inline
-def reduce_each(x: Array[FloatVector, LANES]) -> FloatVector:
-    """Sums the lanes of each vector: lane `i` is the sum of `x[i]`. It takes 15 vector additions instead of 16 times 4.
+def reduce_each[lanes: Int = LANES](x: Array[SIMD[DType.float32, lanes], lanes]) -> SIMD[DType.float32, lanes]:
+    """Sums the lanes of each of 4, 8 or 16 vectors: lane `i` is the sum of `x[i]`.
 
-    Each round adds halves of shrinking groups of lanes, by shuffles that are one instruction each. `fold_source` undoes
-    the order that they leave.
+    For 16 it takes 15 vector additions instead of 16 times 4. Each round adds halves of shrinking groups of lanes, by
+    shuffles that are one instruction each. `fold_source` undoes the order that they leave.
     """
-    var y = Array[FloatVector, LANES](fill=0)
-    comptime for i in range(8):
-        comptime a = fold_source(i)
-        comptime b = fold_source(i + 8)
-        y[i] = x[a].shuffle[mask=halves_mask(8, 0)](x[b]) + x[a].shuffle[mask=halves_mask(8, 8)](x[b])
-    comptime for step in range(3):
-        comptime width = 4 >> step
+    comptime assert lanes == 4 or lanes == 8 or lanes == 16, "the shuffles are written for 4, 8 and 16 lanes"
+    comptime rounds = 2 if lanes == 4 else (3 if lanes == 8 else 4)
+    var y = Array[SIMD[DType.float32, lanes], lanes](fill=0)
+    comptime for i in range(lanes):
+        y[i] = x[fold_source(i, lanes)]
+    comptime for step in range(rounds):
+        comptime width = lanes >> (step + 1)
         comptime for i in range(width):
-            comptime low = fold_mask(width, 0)
-            comptime high = fold_mask(width, width)
+            comptime low = fold_mask[lanes](width, 0)
+            comptime high = fold_mask[lanes](width, width)
             y[i] = y[i].shuffle[mask=low](y[i + width]) + y[i].shuffle[mask=high](y[i + width])
     return y[0]
 
 
-def fold_source(i: Int) -> Int:
-    """The vector whose sum the rounds leave in lane `i`: bits 0 and 1 of `i` are swapped, and bits 2 and 3."""
-    return (i & 5) << 1 | (i & 10) >> 1
+def fold_source(i: Int, lanes: Int) -> Int:
+    """The vector whose sum the rounds leave in lane `i`: bits 0 and 1 of `i` are swapped, and with 16 lanes bits 2 and
+    3."""
+    var upper = (i & 4) << 1 | (i & 8) >> 1 if lanes == 16 else i & ~3
+    return upper | (i & 1) << 1 | (i & 2) >> 1
 
 
-def halves_mask(width: Int, shift: Int) -> IndexList[LANES]:
-    """A shuffle: `width` lanes of the first operand from `shift` on, then as many of the second, and so on."""
-    var mask = IndexList[LANES]()
-    for lane in range(LANES):
-        mask[lane] = shift + lane % width + lane // width * LANES
-    return mask
-
-
-def fold_mask(width: Int, shift: Int) -> IndexList[LANES]:
-    """Of every run of `2 * width` lanes its half from `shift` on, within 4 lanes, or all 16 where `width` is 4 or more.
+def fold_mask[lanes: Int](width: Int, shift: Int) -> IndexList[lanes]:
+    """Of every run of `2 * width` lanes its half from `shift` on, within 4 lanes, or all where `width` is 4 or more.
 
     The first operand's come first, then the second's.
     """
-    var span = LANES if width >= 4 else 4
+    var span = lanes if width >= 4 else 4
     var half = span // 2
-    var mask = IndexList[LANES]()
-    for lane in range(LANES):
+    var mask = IndexList[lanes]()
+    for lane in range(lanes):
         var start = lane // span * span
         var i = lane % half
-        mask[lane] = start + i // width * 2 * width + i % width + shift + (lane % span // half) * LANES
+        mask[lane] = start + i // width * 2 * width + i % width + shift + (lane % span // half) * lanes
     return mask

@@ -1,41 +1,45 @@
 """Linear layer in vectors: `y = x w^T` in float32 with the weights as checkpoints store them, `[out, in]`, not
 repacked.
 
-Both operands are contiguous along K, so y is dot products of rows. Every row of w is read from memory once: a group of
-rows is multiplied with every block of rows of x while it is in the cache, and the next group is prefetched.
+Both operands are contiguous along K, so y is dot products of rows. A sum is one vector along all of K, folded at the
+end. So its order depends on K alone, whatever the number of rows and threads.
+
+Here is the entry, and one panel of x, where the memory is the limit: a group of rows of w is widened in registers while
+the next group is prefetched. Several panels are in `vector_blocks.mojo`.
 """
 
 from max.algorithm import sync_parallelize
 from std.math import ceildiv
-from std.memory import bitcast
-from std.sys import CompilationTarget, simd_width_of, size_of
+from std.sys import size_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
 from ..cache.pointers import untracked
-from ..isa.memory import CACHE_LINE_BYTES, align_to_line
+from ..isa.cpu_tuning import CPU_TUNING
+from ..isa.line_counter import LineCounter
+from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
+from .vector_blocks import PANEL_ROWS, BlockLinear
+from .vector_operands import (
+    CHUNK,
+    FLOAT_LANES,
+    HAS_32_REGISTERS,
+    FloatLanes,
+    pack_panel,
+    padded,
+    store_sums,
+    widen_half,
+    widen_part,
+)
 
-comptime FLOAT_LANES = simd_width_of[DType.float32]()
-"""Float32 numbers in a vector register of the CPU target."""
-comptime WEIGHT_CHUNK = 2 * FLOAT_LANES
-"""Elements of w that are loaded and widened at once."""
-comptime HAS_32_REGISTERS = CompilationTarget.has_avx512f() or CompilationTarget.has_neon()
-"""Whether there are 32 vector registers of this width, or 16."""
-comptime BLOCK_X_ROWS = 8 if HAS_32_REGISTERS else 4
-"""Rows of x in a full block of sums."""
-comptime GROUP_W_ROWS = 8
-"""Rows of w in a group. They are read side by side while the next group is prefetched."""
-comptime K_BLOCK = 512
-"""Elements of K after which the next rows of w follow, so that a block of x stays in the first-level cache."""
-comptime WIDENED_ROWS = 64
-"""Rows of x that are widened to float32 at once."""
-
-
-def block_w_rows(rows: Int) -> Int:
-    """Rows of w in a block of sums with `rows` rows of x, so that sums and operands fit the registers."""
-    comptime if HAS_32_REGISTERS:
-        return 2 if rows >= 8 else (4 if rows >= 2 else 8)
-    else:
-        return 2 if rows >= 2 else 4
+comptime FEWEST_STREAMS = 4
+"""Rows of w side by side, at least: an addition to one sum has to wait for the one before."""
+comptime GROUP_REUSE = 8
+"""Rows of w that a block of a panel of more than 2 rows meets while it is in the first-level cache, at least."""
+comptime PACKED_ROWS = 128
+"""Rows of x that are packed at once."""
+comptime SECTION_ROWS = 32
+"""Rows of w in a section, at most."""
+comptime PANEL_BYTES = 2**14
+"""Bytes of a block of the panel, so that it stays in the first-level cache."""
 
 
 def linear_vectors[
@@ -50,172 +54,212 @@ def linear_vectors[
     workers: Int,
 ):
     """Computes `y = x w^T`: y `[m, n]`, x `[m, k]`, w `[n, k]`. The result does not depend on `workers`."""
-    # An odd number of lines, so that the rows of a block fall into different sets of the cache.
-    var pitch = (ceildiv(k, 16) | 1) * 16
-    var memory = List[Float32](capacity=min(m, WIDENED_ROWS) * pitch + 16)
-    var wide = align_to_line(untracked(memory.unsafe_ptr()))
-    for start in range(0, m, WIDENED_ROWS):
-        var rows = min(WIDENED_ROWS, m - start)
-        var source = x.unsafe_offset(start * k)
-
-        def widen(row: Int) {var source, var wide, var k, var pitch}:
-            widen_x_row[weight_dtype](source.unsafe_offset(row * k), wide.unsafe_offset(row * pitch), k)
-
-        if rows <= BLOCK_X_ROWS:
-            for row in range(rows):
-                widen(row)
+    for first in range(0, m, PACKED_ROWS):
+        var present = min(PACKED_ROWS, m - first)
+        var xs = x.unsafe_offset(first * k)
+        var ys = y.unsafe_offset(first * n)
+        if present > PANEL_ROWS:
+            multiply_panels(ys, xs, w, present, n, k, workers)
         else:
-            sync_parallelize(widen, rows)
-        var call = VectorLinear[dtype, weight_dtype](y.unsafe_offset(start * n), wide, w, rows, n, k, pitch)
-        var groups = ceildiv(n, GROUP_W_ROWS)
-        var tasks = min(groups, max(1, workers))
+            multiply_panel(ys, xs, w, present, n, k, workers)
 
-        def columns(index: Int) {var call, var groups, var tasks}:
-            var begin = index * groups // tasks * GROUP_W_ROWS
-            var end = min(call.n, (index + 1) * groups // tasks * GROUP_W_ROWS)
-            for group in range(begin, end, GROUP_W_ROWS):
-                call.multiply_group(group, min(end, group + GROUP_W_ROWS))
 
-        sync_parallelize(columns, tasks)
+def multiply_panel[
+    dtype: DType, weight_dtype: DType, //
+](
+    y: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    w: Pointer[Scalar[weight_dtype], MutUntrackedOrigin],
+    m: Int,
+    n: Int,
+    k: Int,
+    workers: Int,
+):
+    """`linear_vectors` for one panel."""
+    comptime for rows in [1, 2, 4, 8]:
+        comptime if rows <= PANEL_ROWS:
+            if rows // 2 < m and m <= rows:
+                var memory = List[Float32](capacity=rows * padded(k) + CACHE_LINE_BYTES // 4)
+                var packed = align_to_line(untracked(memory.unsafe_ptr()))
+                pack_panel[weight_dtype, rows](x, m, k, packed)
+                PanelLinear[dtype, weight_dtype, rows](y, packed, w, m, n, k).run(workers)
+                _ = memory^
+
+
+def multiply_panels[
+    dtype: DType, weight_dtype: DType, //
+](
+    y: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    w: Pointer[Scalar[weight_dtype], MutUntrackedOrigin],
+    m: Int,
+    n: Int,
+    k: Int,
+    workers: Int,
+):
+    """`linear_vectors` for several panels."""
+    var panels = ceildiv(m, PANEL_ROWS)
+    var panel_elements = PANEL_ROWS * padded(k)
+    var memory = List[Float32](capacity=panels * panel_elements + CACHE_LINE_BYTES // 4)
+    var packed = align_to_line(untracked(memory.unsafe_ptr()))
+
+    def pack(panel: Int) {var x, var m, var k, var packed, var panel_elements}:
+        pack_panel[weight_dtype, PANEL_ROWS](
+            x.unsafe_offset(panel * PANEL_ROWS * k),
+            min(PANEL_ROWS, m - panel * PANEL_ROWS),
+            k,
+            packed.unsafe_offset(panel * panel_elements),
+        )
+
+    sync_parallelize(pack, panels)
+    BlockLinear[dtype, weight_dtype](y, packed, w, m, n, k).run(workers)
     _ = memory^
 
 
-@always_inline
-def widen_weights[
-    dtype: DType, //
-](
-    at: Pointer[Scalar[dtype], MutUntrackedOrigin],
-    mut first: SIMD[DType.float32, FLOAT_LANES],
-    mut second: SIMD[DType.float32, FLOAT_LANES],
-):
-    """Widens `WEIGHT_CHUNK` elements: of bfloat16 the even and the odd ones, by a shift and a mask; else the first and
-    the second half."""
-    comptime if dtype == DType.bfloat16:
-        var pairs = at.unsafe_bitcast[UInt32]().unsafe_load[width=FLOAT_LANES]()
-        first = bitcast[DType.float32, FLOAT_LANES](pairs << 16)
-        second = bitcast[DType.float32, FLOAT_LANES](pairs & 0xFFFF0000)
+def block_w_rows(rows: Int) -> Int:
+    """Rows of w in a block of sums with `rows` rows of x, so that sums and operands fit the registers."""
+    comptime if HAS_32_REGISTERS:
+        return 2 if rows >= 8 else (4 if rows >= 2 else 8)
     else:
-        first = at.unsafe_load[width=FLOAT_LANES]().cast[DType.float32]()
-        second = at.unsafe_load[width=FLOAT_LANES](FLOAT_LANES).cast[DType.float32]()
+        return 2 if rows >= 2 else 4
 
 
-def widen_x_row[
-    dtype: DType, //, weight_dtype: DType
-](source: Pointer[Scalar[dtype], MutUntrackedOrigin], target: Pointer[Float32, MutUntrackedOrigin], k: Int):
-    """Widens a row of x to float32, its whole chunks in the element order of `widen_weights`."""
-    var whole = k // WEIGHT_CHUNK * WEIGHT_CHUNK
-    for p in range(0, whole, WEIGHT_CHUNK):
-        var low = source.unsafe_load[width=FLOAT_LANES](p).cast[DType.float32]()
-        var high = source.unsafe_load[width=FLOAT_LANES](p + FLOAT_LANES).cast[DType.float32]()
-        comptime if weight_dtype == DType.bfloat16:
-            var even, odd = low.join(high).deinterleave()
-            low = rebind[SIMD[DType.float32, FLOAT_LANES]](even)
-            high = rebind[SIMD[DType.float32, FLOAT_LANES]](odd)
-        target.unsafe_store(p, low)
-        target.unsafe_store(p + FLOAT_LANES, high)
-    for p in range(whole, k):
-        target[unsafe_offset=p] = source[unsafe_offset=p].cast[DType.float32]()
+def section_rows(n: Int, workers: Int) -> Int:
+    """Rows of w in a section: fewer where w is small, so that every worker has some."""
+    var depth = SECTION_ROWS
+    while depth > 8 and depth * workers * 4 > n:
+        depth //= 2
+    return depth
 
 
 @fieldwise_init
-struct VectorLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
-    """The operands of one call, or of `WIDENED_ROWS` of its rows."""
+struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegisterPassable):
+    """The operands of a call with one panel of x."""
 
     var y: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[m, n]`."""
-    var x: Pointer[Float32, MutUntrackedOrigin]
-    """`[m, k]`, as `widen_x_row` makes it."""
+    var x: FloatPointer
+    """Packed by `pack_panel`: `[padded(k) / FLOAT_LANES, rows, FLOAT_LANES]`."""
     var w: Pointer[Scalar[Self.weight_dtype], MutUntrackedOrigin]
     """`[n, k]`."""
     var m: Int
     var n: Int
     var k: Int
-    var pitch: Int
-    """Elements from one row of x to the next."""
 
-    comptime LINES = max(1, WEIGHT_CHUNK * size_of[Self.weight_dtype]() // CACHE_LINE_BYTES)
+    comptime STREAMS = max(FEWEST_STREAMS if Self.rows <= 2 else GROUP_REUSE, CPU_TUNING.linear_streams)
+    """Rows of w that are read side by side."""
+    comptime W_ROWS = min(Self.STREAMS, block_w_rows(Self.rows))
+    """Rows of w in a block of sums."""
+    comptime GROUP_ROWS = max(Self.STREAMS, Self.W_ROWS)
+    """Rows of w that meet a block of K in turn, while the next group is prefetched."""
+    comptime K_BLOCK = 512 if Self.GROUP_ROWS > Self.W_ROWS else PANEL_BYTES // (4 * Self.rows)
+    """Elements of K after which the next rows of w follow."""
+    comptime LINES = max(1, CHUNK * size_of[Self.weight_dtype]() // CACHE_LINE_BYTES)
     """Cache lines of a chunk of weights."""
 
-    def multiply_group(self, begin: Int, end: Int):
-        """Multiplies all rows of x with rows `[begin, end)` of w. The first block of x prefetches the next group."""
-        var row = 0
-        while row + BLOCK_X_ROWS <= self.m:
-            self.multiply_rows[BLOCK_X_ROWS](row, begin, end)
-            row += BLOCK_X_ROWS
-        comptime for rows in [4, 2, 1]:
-            if row + rows <= self.m:
-                self.multiply_rows[rows](row, begin, end)
-                row += rows
+    def run(self, workers: Int):
+        """Computes y on all workers. The next idle thread takes the next section of rows of w."""
+        var depth = section_rows(self.n, workers)
+        var sections = ceildiv(self.n, depth)
+        var counter = LineCounter()
+        var taken = counter.at()
 
-    def multiply_rows[count: Int](self, row: Int, begin: Int, end: Int):
-        """Multiplies rows `[row, row + count)` of x with rows `[begin, end)` of w, at most `GROUP_W_ROWS`."""
-        comptime columns = block_w_rows(count)
-        # [GROUP_W_ROWS, count]: the sums of each pair of rows, one vector each.
-        var memory = Array[SIMD[DType.float32, FLOAT_LANES], GROUP_W_ROWS * count](fill=0)
-        var sums = untracked(Pointer(to=memory[0]))
-        var whole = self.k // WEIGHT_CHUNK * WEIGHT_CHUNK
-        for first in range(0, whole, K_BLOCK):
-            var last = min(whole, first + K_BLOCK)
+        def task(index: Int) {var self, var depth, var taken}:
+            # [SECTION_ROWS, rows]
+            var memory = Array[FloatLanes, SECTION_ROWS * Self.rows](fill=0)
+            var sums = untracked(Pointer(to=memory[0]))
+            var section = min(self.n, Int(taken[].fetch_add(1)) * depth)
+            while section < self.n:
+                # Taken early, so that it can be prefetched.
+                var next = min(self.n, Int(taken[].fetch_add(1)) * depth)
+                var end = min(self.n, section + depth)
+                for begin in range(section, end, Self.GROUP_ROWS):
+                    var last = min(end, begin + Self.GROUP_ROWS)
+                    self.multiply_group(
+                        begin, last, last if last < end else next, sums.unsafe_offset((begin - section) * Self.rows)
+                    )
+                store_sums[Self.rows](sums, self.y.unsafe_offset(section), self.m, self.n, end - section)
+                section = next
+            _ = memory
+
+        sync_parallelize(task, max(1, min(sections, workers)))
+        _ = counter^
+
+    @always_inline
+    def multiply_group(self, begin: Int, end: Int, next: Int, sums: Pointer[FloatLanes, MutUntrackedOrigin]):
+        """Multiplies x with rows `[begin, end)` of w, and prefetches as many from row `next` on: sums
+        `[end - begin, rows]`."""
+        for first in range(0, max(1, self.k), Self.K_BLOCK):
             var column = begin
-            while column + columns <= end:
-                if row == 0:
-                    self.add_products[count, columns, True](
-                        row, column, first, last, sums.unsafe_offset((column - begin) * count)
-                    )
-                else:
-                    self.add_products[count, columns, False](
-                        row, column, first, last, sums.unsafe_offset((column - begin) * count)
-                    )
-                column += columns
+            while column + Self.W_ROWS <= end:
+                self.add_products[Self.W_ROWS](
+                    column, first, next + column - begin, sums.unsafe_offset((column - begin) * Self.rows)
+                )
+                column += Self.W_ROWS
             while column < end:
-                self.add_products[count, 1, False](
-                    row, column, first, last, sums.unsafe_offset((column - begin) * count)
+                self.add_products[1](
+                    column, first, next + column - begin, sums.unsafe_offset((column - begin) * Self.rows)
                 )
                 column += 1
-        for column in range(begin, end):
-            var w = self.w.unsafe_offset(column * self.k)
-            for r in range(count):
-                var x = self.x.unsafe_offset((row + r) * self.pitch)
-                var sum = sums[unsafe_offset=(column - begin) * count + r].reduce_add()
-                for p in range(whole, self.k):
-                    sum += x[unsafe_offset=p] * w[unsafe_offset=p].cast[DType.float32]()
-                self.y[unsafe_offset=(row + r) * self.n + column] = sum.cast[Self.dtype]()
-        _ = memory
 
     @always_inline
     def add_products[
-        rows: Int, columns: Int, fetch: Bool
-    ](
-        self,
-        row: Int,
-        column: Int,
-        first: Int,
-        last: Int,
-        partial: Pointer[SIMD[DType.float32, FLOAT_LANES], MutUntrackedOrigin],
-    ):
-        """Adds elements `[first, last)` of K to the sums of `rows` rows of x by `columns` rows of w."""
-        var sums = Array[SIMD[DType.float32, FLOAT_LANES], rows * columns](fill=0)
-        comptime for i in range(rows * columns):
-            sums[i] = partial[unsafe_offset=i]
-        var x = self.x.unsafe_offset(row * self.pitch)
-        var w = self.w.unsafe_offset(column * self.k)
-        for p in range(first, last, WEIGHT_CHUNK):
-            var low = Array[SIMD[DType.float32, FLOAT_LANES], columns](fill=0)
-            var high = Array[SIMD[DType.float32, FLOAT_LANES], columns](fill=0)
+        columns: Int
+    ](self, column: Int, first: Int, next: Int, partial: Pointer[FloatLanes, MutUntrackedOrigin]):
+        """Adds up to `K_BLOCK` elements of K, from `first` on, to the sums of x by `columns` rows of w.
+
+        Args:
+            column: The first row of w.
+            first: The first element of K.
+            next: The first row of w to prefetch.
+            partial: The sums, `[columns, rows]`. They begin with zero where `first` is 0.
+        """
+        var sums = Array[FloatLanes, Self.rows * columns](fill=0)
+        if first > 0:
+            comptime for i in range(Self.rows * columns):
+                sums[i] = partial[unsafe_offset=i]
+        var x = self.x.unsafe_offset(first * Self.rows)
+        var w = self.w.unsafe_offset(column * self.k + first)
+        var coming = self.w.unsafe_offset(max(0, min(next, self.n - columns)) * self.k + first)
+        var length = min(Self.K_BLOCK, self.k - first)
+        for p in range(0, length // CHUNK * CHUNK, CHUNK):
+            var low = Array[FloatLanes, columns](fill=0)
+            var high = Array[FloatLanes, columns](fill=0)
             comptime for c in range(columns):
-                widen_weights(w.unsafe_offset(c * self.k + p), low[c], high[c])
-                comptime if fetch:
+                low[c] = widen_half[0](w.unsafe_offset(c * self.k + p))
+                high[c] = widen_half[1](w.unsafe_offset(c * self.k + p))
+                comptime if CPU_TUNING.linear_prefetch:
                     comptime for line in range(Self.LINES):
                         prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
-                            w.unsafe_offset((c + GROUP_W_ROWS) * self.k + p + line * (WEIGHT_CHUNK // Self.LINES))
+                            coming.unsafe_offset(c * self.k + p + line * (CHUNK // Self.LINES))
                         )
-            comptime for r in range(rows):
-                var xs = x.unsafe_load[width=FLOAT_LANES](r * self.pitch + p)
-                comptime for c in range(columns):
-                    sums[c * rows + r] = xs.fma(low[c], sums[c * rows + r])
-            comptime for r in range(rows):
-                var xs = x.unsafe_load[width=FLOAT_LANES](r * self.pitch + p + FLOAT_LANES)
-                comptime for c in range(columns):
-                    sums[c * rows + r] = xs.fma(high[c], sums[c * rows + r])
-        comptime for i in range(rows * columns):
+            Self.add_chunk[columns](x.unsafe_offset(p * Self.rows), low, high, sums)
+        if length % CHUNK:
+            var p = length // CHUNK * CHUNK
+            var low = Array[FloatLanes, columns](fill=0)
+            var high = Array[FloatLanes, columns](fill=0)
+            comptime for c in range(columns):
+                widen_part(w.unsafe_offset(c * self.k + p), length - p, low[c], high[c])
+            Self.add_chunk[columns](x.unsafe_offset(p * Self.rows), low, high, sums)
+        comptime for i in range(Self.rows * columns):
             partial[unsafe_offset=i] = sums[i]
+
+    @staticmethod
+    @always_inline
+    def add_chunk[
+        columns: Int
+    ](
+        x: FloatPointer,
+        low: Array[FloatLanes, columns],
+        high: Array[FloatLanes, columns],
+        mut sums: Array[FloatLanes, Self.rows * columns],
+    ):
+        """Adds one chunk of K: x `[2, rows, FLOAT_LANES]`."""
+        comptime for r in range(Self.rows):
+            var xs = x.unsafe_load[width=FLOAT_LANES](r * FLOAT_LANES)
+            comptime for c in range(columns):
+                sums[c * Self.rows + r] = xs.fma(low[c], sums[c * Self.rows + r])
+        comptime for r in range(Self.rows):
+            var xs = x.unsafe_load[width=FLOAT_LANES]((Self.rows + r) * FLOAT_LANES)
+            comptime for c in range(columns):
+                sums[c * Self.rows + r] = xs.fma(high[c], sums[c * Self.rows + r])

@@ -92,14 +92,20 @@ def test_every_float8() raises:
     check_bytes[DType.float8_e5m2]()
 
 
-def test_sum_each() raises:
-    var x = Array[FloatVector, LANES](fill=0)
-    for i in range(LANES):
-        for lane in range(LANES):
+def check_sum_each[lanes: Int]() raises:
+    var x = Array[SIMD[DType.float32, lanes], lanes](fill=0)
+    for i in range(lanes):
+        for lane in range(lanes):
             x[i][lane] = Float32(100 * i + lane)
-    var sums = reduce_each(x)
-    for i in range(LANES):
-        assert_equal(sums[i], Float32(1600 * i + 120))
+    var sums = reduce_each[lanes](x)
+    for i in range(lanes):
+        assert_equal(sums[i], Float32(100 * i * lanes + lanes * (lanes - 1) // 2))
+
+
+def test_sum_each() raises:
+    check_sum_each[4]()
+    check_sum_each[8]()
+    check_sum_each[16]()
 
 
 def check_table[dtype: DType]() raises:

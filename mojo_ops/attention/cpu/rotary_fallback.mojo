@@ -8,6 +8,7 @@ from max.algorithm import sync_parallelize
 from std.math import iota
 
 from ...cache.paged_kv_cache import PagedKVCache
+from ...isa.convert import narrow
 from ..logits import Logits
 from ..params import AttentionRows
 from ..rope import RotaryEmbedding
@@ -143,7 +144,7 @@ def attend_row_fallback[
         var target = rows.o.unsafe_offset((first_head + g) * dim)
         for i in range(0, dim, DIM_STEP):
             var out = acc.unsafe_load[width=DIM_STEP](g * dim + i) * factor
-            target.unsafe_store(i, out.cast[dtype]())
+            target.unsafe_store(i, narrow[dtype](out))
         rows.lse[unsafe_offset=first_head + g] = state.lse()
 
 
