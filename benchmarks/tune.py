@@ -49,8 +49,8 @@ class Choice:
 CHOICES: dict[str, Choice] = {
     "fast_bf16_dot": Choice(("False", "True"), ("linear-1", "linear-8", "bf16", "group8", "prefill")),
     "interleaves_page": Choice(("False", "True"), ("page128",)),
-    "linear_streams": Choice(("1", "2", "4", "8"), ("linear-1", "linear-8")),
-    "linear_prefetch": Choice(("False", "True"), ("linear-1", "linear-8")),
+    "linear_streams": Choice(("1", "2", "4", "8"), ("linear-1", "linear-4")),
+    "linear_prefetch": Choice(("False", "True"), ("linear-1", "linear-4")),
 }
 """By field of `CpuTuning`, in the order in which they are tried."""
 
