@@ -25,8 +25,8 @@ comptime PANEL_ROWS = 8
 """Rows of x in a panel, where there are more than 4."""
 comptime PANEL_W_ROWS = 3
 """Rows of w that meet such a panel side by side: 24 sums and their operands fill the 32 vector registers."""
-comptime SECTION_ROWS = 32
-"""Rows of w in a section, at most: one cache line of a row of y."""
+comptime SECTION_ROWS = 48
+"""Rows of w in a section, at most: whole groups of `PANEL_W_ROWS`, and whole vectors of a row of y."""
 comptime PACKED_ROWS = 512
 """Rows of x that are packed at once."""
 comptime PANEL_K = 1024
@@ -98,11 +98,12 @@ def load_step(at: Bf16Pointer, left: Int) -> SIMD[DType.bfloat16, STEP]:
 
 
 def section_rows(n: Int, workers: Int) -> Int:
-    """Rows of w in a section: fewer where w is small, so that every worker has some."""
-    var depth = SECTION_ROWS
-    while depth > 8 and depth * workers * 4 > n:
-        depth //= 2
-    return depth
+    """Rows of w in a section: as many as leave every worker at least 4 sections, and idle for 5 % at most."""
+    comptime for depth in [SECTION_ROWS, 32, 16]:
+        var rounds = ceildiv(ceildiv(n, depth), workers)
+        if rounds >= 4 and rounds * workers * depth <= n + n // 20:
+            return depth
+    return 8
 
 
 @fieldwise_init
