@@ -46,6 +46,8 @@ ASKED = {
     "append-4096": (0.8, {}),
     "linear-1": (0.85, {"torch-linear": 1}),
     "linear-8": (0.85, {"torch-linear": 1}),
+    "linear-64": (None, {"torch-linear": 1}),
+    "linear-256": (None, {"torch-linear": 1}),
     "step-1": (0.7, {"transformers": 1.3, "llama.cpp": 1}),
     "step-8": (0.7, {"transformers": 1.3, "llama.cpp": 1}),
     "step-prefill": (None, {"transformers": 1}),
@@ -79,7 +81,7 @@ def test_the_cases_are_what_their_names_say():
     assert sorted(BY_NAME["uneven"].lengths) == [*(128,) * 31, 32768]
     assert BY_NAME["prefill"].new_tokens == 2048
     assert [BY_NAME[f"step-{b}"].batch for b in (1, 8)] == [1, 8]
-    assert [BY_NAME[f"linear-{m}"].rows for m in (1, 8)] == [1, 8]
+    assert [BY_NAME[f"linear-{m}"].rows for m in (1, 8, 64, 256)] == [1, 8, 64, 256]
 
 
 def test_memory_bound_cases_are_large_and_rotate():
