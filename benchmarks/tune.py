@@ -1,4 +1,4 @@
-"""Finds the values of `CpuTuning` that are best on the CPU at hand, and writes them into the table.
+"""Finds the values of `CpuTuning` that are fastest on the CPU of this machine, and writes them into the table.
 
     python -m paged_kv.benchmarks.tune [--field NAME]... [--repeats N] [--dry-run] [--prefix COMMAND]
 

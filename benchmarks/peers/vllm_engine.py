@@ -2,8 +2,8 @@
 
     python vllm_engine.py FOLDER SETTINGS
 
-SETTINGS is JSON; each line on stdin asks for one step, and each is answered by one line on stdout. The first line on
-stdout comes once the requests have their context; FOLDER/logits.json then has the logits after the tokens `short`.
+SETTINGS is JSON; each line on stdin requests one step, and is answered by one line on stdout. The first line on stdout
+comes once the requests have their context; FOLDER/logits.json then has the logits after the tokens `short`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 1024
-"""Tokens that a decoding request may generate: more than a benchmark asks for."""
+"""Tokens that a decoding request may generate: more than a benchmark generates."""
 
 
 def main(folder: Path, settings: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def test_a_step_is_run_when_it_is_asked_for(stand_in, steps):  # noqa: ARG001
         peer.run(i)
     assert np.array_equal(peer.output(), np.arange(70, dtype=np.float32)[None])
     assert peer.error(problem) > problem.tolerance  # the stand-in computes nothing
-    assert not list(Path(peer._folder.name).glob("*.safetensors"))  # 2 GB that nobody reads any more
+    assert not list(Path(peer._folder.name).glob("*.safetensors"))  # 2 GB, not needed once loaded
     peer._engine.stdin.close()
     assert peer._engine.wait(10) == 0
 
