@@ -30,7 +30,8 @@ from .attention.operands import AttentionOperands
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair, row_pointer
 from .cache.pointers import untracked, untracked_immutable
-from .linear.group import LinearMember, linear_group
+from .linear.dispatch import linear
+from .linear.member import LinearMember
 from .transfer.append import AppendRows, append_rows
 from .transfer.checks import check_append, check_gather, check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
@@ -309,4 +310,4 @@ struct LinearLayer:
         comptime for i in range(ws.size):
             check_equal("w: its second dimension", ws[i].dim_size(1), k)
             members[i] = LinearMember(untracked(ys[i].unsafe_ptr()), untracked(ws[i].unsafe_ptr()), ws[i].dim_size(0))
-        linear_group(members, untracked(x.unsafe_ptr()), x.dim_size(0), k, parallelism_level(None))
+        linear(members, untracked(x.unsafe_ptr()), x.dim_size(0), k, parallelism_level(None))

@@ -1,56 +1,41 @@
-"""`y = x w^T` in bfloat16 by dot products of pairs: weights as they are stored, rows of x packed in panels.
+"""`y_i = x w_i^T` in bfloat16 by dot products of pairs: weights as they are stored, rows of x packed in panels.
 
 A sum is one vector of 16 float32 along all of K, folded at the end. So its order depends on K alone, whatever the
 number of rows and threads. The instruction takes denormal operands as zero, and a denormal sum becomes zero.
 
-A thread takes sections of rows of w. With one panel of x the memory is the limit: each group of rows of w prefetches
-the next. With more panels the section stays in the second-level cache, each panel of x meets it in turn, and together
-they prefetch the next section.
+A thread takes sections of rows of w (`bf16_dot_section.mojo`), of whichever layer is next.
 """
 
 from max.algorithm import sync_parallelize
-from std.math import ceildiv, iota
-from std.sys.intrinsics import PrefetchOptions, masked_load, prefetch
+from std.math import ceildiv
 
 from ..cache.pointers import untracked
-from ..isa.bf16_dot import BF16_DOT_ELEMENTS, BF16_DOT_LANES, bf16_dot
-from ..isa.convert import FloatVector, reduce_each
-from ..isa.cpu_tuning import CPU_TUNING
+from ..isa.convert import FloatVector
 from ..isa.line_counter import LineCounter
 from ..isa.memory import Bf16Pointer, align_to_line
+from .bf16_dot_section import DotLinear, PANEL_ROWS, SECTION_ROWS, STEP, pack_panel
+from .member import LinearMember
 
-comptime STEP = BF16_DOT_ELEMENTS
-"""Elements of K that one instruction takes."""
-comptime PANEL_ROWS = 8
-"""Rows of x in a panel, where there are more than 4."""
-comptime PANEL_W_ROWS = 3
-"""Rows of w that meet such a panel side by side: 24 sums and their operands fill the 32 vector registers."""
-comptime SECTION_ROWS = 48
-"""Rows of w in a section, at most: whole groups of `PANEL_W_ROWS`, and whole vectors of a row of y."""
 comptime PACKED_ROWS = 512
 """Rows of x that are packed at once."""
-comptime PANEL_K = 1024
-"""Elements of K of a panel of 8 rows of x in a block: 16 KB, a third of the first-level cache."""
-comptime NARROW_PANEL_BYTES = 2**15
-"""Bytes of a block of a panel of fewer rows: few rows of w are in use beside it."""
+comptime Bf16Members = Pointer[LinearMember[DType.bfloat16, DType.bfloat16], MutUntrackedOrigin]
 
 
-def linear_bf16_dot(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k: Int, workers: Int):
-    """Computes `y = x w^T` on up to `workers` threads: y `[m, n]`, x `[m, k]`, w `[n, k]`."""
+def linear_bf16_dot(members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k: Int, workers: Int):
+    """Computes every member's `y = x w^T` on up to `workers` threads: x `[m, k]`."""
     if m <= 1:
-        start[1](y, x, w, m, n, k, workers)
+        start[1](members, count, x, m, k, workers)
     elif m == 2:
-        start[2](y, x, w, m, n, k, workers)
+        start[2](members, count, x, m, k, workers)
     elif m <= 4:
-        start[4](y, x, w, m, n, k, workers)
+        start[4](members, count, x, m, k, workers)
     else:
-        start[PANEL_ROWS](y, x, w, m, n, k, workers)
+        start[PANEL_ROWS](members, count, x, m, k, workers)
 
 
-def start[rows: Int](y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k: Int, workers: Int):
+def start[rows: Int](members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k: Int, workers: Int):
     """Packs x in panels of `rows` rows, and multiplies them."""
-    var steps = ceildiv(k, STEP)
-    var panel_elements = steps * rows * STEP
+    var panel_elements = ceildiv(k, STEP) * rows * STEP
     var memory = List[BFloat16](capacity=ceildiv(min(m, PACKED_ROWS), rows) * panel_elements + STEP)
     for first in range(0, m, PACKED_ROWS):
         var present = min(PACKED_ROWS, m - first)
@@ -73,28 +58,8 @@ def start[rows: Int](y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: 
             pack(0)
         else:
             sync_parallelize(pack, panels)
-        DotLinear[rows](y.unsafe_offset(first * n), packed, w, present, n, k, panels).run(workers)
+        DotLinearGroup[rows](members, count, packed, first, present, k, panels).run(workers)
     _ = memory^
-
-
-def pack_panel[rows: Int](x: Bf16Pointer, present: Int, k: Int, packed: Bf16Pointer):
-    """Packs up to `rows` rows of x as `[steps, rows, STEP]`, padded with zeros."""
-    for row in range(rows):
-        var target = packed.unsafe_offset(row * STEP)
-        var source = x.unsafe_offset(row * k)
-        for step in range(ceildiv(k, STEP)):
-            var elements = SIMD[DType.bfloat16, STEP](0)
-            if row < present:
-                elements = load_step(source.unsafe_offset(step * STEP), k - step * STEP)
-            target.unsafe_store(step * rows * STEP, elements)
-
-
-@always_inline
-def load_step(at: Bf16Pointer, left: Int) -> SIMD[DType.bfloat16, STEP]:
-    """Loads one step of a row, zeros after its first `left` elements. Nothing past them is read."""
-    if left >= STEP:
-        return at.unsafe_load[width=STEP]()
-    return masked_load[STEP](at, iota[DType.int32, STEP]().lt(Int32(left)), SIMD[DType.bfloat16, STEP](0))
 
 
 def section_rows(n: Int, workers: Int) -> Int:
@@ -107,168 +72,70 @@ def section_rows(n: Int, workers: Int) -> Int:
 
 
 @fieldwise_init
-struct DotLinear[rows: Int](TrivialRegisterPassable):
+struct DotLinearGroup[rows: Int](TrivialRegisterPassable):
     """The operands of one call, or of `PACKED_ROWS` of its rows."""
 
-    var y: Bf16Pointer
-    """`[m, n]`."""
+    var members: Bf16Members
+    var count: Int
     var x: Bf16Pointer
     """Packed by `pack_panel`: `[panels, steps, rows, STEP]`."""
-    var w: Bf16Pointer
-    """`[n, k]`."""
+    var first: Int
+    """The row of each y that the first row of x belongs to."""
     var m: Int
-    var n: Int
     var k: Int
     var panels: Int
 
-    comptime W_ROWS = PANEL_W_ROWS if Self.rows == PANEL_ROWS else min(CPU_TUNING.linear_streams, 24 // Self.rows)
-    """Rows of w in a group. They are read side by side."""
-    comptime K_BLOCK = PANEL_K if Self.rows == PANEL_ROWS else NARROW_PANEL_BYTES // (2 * Self.rows)
-    """Elements of K after which the section's next group of rows follows."""
-    comptime PREFETCHES = CPU_TUNING.linear_prefetch or Self.rows == PANEL_ROWS
-    """Whether groups prefetch. With many sums for each line of w, too few lines are requested without it."""
-
     def run(self, workers: Int):
-        """Computes y on all workers. The next idle thread takes the next section of rows of w."""
-        var depth = section_rows(self.n, workers)
-        var sections = ceildiv(self.n, depth)
+        """Computes every y on all workers. The next idle thread takes the next section of rows of any w."""
+        var columns = 0
+        for i in range(self.count):
+            columns += self.members[unsafe_offset=i].n
+        var depth = section_rows(columns, workers)
+        var sections = 0
+        for i in range(self.count):
+            sections += ceildiv(self.members[unsafe_offset=i].n, depth)
         var counter = LineCounter()
         var taken = counter.at()
 
-        def task(index: Int) {var self, var depth, var taken}:
+        def task(index: Int) {var self, var depth, var sections, var taken}:
             # [SECTION_ROWS, rows]: the sums of one panel.
             var memory = Array[FloatVector, SECTION_ROWS * Self.rows](fill=0)
             var sums = untracked(Pointer(to=memory[0]))
-            var section = min(self.n, Int(taken[].fetch_add(1)) * depth)
-            while section < self.n:
+            var section = Int(taken[].fetch_add(1))
+            while section < sections:
                 # Taken early, so that it can be prefetched.
-                var next = min(self.n, Int(taken[].fetch_add(1)) * depth)
-                self.multiply_section(section, min(self.n, section + depth), next, sums)
+                var next = Int(taken[].fetch_add(1))
+                var at = self.member_of(section, depth)
+                ref member = self.members[unsafe_offset=at[0]]
+                var coming = self.member_of(next, depth)
+                DotLinear[Self.rows](
+                    member.y.unsafe_offset(self.first * member.n),
+                    self.x,
+                    member.w,
+                    self.m,
+                    member.n,
+                    self.k,
+                    self.panels,
+                ).multiply_section(
+                    at[1],
+                    min(member.n, at[1] + depth),
+                    # A section of another member is not prefetched.
+                    coming[1] if coming[0] == at[0] else member.n,
+                    sums,
+                )
                 section = next
             _ = memory
 
         sync_parallelize(task, max(1, min(sections, workers)))
         _ = counter^
 
-    def multiply_section(self, begin: Int, end: Int, next: Int, sums: Pointer[FloatVector, MutUntrackedOrigin]):
-        """Computes columns `[begin, end)` of y, while the section that begins at column `next` is prefetched."""
-        for panel in range(self.panels):
-            for first in range(0, max(1, self.k), Self.K_BLOCK):
-                var column = begin
-                column = self.add_groups[Self.W_ROWS](panel, column, begin, end, first, next, sums)
-                comptime for count in [4, 2, 1]:
-                    comptime if count < Self.W_ROWS:
-                        column = self.add_groups[count](panel, column, begin, end, first, next, sums)
-            self.store(panel, begin, end, sums)
-
     @always_inline
-    def add_groups[
-        columns: Int
-    ](
-        self,
-        panel: Int,
-        column: Int,
-        begin: Int,
-        end: Int,
-        first: Int,
-        next: Int,
-        sums: Pointer[FloatVector, MutUntrackedOrigin],
-    ) -> Int:
-        """Adds one block of K for groups of `columns` rows of w, from row `column` on. Returns the row after them."""
-        var at = column
-        while at + columns <= end:
-            var coming = self.to_prefetch(panel, begin, end, at + columns, first, next)
-            self.add_products[columns](panel, at, first, coming, sums.unsafe_offset((at - begin) * Self.rows))
-            at += columns
-        return at
-
-    @always_inline
-    def to_prefetch(self, panel: Int, begin: Int, end: Int, after: Int, first: Int, next: Int) -> Bf16Pointer:
-        """What to prefetch in a group of rows that ends before row `after`, in the block of K from `first` on."""
-        if self.panels > 1:
-            # Each group of the next section by one panel; the others prefetch what is in the cache.
-            var here = (after - begin) // Self.W_ROWS % self.panels == panel
-            var row = min(next + after - begin, self.n) - Self.W_ROWS if here and next < self.n else begin
-            return self.w.unsafe_offset(max(0, row) * self.k + first)
-        if after < end:
-            return self.w.unsafe_offset(after * self.k + first)
-        if first + Self.K_BLOCK < self.k:
-            return self.w.unsafe_offset(begin * self.k + first + Self.K_BLOCK)
-        return self.w.unsafe_offset(min(next, self.n - 1) * self.k)
-
-    @always_inline
-    def add_products[
-        columns: Int
-    ](
-        self,
-        panel: Int,
-        column: Int,
-        first: Int,
-        coming: Bf16Pointer,
-        partial: Pointer[FloatVector, MutUntrackedOrigin],
-    ):
-        """Adds up to `K_BLOCK` elements of K, from `first` on, to the sums of a panel by `columns` rows of w.
-
-        Args:
-            panel: The panel of x.
-            column: The first row of w.
-            first: The first element of K.
-            coming: The rows of w to prefetch, as many as a group has.
-            partial: The sums, `[columns, rows]`. They begin with zero where `first` is 0.
-        """
-        var sums = Array[FloatVector, columns * Self.rows](fill=0)
-        if first > 0:
-            comptime for i in range(columns * Self.rows):
-                sums[i] = partial[unsafe_offset=i]
-        var x = self.x.unsafe_offset((panel * ceildiv(self.k, STEP) * STEP + first) * Self.rows)
-        var w = self.w.unsafe_offset(column * self.k + first)
-        var length = min(Self.K_BLOCK, self.k - first)
-        for p in range(0, length // STEP * STEP, STEP):
-            var ws = Array[SIMD[DType.bfloat16, STEP], columns](fill=0)
-            comptime for c in range(columns):
-                ws[c] = w.unsafe_load[width=STEP](c * self.k + p)
-            comptime if Self.PREFETCHES:
-                comptime for c in range(Self.W_ROWS):
-                    prefetch[PrefetchOptions().for_read().high_locality().to_data_cache()](
-                        coming.unsafe_offset(c * self.k + p)
-                    )
-            Self.add_step[columns](x.unsafe_offset(p * Self.rows), ws, sums)
-        if length % STEP:
-            var p = length // STEP * STEP
-            var ws = Array[SIMD[DType.bfloat16, STEP], columns](fill=0)
-            comptime for c in range(columns):
-                ws[c] = load_step(w.unsafe_offset(c * self.k + p), length - p)
-            Self.add_step[columns](x.unsafe_offset(p * Self.rows), ws, sums)
-        comptime for i in range(columns * Self.rows):
-            partial[unsafe_offset=i] = sums[i]
-
-    @staticmethod
-    @always_inline
-    def add_step[
-        columns: Int
-    ](
-        x: Bf16Pointer,
-        ws: Array[SIMD[DType.bfloat16, STEP], columns],
-        mut sums: Array[FloatVector, columns * Self.rows],
-    ):
-        """Adds one step of K: x `[rows, STEP]`."""
-        comptime for r in range(Self.rows):
-            var xs = x.unsafe_load[width=STEP](r * STEP)
-            comptime for c in range(columns):
-                sums[c * Self.rows + r] = bf16_dot(sums[c * Self.rows + r], xs, ws[c])
-
-    def store(self, panel: Int, begin: Int, end: Int, sums: Pointer[FloatVector, MutUntrackedOrigin]):
-        """Folds the sums of a panel, and writes them to columns `[begin, end)` of y."""
-        for row in range(min(Self.rows, self.m - panel * Self.rows)):
-            var y = self.y.unsafe_offset((panel * Self.rows + row) * self.n)
-            for column in range(begin, end, BF16_DOT_LANES):
-                var each = Array[FloatVector, BF16_DOT_LANES](fill=0)
-                comptime for c in range(BF16_DOT_LANES):
-                    if column + c < end:
-                        each[c] = sums[unsafe_offset=(column - begin + c) * Self.rows + row]
-                var rounded = reduce_each(each).cast[DType.bfloat16]()
-                if column + BF16_DOT_LANES <= end:
-                    y.unsafe_store(column, rounded)
-                else:
-                    for c in range(end - column):
-                        y[unsafe_offset=column + c] = rounded[c]
+    def member_of(self, section: Int, depth: Int) -> Tuple[Int, Int]:
+        """The member that a section belongs to, and its first row there; `(count, 0)` past the last."""
+        var left = section
+        for i in range(self.count):
+            var sections = ceildiv(self.members[unsafe_offset=i].n, depth)
+            if left < sections:
+                return (i, left * depth)
+            left -= sections
+        return (self.count, 0)

@@ -18,6 +18,7 @@ from .vector_operands import (
     HAS_32_REGISTERS,
     FloatLanes,
     padded,
+    section_rows,
     store_sums,
     widen_half,
     widen_part,
@@ -61,7 +62,7 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
 
     def run(self, workers: Int):
         """Computes y on all workers. The next idle thread takes the next section of rows of w."""
-        var depth = section_rows(self.n, workers)
+        var depth = section_rows[SECTION_ROWS, W_ROWS](self.n, workers)
         var sections = ceildiv(self.n, depth)
         var counter = LineCounter()
         var taken = counter.at()
@@ -199,11 +200,3 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
         comptime for c in range(W_ROWS):
             comptime for r in range(rows):
                 partial.unsafe_store((c * PANEL_ROWS + r) * FLOAT_LANES, sums[c * rows + r])
-
-
-def section_rows(n: Int, workers: Int) -> Int:
-    """Rows of w in a section: fewer where w is small, so that every worker has some."""
-    var depth = SECTION_ROWS
-    while depth > W_ROWS and depth * workers * 4 > n:
-        depth //= 2
-    return depth

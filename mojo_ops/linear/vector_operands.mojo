@@ -22,6 +22,14 @@ def padded(k: Int) -> Int:
     return ceildiv(k, CHUNK) * CHUNK
 
 
+def section_rows[most: Int, least: Int](n: Int, workers: Int) -> Int:
+    """Rows of w in a section: fewer where w is small, so that every worker has some."""
+    var depth = most
+    while depth > least and depth * workers * 4 > n:
+        depth //= 2
+    return depth
+
+
 @always_inline
 def widen_half[dtype: DType, //, half: Int](at: Pointer[Scalar[dtype], MutUntrackedOrigin]) -> FloatLanes:
     """Widens half of a chunk of weights: of bfloat16 the even or the odd elements, by a shift or a mask; else the first

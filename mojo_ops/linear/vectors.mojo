@@ -25,6 +25,7 @@ from .vector_operands import (
     FloatLanes,
     pack_panel,
     padded,
+    section_rows,
     store_sums,
     widen_half,
     widen_part,
@@ -124,14 +125,6 @@ def block_w_rows(rows: Int) -> Int:
         return 2 if rows >= 2 else 4
 
 
-def section_rows(n: Int, workers: Int) -> Int:
-    """Rows of w in a section: fewer where w is small, so that every worker has some."""
-    var depth = SECTION_ROWS
-    while depth > 8 and depth * workers * 4 > n:
-        depth //= 2
-    return depth
-
-
 @fieldwise_init
 struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegisterPassable):
     """The operands of a call with one panel of x."""
@@ -159,7 +152,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
 
     def run(self, workers: Int):
         """Computes y on all workers. The next idle thread takes the next section of rows of w."""
-        var depth = section_rows(self.n, workers)
+        var depth = section_rows[SECTION_ROWS, 8](self.n, workers)
         var sections = ceildiv(self.n, depth)
         var counter = LineCounter()
         var taken = counter.at()

@@ -8,6 +8,7 @@ from mojo_ops.attention.params import AttentionRows
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.linear.dispatch import linear
+from mojo_ops.linear.member import LinearMember
 from mojo_ops.transfer.append import AppendRows, append_rows
 from mojo_ops.transfer.gather import gather_rows
 from support import untracked, untracked_mutable
@@ -43,6 +44,17 @@ def copies[dtype: DType](mut memory: List[Float32]):
     gather_rows(cache, cache, rows, rows, numbers, 1)
 
 
+def layer[
+    dtype: DType, weight_dtype: DType, //
+](
+    y: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    w: Pointer[Scalar[weight_dtype], MutUntrackedOrigin],
+):
+    var member = LinearMember(y, w, 64)
+    linear(Array[type_of(member), 1](fill=member), x, 1, 64, 2)
+
+
 def main():
     var memory = List[Float32](length=1 << 16, fill=0)
     attention[DType.bfloat16, DType.bfloat16](memory)
@@ -55,7 +67,7 @@ def main():
     copies[DType.uint32](memory)
     var floats = untracked_mutable(memory)
     var words = floats.unsafe_bitcast[BFloat16]()
-    linear(words, words, words, 1, 64, 64, 2)
-    linear(floats, floats, floats, 1, 64, 64, 2)
-    linear(floats, floats, words, 1, 64, 64, 2)
+    layer(words, words, words)
+    layer(floats, floats, floats)
+    layer(floats, floats, words)
     _ = memory^

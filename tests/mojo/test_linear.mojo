@@ -3,6 +3,7 @@
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.linear.dispatch import linear
+from mojo_ops.linear.member import LinearMember
 from mojo_ops.linear.vectors import linear_vectors
 from support import untracked_mutable
 
@@ -29,7 +30,8 @@ def check[dtype: DType, weight_dtype: DType, vectors: Bool](n: Int, k: Int) rais
         comptime if vectors:
             linear_vectors(untracked_mutable(y), rows, untracked_mutable(w), m, n, k, workers)
         else:
-            linear(untracked_mutable(y), rows, untracked_mutable(w), m, n, k, workers)
+            var member = LinearMember(untracked_mutable(y), untracked_mutable(w), n)
+            linear(Array[type_of(member), 1](fill=member), rows, m, k, workers)
 
     multiply(all, 0, ROWS, 1)
     for m in [1, 2, 3, 4, 5, 8, 9, 17, 64, 100, ROWS]:
