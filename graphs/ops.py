@@ -6,7 +6,9 @@ Names of ops live here and nowhere else. Shapes below use `N` and `R` rows, `B` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, get_args
@@ -30,6 +32,7 @@ __all__ = [
     "append",
     "attention",
     "attention_at_run_time",
+    "compiled_kernels",
     "copy_pages",
     "gather",
     "kernels",
@@ -49,10 +52,25 @@ RAGGED_ROWS = "paged_kv_ragged_rows"
 MERGE_STATES = "paged_kv_merge_states"
 LINEAR = "paged_kv_linear"
 
+_compiled: ContextVar[Path | None] = ContextVar("compiled_kernels", default=None)
+
 
 def kernels() -> Path:
-    """The folder of the Mojo package: pass it as `custom_extensions` of a graph that uses these ops."""
-    return Path(str(files("paged_kv.mojo_ops")))
+    """The Mojo package: pass it as `custom_extensions` of a graph that uses these ops.
+
+    It is the folder of the sources, which MAX compiles again for every graph; in `compiled_kernels`, the given file.
+    """
+    return _compiled.get() or Path(str(files("paged_kv.mojo_ops")))
+
+
+@contextmanager
+def compiled_kernels(library: Path) -> Iterator[None]:
+    """Graphs that are built inside take the kernels from `library`, which was compiled from the same sources."""
+    token = _compiled.set(library)
+    try:
+        yield
+    finally:
+        _compiled.reset(token)
 
 
 def append(

@@ -1,23 +1,11 @@
-"""MAX compiles a Mojo source package anew for every graph that names it, 3.5 s each: here once a process."""
-
-from collections.abc import Callable
-from pathlib import Path
+"""MAX compiles a Mojo source package anew for every graph that names it, 3.5 s each: here once."""
 
 from max.engine import api
 from max.graph import graph
 
-_built: dict[tuple[Path, tuple[tuple[str, int, int], ...]], Path] = {}
+from paged_kv.runtime.kernel_library import kernel_library
 
 
 def build_once() -> None:
-    """Makes MAX keep what it built, as long as no source file changes."""
-    build: Callable[[Path], Path] = graph._build_mojo_source_package
-
-    def build_or_find(path: Path) -> Path:
-        files = sorted(Path(path).rglob("*.mojo"))
-        key = Path(path), tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-        if key not in _built or not _built[key].exists():
-            _built[key] = build(path)
-        return _built[key]
-
-    graph._build_mojo_source_package = api._build_mojo_source_package = build_or_find
+    """Makes MAX take a source package's compiled file from the cache folder."""
+    graph._build_mojo_source_package = api._build_mojo_source_package = kernel_library

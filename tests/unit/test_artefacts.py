@@ -47,6 +47,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(artefacts, "read", read)
     monkeypatch.setattr(artefacts, "Module", list)
+    monkeypatch.setattr(artefacts, "kernel_library", lambda sources: sources)
     return tmp_path / "paged-kv" / "compiled"
 
 

@@ -1,4 +1,4 @@
-"""Compiled graphs on disk. An artefact is code that this process will run, so it must be the user's own.
+"""Compiled graphs and kernels on disk. An artefact is code that this process will run, so it must be the user's own.
 
 The folder has mode 0700. A folder that belongs to another user, or that others can write to, is an error: nothing in
 it can be trusted, and nothing is written to it. A single file of that kind, or one that is no plain file (a symbolic
@@ -27,12 +27,17 @@ class ArtefactFolder:
 
     Graphs that are compiled together lie in one file, which has a name (a hard link) for each of them.
 
+    Args:
+        path: The folder, made where it is missing.
+        pattern: The name of a file, with `{}` for the digest.
+
     Raises:
         ToolchainError: the folder cannot be made, or is not the user's own; the message has path, owner and mode.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pattern: str = "{}.mef") -> None:
         self.path = path
+        self._pattern = pattern
         try:
             path.mkdir(mode=0o700, exist_ok=True)
             status = path.lstat()
@@ -67,7 +72,7 @@ class ArtefactFolder:
 
         Args:
             digests: The names.
-            write: Writes the file, given its path.
+            write: Writes the file, given its path, which ends in its first name.
 
         Raises:
             ToolchainError: the file cannot be written.
@@ -75,10 +80,10 @@ class ArtefactFolder:
         paths = [self._path_of(digest) for digest in digests]
         try:
             with tempfile.TemporaryDirectory(dir=self.path, prefix=".") as unfinished:
-                whole = Path(unfinished, "whole")
+                whole = Path(unfinished, paths[0].name)
                 write(whole)
                 whole.chmod(0o600)
-                for path in paths:
+                for path in paths[1:]:
                     name = Path(unfinished, path.name)
                     try:
                         os.link(whole, name)
@@ -86,6 +91,7 @@ class ArtefactFolder:
                         shutil.copyfile(whole, name)
                         name.chmod(0o600)
                     os.replace(name, path)
+                os.replace(whole, paths[0])
         except OSError as error:
             raise ToolchainError(f"artefact folder {self.path}: {error.strerror}") from error
 
@@ -96,7 +102,7 @@ class ArtefactFolder:
     def _path_of(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
             raise ContractError(f"an artefact is named by 32 hexadecimal digits, not {digest!r}")
-        return self.path / f"{digest}.mef"
+        return self.path / self._pattern.format(digest)
 
 
 def user_artefacts() -> ArtefactFolder:

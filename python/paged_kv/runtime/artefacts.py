@@ -1,7 +1,7 @@
 """Graphs that are compiled once and then read from disk in well under a second.
 
-MAX keeps a cache of its own, but a process that uses it still parses the Mojo package and builds every graph
-(some 4 s). Here a file holds the finished artefact, named by the digest of all that it depends on.
+MAX keeps a cache of its own, but a process that uses it still reads the Mojo package and builds every graph. Here a
+file holds the finished artefact, named by the digest of all that it depends on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 from max.engine import InferenceSession, Model, read
 from max.graph import Module
 
-from paged_kv.graphs.ops import kernels
+from paged_kv.graphs.ops import compiled_kernels, kernels
 from paged_kv.runtime.artefact_folder import user_artefacts
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
+from paged_kv.runtime.kernel_library import kernel_library
 
 
 def load_graphs(
@@ -35,7 +36,8 @@ def load_graphs(
         on_compile: Called before a compile, which takes some 25 s or more.
 
     Raises:
-        ToolchainError: the cache folder cannot be used, or another user can write to its artefacts.
+        ToolchainError: the cache folder cannot be used, another user can write to its artefacts, or the Mojo sources do
+            not compile.
     """
     folder = user_artefacts()
     digests = _digests(keys)
@@ -51,9 +53,11 @@ def load_graphs(
     missing = [name for name in keys if name not in models]
     if missing:
         on_compile()
+        library = kernel_library(kernels())
         module = Module()
-        build(module, missing)
-        compiled = session.compile(module, custom_extensions=[kernels()])
+        with compiled_kernels(library):
+            build(module, missing)
+        compiled = session.compile(module, custom_extensions=[library])
         # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not stored.
         if _digests(keys) == digests:
             folder.store([digests[name] for name in missing], lambda path: compiled.export_mef(str(path)))

@@ -1,0 +1,113 @@
+"""The Mojo package compiled once: which file serves which sources, with a compiler that joins the sources."""
+
+import shutil
+import stat
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import pytest
+
+from paged_kv.errors import ToolchainError
+from paged_kv.graphs.ops import compiled_kernels, kernels
+from paged_kv.runtime import kernel_library as module
+from paged_kv.runtime.artefact_folder import ArtefactFolder
+from paged_kv.runtime.kernel_library import kernel_library
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "paged-kv" / "kernels"
+
+
+@pytest.fixture
+def sources(tmp_path):
+    folder = tmp_path / "package"
+    write(folder, **{"__init__.mojo": "from .inner.answer import answer", "inner/answer.mojo": "42"})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def compiles(monkeypatch):
+    """The folders that the compiler was given."""
+    given = []
+
+    def compile_(arguments, **_):
+        _, folder, _, output = arguments
+        given.append(folder)
+        texts = [file.read_text() for file in sorted(Path(folder).rglob("*.mojo"))]
+        if "nothing" in texts:
+            raise CalledProcessError(1, "mojo", stderr=b"answer.mojo:1: error: nothing")
+        Path(output).write_text("".join(texts))
+
+    monkeypatch.setattr(module, "subprocess_run_mojo", compile_)
+    return given
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_the_same_sources_are_compiled_once_wherever_they_lie(sources, compiles, cache, tmp_path):
+    library = kernel_library(sources)
+    assert library.parent == cache
+    assert library.suffix == ".mojoc"
+    assert stat.S_IMODE(library.stat().st_mode) == 0o600
+    assert kernel_library(sources) == library
+    assert kernel_library(Path(shutil.copytree(sources, tmp_path / "copy"))) == library
+    assert len(compiles) == 1
+
+
+@pytest.mark.parametrize("change", [{"inner/answer.mojo": "43"}, {"inner/other.mojo": ""}])
+def test_other_sources_are_another_file(sources, compiles, change):
+    library = kernel_library(sources)
+    write(sources, **change)
+    assert kernel_library(sources) != library
+    assert len(compiles) == 2
+
+
+def test_another_compiler_is_another_file(sources, monkeypatch):
+    library = kernel_library(sources)
+    monkeypatch.setattr(module, "version", lambda name: f"{name} of tomorrow")
+    assert kernel_library(sources) != library
+
+
+def test_sources_that_do_not_compile_say_where(sources, cache):
+    write(sources, **{"inner/answer.mojo": "nothing"})
+    with pytest.raises(ToolchainError, match=r"does not compile.*answer\.mojo:1"):
+        kernel_library(sources)
+    assert list(cache.iterdir()) == []
+
+
+def test_sources_that_are_edited_meanwhile_leave_no_file(sources, monkeypatch, cache):
+    def edit(arguments, **_):
+        Path(arguments[-1]).touch()
+        write(sources, **{"__init__.mojo": ""})
+
+    monkeypatch.setattr(module, "subprocess_run_mojo", edit)
+    with pytest.raises(ToolchainError, match="edited while it was compiled"):
+        kernel_library(sources)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_that_others_can_write_to_is_compiled_again(sources, compiles):
+    library = kernel_library(sources)
+    library.chmod(0o666)
+    assert kernel_library(sources) == library
+    assert len(compiles) == 2
+    assert stat.S_IMODE(library.stat().st_mode) == 0o600
+
+
+def test_a_cache_that_is_emptied_meanwhile_leaves_the_sources(sources, monkeypatch):
+    monkeypatch.setattr(ArtefactFolder, "find", lambda *_: {})
+    assert kernel_library(sources) == sources
+
+
+def test_graphs_take_the_compiled_file_inside_the_scope_alone(tmp_path):
+    folder = kernels()
+    with compiled_kernels(tmp_path):
+        assert kernels() == tmp_path
+    assert kernels() == folder
