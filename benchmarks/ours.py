@@ -210,18 +210,21 @@ def linear_model(case: LinearCase) -> Model:
 
 
 class OursStep(Ours):
-    """`LlamaModel.step`: everything between a step's tokens and its logits, Python included."""
+    """`DecoderModel.step`: everything between a step's tokens and its logits, Python included."""
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
-        from paged_kv.engine.model import LlamaModel
-        from paged_kv.graphs.models.llama import LlamaConfig, RopeScaling
+        from paged_kv.engine.model import DecoderModel
+        from paged_kv.graphs.models.config import DecoderConfig
+        from paged_kv.graphs.rope import Rope
 
         case = problem.case
-        config = LlamaConfig(**llama_config(case), rope_scaling=RopeScaling(), bos_token_id=None, eos_token_ids=())
+        sizes = llama_config(case)
+        rope = Rope(case.head_dim, sizes.pop("rope_theta"))
+        config = DecoderConfig(**sizes, rope=rope, bos_token_id=None, eos_token_ids=())
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
         weights = {name: to_buffer(array) for name, array in problem.weights.items()}
         dtype, pages = DType[case.dtype], sum(owned)
-        self._model = LlamaModel(config, weights, dtype=dtype, num_pages=pages, page_size=case.page_size)
+        self._model = DecoderModel(config, weights, dtype=dtype, num_pages=pages, page_size=case.page_size)
         table = page_table(owned, np.random.default_rng(1))
         # [pages, 2, layers, page_size, Hk, D]
         blocks = bits(to_numpy(self._model._blocks))

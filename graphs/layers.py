@@ -1,4 +1,4 @@
-"""One attention block over a paged cache: project, rotate, append, attend, project."""
+"""What the layers of one step share: which request and position each token has, its rotation, its norms."""
 
 from __future__ import annotations
 
@@ -9,29 +9,41 @@ from max.dtype import DType
 from max.graph import TensorValue, ops
 
 from paged_kv.graphs import ops as paged
-from paged_kv.graphs.ops import PagedCache
+from paged_kv.graphs.rope import Rope
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of one step's positions, shared by all layers: `[T, 1, D / 2]` float32."""
+    """Cosines and sines of one step's positions: `[T, 1, dims / 2]` float32."""
 
     cos: TensorValue
     sin: TensorValue
 
     @staticmethod
-    def of(positions: TensorValue, inverse_frequencies: np.ndarray) -> Rotary:
-        """From positions `[T]` int32 and inverse frequencies `[D / 2]` float32."""
-        frequencies = ops.constant(inverse_frequencies.reshape(1, 1, -1), DType.float32, positions.device)
-        angles = ops.cast(ops.reshape(positions, [-1, 1, 1]), DType.float32) * frequencies
-        return Rotary(ops.cos(angles), ops.sin(angles))
+    def of(positions: TensorValue, rope: Rope) -> Rotary:
+        """Those of positions `[T]` int32."""
+
+        def angles(frequencies: np.ndarray) -> TensorValue:
+            return wide * ops.constant(frequencies.reshape(1, 1, -1), DType.float32, positions.device)
+
+        wide = ops.cast(ops.reshape(positions, [-1, 1, 1]), DType.float32)
+        turned = angles(rope.inverse_frequencies())
+        past = rope.past()
+        if past is not None:
+            start, frequencies = past
+            turned = ops.where(ops.broadcast_to(wide >= float(start), turned.shape), angles(frequencies), turned)
+        cos, sin = ops.cos(turned), ops.sin(turned)
+        return Rotary(cos, sin) if rope.amplitude == 1 else Rotary(cos * rope.amplitude, sin * rope.amplitude)
 
     def __call__(self, x: TensorValue) -> TensorValue:
-        """Rotates the halves of every head of `x` `[T, H, D]` (rotate_half), in float32."""
-        half = int(x.shape[-1]) // 2
+        """Rotates the halves of the first dimensions of every head of `x` `[T, H, D]` (rotate_half), in float32."""
+        half = int(self.cos.shape[-1])
         wide = ops.cast(x, DType.float32)
-        a, b = wide[:, :, :half], wide[:, :, half:]
-        return ops.cast(ops.concat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1), x.dtype)
+        a, b = wide[:, :, :half], wide[:, :, half : 2 * half]
+        parts = [a * self.cos - b * self.sin, b * self.cos + a * self.sin]
+        if 2 * half < int(x.shape[-1]):
+            parts.append(wide[:, :, 2 * half :])
+        return ops.cast(ops.concat(parts, -1), x.dtype)
 
     def of_rows(self, rows: TensorValue) -> Rotary:
         """Those of some rows, `[N]` int64."""
@@ -55,49 +67,17 @@ class StepRows:
         return StepRows(batch, positions, positions + 1)
 
 
-@dataclass(frozen=True)
-class AttentionWeights:
-    """The linear layers of one attention block, `[out, in]` each."""
-
-    q: TensorValue
-    k: TensorValue
-    v: TensorValue
-    o: TensorValue
-
-
-def paged_attention(
-    x: TensorValue,
-    cache: PagedCache,
-    rows: StepRows,
-    rotary: Rotary,
-    layer: int,
-    weights: AttentionWeights,
-    *,
-    head_dim: int,
-    wanted: TensorValue | None = None,
+def rms_norm(
+    x: TensorValue, weight: TensorValue, eps: float, *, offset: float = 0.0, rounds_once: bool = False
 ) -> TensorValue:
-    """The attention of `x` `[T, hidden]` over everything its requests have cached and these tokens themselves.
+    """`(offset + weight) * x / sqrt(mean(x^2) + eps)` over the last axis, in float32.
 
-    Keys enter the cache rotated; `cache` is changed in place.
-
-    Args:
-        wanted: `[N]` int64: the rows whose result is of use, all where None. K and V of every row are cached.
-
-    Returns:
-        `[T, hidden]`, or `[N, hidden]`.
+    It is rounded to x's dtype before the weight, and after it; only after it where `rounds_once` is true.
     """
-
-    def heads(y: TensorValue) -> TensorValue:
-        return ops.reshape(y, [y.shape[0], -1, head_dim])
-
-    batch, lengths, q_rotary = rows.batch, rows.lengths, rotary
-    if wanted is None:
-        q, k, v = map(heads, paged.linear_group(x, [weights.q, weights.k, weights.v]))
-    else:
-        k, v = map(heads, paged.linear_group(x, [weights.k, weights.v]))
-        q = heads(paged.linear(ops.gather(x, wanted, axis=0), weights.q))
-        batch, lengths = (ops.gather(of_rows, wanted, axis=0) for of_rows in (batch, lengths))
-        q_rotary = rotary.of_rows(wanted)
-    paged.append(cache, rotary(k), v, rows.batch, rows.positions, layer=layer)
-    o, _ = paged.attention(cache, q_rotary(q), batch, lengths, layer=layer)
-    return paged.linear(ops.reshape(o, [o.shape[0], -1]), weights.o)
+    wide = ops.cast(x, DType.float32)
+    scaled = wide * ops.rsqrt(ops.mean(wide * wide, axis=-1) + eps)
+    if rounds_once:
+        return ops.cast((ops.cast(weight, DType.float32) + offset) * scaled, x.dtype)
+    if offset:
+        weight = weight + offset
+    return ops.cast(weight, x.dtype) * ops.cast(scaled, x.dtype)

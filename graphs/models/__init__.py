@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from max.dtype import DType
-from max.graph import DeviceRef, Module
-
-from paged_kv.graphs.models import llama
+from paged_kv.graphs.models import gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.fields import Fields
 
 
 class Family(Protocol):
     """What the module of a family defines."""
 
-    STEP: str
-    """The name of the step's graph."""
+    ARCHITECTURE: str
+    """Its name in `architectures` of config.json."""
+    MODEL_TYPE: str
+    """Its name in `model_type`."""
 
-    def expected_tensors(self, config: Any) -> dict[str, tuple[int, ...]]:
-        """Hugging Face's name and shape of every weight."""
-
-    def cache_shape(self, config: Any, pages: int | str, page_size: int) -> list[int | str]:
-        """The shape of the cache's one buffer."""
-
-    def build_step(
-        self, config: Any, dtype: DType, page_size: int, module: Module, device: DeviceRef | None = None
-    ) -> None:
-        """Adds the graph `STEP` to `module`: `DecodeInputs` -> logits `[B, vocab]` float32."""
+    def read(self, fields: Fields) -> DecoderConfig:
+        """The model that a `config.json` describes; raises `CheckpointError` for what would be computed wrongly."""
 
 
-FAMILIES: dict[str, Family] = {llama.LlamaConfig.architecture: llama}
+_MODULES: tuple[Family, ...] = (llama, mistral, qwen2, qwen3, olmo2, granite, phi3, gemma3)
+
+FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in _MODULES}
+
+
+def find_family(fields: Fields) -> Family:
+    """The family that a `config.json` names, in `architectures` or, without them, in `model_type`.
+
+    Raises:
+        CheckpointError: it names none of them.
+    """
+    names = fields.get("architectures")
+    if names is None:
+        types = {family.MODEL_TYPE: family for family in FAMILIES.values()}
+        kind = fields.get("model_type")
+        if not isinstance(kind, str) or kind not in types:
+            raise fields.error("model_type", f"none of {', '.join(types)}")
+        return types[kind]
+    found = [name for name in names if name in FAMILIES] if isinstance(names, list) else []
+    if not found:
+        raise fields.error("architectures", f"none of {', '.join(FAMILIES)}")
+    return FAMILIES[found[0]]

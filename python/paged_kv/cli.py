@@ -20,7 +20,7 @@ from paged_kv.options import check_head_dim
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
     from paged_kv.engine.engine import Generation, Statistics
-    from paged_kv.engine.model import LlamaModel
+    from paged_kv.engine.model import DecoderModel
     from paged_kv.engine.tokenizer import Tokenizer
 
 DEMO_PROMPTS = (
@@ -140,7 +140,7 @@ def generate(
     as_json: bool,
 ) -> None:
     """Continue prompts with a Llama checkpoint in Hugging Face format, all of them as one batch."""
-    from paged_kv.engine.config import load_config
+    from paged_kv.checkpoint.config import load_config
     from paged_kv.engine.engine import Generation
     from paged_kv.engine.sampling import Sampler
     from paged_kv.engine.scheduler import pages_for
@@ -181,7 +181,7 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
 def demo(device: str) -> int:
     """Decode four prompts with a small made-up model, and check the tokens against a recompute without a cache."""
     from paged_kv.arrays.host import to_numpy
-    from paged_kv.engine.config import load_config
+    from paged_kv.checkpoint.config import load_config
     from paged_kv.engine.demo import write_demo_checkpoint
     from paged_kv.engine.engine import Generation
     from paged_kv.engine.recompute import recompute
@@ -213,16 +213,16 @@ def demo(device: str) -> int:
 commands.add_command(bench)
 
 
-def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int, device: str) -> LlamaModel:
+def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int, device: str) -> DecoderModel:
     from max.dtype import DType
 
-    from paged_kv.engine.model import LlamaModel
-    from paged_kv.engine.weights import progress_bar
+    from paged_kv.checkpoint.weights import progress_bar
+    from paged_kv.engine.model import DecoderModel
     from paged_kv.runtime.session import runtime_on
 
     runtime = runtime_on(0 if device == "gpu" else None)
     with progress_bar("weights") as on_progress:
-        return LlamaModel.from_folder(
+        return DecoderModel.from_folder(
             folder,
             dtype=DType.bfloat16 if dtype == "bfloat16" else DType.float32,
             num_pages=num_pages,
@@ -279,7 +279,7 @@ def _print_texts(run: Generation, tokenizer: Tokenizer, prompts: Sequence[str], 
     return tokens
 
 
-def _print_statistics(statistics: Statistics, model: LlamaModel) -> None:
+def _print_statistics(statistics: Statistics, model: DecoderModel) -> None:
     def rate(tokens: int, seconds: float) -> str:
         return f"{tokens} tokens, {tokens / seconds:.1f} tokens/s" if seconds else f"{tokens} tokens"
 

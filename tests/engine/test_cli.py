@@ -13,8 +13,8 @@ import torch
 import transformers
 
 import paged_kv
+from paged_kv.checkpoint.config import load_config
 from paged_kv.cli import DEMO_NEW_TOKENS, DEMO_PROMPTS, _run
-from paged_kv.engine.config import load_config
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.pool import pages_needed

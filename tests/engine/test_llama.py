@@ -10,7 +10,7 @@ import transformers
 from max.dtype import DType
 
 from paged_kv.engine.engine import Generation
-from paged_kv.engine.model import LlamaModel
+from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.sampling import Sampler
 from paged_kv.engine.scheduler import pages_for
 from support.checkpoints import LLAMA3, make_checkpoint, relative_error
@@ -40,7 +40,7 @@ SHARDED = "group4"
 class Case:
     """One checkpoint, in our hands and in transformers'."""
 
-    model: LlamaModel
+    model: DecoderModel
     reference: transformers.LlamaForCausalLM
 
     @cached_property

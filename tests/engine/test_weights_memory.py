@@ -11,9 +11,9 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, Weight, ops
 from safetensors.torch import save_file
 
-from paged_kv.engine import weights
-from paged_kv.engine.weights import SINGLE_FILE, open_checkpoint
-from paged_kv.graphs.models.llama import expected_tensors
+from paged_kv.checkpoint import weights
+from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
+from paged_kv.graphs.models.decoder import expected_tensors
 from support.checkpoints import assert_same, read_config
 
 

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 from max.dtype import DType
-from max.graph import Weight
 
 from paged_kv.arrays.host import to_numpy
+from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.weights import open_checkpoint
 from paged_kv.engine import model as model_module
-from paged_kv.engine.config import load_config
-from paged_kv.engine.model import LlamaModel
-from paged_kv.engine.weights import open_checkpoint
-from paged_kv.graphs.models import llama
+from paged_kv.engine.model import DecoderModel
+from paged_kv.graphs.models import decoder
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import default_runtime
@@ -28,8 +27,8 @@ class Member:
     num_pages: int
 
 
-def load_family(members: dict[str, Member]) -> dict[str, LlamaModel]:
-    """Every member as `LlamaModel.from_folder` gives it, except that one artefact holds all of them.
+def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
+    """Every member as `DecoderModel.from_folder` gives it, except that one artefact holds all of them.
 
     In it, graphs and weights are named after their member, so that they do not meet.
     """
@@ -41,15 +40,14 @@ def load_family(members: dict[str, Member]) -> dict[str, LlamaModel]:
     def build(module, names):
         for name in names:
             member = members[name]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(llama, "STEP", name)
-                patch.setattr(llama, "Weight", lambda of, *args, name=name, **kw: Weight(f"{name}/{of}", *args, **kw))
-                llama.build_step(configs[name], member.dtype, member.page_size, module)
+            decoder.build_step(
+                configs[name], member.dtype, member.page_size, module, name=name, weight_prefix=f"{name}/"
+            )
 
     graphs = load_graphs(
         default_runtime().session,
         {
-            name: CompileKey(f"{name} {configs[name]} {member.dtype} {member.page_size}", llama.__name__)
+            name: CompileKey(f"{name} {configs[name]} {member.dtype} {member.page_size}", decoder.__name__)
             for name, member in members.items()
         },
         build,
@@ -58,8 +56,8 @@ def load_family(members: dict[str, Member]) -> dict[str, LlamaModel]:
     models = {}
     for name, member in members.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model_module, "load_graphs", lambda *_, name=name, **__: {llama.STEP: graphs[name]})
-            models[name] = LlamaModel(
+            patch.setattr(model_module, "load_graphs", lambda *_, name=name, **__: {decoder.STEP: graphs[name]})
+            models[name] = DecoderModel(
                 configs[name],
                 weights[name],
                 dtype=member.dtype,
@@ -69,6 +67,6 @@ def load_family(members: dict[str, Member]) -> dict[str, LlamaModel]:
     return models
 
 
-def poison(model: LlamaModel) -> None:
+def poison(model: DecoderModel) -> None:
     """Fills every page with NaN: whatever reads a slot that was not written shows."""
     to_numpy(model._blocks)[...] = float("nan")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paged_kv.graphs import ops
-from paged_kv.graphs.models import llama
+from paged_kv.graphs.models import decoder
 from paged_kv.runtime import compile_key, variants
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
 from paged_kv.runtime.cpu_target import CpuInfo
@@ -21,7 +21,7 @@ def keys(device):
     }
     if not device:
         found["linear"] = CompileKey("linear", ops.__name__, (ops.LINEAR,))
-    return found | {"step": CompileKey("step", llama.__name__, device=device)}
+    return found | {"step": CompileKey("step", decoder.__name__, device=device)}
 
 
 KEYS = {f"cpu {name}": key for name, key in keys("").items()} | {f"gpu {name}": key for name, key in keys(GPU).items()}
@@ -109,7 +109,7 @@ def test_a_change_of_the_ops_wrappers_changes_every_key(changed, file):
     assert changed(edit(file)) == set(KEYS)
 
 
-@pytest.mark.parametrize("file", ["models/llama.py", "layers.py", "inputs.py"])
+@pytest.mark.parametrize("file", ["models/decoder.py", "models/config.py", "layers.py", "rope.py", "inputs.py"])
 def test_a_change_of_the_step_changes_steps_alone(changed, file):
     assert changed(edit(f"graphs/{file}")) == {"cpu step", "gpu step"}
 
@@ -123,7 +123,7 @@ def test_a_change_of_the_variants_changes_no_step(changed):
     "file",
     [
         "python/engine/tokenizer.py",
-        "python/engine/weights.py",
+        "python/checkpoint/weights.py",
         "python/engine/model.py",
         "python/runtime/session.py",
         "python/calls/plan.py",

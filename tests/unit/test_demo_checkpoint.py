@@ -9,14 +9,14 @@ import torch
 import transformers
 from max.dtype import DType
 
+from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.weights import open_checkpoint
 from paged_kv.engine import demo
-from paged_kv.engine.config import load_config
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.recompute import recompute
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.engine.weights import open_checkpoint
 from paged_kv.errors import CheckpointError
-from paged_kv.graphs.models.llama import expected_tensors
+from paged_kv.graphs.models.decoder import expected_tensors
 from support.checkpoints import relative_error
 
 FILES = {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "demo.json"}

@@ -13,7 +13,8 @@ from paged_kv.engine.engine import Emitted, Generation, Statistics
 from paged_kv.engine.sampling import Sampler
 from paged_kv.engine.scheduler import pages_for
 from paged_kv.errors import ContractError, PoolExhausted
-from paged_kv.graphs.models.llama import LlamaConfig, RopeScaling
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.rope import Rope
 from paged_kv.pool import PagePool
 
 VOCAB = 11
@@ -23,14 +24,13 @@ EMPTY = -1  # a slot that nothing was written to
 def config(max_positions=4096):
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), 8)
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1)
-    return LlamaConfig(
+    return DecoderConfig(
         **sizes,
         **heads,
         vocab_size=VOCAB,
         max_position_embeddings=max_positions,
         rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling=RopeScaling(),
+        rope=Rope(8),
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_ids=(),

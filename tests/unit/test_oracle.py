@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from paged_kv.engine.config import load_config
+from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.recompute import recompute
 from paged_kv.errors import ContractError
-from paged_kv.graphs.models.llama import expected_tensors
+from paged_kv.graphs.models.decoder import expected_tensors
 from support.checkpoints import LLAMA3, make_checkpoint, relative_error
 
 

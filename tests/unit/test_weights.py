@@ -10,11 +10,11 @@ import torch
 from max.dtype import DType
 from safetensors.torch import save_file
 
-from paged_kv.engine import weights
-from paged_kv.engine.config import load_config
-from paged_kv.engine.weights import INDEX_FILE, SINGLE_FILE, open_checkpoint, progress_bar
+from paged_kv.checkpoint import weights
+from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.weights import INDEX_FILE, SINGLE_FILE, open_checkpoint, progress_bar
 from paged_kv.errors import CheckpointError
-from paged_kv.graphs.models.llama import expected_tensors
+from paged_kv.graphs.models.decoder import expected_tensors
 from support.checkpoints import TORCH, assert_same, bits, make_checkpoint, random_tensors, raw_safetensors, read_config
 
 NORM = "model.norm.weight"
@@ -195,7 +195,7 @@ def test_tensors_that_do_not_fit_the_config(tiny):
         refuse(folder, config, f"tensor {re.escape(name)} has dtype {stored}, expected one of F32, BF16, F16$")
     bias = "model.layers.0.self_attn.q_proj.bias"
     save_file(tensors | {bias: torch.zeros(64)}, file)
-    refuse(folder, config, f"tensor {re.escape(bias)} is no part of a Llama model")
+    refuse(folder, config, f"tensor {re.escape(bias)} is no part of the model")
 
 
 def test_only_float_dtypes_can_be_asked_for(tiny):

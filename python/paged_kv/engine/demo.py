@@ -15,9 +15,10 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from paged_kv.engine.config import load_config
+from paged_kv.checkpoint.config import load_config
 from paged_kv.errors import CheckpointError
-from paged_kv.graphs.models.llama import LlamaConfig, expected_tensors
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.decoder import expected_tensors
 
 # To raise whenever the same seed gives other files: older folders are then written again.
 VERSION = 1
@@ -138,7 +139,7 @@ def _write(folder: Path, seed: int) -> None:
     (folder / _STAMP).write_text(json.dumps({"version": VERSION, "seed": seed, "bytes": _sizes(folder)}))
 
 
-def _weights(config: LlamaConfig, tokenizer: Tokenizer, seed: int) -> dict[str, npt.NDArray[np.float32]]:
+def _weights(config: DecoderConfig, tokenizer: Tokenizer, seed: int) -> dict[str, npt.NDArray[np.float32]]:
     random = np.random.Generator(np.random.PCG64(seed))
     weights = {}
     for name, shape in expected_tensors(config).items():

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from paged_kv.engine.model import LlamaModel
+from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.sampling import Sampler
 from paged_kv.engine.scheduler import MAX_STEP_TOKENS, Scheduler, Step
 
@@ -45,7 +45,7 @@ class Generation:
         ContractError, PoolExhausted: as `Scheduler`, before anything runs.
     """
 
-    model: LlamaModel
+    model: DecoderModel
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     sampler: Sampler

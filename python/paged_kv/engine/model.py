@@ -1,4 +1,4 @@
-"""A Llama checkpoint, compiled and bound to its weights, with the pages of its cache."""
+"""A checkpoint, compiled and bound to its weights, with the pages of its cache."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from max.engine import Model
 
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer
-from paged_kv.engine.config import load_config
-from paged_kv.engine.weights import OnProgress, open_checkpoint
+from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.weights import OnProgress, open_checkpoint
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import step_inputs
-from paged_kv.graphs.models import FAMILIES
-from paged_kv.graphs.models.llama import LlamaConfig
+from paged_kv.graphs.models import decoder
+from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import Runtime, default_runtime
 
 
-class LlamaModel:
+class DecoderModel:
     """Runs decode steps. It owns the storage of the pages; the caller knows which request owns which page."""
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         weights: Mapping[str, Any],
         *,
         dtype: DType,
@@ -59,21 +59,20 @@ class LlamaModel:
         self.page_size = page_size
         runtime = runtime or default_runtime()
         self._device = runtime.driver_device
-        family = FAMILIES[config.architecture]
         geometry = _geometry(config)
         self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)
         models = load_graphs(
             runtime.session,
             {
-                family.STEP: CompileKey(
-                    f"{dtype.name} page_size={page_size} {geometry}", geometry.__module__, device=runtime.architecture
+                decoder.STEP: CompileKey(
+                    f"{dtype.name} page_size={page_size} {geometry}", decoder.__name__, device=runtime.architecture
                 )
             },
-            lambda module, _: family.build_step(geometry, dtype, page_size, module, runtime.device),
+            lambda module, _: decoder.build_step(geometry, dtype, page_size, module, runtime.device),
             weights=weights,
             on_compile=on_compile,
         )
-        self._model: Model = models[family.STEP]
+        self._model: Model = models[decoder.STEP]
 
     @classmethod
     def from_folder(
@@ -86,7 +85,7 @@ class LlamaModel:
         on_progress: OnProgress | None = None,
         on_compile: Callable[[], None] = lambda: None,
         runtime: Runtime | None = None,
-    ) -> LlamaModel:
+    ) -> DecoderModel:
         """The model of a Hugging Face folder, its weights memory-mapped and converted only where `dtype` differs.
 
         Raises:
@@ -120,9 +119,9 @@ class LlamaModel:
         return self._model.execute(*arguments)[0].to(CPU()).to_numpy()
 
 
-def _new_cache(config: LlamaConfig, num_pages: int, page_size: int, dtype: DType, device: Device) -> Buffer:
+def _new_cache(config: DecoderConfig, num_pages: int, page_size: int, dtype: DType, device: Device) -> Buffer:
     """The storage of the pages, not yet written to."""
-    shape = [int(size) for size in FAMILIES[config.architecture].cache_shape(config, num_pages, page_size)]
+    shape = [int(size) for size in decoder.cache_shape(config, num_pages, page_size)]
     try:
         if not device.is_host:
             return Buffer(dtype, shape, device)
@@ -134,6 +133,6 @@ def _new_cache(config: LlamaConfig, num_pages: int, page_size: int, dtype: DType
         ) from None
 
 
-def _geometry(config: LlamaConfig) -> LlamaConfig:
+def _geometry(config: DecoderConfig) -> DecoderConfig:
     """`config` without what the compiled step does not depend on."""
     return replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)

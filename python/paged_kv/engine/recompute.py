@@ -1,21 +1,22 @@
-"""The Llama forward pass in NumPy, without a cache: what the paged model must agree with."""
+"""The forward pass of a plain decoder (Llama) in NumPy, without a cache: what the paged model must agree with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paged_kv.errors import ContractError
-from paged_kv.graphs.models.llama import LlamaConfig
+from paged_kv.graphs.models.config import DecoderConfig
 
 Array = npt.NDArray[Any]
 
 
 def recompute(
-    config: LlamaConfig,
+    config: DecoderConfig,
     weights: Mapping[str, Array],
     tokens: Sequence[int] | Array,
     dtype: npt.DTypeLike = np.float64,
@@ -26,8 +27,11 @@ def recompute(
     `t + 1`, so one call checks a whole generated text.
 
     Raises:
-        ContractError: `tokens` is empty or holds an id outside the vocabulary.
+        ContractError: `tokens` is empty or holds an id outside the vocabulary, or the model is no plain decoder.
     """
+    unusual = [f.name for f in fields(config) if f.default is not MISSING and getattr(config, f.name) != f.default]
+    if unusual or config.rope.past() is not None or config.rope.amplitude != 1 or config.rope.dims != config.head_dim:
+        raise ContractError(f"config: only plain decoders are recomputed ({', '.join(unusual) or 'rope'})")
     ids = np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ContractError(f"tokens must be a non-empty list of ids below vocab_size = {config.vocab_size}")
@@ -37,7 +41,7 @@ def recompute(
         array: Array = weights[f"{name}.weight"].astype(dtype)
         return array
 
-    angles = np.arange(ids.size)[:, None] * config.inverse_frequencies().astype(dtype)  # [T, D / 2]
+    angles = np.arange(ids.size)[:, None] * config.rope.inverse_frequencies().astype(dtype)  # [T, D / 2]
     cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
     x = weights["model.embed_tokens.weight"][ids].astype(dtype)  # [T, hidden]
     for index in range(config.num_hidden_layers):

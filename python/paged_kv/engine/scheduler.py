@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paged_kv.errors import ContractError, PoolExhausted
-from paged_kv.graphs.models.llama import LlamaConfig
+from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.pool import PagePool, pages_needed
 
 MAX_STEP_TOKENS = 2048
 """Tokens of one step at most: bounds the memory of a step's activations."""
 
 
-def pages_for(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, page_size: int) -> int:
+def pages_for(config: DecoderConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, page_size: int) -> int:
     """The pages that `prompts` can need together, each with up to `max_new_tokens` more.
 
     Raises:
@@ -34,7 +34,7 @@ def pages_for(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tok
     return pages
 
 
-def _limit(config: LlamaConfig, prompt: Sequence[int], max_new_tokens: int) -> int:
+def _limit(config: DecoderConfig, prompt: Sequence[int], max_new_tokens: int) -> int:
     """Prompt and new tokens at most; the last one needs no position of its own."""
     return min(len(prompt) + max_new_tokens, config.max_position_embeddings + 1)
 
@@ -72,7 +72,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: DecoderConfig,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import tokenizers
 
-from paged_kv.engine.config import checkpoint_folder
+from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.errors import CheckpointError, ContractError
-from paged_kv.graphs.models.llama import LlamaConfig
+from paged_kv.graphs.models.config import DecoderConfig
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 _UNFINISHED = 3  # a character has at most four bytes: at most three can wait for the last
@@ -22,7 +22,7 @@ class Tokenizer:
         CheckpointError: `tokenizer.json` is missing or unreadable, or has tokens that the model has no embedding for.
     """
 
-    def __init__(self, folder: Path | str, config: LlamaConfig) -> None:
+    def __init__(self, folder: Path | str, config: DecoderConfig) -> None:
         file = checkpoint_folder(folder) / "tokenizer.json"
         if not file.is_file():
             raise CheckpointError(f"{file}: no such file")

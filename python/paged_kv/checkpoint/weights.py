@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 
 from paged_kv.arrays.dtypes import numpy_dtype
-from paged_kv.engine.config import checkpoint_folder
+from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.errors import CheckpointError
-from paged_kv.graphs.models.llama import LlamaConfig, expected_tensors
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.decoder import expected_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,7 +57,7 @@ class Checkpoint:
     folder: Path
     tensors: Mapping[str, StoredTensor]
 
-    def load(self, config: LlamaConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
+    def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
         """Every tensor of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`.
 
         A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
@@ -103,7 +104,7 @@ class Checkpoint:
         for name, stored in self.tensors.items():
             # lm_head.weight is expected unless it is tied, and then it repeats the embeddings.
             if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-                raise CheckpointError(f"{stored.file}: tensor {name} is no part of a Llama model with this config.json")
+                raise CheckpointError(f"{stored.file}: tensor {name} is no part of the model of config.json")
 
 
 def open_checkpoint(folder: Path | str) -> Checkpoint:
@@ -121,18 +122,31 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
         raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
     weight_map = _read_index(index)
-    tensors: dict[str, StoredTensor] = {}
-    for shard in sorted(set(weight_map.values())):
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
         if not (path / shard).is_file():
             raise CheckpointError(f"{index}: shard {shard} is missing from the folder")
-        for name, stored in _read_header(path / shard).items():
-            if name in tensors:
-                raise CheckpointError(f"{path}: tensor {name} is in both {tensors[name].file.name} and {shard}")
-            tensors[name] = stored
+    found = open_files([path / shard for shard in shards])
     for name, shard in weight_map.items():
-        if name not in tensors or tensors[name].file.name != shard:
+        if name not in found.tensors or found.tensors[name].file.name != shard:
             raise CheckpointError(f"{index}: tensor {name} is not in {shard}")
-    return Checkpoint(path, tensors)
+    return found
+
+
+def open_files(files: Sequence[Path]) -> Checkpoint:
+    """Reads the headers of safetensors files, at least one, that hold one model together.
+
+    Raises:
+        CheckpointError: a file is cut short or is not safetensors; two files hold the same tensor.
+    """
+    folder = files[0].parent
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, stored in _read_header(file).items():
+            if name in tensors:
+                raise CheckpointError(f"{folder}: tensor {name} is in both {tensors[name].file.name} and {file.name}")
+            tensors[name] = stored
+    return Checkpoint(folder, tensors)
 
 
 @contextmanager

@@ -1,0 +1,198 @@
+"""The sizes of a decoder-only model and the switches in which families differ, read from Hugging Face's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.rope import Linear, Llama3, LongRope, Rope, Scaling, Yarn
+from paged_kv.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, Q_DTYPES, is_head_dim
+
+Activation = Literal["silu", "gelu_tanh"]
+NormPlace = Literal["before", "after", "around"]
+QkNorm = Literal["head", "all_heads"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """One model: what its step computes, and what generation needs to know of it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str | None
+    """The checkpoint's own, None where it does not say."""
+
+    fused_projections: bool = False
+    """Q, K and V are one weight (`qkv_proj`), gate and up another (`gate_up_proj`)."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: QkNorm | None = None
+    """An RMS norm of q and k before they are rotated: of each head, or of all heads as one vector."""
+    norm_place: NormPlace = "before"
+    """RMS norms stand before attention and MLP (on their input), after them (on their output), or around them."""
+    norm_offset: float = 0.0
+    """What is added to the weights of all norms."""
+    norm_rounds_once: bool = False
+    """Norms multiply by their weight in float32, and round after it; else before it."""
+    activation: Activation = "silu"
+    sm_scale: float | None = None
+    """Of the attention scores; 1 / sqrt(head_dim) where it is None."""
+    windows: tuple[int, ...] = ()
+    """Of each layer, how many tokens a token sees before itself, -1 for all; empty where every layer sees all."""
+    local_rope: Rope | None = None
+    """The rotation of the layers that have a window, where it is another one."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+
+    def window_left(self, layer: int) -> int:
+        """Tokens that a token sees before itself, -1 for all."""
+        return self.windows[layer] if self.windows else -1
+
+    def layer_rope(self, layer: int) -> Rope:
+        """The rotation in a layer."""
+        return self.local_rope if self.local_rope is not None and self.window_left(layer) >= 0 else self.rope
+
+
+def read_config(fields: Fields, **switches: Any) -> DecoderConfig:
+    """The sizes and the rotation from `config.json`'s usual keys; `switches` are what the family adds.
+
+    Raises:
+        CheckpointError: a field is missing, of a wrong type, or of a value that this package does not run.
+    """
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", default=heads)
+    hidden = fields.integer("hidden_size")
+    # A missing head_dim is hidden_size / num_attention_heads, which must be an integer.
+    head_dim = fields.integer("head_dim", default=hidden // heads)
+    if fields.get("head_dim") is None and hidden % heads:
+        raise fields.error("hidden_size", f"no multiple of num_attention_heads = {heads}, and there is no head_dim")
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"does not divide num_attention_heads = {heads}", kv_heads)
+    if not is_head_dim(head_dim):
+        problem = f"must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}"
+        raise fields.error("head_dim", problem, head_dim)
+    if fields.get("quantization_config") is not None:
+        raise fields.error("quantization_config", "quantized checkpoints are not supported")
+
+    vocab_size = fields.integer("vocab_size")
+    bos = fields.tokens("bos_token_id", vocab_size)
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_hidden_layers": fields.integer("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings"),
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": fields.tokens("eos_token_id", vocab_size),
+        "dtype": _dtype(fields),
+    }
+    if "rope" not in switches:
+        sizes["rope"] = read_rope(fields, head_dim)
+    if "activation" not in switches:
+        sizes["activation"] = fields.one_of("hidden_act", {"silu": "silu"})
+    return DecoderConfig(**sizes, **switches)
+
+
+def read_windows(fields: Fields, default: Sequence[bool] | None = None) -> tuple[int, ...]:
+    """The window of each layer, from `layer_types` and `sliding_window`.
+
+    Args:
+        default: Which layers have a window where `layer_types` is missing; all where it is None.
+    """
+    if fields.get("sliding_window") is None:
+        return ()
+    # A window of W tokens counts the token itself.
+    window = fields.integer("sliding_window") - 1
+    layers = fields.integer("num_hidden_layers")
+    types = fields.get("layer_types")
+    if types is None:
+        windowed = [True] * layers if default is None else list(default)
+    else:
+        if not isinstance(types, list) or len(types) != layers:
+            raise fields.error("layer_types", f"a list of num_hidden_layers = {layers} is expected")
+        known = {"full_attention": False, "sliding_attention": True}
+        windowed = [Fields(fields.file, {"layer_types": kind}).one_of("layer_types", known) for kind in types]
+    return tuple(window if narrow else -1 for narrow in windowed) if any(windowed) else ()
+
+
+def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, theta: float = 10000.0) -> Rope:
+    """The rotation from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
+
+    Args:
+        layer_type: The key in `rope_parameters` where each type of layer has its own.
+        theta: Where none is said.
+    """
+    rope = fields.section("rope_parameters") or fields.section("rope_scaling")
+    if rope is not None and layer_type is not None:
+        rope = rope.section(layer_type) or rope
+    part = fields.number("partial_rotary_factor", default=1.0)
+    theta = fields.number("rope_theta", default=theta)
+    if rope is not None:
+        part = rope.number("partial_rotary_factor", default=part)
+        theta = rope.number("rope_theta", default=theta)
+    dims = int(head_dim * part)
+    if not 0 < dims <= head_dim or dims % 2:
+        raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
+    return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims))
+
+
+def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
+    # Older files call the key "type".
+    key = "type" if rope.get("rope_type") is None else "rope_type"
+    kind = rope.get(key)
+    if kind is None or kind == "default":
+        return None
+    if kind == "linear":
+        return Linear(rope.number("factor"))
+    known = ("default", "linear", "llama3", "yarn", "longrope")
+    if kind not in known:
+        raise rope.error(key, f"only {', '.join(known)} are supported")
+
+    positions = fields.integer("max_position_embeddings")
+    said = next((of for of in (rope, fields) if of.get("original_max_position_embeddings") is not None), rope)
+    context = said.integer("original_max_position_embeddings", default=positions)
+    if kind == "longrope":
+        factor = rope.number("factor", default=positions / context)
+        sharpening = LongRope.sharpening(factor, context)
+        short, long = (rope.numbers(name, dims // 2) for name in ("short_factor", "long_factor"))
+        return LongRope(short, long, context, rope.number("attention_factor", default=sharpening))
+    factor = rope.number("factor")
+    if kind == "yarn":
+        mscale, all_dim = (
+            None if rope.get(name) is None else rope.number(name) for name in ("mscale", "mscale_all_dim")
+        )
+        sharpening = rope.number("attention_factor", default=Yarn.sharpening(factor, mscale, all_dim))
+        fast, slow = rope.number("beta_fast", default=32.0), rope.number("beta_slow", default=1.0)
+        return Yarn(factor, context, sharpening, fast, slow, rope.boolean("truncate", default=True))
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", f"must be above low_freq_factor = {low:g}")
+    return Llama3(factor, low, high, context)
+
+
+def _dtype(fields: Fields) -> str | None:
+    key = "torch_dtype" if fields.get("dtype") is None else "dtype"
+    dtype = fields.get(key)
+    if dtype is not None and dtype not in Q_DTYPES:
+        raise fields.error(key, 'only "float32", "bfloat16" and "float16" are supported')
+    return None if dtype is None else str(dtype)

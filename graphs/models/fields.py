@@ -1,0 +1,118 @@
+"""A model's `config.json` as typed fields; errors name file, key and value."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paged_kv.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object in a file. `null` is the same as a missing key. `prefix` is where in the file the object lies."""
+
+    file: Path
+    values: Mapping[str, Any]
+    prefix: str = ""
+
+    @classmethod
+    def read(cls, file: Path) -> Fields:
+        """The object that is a whole file.
+
+        Raises:
+            CheckpointError: there is no such file, or no JSON object in it.
+        """
+        if not file.is_file():
+            raise CheckpointError(f"{file}: no such file")
+        try:
+            values = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{file}: a JSON object is expected, found {type(values).__name__}")
+        return cls(file, values)
+
+    def with_defaults(self, **values: object) -> Fields:
+        """The same object with values for keys that are missing or null."""
+        return Fields(self.file, values | {k: v for k, v in self.values.items() if v is not None}, self.prefix)
+
+    def error(self, key: str, problem: str, value: object = None) -> CheckpointError:
+        """`value` is the one to show where it is a default, not in the file."""
+        value = self.get(key) if value is None else value
+        return CheckpointError(f"{self.file}: {self.prefix}{key} = {json.dumps(value)}: {problem}")
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def section(self, key: str) -> Fields | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(key, "an object is expected")
+        return Fields(self.file, value, f"{self.prefix}{key}.")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(key, "a positive integer is expected", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self._value(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(key, "a positive number is expected", value)
+        return float(value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` positive finite numbers."""
+        values = self._value(key, None)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(key, f"a list of {count} positive numbers is expected")
+        return tuple(Fields(self.file, {key: value}, self.prefix).number(key) for value in values)
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false is expected")
+        return value
+
+    def one_of(self, key: str, choices: Mapping[str, Any]) -> Any:
+        """What `choices` has for the value; for the first of them where it is missing."""
+        value = self._value(key, next(iter(choices)))
+        if not isinstance(value, str) or value not in choices:
+            known = " and ".join(f'"{choice}"' for choice in choices)
+            raise self.error(key, f"only {known} {'is' if len(choices) == 1 else 'are'} supported")
+        return choices[value]
+
+    def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id, a list of them, or none."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        ids = value if isinstance(value, list) else [value]
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise self.error(key, f"token ids from 0 to vocab_size - 1 = {vocab_size - 1} are expected")
+        return tuple(ids)
+
+    def refuse(self, key: str, problem: str) -> None:
+        """Refuses a key that says true, or anything else but null and false."""
+        if self.get(key) not in (None, False):
+            raise self.error(key, problem)
+
+    def _value(self, key: str, default: object) -> Any:
+        value = self.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise CheckpointError(f"{self.file}: {self.prefix}{key} is missing")
+        return default

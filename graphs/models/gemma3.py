@@ -1,0 +1,41 @@
+"""Gemma 3, text: norms around attention and MLP with weights above one, windows in five layers of six."""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.rope import Rope
+
+ARCHITECTURE = "Gemma3ForCausalLM"
+MODEL_TYPE = "gemma3_text"
+
+
+def read(fields: Fields) -> DecoderConfig:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        fields.refuse(key, "is not supported")
+    bias = fields.boolean("attention_bias")
+    fields = fields.with_defaults(head_dim=256, sliding_window=4096)
+    layers = fields.integer("num_hidden_layers")
+    pattern = fields.integer("sliding_window_pattern", default=6)
+    windows = read_windows(fields, [(index + 1) % pattern != 0 for index in range(layers)])
+    head_dim = fields.integer("head_dim")
+    rope = fields.section("rope_parameters")
+    if rope is not None and rope.get("sliding_attention") is not None:
+        local = read_rope(fields, head_dim, "sliding_attention")
+    else:
+        local = Rope(head_dim, fields.number("rope_local_base_freq", default=10000.0))
+    return read_config(
+        fields.with_defaults(tie_word_embeddings=True),
+        rope=read_rope(fields, head_dim, "full_attention", theta=1e6),
+        local_rope=local,
+        windows=windows,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        norm_place="around",
+        norm_offset=1.0,
+        norm_rounds_once=True,
+        activation=fields.one_of("hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"}),
+        sm_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+        embedding_multiplier=fields.integer("hidden_size") ** 0.5,
+    )

@@ -1,0 +1,16 @@
+"""OLMo 2: norms on the outputs of attention and MLP, and of q and k over all heads."""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models.config import DecoderConfig, read_config
+from paged_kv.graphs.models.fields import Fields
+
+ARCHITECTURE = "Olmo2ForCausalLM"
+MODEL_TYPE = "olmo2"
+
+
+def read(fields: Fields) -> DecoderConfig:
+    bias = fields.boolean("attention_bias")
+    return read_config(
+        fields, qk_norm="all_heads", norm_place="after", norm_rounds_once=True, qkv_bias=bias, o_bias=bias
+    )

@@ -1,0 +1,48 @@
+"""What MAX Serve registers: every family of `paged_kv.graphs.models`, and bfloat16 on the CPU."""
+
+from __future__ import annotations
+
+from max.graph.weights import WeightsFormat
+from max.pipelines.architectures.llama3.batch_processor import Llama3BatchProcessor
+from max.pipelines.context import TextContext
+from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
+from max.pipelines.lib import SupportedArchitecture, TextTokenizer
+from max.pipelines.modeling import config_enums
+from max.pipelines.modeling.types import PipelineTask
+
+from paged_kv.graphs.models import FAMILIES
+from paged_kv.runtime.cpu_target import apply_cpu_target
+from paged_kv.serve.config import ServedConfig
+from paged_kv.serve.model import ServedModel
+
+
+def _architecture(name: str) -> SupportedArchitecture:
+    return SupportedArchitecture(
+        name=name,
+        example_repo_ids=[],
+        task=PipelineTask.TEXT_GENERATION,
+        default_encoding=ServedConfig.DEFAULT_ENCODING,
+        supported_encodings=ServedConfig.SUPPORTED_ENCODINGS,
+        default_weights_format=WeightsFormat.safetensors,
+        pipeline_model=ServedModel,
+        config=ServedConfig,
+        batching=Llama3BatchProcessor,
+        tokenizer=TextTokenizer,
+        context_type=TextContext,
+        memory_planner=PagedMemoryPlanner,
+        multi_gpu_supported=False,
+    )
+
+
+def _allow_bfloat16_on_the_cpu() -> None:
+    """MAX refuses it by this table alone: its own CPU kernels are slow there, ours are not."""
+    devices = config_enums._SUPPORTED_DEVICES
+    if "cpu" not in devices["bfloat16"]:
+        devices["bfloat16"] = ("cpu", *devices["bfloat16"])
+
+
+# MAX imports this module in every process, before it looks at a device or an encoding.
+_allow_bfloat16_on_the_cpu()
+apply_cpu_target()
+
+ARCHITECTURES = [_architecture(name) for name in FAMILIES]

@@ -1,0 +1,66 @@
+"""A model as MAX Serve's planning sees it: its cache, its longest sequence, its dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from max.dtype import DType
+from max.graph import DeviceRef
+from max.nn.kv_cache import KVCacheParamInterface
+from max.pipelines.kv_cache import cache_dtype_for_encoding
+from max.pipelines.lib import MAXModelConfig, PipelineConfig
+from max.pipelines.lib.config.model_config import _select_quantization_encoding
+from max.pipelines.lib.interfaces.arch_config import ArchConfigWithKVCache, ArchConfigWithStoredKVParams
+from max.pipelines.modeling.config_enums import SupportedEncoding, supported_encoding_dtype
+
+from paged_kv.checkpoint.config import config_of
+from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.config import DecoderConfig
+
+
+@dataclass(kw_only=True)
+class ServedConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
+    """MAX's protocol of an architecture's configuration, around a `DecoderConfig`."""
+
+    DEFAULT_ENCODING: ClassVar[SupportedEncoding] = "bfloat16"
+    SUPPORTED_ENCODINGS: ClassVar[set[SupportedEncoding]] = {"float32", "bfloat16"}
+
+    decoder: DecoderConfig
+    dtype: DType
+    """Of weights and activations."""
+    max_seq_len: int
+    kv_params: KVCacheParamInterface
+    devices: list[DeviceRef]
+    quantization_encoding: SupportedEncoding | None = None
+
+    @classmethod
+    def initialize(
+        cls, pipeline_config: PipelineConfig, model_config: MAXModelConfig | None = None, *, max_seq_len: int
+    ) -> Self:
+        """Reads the model's configuration, as transformers has loaded it.
+
+        Raises:
+            CheckpointError: the model is not one that this package runs; the message names key and value.
+        """
+        model = model_config or pipeline_config.model
+        described = model.huggingface_config
+        if described is None:
+            raise CheckpointError(f"{model.model_path}: no config.json")
+        encoding = _select_quantization_encoding(model, cls.DEFAULT_ENCODING)
+        devices = [DeviceRef(spec.device_type, spec.id) for spec in model.device_specs]
+        kv_params = cls.construct_kv_params(
+            huggingface_config=described,
+            pipeline_config=pipeline_config,
+            devices=devices,
+            kv_cache_config=model.kv_cache,
+            cache_dtype=cache_dtype_for_encoding(encoding, model.kv_cache.kv_cache_format),
+        )
+        return cls(
+            decoder=config_of(described.to_dict(), f"{model.model_path}/config.json"),
+            dtype=supported_encoding_dtype(encoding),
+            max_seq_len=max_seq_len,
+            kv_params=kv_params,
+            devices=devices,
+            quantization_encoding=encoding,
+        )

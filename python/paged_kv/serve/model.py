@@ -1,0 +1,88 @@
+"""The model that MAX Serve runs: MAX's Llama pipeline around this package's graph, weights and artefacts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+from max.engine import InferenceSession, Model
+from max.graph import Module
+from max.nn import Module as Layer
+from max.pipelines.architectures.llama3.batch_processor import Llama3BatchProcessor
+from max.pipelines.architectures.llama3.model import LlamaModelBase
+from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
+from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
+
+from paged_kv.checkpoint.weights import open_files
+from paged_kv.errors import CheckpointError
+from paged_kv.graphs.ops import kernels
+from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.serve import graph as graph_module
+from paged_kv.serve.config import ServedConfig
+from paged_kv.serve.graph import ServedStep
+
+logger = logging.getLogger("paged_kv.serve")
+
+
+class ServedModel(LlamaModelBase):
+    """Any family of `paged_kv.graphs.models`, on one device.
+
+    From MAX's class come batching, execution and log-probabilities; weights are memory-mapped and bound without a
+    copy where they have the dtype that is asked for, and the compiled step is kept among this package's artefacts.
+    """
+
+    model_config_cls: ClassVar[type[Any]] = ServedConfig
+    batch_processor_cls: ClassVar[type[Llama3BatchProcessor]] = Llama3BatchProcessor
+    norm_method = "rms_norm"
+
+    def load_graphs(self, session: InferenceSession) -> dict[str, Model]:
+        """The step, compiled or read from disk, with its weights bound."""
+        config = self.arch_config_as(ServedConfig)
+        if self.pipeline_config.runtime.precompiled_mefs or self.pipeline_config.runtime.export_mefs:
+            return super().load_graphs(session)  # the user keeps the artefacts: MAX reads and writes them
+        self.state_dict = self._load_state_dict()
+        step, name, types = self._step(config)
+
+        def build(module: Module, _: Sequence[str]) -> None:
+            step.trace(*types, name=name, module=module, custom_extensions=[kernels()])
+
+        models = load_graphs(
+            session,
+            {name: CompileKey(name, graph_module.__name__)},
+            build,
+            weights=self.state_dict,
+            on_compile=lambda: logger.info("compiling the step: about a minute, once for this model and machine"),
+        )
+        self._wire_batch_processor(models[name], config)
+        return {GraphRole.DECODER: models[name]}
+
+    def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
+        """The step, for MAX to compile."""
+        step, name, types = self._step(model_config)
+        # MAX asks nothing of it but `trace`.
+        spec = GraphSpec(cast(Layer, step), name, types, weights=self.state_dict, custom_extensions=[kernels()])
+        return {GraphRole.DECODER: spec}
+
+    def _step(self, config: ServedConfig) -> tuple[ServedStep, str, Sequence[Any]]:
+        """The step, the name of its graph, which says all that the graph depends on, and its input types."""
+        step = ServedStep(config.decoder, config.dtype, self.kv_params, self.device_refs[0], self.return_logits)
+        inputs = ragged_kv_symbolic_input_tree(
+            kv_params=self.kv_params, device_refs=self.device_refs, include_signal_buffers=False
+        )
+        types = self._bind_graph_inputs(inputs)
+        facts = f"{config.decoder} {config.dtype} {self.return_logits} {[str(kind) for kind in types]}"
+        return step, f"paged_kv_{hashlib.sha256(facts.encode()).hexdigest()[:32]}", types
+
+    def _create_model_config(self, state_dict: dict[str, Any]) -> ServedConfig:
+        del state_dict
+        return self.arch_config_as(ServedConfig)
+
+    def _load_state_dict(self) -> dict[str, Any]:
+        config = self.arch_config_as(ServedConfig)
+        files = self.pipeline_config.model.resolved_weight_paths()
+        if not files or any(file.suffix != ".safetensors" for file in files):
+            raise CheckpointError(f"{self.pipeline_config.model.model_path}: weights must be safetensors files")
+        return dict(open_files(files).load(config.decoder, config.dtype))
