@@ -10,8 +10,9 @@ from typing import Any
 from paged_kv.benchmarks.report import share_cell, versus_lines
 from paged_kv.benchmarks.results import Row
 
-BEGIN, END = "<!-- decode_cpu: begin -->", "<!-- decode_cpu: end -->"
-"""What stands between them in a page is written by `--update-readme`."""
+MARK = "decode_cpu"
+"""What stands in a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written by
+`--update-readme`."""
 Results = Mapping[str, Any]
 """Of one CPU family, as its file has them."""
 
@@ -44,17 +45,18 @@ def summary(families: Sequence[Results], picture: str) -> str:
     return "\n".join(lines)
 
 
-def update_page(page: Path, section: str) -> None:
-    """Replaces what stands between the two markers of a page.
+def update_page(page: Path, section: str, mark: str = MARK) -> None:
+    """Replaces what stands between the two lines of a page that `mark` names.
 
     Raises:
         ValueError: the markers are not there.
     """
     text = page.read_text()
-    begin, end = text.find(BEGIN), text.find(END)
+    first, last = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    begin, end = text.find(first), text.find(last)
     if not 0 <= begin < end:
-        raise ValueError(f"{page}: no lines {BEGIN} and {END}")
-    page.write_text(f"{text[: begin + len(BEGIN)]}\n{section}\n{text[end:]}")
+        raise ValueError(f"{page}: no lines {first} and {last}")
+    page.write_text(f"{text[: begin + len(first)]}\n{section}\n{text[end:]}")
 
 
 def _head(first: str, families: Sequence[Results]) -> list[str]:

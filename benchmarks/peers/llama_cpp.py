@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from paged_kv.benchmarks.cases import Case, StepCase
 from paged_kv.benchmarks.peers.base import Peer
 from paged_kv.benchmarks.problems import RMS_EPS, ROPE_THETA, Array, Problem, StepProblem, bits
+from paged_kv.engine.demo import BOS_ID, EOS_ID, SPECIAL_TOKENS
 
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -122,8 +124,8 @@ class LlamaCppStep(Peer):
         return np.stack([np.ctypeslib.as_array(pointer, (self._case.vocab,)) for pointer in pointers])
 
 
-def write_gguf(problem: StepProblem, path: Path) -> None:
-    """The model as llama.cpp reads it: rotary pairs adjacent, norms in float32, no vocabulary."""
+def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = None) -> None:
+    """The model as llama.cpp reads it: rotary pairs adjacent, norms in float32. `tokens` by their ids."""
     import gguf
 
     case = problem.case
@@ -141,7 +143,17 @@ def write_gguf(problem: StepProblem, path: Path) -> None:
     writer.add_layer_norm_rms_eps(RMS_EPS)
     writer.add_vocab_size(case.vocab)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_tokenizer_model("no_vocab")
+    if tokens is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(list(tokens))
+        normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+        writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in tokens])
+        writer.add_token_merges(["w 0"])  # never used; llama.cpp wants one
+        writer.add_bos_token_id(BOS_ID)
+        writer.add_eos_token_id(EOS_ID)
     for name, array in problem.weights.items():
         if array.ndim == 1:
             writer.add_tensor(_gguf_name(name), array.astype(np.float32))

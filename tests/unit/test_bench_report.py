@@ -14,6 +14,7 @@ from paged_kv.benchmarks.targets import cases_of
 from paged_kv.cli import _run
 
 BY_NAME = {case.name: case for case in CASES}
+BEGIN, END = "<!-- decode_cpu: begin -->", "<!-- decode_cpu: end -->"
 FACTS = {"machine": "a machine", "date": "2026-11-21", "commit": "abc"}
 
 
@@ -212,11 +213,11 @@ def test_the_readme_gets_what_was_measured_against_others(families):
 
 def test_a_page_gets_the_families_side_by_side(families, tmp_path):
     page = tmp_path / "performance.md"
-    page.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     pages.update_page(page, pages.markdown(families, "results/{family}.png"))
     text = page.read_text()
-    assert text.startswith(f"before\n{pages.BEGIN}\n")
-    assert text.endswith(f"\n{pages.END}\nafter\n")
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"\n{END}\nafter\n")
     assert "old" not in text
     assert "| case (head_dim 128) | sapphirerapids | znver5 |\n" in text
     first = "6.71 ms, 20.0 GB/s, 0.80 (0.85) | 2.24 ms, 60.0 GB/s, 0.75 (0.8 or a factor)"
@@ -271,7 +272,7 @@ def test_update_readme_adds_this_family_to_the_others(fake_jobs, tmp_path, monke
     for folder in ("benchmarks/results", "docs/pictures"):
         (tmp_path / folder).mkdir(parents=True)
     for page in ("README.md", "docs/performance.md"):
-        (tmp_path / page).write_text(f"{pages.BEGIN}\n{pages.END}\n")
+        (tmp_path / page).write_text(f"{BEGIN}\n{END}\n")
     monkeypatch.setattr(decode_cpu, "HERE", tmp_path / "benchmarks")
     assert _run(["bench", "--cases", "f16"]) == 0
     first = (tmp_path / "benchmarks/results/decode_cpu/sapphirerapids.json").read_bytes()

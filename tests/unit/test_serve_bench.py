@@ -1,0 +1,248 @@
+"""The benchmark of servers: a client's stream, turns with stopped servers, rows, pages, checkpoints; no real server."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+from paged_kv.benchmarks import serve_cpu, serve_report
+from paged_kv.benchmarks.cases import StepCase
+from paged_kv.benchmarks.serve_cases import CASES, TOGETHER, VERSUS, ServeCase, fresh_turns
+from paged_kv.benchmarks.serve_checkpoint import Checkpoint, vocabulary, write_checkpoint
+from paged_kv.benchmarks.serve_client import Stream, WrongAnswer, ask_all, decode_rate, first_token_seconds, parse
+from paged_kv.benchmarks.serve_results import merged, row_of
+from paged_kv.benchmarks.serve_run import Group
+from paged_kv.benchmarks.servers import SYSTEMS, base, max_server
+from paged_kv.engine.config import load_config
+from paged_kv.errors import ContractError
+
+FAKE = Path(__file__).resolve().parent.parent / "support" / "fake_server.py"
+FACTS = {"machine": "a machine", "date": "2026-11-22", "commit": "abc"}
+CASE = ServeCase("small", 1, 64)
+
+
+class Fake(base.HttpServer):
+    """A token takes two milliseconds."""
+
+    label = "fake"
+    milliseconds = 2
+
+    def unavailable(self, *_):
+        return None
+
+    def version(self):
+        return "1"
+
+    def command(self, _, port, *__):
+        return [sys.executable, str(FAKE), str(port), str(self.milliseconds)]
+
+
+class Slow(Fake):
+    """A token takes six."""
+
+    label = "slow"
+    milliseconds = 6
+
+
+class Dead(Fake):
+    label = "dead"
+
+    def command(self, *_):
+        return [sys.executable, "-c", "print('before'); raise SystemExit('no such model')"]
+
+
+class Absent(Fake):
+    label = "absent"
+
+    def unavailable(self, *_):
+        return "not installed: nothing"
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    systems = {"ours-bf16": Fake, "max-f32": Slow, "vllm-bf16": Dead, "llama-bf16": Absent}
+    monkeypatch.setattr("paged_kv.benchmarks.serve_run.make_system", lambda key: systems[key]("bfloat16"))
+
+
+def event(**fields):
+    return b"data: " + json.dumps(fields).encode() + b"\r\n"
+
+
+def piece(text):
+    return event(choices=[{"text": text}])
+
+
+def test_a_stream_of_pieces():
+    lines = [
+        (1.0, piece("a")),
+        (1.5, piece("")),  # half a character
+        (2.0, piece("é")),
+        (2.1, event(choices=[], usage={"completion_tokens": 3})),
+        (2.2, b"data: [DONE]\n"),
+    ]
+    assert parse(0.5, lines, 3) == Stream(0.5, [1.0, 2.0], 3)
+    with pytest.raises(WrongAnswer, match="3 tokens for 4"):
+        parse(0.5, lines, 4)
+    with pytest.raises(WrongAnswer, match="out of pages"):
+        parse(0.5, [(1.0, event(error={"message": "out of pages"}))], 4)
+
+
+def test_a_stream_without_text_counts_its_pieces():
+    lines = [(1.0, piece("")), (2.0, event(choices=[], usage={"completion_tokens": 1}))]
+    assert parse(0.0, lines, 1).arrivals == [1.0]
+
+
+def test_the_rate_is_of_the_time_when_all_are_answered():
+    """A token each 0.1 s; the second request begins a second later and ends a second later."""
+    early = Stream(0.0, [0.1 * at for at in range(1, 31)], 30)
+    late = Stream(0.0, [1.0 + 0.1 * at for at in range(1, 31)], 30)
+    assert decode_rate([early, late]) == pytest.approx(20, rel=0.06)
+    assert decode_rate([early]) == pytest.approx(10)
+    pairs = Stream(0.0, [0.2 * at for at in range(1, 16)], 30)  # two tokens a piece
+    assert decode_rate([pairs]) == pytest.approx(10)
+    assert first_token_seconds([early, late]) == pytest.approx(0.6)
+    with pytest.raises(WrongAnswer, match="together"):
+        decode_rate([early, Stream(0.0, [5.0, 6.0], 2)])
+
+
+@pytest.mark.usefixtures("fakes")
+def test_servers_take_turns(tmp_path):
+    keys = ("ours-bf16", "max-f32", "vllm-bf16", "llama-bf16")
+    with Group(keys, Checkpoint("small", tmp_path), tmp_path) as group:
+        processes = [system._process for system in group._alive.values()]
+        assert [Path(f"/proc/{one.pid}/stat").read_text().split(") ")[1][0] for one in processes] == ["T", "T"]
+        found = group.measure(CASE, 3)
+    assert all(one.poll() is not None for one in processes)
+    assert "no such model" in found["vllm-bf16"]["note"]
+    assert found["llama-bf16"]["note"] == "not installed: nothing"
+    assert group.versions == {"fake": "1", "slow": "1"}
+    row = row_of(CASE, "bf16", found, FACTS)
+    assert len(row["systems"]["ours-bf16"]["rates"]) == 3
+    assert row["systems"]["vllm-bf16"]["rate"] is None
+    ratios = {versus["other"]: versus["ratio"] for versus in row["versus"]}
+    assert ratios["vllm-bf16"] is None
+    ours, slow = (row["systems"][key]["rates"] for key in keys[:2])
+    assert ratios["max-f32"] == statistics.median(one / other for one, other in zip(ours, slow, strict=True))
+    assert row["systems"]["max-f32"]["first_ms"] > 6
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_server_that_fails_a_case_goes_on_with_the_next(tmp_path, monkeypatch):
+    with Group(("ours-bf16",), Checkpoint("small", tmp_path), tmp_path) as group:
+        monkeypatch.setattr(group, "_prompts", lambda *_: [[7, 1], [9, 1]])
+        assert group.measure(CASE, 2)["ours-bf16"]["note"].startswith("HTTP 500")
+        monkeypatch.setattr(group, "_prompts", lambda *_: [[8, 1], [9, 1]])
+        assert group.measure(CASE, 2)["ours-bf16"]["note"] == "0 tokens for 1"
+        monkeypatch.setattr(group, "_prompts", lambda *_: [[9, 1]])
+        assert "note" not in group.measure(CASE, 2)["ours-bf16"]
+
+
+def test_a_server_that_is_gone():
+    port = base.free_port()
+    with pytest.raises(OSError, match="refused"):
+        ask_all(base.HOST, port, "m", [[1]], 1)
+
+
+def test_prompts_are_new_in_as_many_turns_as_they_are_cheap():
+    assert [fresh_turns(ServeCase("large", *sizes), 5) for sizes in ((1, 512), (1, 2048), (8, 512), (8, 4096))] == [
+        5,
+        4,
+        2,
+        1,
+    ]
+
+
+def figures(rate, first):
+    return {"name": f"at {rate}", "turns": [{"rate": rate, "first": first}, {"rate": rate * 2, "first": None}]}
+
+
+def test_rows_have_factors_and_what_serving_costs():
+    case = CASES[3]
+    found = {"ours-bf16": figures(80.0, 1.0), "max-f32": figures(20.0, 3.0), "engine-bf16": figures(100.0, 1.0)}
+    found["vllm-bf16"] = {"name": "vLLM", "turns": [], "note": "not installed: vllm"}
+    row = row_of(case, "bf16", found, FACTS)
+    (built_in, vllm) = row["versus"]
+    assert (built_in["ratio"], built_in["first_ratio"], built_in["at_least"]) == (4, 3, 2)
+    assert vllm["ratio"] is None
+    assert row["overhead"]["share"] == pytest.approx(0.25)
+    assert row["overhead"]["ms"] == pytest.approx((20 + 10) / 2)
+    assert row["systems"]["ours-bf16"]["first_ms"] == 1000
+    shown = serve_report.text([row])
+    for expected in ("120, 1 s", "not installed: vllm", "4.00x at 20.0 (2)", "15.00 ms (25 %)"):
+        assert expected in shown
+
+
+def test_targets():
+    wanted = {(one.ours, one.other): [one.at_least(case) for case in CASES[:6]] for one in VERSUS}
+    assert wanted["ours-bf16", "max-f32"] == [None, None, None, 2, 2, 2]
+    assert wanted["ours-f32", "max-f32"] == [None, None, 1.2, None, None, 1.2]
+    assert wanted["ours-q4k", "max-q4k"] == [1, 1, 1.2, 1.2, 1.2, 1.2]
+    assert all(key in SYSTEMS for groups in TOGETHER.values() for keys in groups.values() for key in keys)
+
+
+def test_files_and_pages(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "results"
+    out.mkdir()
+    (tmp_path / "docs" / "pictures").mkdir(parents=True)
+    page = tmp_path / "docs" / "performance.md"
+    page.write_text("before\n<!-- serve_cpu: begin -->\nold\n<!-- serve_cpu: end -->\nafter\n")
+    found = {"ours-bf16": figures(80.0, 1.0), "max-f32": figures(20.0, 3.0)}
+    path = out / "znver5.json"
+    for rate in (1.0, 80.0):
+        found["ours-bf16"] = figures(rate, 1.0)
+        for case in (CASES[3], CASES[0], CASES[9]):
+            serve_cpu.write(path, [row_of(case, "bf16", found, FACTS)], {"MAX": "26.7.0"})
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == [CASES[0].name, CASES[3].name, CASES[9].name]
+    assert rows[0]["systems"]["ours-bf16"]["rate"] == 120
+    assert merged(rows, [{**rows[1], "date": "later"}])[1]["date"] == "later"
+    serve_cpu.write_pages(out, tmp_path)
+    text = page.read_text()
+    assert "old" not in text
+    assert "| 100 M parameters, B 8, context 512 | 120, 1 s | 30, 3 s |" in text
+    assert "a machine; 2026-11-22; MAX 26.7.0; commit abc" in text
+    assert (tmp_path / serve_cpu.PICTURE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("paged_kv.benchmarks.serve_checkpoint.find_spec", lambda _: None)
+    case = StepCase(
+        "small", "", layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32, vocab=300, context=0
+    )
+    checkpoint = write_checkpoint(case, tmp_path / "small")
+    assert load_config(checkpoint.folder).vocab_size == 300
+    wide, narrow = (load_file(folder / "model.safetensors") for folder in (checkpoint.float32, checkpoint.folder))
+    for name, array in wide.items():
+        assert narrow[name].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(narrow[name].astype(np.float32), array)
+    tokenizer = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+    assert tokenizer.encode("</s>a").ids[:2] == [256, 257]
+    assert tokenizer.decode([280, 299]) == " w280 w299"
+    assert len(vocabulary(300)) == 300
+    assert checkpoint.missing("q4_k") is not None
+    before = (checkpoint.folder / "model.safetensors").stat().st_mtime_ns
+    write_checkpoint(case, tmp_path / "small")
+    assert (checkpoint.folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_ours_differs_from_the_built_in_by_one_flag(tmp_path):
+    checkpoint = Checkpoint("small", tmp_path)
+    for weights in ("float32", "q4_k"):
+        ours, built_in = (
+            kind(weights).command(checkpoint, 1, 8, 256) for kind in (max_server.Ours, max_server.BuiltIn)
+        )
+        assert ours[: len(built_in)] == built_in
+        assert ours[len(built_in) :] == ["--custom-architectures", "paged_kv.serve"]
+
+
+def test_an_unknown_case_is_refused(tmp_path):
+    with pytest.raises(ContractError, match="'tiny' is none of small-1x512"):
+        serve_cpu.serve_cpu.callback((), ("tiny",), (), 1, None, tmp_path, False, False)
