@@ -68,10 +68,10 @@ class Loop:
     def __init__(self, folder: Path, batch: int, length: int) -> None:
         from max.dtype import DType
 
-        from paged_kv.engine.model import LlamaModel
+        from paged_kv.engine.model import DecoderModel
 
         self._each = -(-length // PAGE_SIZE)
-        self._model = LlamaModel.from_folder(
+        self._model = DecoderModel.from_folder(
             folder, dtype=DType.bfloat16, num_pages=batch * self._each, page_size=PAGE_SIZE
         )
         self._prompts: Sequence[Sequence[int]] = []

@@ -19,7 +19,7 @@ from paged_kv.benchmarks.serve_client import Stream, WrongAnswer, ask_all, decod
 from paged_kv.benchmarks.serve_results import merged, row_of
 from paged_kv.benchmarks.serve_run import Group
 from paged_kv.benchmarks.servers import SYSTEMS, base, max_server
-from paged_kv.engine.config import load_config
+from paged_kv.checkpoint.config import load_config
 from paged_kv.errors import ContractError
 
 FAKE = Path(__file__).resolve().parent.parent / "support" / "fake_server.py"
