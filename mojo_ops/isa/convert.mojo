@@ -9,7 +9,8 @@ from std.memory import bitcast
 from std.sys import CompilationTarget
 from std.utils import IndexList
 
-from .float8 import HAS_BYTE_LOOKUP, float8_word_order, float8_words
+from .float8 import Float8Tables, HAS_BYTE_LOOKUP, float8_word_order, float8_words
+from .held import held
 
 comptime LANES = 16
 """Float32 lanes of a vector. A target with narrower registers takes several registers for each."""
@@ -29,10 +30,25 @@ def chunk_of(dtype: DType) -> Int:
     return 2 * CHUNK_ELEMENTS if is_float8(dtype) and HAS_BYTE_LOOKUP else CHUNK_ELEMENTS
 
 
+struct ChunkConstants[dtype: DType](TrivialRegisterPassable):
+    """The constants of `load_chunk`, made once before the loop that loads (`held.mojo`)."""
+
+    var tables: Float8Tables[Self.dtype]
+    var odd: SIMD[DType.uint32, LANES]
+    """The upper half of each 32 bits: the odd element of a pair of bfloat16."""
+
+    @always_inline
+    def __init__(out self):
+        self.tables = Float8Tables[Self.dtype]().held()
+        self.odd = held(SIMD[DType.uint32, LANES](0xFFFF0000))
+
+
 @always_inline
 def load_chunk[
     dtype: DType, //, full: Bool
-](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[DType.float32, chunk_of(dtype)]:
+](source: Pointer[Scalar[dtype], _], count: Int, constants: ChunkConstants[dtype]) -> SIMD[
+    DType.float32, chunk_of(dtype)
+]:
     """Loads the chunk at `source`: all of it, or unless `full` only the first `count` elements, then zeros.
 
     Nothing past `count` is read: it may belong to another head, and be NaN.
@@ -40,11 +56,12 @@ def load_chunk[
     comptime length = chunk_of(dtype)
     comptime Out = SIMD[DType.float32, length]
     comptime if dtype == DType.bfloat16:
-        return rebind[Out](split_even_odd(load_bits[DType.uint16, full](source, count)))
+        return rebind[Out](split_even_odd(load_bits[DType.uint16, full](source, count), constants.odd))
     elif is_float8(dtype):
         comptime if HAS_BYTE_LOOKUP:
-            var words = float8_words[dtype](load_bits[DType.uint8, full, 2 * CHUNK_ELEMENTS](source, count))
-            return rebind[Out](split_even_odd(words[0]).join(split_even_odd(words[1])))
+            var bytes = load_bits[DType.uint8, full, 2 * CHUNK_ELEMENTS](source, count)
+            var words = float8_words(bytes, constants.tables)
+            return rebind[Out](split_even_odd(words[0], constants.odd).join(split_even_odd(words[1], constants.odd)))
         else:
             var bits = load_bits[DType.uint8, full](source, count)
             return rebind[Out](
@@ -60,11 +77,13 @@ def load_chunk[
 
 
 @always_inline
-def split_even_odd(words: SIMD[DType.uint16, CHUNK_ELEMENTS]) -> SIMD[DType.float32, CHUNK_ELEMENTS]:
+def split_even_odd(
+    words: SIMD[DType.uint16, CHUNK_ELEMENTS], odd: SIMD[DType.uint32, LANES]
+) -> SIMD[DType.float32, CHUNK_ELEMENTS]:
     """The even bfloat16 elements, then the odd ones."""
     var pairs = bitcast[DType.uint32, LANES](words)
     return rebind[SIMD[DType.float32, CHUNK_ELEMENTS]](
-        bitcast[DType.float32, LANES](pairs << 16).join(bitcast[DType.float32, LANES](pairs & 0xFFFF0000))
+        bitcast[DType.float32, LANES](pairs << 16).join(bitcast[DType.float32, LANES](pairs & odd))
     )
 
 

@@ -5,6 +5,8 @@ from std.sys import llvm_intrinsic
 from std.sys.info import CompilationTarget
 from std.utils import IndexList
 
+from .held import held
+
 comptime Bf16Words = SIMD[DType.uint16, 32]
 comptime ByteVector = SIMD[DType.uint8, 64]
 
@@ -12,15 +14,50 @@ comptime HAS_BYTE_LOOKUP = CompilationTarget.is_x86() and CompilationTarget._has
 """Whether the CPU target looks up 64 bytes with one instruction (AVX-512 VBMI)."""
 
 
+struct Float8Tables[dtype: DType](TrivialRegisterPassable):
+    """The constants of `float8_words`; zeros for types and CPU targets that do not look up."""
+
+    var low: ByteVector
+    """Of magnitudes 0 to 63: the lower 8 bits of their bfloat16."""
+    var next_low: ByteVector
+    """Of magnitudes 64 to 127."""
+    var high: ByteVector
+    """The upper 8 bits, of magnitudes 0 to 63."""
+    var next_high: ByteVector
+    """Of magnitudes 64 to 127."""
+    var sign: ByteVector
+    """The sign bit of each byte."""
+
+    @always_inline
+    def __init__(out self):
+        comptime is_used = HAS_BYTE_LOOKUP and (Self.dtype == DType.float8_e4m3fn or Self.dtype == DType.float8_e5m2)
+        comptime low = float8_table(Self.dtype, 0, 0) if is_used else ByteVector(0)
+        comptime next_low = float8_table(Self.dtype, 64, 0) if is_used else ByteVector(0)
+        comptime high = float8_table(Self.dtype, 0, 8) if is_used else ByteVector(0)
+        comptime next_high = float8_table(Self.dtype, 64, 8) if is_used else ByteVector(0)
+        self.low = low
+        self.next_low = next_low
+        self.high = high
+        self.next_high = next_high
+        self.sign = ByteVector(0x80)
+
+    @always_inline
+    def held(self) -> Self:
+        """The same constants for a loop that looks up (`held.mojo`)."""
+        var out = self
+        out.low = held(self.low)
+        out.next_low = held(self.next_low)
+        out.high = held(self.high)
+        out.next_high = held(self.next_high)
+        out.sign = held(self.sign)
+        return out
+
+
 @always_inline
-def float8_words[dtype: DType](bytes: ByteVector) -> Tuple[Bf16Words, Bf16Words]:
+def float8_words[dtype: DType](bytes: ByteVector, tables: Float8Tables[dtype]) -> Tuple[Bf16Words, Bf16Words]:
     """The bfloat16 bits of 64 numbers, in the order of `float8_word_order`."""
-    comptime low0 = float8_table(dtype, 0, 0)
-    comptime low1 = float8_table(dtype, 64, 0)
-    comptime high0 = float8_table(dtype, 0, 8)
-    comptime high1 = float8_table(dtype, 64, 8)
-    var low = look_up(low0, bytes, low1)
-    var high = look_up(high0, bytes, high1) | (bytes & 0x80)
+    var low = look_up(tables.low, bytes, tables.next_low)
+    var high = look_up(tables.high, bytes, tables.next_high) | (bytes & tables.sign)
     return (
         bitcast[DType.uint16, 32](low.shuffle[mask=zip_mask[64](0)](high)),
         bitcast[DType.uint16, 32](low.shuffle[mask=zip_mask[64](8)](high)),

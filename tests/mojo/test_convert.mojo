@@ -5,6 +5,7 @@ from std.memory import bitcast
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.isa.convert import (
+    ChunkConstants,
     FloatVector,
     LANES,
     chunk_of,
@@ -21,18 +22,19 @@ from support import untracked
 def check_order[dtype: DType]() raises:
     """Bf16Pointer that are loaded and put back into their natural order are the elements, whole chunks and parts."""
     comptime chunk = chunk_of(dtype)
+    var constants = ChunkConstants[dtype]()
     var stored = List[Scalar[dtype]](length=chunk, fill=0)
     for i in range(chunk):
         stored[i] = Scalar[dtype](Float32(i % 13 - 6) / 4)
-    var whole = to_natural_order[dtype](load_chunk[True](untracked(stored), chunk))
-    var part = to_natural_order[dtype](load_chunk[False](untracked(stored), chunk - 8))
+    var whole = to_natural_order[dtype](load_chunk[True](untracked(stored), chunk, constants))
+    var part = to_natural_order[dtype](load_chunk[False](untracked(stored), chunk - 8, constants))
     var natural = SIMD[DType.float32, chunk](0)
     for i in range(chunk):
         var expected = stored[i].cast[DType.float32]()
         natural[i] = expected
         assert_equal(whole[i], expected)
         assert_equal(part[i], expected if i < chunk - 8 else 0)
-    assert_equal(to_chunk_order[dtype](natural), load_chunk[True](untracked(stored), chunk))
+    assert_equal(to_chunk_order[dtype](natural), load_chunk[True](untracked(stored), chunk, constants))
     _ = stored^
 
 
@@ -47,11 +49,12 @@ def test_order() raises:
 def check_bytes[dtype: DType]() raises:
     """Every float8 is the number that a cast makes it."""
     comptime chunk = chunk_of(dtype)
+    var constants = ChunkConstants[dtype]()
     var stored = List[Scalar[dtype]](length=256, fill=0)
     for i in range(256):
         untracked(stored).unsafe_mut_cast[True]().unsafe_bitcast[UInt8]()[unsafe_offset=i] = UInt8(i)
     for start in range(0, 256, chunk):
-        var wide = to_natural_order[dtype](load_chunk[True](untracked(stored).unsafe_offset(start), chunk))
+        var wide = to_natural_order[dtype](load_chunk[True](untracked(stored).unsafe_offset(start), chunk, constants))
         for i in range(chunk):
             var expected = stored[start + i].cast[DType.float32]()
             if expected != expected:

@@ -1,7 +1,7 @@
 """Stored bfloat16 and float8 elements as bfloat16, one chunk at a time, in the order that takes the fewest shuffles."""
 
 from ...isa.convert import load_bits
-from ...isa.float8 import Bf16Words, float8_word_order, float8_words
+from ...isa.float8 import Bf16Words, Float8Tables, float8_word_order, float8_words
 
 
 struct Bf16Chunk[dtype: DType]:
@@ -17,13 +17,13 @@ struct Bf16Chunk[dtype: DType]:
 @always_inline
 def widen_chunk[
     dtype: DType, //, full: Bool
-](source: Pointer[Scalar[dtype], _], count: Int, mut target: Bf16Chunk[dtype]):
+](source: Pointer[Scalar[dtype], _], count: Int, tables: Float8Tables[dtype], mut target: Bf16Chunk[dtype]):
     """Loads the chunk at `source`; unless `full`, only its first `count` elements, then zeros."""
     comptime if dtype == DType.bfloat16:
         target.words[0] = load_bits[DType.uint16, full, 32](source, count)
     else:
         var bytes = load_bits[DType.uint8, full, 64](source, count)
-        target.words[0], target.words[1] = float8_words[dtype](bytes)
+        target.words[0], target.words[1] = float8_words(bytes, tables)
 
 
 @always_inline

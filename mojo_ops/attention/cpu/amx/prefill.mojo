@@ -9,6 +9,7 @@ from std.memory import bitcast
 
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx_tiles import AMX_TILE_ELEMENTS, configure_tiles
+from ....isa.float8 import Float8Tables
 from ....isa.memory import Bf16BitsPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
@@ -124,8 +125,8 @@ def widen_key[dtype: DType, //](source: Pointer[Scalar[dtype], _], heads: HeadLa
     for d in range(0, heads.padded_dim, length):
         var wide = Bf16Chunk[dtype]()
         if d + length <= heads.head_dim:
-            widen_chunk[True](source.unsafe_offset(d), length, wide)
+            widen_chunk[True](source.unsafe_offset(d), length, Float8Tables[dtype](), wide)
         else:
-            widen_chunk[False](source.unsafe_offset(d), heads.head_dim - d, wide)
+            widen_chunk[False](source.unsafe_offset(d), heads.head_dim - d, Float8Tables[dtype](), wide)
         comptime for part in range(length // 32):
             target.unsafe_store(d + 32 * part, wide.words[part])

@@ -9,7 +9,7 @@ from std.memory import bitcast
 from std.sys import size_of
 
 from ....cache.paged_kv_cache import PagedKVCache
-from ....isa.convert import FloatVector, LANES, chunk_of, load_chunk, to_chunk_order
+from ....isa.convert import ChunkConstants, FloatVector, LANES, chunk_of, load_chunk, to_chunk_order
 from ....isa.memory import FloatPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
@@ -150,6 +150,7 @@ def lay_out_step[
     """Copies K as words and V as float32, each token of the step once."""
     var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var value = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
+    var constants = ChunkConstants[k.dtype]()
     for i in range(step.count):
         var tile = step.tiles[i]
         var first = tile.first - step.first()
@@ -157,6 +158,7 @@ def lay_out_step[
             lay_out_token[pairs](
                 key.unsafe_offset(tile.k[unsafe_offset=t]),
                 value.unsafe_offset(tile.v[unsafe_offset=t]),
+                constants,
                 heads,
                 workspace.keys.unsafe_offset((first + t) * LINE_WORDS),
                 workspace.values.unsafe_offset((first + t) * VALUE_COLUMNS),
@@ -169,6 +171,7 @@ def lay_out_token[
 ](
     key: Pointer[Scalar[dtype], _],
     value: Pointer[Scalar[dtype], _],
+    constants: ChunkConstants[dtype],
     heads: HeadLayout,
     keys: WordPointer,
     values: FloatPointer,
@@ -181,11 +184,11 @@ def lay_out_token[
         var v: SIMD[DType.float32, chunk]
         var d = c * chunk
         if d + chunk <= heads.head_dim:
-            k = load_chunk[True](key.unsafe_offset(d), chunk)
-            v = load_chunk[True](value.unsafe_offset(d), chunk)
+            k = load_chunk[True](key.unsafe_offset(d), chunk, constants)
+            v = load_chunk[True](value.unsafe_offset(d), chunk, constants)
         else:
-            k = load_chunk[False](key.unsafe_offset(d), heads.head_dim - d)
-            v = load_chunk[False](value.unsafe_offset(d), heads.head_dim - d)
+            k = load_chunk[False](key.unsafe_offset(d), heads.head_dim - d, constants)
+            v = load_chunk[False](value.unsafe_offset(d), heads.head_dim - d, constants)
         comptime for line in range(lines):
             keys.unsafe_store((c * lines + line) * KEY_TOKENS * LINE_WORDS, words_of[pairs, line](k))
         comptime for i in range(0, chunk, LANES):

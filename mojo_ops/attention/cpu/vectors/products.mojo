@@ -9,7 +9,7 @@ from std.memory import bitcast
 
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.bf16_dot import BF16_DOT_ELEMENTS, bf16_dot
-from ....isa.convert import FloatVector, LANES, chunk_of, load_chunk, reduce_each
+from ....isa.convert import ChunkConstants, FloatVector, LANES, chunk_of, load_chunk, reduce_each
 from ....isa.memory import FloatPointer
 from ..bf16_chunk import Bf16Chunk, widen_chunk
 from ..kv_tile import KVTile
@@ -49,6 +49,7 @@ def score_tile[
     query_dtype: DType
 ](
     k: PagedKVCache,
+    constants: ChunkConstants[k.dtype],
     tile: KVTile,
     heads: HeadLayout,
     head: Int,
@@ -72,7 +73,16 @@ def score_tile[
         while m + count <= queries:
             var at = q.unsafe_offset(m * heads.padded_dim)
             score_block[count](
-                base, tile, begin, end, heads, at, scores.unsafe_offset(m * KV_TILE_TOKENS), fetch > 0, prefetcher
+                base,
+                constants,
+                tile,
+                begin,
+                end,
+                heads,
+                at,
+                scores.unsafe_offset(m * KV_TILE_TOKENS),
+                fetch > 0,
+                prefetcher,
             )
             fetch -= 1
             m += count
@@ -83,6 +93,7 @@ def score_block[
     kv_dtype: DType, query_dtype: DType, //, count: Int
 ](
     k: Pointer[Scalar[kv_dtype], _],
+    constants: ChunkConstants[kv_dtype],
     tile: KVTile,
     begin: Int,
     end: Int,
@@ -100,10 +111,12 @@ def score_block[
         var sums = Array[FloatVector, LANES](fill=0)
         var d = 0
         while d < whole:
-            dot_chunk[count, True](k, tile.k, first, d, chunk, q, fetch, sums, prefetcher)
+            dot_chunk[count, True](k, constants, tile.k, first, d, chunk, q, fetch, sums, prefetcher)
             d += chunk
         if whole < heads.head_dim:
-            dot_chunk[count, False](k, tile.k, first, whole, heads.head_dim - whole, q, fetch, sums, prefetcher)
+            dot_chunk[count, False](
+                k, constants, tile.k, first, whole, heads.head_dim - whole, q, fetch, sums, prefetcher
+            )
         var totals = reduce_each(sums)
         comptime for m in range(count):
             target.unsafe_store(m * KV_TILE_TOKENS + first, totals.slice[tokens, offset=m * tokens]())
@@ -119,6 +132,7 @@ def dot_chunk[
     kv_dtype: DType, query_dtype: DType, //, count: Int, full: Bool
 ](
     k: Pointer[Scalar[kv_dtype], _],
+    constants: ChunkConstants[kv_dtype],
     offsets: IntPointer,
     token: Int,
     d: Int,
@@ -136,7 +150,7 @@ def dot_chunk[
         var source = k.unsafe_offset(offsets[unsafe_offset=token + i] + d)
         comptime if query_dtype == DType.bfloat16:
             var x = Bf16Chunk[kv_dtype]()
-            widen_chunk[full](source, length, x)
+            widen_chunk[full](source, length, constants.tables, x)
             comptime for m in range(count):
                 comptime for part in range(parts // 2):
                     sums[m * tokens + i] = bf16_dot(
@@ -147,7 +161,7 @@ def dot_chunk[
                         ),
                     )
         else:
-            var x = load_chunk[full](source, length)
+            var x = load_chunk[full](source, length, constants)
             comptime for m in range(count):
                 comptime for part in range(parts):
                     sums[m * tokens + i] = x.slice[LANES, offset=part * LANES]().fma(
@@ -162,6 +176,7 @@ def dot_chunk[
 @always_inline
 def sum_tile(
     v: PagedKVCache,
+    constants: ChunkConstants[v.dtype],
     tile: KVTile,
     heads: HeadLayout,
     head: Int,
@@ -186,7 +201,16 @@ def sum_tile(
         while m + count <= queries:
             var at = acc.unsafe_offset(m * heads.padded_dim)
             sum_block[count, SLICE_ELEMENTS * (1 if count == 4 else 2) // chunk_of(v.dtype)](
-                base, tile, begin, last, heads, weights.unsafe_offset(m * KV_TILE_TOKENS), at, fetch > 0, prefetcher
+                base,
+                constants,
+                tile,
+                begin,
+                last,
+                heads,
+                weights.unsafe_offset(m * KV_TILE_TOKENS),
+                at,
+                fetch > 0,
+                prefetcher,
             )
             fetch -= 1
             m += count
@@ -197,6 +221,7 @@ def sum_block[
     kv_dtype: DType, //, count: Int, chunks: Int
 ](
     v: Pointer[Scalar[kv_dtype], _],
+    constants: ChunkConstants[kv_dtype],
     tile: KVTile,
     begin: Int,
     end: Int,
@@ -213,14 +238,18 @@ def sum_block[
     comptime chunk = chunk_of(kv_dtype)
     var d = 0
     while d + chunks * chunk <= heads.head_dim:
-        sum_slice[count, chunks, True](v, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher)
+        sum_slice[count, chunks, True](
+            v, constants, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher
+        )
         d += chunks * chunk
     while d + chunk <= heads.head_dim:
-        sum_slice[count, 1, True](v, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher)
+        sum_slice[count, 1, True](
+            v, constants, tile, begin, end, d, chunk, heads.padded_dim, weights, acc, fetch, prefetcher
+        )
         d += chunk
     if d < heads.head_dim:
         sum_slice[count, 1, False](
-            v, tile, begin, end, d, heads.head_dim - d, heads.padded_dim, weights, acc, fetch, prefetcher
+            v, constants, tile, begin, end, d, heads.head_dim - d, heads.padded_dim, weights, acc, fetch, prefetcher
         )
 
 
@@ -229,6 +258,7 @@ def sum_slice[
     kv_dtype: DType, //, count: Int, chunks: Int, full: Bool
 ](
     v: Pointer[Scalar[kv_dtype], _],
+    constants: ChunkConstants[kv_dtype],
     tile: KVTile,
     begin: Int,
     end: Int,
@@ -251,7 +281,7 @@ def sum_slice[
         if fetch:
             prefetcher.run()
         comptime for c in range(chunks):
-            var x = load_chunk[full](source.unsafe_offset(c * chunk), length)
+            var x = load_chunk[full](source.unsafe_offset(c * chunk), length, constants)
             comptime for m in range(count):
                 var w = FloatVector(weights[unsafe_offset=m * KV_TILE_TOKENS + i])
                 comptime for half in range(chunk // LANES):

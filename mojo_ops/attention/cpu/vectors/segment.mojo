@@ -8,6 +8,7 @@ with all their heads. Otherwise (HND) it is one head of a tile, and each head go
 from std.sys import size_of
 
 from ....cache.paged_kv_cache import PagedKVCache
+from ....isa.convert import ChunkConstants
 from ...logits import Logits
 from ...params import AttentionRows
 from ..kv_tile import SPAN_TILES
@@ -82,6 +83,7 @@ def attend_segment_vectors[
     var sum_runs = order.heads * (queries + sum_prefetch_calls[k.dtype](heads, queries))
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()
+    var constants = ChunkConstants[k.dtype]()
     var buffer = 0
     var step = SegmentStep(k, v, request, segment, segment.begin, tiles, workspace, buffer)
     while True:
@@ -106,6 +108,7 @@ def attend_segment_vectors[
                     for head in range(first, first + order.heads):
                         score_tile[query_dtype](
                             k,
+                            constants,
                             tile,
                             heads,
                             head,
@@ -143,6 +146,7 @@ def attend_segment_vectors[
                     for head in range(first, first + order.heads):
                         sum_tile(
                             v,
+                            constants,
                             tile,
                             heads,
                             head,
