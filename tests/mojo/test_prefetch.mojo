@@ -21,7 +21,7 @@ from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace, TILE_
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.cache.strides import PageStrides, page_shape
 from mojo_ops.isa.amx import HAS_AMX, amx_permitted, tile_release
-from mojo_ops.isa.convert import chunk_of
+from mojo_ops.isa.convert import ChunkConstants, chunk_of
 from mojo_ops.isa.memory import CACHE_LINE_BYTES
 from support import untracked, untracked_mutable
 
@@ -133,15 +133,18 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
 
     var prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), 0)
     prefetcher.rate = 1
+    var constants = ChunkConstants[dtype]()
     comptime query_dtype = packed_query_dtype(DType.bfloat16, dtype)
     for unit in range(0, KV_TILE_TOKENS, STREAMS):
         for head in range(KV_HEADS):
-            score_tile[query_dtype](k, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher)
+            score_tile[query_dtype](
+                k, constants, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher
+            )
     assert_equal(prefetcher.due, KV_HEADS * score_prefetch_calls[dtype](heads, queries), "scores in vectors")
     prefetcher.due = 0
     for unit in range(0, KV_TILE_TOKENS, STREAMS):
         for head in range(KV_HEADS):
-            sum_tile(k, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher)
+            sum_tile(k, constants, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher)
     assert_equal(prefetcher.due, KV_HEADS * sum_prefetch_calls[dtype](heads, queries), "sums in vectors")
 
     comptime if HAS_AMX and (dtype == DType.bfloat16 or dtype == DType.float8_e4m3fn):
