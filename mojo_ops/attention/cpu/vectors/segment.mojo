@@ -1,6 +1,6 @@
 """Attention over one segment in vector arithmetic, its tokens in the order that gives the most memory bandwidth.
 
-Eight runs of memory are read side by side, each from its first line to its last. The next unit, 8 KB or more, is
+Eight runs of memory are read side by side, each from its first line to its last. The next unit, 16 KB or more, is
 prefetched into the first-level cache. Where the heads of a token are adjacent (NHD), a unit is some tokens of a tile
 with all their heads. Otherwise (HND) it is one head of a tile, and each head goes through all tiles of a span.
 """
@@ -20,8 +20,9 @@ from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
 from .products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
 from .queries import pack_queries, packed_query_dtype
 
-comptime MIN_UNIT_BYTES = 8192
-"""Bytes of a unit, at least: the arithmetic on them takes longer than memory takes to deliver the next unit."""
+comptime MIN_UNIT_BYTES = 16384
+"""Bytes of a unit, at least: the arithmetic on them takes longer than memory takes to deliver the next unit, and its
+sums are loaded and stored once in so many tokens."""
 comptime MAX_UNIT_QUERIES = 4
 """Queries a KV head up to which the queries and sums of all heads stay in the first-level cache beside a unit."""
 comptime MAX_LONG_UNIT_QUERIES = 16
