@@ -1,4 +1,4 @@
-"""The command line: `paged-kv demo | generate | warmup | doctor | bench`.
+"""The command line: `paged-kv demo | generate | serve | warmup | doctor | bench`.
 
 stdout carries results alone; progress, statistics and errors go to stderr. Bad input is one line and exit status 2.
 """
@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -208,6 +208,27 @@ def demo(device: str) -> int:
     total = sum(map(len, generated))
     click.echo(f"\npaged tokens equal to those of a recompute without a cache: {equal} of {total}")
     return 0 if equal == total else 1
+
+
+@commands.command("serve")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[DIR] [-- MAX'S OWN FLAGS]")
+@click.option("--demo", "use_demo", is_flag=True, help="Serve a small made-up model; no DIR then.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="0 is any that is free.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--max-batch-size", type=int, default=16, show_default=True, help="Requests that decode together.")
+@click.option("--page-size", type=int, default=128, show_default=True, help="Tokens in a page of the cache.")
+def serve_command(arguments: tuple[str, ...], use_demo: bool, **options: Any) -> None:
+    """Serve a checkpoint folder with MAX Serve, for OpenAI's clients. `max serve --help` lists MAX's own flags."""
+    from paged_kv.engine.demo import write_demo_checkpoint
+    from paged_kv.runtime.cache_folder import cache_folder
+    from paged_kv.serve.launch import Request, serve
+
+    folders, flags = ((), arguments) if use_demo else (arguments[:1], arguments[1:])
+    if (not use_demo and not folders) or not all(flag.startswith("-") for flag in flags[:1]):
+        raise ContractError("name one folder or --demo; MAX's own flags follow after --")
+    folder = Path(folders[0]) if folders else write_demo_checkpoint(cache_folder() / "demo")
+    serve(Request(folder, flags=flags, **options))
 
 
 commands.add_command(bench)

@@ -19,7 +19,14 @@ from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.decoder import expected_tensors
 from support.checkpoints import relative_error
 
-FILES = {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "demo.json"}
+FILES = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+    "demo.json",
+}
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.decoder import expected_tensors
 
 # To raise whenever the same seed gives other files: older folders are then written again.
-VERSION = 1
+VERSION = 2
 _STAMP = "demo.json"  # written last, says what the folder is
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
@@ -51,6 +51,20 @@ _CONFIG: dict[str, Any] = {
     "pad_token_id": PAD_ID,
     "torch_dtype": "float32",
 }
+
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+_TOKENIZER: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    **dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True)),
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": _CONFIG["max_position_embeddings"],
+    "chat_template": _CHAT_TEMPLATE,
+}
+"""For transformers, which servers use."""
 
 
 def write_demo_checkpoint(folder: Path | str, *, seed: int = 0) -> Path:
@@ -134,6 +148,7 @@ def _write(folder: Path, seed: int) -> None:
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER, indent=2))
     weights = _weights(load_config(folder), tokenizer, seed)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / _STAMP).write_text(json.dumps({"version": VERSION, "seed": seed, "bytes": _sizes(folder)}))

@@ -1,0 +1,229 @@
+"""`paged-kv serve`: checks what it was asked for, chooses what it was not, then runs MAX's own server in this process.
+
+MAX's server starts a process for the model; both leave when this one gets SIGINT or SIGTERM, as with `max serve`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+
+from paged_kv.checkpoint.config import load_config
+from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.serve.memory import ServerMemory, free_memory
+
+PAGE_SIZE = 128
+"""MAX's pool has pages of a multiple of this."""
+CHUNK = 512
+"""Tokens of prompts in one step: requests that decode wait for it."""
+
+_OURS = {
+    "--model": "name DIR before the --",
+    "--model-path": "name DIR before the --",
+    "--host": "give it before the --",
+    "--port": "give it before the --",
+    "--max-batch-size": "give it before the --",
+    "--kv-cache-page-size": "give --page-size before the --",
+    "--custom-architectures": "run `max serve` itself",
+    "--devices": "run `max serve` itself",
+}
+"""MAX's flags that may not be handed on, and what to do instead."""
+_METRICS_PORT = "MAX_SERVE_METRICS_ENDPOINT_PORT"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line says."""
+
+    folder: Path
+    host: str
+    port: int
+    """0: any that is free."""
+    dtype: str
+    max_batch_size: int
+    page_size: int = PAGE_SIZE
+    flags: tuple[str, ...] = ()
+    """MAX's own, as they were given."""
+
+
+def serve(request: Request) -> None:
+    """Serves until a signal ends it.
+
+    Raises:
+        CheckpointError: the folder holds no model that this package runs.
+        ContractError: an argument is bad, the port is taken, or the cache does not fit into memory.
+        ToolchainError: the environment lacks what MAX's server needs.
+    """
+    check_environment()
+    from max._entrypoints.allocator import reexec_with_jemalloc
+    from max._entrypoints.pipelines import main
+
+    # MAX starts the `python3` that PATH has first for its own processes: it must be this one.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    reexec_with_jemalloc()  # this process starts again: MAX would do it in `main`, and what follows would run twice
+    arguments, port = prepare(request)
+    address = _address(request.host, port)
+    os.environ.setdefault("MAX_SERVE_LOGS_ENABLE_COMPONENTS", "paged_kv")  # MAX's logs leave all others out
+    metrics = os.environ.setdefault(_METRICS_PORT, str(_metrics_port(request.host, port)))
+    lines = ready_lines(request.folder, address, _address(request.host, int(metrics)))
+    threading.Thread(target=_announce, args=(address, lines), daemon=True).start()
+    main(args=arguments, prog_name="paged-kv serve --", standalone_mode=False)
+
+
+def prepare(request: Request) -> tuple[list[str], int]:
+    """The arguments for MAX's entry point, and the port.
+
+    Raises:
+        CheckpointError, ContractError: as `serve`.
+    """
+    config = load_config(request.folder)
+    given = _names(request.flags)
+    for name in given & _OURS.keys():
+        raise ContractError(f"{name} cannot be handed on to MAX: {_OURS[name]}")
+    if request.page_size < 1 or request.page_size % PAGE_SIZE:
+        raise ContractError(f"--page-size must be a multiple of {PAGE_SIZE} (MAX's pool), not {request.page_size}")
+    if request.max_batch_size < 1:
+        raise ContractError(f"--max-batch-size must be at least 1, not {request.max_batch_size}")
+    port = free_port(request.host, request.port)
+    encoding = _value(request.flags, "--quantization-encoding") or request.dtype
+    memory = ServerMemory.of(config, request.folder, encoding, _value(request.flags, "--kv-cache-format"))
+    plan = memory.plan(request.page_size, free_memory())
+    chosen = {
+        "--quantization-encoding": encoding,
+        "--max-length": str(plan.max_length),
+        "--device-memory-utilization": f"{plan.utilization:.4f}",
+        "--max-batch-input-tokens": str(max(CHUNK, request.max_batch_size)),
+        "--enable-prefix-caching": None,
+    }
+    arguments = ["serve", "--model-path", str(request.folder), "--devices", "cpu"]
+    arguments += ["--custom-architectures", "paged_kv.serve", "--host", request.host, "--port", str(port)]
+    arguments += ["--max-batch-size", str(request.max_batch_size), "--kv-cache-page-size", str(request.page_size)]
+    for name, value in chosen.items():
+        if name not in given and name.replace("--enable", "--no-enable") not in given:
+            arguments += [name] if value is None else [name, value]
+    return [*arguments, *request.flags], port
+
+
+def check_environment() -> None:
+    """Refuses an environment in which MAX's server would fail after a while, with many lines.
+
+    Raises:
+        ToolchainError: a package that `max[serve]` asks for is missing, or has another version.
+    """
+    try:
+        wrong = list(_mismatches(metadata.requires("max") or ()))
+    except ImportError:
+        wrong = ["packaging is missing"]
+    if wrong:
+        listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise ToolchainError(
+            f"MAX's server cannot run in this environment: {listed}; make an environment with a pip of version 26 or"
+            " later (`pip install --upgrade pip`), then `pip install 'paged-kv[serve]'`"
+        )
+
+
+def free_port(host: str, port: int) -> int:
+    """`port`, or where it is 0 one that is free.
+
+    Raises:
+        ContractError: another program listens there, or this user may not, or `host` is no address of this machine.
+    """
+    if not 0 <= port <= 65535:
+        raise ContractError(f"--port must be from 0 to 65535, not {port}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ContractError(f"--host {host} --port {port}: {error.strerror or error}") from error
+
+
+def ready_lines(folder: Path, address: str, metrics: str) -> str:
+    """What to tell the user once the server answers: where it is, and a request that works."""
+    prompt = "once a prompt is longer than a page"
+    if _has_chat_template(folder):
+        route, asked = "chat/completions", {"messages": [{"role": "user", "content": prompt}]}
+    else:
+        route, asked = "completions", {"prompt": prompt}
+    body = json.dumps({"model": str(folder), **asked, "max_tokens": 32})
+    curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    return f"paged-kv: ready on {address} (metrics: {metrics}/metrics)\n{curl}"
+
+
+def _announce(address: str, lines: str) -> None:
+    """Prints `lines` when the server answers."""
+    while True:
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5):
+                break
+        except OSError:  # nothing listens yet
+            time.sleep(0.1)
+    print(lines, flush=True)
+
+
+def _mismatches(requirements: Iterable[str]) -> Iterator[str]:
+    """Those of MAX's requirements for its server that the environment does not meet, in words."""
+    from packaging.requirements import Requirement
+
+    for requirement in map(Requirement, requirements):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "serve"}):
+            continue
+        try:
+            installed = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield f"{requirement.name} is missing"
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            yield f"{requirement.name} is {installed}, it must be {requirement.specifier}"
+
+
+def _metrics_port(host: str, port: int) -> int:
+    """The port after the server's, where it is free; else any."""
+    try:
+        return free_port(host, port + 1)
+    except ContractError:
+        return free_port(host, 0)
+
+
+def _address(host: str, port: int) -> str:
+    """How a program on this machine reaches the server."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """Whether transformers finds a chat template: MAX answers chats with 400 without one."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _names(flags: Sequence[str]) -> set[str]:
+    return {flag.partition("=")[0] for flag in flags if flag.startswith("--")}
+
+
+def _value(flags: Sequence[str], name: str) -> str | None:
+    """The value of one of MAX's flags, as `--name value` or `--name=value`."""
+    found = None
+    for flag, following in pairwise([*flags, ""]):
+        if flag == name:
+            found = following
+        elif flag.startswith(f"{name}="):
+            found = flag.partition("=")[2]
+    return found
