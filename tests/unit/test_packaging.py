@@ -44,6 +44,12 @@ def test_torch_and_transformers_are_in_extras_alone():
     assert torch in extras["test"]  # what is shipped is what was tested
 
 
+def test_the_server_is_of_the_pinned_max():
+    extras = PROJECT["optional-dependencies"]
+    assert f"max[serve]=={PINNED['max']}" in extras["serve"]
+    assert "paged-kv[serve]" in extras["test-serve"]
+
+
 def test_the_installed_distribution_says_the_same():
     assert metadata.version("paged-kv") == PROJECT["version"]
     (entry,) = metadata.entry_points(group="console_scripts", name="paged-kv")
@@ -101,9 +107,10 @@ def test_every_test_folder_is_run_by_ci():
         f"tests/{path.parent.relative_to(ROOT / 'tests').parts[0]}" for path in ROOT.glob("tests/*/**/test_*.py")
     }
     of_the_readme = set(PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"])
-    (line,) = re.findall(r"\.venv/bin/pytest (tests/.*)", (ROOT / ".ci" / "run").read_text())
-    assert of_the_readme.isdisjoint(line.split())
-    assert of_the_readme | set(line.split()) == folders
+    lines = re.findall(r"bin/(?:python -m )?pytest (?:-n0 )?(tests/.*)", (ROOT / ".ci" / "run").read_text())
+    others = [folder for line in lines for folder in line.split()]
+    assert of_the_readme.isdisjoint(others)
+    assert of_the_readme | set(others) == folders
 
 
 def test_pixi_runs_the_same_programs():

@@ -75,6 +75,7 @@ def serve(request: Request) -> None:
     arguments, port = prepare(request)
     address = _address(request.host, port)
     os.environ.setdefault("MAX_SERVE_LOGS_ENABLE_COMPONENTS", "paged_kv")  # MAX's logs leave all others out
+    os.environ.setdefault("OTEL_SDK_DISABLED", "true")  # MAX sends no telemetry to Modular then; /metrics stays
     metrics = os.environ.setdefault(_METRICS_PORT, str(_metrics_port(request.host, port)))
     lines = ready_lines(request.folder, address, _address(request.host, int(metrics)))
     threading.Thread(target=_announce, args=(address, lines), daemon=True).start()
@@ -128,8 +129,8 @@ def check_environment() -> None:
     if wrong:
         listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise ToolchainError(
-            f"MAX's server cannot run in this environment: {listed}; make an environment with a pip of version 26 or"
-            " later (`pip install --upgrade pip`), then `pip install 'paged-kv[serve]'`"
+            f"MAX's server cannot run in this environment: {listed}; make a new one and"
+            " `pip install 'paged-kv[serve]'` there (the `test` extra wants another transformers)"
         )
 
 
