@@ -20,12 +20,13 @@ FOLDERS = {
     "gpu_compile": "GPU kernels as compilers see them",
     "gpu_sim": "GPU kernels on a model of the hardware",
     "gpu": "needs a GPU that MAX can use",
+    "serve": "MAX Serve with these kernels; needs an environment of its own",
 }
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu")
-"""Not spread over workers: jobs of `background.py` keep the other cores busy, and a GPU has one owner."""
+ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve")
+"""Not spread over workers: jobs of `background.py` keep the other cores busy, a GPU one owner, a server all cores."""
 
 LONGEST_FIRST = (
     *("engine/test_llama.py", "ops/test_graph_ops.py", "ops/test_append_op.py", "engine/test_cli.py"),
