@@ -155,11 +155,10 @@ def free_port(host: str, port: int) -> int:
 def ready_lines(folder: Path, address: str, metrics: str) -> str:
     """What to tell the user once the server answers: where it is, and a request that works."""
     prompt = "once a prompt is longer than a page"
-    if _has_chat_template(folder):
-        route, asked = "chat/completions", {"messages": [{"role": "user", "content": prompt}]}
-    else:
-        route, asked = "completions", {"prompt": prompt}
-    body = json.dumps({"model": str(folder), **asked, "max_tokens": 32})
+    chat = _has_chat_template(folder)
+    route = "chat/completions" if chat else "completions"
+    asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    body = json.dumps({"model": str(folder)} | asked | {"max_tokens": 32})
     curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     return f"paged-kv: ready on {address} (metrics: {metrics}/metrics)\n{curl}"
 
