@@ -88,15 +88,18 @@ def assert_same(buffers, tensors):
         np.testing.assert_array_equal(bits(got)[~nan], bits(tensor)[~nan], err_msg=name)
 
 
-def make_checkpoint(folder, *, seed=0, dtype=torch.float32, max_shard_size="5GB", add_bos=True, **overrides):
+def make_checkpoint(
+    folder, *, family="Llama", seed=0, dtype=torch.float32, max_shard_size="5GB", add_bos=True, **overrides
+):
     """A checkpoint that transformers saves, with a byte-level `tokenizer.json`, and its model.
 
-    `overrides` go to transformers' LlamaConfig. There is no end-of-sequence token unless they name one.
+    `overrides` go to transformers' configuration of the family. There is no end-of-sequence token unless they name one.
     """
     values = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = transformers.LlamaConfig(**(values | tokens | overrides))
-    model = transformers.LlamaForCausalLM(config).eval()
+    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config"))
+    config = config_class(**(values | tokens | overrides))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
