@@ -30,7 +30,8 @@ def checkpoint(request, tmp_path_factory):
     """The folder of a checkpoint of the family, and the model as transformers reads it back."""
     folder = tmp_path_factory.mktemp("family")
     make_case(request.param, folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
