@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from max.dtype import DType
+
 from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.quantised import Encoding
 from paged_kv.graphs.rope import Linear, Llama3, LongRope, Rope, Scaling, Yarn
 from paged_kv.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, Q_DTYPES, is_head_dim
 
@@ -58,10 +61,16 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    encodings: tuple[tuple[str, Encoding], ...] = ()
+    """GGUF's encoding of each weight that stays in its blocks, by checkpoint name."""
 
     def window_left(self, layer: int) -> int:
         """Tokens that a token sees before itself, -1 for all."""
         return self.windows[layer] if self.windows else -1
+
+    def computed_in(self, dtype: DType) -> DType:
+        """The dtype of activations where `dtype` is asked for: quantised weights multiply float32 alone."""
+        return DType.float32 if self.encodings else dtype
 
     def layer_rope(self, layer: int) -> Rope:
         """The rotation in a layer."""

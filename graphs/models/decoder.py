@@ -17,6 +17,7 @@ from paged_kv.graphs.inputs import graph_inputs, input_types
 from paged_kv.graphs.layers import Rotary, StepRows, rms_norm
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.ops import PagedCache, kernels
+from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
 from paged_kv.graphs.rope import Rope
 
 STEP = "decoder_step"
@@ -80,21 +81,30 @@ class Parameters:
 
     config: DecoderConfig
     values: Mapping[str, TensorValue]
-    """By checkpoint name."""
+    """By checkpoint name; those of `config.encodings` are their blocks."""
 
     @staticmethod
     def of(graph: Graph, config: DecoderConfig, dtype: DType, device: DeviceRef, prefix: str = "") -> Parameters:
-        """Adds every weight to `graph`, to be bound under its checkpoint name after `prefix` from the host's memory."""
-        values = {
-            # The loader aligns to the dtype; MAX's default alignment is larger.
-            name: graph.add_weight(Weight(prefix + name, dtype, shape, device, align=dtype.size_in_bytes))
-            for name, shape in expected_tensors(config).items()
-        }
+        """Adds every weight to `graph`, to be bound under its checkpoint name after `prefix` from the host's memory.
+
+        Those of `config.encodings` are their blocks, the others of `config.computed_in(dtype)`.
+        """
+        dtype = config.computed_in(dtype)
+        quantised = dict(config.encodings)
+        values = {}
+        for name, shape in expected_tensors(config).items():
+            kind, align = dtype, dtype.size_in_bytes  # the loader aligns to the dtype; MAX's default is larger
+            if name in quantised:
+                kind, align, shape = DType.uint8, 1, (shape[0], row_bytes(quantised[name], shape[1]))
+            values[name] = graph.add_weight(Weight(prefix + name, kind, shape, device, align=align))
         return Parameters(config, values)
 
     def linear(self, x: TensorValue, *names: str) -> list[TensorValue]:
         """`x` `[M, in]` through several linear layers: `[M, out]` each."""
-        ys = paged.linear_group(x, [self.values[f"{name}.weight"] for name in names])
+        weights = [self._matrix(f"{name}.weight") for name in names]
+        dense = [weight for weight in weights if not isinstance(weight, QuantisedWeight)]
+        products = iter(paged.linear_group(x, dense) if dense else [])
+        ys = [quantised_linear(x, w) if isinstance(w, QuantisedWeight) else next(products) for w in weights]
         biases = [self.values.get(f"{name}.bias") for name in names]
         return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
 
@@ -106,8 +116,17 @@ class Parameters:
 
     def embed(self, tokens: TensorValue) -> TensorValue:
         """Token ids `[T]` -> `[T, hidden]`."""
-        x = ops.gather(self.values["model.embed_tokens.weight"], tokens, axis=0)
+        weight = self._matrix("model.embed_tokens.weight")
+        if isinstance(weight, QuantisedWeight):
+            x = quantised_rows(weight, tokens)
+        else:
+            x = ops.gather(weight, tokens, axis=0)
         return _times(x, self.config.embedding_multiplier)
+
+    def _matrix(self, name: str) -> TensorValue | QuantisedWeight:
+        encoding = dict(self.config.encodings).get(name)
+        value = self.values[name]
+        return value if encoding is None else QuantisedWeight(value, encoding)
 
 
 def decode(
@@ -231,9 +250,10 @@ def build_step(
 ) -> None:
     """Adds the graph `name` to `module`: `DecodeInputs` -> logits `[B, vocab]` float32 after each request's last token.
 
-    Batch, tokens and lengths are symbolic. Weights are bound when the model is initialised, from the host's memory,
-    by their checkpoint names after `weight_prefix`. All inputs and the logits lie on `device`, the CPU where it is
-    None; on a GPU the linear layers are MAX's matmul.
+    Batch, tokens and lengths are symbolic. `dtype` is that of weights, activations and cache, of quantised models that
+    of the cache alone. Weights are bound when the model is initialised, from the host's memory, by their checkpoint
+    names after `weight_prefix`. All inputs and the logits lie on `device`, the CPU where it is None; on a GPU linear
+    layers are MAX's matmul.
     """
     device = device or DeviceRef.CPU()
     types = input_types(dtype, cache_shape(config, "pages", page_size), device)

@@ -115,13 +115,17 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
 
 @commands.command()
 @threads_option
-@click.option("--model", "folder", type=click.Path(path_type=Path), required=True, help="Checkpoint folder.")
+@click.option(
+    "--model", "folder", type=click.Path(path_type=Path), required=True, help="Checkpoint folder or GGUF file."
+)
 @click.option("--prompt", "prompts", multiple=True, required=True, help="Repeat it for a batch.")
 @click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens after each prompt.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus sampling.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random streams, one a prompt.")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: the checkpoint's own.")
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of quantised models the cache's. Default: its own."
+)
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
 @click.option("--pages", type=int, help="Pages of the cache. Default: what these prompts can need.")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs.")
@@ -139,8 +143,8 @@ def generate(
     device: str,
     as_json: bool,
 ) -> None:
-    """Continue prompts with a Llama checkpoint in Hugging Face format, all of them as one batch."""
-    from paged_kv.checkpoint.config import load_config
+    """Continue prompts with a checkpoint in Hugging Face format or a GGUF file, all of them as one batch."""
+    from paged_kv.checkpoint.source import open_source
     from paged_kv.engine.engine import Generation
     from paged_kv.engine.sampling import Sampler
     from paged_kv.engine.scheduler import pages_for
@@ -151,8 +155,9 @@ def generate(
     if pages is not None and pages < 1:
         raise ContractError(f"--pages must be at least 1, not {pages}")
     sampler = Sampler(temperature, top_p, seed)
-    config = load_config(folder)
-    tokenizer = Tokenizer(folder, config)
+    source = open_source(folder)
+    config = source.config
+    tokenizer = Tokenizer(source.folder, config)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     needed = pages_for(config, encoded, max_new_tokens, page_size)
     if pages is not None and needed > pages:

@@ -33,15 +33,11 @@ def build(module):
                 x, w = (value.tensor for value in graph.inputs)
                 graph.output(quantised_linear(x, QuantisedWeight(w, encoding)))
         rows, elements = SHAPES["odd"]
-        types = [
-            TensorType(DType.uint32, ["T"], cpu),
-            TensorType(DType.uint8, [rows, row_bytes(encoding, elements)], cpu),
-        ]
-        with Graph(
-            f"rows_{encoding}", input_types=[TensorType(DType.uint32, ["T"], cpu), blocks], module=module
-        ) as graph:
-            tokens, w = (value.tensor for value in graph.inputs)
-            graph.output(quantised_rows(QuantisedWeight(w, encoding), tokens))
+        tokens = TensorType(DType.uint32, ["T"], cpu)
+        blocks = TensorType(DType.uint8, [rows, row_bytes(encoding, elements)], cpu)
+        with Graph(f"rows_{encoding}", input_types=[tokens, blocks], module=module) as graph:
+            chosen, w = (value.tensor for value in graph.inputs)
+            graph.output(quantised_rows(QuantisedWeight(w, encoding), chosen))
 
 
 def rounded(x, group):

@@ -7,8 +7,7 @@ import pytest
 from max.dtype import DType
 
 from paged_kv.arrays.host import to_numpy
-from paged_kv.checkpoint.config import load_config
-from paged_kv.checkpoint.weights import open_checkpoint
+from paged_kv.checkpoint.source import open_source
 from paged_kv.engine import model as model_module
 from paged_kv.engine.model import DecoderModel
 from paged_kv.graphs.models import decoder
@@ -22,6 +21,7 @@ class Member:
     """One checkpoint and how it is to run."""
 
     folder: Path
+    """Or its GGUF file."""
     dtype: DType
     page_size: int
     num_pages: int
@@ -32,10 +32,9 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
 
     In it, graphs and weights are named after their member, so that they do not meet.
     """
-    configs = {name: load_config(member.folder) for name, member in members.items()}
-    weights = {
-        name: open_checkpoint(member.folder).load(configs[name], member.dtype) for name, member in members.items()
-    }
+    sources = {name: open_source(member.folder) for name, member in members.items()}
+    configs = {name: source.config for name, source in sources.items()}
+    weights = {name: source.load(members[name].dtype) for name, source in sources.items()}
 
     def build(module, names):
         for name in names:

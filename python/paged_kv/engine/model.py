@@ -15,8 +15,8 @@ from max.engine import Model
 
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer
-from paged_kv.checkpoint.config import load_config
-from paged_kv.checkpoint.weights import OnProgress, open_checkpoint
+from paged_kv.checkpoint.source import open_source
+from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import decoder
@@ -43,8 +43,8 @@ class DecoderModel:
         """Compiles the step, or reads it from disk, and binds `weights` without copying them.
 
         Args:
-            weights: By checkpoint name, in `dtype`; they must outlive the model.
-            dtype: Of weights, activations and cache.
+            weights: By checkpoint name, as `Source.load` gives them for `dtype`; they must outlive the model.
+            dtype: Of weights, activations and cache; of the cache alone where weights are quantised.
             num_pages: Pages of the cache; memory is used as pages are first written.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
             runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
@@ -86,15 +86,16 @@ class DecoderModel:
         on_compile: Callable[[], None] = lambda: None,
         runtime: Runtime | None = None,
     ) -> DecoderModel:
-        """The model of a Hugging Face folder, its weights memory-mapped and converted only where `dtype` differs.
+        """The model of a Hugging Face folder or a GGUF file, its weights memory-mapped and converted only where they
+        must be.
 
         Raises:
-            CheckpointError: the folder does not hold a checkpoint that this package runs.
+            CheckpointError: there is no checkpoint that this package runs.
         """
-        config = load_config(folder)
-        weights = open_checkpoint(folder).load(config, dtype, on_progress)
+        source = open_source(folder)
+        weights = source.load(dtype, on_progress)
         sizes = {"num_pages": num_pages, "page_size": page_size}
-        return cls(config, weights, dtype=dtype, **sizes, on_compile=on_compile, runtime=runtime)
+        return cls(source.config, weights, dtype=dtype, **sizes, on_compile=on_compile, runtime=runtime)
 
     @property
     def page_bytes(self) -> int:

@@ -25,7 +25,7 @@ class Tokenizer:
     def __init__(self, folder: Path | str, config: DecoderConfig) -> None:
         file = checkpoint_folder(folder) / "tokenizer.json"
         if not file.is_file():
-            raise CheckpointError(f"{file}: no such file")
+            raise CheckpointError(f"{file}: no such file (the model's own tokenizer belongs beside its weights)")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises Exception itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Self
 
 from max.dtype import DType
@@ -15,6 +16,7 @@ from max.pipelines.lib.interfaces.arch_config import ArchConfigWithKVCache, Arch
 from max.pipelines.modeling.config_enums import SupportedEncoding, supported_encoding_dtype
 
 from paged_kv.checkpoint.config import config_of
+from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
 
@@ -24,11 +26,11 @@ class ServedConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
     """MAX's protocol of an architecture's configuration, around a `DecoderConfig`."""
 
     DEFAULT_ENCODING: ClassVar[SupportedEncoding] = "bfloat16"
-    SUPPORTED_ENCODINGS: ClassVar[set[SupportedEncoding]] = {"float32", "bfloat16"}
+    SUPPORTED_ENCODINGS: ClassVar[set[SupportedEncoding]] = {"float32", "bfloat16", "q4_0", "q4_k", "q6_k"}
 
     decoder: DecoderConfig
     dtype: DType
-    """Of weights and activations."""
+    """Of weights and activations; of activations alone, and float32, where weights are quantised."""
     max_seq_len: int
     kv_params: KVCacheParamInterface
     devices: list[DeviceRef]
@@ -56,11 +58,28 @@ class ServedConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
             kv_cache_config=model.kv_cache,
             cache_dtype=cache_dtype_for_encoding(encoding, model.kv_cache.kv_cache_format),
         )
+        file = gguf_file(model)
+        if file is None:
+            decoder = config_of(described.to_dict(), f"{model.model_path}/config.json")
+        else:
+            decoder = open_gguf(file).config
         return cls(
-            decoder=config_of(described.to_dict(), f"{model.model_path}/config.json"),
-            dtype=supported_encoding_dtype(encoding),
+            decoder=decoder,
+            dtype=decoder.computed_in(supported_encoding_dtype(encoding)),
             max_seq_len=max_seq_len,
             kv_params=kv_params,
             devices=devices,
             quantization_encoding=encoding,
         )
+
+
+def gguf_file(model: MAXModelConfig) -> Path | None:
+    """The GGUF file that the weights come from, None where they are safetensors.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    files = [file for file in model.resolved_weight_paths() if file.suffix == ".gguf"]
+    if len(files) > 1:
+        raise CheckpointError(f"{model.model_path}: {len(files)} GGUF files: name one with --weight-path")
+    return files[0] if files else None

@@ -15,13 +15,14 @@ from max.pipelines.architectures.llama3.model import LlamaModelBase
 from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
 from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
+from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.weights import open_files
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.serve import graph as graph_module
-from paged_kv.serve.config import ServedConfig
+from paged_kv.serve.config import ServedConfig, gguf_file
 from paged_kv.serve.graph import ServedStep
 
 logger = logging.getLogger("paged_kv.serve")
@@ -82,7 +83,12 @@ class ServedModel(LlamaModelBase):
 
     def _load_state_dict(self) -> dict[str, Any]:
         config = self.arch_config_as(ServedConfig)
+        gguf = gguf_file(self.pipeline_config.model)
+        if gguf is not None:
+            return dict(open_gguf(gguf).load(config.decoder, config.dtype))
         files = self.pipeline_config.model.resolved_weight_paths()
         if not files or any(file.suffix != ".safetensors" for file in files):
-            raise CheckpointError(f"{self.pipeline_config.model.model_path}: weights must be safetensors files")
+            raise CheckpointError(
+                f"{self.pipeline_config.model.model_path}: weights must be safetensors files or one GGUF file"
+            )
         return dict(open_files(files).load(config.decoder, config.dtype))

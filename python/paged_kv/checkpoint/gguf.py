@@ -1,0 +1,152 @@
+"""GGUF files: the model they describe, and their weights, which stay in their blocks where they are quantised.
+
+A file is memory-mapped. A tensor that is used as it lies in the file is a view of that map; a copy is made of those
+whose dtype differs from the requested one, and of the q and k of families whose rows llama.cpp reorders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from max.driver import Buffer
+from max.dtype import DType
+
+from paged_kv.arrays.dtypes import numpy_dtype
+from paged_kv.checkpoint.config import config_of
+from paged_kv.checkpoint.gguf_families import LONG_ROPE, ROPE_FREQUENCIES, find_family, hugging_face_config
+from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
+from paged_kv.checkpoint.weights import OnProgress
+from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.decoder import expected_tensors
+from paged_kv.graphs.quantised import ENCODINGS
+
+_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_IGNORED = {ROPE_FREQUENCIES, *LONG_ROPE.values()}
+"""Tensors that became part of the configuration."""
+
+
+def find_gguf(path: Path | str) -> Path | None:
+    """The GGUF file that `path` is, or the only one in the folder that it is; None where there is none.
+
+    Raises:
+        CheckpointError: the folder has several.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return path
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if len(files) > 1:
+        raise CheckpointError(f"{path}: {len(files)} GGUF files: name one of {', '.join(file.name for file in files)}")
+    return files[0] if files else None
+
+
+def open_gguf(file: Path | str) -> GgufCheckpoint:
+    """Reads the header of a GGUF file.
+
+    Raises:
+        CheckpointError: it is no GGUF file, or of an architecture that this package does not run.
+    """
+    header = read_header(file)
+    find_family(header)
+    return GgufCheckpoint(header)
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint:
+    """A GGUF file. No tensor's data is read before `load`."""
+
+    header: GgufHeader
+
+    @cached_property
+    def config(self) -> DecoderConfig:
+        """The model, with the encoding of every weight that stays in blocks.
+
+        Raises:
+            CheckpointError: the metadata is incomplete, or says what this package does not run; a weight is missing, or
+                in an encoding that this package does not load.
+        """
+        config = config_of(hugging_face_config(self.header), self.header.file)
+        tensors = {name: self._tensor(name) for name in expected_tensors(config)}
+        encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in ENCODINGS]
+        query = (
+            tensors.get("model.layers.0.self_attn.q_proj.weight") or tensors["model.layers.0.self_attn.qkv_proj.weight"]
+        )
+        dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding, "float32")
+        return replace(config, encodings=tuple(encodings), dtype=dtype)
+
+    def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
+        """Every tensor of `expected_tensors(config)` as a host Buffer, ready for `weights_registry`.
+
+        Those of `config.encodings` are uint8 `[N, bytes of a row]`, the others of `dtype`.
+
+        Raises:
+            CheckpointError: a tensor is missing, unexpected, or of a wrong shape or encoding.
+        """
+        expected = expected_tensors(config)
+        tensors = {name: self._tensor(name) for name in expected}
+        self._check_shapes(expected, tensors)
+        quantised = dict(config.encodings)
+        done, total = 0, sum(tensor.data.size for tensor in tensors.values())
+        buffers = {}
+        for name, tensor in tensors.items():
+            if name in quantised:
+                buffers[name] = Buffer.from_numpy(self._rows(name, tensor.data, config))
+            else:
+                buffers[name] = self._floats(name, tensor, dtype, config)
+            done += tensor.data.size
+            if progress is not None:
+                progress(done, total)
+        return buffers
+
+    def _tensor(self, name: str) -> GgufTensor:
+        """The tensor that Hugging Face calls `name`, in an encoding that is loaded."""
+        stored = find_family(self.header).tensor(name)
+        tensor = self.header.tensors.get(stored)
+        if tensor is None:
+            raise CheckpointError(f"{self.header.file}: tensor {stored} is missing")
+        known = (*_FLOATS, *ENCODINGS) if len(tensor.shape) == 2 else tuple(_FLOATS)
+        if tensor.encoding not in known:
+            problem = f"has encoding {tensor.encoding}, expected one of {', '.join(known)}"
+            raise CheckpointError(f"{self.header.file}: tensor {stored} {problem}")
+        return tensor
+
+    def _check_shapes(self, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, GgufTensor]) -> None:
+        for name, shape in expected.items():
+            found = tensors[name]
+            if found.shape != shape:
+                problem = f"has shape {list(found.shape)}, expected {list(shape)}"
+                raise CheckpointError(f"{self.header.file}: tensor {found.name} {problem}")
+        known = {tensor.name for tensor in tensors.values()} | _IGNORED
+        for name in self.header.tensors:
+            if name not in known:
+                raise CheckpointError(f"{self.header.file}: tensor {name} is no part of the model of the metadata")
+
+    def _rows(self, name: str, data: npt.NDArray[np.uint8], config: DecoderConfig) -> npt.NDArray[np.uint8]:
+        """`data` with the rows of q and k in the order that a rotation of halves wants: llama.cpp may have put rows i
+        and i + D / 2 of each head beside each other. Blocks lie along rows, which stay whole.
+        """
+        layer = name.rpartition(".")[0]
+        if not find_family(self.header).rotates_neighbours or not layer.endswith((".q_proj", ".k_proj")):
+            return data
+        half = config.head_dim // 2
+        return np.ascontiguousarray(data.reshape(-1, half, 2, data[0].size).swapaxes(1, 2)).reshape(data.shape)
+
+    def _floats(self, name: str, tensor: GgufTensor, dtype: DType, config: DecoderConfig) -> Buffer:
+        # One row an element where the tensor is a vector, for `_rows`.
+        values = tensor.data.view(_FLOATS[tensor.encoding]).reshape(tensor.shape)
+        values = self._rows(name, values.view(np.uint8).reshape(len(values), -1), config).view(values.dtype)
+        values = values.reshape(tensor.shape)
+        offset = find_family(self.header).norm_offset
+        if offset and name.endswith("norm.weight"):
+            values = values.astype(np.float32) - np.float32(offset)
+        with np.errstate(over="ignore"):  # a float16 that overflows to infinity is what the cast means
+            values = np.ascontiguousarray(values.astype(numpy_dtype(dtype), copy=False))
+        # NumPy's DLPack does not know bfloat16: its bytes are passed as uint8.
+        return Buffer.from_numpy(values.reshape(-1).view(np.uint8)).view(dtype, tensor.shape)

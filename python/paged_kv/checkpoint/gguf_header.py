@@ -1,0 +1,184 @@
+"""Reads the header of a GGUF file (versions 2 and 3): its metadata, and where each tensor lies.
+
+The format: "GGUF", version, number of tensors, number of metadata entries; the entries; for each tensor its name,
+dimensions (the fastest first), encoding and offset; filling up to `general.alignment`; the tensors. Little endian.
+Strings in arrays are skipped: a vocabulary has hundreds of thousands of them, which take seconds to read.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.errors import CheckpointError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# The types of metadata values, by their numbers.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4  # the format's own limits
+_MAX_NAME = 65535
+
+# Number -> name, elements of a block and its bytes. The encodings that this package loads, and those that are common.
+_ENCODINGS = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
+    30: ("BF16", 1, 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Strings:
+    """An array of strings, of which only the number is read."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor as the header describes it."""
+
+    name: str
+    encoding: str
+    """GGUF's own name, such as "Q4_K" or "F16"."""
+    shape: tuple[int, ...]
+    """Of elements, the slowest dimension first: linear layers are `[out, in]`."""
+    data: npt.NDArray[np.uint8]
+    """Its bytes, `[out, bytes of a row]` where it has two dimensions: a view of the memory-mapped file. Empty where
+    this package does not know the encoding's size."""
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a file says before its tensors' data."""
+
+    file: Path
+    metadata: Mapping[str, Any]
+    """Numbers, booleans, strings, NumPy arrays of numbers, and `Strings`."""
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_header(file: Path | str) -> GgufHeader:
+    """The header of `file`, which stays mapped while its tensors' data is in use.
+
+    Raises:
+        CheckpointError: there is no such file; it is no GGUF file of version 2 or 3, is cut short, or contradicts
+            itself.
+    """
+    path = Path(file)
+    try:
+        with path.open("rb") as opened:
+            # Private and writable: MAX copies what is read-only.
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:  # ValueError: the file is empty
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    reader = _Reader(path, mapped)
+    if reader.take(4) != _MAGIC:
+        raise CheckpointError(f"{path}: not a GGUF file")
+    version = reader.scalar("I")
+    if version not in _VERSIONS:
+        raise CheckpointError(f"{path}: GGUF version {version}; only little-endian {_VERSIONS} are supported")
+    num_tensors, num_entries = reader.scalar("Q"), reader.scalar("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_entries):
+        key = reader.string(_MAX_NAME)
+        metadata[key] = reader.value(reader.scalar("I"))
+    infos = [reader.tensor_info() for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"{path}: general.alignment = {alignment}: a positive integer is expected")
+    start = -(-reader.at // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, number, offset in infos:
+        if name in tensors:
+            raise CheckpointError(f"{path}: tensor {name} is there twice")
+        tensors[name] = reader.tensor(name, shape, number, start + offset)
+    return GgufHeader(path, metadata, tensors)
+
+
+class _Reader:
+    """Reads values one after another; every read past the end is an error that names the file."""
+
+    def __init__(self, file: Path, mapped: mmap.mmap) -> None:
+        self.at = 0
+        self._file = file
+        self._mapped = mapped
+        self._size = len(mapped)
+
+    def take(self, count: int) -> bytes:
+        start = self._skip(count)
+        return self._mapped[start : start + count]
+
+    def scalar(self, code: str) -> Any:
+        layout = struct.Struct("<" + code)
+        return layout.unpack(self.take(layout.size))[0]
+
+    def string(self, longest: int | None = None) -> str:
+        length = self.scalar("Q")
+        if longest is not None and length > longest:
+            raise CheckpointError(f"{self._file}: a name of {length} bytes: not a sound GGUF file")
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self._file}: a string is not UTF-8: {error}") from None
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise CheckpointError(f"{self._file}: metadata of an unknown type {kind}")
+        items, count = self.scalar("I"), self.scalar("Q")
+        if items == _STRING:
+            length = struct.Struct("<Q")
+            for _ in range(count):
+                self._skip(length.unpack_from(self._mapped, self._skip(length.size))[0])
+            return Strings(count)
+        if items not in _SCALARS:
+            raise CheckpointError(f"{self._file}: an array of an unsupported type {items}")
+        dtype = np.dtype(_SCALARS[items]).newbyteorder("<")
+        return np.frombuffer(self._mapped, dtype, count, self._skip(count * dtype.itemsize))
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape with the slowest dimension first, number of the encoding, offset in the data."""
+        name, dims = self.string(_MAX_NAME), self.scalar("I")
+        if not 1 <= dims <= _MAX_DIMS:
+            raise CheckpointError(f"{self._file}: tensor {name} has {dims} dimensions, from 1 to {_MAX_DIMS} expected")
+        shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
+        return name, shape, self.scalar("I"), self.scalar("Q")
+
+    def tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GgufTensor:
+        if number not in _ENCODINGS:
+            return GgufTensor(name, f"number {number}", shape, np.empty(0, np.uint8))
+        encoding, elements, block_bytes = _ENCODINGS[number]
+        if shape[-1] % elements:
+            raise CheckpointError(f"{self._file}: tensor {name} has shape {list(shape)}, but {encoding} has blocks of "
+                                  f"{elements} elements")  # fmt: skip
+        row = shape[-1] // elements * block_bytes
+        size = math.prod(shape[:-1]) * row
+        if start + size > self._size:
+            raise self._cut_short(start + size)
+        data = np.frombuffer(self._mapped, np.uint8, size, start)
+        return GgufTensor(name, encoding, shape, data.reshape(*shape[:-1], row))
+
+    def _skip(self, count: int) -> int:
+        """Goes on by `count` bytes; where they begin."""
+        start = self.at
+        if start + count > self._size:
+            raise self._cut_short(start + count)
+        self.at = start + count
+        return start
+
+    def _cut_short(self, expected: int) -> CheckpointError:
+        return CheckpointError(f"{self._file}: cut short: at least {expected} bytes expected, {self._size} found")

@@ -1,0 +1,50 @@
+"""A model on disk, whatever its format: a Hugging Face folder with safetensors, or a GGUF file with its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from max.driver import Buffer
+from max.dtype import DType
+
+from paged_kv.checkpoint.config import checkpoint_folder, load_config
+from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
+from paged_kv.checkpoint.weights import Checkpoint, OnProgress, open_checkpoint
+from paged_kv.graphs.models.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model's configuration and its weights, which are not read before `load`."""
+
+    folder: Path
+    """Where its tokenizer lies."""
+    config: DecoderConfig
+    checkpoint: Checkpoint | GgufCheckpoint
+
+    def load(self, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
+        """Every weight of the model as a host Buffer, ready for `weights_registry`.
+
+        Those that are quantised stay in their blocks. The others are of `dtype`, and float32 beside quantised ones.
+
+        Raises:
+            CheckpointError: the weights are not those of the configuration.
+        """
+        return self.checkpoint.load(self.config, self.config.computed_in(dtype), progress)
+
+
+def open_source(path: Path | str) -> Source:
+    """The model that `path` is: a GGUF file, a folder with one and without safetensors, or a Hugging Face folder.
+
+    Raises:
+        CheckpointError: there is no such model, or none that this package runs.
+    """
+    path = Path(path)
+    has_safetensors = path.is_dir() and any(path.glob("*.safetensors"))
+    file = None if has_safetensors else find_gguf(path)
+    if file is None:
+        config = load_config(checkpoint_folder(path))
+        return Source(path, config, open_checkpoint(path))
+    checkpoint = open_gguf(file)
+    return Source(file.parent, checkpoint.config, checkpoint)

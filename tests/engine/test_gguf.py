@@ -1,0 +1,108 @@
+"""Models from GGUF files against transformers, which has the same weights and rounds activations as MAX's layers do."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from max.dtype import DType
+
+from paged_kv.engine.model import DecoderModel
+from support.gguf_files import make_model, write_gguf
+from support.llama_family import Member, load_family, poison
+
+PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (19, 1, 130, 16)]
+NEW_TOKENS = 6
+PAGE_SIZE = 16
+SHARED_SCALE = {"Q4_0": 32, "Q4_K": 256, "Q6_K": 256}
+"""How many activations of a row share one."""
+
+
+def q4_k_m(name):
+    """As llama.cpp's mixture of this name: more bits where they count most."""
+    wide = ("token_embd", "output.", "attn_v", "ffn_down")
+    return "Q6_K" if any(part in f"{name}." for part in wide) and "attn_output" not in name else "Q4_K"
+
+
+CASES = {
+    "q4_k_m": ("llama", {}, q4_k_m, DType.float32),
+    "q4_0": ("llama", {"tie_word_embeddings": True}, lambda _: "Q4_0", DType.bfloat16),
+    "biases": ("qwen2", {}, lambda name: "F16" if "attn_q" in name else "Q4_0", DType.float32),
+    "fused": ("phi3", {}, lambda _: "Q4_K", DType.float32),
+    "windows": ("gemma3", {}, lambda name: "BF16" if "token_embd" in name else "Q6_K", DType.float32),
+}
+"""Architecture, what differs in its configuration, the encoding of each matrix, and the cache's dtype."""
+
+
+@dataclass
+class Case:
+    model: DecoderModel
+    reference: torch.nn.Module
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    references, members = {}, {}
+    for name, (architecture, overrides, encoding_of, dtype) in CASES.items():
+        references[name] = make_model(architecture, **overrides)
+        file = write_gguf(folder / f"{name}.gguf", references[name], encoding_of)
+        members[name] = Member(file, dtype, PAGE_SIZE, 64)
+    models = load_family(members)
+    for name, model in models.items():
+        poison(model)
+        round_activations(references[name], dict(model.config.encodings))
+    return {name: Case(models[name], references[name]) for name in CASES}
+
+
+def round_activations(reference, encodings):
+    """Every quantised linear layer gets its activations as int8, by groups: the largest magnitude is 127."""
+
+    def hook(group):
+        def rounded(_, inputs):
+            groups = inputs[0].unflatten(-1, (-1, group))
+            largest = groups.abs().amax(-1, keepdim=True)
+            steps = torch.where(largest > 0, 127 / largest, 0)
+            return ((groups * steps).round() * (largest / 127)).flatten(-2)
+
+        return rounded
+
+    tied = "lm_head.weight" not in encodings and reference.config.tie_word_embeddings
+    for name, module in reference.named_modules():
+        weight = "model.embed_tokens.weight" if tied and name == "lm_head" else f"{name}.weight"
+        if isinstance(module, torch.nn.Linear) and weight in encodings:
+            module.register_forward_pre_hook(hook(SHARED_SCALE[encodings[weight]]))
+
+
+def run(case):
+    """Each request's tokens, and the logits `[B, NEW_TOKENS, vocab]`: the prompts in one step, then a token a step."""
+    tokens, logits = [list(prompt) for prompt in PROMPTS], []
+    free = iter(np.random.default_rng(0).permutation(64).tolist())
+    pages = [[next(free) for _ in range(-(-(len(prompt) + NEW_TOKENS) // PAGE_SIZE))] for prompt in PROMPTS]
+    new, cached = tokens, [0] * len(tokens)
+    for _ in range(NEW_TOKENS):
+        logits.append(case.model.step(new, cached, pages).copy())
+        cached = [len(sequence) for sequence in tokens]
+        new = [[int(row.argmax())] for row in logits[-1]]
+        tokens = [[*sequence, *token] for sequence, token in zip(tokens, new, strict=True)]
+    return tokens, np.stack(logits, 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(cases, name):
+    """To float32's digits, but where an activation lies between two int8: there the last bit of a sum decides, and
+    one element of one layer is a step off. A cache of bfloat16 moves every activation a little.
+    """
+    case = cases[name]
+    tokens, logits = run(case)
+    errors = []
+    for sequence, found in zip(tokens, logits, strict=True):
+        with torch.no_grad():
+            expected = case.reference(torch.tensor([sequence[:-1]])).logits[0, -NEW_TOKENS:].numpy()
+        errors += (np.abs(found - expected).max(-1) / np.abs(expected).max(-1)).tolist()
+        best = np.sort(expected, -1)
+        clear = best[:, -1] - best[:, -2] > 0.05 * np.abs(expected).max(-1)
+        np.testing.assert_array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
+    assert max(errors) < 0.05
+    if case.model._blocks.dtype == DType.float32:
+        assert np.quantile(errors, 0.25) < 1e-5

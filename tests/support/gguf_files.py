@@ -1,0 +1,143 @@
+"""Seeded models, and GGUF files of them, written with the `gguf` package as llama.cpp's converter does."""
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+from support.gguf_blocks import KINDS, dequantise, quantise
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 259,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+    "tie_word_embeddings": False,
+}
+"""Rows of whole blocks of 256; a vocabulary that is no multiple of MAX's groups of rows."""
+
+MODELS = {
+    "llama": (transformers.LlamaConfig, {"head_dim": 32}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 64}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "granite": (
+        transformers.GraniteConfig,
+        {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    ),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 8}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
+         "num_hidden_layers": 7},
+    ),
+}  # fmt: skip
+"""Of GGUF's architectures: transformers' configuration, and what is not in `SIZES`."""
+
+_KEYS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "context_length": "max_position_embeddings",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def make_model(architecture, **overrides):
+    """A seeded float32 model of transformers, with every weight of use: biases and norms are not the usual 0 and 1."""
+    kind, own = MODELS[architecture]
+    config = kind(**(SIZES | own | overrides))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight.copy_(torch.randn_like(weight) * 0.2 + (0 if "bias" in name or architecture == "gemma3" else 1))
+            else:
+                weight.normal_(0, 1.5 / np.sqrt(weight.shape[1]))
+    return model
+
+
+def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors=None):
+    """Writes `model` to `file`, and rounds its weights to what the file holds of them.
+
+    Args:
+        encoding_of: A matrix's name in GGUF -> its encoding. Vectors are F32, as converters have it.
+        drop: Keys that are left out.
+        metadata: Other values of integer keys.
+        more_tensors: Float32 tensors by their names in GGUF.
+    """
+    config = model.config
+    architecture = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(file, architecture)
+    for key, name in _KEYS.items():
+        value = getattr(config, name, None)
+        if value is None and name == "head_dim":
+            value = config.hidden_size // config.num_attention_heads
+        if value is None or key in drop:
+            continue
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{architecture}.{key}", value)
+    parameters = config.rope_parameters
+    writer.add_float32(f"{architecture}.rope.freq_base", parameters.get("full_attention", parameters)["rope_theta"])
+    writer.add_uint32("tokenizer.ggml.bos_token_id", config.bos_token_id)
+    writer.add_uint32("tokenizer.ggml.eos_token_id", config.eos_token_id)
+    for key, value in (metadata or {}).items():
+        writer.add_uint32(key, value)
+    (known,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            kind = "F32" if weight.ndim == 1 else encoding_of(stored)
+            values = _converted(architecture, name, weight.numpy(), config)
+            data = _encoded(values, kind)
+            if stored not in drop:
+                raw = KINDS[kind] if kind in ("BF16", "Q4_0", "Q4_K", "Q6_K", "Q8_0") else None
+                writer.add_tensor(stored, data, raw_dtype=raw)
+            weight.copy_(torch.from_numpy(_converted(architecture, name, _decoded(data, kind), config, back=True)))
+    for name, values in (more_tensors or {}).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _encoded(values, kind):
+    if kind in ("F32", "F16"):
+        return values.astype({"F32": np.float32, "F16": np.float16}[kind])
+    return quantise(values, kind)
+
+
+def _decoded(data, kind):
+    return data.astype(np.float32) if kind in ("F32", "F16") else dequantise(data, kind)
+
+
+def _converted(architecture, name, values, config, back=False):
+    """What the converter changes: rows of q and k of each head by turns from its halves, and norms of Gemma plus 1."""
+    if architecture in ("llama", "granite") and name.split(".")[-2] in ("q_proj", "k_proj"):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        half = len(values) // heads // 2
+        order = np.arange(len(values)).reshape(heads, 2, half).swapaxes(1, 2).reshape(-1)
+        return np.ascontiguousarray(values[np.argsort(order)] if back else values[order])
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return values - 1 if back else values + 1
+    return np.ascontiguousarray(values)

@@ -1,0 +1,243 @@
+"""GGUF files: header, configuration and weights, against transformers' reading of the same files; and every refusal."""
+
+import dataclasses
+import re
+
+import gguf
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from paged_kv.arrays.host import to_numpy
+from paged_kv.checkpoint.config import config_of
+from paged_kv.checkpoint.gguf import open_gguf
+from paged_kv.checkpoint.gguf_header import Strings, read_header
+from paged_kv.checkpoint.source import open_source
+from paged_kv.cli import _run
+from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
+from paged_kv.graphs.models.decoder import expected_tensors
+from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
+from support.gguf_blocks import dequantise
+from support.gguf_files import MODELS, make_model, write_gguf
+
+MIXED = {"token_embd": "Q6_K", "output": "Q6_K", "attn_v": "F16", "ffn_down": "Q4_0", "attn_output": "BF16"}
+
+
+def mixed(name):
+    """Every encoding in one file."""
+    return next((kind for part, kind in MIXED.items() if f".{part}." in f".{name}"), "Q4_K")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request, tmp_path_factory):
+    """A file, and the model of transformers that it was made of."""
+    model = make_model(request.param)
+    return write_gguf(tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf", model, mixed), model
+
+
+def floats(checkpoint):
+    """Every weight as float32 in Hugging Face's terms."""
+    config = checkpoint.config
+    encodings = dict(config.encodings)
+    buffers = checkpoint.load(config, DType.float32)
+    assert list(buffers) == list(expected_tensors(config))
+    return {
+        name: dequantise(to_numpy(buffer), encodings[name]) if name in encodings else to_numpy(buffer)
+        for name, buffer in buffers.items()
+    }
+
+
+def rounded(value):
+    """Numbers as a GGUF file holds them, in float32."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
+def test_config(pair):
+    """The same as of the config.json that transformers writes."""
+    file, model = pair
+    expected = config_of(model.config.to_dict(), "config.json")
+    found = open_gguf(file).config
+    assert dict(found.encodings)["model.embed_tokens.weight"] == "Q6_K"
+    # What a GGUF file does not say, or says in float32.
+    assert rounded(dataclasses.asdict(found) | {"encodings": (), "dtype": None}) == rounded(
+        dataclasses.asdict(expected) | {"dtype": None}
+    )
+
+
+def test_weights(pair):
+    """Those of the model, rounded as the file's encodings do: exactly, but for norms that the converter adds 1 to."""
+    file, model = pair
+    expected = dict(model.named_parameters())
+    for name, value in floats(open_gguf(file)).items():
+        tolerance = 1e-7 if "norm" in name else 0
+        np.testing.assert_allclose(value, expected[name].detach().numpy(), rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("pair", sorted(MODELS.keys() - {"granite", "olmo2"}), indirect=True)
+def test_transformers_reads_the_same(pair):
+    """The converter's changes are undone as transformers undoes them; it does not know Granite and OLMo 2."""
+    file, model = pair
+    weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    for name, value in floats(open_gguf(file)).items():
+        np.testing.assert_allclose(value, weights[name].numpy(), rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def write(file, *, drop=(), architecture="llama", encoding_of=lambda _: "Q4_0", **more):
+    return write_gguf(file, make_model(architecture), encoding_of, drop=drop, **more)
+
+
+@pytest.mark.parametrize("kinds", ["F32", "BF16", "F16"])
+def test_a_file_without_quantised_weights(tmp_path, kinds):
+    """An ordinary checkpoint, of the dtype that it has."""
+    checkpoint = open_gguf(write(tmp_path / "model.gguf", encoding_of=lambda _: kinds))
+    assert checkpoint.config.encodings == ()
+    assert checkpoint.config.dtype == {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}[kinds]
+    buffers = checkpoint.load(checkpoint.config, DType.bfloat16)
+    assert {buffer.dtype for buffer in buffers.values()} == {DType.bfloat16}
+
+
+def test_weights_are_views_of_the_file(tmp_path):
+    """Of the file's map, but for q and k, whose rows change places."""
+    checkpoint = open_gguf(write(tmp_path / "model.gguf"))
+    buffers = checkpoint.load(checkpoint.config, DType.float32)
+    shared = {
+        name
+        for name, buffer in buffers.items()
+        if any(np.shares_memory(to_numpy(buffer), tensor.data) for tensor in checkpoint.header.tensors.values())
+    }
+    assert buffers.keys() - shared == {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in range(2) for name in "qk"
+    }
+
+
+def test_llama3_scaling(tmp_path):
+    """A file has its divisors instead of its parameters."""
+    sizes = {"rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = sizes | {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+    model = make_model("llama", rope_parameters=scaling)
+    expected = config_of(model.config.to_dict(), "config.json")
+    plain = dataclasses.replace(expected.rope, scaling=None)
+    divisors = plain.inverse_frequencies() / expected.rope.inverse_frequencies()
+    file = write_gguf(tmp_path / "a.gguf", model, lambda _: "Q4_0", more_tensors={"rope_freqs.weight": divisors})
+    assert open_gguf(file).config.rope == expected.rope
+    file = write_gguf(tmp_path / "b.gguf", model, lambda _: "Q4_0", more_tensors={"rope_freqs.weight": divisors + 0.1})
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not Llama 3's scaling"):
+        _ = open_gguf(file).config
+
+
+def test_long_rope(tmp_path):
+    short, long = [1.0 + 0.01 * i for i in range(16)], [2.0 + 0.1 * i for i in range(16)]
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "rope_theta": 10000.0}
+    model = make_model("phi3", rope_parameters=scaling, original_max_position_embeddings=512)
+    expected = config_of(model.config.to_dict(), "config.json").rope
+    tensors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+    context = {"phi3.rope.scaling.original_context_length": 512}
+    file = write_gguf(tmp_path / "a.gguf", model, lambda _: "Q4_0", more_tensors=tensors, metadata=context)
+    found = open_gguf(file).config.rope
+    assert rounded(dataclasses.asdict(found.scaling)["short_factor"]) == pytest.approx(short)
+    np.testing.assert_array_equal(found.inverse_frequencies(), expected.inverse_frequencies())
+    np.testing.assert_array_equal(found.past()[1], expected.past()[1])
+    assert (found.past()[0], found.amplitude) == (expected.past()[0], expected.amplitude)
+
+
+def test_strings_are_counted_and_skipped(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_token_list(["a", "bc", ""])
+    writer.add_array("llama.attention.head_count", [8, 8])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    header = read_header(tmp_path / "a.gguf")
+    assert header.metadata["tokenizer.ggml.tokens"] == Strings(3)
+    assert header.metadata["llama.attention.head_count"].tolist() == [8, 8]
+    assert header.tensors == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"drop": ["block_count"]}, "num_hidden_layers is missing"),
+        ({"drop": ["attention.head_count"]}, "llama.attention.head_count = None: a positive integer"),
+        ({"drop": ["token_embd.weight"]}, "tensor token_embd.weight is missing"),
+        ({"drop": ["blk.1.ffn_up.weight"]}, "tensor blk.1.ffn_up.weight is missing"),
+        ({"encoding_of": lambda name: "Q8_0" if "blk.0.ffn_up" in name else "Q4_0"},
+         "tensor blk.0.ffn_up.weight has encoding Q8_0, expected one of F32, F16, BF16, Q4_0, Q4_K, Q6_K"),
+        ({"metadata": {"llama.expert_count": 8}}, "llama.expert_count: mixtures of experts"),
+        ({"metadata": {"split.count": 3}}, "one part of 3; join them first"),
+        ({"metadata": {"llama.rope.dimension_count": 16}}, "llama.rope.dimension_count = 16: a part of head_dim = 32"),
+        ({"drop": ["attention.value_length"], "metadata": {"llama.attention.value_length": 16}},
+         "llama.attention.value_length differs from key_length = 32"),
+        ({"more_tensors": {"blk.0.attn_sinks.weight": [1.0] * 8}}, "tensor blk.0.attn_sinks.weight is no part"),
+    ],
+)  # fmt: skip
+def test_what_is_not_run_is_refused(tmp_path, written, message):
+    file = write(tmp_path / "model.gguf", **written)
+    with pytest.raises(CheckpointError, match=f"model.gguf: .*{re.escape(message)}"):
+        open_source(file).load(DType.float32)
+
+
+def test_a_wrong_shape_is_refused(tmp_path):
+    checkpoint = open_gguf(write(tmp_path / "model.gguf"))
+    larger = dataclasses.replace(checkpoint.config, intermediate_size=1024)
+    with pytest.raises(CheckpointError, match=r"blk.0.ffn_down.weight has shape \[256, 512\], expected \[256, 1024\]"):
+        checkpoint.load(larger, DType.float32)
+
+
+def test_damaged_files_are_refused(tmp_path):
+    """Cut anywhere, or with any byte of the header changed: an error of this package, or a file that is read."""
+    file = write(tmp_path / "model.gguf")
+    whole = file.read_bytes()
+    bad = tmp_path / "bad.gguf"
+    for size in (0, 3, 4, 10, 23, 24, 100, 700, 2000, len(whole) // 2, len(whole) - 32):
+        bad.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"bad\.gguf: "):
+            open_gguf(bad)
+    random = np.random.default_rng(0)
+    for at in random.integers(0, 2500, 400):
+        bad.write_bytes(whole[:at] + bytes([random.integers(256)]) + whole[at + 1 : 60_000])
+        with pytest.raises(CheckpointError, match=r"bad\.gguf: "):
+            open_source(bad)
+
+
+def test_which_file_is_meant(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        open_source(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"nowhere.gguf: cannot be read"):
+        open_source(tmp_path / "nowhere.gguf")
+    file = write(tmp_path / "one.gguf")
+    assert open_source(tmp_path).checkpoint.header.file == file
+    write(tmp_path / "two.gguf")
+    with pytest.raises(CheckpointError, match=r"2 GGUF files: name one of one\.gguf, two\.gguf"):
+        open_source(tmp_path)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path, capsys):
+    """The tokens of a GGUF file's own vocabulary are not enough: how a text is split is not in it."""
+    file = write(tmp_path / "model.gguf")
+    assert _run(["generate", "--model", str(file), "--prompt", "a"]) == 2
+    assert f"{tmp_path}/tokenizer.json: no such file" in capsys.readouterr().err
+
+
+def test_quantised_values_of_a_graph():
+    """What the graph builder refuses."""
+    cpu = DeviceRef.CPU()
+    with pytest.raises(ShapeError, match="100 elements are no multiple of the 256 of a Q4_K block"):
+        row_bytes("Q4_K", 100)
+    types = [TensorType(DType.uint8, shape, cpu) for shape in ([4, 18], [4, 19], ["N", 18])]
+    with Graph("refused", input_types=[*types, TensorType(DType.float32, ["M", 64], cpu)]) as graph:
+        good, ragged, symbolic, x = (value.tensor for value in graph.inputs)
+        with pytest.raises(ContractError, match="encoding 'Q8_0' is none of Q4_0, Q4_K, Q6_K"):
+            QuantisedWeight(good, "Q8_0")
+        with pytest.raises(ShapeError, match="rows of 19 bytes, no multiple of a block's 18"):
+            QuantisedWeight(ragged, "Q4_0")
+        with pytest.raises(ShapeError, match="dimension 0 is N, a static size is expected"):
+            QuantisedWeight(symbolic, "Q4_0")
+        with pytest.raises(ShapeError, match="x: dimension 1 is 64, expected 32"):
+            quantised_linear(x, QuantisedWeight(good, "Q4_0"))
+        with pytest.raises(ContractTypeError, match="rows: dtype float32, expected integers"):
+            quantised_rows(QuantisedWeight(good, "Q4_0"), x[:, 0])
+        graph.output()
