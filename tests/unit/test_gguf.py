@@ -6,6 +6,7 @@ import re
 import gguf
 import numpy as np
 import pytest
+import transformers
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -16,9 +17,11 @@ from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.gguf_header import Strings, read_header
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
+from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.models.decoder import expected_tensors
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
+from paged_kv.serve.launch import Request, prepare
 from support.gguf_blocks import dequantise
 from support.gguf_files import MODELS, make_model, write_gguf
 
@@ -241,3 +244,38 @@ def test_quantised_values_of_a_graph():
         with pytest.raises(ContractTypeError, match="rows: dtype float32, expected integers"):
             quantised_rows(QuantisedWeight(good, "Q4_0"), x[:, 0])
         graph.output()
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path, monkeypatch):
+    """A GGUF file with no more than a tokenizer beside it; the user's cache is elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    byte_tokenizer().save(str(tmp_path / "model" / "tokenizer.json"))
+    return write(tmp_path / "model" / "model.gguf", encoding_of=lambda name: "Q6_K" if "token" in name else "Q4_0")
+
+
+def test_what_the_server_is_told(with_tokenizer):
+    """It gets a folder that transformers reads, of the same model, and the file as the place of the weights."""
+    arguments, _ = prepare(Request(with_tokenizer, "127.0.0.1", 0, "bfloat16", 4))
+    folder, *told = (
+        arguments[arguments.index(name) + 1]
+        for name in ("--model-path", "--weight-path", "--quantization-encoding", "--kv-cache-format")
+    )
+    assert told == [str(with_tokenizer), "q4_0", "bfloat16"]
+    described = transformers.AutoConfig.from_pretrained(folder)
+    expected = dataclasses.replace(open_gguf(with_tokenizer).config, encodings=(), dtype=None)
+    assert dataclasses.replace(config_of(described.to_dict(), folder), dtype=None) == expected
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("a text").input_ids == byte_tokenizer().encode("a text").ids
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
+
+
+def test_a_complete_folder_is_served_as_it_is(with_tokenizer):
+    for name in ("config.json", "tokenizer_config.json"):
+        (with_tokenizer.parent / name).write_text("{}")
+    arguments, _ = prepare(Request(with_tokenizer.parent, "127.0.0.1", 0, "float32", 4))
+    assert arguments[arguments.index("--model-path") + 1] == str(with_tokenizer.parent)
+    (with_tokenizer.parent / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file"):
+        prepare(Request(with_tokenizer, "127.0.0.1", 0, "float32", 4))

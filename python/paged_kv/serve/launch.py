@@ -19,8 +19,11 @@ from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
-from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.gguf import GgufCheckpoint
+from paged_kv.checkpoint.gguf_folder import model_folder
+from paged_kv.checkpoint.source import open_source
 from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.serve.memory import ServerMemory, free_memory
 
 PAGE_SIZE = 128
@@ -47,6 +50,7 @@ class Request:
     """What the command line says."""
 
     folder: Path
+    """Or a GGUF file."""
     host: str
     port: int
     """0: any that is free."""
@@ -77,7 +81,8 @@ def serve(request: Request) -> None:
     os.environ.setdefault("MAX_SERVE_LOGS_ENABLE_COMPONENTS", "paged_kv")  # MAX's logs leave all others out
     os.environ.setdefault("OTEL_SDK_DISABLED", "true")  # MAX sends no telemetry to Modular then; /metrics stays
     metrics = os.environ.setdefault(_METRICS_PORT, str(_metrics_port(request.host, port)))
-    lines = ready_lines(request.folder, address, _address(request.host, int(metrics)))
+    folder = Path(_value(arguments, "--model-path") or request.folder)  # by this name the server knows the model
+    lines = ready_lines(folder, address, _address(request.host, int(metrics)))
     threading.Thread(target=_announce, args=(address, lines), daemon=True).start()
     main(args=arguments, prog_name="paged-kv serve --", standalone_mode=False)
 
@@ -88,7 +93,7 @@ def prepare(request: Request) -> tuple[list[str], int]:
     Raises:
         CheckpointError, ContractError: as `serve`.
     """
-    config = load_config(request.folder)
+    source = open_source(request.folder)
     given = _names(request.flags)
     for name in given & _OURS.keys():
         raise ContractError(f"{name} cannot be handed on to MAX: {_OURS[name]}")
@@ -97,8 +102,11 @@ def prepare(request: Request) -> tuple[list[str], int]:
     if request.max_batch_size < 1:
         raise ContractError(f"--max-batch-size must be at least 1, not {request.max_batch_size}")
     port = free_port(request.host, request.port)
-    encoding = _value(request.flags, "--quantization-encoding") or request.dtype
-    memory = ServerMemory.of(config, request.folder, encoding, _value(request.flags, "--kv-cache-format"))
+    gguf = source.checkpoint if isinstance(source.checkpoint, GgufCheckpoint) else None
+    quantised = gguf.main_encoding if gguf else None
+    encoding = _value(request.flags, "--quantization-encoding") or (quantised or request.dtype).lower()
+    cache_format = _value(request.flags, "--kv-cache-format") or (request.dtype if quantised else None)
+    memory = ServerMemory.of(source.config, gguf.header.file if gguf else source.folder, encoding, cache_format)
     plan = memory.plan(request.page_size, free_memory())
     chosen = {
         "--quantization-encoding": encoding,
@@ -107,7 +115,12 @@ def prepare(request: Request) -> tuple[list[str], int]:
         "--max-batch-input-tokens": str(max(CHUNK, request.max_batch_size)),
         "--enable-prefix-caching": None,
     }
-    arguments = ["serve", "--model-path", str(request.folder), "--devices", "cpu"]
+    if gguf:
+        chosen["--weight-path"] = str(gguf.header.file.resolve())
+    if quantised:
+        chosen["--kv-cache-format"] = cache_format
+    folder = model_folder(gguf, cache_folder() / "gguf") if gguf else source.folder
+    arguments = ["serve", "--model-path", str(folder), "--devices", "cpu"]
     arguments += ["--custom-architectures", "paged_kv.serve", "--host", request.host, "--port", str(port)]
     arguments += ["--max-batch-size", str(request.max_batch_size), "--kv-cache-page-size", str(request.page_size)]
     for name, value in chosen.items():

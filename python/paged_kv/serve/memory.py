@@ -41,10 +41,12 @@ class ServerMemory:
     """Tokens of the longest request that the model knows."""
 
     @classmethod
-    def of(cls, config: DecoderConfig, folder: Path, encoding: str, cache_format: str | None) -> ServerMemory:
-        """Of the weights in a folder, in MAX's words for their encoding and for the dtype of the cache."""
+    def of(cls, config: DecoderConfig, path: Path, encoding: str, cache_format: str | None) -> ServerMemory:
+        """Of the weights in a GGUF file or in a folder of safetensors, in MAX's words for their encoding and for the
+        dtype of the cache.
+        """
         quantised = encoding not in _BYTES
-        files = sum(file.stat().st_size for file in folder.glob("*.gguf" if quantised else "*.safetensors"))
+        files = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
         values = sum(math.prod(shape) for shape in expected_tensors(config).values())
         kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         # MAX's activations beside quantised weights are float32, and the cache has their dtype.
