@@ -8,20 +8,12 @@ import torch
 from max.dtype import DType
 
 from paged_kv.engine.model import DecoderModel
-from support.gguf_files import make_model, write_gguf
+from support.gguf_files import make_model, q4_k_m, round_activations, write_gguf
 from support.llama_family import Member, load_family, poison
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (19, 1, 130, 16)]
 NEW_TOKENS = 6
 PAGE_SIZE = 16
-SHARED_SCALE = {"Q4_0": 32, "Q4_K": 256, "Q6_K": 256}
-"""How many activations of a row share one."""
-
-
-def q4_k_m(name):
-    """As llama.cpp's mixture of this name: more bits where they count most."""
-    wide = ("token_embd", "output.", "attn_v", "ffn_down")
-    return "Q6_K" if any(part in f"{name}." for part in wide) and "attn_output" not in name else "Q4_K"
 
 
 CASES = {
@@ -53,25 +45,6 @@ def cases(tmp_path_factory):
         poison(model)
         round_activations(references[name], dict(model.config.encodings))
     return {name: Case(models[name], references[name]) for name in CASES}
-
-
-def round_activations(reference, encodings):
-    """Every quantised linear layer gets its activations as int8, by groups: the largest magnitude is 127."""
-
-    def hook(group):
-        def rounded(_, inputs):
-            groups = inputs[0].unflatten(-1, (-1, group))
-            largest = groups.abs().amax(-1, keepdim=True)
-            steps = torch.where(largest > 0, 127 / largest, 0)
-            return ((groups * steps).round() * (largest / 127)).flatten(-2)
-
-        return rounded
-
-    tied = "lm_head.weight" not in encodings and reference.config.tie_word_embeddings
-    for name, module in reference.named_modules():
-        weight = "model.embed_tokens.weight" if tied and name == "lm_head" else f"{name}.weight"
-        if isinstance(module, torch.nn.Linear) and weight in encodings:
-            module.register_forward_pre_hook(hook(SHARED_SCALE[encodings[weight]]))
 
 
 def run(case):

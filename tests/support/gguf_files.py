@@ -59,6 +59,16 @@ _KEYS = {
 }
 
 
+SHARED_SCALE = {"Q4_0": 32, "Q4_K": 256, "Q6_K": 256}
+"""How many activations of a row share one."""
+
+
+def q4_k_m(name):
+    """As llama.cpp's mixture of this name: more bits where they count most."""
+    wide = ("token_embd", "output.", "attn_v", "ffn_down")
+    return "Q6_K" if any(part in f"{name}." for part in wide) and "attn_output" not in name else "Q4_K"
+
+
 def make_model(architecture, **overrides):
     """A seeded float32 model of transformers, with every weight of use: biases and norms are not the usual 0 and 1."""
     kind, own = MODELS[architecture]
@@ -119,6 +129,25 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def round_activations(reference, encodings):
+    """Every quantised linear layer gets its activations as int8, by groups: the largest magnitude is 127."""
+
+    def hook(group):
+        def rounded(_, inputs):
+            groups = inputs[0].unflatten(-1, (-1, group))
+            largest = groups.abs().amax(-1, keepdim=True)
+            steps = torch.where(largest > 0, 127 / largest, 0)
+            return ((groups * steps).round() * (largest / 127)).flatten(-2)
+
+        return rounded
+
+    tied = "lm_head.weight" not in encodings and reference.config.tie_word_embeddings
+    for name, module in reference.named_modules():
+        weight = "model.embed_tokens.weight" if tied and name == "lm_head" else f"{name}.weight"
+        if isinstance(module, torch.nn.Linear) and weight in encodings:
+            module.register_forward_pre_hook(hook(SHARED_SCALE[encodings[weight]]))
 
 
 def _encoded(values, kind):
