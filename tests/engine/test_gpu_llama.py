@@ -4,7 +4,8 @@ import pytest
 from max.dtype import DType
 from max.graph import DeviceRef, Module
 
-from paged_kv.graphs.models.decoder import build_step, expected_tensors
+from paged_kv.graphs.models.decoder import build_step
+from paged_kv.graphs.models.parameters import expected_tensors
 from support.checkpoints import read_config
 
 

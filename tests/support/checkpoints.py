@@ -9,7 +9,7 @@ from max.dtype import DType
 
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo import VOCAB_SIZE, byte_tokenizer
-from paged_kv.graphs.models.decoder import expected_tensors
+from paged_kv.graphs.models.parameters import expected_tensors
 
 TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 # What every config.json must say; the rest has defaults.

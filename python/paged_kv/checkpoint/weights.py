@@ -27,7 +27,7 @@ from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.decoder import expected_tensors
+from paged_kv.graphs.models.parameters import expected_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from max.nn.transformer.transformer import logits_postprocess
 
 from paged_kv.graphs.layers import StepRows
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.decoder import Parameters, decode, logits
+from paged_kv.graphs.models.decoder import DeviceStep, decode, logits
+from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.ops import PagedCache
 
 
@@ -27,7 +28,7 @@ class ServedStep:
     config: DecoderConfig
     dtype: DType
     kv_params: KVCacheParamInterface
-    device: DeviceRef
+    devices: Sequence[DeviceRef]
     return_logits: ReturnLogits
 
     def trace(
@@ -42,7 +43,7 @@ class ServedStep:
 
         Args:
             input_types: tokens `[T]` int64, row offsets `[B + 1]` uint32, the number of logits wanted a request `[1]`
-                int64, and the leaves of the cache's inputs.
+                int64, of several devices a buffer each for their sums, and the leaves of the cache's inputs.
 
         Outputs are float32: the logits after each request's last token `[B, vocab]`; where MAX asks for more, also
         those of more tokens `[N, vocab]` and their offsets.
@@ -54,31 +55,40 @@ class ServedStep:
             module=module,
             is_device_graph=is_device_graph,
         ) as graph:
-            tokens, row_offsets, number_of_logits, *kv_inputs = graph.inputs
-            graph.output(*self._logits(graph, tokens.tensor, row_offsets.tensor, number_of_logits.tensor, kv_inputs))
+            tokens, row_offsets, number_of_logits, *others = graph.inputs
+            signals = [value.buffer for value in others[: self._signals]]
+            kv_inputs = self.kv_params.unflatten_kv_inputs(iter(others[self._signals :]))
+            caches = tree.leaves(kv_inputs, leaf=KVCacheInputsPerDevice)
+            steps = self._steps(graph, tokens.tensor, row_offsets.tensor, caches)
+            (x, *_) = decode(steps, lambda parts: ops.allreduce.sum(parts, signals) if signals else parts)
+            graph.output(*self._outputs(steps[0].parameters, x, row_offsets.tensor, number_of_logits.tensor))
         return graph
 
-    def _logits(
-        self,
-        graph: Graph,
-        tokens: TensorValue,
-        row_offsets: TensorValue,
-        number_of_logits: TensorValue,
-        kv_inputs: Iterable[Any],
+    @property
+    def _signals(self) -> int:
+        """The number of MAX's buffers for sums over devices."""
+        return len(self.devices) if len(self.devices) > 1 else 0
+
+    def _steps(
+        self, graph: Graph, tokens: TensorValue, row_offsets: TensorValue, caches: Sequence[Any]
+    ) -> list[DeviceStep]:
+        shares = Parameters.shares(graph, self.config, self.dtype, self.devices)
+        steps = []
+        for parameters, kv, device in zip(shares, caches, self.devices, strict=True):
+            here, offsets = tokens.to(device), row_offsets.to(device)
+            last = None
+            if self.return_logits == ReturnLogits.LAST_TOKEN:
+                last = (ops.cast(offsets[1:], DType.int64) - 1).rebind(kv.cache_lengths.shape)  # [B]
+            rows = StepRows.of(offsets, kv.cache_lengths, here)
+            steps.append(DeviceStep(parameters, here, PagedCache.of(kv.kv_blocks, kv.lookup_table), rows, last))
+        return steps
+
+    def _outputs(
+        self, parameters: Parameters, x: TensorValue, row_offsets: TensorValue, number_of_logits: TensorValue
     ) -> tuple[TensorValue, ...]:
-        (kv,) = tree.leaves(self.kv_params.unflatten_kv_inputs(iter(kv_inputs)), leaf=KVCacheInputsPerDevice)
-        parameters = Parameters.of(graph, self.config, self.dtype, self.device)
-        cache = PagedCache.of(kv.kv_blocks, kv.lookup_table)
-        rows = StepRows.of(row_offsets, kv.cache_lengths, tokens)
         if self.return_logits == ReturnLogits.LAST_TOKEN:
-            last = (ops.cast(row_offsets[1:], DType.int64) - 1).rebind(kv.cache_lengths.shape)  # [B]
-            return (logits(parameters, decode(parameters, tokens, cache, rows, last)),)
+            return (logits(parameters, x),)
         # MAX says which rows; the final norm is part of `logits`.
         return logits_postprocess(
-            decode(parameters, tokens, cache, rows, None),
-            row_offsets,
-            number_of_logits,
-            lambda x: x,
-            lambda x: logits(parameters, x),
-            self.return_logits,
+            x, row_offsets, number_of_logits, lambda y: y, lambda y: logits(parameters, y), self.return_logits
         )

@@ -69,9 +69,11 @@ class ServedModel(LlamaModelBase):
 
     def _step(self, config: ServedConfig) -> tuple[ServedStep, str, Sequence[Any]]:
         """The step, the name of its graph, which says all that the graph depends on, and its input types."""
-        step = ServedStep(config.decoder, config.dtype, self.kv_params, self.device_refs[0], self.return_logits)
+        step = ServedStep(config.decoder, config.dtype, self.kv_params, self.device_refs, self.return_logits)
         inputs = ragged_kv_symbolic_input_tree(
-            kv_params=self.kv_params, device_refs=self.device_refs, include_signal_buffers=False
+            kv_params=self.kv_params,
+            device_refs=self.device_refs,
+            include_signal_buffers=len(self.device_refs) > 1,
         )
         types = self._bind_graph_inputs(inputs)
         facts = f"{config.decoder} {config.dtype} {self.return_logits} {[str(kind) for kind in types]}"

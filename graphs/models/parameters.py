@@ -1,0 +1,179 @@
+"""The weights of a model as values of a graph: their names, and each device's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorValue, Weight, ops
+
+from paged_kv.errors import ContractError
+from paged_kv.graphs import ops as paged
+from paged_kv.graphs.layers import rms_norm
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
+
+# Where RMS norms stand: the norms on the input and on the output of the attention, then of the MLP.
+NORMS = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face's name and shape of every weight of the model; linear layers are `[out, in]`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
+    linear = {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
+    if config.fused_projections:
+        linear |= {"self_attn.qkv_proj": (queries + 2 * keys, hidden), "mlp.gate_up_proj": (2 * inner, hidden)}
+    else:
+        linear |= {
+            f"self_attn.{name}_proj": (size, hidden) for name, size in zip("qkv", (queries, keys, keys), strict=True)
+        }
+        linear |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
+    layer |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if _has_bias(config, name)}
+    layer |= {f"{name}.weight": (hidden,) for name in NORMS[config.norm_place] if name is not None}
+    if config.qk_norm is not None:
+        sizes = (config.head_dim, config.head_dim) if config.qk_norm == "head" else (queries, keys)
+        layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", sizes, strict=True)}
+
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_hidden_layers):
+        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    tensors["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors
+
+
+def _has_bias(config: DecoderConfig, name: str) -> bool:
+    if name.startswith("mlp."):
+        return config.mlp_bias
+    return config.o_bias if name == "self_attn.o_proj" else config.qkv_bias
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The model's weights as values of a graph, and the layers that take nothing but weights."""
+
+    config: DecoderConfig
+    values: Mapping[str, TensorValue]
+    """By checkpoint name; those of `config.encodings` are their blocks."""
+
+    @staticmethod
+    def of(graph: Graph, config: DecoderConfig, dtype: DType, device: DeviceRef, prefix: str = "") -> Parameters:
+        """Adds every weight to `graph`, to be bound under its checkpoint name after `prefix` from the host's memory.
+
+        Those of `config.encodings` are their blocks, the others of `config.computed_in(dtype)`.
+        """
+        dtype = config.computed_in(dtype)
+        quantised = dict(config.encodings)
+        values = {}
+        for name, shape in expected_tensors(config).items():
+            kind, align = dtype, dtype.size_in_bytes  # the loader aligns to the dtype; MAX's default is larger
+            if name in quantised:
+                kind, align, shape = DType.uint8, 1, (shape[0], row_bytes(quantised[name], shape[1]))
+            values[name] = graph.add_weight(Weight(prefix + name, kind, shape, device, align=align))
+        return Parameters(config, values)
+
+    @staticmethod
+    def shares(
+        graph: Graph, config: DecoderConfig, dtype: DType, devices: Sequence[DeviceRef], prefix: str = ""
+    ) -> list[Parameters]:
+        """Each device's share (tensor parallelism): its heads, its part of the inner dimension, and all other weights.
+
+        Weights are bound as `of` binds them, and cut on the host.
+
+        Raises:
+            ContractError: the model cannot be shared by so many devices.
+        """
+        if len(devices) == 1:
+            return [Parameters.of(graph, config, dtype, devices[0], prefix)]
+        share = _share(config, len(devices))
+        whole = Parameters.of(graph, config, dtype, DeviceRef.CPU(), prefix).values
+        shares = []
+        for index, device in enumerate(devices):
+            parts = {name: _part(config, name, value, index, len(devices)) for name, value in whole.items()}
+            shares.append(Parameters(share, {name: p.to(device) for name, p in parts.items() if p is not None}))
+        return shares
+
+    def linear(self, x: TensorValue, *names: str) -> list[TensorValue]:
+        """`x` `[M, in]` through several linear layers: `[M, out]` each."""
+        weights = [self._matrix(f"{name}.weight") for name in names]
+        dense = [weight for weight in weights if not isinstance(weight, QuantisedWeight)]
+        products = iter(paged.linear_group(x, dense) if dense else [])
+        ys = [quantised_linear(x, w) if isinstance(w, QuantisedWeight) else next(products) for w in weights]
+        biases = [self.values.get(f"{name}.bias") for name in names]
+        return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
+
+    def norm(self, name: str, x: TensorValue) -> TensorValue:
+        """The RMS norm of the last axis."""
+        config = self.config
+        weight = self.values[f"{name}.weight"]
+        return rms_norm(x, weight, config.rms_norm_eps, offset=config.norm_offset, rounds_once=config.norm_rounds_once)
+
+    def embed(self, tokens: TensorValue) -> TensorValue:
+        """Token ids `[T]` -> `[T, hidden]`."""
+        weight = self._matrix("model.embed_tokens.weight")
+        if isinstance(weight, QuantisedWeight):
+            x = quantised_rows(weight, tokens)
+        else:
+            x = ops.gather(weight, tokens, axis=0)
+        return times(x, self.config.embedding_multiplier)
+
+    def _matrix(self, name: str) -> TensorValue | QuantisedWeight:
+        encoding = dict(self.config.encodings).get(name)
+        value = self.values[name]
+        return value if encoding is None else QuantisedWeight(value, encoding)
+
+
+def _share(config: DecoderConfig, count: int) -> DecoderConfig:
+    """The model as one of `count` devices computes it."""
+    if config.qk_norm == "all_heads":
+        raise ContractError("devices: a model whose q and k are normed over all heads runs on one device")
+    if config.encodings:
+        raise ContractError("devices: quantised weights run on the CPU alone")
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    for name in sizes:
+        if getattr(config, name) % count:
+            raise ContractError(f"devices: {name} = {getattr(config, name)} is no multiple of {count} devices")
+    return replace(config, **{name: getattr(config, name) // count for name in sizes})
+
+
+def _part(config: DecoderConfig, name: str, value: TensorValue, index: int, count: int) -> TensorValue | None:
+    """The device's part of a weight; None of a bias that only the first device adds to the sum."""
+    layer, kind = name.split(".")[-2:]
+    if layer in ("o_proj", "down_proj"):
+        if kind == "bias":
+            return value if index == 0 else None
+        columns = int(value.shape[1]) // count
+        return value[:, index * columns : (index + 1) * columns]
+    keys = config.num_key_value_heads * config.head_dim
+    pieces = {
+        "qkv_proj": (config.num_attention_heads * config.head_dim, keys, keys),
+        "gate_up_proj": (config.intermediate_size,) * 2,
+    }.get(layer)
+    if pieces is None:
+        if layer not in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            return value
+        pieces = (int(value.shape[0]),)
+    parts, start = [], 0
+    for size in pieces:
+        rows = size // count
+        parts.append(value[start + index * rows : start + (index + 1) * rows])
+        start += size
+    return parts[0] if len(parts) == 1 else ops.concat(parts, axis=0)
+
+
+def times(x: TensorValue, factor: float) -> TensorValue:
+    return x if factor == 1 else x * factor
