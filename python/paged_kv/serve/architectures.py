@@ -30,7 +30,7 @@ def _architecture(name: str) -> SupportedArchitecture:
         tokenizer=TextTokenizer,
         context_type=TextContext,
         memory_planner=PagedMemoryPlanner,
-        multi_gpu_supported=False,
+        multi_gpu_supported=True,
     )
 
 
