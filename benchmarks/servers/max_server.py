@@ -1,4 +1,4 @@
-"""MAX Serve: with its own architecture, and with paged-kv's.
+"""MAX Serve: with its own architecture by `max serve`, and with paged-kv's by `paged-kv serve`.
 
 Both run in the environment of the interpreter that runs the benchmark: pip install 'paged-kv[serve]'.
 """
@@ -46,17 +46,18 @@ class BuiltIn(HttpServer):
 
 
 class Ours(BuiltIn):
-    """The same server and the same flags, with the architectures of `paged_kv.serve`."""
+    """`paged-kv serve`, with what it chooses by itself, but for the sizes."""
 
     label = "paged-kv serve"
-
-    def unavailable(self, checkpoint: Checkpoint) -> str | None:
-        if find_spec("paged_kv.serve") is None:
-            return "not installed: paged_kv.serve"
-        return super().unavailable(checkpoint)
 
     def version(self) -> str:
         return metadata.version("paged-kv")
 
     def command(self, checkpoint: Checkpoint, port: int, batch: int, length: int) -> list[str]:
-        return [*super().command(checkpoint, port, batch, length), "--custom-architectures", "paged_kv.serve"]
+        model = checkpoint.q4_k if self.weights == "q4_k" else checkpoint.folder
+        dtype = [] if self.weights == "q4_k" else ["--dtype", self.weights]
+        return [
+            *(sys.executable, "-c", "from paged_kv.cli import main; main()", "serve", str(model), *dtype),
+            *("--host", HOST, "--port", str(port), "--max-batch-size", str(batch)),
+            *("--", "--served-model-name", MODEL, "--max-length", str(length)),
+        ]

@@ -3,6 +3,7 @@
 import json
 import statistics
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import ml_dtypes
@@ -233,14 +234,14 @@ def test_checkpoints(tmp_path, monkeypatch):
     assert (checkpoint.folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_ours_differs_from_the_built_in_by_one_flag(tmp_path):
+def test_servers_are_started_for_the_same_sizes(tmp_path):
     checkpoint = Checkpoint("small", tmp_path)
     for weights in ("float32", "q4_k"):
-        ours, built_in = (
-            kind(weights).command(checkpoint, 1, 8, 256) for kind in (max_server.Ours, max_server.BuiltIn)
-        )
-        assert ours[: len(built_in)] == built_in
-        assert ours[len(built_in) :] == ["--custom-architectures", "paged_kv.serve"]
+        for kind in (max_server.Ours, max_server.BuiltIn):
+            command = kind(weights).command(checkpoint, 1234, 8, 256)
+            given = dict(pairwise(command))
+            assert (given["--port"], given["--max-batch-size"], given["--max-length"]) == ("1234", "8", "256")
+            assert (str(checkpoint.q4_k) in command) == (weights == "q4_k")
 
 
 def test_an_unknown_case_is_refused(tmp_path):
