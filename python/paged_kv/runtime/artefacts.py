@@ -49,7 +49,8 @@ def load_graphs(
             folder.remove(path)  # damaged
             continue
         # Graphs that were compiled together with these may have been built from other sources than today's.
-        models |= {name: model for name, model in loaded.items() if digests.get(name) in valid}
+        current = [name for name in keys if digests[name] in valid]
+        models |= {name: model for name, model in _named(loaded, current).items() if digests.get(name) in valid}
     missing = [name for name in keys if name not in models]
     if missing:
         on_compile()
@@ -61,8 +62,15 @@ def load_graphs(
         # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not stored.
         if _digests(keys) == digests:
             folder.store([digests[name] for name in missing], lambda path: compiled.export_mef(str(path)))
-        models |= session.init_all(compiled, weights_registry=weights)
+        models |= _named(session.init_all(compiled, weights_registry=weights), missing)
     return {name: models[name] for name in keys}
+
+
+def _named(loaded: Mapping[str, Model], names: Sequence[str]) -> Mapping[str, Model]:
+    """`loaded` by the names that were asked for: MAX's own cache gives a graph that equals an older one its name."""
+    if len(loaded) == len(names) == 1:
+        return {names[0]: next(iter(loaded.values()))}
+    return loaded
 
 
 def _digests(keys: Mapping[str, CompileKey]) -> dict[str, str]:
