@@ -6,7 +6,7 @@ from max.graph.weights import WeightsFormat
 from max.pipelines.architectures.llama3.batch_processor import Llama3BatchProcessor
 from max.pipelines.context import TextContext
 from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
-from max.pipelines.lib import SupportedArchitecture, TextTokenizer
+from max.pipelines.lib import SupportedArchitecture
 from max.pipelines.modeling import config_enums
 from max.pipelines.modeling.types import PipelineTask
 
@@ -14,6 +14,8 @@ from paged_kv.graphs.models import FAMILIES
 from paged_kv.runtime.cpu_target import apply_cpu_target
 from paged_kv.serve.config import ServedConfig
 from paged_kv.serve.model import ServedModel
+from paged_kv.serve.pipeline import ServedPipeline
+from paged_kv.serve.tokenizer import ServedTokenizer
 
 
 def _architecture(name: str) -> SupportedArchitecture:
@@ -27,10 +29,12 @@ def _architecture(name: str) -> SupportedArchitecture:
         pipeline_model=ServedModel,
         config=ServedConfig,
         batching=Llama3BatchProcessor,
-        tokenizer=TextTokenizer,
+        pipeline_cls=ServedPipeline,
+        tokenizer=ServedTokenizer,
         context_type=TextContext,
         memory_planner=PagedMemoryPlanner,
         multi_gpu_supported=True,
+        supports_overlap_scheduler=False,  # it is another pipeline class
     )
 
 

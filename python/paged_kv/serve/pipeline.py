@@ -1,0 +1,64 @@
+"""MAX's text generation pipeline, in which a step that raises ends the requests that made it raise, and no others.
+
+In MAX's own pipeline an exception inside a step leaves the scheduler's loop: the model worker exits, the API server
+follows, and every request is lost. An op of `paged_kv` raises `ValueError` where its operands break the contract (a
+page id outside the pool, a position outside a request's pages, two rows for one slot) before it writes anything, and
+MAX's own step raises for some requests that its API lets through (`tokenizer.py` refuses those that are known).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from max.pipelines.context import GenerationStatus, LogProbabilities, TextContext, TextGenerationOutput
+from max.pipelines.lib import TextGenerationPipeline
+from max.pipelines.modeling.types import RequestID, TextGenerationInputs
+
+from paged_kv.serve.tokenizer import FAILED_TOKEN
+
+logger = logging.getLogger("max.pipelines")
+
+
+class ServedPipeline(TextGenerationPipeline[TextContext]):
+    """Runs a batch as MAX's pipeline does; where its step raises, runs it again one request at a time.
+
+    To run a request again is safe: it writes the same keys and values to the same slots of its own pages, and tokens,
+    grammars and the prefix cache advance only once a step is done. A request that raises alone is answered with the
+    API's error 500, and the scheduler frees its pages. It needs `ServedTokenizer` in the API process.
+    """
+
+    def execute(self, inputs: TextGenerationInputs[TextContext]) -> dict[RequestID, TextGenerationOutput]:
+        requests = inputs.flat_batch
+        before = [_progress(context) for context in requests]
+        try:
+            return super().execute(inputs)
+        except MemoryError:
+            raise  # the next step would fail too: a new worker is needed
+        except Exception as error:
+            if not requests:
+                raise
+            if len(requests) == 1 or before != [_progress(context) for context in requests]:
+                logger.exception("A step raised, given up: %s", ", ".join(str(r.request_id) for r in requests))
+                return {context.request_id: _failed(context) for context in requests}
+            logger.error("A step of %d requests raised, they are run one at a time: %s", len(requests), error)
+        outputs: dict[RequestID, TextGenerationOutput] = {}
+        for replica, batch in enumerate(inputs.batches):
+            for context in batch:
+                alone: list[list[TextContext]] = [[] for _ in inputs.batches]
+                alone[replica] = [context]
+                outputs |= self.execute(replace(inputs, batches=alone))
+        return outputs
+
+
+def _progress(context: TextContext) -> tuple[int, int]:
+    return context.tokens.processed_length, context.tokens.current_position
+
+
+def _failed(context: TextContext) -> TextGenerationOutput:
+    return TextGenerationOutput(
+        request_id=context.request_id,
+        tokens=[],
+        final_status=GenerationStatus.CANCELLED,
+        log_probabilities=[LogProbabilities([], [], [FAILED_TOKEN])],
+    )

@@ -1,0 +1,59 @@
+"""MAX's tokenizer, in the API process: it refuses requests that would end the worker, and says which one raised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from max.pipelines.context import TextContext
+from max.pipelines.context.exceptions import InputError
+from max.pipelines.lib import PipelineConfig, TextTokenizer
+from max.pipelines.modeling.types import TextGenerationRequest
+
+FAILED_TOKEN = -1
+"""Says from the worker to the API process that a request failed; no token has this id."""
+
+
+class StepFailed(RuntimeError):
+    """The step of a request raised. MAX answers this with 500; to a `ValueError` of a decoder it would say 400."""
+
+
+class ServedTokenizer(TextTokenizer):
+    """Refuses what MAX lets through and its step cannot compute: an `InputError`, which the API answers with 400."""
+
+    def __init__(self, model_path: str, pipeline_config: PipelineConfig, **options: Any) -> None:
+        super().__init__(model_path, pipeline_config, **options)
+        config = pipeline_config.model.huggingface_config
+        rows = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+        self._vocab_size = rows or self.tokenizer_vocab_size
+        self._has_prompt_logits = pipeline_config.model.enable_echo
+
+    async def new_context(self, request: TextGenerationRequest) -> TextContext:
+        if isinstance(request.prompt, list):
+            self._check_tokens(request.prompt)
+        if request.echo and request.logprobs and not self._has_prompt_logits:
+            raise InputError("log-probabilities of the prompt (echo and logprobs) need a server with --enable-echo")
+        context = await super().new_context(request)
+        # MAX's sampler allocates memory for this many tokens: a request for 2^31 ends the worker.
+        context.sampling_params.top_k = min(context.sampling_params.top_k, self._vocab_size)
+        return context
+
+    async def decode(self, encoded: Any, **kwargs: Any) -> str:
+        """The text of tokens.
+
+        MAX's result of a step has no field for an error, so `FAILED_TOKEN` travels as the token of a log-probability:
+        those are decoded here one by one, while text goes past this function.
+
+        Raises:
+            StepFailed: it is `FAILED_TOKEN`.
+        """
+        if np.ndim(encoded) == 0 and encoded == FAILED_TOKEN:
+            raise StepFailed("the step of this request raised an error, which is in the log of the server")
+        return await super().decode(encoded, **kwargs)
+
+    def _check_tokens(self, tokens: list[Any]) -> None:
+        if not tokens:
+            raise InputError("the prompt has no tokens")
+        for token in tokens:
+            if not 0 <= token < self._vocab_size:
+                raise InputError(f"the prompt has token {token}, the vocabulary is 0 to {self._vocab_size - 1}")
