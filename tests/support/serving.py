@@ -28,6 +28,7 @@ FEW_PAGES = 16
 
 START_SECONDS = 420  # of which a model that was compiled before takes 15
 STOP_SECONDS = 30
+IDLE_SECONDS = 60  # within which what was left of a test is computed, or dropped
 LOG_TAIL = 4000
 
 
@@ -75,12 +76,14 @@ class Server:
 
         MAX writes the gauge after a step, before it drops cancelled requests: one request more shows what is left.
         """
-        self.client().completions.create(model=self.model, prompt="x", max_tokens=1)
-        deadline = time.monotonic() + 20
-        while (used := self.metric("maxserve_cache_num_used_blocks")) and time.monotonic() < deadline:
+        client = self.client().with_options(max_retries=20)  # where the queue is still full
+        deadline = time.monotonic() + IDLE_SECONDS
+        while True:
+            client.completions.create(model=self.model, prompt="x", max_tokens=1)
+            used = self.metric("maxserve_cache_num_used_blocks")
+            if not used or time.monotonic() > deadline:
+                return used
             time.sleep(0.2)
-            self.client().completions.create(model=self.model, prompt="x", max_tokens=1)
-        return used
 
     def stop(self) -> int:
         """Ends the server as a service manager does; its exit code."""
