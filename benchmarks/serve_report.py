@@ -33,7 +33,7 @@ def factors(rows: Sequence[Row]) -> list[str]:
         for versus in row["versus"]:
             if versus["ratio"] is not None:
                 wanted = "" if versus["at_least"] is None else f" ({versus['at_least']:g})"
-                kind = names[versus["ours"]].rpartition(", ")[2]
+                kind = names[versus["ours"]].rpartition(" ")[2]
                 lines.append(f"{kind}: {versus['ratio']:.2f}x {names[versus['other']]}{wanted}")
     return lines
 
@@ -72,7 +72,7 @@ def markdown(families: Sequence[Results]) -> str:
         lines += [f"| {case.title} | {' | '.join(cell(every[case].get(key)) for key in keys)} |" for case in cases]
         lines += ["", "| case | decodes faster than | serving costs a step |", "|---|---|---|"]
         lines += [
-            f"| {case.title} | {', '.join(factors(found))} | {overhead(found)} |" for case, found in cases.items()
+            f"| {case.title} | {'; '.join(factors(found))} | {overhead(found)} |" for case, found in cases.items()
         ]
         notes = {f"{one['name']}: {one['note']}" for row in rows for one in row["systems"].values() if one["note"]}
         lines += ["", *(f"- {note}" for note in sorted(notes)), ""]
@@ -94,18 +94,19 @@ def draw(families: Sequence[Results], path: Path) -> None:
 
     results = families[-1]
     cases = by_case(results["rows"])
-    panels = [(model, batch) for model in MODELS for batch in (1, 8)]
     every = {case: systems_of(found) for case, found in cases.items()}
-    heights = [max(1, _bars(every, model)) for model in MODELS]
+    models = [model for model in MODELS if any(case.model == model for case in cases)]
+    heights = [_bars(every, model) for model in models]
     figure, axes = pyplot.subplots(
-        2, 2, figsize=(12, 1.5 + 0.16 * sum(heights)), dpi=100, height_ratios=heights, squeeze=False
+        len(models), 2, figsize=(12, 1.5 + 0.17 * sum(heights)), dpi=100, height_ratios=heights, squeeze=False
     )
-    for at, (model, batch) in enumerate(panels):
-        _panel(axes[at // 2][at % 2], [case for case in cases if (case.model, case.batch) == (model, batch)], every)
-        axes[at // 2][at % 2].set_title(
-            f"{MODELS[model].title}, {batch} request{'s' * (batch > 1)}", fontsize=9, loc="left"
-        )
-    figure.supxlabel(f"tokens a second while decoding, all requests together; {_where(results)}", fontsize=7)
+    for model, row in zip(models, axes, strict=True):
+        for batch, panel in zip((1, 8), row, strict=True):
+            _panel(panel, [case for case in cases if (case.model, case.batch) == (model, batch)], every)
+            title = f"{MODELS[model].title}, {batch} request{'s' if batch > 1 else ''}"
+            panel.set_title(title, fontsize=9, loc="left")
+    where = f"{rows[0]['machine']}, {rows[-1]['date']}" if (rows := results["rows"]) else ""
+    figure.supxlabel(f"tokens a second while decoding, all requests together; {where}", fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

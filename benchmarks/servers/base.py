@@ -43,7 +43,7 @@ class System(ABC):
     @property
     def name(self) -> str:
         short = {"bfloat16": "bf16", "float32": "f32", "q4_k": "Q4_K_M"}[self.weights]
-        return f"{self.label}, {short}"
+        return f"{self.label} {short}"
 
     @abstractmethod
     def unavailable(self, checkpoint: Checkpoint) -> str | None:

@@ -18,7 +18,7 @@ from paged_kv.benchmarks.servers.base import HOST, MODEL, HttpServer
 class BuiltIn(HttpServer):
     """Its defaults, but for the sizes; on the CPU it takes no bfloat16."""
 
-    label = "MAX Serve, built-in"
+    label = "MAX Serve built-in"
 
     def unavailable(self, checkpoint: Checkpoint) -> str | None:
         for module in ("max.serve", "uvicorn"):
