@@ -7,17 +7,21 @@ import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
+from max import tree
 from max.engine import InferenceSession, Model
 from max.graph import Module
 from max.nn import Module as Layer
+from max.nn.kv_cache import KVCacheInputsPerDevice
+from max.nn.kv_cache.cache_params import PACKED_PAGE_STRIDE
 from max.pipelines.architectures.llama3.batch_processor import Llama3BatchProcessor
 from max.pipelines.architectures.llama3.model import LlamaModelBase
+from max.pipelines.lib import ModelInputs, ModelOutputs
 from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
 from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
 from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.weights import open_files
-from paged_kv.errors import CheckpointError
+from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
@@ -29,7 +33,7 @@ logger = logging.getLogger("paged_kv.serve")
 
 
 class ServedModel(LlamaModelBase):
-    """Any family of `paged_kv.graphs.models`, on one device.
+    """Any family of `paged_kv.graphs.models`, on one device or shared by several GPUs.
 
     From MAX's class come batching, execution and log-probabilities; weights are memory-mapped and bound without a
     copy where they have the dtype that is asked for, and the compiled step is kept among this package's artefacts.
@@ -38,6 +42,22 @@ class ServedModel(LlamaModelBase):
     model_config_cls: ClassVar[type[Any]] = ServedConfig
     batch_processor_cls: ClassVar[type[Llama3BatchProcessor]] = Llama3BatchProcessor
     norm_method = "rms_norm"
+
+    _pages_are_packed = False
+
+    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        """One step.
+
+        Raises:
+            ContractError: MAX's pool keeps its pages with gaps, which the graph does not look for.
+        """
+        if not self._pages_are_packed:  # the pool does not change: once is enough
+            for kv in tree.leaves(model_inputs.kv_cache_inputs, leaf=KVCacheInputsPerDevice):
+                stride = int(kv.page_stride.to_numpy()[0])
+                if stride != PACKED_PAGE_STRIDE:
+                    raise ContractError(f"kv_blocks: pages lie {stride} elements apart in MAX's pool, with gaps")
+            self._pages_are_packed = True
+        return super().execute(model_inputs)
 
     def load_graphs(self, session: InferenceSession) -> dict[str, Model]:
         """The step, compiled or read from disk, with its weights bound."""
