@@ -16,12 +16,11 @@ from safetensors.numpy import save_file
 
 from paged_kv.benchmarks.cases import StepCase
 from paged_kv.benchmarks.problems import StepProblem, llama_config
-from paged_kv.engine.demo import BOS_ID, EOS_ID, PAD_ID, SPECIAL_TOKENS, byte_tokenizer
+from paged_kv.engine.demo import BOS_ID, CHAT_TEMPLATE, EOS_ID, PAD_ID, SPECIAL_TOKENS, byte_tokenizer
 from paged_kv.errors import ToolchainError
 
 LLAMA_SERVER = "PAGED_KV_LLAMA_SERVER"
 """The environment variable that names llama.cpp's server; `llama-quantize` lies beside it."""
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,8 @@ def write_checkpoint(case: StepCase, root: Path, seed: int = 0) -> Checkpoint:
             part = _part(checkpoint.bfloat16_gguf)
             write_gguf(problem, part, vocabulary(case.vocab))
             part.rename(checkpoint.bfloat16_gguf)
+    for file in checkpoint.folder.glob("tokenizer*.json"):  # a GGUF file's tokenizer lies beside it
+        shutil.copyfile(file, root / file.name)
     tool = _quantize_tool()
     if tool is not None and checkpoint.bfloat16_gguf.exists() and not checkpoint.q4_k.exists():
         part = _part(checkpoint.q4_k)

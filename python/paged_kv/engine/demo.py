@@ -52,7 +52,7 @@ _CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -62,7 +62,7 @@ _TOKENIZER: dict[str, Any] = {
     **dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True)),
     "clean_up_tokenization_spaces": False,
     "model_max_length": _CONFIG["max_position_embeddings"],
-    "chat_template": _CHAT_TEMPLATE,
+    "chat_template": CHAT_TEMPLATE,
 }
 """For transformers, which servers use."""
 

@@ -45,8 +45,8 @@ class ServedStep:
             input_types: tokens `[T]` int64, row offsets `[B + 1]` uint32, the number of logits wanted a request `[1]`
                 int64, of several devices a buffer each for their sums, and the leaves of the cache's inputs.
 
-        Outputs are float32: the logits after each request's last token `[B, vocab]`; where MAX asks for more, also
-        those of more tokens `[N, vocab]` and their offsets.
+        Outputs are float32: the logits after each request's last token `[B, vocab]`; where `return_logits` says so,
+        also those of more tokens `[N, vocab]` and their offsets.
         """
         with Graph(
             name,

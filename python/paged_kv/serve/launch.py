@@ -1,4 +1,4 @@
-"""`paged-kv serve`: checks what it was asked for, chooses what it was not, then runs MAX's own server in this process.
+"""`paged-kv serve`: checks the arguments, chooses defaults for the rest, then runs MAX's own server in this process.
 
 MAX's server starts a process for the model; both leave when this one gets SIGINT or SIGTERM, as with `max serve`.
 """
@@ -133,7 +133,7 @@ def check_environment() -> None:
     """Refuses an environment in which MAX's server would fail after a while, with many lines.
 
     Raises:
-        ToolchainError: a package that `max[serve]` asks for is missing, or has another version.
+        ToolchainError: a dependency of `max[serve]` is missing, or has the wrong version.
     """
     try:
         wrong = list(_mismatches(metadata.requires("max") or ()))
@@ -188,7 +188,7 @@ def _announce(address: str, lines: str) -> None:
 
 
 def _mismatches(requirements: Iterable[str]) -> Iterator[str]:
-    """Those of MAX's requirements for its server that the environment does not meet, in words."""
+    """The dependencies of MAX's server that are missing or have the wrong version, in words."""
     from packaging.requirements import Requirement
 
     for requirement in map(Requirement, requirements):

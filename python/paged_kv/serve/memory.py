@@ -70,7 +70,7 @@ class ServerMemory:
 
 
 def _memory_of_max() -> int:
-    """Bytes that MAX takes for free: nearly all there are, whoever uses them."""
+    """The free memory that MAX reports, in bytes: nearly all of the machine's, even where processes use it."""
     from max.driver import CPU
 
     return int(CPU().stats["free_memory"])
