@@ -171,7 +171,7 @@ def ready_lines(folder: Path, address: str, metrics: str) -> str:
     chat = _has_chat_template(folder)
     route = "chat/completions" if chat else "completions"
     asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    body = json.dumps({"model": str(folder)} | asked | {"max_tokens": 32})
+    body = json.dumps({"model": str(folder)} | asked | {"max_tokens": 32, "temperature": 0})
     curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     return f"paged-kv: ready on {address} (metrics: {metrics}/metrics)\n{curl}"
 
