@@ -1,4 +1,4 @@
-"""Checks of plain arguments that several rooms share."""
+"""Checks of plain arguments that several rooms share, and how messages show a value."""
 
 from __future__ import annotations
 
@@ -7,21 +7,58 @@ from typing import Any
 
 from paged_kv.errors import ContractError, ContractTypeError
 
+LARGEST_INDEX = 2**31 - 1
+"""Of int32: page ids, positions, lengths and sizes are at most this."""
 
-def integer(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of at least `minimum`: integers of NumPy and 0-d tensors too, no bools or floats.
+_MOST_BITS = 256
+_MOST_CHARACTERS = 120
+
+
+def shown(value: Any) -> str:
+    """`repr(value)` for a message: one line of at most 120 characters, whatever the value is.
+
+    Python refuses to print integers of thousands of digits, and an object's own `__repr__` may raise: both are named
+    instead.
+    """
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        return f"an object of type {type(value).__name__}"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """`value` as an int from `minimum` to `maximum`: integers of NumPy and 0-d tensors too, no bools or floats.
 
     Raises:
         ContractTypeError: `value`, called `name` in the message, is not an integer.
-        ContractError: it is below `minimum`.
+        ContractError: it is below `minimum` or above `maximum`.
     """
     try:
         # operator.index would read True as 1, which is never what a caller means by a count.
         number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
+    except Exception:  # an `__index__` may raise anything
         number = None
     if number is None:
-        raise ContractTypeError(f"{name} must be an integer, not {value!r} of type {type(value).__name__}")
+        raise ContractTypeError(f"{name} must be an integer, not {shown(value)} of type {type(value).__name__}")
     if number < minimum:
-        raise ContractError(f"{name} must be at least {minimum}, not {number}")
+        raise ContractError(f"{name} must be at least {minimum}, not {shown(number)}")
+    if maximum is not None and number > maximum:
+        raise ContractError(f"{name} must be at most {maximum}, not {shown(number)}")
     return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """Whether `value` is true, as `if value` sees it.
+
+    Raises:
+        ContractTypeError: it has no truth value (an array of several elements); the message calls it `name`.
+    """
+    if value is True or value is False:
+        return value
+    try:
+        return bool(value)
+    except Exception as error:  # a `__bool__` may raise anything
+        raise ContractTypeError(f"{name} must be true or false, not {shown(value)}") from error

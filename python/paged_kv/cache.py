@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_alike, check_storage
 from paged_kv.arrays.dtypes import dtype_of, is_float, kind_of_dtype
@@ -24,6 +24,9 @@ from paged_kv.arrays.types import ArrayDevice, DTypeLike, ShapedArray, SupportsD
 from paged_kv.calls.kv_copy import read_rows, write_rows
 from paged_kv.calls.page_table import Indices, PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
+
+_MAX_TABLE_ENTRIES = 2**28
+"""Of a block table that `init_paged_kv_cache` makes, 1 GiB of int32: it is filled with -1 at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,23 +78,29 @@ def init_paged_kv_cache(
     pools are then torch tensors there, the table and the lengths torch tensors on the host.
 
     Raises:
-        ContractError, ContractTypeError: a size is no integer or too small, or the dtype or the device is unknown.
+        ContractError, ContractTypeError: a size is no integer, too small or above 2^31 - 1, the table has over 2^28
+            entries, the pools do not fit in memory, or the dtype or the device is unknown.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """
     shape = (
-        integer("num_blocks", num_blocks, 0),
-        integer("block_size", block_size, 1),
-        integer("num_kv_heads", num_kv_heads, 1),
-        integer("head_dim", head_dim, 1),
+        integer("num_blocks", num_blocks, 0, LARGEST_INDEX),
+        integer("block_size", block_size, 1, LARGEST_INDEX),
+        integer("num_kv_heads", num_kv_heads, 1, LARGEST_INDEX),
+        integer("head_dim", head_dim, 1, LARGEST_INDEX),
     )
-    batch, max_blocks = integer("batch_size", batch_size, 0), integer("max_blocks_per_seq", max_blocks_per_seq, 0)
+    batch = integer("batch_size", batch_size, 0, LARGEST_INDEX)
+    max_blocks = integer("max_blocks_per_seq", max_blocks_per_seq, 0, LARGEST_INDEX)
+    if batch * max_blocks > _MAX_TABLE_ENTRIES or batch > _MAX_TABLE_ENTRIES:
+        raise ContractError(
+            f"batch_size: {batch} sequences of max_blocks_per_seq = {max_blocks} make a table of over 2^28 entries"
+        )
     at, element = devices.device_named(device), dtype_of(dtype, "dtype")
     kind = kind_of_dtype(dtype)
     kind = kind if kind in at.kinds else at.kinds[0]
     sample = sample_array(kind)
     return PagedKVCache(
-        at.new(shape, element, kind),
-        at.new(shape, element, kind),
+        devices.allocate(at, "key_pool", shape, element, kind),
+        devices.allocate(at, "value_pool", shape, element, kind),
         like(sample, np.full((batch, max_blocks), -1, np.int32)),
         like(sample, np.zeros(batch, np.int32)),
     )
@@ -102,18 +111,19 @@ def allocate_blocks(
 ) -> tuple[PagedKVCache, int]:
     """Gives a sequence the blocks that `num_new_tokens` more tokens need, the first ones of `free_block_ids` `[F]`.
 
-    They follow the blocks that the tokens fill: a second call before the append replaces what the first one gave.
+    They follow the blocks that the tokens fill: a second call before the append replaces what the first one gave. A
+    block that the table has for another sequence, or elsewhere for this one, is not free and is refused.
 
     Returns:
         The new cache, which shares its pools with `cache`, and how many ids were consumed.
 
     Raises:
         PoolExhausted: `free_block_ids` is shorter than the number of blocks needed.
-        PageTableError: a consumed id is outside the pool or consumed twice, or the table's row is too short.
+        PageTableError: a consumed id is outside the pool, owned or consumed twice, or the table's row is too short.
         ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
     """
     table, lengths, sequence = _checked_table(cache, sequence_idx)
-    added = integer("num_new_tokens", num_new_tokens, 0)
+    added = integer("num_new_tokens", num_new_tokens, 0, LARGEST_INDEX)
     free = as_indices(free_block_ids, "free_block_ids")
     first = -(-int(lengths[sequence]) // cache.block_size)
     count = -(-(int(lengths[sequence]) + added) // cache.block_size) - first
@@ -129,7 +139,8 @@ def allocate_blocks(
         if not 0 <= block < cache.num_blocks:
             raise PageTableError(f"free_block_ids[{i}] is {block}, outside the pool's [0, {cache.num_blocks})")
     if len(set(taken.tolist())) != count:
-        raise PageTableError(f"free_block_ids names a block twice in {taken.tolist()} (sequence {sequence})")
+        raise PageTableError(f"free_block_ids names a block twice in {shown(taken.tolist())} (sequence {sequence})")
+    _refuse_owned(table, sequence, slice(first, first + count), taken, "free_block_ids")
     grown = as_numpy(cache.block_table, "block_table").copy()
     grown[sequence, first : first + count] = taken
     return replace(cache, block_table=like(cache.block_table, grown)), count
@@ -140,14 +151,15 @@ def append_kv(
 ) -> PagedKVCache:
     """Appends tokens to one sequence, whose blocks were allocated before.
 
-    `keys_new` and `values_new` are `[T, num_kv_heads, head_dim]`; floats are converted to the pool's dtype.
+    `keys_new` and `values_new` are `[T, num_kv_heads, head_dim]`; floats are converted to the pool's dtype. Sequences
+    may share blocks that are only read; a block that is written must be this sequence's alone.
 
     Returns:
         A new cache with copies of both pools, and T more tokens in the sequence.
 
     Raises:
         ShapeError: shapes disagree with each other or with the pools.
-        PageTableError: a block that is needed is unallocated, outside the pool or there twice.
+        PageTableError: a block that is needed is unallocated, outside the pool, there twice, or another sequence's.
         ContractError, ContractTypeError: an argument of a wrong value, type or dtype.
     """
     table, lengths, sequence = _checked_table(cache, sequence_idx)
@@ -163,6 +175,8 @@ def append_kv(
     blocks = _blocks(table[sequence], sequence, start // size, start + count, cache)
     page_table = PageTable(np.array([0, len(blocks)], np.int32), blocks, np.array([size], np.int32), size)
     pages, slots = page_table.slots(np.zeros(count, np.int32), np.arange(start, start + count, dtype=np.int32))
+    written = slice(start // size, len(blocks)) if count else slice(0)
+    _refuse_owned(table, sequence, written, blocks[written], "block_table")
     copies = [device.clone(pool) for pool in pools]
     write_rows(device, rows[0], rows[1], copies[0], copies[1], pages, slots)
     grown = [device.like(pool, copy) for pool, copy in zip((cache.key_pool, cache.value_pool), copies, strict=True)]
@@ -230,6 +244,25 @@ def _blocks(row: Indices, sequence: int, first: int, num_tokens: int, cache: Pag
                 f"block_table[{sequence}, {logical}] is {block}, outside the pool's [0, {cache.num_blocks})"
             )
     return row[:needed]
+
+
+def _refuse_owned(table: Indices, sequence: int, columns: slice, blocks: Indices, name: str) -> None:
+    """Refuses `blocks`, to stand in some columns of a sequence's row, that the table has in any other place.
+
+    Raises:
+        PageTableError: names the block and both sequences; it calls the blocks `name`.
+    """
+    once, counts = np.unique(blocks, return_counts=True)
+    if len(once) < len(blocks):
+        raise PageTableError(f"{name}: sequence {sequence} has block {once[counts.argmax()]} twice")
+    shared = np.isin(table, blocks)
+    shared[sequence, columns] = False
+    if shared.any():
+        owner, column = (int(i) for i in np.argwhere(shared)[0])
+        raise PageTableError(
+            f"{name}: block {table[owner, column]} would be written for sequence {sequence}, but"
+            f" block_table[{owner}, {column}] gives it to sequence {owner}"
+        )
 
 
 def _converted(device: ArrayDevice, rows: Any, pool: Any, name: str) -> Any:

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.host import like, sample_array
 from paged_kv.arrays.types import DTypeLike, SupportsDLPack
 from paged_kv.calls.append import WritableCache
 from paged_kv.calls.kv_copy import prepare
-from paged_kv.calls.page_table import Indices
 from paged_kv.errors import ContractError, RequestError
 from paged_kv.pool import PagePool
 
@@ -24,7 +23,10 @@ class PagedKVCacheManager:
     """One layer's pages and the requests that own them. A token that needs a page takes one; `free` gives them back.
 
     `kv_cache` is an array `[max_num_pages, 2, page_size, num_kv_heads, head_dim]` (NHD), zeros at first; `pool` says
-    which request owns which page. Request ids are any hashable values.
+    which request owns which page. Request ids are any hashable values that equal themselves.
+
+    Threads may share a manager: an operation waits for the one in progress. What interrupts an append, such as
+    KeyboardInterrupt, leaves the request with all of the new tokens or none.
 
     Args:
         max_num_pages: Pages in the cache.
@@ -38,7 +40,8 @@ class PagedKVCacheManager:
             it or the device is a GPU, else NumPy.
 
     Raises:
-        ContractTypeError, ContractError: a size is no integer or too small, an unknown dtype, kind or device.
+        ContractTypeError, ContractError: a size is no integer, too small or above 2^31 - 1, the cache does not fit in
+            memory, an unknown dtype, kind or device.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """
 
@@ -53,44 +56,53 @@ class PagedKVCacheManager:
         kind: str | None = None,
     ) -> None:
         at = devices.device_named(device)
-        self.pool = PagePool(max_num_pages, page_size)
+        self.pool = PagePool(integer("max_num_pages", max_num_pages, 0, LARGEST_INDEX), page_size)
         self.max_num_pages = self.pool.num_pages
         self.page_size = self.pool.page_size
-        self.num_kv_heads = integer("num_kv_heads", num_kv_heads, 1)
-        self.head_dim = integer("head_dim", head_dim, 1)
+        self.num_kv_heads = integer("num_kv_heads", num_kv_heads, 1, LARGEST_INDEX)
+        self.head_dim = integer("head_dim", head_dim, 1, LARGEST_INDEX)
         shape = (self.max_num_pages, 2, self.page_size, self.num_kv_heads, self.head_dim)
-        if kind not in (None, "numpy", "torch"):
-            raise ContractError(f"kind must be 'numpy' or 'torch', not {kind!r}")
+        if kind is not None and (not isinstance(kind, str) or kind not in ("numpy", "torch")):
+            raise ContractError(f"kind must be 'numpy' or 'torch', not {shown(kind)}")
         if kind is not None and kind not in at.kinds:
-            raise ContractError(f"kind must be 'torch' for a cache on {device}, not 'numpy'")
+            raise ContractError(f"kind must be 'torch' for a cache on {shown(device)}, not 'numpy'")
         kind = kind or ("torch" if "torch" in sys.modules else "numpy")
         self._sample = sample_array(kind)
-        self.kv_cache = at.new(shape, dtype_of(dtype, "dtype"), kind)
+        self.kv_cache = devices.allocate(at, "kv_cache", shape, dtype_of(dtype, "dtype"), kind)
 
     def append(self, request_id: Hashable, k: SupportsDLPack, v: SupportsDLPack) -> None:
         """Appends one token, k and v `[num_kv_heads, head_dim]`, or `n` of them, `[n, ...]`; starts an unknown request.
 
         Raises:
             PoolExhausted: too few pages are free; nothing was taken or written.
-            ContractTypeError, ShapeError: as `append_paged_kv_cache`.
+            ContractTypeError, ShapeError: as `append_paged_kv_cache`; or `request_id` is not hashable.
+            ContractError: `request_id` does not equal itself.
         """
         cache = WritableCache.paged(self.kv_cache, "NHD", "kv_cache", k=k, v=v)
         device = cache.device
         rows = cache.rows(_tokens(device.view(k, "k")), _tokens(device.view(v, "v")), ("k", "v"))
         prepare(device, device.dtype(cache.k))  # what can fail comes before the pool changes
-        known, start = self._length(request_id) is not None, self.get_seq_len(request_id)
         count = len(rows[0])
-        (self.pool.reserve if known else self.pool.start)(request_id, count)
-        page_slot, slots = np.divmod(np.arange(start, start + count, dtype=np.int32), np.int32(self.page_size))
-        cache.write(rows, (self._pages(request_id)[page_slot], slots))
+
+        def write(slot: int, pages: tuple[int, ...]) -> None:
+            page, slots = np.divmod(np.arange(slot, slot + count, dtype=np.int64), self.page_size)
+            cache.write(rows, (np.array(pages, np.int32)[page], slots.astype(np.int32)))
+
+        self.pool.extend(request_id, count, write)  # the tokens count once they are written
 
     def get_page_table(self, request_id: Hashable) -> Any:
         """The request's pages in token order, int32 `[ceil(length / page_size)]`; None for an unknown request."""
-        return None if self._length(request_id) is None else like(self._sample, self._pages(request_id))
+        try:
+            return like(self._sample, np.array(self.pool.pages(request_id), np.int32))
+        except RequestError:
+            return None
 
     def get_seq_len(self, request_id: Hashable) -> int:
         """The request's tokens; 0 for an unknown request."""
-        return self._length(request_id) or 0
+        try:
+            return self.pool.length(request_id)
+        except RequestError:
+            return 0
 
     def free(self, request_id: Hashable) -> None:
         """Forgets the request; its pages are free again, their contents stay until they are overwritten.
@@ -99,15 +111,6 @@ class PagedKVCacheManager:
             RequestError: the request is unknown, or was freed before.
         """
         self.pool.free(request_id)
-
-    def _length(self, request_id: Hashable) -> int | None:
-        try:
-            return self.pool.length(request_id)
-        except RequestError:
-            return None
-
-    def _pages(self, request_id: Hashable) -> Indices:
-        return np.array(self.pool.pages(request_id), np.int32)
 
 
 def _tokens(rows: Any) -> Any:

@@ -150,14 +150,15 @@ def get_batch_indices_positions(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     2. `(page_table, last_page_len, page_size)`, with a dense page table `[B, n]`: every token that the pages hold,
        request after request; nnz is the sum of `get_seq_lens`. On the host alone, as only the values tell nnz.
 
-    On a GPU, rows before the first token of their request are padding too.
+    On a GPU, rows before the first token of their request are padding too. nnz is at most 2^25 in either form.
 
     Returns arrays of the kind of the first argument, int64 where it is int64, else int32.
 
     Raises:
         ContractTypeError, ShapeError: as `append_paged_kv_cache`.
         PageTableError: offsets that do not start at 0, decrease or exceed `nnz`; a request that appends more tokens
-            than it has.
+            than it has; a dense table of over 2^25 tokens.
+        ContractError: `nnz` is negative or over 2^25.
     """
     found: tuple[Any, Any] = page_calls.choose(
         "get_batch_indices_positions", args, kwargs, page_calls.BATCH_INDICES_POSITIONS

@@ -166,6 +166,9 @@ TOKENS = np.ones((3, 2, 8), np.float32)
         ({"free_block_ids": ids(3, 8)}, PageTableError, r"free_block_ids\[1\] is 8, outside the pool's \[0, 8\)"),
         ({"free_block_ids": ids(-1, 3)}, PageTableError, r"free_block_ids\[0\] is -1"),
         ({"free_block_ids": ids(3, 3)}, PageTableError, r"free_block_ids names a block twice in \[3, 3\]"),
+        ({"free_block_ids": ids(3, 2)}, PageTableError, r"block 2 would .* sequence 0, but block_table\[1, 0\] .* 1$"),
+        ({"free_block_ids": ids(1, 3)}, PageTableError, r"block 1 would .* sequence 0, but block_table\[0, 1\] .* 0$"),
+        ({"num_new_tokens": 10**5000}, ContractError, "num_new_tokens must be at most 2147483647, not"),
         ({"free_block_ids": ids(3, 4)[None]}, ShapeError, "free_block_ids must have 1 dimensions"),
         ({"free_block_ids": [3, 4]}, ContractTypeError, "free_block_ids must be an array"),
         ({"num_new_tokens": 12, "free_block_ids": ids(3, 4, 5)}, PageTableError, "num_new_tokens: sequence 0 .* 5 bl"),
@@ -236,12 +239,58 @@ def test_one_block_twice_in_a_row_would_be_overwritten():
 
 
 @pytest.mark.parametrize(
+    ("row", "length", "said"),
+    [
+        (
+            [6, 2],
+            5,
+            r"block_table: block 2 would be written for sequence 0, but block_table\[1, 0\] gives it to sequence 1",
+        ),
+        ([6, 2], 3, r"block_table: block 2 would be written for sequence 0, but block_table\[1, 0\]"),
+        (
+            [2, 2],
+            4,
+            r"block_table: block 2 would be written for sequence 0, but block_table\[0, 0\] gives it to seq.* 0",
+        ),
+        ([6, 6], 3, r"block_table: sequence 0 has block 6 twice"),
+    ],
+)
+def test_a_block_of_another_place_in_the_table_is_not_written(row, length, said):
+    cache = filled()
+    cache.block_table[0, :2], cache.seq_lengths[0] = row, length
+    before = bytes_of(fields(cache))
+    with pytest.raises(PageTableError, match=said):
+        append_kv(cache, 0, TOKENS[:2], TOKENS[:2])
+    assert bytes_of(fields(cache)) == before
+    append_kv(cache, 0, TOKENS[:0], TOKENS[:0])  # writes nothing
+
+
+def test_shared_blocks_may_be_read_and_followed_by_own_ones():
+    cache = filled()
+    cache.block_table[1, :2], cache.seq_lengths[1] = (6, 3), 4  # the first block of sequence 0, then one of its own
+    appended = append_kv(cache, 1, TOKENS, TOKENS)
+    assert gather_kv(appended, 0)[0].tobytes() == gather_kv(cache, 0)[0].tobytes()
+    assert gather_kv(appended, 1)[0][4:].tobytes() == TOKENS.tobytes()
+    with pytest.raises(PageTableError, match="block 6 would be written for sequence 0"):
+        append_kv(replace(cache, seq_lengths=ids(3, 4, 0)), 0, TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize(
     ("change", "error", "said"),
     [
         ({"block_size": 0}, ContractError, "block_size must be at least 1, not 0"),
         ({"num_blocks": -1}, ContractError, "num_blocks must be at least 0, not -1"),
         ({"head_dim": 8.0}, ContractTypeError, "head_dim must be an integer"),
         ({"dtype": None}, ContractTypeError, "dtype: None is none of"),
+        ({"num_blocks": 2**31}, ContractError, "num_blocks must be at most 2147483647, not 2147483648"),
+        ({"head_dim": 10**5000}, ContractError, "head_dim must be at most 2147483647, not .an integer of 16610 bits"),
+        (
+            {"num_blocks": 2**31 - 1, "block_size": 2**31 - 1},
+            ContractError,
+            "key_pool: shape .* does not fit in memory",
+        ),
+        ({"batch_size": 2**20, "max_blocks_per_seq": 2**20}, ContractError, "a table of over 2.28 entries"),
+        ({"batch_size": 2**30, "max_blocks_per_seq": 0}, ContractError, "a table of over 2.28 entries"),
     ],
 )
 def test_sizes_that_are_refused(change, error, said):

@@ -75,7 +75,7 @@ LARGE = 2**31 - 1
         ([0, 0], [], [-1], 4, PageTableError, r"kv_last_page_len: request 0 has -1, outside \[0, .*4\]"),
         ([0, 2], [5, 6], [1], 2**30, PageTableError, "kv_indptr: request 0 has 2 pages of 1073741824"),
         ([0], [], [], 0, ContractError, "page_size must be at least 1, not 0"),
-        ([0], [], [], 2**31, ContractError, "page_size must be below 2.31, not 2147483648"),
+        ([0], [], [], 2**31, ContractError, "page_size must be at most 2147483647, not 2147483648"),
         ([0], [], [], 4.0, ContractTypeError, "page_size must be an integer, not 4.0"),
         ([0], [], [], True, ContractTypeError, "page_size must be an integer, not True"),
     ],

@@ -1,5 +1,7 @@
 """Lengths, batch indices and positions: what they are, of which kind, and what they refuse."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -65,3 +67,28 @@ def test_batch_indices_and_positions(arguments, error, said):
 def test_lengths(arguments, error, said):
     with pytest.raises(error, match=said):
         get_seq_lens(*arguments)
+
+
+HUGE = [2**25 + 1, 2**31, 2**62, 10**5000]
+
+
+@pytest.mark.parametrize("nnz", HUGE, ids=lambda n: f"{n.bit_length()} bits")
+def test_positions_of_more_rows_than_fit_are_refused_before_anything_is_made(nnz):
+    tracemalloc.start()
+    with pytest.raises(ContractError, match="nnz must be at most 33554432, not"):
+        get_batch_indices_positions(ints(0, 1), ints(1), nnz)
+    with pytest.raises(PageTableError, match="page_table holds 67108863 tokens, over 33554432"):
+        get_batch_indices_positions(ints(1)[None], ints(2**26 - 1), 2**26 - 1)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", HUGE[1:], ids=lambda n: f"{n.bit_length()} bits")
+def test_pages_past_int32_are_refused(size):
+    for call, arguments in (
+        (get_seq_lens, (ints(0, 1), ints(1))),
+        (get_seq_lens, (ints(1)[None], ints(1))),
+        (get_batch_indices_positions, (ints(1)[None], ints(1))),
+    ):
+        with pytest.raises(ContractError, match="page_size must be at most 2147483647, not"):
+            call(*arguments, size)

@@ -138,7 +138,11 @@ def test_numpy_counts_are_taken_as_ints():
 
 
 def _free_page_twice(pool):
-    pool._free.append(pool._free[0])
+    pool._returned.append(pool._returned[0])
+
+
+def _free_fresh_page(pool):
+    pool._returned.append(4)
 
 
 def _own_page_twice(pool):
@@ -151,11 +155,15 @@ def _share_page(pool):
 
 
 def _own_free_page(pool):
-    pool._requests["b"].pages[0] = pool._free[0]
+    pool._requests["b"].pages[0] = pool._returned[0]
+
+
+def _own_fresh_page(pool):
+    pool._requests["b"].pages[0] = 4
 
 
 def _leak_page(pool):
-    pool._free.pop()
+    pool._returned.pop()
 
 
 def _leak_request(pool):
@@ -163,7 +171,7 @@ def _leak_request(pool):
 
 
 def _invent_free_page(pool):
-    pool._free.append(pool.num_pages)
+    pool._returned.append(pool.num_pages)
 
 
 def _invent_owned_page(pool):
@@ -185,10 +193,12 @@ def _negative_length(pool):
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (_free_page_twice, r"page 4 is held twice: by the free list and by the free list"),
+        (_free_page_twice, r"page 3 is held twice: by the free list and by the free list"),
+        (_free_fresh_page, r"page 4 is held twice: by the free list and by the free list"),
         (_own_page_twice, r"page 0 is held twice: by request 'a' and by request 'a'"),
         (_share_page, r"page 0 is held twice: by request 'a' and by request 'b'"),
-        (_own_free_page, r"page 4 is held twice: by the free list and by request 'b'"),
+        (_own_free_page, r"page 3 is held twice: by the free list and by request 'b'"),
+        (_own_fresh_page, r"page 4 is held twice: by the free list and by request 'b'"),
         (_leak_page, r"page 3 is leaked"),
         (_leak_request, r"page 0 is leaked"),
         (_invent_free_page, r"the free list holds page 5"),
@@ -203,6 +213,8 @@ def test_check_integrity_names_the_corruption(corrupt, message):
     pool.start("a", 4)
     pool.start("b", 1)
     pool.start("empty")
+    pool.start("ended", 1)
+    pool.free("ended")  # page 3 is free and was owned, page 4 never was
     pool.check_integrity()
     corrupt(pool)
     with pytest.raises(IntegrityError, match=message):

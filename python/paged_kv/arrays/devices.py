@@ -12,7 +12,7 @@ from max.driver import Accelerator
 
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST
-from paged_kv.arrays.types import ArrayDevice
+from paged_kv.arrays.types import ArrayDevice, Shape
 from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
 
 _GPUS = (2, 10)  # DLPack's kDLCUDA and kDLROCM
@@ -73,6 +73,18 @@ def gpu(index: int) -> ArrayDevice:
         return TorchArrays(Accelerator(index))
     except (RuntimeError, ValueError) as error:
         raise ToolchainError(f"GPU {index}: MAX finds no such device ({' '.join(str(error).split())})") from error
+
+
+def allocate(device: ArrayDevice, name: str, shape: Shape, dtype: np.dtype[Any], kind: str) -> Any:
+    """`device.new`, a fresh array of zeros.
+
+    Raises:
+        ContractError: it does not fit in memory; the message calls it `name`.
+    """
+    try:
+        return device.new(shape, dtype, kind)
+    except (MemoryError, OverflowError, RuntimeError, ValueError) as error:  # as the library says it
+        raise ContractError(f"{name}: shape {list(shape)} of {dtype.name} does not fit in memory") from error
 
 
 def require_host(array: Any, name: str, why: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays.types import ArrayDevice, namespace
 from paged_kv.calls.page_table import CSR_NAMES, check_count
 from paged_kv.calls.token_slots import dense_num_pages, last_tokens, lengths_of, token_slots
@@ -42,10 +42,10 @@ class DevicePageTable:
         """The table of FlashInfer's three index arrays; `indices` may be None where page ids do not matter.
 
         Raises:
-            ContractTypeError, ContractError: an array is no integer array, or `page_size` no integer of at least 1.
+            ContractTypeError, ContractError: an array is no integer array, or `page_size` no integer of 1 to 2^31 - 1.
             ShapeError: an array is not 1-D, or `last_page_len` is not `[B]`.
         """
-        size = integer("page_size", page_size, 1)
+        size = integer("page_size", page_size, 1, LARGEST_INDEX)
         offsets = device.indices(indptr, names[0])
         entries = offsets[:0] if indices is None else device.indices(indices, names[1])
         last = device.indices(last_page_len, names[2])
@@ -59,7 +59,7 @@ class DevicePageTable:
         Raises:
             ContractTypeError, ContractError, ShapeError: as `of`.
         """
-        size = integer("page_size", page_size, 1)
+        size = integer("page_size", page_size, 1, LARGEST_INDEX)
         table = device.indices(page_table, "page_table", 2)
         last = device.indices(last_page_len, "last_page_len")
         if len(last) != len(table):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_layout
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.append import CsrArguments, WritableCache, csr_table, dense_table, slots_after_last
-from paged_kv.calls.page_table import KV_NAMES, check_count, check_offsets, checked_last_tokens
+from paged_kv.calls.page_table import KV_NAMES, MAX_ROWS, check_count, check_offsets, checked_last_tokens
 from paged_kv.calls.token_slots import last_tokens
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
 
@@ -126,7 +126,7 @@ def _append_one_each(
     k: Any, v: Any, cache: WritableCache, page_table: Any, last_page_len: Any, page_size: int, num_axes: int = 3
 ) -> None:
     """One row a request, to the slot after its last token."""
-    size = integer("page_size", page_size, 1)
+    size = integer("page_size", page_size, 1, LARGEST_INDEX)
     if size != cache.page_size:
         raise ShapeError(f"page_size is {size}, {cache.name} has pages of {cache.page_size}")
     rows = cache.rows(k, v, ("k", "v"), num_axes)
@@ -134,7 +134,7 @@ def _append_one_each(
 
 
 def positions_of_rows(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any, Any]:
-    nnz, names = integer("nnz", nnz, 0), ("append_indptr", "seq_lens")
+    nnz, names = integer("nnz", nnz, 0, MAX_ROWS), ("append_indptr", "seq_lens")
     device = devices.device_of(append_indptr=append_indptr, seq_lens=seq_lens)
     offsets, lengths = device.indices(append_indptr, names[0]), device.indices(seq_lens, names[1])
     if device.readable:
@@ -154,8 +154,8 @@ def positions_dense(page_table: Any, last_page_len: Any, page_size: int) -> tupl
         raise devices.unreadable("page_table", "how many tokens it holds would have to be read back")
     lengths = dense_table(device, page_table, last_page_len, page_size).lengths
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if offsets[-1] >= 2**31:
-        raise PageTableError(f"page_table holds {offsets[-1]} tokens, over 2^31 - 1")
+    if offsets[-1] > MAX_ROWS:
+        raise PageTableError(f"page_table holds {offsets[-1]} tokens, over {MAX_ROWS}")
     batch, positions = last_tokens(offsets.astype(np.int32), lengths, int(offsets[-1]))
     return like_index(device, page_table, batch), like_index(device, page_table, positions)
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays.host import as_indices, as_numpy
 from paged_kv.calls.token_slots import last_tokens, lengths_of, token_slots
-from paged_kv.errors import ContractError, PageTableError, ShapeError
+from paged_kv.errors import PageTableError, ShapeError
 from paged_kv.options import NO_PAGE
 
 Indices = npt.NDArray[np.int32]
@@ -26,7 +26,9 @@ CSR_NAMES = ("indptr", "indices", "last_page_len")
 KV_NAMES = ("kv_indptr", "kv_indices", "kv_last_page_len")
 DENSE_NAMES = ("page_table", "page_table", "last_page_len")
 
-_LARGEST = 2**31 - 1
+MAX_ROWS = 2**25
+"""Rows that batch indices and positions are made for at most: some 1.5 GiB of memory, well past any step's tokens."""
+
 _WIDE_ROW = 64  # entries from which a slice copy per row beats one masked copy of all rows
 
 
@@ -104,9 +106,7 @@ class PageTable:
             PageTableError: `indptr` does not start at 0, decreases or ends past `indices`; `last_page_len` is not in
                 `[1, page_size]` for a request with pages, `[0, page_size]` for one without; a length exceeds int32.
         """
-        size = integer("page_size", self.page_size, 1)
-        if size > _LARGEST:
-            raise ContractError(f"page_size must be below 2^31, not {size}")
+        size = integer("page_size", self.page_size, 1, LARGEST_INDEX)
         indptr_name, indices_name, last_name = self.names
         check_offsets(self.indptr, indptr_name)
         if len(self.last_page_len) != self.batch_size:
@@ -126,7 +126,7 @@ class PageTable:
             least = int(not self.may_be_unfilled and counts[b] > 0)
             raise PageTableError(f"{last_name}: request {b} has {last[b]}, outside [{least}, page_size = {size}]")
         longest = int(counts.max(initial=0))
-        if longest * size > _LARGEST:
+        if longest * size > LARGEST_INDEX:
             b = int(counts.argmax())
             raise PageTableError(f"{indptr_name}: request {b} has {longest} pages of {size}, over 2^31 - 1 tokens")
 

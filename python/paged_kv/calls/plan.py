@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays.dtypes import max_dtype
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
@@ -19,6 +19,9 @@ from paged_kv.options import FLOAT8_DTYPES, Q_DTYPES, AttentionOptions, check_he
 from paged_kv.runtime.variants import Variant
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+
+_SIZES = {"num_qo_heads": 2**16, "num_kv_heads": 2**16, "head_dim": LARGEST_INDEX, "page_size": LARGEST_INDEX}
+"""The most that each may be. ALiBi's slopes are made for all query heads by `plan`, which sees no array of so many."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class AttentionPlan:
     Raises:
         ContractTypeError: a size is no integer, or a dtype or pair of dtypes is not supported.
         ShapeError: Hq is no multiple of Hk, or head_dim is not supported.
-        ContractError: another size is below 1, or the pos_encoding_mode is unknown.
+        ContractError: a size is below 1, there are over 65536 heads, page_size or head_dim is above 2^31 - 1, or the
+            pos_encoding_mode is unknown.
     """
 
     num_qo_heads: int
@@ -46,8 +50,8 @@ class AttentionPlan:
     """What messages call the two dtypes."""
 
     def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size"):
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
+        for name, most in _SIZES.items():
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1, most))
         if self.num_qo_heads % self.num_kv_heads:
             raise ShapeError(
                 f"num_qo_heads: {self.num_qo_heads} is no multiple of num_kv_heads, which is {self.num_kv_heads}"
@@ -57,9 +61,9 @@ class AttentionPlan:
         if self.kv_dtype != self.q_dtype and self.kv_dtype.name not in FLOAT8_DTYPES:
             legal = f"equal q's {self.q_dtype.name} or be one of {', '.join(FLOAT8_DTYPES)}"
             raise ContractTypeError(f"{self.dtype_names[1]}: {self.kv_dtype.name} must {legal}")
-        if self.pos_encoding_mode not in POS_ENCODING_MODES:
+        if not isinstance(self.pos_encoding_mode, str) or self.pos_encoding_mode not in POS_ENCODING_MODES:
             raise ContractError(
-                f"pos_encoding_mode must be one of {', '.join(POS_ENCODING_MODES)}, not {self.pos_encoding_mode!r}"
+                f"pos_encoding_mode must be one of {', '.join(POS_ENCODING_MODES)}, not {shown(self.pos_encoding_mode)}"
             )
 
     def __str__(self) -> str:

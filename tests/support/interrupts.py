@@ -1,0 +1,61 @@
+"""An exception from outside at a chosen bytecode: what Ctrl-C does, at a place of the test's choice.
+
+CPython delivers signals and `PyThreadState_SetAsyncExc` between some bytecodes, not between all: after calls and
+backward jumps, and not on the way into a `with` block. A trace function that raises ignores that rule, and meets locks
+that no signal can leave behind. Here it only asks for the exception, from C, and the interpreter delivers it as usual.
+"""
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import paged_kv
+
+PACKAGE = str(Path(paged_kv.__file__).parent)
+
+
+class _Request:
+    """Reading `delivery` asks for a KeyboardInterrupt in a thread; no bytecode that could receive it runs meanwhile."""
+
+    _as_parameter_ = 0  # what ctypes makes of `self`, which a property passes to its getter
+
+    def __init__(self, thread: int) -> None:
+        ask = partial(
+            ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt)
+        )
+        type(self).delivery = property(ask)  # type: ignore[attr-defined]
+
+
+def interrupted(operation: Callable[[], Any], count: int) -> bool:
+    """Runs an operation that is interrupted after the `count`-th bytecode of this package; False: it has fewer.
+
+    The exception may come a few bytecodes later, or after the operation, and is caught here.
+    """
+    request, left = _Request(threading.get_ident()), count
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)  # or the exception would come in the next call of this function
+                request.delivery  # noqa: B018
+        return trace
+
+    try:
+        sys.settrace(trace)
+        try:
+            operation()
+        finally:
+            sys.settrace(None)
+    except KeyboardInterrupt:
+        assert left <= 0
+    return left <= 0

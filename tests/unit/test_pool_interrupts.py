@@ -1,0 +1,306 @@
+"""The page pool under exceptions from outside, under threads, and with request ids that misbehave."""
+
+import copy
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
+from paged_kv.pool import PagePool, pages_needed
+from support.interrupts import interrupted
+
+
+def filled() -> PagePool:
+    """Requests a and b, pages that were returned, and pages that were never owned."""
+    pool = PagePool(num_pages=40, page_size=2)
+    pool.start("a", 7)
+    pool.start("gone", 6)
+    pool.start("b", 3)
+    pool.free("gone")
+    return pool
+
+
+def state(pool: PagePool) -> Any:
+    """All that a pool tells: what its requests hold, and the free pages in the order in which they are taken."""
+    pool.check_integrity()
+    requests = {request_id: (length, tuple(pages)) for request_id, length, pages in pool._active()}
+    free = (*reversed(pool._returned), *range(pool._fresh, pool.num_pages))
+    assert len(free) == pool.num_free
+    return requests, free
+
+
+def is_unlocked(pool: PagePool) -> bool:
+    """Whether another thread can use the pool."""
+    found = []
+
+    def use() -> None:
+        found.append(pool._lock.acquire(timeout=5))
+        pool._lock.release()
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    return found == [True]
+
+
+OPERATIONS: dict[str, Callable[[PagePool], Any]] = {
+    "start": lambda pool: pool.start("new", 21),
+    "start of nothing": lambda pool: pool.start("new"),
+    "reserve in a page": lambda pool: pool.reserve("a", 1),
+    "reserve of pages": lambda pool: pool.reserve("b", 30),
+    "extend": lambda pool: pool.extend("a", 9, lambda *_: None),
+    "extend of an unknown one": lambda pool: pool.extend("new", 9, lambda *_: None),
+    "free": lambda pool: pool.free("a"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interrupt_at_any_bytecode_leaves_the_pool_before_or_after(name):
+    operation, before = OPERATIONS[name], state(filled())
+    done = filled()
+    operation(done)
+    after, seen, count = state(done), set(), 1
+    assert before != after
+    while True:
+        pool = filled()
+        reached = interrupted(lambda pool=pool: operation(pool), count)
+        assert is_unlocked(pool), count
+        found = state(pool)
+        assert found in (before, after), count
+        seen.add(found == after)
+        if found == before:
+            operation(pool)
+            assert state(pool) == after, count
+        if not reached:
+            break
+        count += 1
+    assert count > 50
+    assert seen == {False, True}
+
+
+def test_a_change_that_is_half_carried_out_counts_for_every_reader():
+    for read in (
+        lambda pool: pool.num_free == 40 - 2 - 15,
+        lambda pool: pool.num_used == 17,
+        lambda pool: len(pool.pages("a")) == 15,
+        lambda pool: pool.length("a") == 30,
+    ):
+        pool = filled()
+        pool.reserve("a", 1)
+        pool._commit = lambda change, pool=pool: setattr(pool, "_change", change)  # interrupted right after
+        with pytest.raises(AttributeError):
+            pool.reserve("a", 22)
+        del pool._commit
+        assert read(pool)
+        pool.check_integrity()
+
+
+def test_a_write_that_fails_leaves_the_pool_as_it_was():
+    pool = filled()
+    before = state(pool)
+    for request_id in ("a", "new"):
+        with pytest.raises(ZeroDivisionError):
+            pool.extend(request_id, 5, lambda *_: 1 // 0)
+        assert state(pool) == before
+    with pytest.raises(PoolExhausted):
+        pool.extend("new", 99, lambda *_: pytest.fail("nothing is written"))
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 5), (1, 1), (3, 6), (4, 1), (4, 0), (5, 0)])
+def test_extend_says_where_the_new_tokens_go(length, count):
+    pool, told = PagePool(10, 4), []
+    pool.start("other", 3)
+    pool.start("a", length)
+    pool.extend(
+        "a", count, lambda slot, pages: told.append([(pages[(slot + j) // 4], (slot + j) % 4) for j in range(count)])
+    )
+    pages = pool.pages("a")
+    assert told == [[(pages[t // 4], t % 4) for t in range(length, length + count)]]
+    assert pool.length("a") == length + count
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns after a few bytecodes."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> None:
+    """Runs `work(i)` in `count` threads at once, and raises what one of them raised."""
+    raised: list[BaseException] = []
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        barrier.wait()
+        try:
+            work(index)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.usefixtures("switching")
+def test_threads_share_a_pool():
+    pool, page_size = PagePool(60, 3), 3
+    starts = [0] * 500
+
+    def work(index: int) -> None:
+        rng = np.random.default_rng(index)
+        for turn in range(500):
+            try:  # all threads start the same request: one of them does
+                pool.start(("shared", turn))
+                starts[turn] += 1
+            except RequestError:
+                pass
+            try:
+                length = int(rng.integers(1, 30))
+                pages = pool.start(index, length)
+                pages += pool.reserve(index, 4)
+                assert pool.pages(index) == pages
+                assert len(pages) == pages_needed(length + 4, page_size)
+            except PoolExhausted:
+                pass
+            if turn % 7 == 0:
+                pool.check_integrity()
+            try:
+                pool.free(index)
+            except RequestError:
+                assert pool.num_free < 12  # the start was refused
+
+    in_threads(4, work)
+    assert starts == [1] * 500
+    pool.check_integrity()
+    assert pool.num_free == 60
+
+
+def test_the_pool_refuses_calls_from_inside_its_own_operations():
+    pool = filled()
+
+    class Caller:
+        def __hash__(self) -> int:
+            return hash("a")
+
+        def __eq__(self, _: object) -> bool:
+            pool.free("b")
+            return False
+
+    before = state(pool)
+    with pytest.raises(ContractTypeError, match="request_id must be hashable") as caught:
+        pool.length(Caller())
+    assert isinstance(caught.value.__cause__, ContractError)
+    assert "inside another operation of the pool" in str(caught.value.__cause__)
+    with pytest.raises(ContractError, match="inside another operation of the pool"):
+        pool.extend("a", 1, lambda *_: pool.num_free)
+    assert state(pool) == before
+
+
+class Raises:
+    def __init__(self, hashes: int = 0) -> None:
+        self.hashes = hashes
+
+    def __hash__(self) -> int:
+        self.hashes -= 1
+        if self.hashes < 0:
+            raise ZeroDivisionError
+        return hash("a")
+
+    def __eq__(self, other: object) -> bool:
+        raise ZeroDivisionError
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("call", ["start", "reserve", "extend", "free", "pages", "length"])
+@pytest.mark.parametrize("request_id", [[], {}, set(), np.zeros(2), bytearray(b"a"), ([],), Raises(), Raises(9)])
+def test_ids_that_cannot_be_looked_up_are_refused(call, request_id):
+    pool = filled()
+    before = state(pool)
+    arguments = (1, lambda *_: pytest.fail("nothing is written")) if call == "extend" else ()
+    with pytest.raises(ContractTypeError, match=r"^request_id must be hashable and comparable, not"):
+        getattr(pool, call)(request_id, *arguments)
+    assert state(pool) == before
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("call", ["start", "extend"])
+@pytest.mark.parametrize("request_id", [float("nan"), np.float32("nan"), np.datetime64("NaT")])
+def test_ids_that_do_not_equal_themselves_are_refused(call, request_id):
+    pool = filled()
+    with pytest.raises(ContractError, match="request_id must equal itself"):
+        getattr(pool, call)(request_id, 1, *[lambda *_: None] * (call == "extend"))
+    pool.check_integrity()
+    with pytest.raises(RequestError):
+        pool.length(request_id)
+
+
+@pytest.mark.parametrize("hashes", [1, 2, 3])
+def test_a_hash_that_raises_later_changes_nothing_by_half(hashes):
+    """`start` hashes the id twice, `free` twice: a request whose id raises in between is there or not."""
+
+    class Once(Raises):
+        __eq__ = object.__eq__
+
+    pool = filled()
+    request_id: Any = Once(hashes)
+    try:
+        pool.start(request_id, 3)
+        pool.free(request_id)
+    except PagedKVError:
+        pass
+    pool.check_integrity()
+    assert pool.num_free in (40 - 6, 40 - 8)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pool: pickle.loads(pickle.dumps(pool))])
+def test_a_copy_is_a_pool_of_its_own(copied):
+    pool = filled()
+    other = copied(pool)
+    assert state(other) == state(pool)
+    other.free("a")
+    assert pool.length("a") == 7
+    other.check_integrity()
+
+
+HUGE = [2**31, 2**62, 2**63, 10**400, 10**5000]
+
+
+@pytest.mark.parametrize("size", HUGE, ids=lambda n: f"{n.bit_length()} bits")
+def test_huge_pools_are_refused_and_large_ones_cost_nothing(size):
+    with pytest.raises(ContractError, match=r"^num_pages must be at most 2147483647, not"):
+        PagePool(size, 16)
+    with pytest.raises(ContractError, match=r"^page_size must be at most 2147483647, not"):
+        PagePool(16, size)
+    pool = PagePool(2**31 - 1, 2**31 - 1)
+    assert pool.start("a", 2**40) == tuple(range(513))
+    assert pool.num_free == 2**31 - 1 - 513
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("count", [*HUGE, -(10**5000)], ids=lambda n: f"{n.bit_length()} bits, {n > 0}")
+def test_huge_counts_are_refused(count):
+    pool = filled()
+    before = state(pool)
+    for call in (lambda: pool.reserve("a", count), lambda: pool.start("new", count)):
+        with pytest.raises(ContractError) as caught:
+            call()
+        assert len(str(caught.value)) < 300
+    with pytest.raises(ContractError, match="page_size must be at least 1, not -"):
+        pages_needed(1, -count if count > 0 else count)
+    assert state(pool) == before
