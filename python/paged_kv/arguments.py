@@ -12,21 +12,37 @@ LARGEST_INDEX = 2**31 - 1
 
 _MOST_BITS = 256
 _MOST_CHARACTERS = 120
+_MOST_ENTRIES = 8
 
 
 def shown(value: Any) -> str:
-    """`repr(value)` for a message: one line of at most 120 characters, whatever the value is.
+    """A value for a message: `repr(value)` in one line of at most 120 characters, or its type.
 
-    Python refuses to print integers of thousands of digits, and an object's own `__repr__` may raise: both are named
-    instead.
+    Python refuses to print integers of thousands of digits, an object's own `__repr__` may raise, and that of a torch
+    tensor whose storage was freed ends the process: arrays are named by their types alone.
     """
+    try:
+        text = " ".join(_text(value, depth=2).split())
+    except Exception:
+        text = _type_of(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def _text(value: Any, depth: int) -> str:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:
-        return f"an object of type {type(value).__name__}"
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+    if type(value) in (list, tuple):
+        if depth == 0 or len(value) > _MOST_ENTRIES:
+            return f"a {type(value).__name__} of {len(value)}"
+        entries = ", ".join(_text(entry, depth - 1) for entry in value)
+        return f"[{entries}]" if type(value) is list else f"({entries}{',' * (len(value) == 1)})"
+    if isinstance(value, dict | set | frozenset) or (not isinstance(value, type) and hasattr(value, "__dlpack__")):
+        return _type_of(value)
+    return repr(value)
+
+
+def _type_of(value: Any) -> str:
+    return f"an object of type {type(value).__name__}"
 
 
 def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:

@@ -122,6 +122,7 @@ def allocate_blocks(
         PageTableError: a consumed id is outside the pool, owned or consumed twice, or the table's row is too short.
         ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
     """
+    _pools(cache)
     table, lengths, sequence = _checked_table(cache, sequence_idx)
     added = integer("num_new_tokens", num_new_tokens, 0, LARGEST_INDEX)
     free = as_indices(free_block_ids, "free_block_ids")
@@ -162,8 +163,8 @@ def append_kv(
         PageTableError: a block that is needed is unallocated, outside the pool, there twice, or another sequence's.
         ContractError, ContractTypeError: an argument of a wrong value, type or dtype.
     """
-    table, lengths, sequence = _checked_table(cache, sequence_idx)
     device, pools = _pools(cache, keys_new=keys_new, values_new=values_new)
+    table, lengths, sequence = _checked_table(cache, sequence_idx)
     keys, values = device.view(keys_new, "keys_new"), device.view(values_new, "values_new")
     if keys.shape != values.shape:
         raise ShapeError(f"keys_new shape {tuple(keys.shape)} != values_new shape {tuple(values.shape)}")
@@ -195,8 +196,8 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
         PageTableError: a block that the length covers is unallocated or outside the pool.
         ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
     """
-    table, lengths, sequence = _checked_table(cache, sequence_idx)
     device, pools = _pools(cache)
+    table, lengths, sequence = _checked_table(cache, sequence_idx)
     length = int(lengths[sequence])
     blocks = _blocks(table[sequence], sequence, 0, length, cache)
     keys, values = read_rows(device, *pools, blocks.view(np.uint32)[None], lengths[sequence : sequence + 1])
@@ -210,7 +211,7 @@ def _checked_table(cache: PagedKVCache, sequence_idx: int) -> tuple[Indices, Ind
     table, lengths = as_indices(cache.block_table, "block_table", 2), as_indices(cache.seq_lengths, "seq_lengths")
     if len(lengths) != len(table):
         raise ShapeError(f"seq_lengths has {len(lengths)} entries, block_table has {len(table)} rows")
-    sequence = integer("sequence_idx", sequence_idx, 0)
+    sequence = integer("sequence_idx", sequence_idx, 0, LARGEST_INDEX)
     if sequence >= len(table):
         raise ContractError(f"sequence_idx is {sequence}, the cache has {len(table)} sequences")
     if lengths[sequence] < 0:
@@ -220,11 +221,15 @@ def _checked_table(cache: PagedKVCache, sequence_idx: int) -> tuple[Indices, Ind
 
 def _pools(cache: PagedKVCache, **rows: Any) -> tuple[ArrayDevice, tuple[Any, Any]]:
     """Views of both pools, which must be of one shape and dtype, and the device that they and `rows` lie on."""
+    if not isinstance(cache, PagedKVCache):
+        raise ContractTypeError(f"cache must be a PagedKVCache, not {shown(cache)}")
     device = devices.device_of(key_pool=cache.key_pool, value_pool=cache.value_pool, **rows)
     keys, values = device.view(cache.key_pool, "key_pool"), device.view(cache.value_pool, "value_pool")
     check_storage(device, keys, "key_pool", 4)
     check_storage(device, values, "value_pool", 4)
     check_alike(values, keys, "value_pool", "key_pool's")
+    if not keys.shape[1]:
+        raise ShapeError(f"key_pool: blocks must hold tokens, its shape is {tuple(keys.shape)}")
     return device, (keys, values)
 
 

@@ -176,6 +176,7 @@ TOKENS = np.ones((3, 2, 8), np.float32)
         ({"num_new_tokens": 1.5}, ContractTypeError, "num_new_tokens must be an integer"),
         ({"sequence_idx": 3}, ContractError, "sequence_idx is 3, the cache has 3 sequences"),
         ({"sequence_idx": -1}, ContractError, "sequence_idx must be at least 0, not -1"),
+        ({"sequence_idx": 10**5000}, ContractError, "sequence_idx must be at most"),
     ],
 )
 def test_allocations_that_are_refused(change, error, said):
@@ -222,14 +223,23 @@ def test_appends_that_are_refused(sequence, keys, values, error, said):
         ({"seq_lengths": ids(5, 0)}, ShapeError, "seq_lengths has 2 entries, block_table has 1 rows"),
         ({"value_pool": np.zeros((8, 4, 2, 4), "f4")}, ShapeError, r"value_pool: shape .*4\] differs from key_pool's"),
         ({"value_pool": np.zeros((8, 4, 2, 8), "f2")}, ContractTypeError, "value_pool: dtype float16 differs"),
+        ({"key_pool": None}, ContractTypeError, "key_pool must be an array"),
+        ({"key_pool": 3}, ContractTypeError, "key_pool must be an array"),
+        ({name: np.zeros((8, 0, 2, 8), "f4") for name in ("key_pool", "value_pool")}, ShapeError, "must hold tokens"),
+        (None, ContractTypeError, "cache must be a PagedKVCache, not None"),
     ],
 )
 def test_caches_that_contradict_themselves_are_refused(change, error, said):
-    cache = replace(filled(), **{"block_table": ids(6, 1)[None], "seq_lengths": ids(5), **change})
+    cache = None
+    if change is not None:
+        cache = replace(filled(), **{"block_table": ids(6, 1)[None], "seq_lengths": ids(5), **change})
     with pytest.raises(error, match=said):
         gather_kv(cache, 0)
     with pytest.raises(error):
         append_kv(cache, 0, TOKENS, TOKENS)
+    if change is None or "key_pool" in change:
+        with pytest.raises(error, match=said):
+            allocate_blocks(cache, sequence_idx=0, num_new_tokens=1, free_block_ids=ids(3))
 
 
 def test_one_block_twice_in_a_row_would_be_overwritten():

@@ -28,14 +28,26 @@ class Broken:
         (-(10**5000), "-(an integer of 16610 bits)"),
         ("a\nb", r"'a\nb'"),
         (Broken(), "an object of type Broken"),
-        ([10**5000], "an object of type list"),
-        (np.zeros((2, 2)), "array([[0., 0.], [0., 0.]])"),
+        ([10**5000, (1,), (), [[[2]]]], "[(an integer of 16610 bits), (1,), (), [a list of 1]]"),
+        ((1, "a"), "(1, 'a')"),
+        (list(range(9)), "a list of 9"),
+        ({1: 2}, "an object of type dict"),
+        (np.zeros((2, 2)), "an object of type ndarray"),
+        ([torch.zeros(2)], "[an object of type Tensor]"),
+        (np.float32(0.5), "np.float32(0.5)"),
+        (np.ndarray, "<class 'numpy.ndarray'>"),
         ("x" * 500, "'" + "x" * 116 + "..."),
     ],
-    ids=range(9),
+    ids=range(15),
 )
 def test_every_value_is_shown_in_one_line(value, text):
     assert shown(value) == text
+
+
+def test_a_tensor_whose_storage_was_freed_is_shown():
+    tensor = torch.zeros(3)
+    tensor.untyped_storage().resize_(0)  # its own repr reads the memory
+    assert shown([tensor]) == "[an object of type Tensor]"
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3), torch.tensor(3), np.array(3)])

@@ -10,10 +10,11 @@ from max.dtype import DType
 from max.experimental.tensor import Tensor
 
 from paged_kv import reference
-from paged_kv.arrays.cache_storage import paged_views
+from paged_kv.arrays import devices
+from paged_kv.arrays.cache_storage import check_layout, paged_views
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.host import HOST, as_indices, as_numpy, like, to_buffer
-from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PageTableError, ShapeError
 from support.cases import STORAGES, CacheCase, build
 from support.kinds import KINDS, kind_of, make
 
@@ -166,6 +167,8 @@ def test_int32_indices_are_a_view_and_strided_ones_made_contiguous():
         ([0, 1], 1, ContractTypeError, "kv_indices must be an array .*list"),
         (np.zeros((2, 2), np.int32), 1, ShapeError, r"kv_indices must have 1 dimensions, its shape is \(2, 2\)"),
         (np.int32(3), 1, ContractTypeError, "kv_indices"),
+        (np.broadcast_to(np.int64(1), 2**28 + 1), 1, ShapeError, r"kv_indices has over 2\^28 entries"),
+        (np.broadcast_to(np.int32(1), (3, 2**40)), 2, ShapeError, r"kv_indices has over 2\^28 entries"),
     ],
 )
 def test_indices_that_are_none_are_refused(given, ndim, error, said):
@@ -206,6 +209,19 @@ def test_dtypes_of_every_library(given, name):
 def test_unknown_dtypes_are_refused_by_name(given):
     with pytest.raises(ContractTypeError, match="kv_data_type"):
         dtype_of(given, "kv_data_type")
+
+
+@pytest.mark.parametrize("call", [lambda thing: dtype_of(thing, "what"), devices.device_named, check_layout])
+def test_things_that_cannot_be_shown_are_refused_by_name(call):
+    class Raises:
+        def __getattr__(self, name: str) -> None:
+            raise ZeroDivisionError
+
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)  # its repr ends the process
+    for thing in (freed, Raises(), 10**5000, [freed], "cuda:" + "9" * 5000):
+        with pytest.raises(PagedKVError, match=r"^(what|device|kv_layout)"):
+            call(thing)
 
 
 def test_dtypes_of_jax():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from max.driver import Buffer
 
+from paged_kv.arguments import shown
 from paged_kv.arrays.host import HOST, to_buffer
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
@@ -19,8 +20,8 @@ def check_layout(kv_layout: str) -> None:
     Raises:
         ContractError: it is neither "NHD" nor "HND".
     """
-    if kv_layout not in ("NHD", "HND"):
-        raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {kv_layout!r}")
+    if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
+        raise ContractError(f"kv_layout must be 'NHD' or 'HND', not {shown(kv_layout)}")
 
 
 def paged_views(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from max.driver import Accelerator
 
+from paged_kv.arguments import shown
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayDevice, Shape
@@ -50,11 +51,14 @@ def device_named(device: Any) -> ArrayDevice:
         ContractError: it is none of these.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """
-    kind, _, index = str("cpu" if device is None else device).partition(":")
+    if device is None:
+        return HOST
+    known = isinstance(device, str) or type(device).__name__ == "device"
+    kind, _, index = str(device).partition(":") if known else ("", "", "")
     if kind == "cpu":
         return HOST
-    if kind != "cuda" or not (index or "0").isdecimal():
-        raise ContractError(f"device must be the CPU or a GPU ('cuda', 'cuda:1'), not {device!r}")
+    if kind != "cuda" or not (index or "0").isdecimal() or len(index) > 4:
+        raise ContractError(f"device must be the CPU or a GPU ('cuda', 'cuda:1'), not {shown(device)}")
     return gpu(int(index or 0))
 
 

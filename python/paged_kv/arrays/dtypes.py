@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 from max.dtype import DType
 
+from paged_kv.arguments import shown
 from paged_kv.errors import ContractTypeError
 
 EXTENDED = {
@@ -50,16 +51,19 @@ def dtype_of(dtype: Any, name: str) -> np.dtype[Any]:
         ContractTypeError: it is none of the supported dtypes.
     """
     found: np.dtype[Any] | None = None
-    if isinstance(dtype, str) or type(dtype).__module__ == "torch":
+    kind = type(dtype)
+    if isinstance(dtype, str) or (kind.__module__, kind.__name__) == ("torch", "dtype"):
         short = str(dtype).removeprefix("torch.")
         found = DTYPES.get(_ALIASES.get(short, short))
-    elif dtype is not None:
+    elif (
+        isinstance(dtype, type | np.dtype | DType) or kind_of_dtype(dtype) == "jax"
+    ):  # NumPy prints others, see `shown`
         try:
             found = DTYPES.get(dtype.name) if isinstance(dtype, DType) else np.dtype(dtype)
-        except (TypeError, ValueError):
+        except Exception:  # an object's own `dtype` may raise anything
             found = None
     if found is None or found not in SUPPORTED:
-        raise ContractTypeError(f"{name}: {dtype!r} is none of {', '.join(DTYPES)}")
+        raise ContractTypeError(f"{name}: {shown(dtype)} is none of {', '.join(DTYPES)}")
     return found
 
 

@@ -20,6 +20,8 @@ from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
 
 _INT32 = np.dtype(np.int32)
 _LARGEST = 2**31 - 1
+_MOST_INDICES = 2**28
+"""1 GiB as int32. An expanded array can have more in little memory, and would be copied."""
 _CPU = 1  # DLPack's kDLCPU
 _SEARCH_STEPS: Any = 10_000
 
@@ -75,7 +77,7 @@ def as_indices(array: Any, name: str, ndim: int = 1) -> npt.NDArray[np.int32]:
 
     Raises:
         ContractTypeError: as `as_numpy`, or the dtype is not an integer.
-        ShapeError: the rank is not `ndim`.
+        ShapeError: the rank is not `ndim`, or there are more than 2^28 entries.
         PageTableError: a value does not fit in int32; the message says where it stands.
     """
     indices = as_numpy(array, name)
@@ -83,6 +85,8 @@ def as_indices(array: Any, name: str, ndim: int = 1) -> npt.NDArray[np.int32]:
         raise ContractTypeError(f"{name}: dtype must be an integer, not {indices.dtype}")
     if indices.ndim != ndim:
         raise ShapeError(f"{name} must have {ndim} dimensions, its shape is {indices.shape}")
+    if indices.size > _MOST_INDICES:
+        raise ShapeError(f"{name} has over 2^28 entries, its shape is {indices.shape}")
     if indices.dtype != _INT32:
         if indices.size and (indices.max() > _LARGEST or indices.min() < ~_LARGEST):
             at = np.argwhere((indices > _LARGEST) | (indices < ~_LARGEST))[0]
