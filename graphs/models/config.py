@@ -17,6 +17,10 @@ Activation = Literal["silu", "gelu_tanh"]
 NormPlace = Literal["before", "after", "around"]
 QkNorm = Literal["head", "all_heads"]
 
+THETA = (1.0 + 1e-6, 1e18)
+_STRETCH = (1e-9, 1e9)
+"""Ranges of rotary parameters in which frequencies, and their products with positions, are finite and above zero."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -103,7 +107,7 @@ def read_config(fields: Fields, **switches: Any) -> DecoderConfig:
     sizes: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_hidden_layers": fields.integer("num_hidden_layers"),
+        "num_hidden_layers": fields.layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -132,7 +136,7 @@ def read_windows(fields: Fields, default: Sequence[bool] | None = None) -> tuple
         return ()
     # A window of W tokens counts the token itself.
     window = fields.integer("sliding_window") - 1
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.layers()
     types = fields.get("layer_types")
     if types is None:
         windowed = [True] * layers if default is None else list(default)
@@ -155,10 +159,10 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     if rope is not None and layer_type is not None:
         rope = rope.section(layer_type) or rope
     part = fields.number("partial_rotary_factor", default=1.0)
-    theta = fields.number("rope_theta", default=theta)
+    theta = fields.number("rope_theta", theta, *THETA)
     if rope is not None:
         part = rope.number("partial_rotary_factor", default=part)
-        theta = rope.number("rope_theta", default=theta)
+        theta = rope.number("rope_theta", theta, *THETA)
     dims = int(head_dim * part)
     if not 0 < dims <= head_dim or dims % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
@@ -172,7 +176,7 @@ def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
     if kind is None or kind == "default":
         return None
     if kind == "linear":
-        return Linear(rope.number("factor"))
+        return Linear(rope.number("factor", None, *_STRETCH))
     known = ("default", "linear", "llama3", "yarn", "longrope")
     if kind not in known:
         raise rope.error(key, f"only {', '.join(known)} are supported")
@@ -180,20 +184,23 @@ def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
     positions = fields.integer("max_position_embeddings")
     said = next((of for of in (rope, fields) if of.get("original_max_position_embeddings") is not None), rope)
     context = said.integer("original_max_position_embeddings", default=positions)
+    if context < 2:
+        raise said.error("original_max_position_embeddings", "at least 2 is expected", context)
     if kind == "longrope":
-        factor = rope.number("factor", default=positions / context)
+        factor = rope.number("factor", positions / context, *_STRETCH)
         sharpening = LongRope.sharpening(factor, context)
-        short, long = (rope.numbers(name, dims // 2) for name in ("short_factor", "long_factor"))
-        return LongRope(short, long, context, rope.number("attention_factor", default=sharpening))
-    factor = rope.number("factor")
+        short, long = (rope.numbers(name, dims // 2, *_STRETCH) for name in ("short_factor", "long_factor"))
+        return LongRope(short, long, context, rope.number("attention_factor", sharpening, *_STRETCH))
+    factor = rope.number("factor", None, *_STRETCH)
     if kind == "yarn":
         mscale, all_dim = (
-            None if rope.get(name) is None else rope.number(name) for name in ("mscale", "mscale_all_dim")
+            None if rope.get(name) is None else rope.number(name, None, *_STRETCH)
+            for name in ("mscale", "mscale_all_dim")
         )
-        sharpening = rope.number("attention_factor", default=Yarn.sharpening(factor, mscale, all_dim))
-        fast, slow = rope.number("beta_fast", default=32.0), rope.number("beta_slow", default=1.0)
+        sharpening = rope.number("attention_factor", Yarn.sharpening(factor, mscale, all_dim), *_STRETCH)
+        fast, slow = rope.number("beta_fast", 32.0, *_STRETCH), rope.number("beta_slow", 1.0, *_STRETCH)
         return Yarn(factor, context, sharpening, fast, slow, rope.boolean("truncate", default=True))
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    low, high = (rope.number(f"{name}_freq_factor", None, *_STRETCH) for name in ("low", "high"))
     if high <= low:
         raise rope.error("high_freq_factor", f"must be above low_freq_factor = {low:g}")
     return Llama3(factor, low, high, context)

@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paged_kv.arguments import printable
 from paged_kv.errors import CheckpointError
+
+MAX_SIZE = 2**31 - 1
+"""The largest integer of a configuration: token ids and positions are int32."""
+MAX_NUMBER, MIN_NUMBER = 3.4028234e38, 1.1754944e-38
+"""The largest and the smallest number: models compute in float32."""
+MAX_LAYERS = 4096
+"""Names and windows of layers are listed: thirty times what models have, and listed in milliseconds."""
+_MAX_BYTES = 64 << 20
+"""Of a JSON file: real ones have some kilobytes, a list of a few numbers for each layer included."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,8 @@ class Fields:
         if not file.is_file():
             raise CheckpointError(f"{file}: no such file")
         try:
+            if file.stat().st_size > _MAX_BYTES:
+                raise CheckpointError(f"{file}: {file.stat().st_size} bytes: no configuration is that large")
             values = json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
@@ -44,7 +56,7 @@ class Fields:
     def error(self, key: str, problem: str, value: object = None) -> CheckpointError:
         """`value` is the one to show where it is a default, not in the file."""
         value = self.get(key) if value is None else value
-        return CheckpointError(f"{self.file}: {self.prefix}{key} = {json.dumps(value)}: {problem}")
+        return CheckpointError(f"{self.file}: {self.prefix}{key} = {printable(json.dumps(value, default=repr))}: {problem}")
 
     def get(self, key: str) -> Any:
         return self.values.get(key)
@@ -57,26 +69,36 @@ class Fields:
             raise self.error(key, "an object is expected")
         return Fields(self.file, value, f"{self.prefix}{key}.")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def integer(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A positive integer up to `most`."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(key, "a positive integer is expected", value)
+        if value > most:
+            raise self.error(key, f"at most {most} is supported", value)
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
+    def layers(self) -> int:
+        """`num_hidden_layers`."""
+        return self.integer("num_hidden_layers", most=MAX_LAYERS)
+
+    def number(
+        self, key: str, default: float | None = None, least: float = MIN_NUMBER, most: float = MAX_NUMBER
+    ) -> float:
+        """A positive number from `least` to `most`."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self.error(key, "a positive number is expected", value)
+        if not least <= value <= most:
+            raise self.error(key, f"a number from {least:g} to {most:g} is expected", value)
         return float(value)
 
-    def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of `count` positive finite numbers."""
+    def numbers(self, key: str, count: int, least: float = MIN_NUMBER, most: float = MAX_NUMBER) -> tuple[float, ...]:
+        """A list of `count` positive numbers from `least` to `most`."""
         values = self._value(key, None)
         if not isinstance(values, list) or len(values) != count:
             raise self.error(key, f"a list of {count} positive numbers is expected")
-        return tuple(Fields(self.file, {key: value}, self.prefix).number(key) for value in values)
+        return tuple(Fields(self.file, {key: value}, self.prefix).number(key, None, least, most) for value in values)
 
     def boolean(self, key: str, default: bool = False) -> bool:
         """True or false."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
+from paged_kv.graphs.models.config import THETA, DecoderConfig, read_config, read_rope, read_windows
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.rope import Rope
 
@@ -15,7 +15,7 @@ def read(fields: Fields) -> DecoderConfig:
         fields.refuse(key, "is not supported")
     bias = fields.boolean("attention_bias")
     fields = fields.with_defaults(head_dim=256, sliding_window=4096)
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.layers()
     pattern = fields.integer("sliding_window_pattern", default=6)
     windows = read_windows(fields, [(index + 1) % pattern != 0 for index in range(layers)])
     head_dim = fields.integer("head_dim")
@@ -23,7 +23,7 @@ def read(fields: Fields) -> DecoderConfig:
     if rope is not None and rope.get("sliding_attention") is not None:
         local = read_rope(fields, head_dim, "sliding_attention")
     else:
-        local = Rope(head_dim, fields.number("rope_local_base_freq", default=10000.0))
+        local = Rope(head_dim, fields.number("rope_local_base_freq", 10000.0, *THETA))
     return read_config(
         fields.with_defaults(tie_word_embeddings=True),
         rope=read_rope(fields, head_dim, "full_attention", theta=1e6),

@@ -18,4 +18,4 @@ def upper_windows(fields: Fields) -> tuple[int, ...]:
     if not fields.boolean("use_sliding_window"):
         return ()
     first = 0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", default=28)
-    return read_windows(fields, [index >= first for index in range(fields.integer("num_hidden_layers"))])
+    return read_windows(fields, [index >= first for index in range(fields.layers())])

@@ -78,3 +78,11 @@ def flag(name: str, value: Any) -> bool:
         return bool(value)
     except Exception as error:  # a `__bool__` may raise anything
         raise ContractTypeError(f"{name} must be true or false, not {shown(value)}") from error
+
+
+def printable(text: object) -> str:
+    """`str(text)` for a message, unquoted: one line of at most 120 characters, what a terminal may act on escaped."""
+    shortened = str(text)
+    if len(shortened) > _MOST_CHARACTERS:
+        shortened = shortened[: _MOST_CHARACTERS - 3] + "..."
+    return shortened if shortened.isprintable() else ascii(shortened)

@@ -12,7 +12,7 @@ from paged_kv.engine import engine, scheduler
 from paged_kv.engine.engine import Emitted, Generation, Statistics
 from paged_kv.engine.sampling import Sampler
 from paged_kv.engine.scheduler import pages_for
-from paged_kv.errors import ContractError, PoolExhausted
+from paged_kv.errors import ContractError, ContractTypeError, PoolExhausted
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Rope
 from paged_kv.pool import PagePool
@@ -221,6 +221,9 @@ def test_nothing_runs_where_the_pool_is_too_small():
         ([[1]], -3, "max_new_tokens must be at least 1, not -3"),
         ([[1], []], 1, "prompt 1 is empty"),
         ([[1] * 10, [1] * 11], 1, "prompt 1 has 11 tokens, max_position_embeddings is 10"),
+        ([[1], [0, VOCAB]], 1, "prompt 1 has token id 11 at position 1; the vocabulary is 0 to 10"),
+        ([[0, -1]], 1, "prompt 0 has token id -1 at position 1"),
+        ([[2**40]], 1, f"prompt 0 has token id {2**40} at position 0"),
     ],
 )
 def test_what_cannot_run_is_refused(prompts, max_new_tokens, message):
@@ -228,6 +231,25 @@ def test_what_cannot_run_is_refused(prompts, max_new_tokens, message):
         pages_for(config(10), prompts, max_new_tokens, 4)
     with pytest.raises(ContractError, match=message):
         Generation(FakeModel(99, 4, 10), prompts, max_new_tokens, Sampler())
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, "text", [1.0], ["1"], [True], [[1]], [[1], [1, 2]], [None], [10**400], [1j]]
+)
+def test_a_prompt_that_is_no_list_of_integers_is_refused(prompt):
+    with pytest.raises(ContractTypeError, match="prompt 1 must be a list of token ids"):
+        Generation(FakeModel(99, 4, 10), [[1], prompt], 1, Sampler())
+
+
+@pytest.mark.parametrize("value", [None, 1.5, "1", True])
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_step_tokens"])
+def test_a_number_of_tokens_that_is_no_integer_is_refused(name, value):
+    with pytest.raises(ContractTypeError, match=f"{name} must be an integer"):
+        Generation(FakeModel(99, 4, 10), [[1]], **{"max_new_tokens": 1, "sampler": Sampler(), name: value})
+
+
+def test_any_number_of_new_tokens_ends_with_the_context():
+    assert [len(text) for text in play([[3] * 8], 10**400, max_positions=10).texts] == [3]
 
 
 def test_a_step_of_no_tokens_is_refused():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paged_kv.engine.sampling import Sampler
-from paged_kv.errors import ContractError, ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 LOGITS = np.log(np.array([0.4, 0.05, 0.3, 0.2, 0.05], np.float32))
 
@@ -105,12 +105,36 @@ def test_seeds_and_requests_have_streams_of_their_own():
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, not 0.0"),
         ({"top_p": 1.01}, "top_p .* not 1.01"),
         ({"top_p": math.nan}, "top_p .* not nan"),
-        ({"seed": -1}, "seed must not be negative"),
+        ({"seed": -1}, "seed must be at least 0"),
     ],
 )
 def test_bad_settings_are_refused(arguments, message):
     with pytest.raises(ContractError, match=message):
         Sampler(**arguments)
+
+
+@pytest.mark.parametrize("value", [None, "1", True, [1.0], 1j])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "seed"])
+def test_settings_that_are_no_numbers_are_refused(name, value):
+    with pytest.raises(ContractTypeError, match=f"{name} must be a"):
+        Sampler(**{name: value})
+
+
+@pytest.mark.parametrize("value", [10**400, 10**5000, -(10**5000)], ids=["400", "5000", "-5000"])
+def test_settings_that_no_float_holds_are_refused(value):
+    for name in ("temperature", "top_p"):
+        with pytest.raises(ContractError, match=f"{name} .* not -?\\(an integer of [0-9]+ bits"):
+            Sampler(**{name: value})
+
+
+def test_any_seed_gives_a_stream():
+    logits = np.zeros((1, 50), np.float32)
+    assert Sampler(1.0, seed=10**400)(logits, [0]) == Sampler(1.0, seed=10**400)(logits, [0])
+
+
+def test_a_temperature_near_zero_takes_the_largest():
+    logits = np.array([[0, 3, 2.999]], np.float32)
+    assert {Sampler(5e-324)(logits, [0])[0] for _ in range(5)} == {1}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

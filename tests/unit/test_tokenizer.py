@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Library
 
 from paged_kv.engine.demo import BOS_ID, EOS_ID, byte_tokenizer
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from support.checkpoints import read_config
 
 TEXTS = [
@@ -162,6 +162,53 @@ def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
     assert save(tmp_path, byte_tokenizer(), vocab_size=259)
     with pytest.raises(CheckpointError, match=r"vocabulary mismatch: token ids go up to 258, but vocab_size is 258"):
         save(tmp_path, byte_tokenizer(), vocab_size=258)
+
+
+def with_post_processor(folder, ids, tokens=("<s>",)):
+    """A tokenizer whose post-processor puts `ids` before a text, and says that they are called `tokens`."""
+    values = json.loads(byte_tokenizer().to_str())
+    special = {"<s>": {"id": "<s>", "ids": ids, "tokens": list(tokens) * len(ids)}}
+    values["post_processor"]["special_tokens"] = special
+    config = read_config(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    return Tokenizer(folder, config)
+
+
+@pytest.mark.parametrize("token", [259, 2**31, 2**32 - 1])
+def test_a_post_processor_adds_no_token_past_the_vocabulary(tmp_path, token):
+    """The file's own ids are not those of its vocabulary."""
+    assert with_post_processor(tmp_path / "good", [258, 258]).encode("a")[:2] == [258, 258]
+    tokenizer = with_post_processor(tmp_path / "bad", [256, token])
+    with pytest.raises(CheckpointError, match=rf"'a' gives token id {token}, but vocab_size is 259$"):
+        tokenizer.encode("a")
+
+
+def test_a_failure_inside_the_library_is_a_checkpoints(tmp_path):
+    """A template that names a token which it does not define (the library panics), and a word without a token."""
+    values = json.loads(byte_tokenizer().to_str())
+    values["post_processor"]["single"][0]["SpecialToken"]["id"] = "none"
+    config = read_config(tmp_path)
+    for text, words in ((json.dumps(values), "no entry found"), (Library(models.WordLevel({"a": 0})).to_str(), "UNK")):
+        (tmp_path / "tokenizer.json").write_text(text)
+        tokenizer = Tokenizer(tmp_path, config)
+        with pytest.raises(CheckpointError, match=rf"tokenizer\.json: prompt 'b' cannot be encoded: .*{words}"):
+            tokenizer.encode("b")
+
+
+@pytest.mark.parametrize("prompt", [None, b"a", ["a"], 5])
+def test_a_prompt_that_is_no_string_is_refused(tokenizer, prompt):
+    with pytest.raises(ContractTypeError, match="prompt must be a string, not "):
+        tokenizer.encode(prompt)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"model": ' * 100_000, '{"added_tokens": ' + "[" * 100_000 + "]" * 100_000]
+)
+def test_deep_nesting_is_refused(tmp_path, text):
+    config = read_config(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer: "):
+        Tokenizer(tmp_path, config)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"model": {"type": "BPE"}}', "not json", "\xff"])

@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paged_kv.errors import CheckpointError
+from paged_kv.arguments import printable
+from paged_kv.errors import CheckpointError, ContractTypeError
 from paged_kv.graphs.models import find_family
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.fields import Fields
+
+
+def checkpoint_path(path: Path | str) -> Path:
+    """`path` as a path that can be looked at, whether something is there or not.
+
+    Raises:
+        ContractTypeError: it is no path.
+        CheckpointError: the system refuses it: it is too long, has a NUL byte, leads in a circle, or may not be read.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise ContractTypeError(f"a model's path must be a string or a pathlib.Path, not {type(path).__name__}")
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte, or what the system's encoding lacks
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{printable(path)}: cannot be read: {reason}") from None
+    return Path(path)
 
 
 def checkpoint_folder(folder: Path | str) -> Path:
     """`folder` as a path.
 
     Raises:
-        CheckpointError: it is no folder.
+        ContractTypeError, CheckpointError: as `checkpoint_path`, or it is no folder.
     """
-    path = Path(folder)
+    path = checkpoint_path(folder)
     if not path.exists():
-        raise CheckpointError(f"{path}: no such folder")
+        raise CheckpointError(f"{printable(path)}: no such folder")
     if not path.is_dir():
         raise CheckpointError(f"{path}: not a folder")
     return path

@@ -17,11 +17,12 @@ import numpy.typing as npt
 from max.driver import Buffer
 from max.dtype import DType
 
+from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
-from paged_kv.checkpoint.config import config_of
+from paged_kv.checkpoint.config import checkpoint_path, config_of
 from paged_kv.checkpoint.gguf_families import LONG_ROPE, ROPE_FREQUENCIES, find_family, hugging_face_config
 from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
-from paged_kv.checkpoint.weights import OnProgress
+from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.parameters import expected_tensors
@@ -38,7 +39,7 @@ def find_gguf(path: Path | str) -> Path | None:
     Raises:
         CheckpointError: the folder has several.
     """
-    path = Path(path)
+    path = checkpoint_path(path)
     if path.suffix == ".gguf":
         return path
     files = sorted(path.glob("*.gguf")) if path.is_dir() else []
@@ -73,6 +74,7 @@ class GgufCheckpoint:
                 in an encoding that this package does not load.
         """
         config = config_of(hugging_face_config(self.header), self.header.file)
+        check_layers(config, len(self.header.tensors), self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
         encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in ENCODINGS]
         query = (
@@ -131,11 +133,13 @@ class GgufCheckpoint:
             found = tensors[name]
             if found.shape != shape:
                 problem = f"has shape {list(found.shape)}, expected {list(shape)}"
-                raise CheckpointError(f"{self.header.file}: tensor {found.name} {problem}")
+                raise CheckpointError(f"{self.header.file}: tensor {printable(found.name)} {problem}")
         known = {tensor.name for tensor in tensors.values()} | _IGNORED
         for name in self.header.tensors:
             if name not in known:
-                raise CheckpointError(f"{self.header.file}: tensor {name} is no part of the model of the metadata")
+                raise CheckpointError(
+                    f"{self.header.file}: tensor {printable(name)} is no part of the model of the metadata"
+                )
 
     def _rows(self, name: str, data: npt.NDArray[np.uint8], config: DecoderConfig) -> npt.NDArray[np.uint8]:
         """`data` with the rows of q and k in the order that a rotation of halves wants: llama.cpp may have put rows i

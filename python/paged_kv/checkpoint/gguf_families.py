@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.checkpoint.gguf_header import GgufHeader
+from paged_kv.arguments import printable, shown
+from paged_kv.checkpoint.gguf_header import GgufHeader, Strings
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models import FAMILIES
+from paged_kv.graphs.models.config import THETA
+from paged_kv.graphs.models.fields import MAX_SIZE, Fields
 from paged_kv.graphs.rope import Llama3, Rope
 
 _LAYER = {
@@ -34,6 +37,7 @@ _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 """Divisors of the rotary frequencies: Llama 3's scaling, already applied to each pair of dimensions."""
+_MAX_DIVISOR = 1e9
 LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 
 
@@ -116,7 +120,7 @@ def find_family(header: GgufHeader) -> GgufFamily:
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in GGUF_FAMILIES or GGUF_FAMILIES[name].architecture not in FAMILIES:
         known = ", ".join(GGUF_FAMILIES)
-        raise CheckpointError(f"{header.file}: general.architecture = {name!r}: none of {known}")
+        raise CheckpointError(f"{header.file}: general.architecture = {printable(name)}: none of {known}")
     parts = _integer(header, "split.count", default=1)
     if parts > 1:
         raise CheckpointError(f"{header.file}: one part of {parts}; join them first, with `llama-gguf-split --merge`")
@@ -131,18 +135,16 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     """
     family = find_family(header)
     kind = header.metadata["general.architecture"]
-    if header.metadata.get(f"{kind}.expert_count"):
+    if _scalar(header, f"{kind}.expert_count"):
         raise CheckpointError(f"{header.file}: {kind}.expert_count: mixtures of experts are not supported")
     values: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.defaults}
     for key, name in {**_SCALARS, **family.scalars}.items():
-        value = header.metadata.get(f"{kind}.{name}")
-        if isinstance(value, np.ndarray):  # one for each layer
-            value = _same_everywhere(header, f"{kind}.{name}", value)
+        value = _scalar(header, f"{kind}.{name}")
         if value is not None and (key, value) != ("sliding_window", 0):
             values[key] = value
     heads, hidden = (_integer(header, f"{kind}.{name}") for name in ("attention.head_count", "embedding_length"))
     head_dim = values["head_dim"] = _integer(header, f"{kind}.attention.key_length", default=hidden // heads)
-    if header.metadata.get(f"{kind}.attention.value_length", head_dim) != head_dim:
+    if _integer(header, f"{kind}.attention.value_length", default=head_dim) != head_dim:
         raise CheckpointError(f"{header.file}: {kind}.attention.value_length differs from key_length = {head_dim}")
     rotated = _integer(header, f"{kind}.rope.dimension_count", default=head_dim)
     if rotated != head_dim:
@@ -170,7 +172,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
 
 def _special_tokens(header: GgufHeader) -> dict[str, Any]:
     """`bos_token_id`, and as `eos_token_id` the ends of text, of turn and of message, as far as they are named."""
-    said = {name: header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    said = {name: _scalar(header, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
     ends = dict.fromkeys(said[name] for name in ("eos", "eot", "eom") if said[name] is not None)
     return {"bos_token_id": said["bos"], "eos_token_id": list(ends) or None}
 
@@ -179,7 +181,7 @@ def _rope_scaling(header: GgufHeader, kind: str, rotated: int, values: Mapping[s
     """`rope_scaling` of config.json."""
 
     def said(name: str) -> Any:
-        return header.metadata.get(f"{kind}.rope.scaling.{name}")
+        return _scalar(header, f"{kind}.rope.scaling.{name}")
 
     if ROPE_FREQUENCIES in header.tensors:
         return _llama3_scaling(header, rotated, values)
@@ -196,7 +198,9 @@ def _rope_scaling(header: GgufHeader, kind: str, rotated: int, values: Mapping[s
     if scaling == "yarn":
         context = said("original_context_length")
         return {"rope_type": "yarn", "factor": said("factor"), "original_max_position_embeddings": context}
-    raise CheckpointError(f"{header.file}: {kind}.rope.scaling.type = {scaling!r}: only linear and yarn are supported")
+    raise CheckpointError(
+        f"{header.file}: {kind}.rope.scaling.type = {shown(scaling)}: only linear and yarn are supported"
+    )
 
 
 def _llama3_scaling(header: GgufHeader, rotated: int, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,12 +210,14 @@ def _llama3_scaling(header: GgufHeader, rotated: int, values: Mapping[str, Any])
     """
     divisors = _float32(header, ROPE_FREQUENCIES)
     factor = float(divisors.max(initial=1))
-    rope = Rope(rotated, float(values.get("rope_theta", 10000.0)), Llama3(factor, 1.0, 4.0, 8192))
-    plain = Rope(rotated, rope.theta)
-    expected = (
-        plain.inverse_frequencies() / rope.inverse_frequencies() if divisors.shape == (rotated // 2,) else divisors + 1
-    )
-    if not np.allclose(divisors, expected, rtol=1e-4, atol=0):
+    theta = Fields(header.file, values).number("rope_theta", 10000.0, *THETA)
+    if divisors.shape != (rotated // 2,) or not np.all((divisors > 0) & (divisors < _MAX_DIVISOR)):
+        matches = False
+    else:
+        rope = Rope(rotated, theta, Llama3(factor, 1.0, 4.0, 8192))
+        expected = Rope(rotated, theta).inverse_frequencies() / rope.inverse_frequencies()
+        matches = np.allclose(divisors, expected, rtol=1e-4, atol=0)
+    if not matches:
         raise CheckpointError(f"{header.file}: tensor {ROPE_FREQUENCIES} is not Llama 3's scaling of {rotated} "
                               f"dimensions by {factor:g}")  # fmt: skip
     return {
@@ -232,15 +238,20 @@ def _float32(header: GgufHeader, name: str) -> np.ndarray:
 
 def _integer(header: GgufHeader, key: str, default: int | None = None) -> int:
     """A positive integer; `default` where there is none."""
-    value = header.metadata.get(key, default)
-    if isinstance(value, np.ndarray):
-        value = _same_everywhere(header, key, value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{header.file}: {key} = {value!r}: a positive integer is expected")
+    value = _scalar(header, key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
+        raise CheckpointError(f"{header.file}: {key} = {shown(value)}: a positive integer below 2^31 is expected")
     return value
 
 
-def _same_everywhere(header: GgufHeader, key: str, values: np.ndarray) -> Any:
-    if values.size == 0 or not np.all(values == values[0]):
+def _scalar(header: GgufHeader, key: str) -> Any:
+    """A number or a string; of an array with a number for each layer, the one that all of them have."""
+    value = header.metadata.get(key)
+    if isinstance(value, Strings):
+        raise CheckpointError(f"{header.file}: {key} is an array of {value.count} strings, one value is expected")
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.size == 0 or not np.all(value == value[0]):
         raise CheckpointError(f"{header.file}: {key} differs from layer to layer, which is not supported")
-    return values[0].item()
+    return value[0].item()

@@ -9,14 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from paged_kv.checkpoint.gguf import GgufCheckpoint
 from paged_kv.checkpoint.gguf_families import find_family, hugging_face_config
+from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models import FAMILIES
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _KEPT = (TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 
 
@@ -64,10 +63,7 @@ def _fill(folder: Path, own: Path, checkpoint: GgufCheckpoint) -> None:
 
 def _tokenizer_config(own: Path, checkpoint: GgufCheckpoint, described: dict[str, Any]) -> dict[str, Any]:
     """What the server needs of it: which tokens begin and end a text, and the chat template."""
-    try:
-        tokenizer = Tokenizer.from_file(str(own / TOKENIZER))
-    except Exception as error:  # the library raises Exception itself
-        raise CheckpointError(f"{own / TOKENIZER}: not a tokenizer: {error}") from None
+    tokenizer = read_tokenizer(own / TOKENIZER)
     values: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     ends = described["eos_token_id"] or [None]
     for key, token in (("bos_token", described["bos_token_id"]), ("eos_token", ends[0])):

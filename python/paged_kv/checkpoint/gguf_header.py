@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.arguments import printable, shown
+from paged_kv.checkpoint.config import checkpoint_path
 from paged_kv.errors import CheckpointError
 
 _MAGIC = b"GGUF"
@@ -75,7 +77,9 @@ def read_header(file: Path | str) -> GgufHeader:
         CheckpointError: there is no such file; it is no GGUF file of version 2 or 3, is cut short, or contradicts
             itself.
     """
-    path = Path(file)
+    path = checkpoint_path(file)
+    if not path.is_file():  # opening a pipe would wait for a writer
+        raise CheckpointError(f"{path}: cannot be read: no such file")
     try:
         with path.open("rb") as opened:
             # Private and writable: MAX copies what is read-only.
@@ -96,12 +100,12 @@ def read_header(file: Path | str) -> GgufHeader:
     infos = [reader.tensor_info() for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise CheckpointError(f"{path}: general.alignment = {alignment}: a positive integer is expected")
+        raise CheckpointError(f"{path}: general.alignment = {shown(alignment)}: a positive integer is expected")
     start = -(-reader.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, shape, number, offset in infos:
         if name in tensors:
-            raise CheckpointError(f"{path}: tensor {name} is there twice")
+            raise CheckpointError(f"{path}: tensor {printable(name)} is there twice")
         tensors[name] = reader.tensor(name, shape, number, start + offset)
     return GgufHeader(path, metadata, tensors)
 
@@ -154,8 +158,11 @@ class _Reader:
         """Name, shape with the slowest dimension first, number of the encoding, offset in the data."""
         name, dims = self.string(_MAX_NAME), self.scalar("I")
         if not 1 <= dims <= _MAX_DIMS:
-            raise CheckpointError(f"{self._file}: tensor {name} has {dims} dimensions, from 1 to {_MAX_DIMS} expected")
+            problem = f"has {dims} dimensions, from 1 to {_MAX_DIMS} expected"
+            raise CheckpointError(f"{self._file}: tensor {printable(name)} {problem}")
         shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
+        if 0 in shape:
+            raise CheckpointError(f"{self._file}: tensor {printable(name)} has shape {list(shape)}: it is empty")
         return name, shape, self.scalar("I"), self.scalar("Q")
 
     def tensor(self, name: str, shape: tuple[int, ...], number: int, start: int) -> GgufTensor:
@@ -163,8 +170,8 @@ class _Reader:
             return GgufTensor(name, f"number {number}", shape, np.empty(0, np.uint8))
         encoding, elements, block_bytes = _ENCODINGS[number]
         if shape[-1] % elements:
-            raise CheckpointError(f"{self._file}: tensor {name} has shape {list(shape)}, but {encoding} has blocks of "
-                                  f"{elements} elements")  # fmt: skip
+            problem = f"has shape {list(shape)}, but {encoding} has blocks of {elements} elements"
+            raise CheckpointError(f"{self._file}: tensor {printable(name)} {problem}")
         row = shape[-1] // elements * block_bytes
         size = math.prod(shape[:-1]) * row
         if start + size > self._size:

@@ -8,9 +8,9 @@ from pathlib import Path
 from max.driver import Buffer
 from max.dtype import DType
 
-from paged_kv.checkpoint.config import checkpoint_folder, load_config
+from paged_kv.checkpoint.config import checkpoint_folder, checkpoint_path, load_config
 from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
-from paged_kv.checkpoint.weights import Checkpoint, OnProgress, open_checkpoint
+from paged_kv.checkpoint.weights import Checkpoint, OnProgress, check_layers, open_checkpoint
 from paged_kv.graphs.models.config import DecoderConfig
 
 
@@ -38,13 +38,16 @@ def open_source(path: Path | str) -> Source:
     """The model that `path` is: a GGUF file, a folder with one and without safetensors, or a Hugging Face folder.
 
     Raises:
+        ContractTypeError: it is no path.
         CheckpointError: there is no such model, or none that this package runs.
     """
-    path = Path(path)
+    path = checkpoint_path(path)
     has_safetensors = path.is_dir() and any(path.glob("*.safetensors"))
     file = None if has_safetensors else find_gguf(path)
     if file is None:
         config = load_config(checkpoint_folder(path))
-        return Source(path, config, open_checkpoint(path))
-    checkpoint = open_gguf(file)
-    return Source(file.parent, checkpoint.config, checkpoint)
+        checkpoint = open_checkpoint(path)
+        check_layers(config, len(checkpoint.tensors), path)
+        return Source(path, config, checkpoint)
+    gguf = open_gguf(file)
+    return Source(file.parent, gguf.config, gguf)

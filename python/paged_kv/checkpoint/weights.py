@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from safetensors import SafetensorError, safe_open
 
+from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.errors import CheckpointError
@@ -70,6 +72,7 @@ class Checkpoint:
         """
         if dtype not in DTYPES.values():
             raise CheckpointError(f"{self.folder}: weights cannot be loaded as {dtype.name}")
+        check_layers(config, len(self.tensors), self.folder)
         expected = expected_tensors(config)
         self._check(expected)
 
@@ -104,7 +107,7 @@ class Checkpoint:
         for name, stored in self.tensors.items():
             # lm_head.weight is expected unless it is tied, and then it repeats the embeddings.
             if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-                raise CheckpointError(f"{stored.file}: tensor {name} is no part of the model of config.json")
+                raise CheckpointError(f"{stored.file}: tensor {printable(name)} is no part of the model of config.json")
 
 
 def open_checkpoint(folder: Path | str) -> Checkpoint:
@@ -124,12 +127,12 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
     weight_map = _read_index(index)
     shards = sorted(set(weight_map.values()))
     for shard in shards:
-        if not (path / shard).is_file():
-            raise CheckpointError(f"{index}: shard {shard} is missing from the folder")
+        if not os.path.isfile(path / shard):  # unlike Path.is_file, no error for a name that is too long
+            raise CheckpointError(f"{index}: shard {printable(shard)} is missing from the folder")
     found = open_files([path / shard for shard in shards])
     for name, shard in weight_map.items():
         if name not in found.tensors or found.tensors[name].file.name != shard:
-            raise CheckpointError(f"{index}: tensor {name} is not in {shard}")
+            raise CheckpointError(f"{index}: tensor {printable(name)} is not in {shard}")
     return found
 
 
@@ -144,9 +147,20 @@ def open_files(files: Sequence[Path]) -> Checkpoint:
     for file in files:
         for name, stored in _read_header(file).items():
             if name in tensors:
-                raise CheckpointError(f"{folder}: tensor {name} is in both {tensors[name].file.name} and {file.name}")
+                both = f"both {tensors[name].file.name} and {file.name}"
+                raise CheckpointError(f"{folder}: tensor {printable(name)} is in {both}")
             tensors[name] = stored
     return Checkpoint(folder, tensors)
+
+
+def check_layers(config: DecoderConfig, num_tensors: int, origin: Path) -> None:
+    """Refuses a configuration with more layers than there are tensors, before the names of all their weights are made.
+
+    Raises:
+        CheckpointError: that is so; `origin` is the file or folder in the message.
+    """
+    if config.num_hidden_layers > num_tensors:
+        raise CheckpointError(f"{origin}: {config.num_hidden_layers} layers, but only {num_tensors} tensors")
 
 
 @contextmanager
@@ -162,6 +176,8 @@ def progress_bar(description: str) -> Iterator[OnProgress]:
 def _read_index(index: Path) -> dict[str, str]:
     """The index's map from tensor to shard, a file name in the same folder."""
     try:
+        if index.stat().st_size > _MAX_HEADER_BYTES:
+            raise ValueError
         weight_map = json.loads(index.read_bytes())["weight_map"]
         # An index is part of a download: it must not name files outside its folder.
         if all(shard == Path(shard).name for shard in weight_map.values()):

@@ -13,6 +13,7 @@ from max.driver import CPU, Buffer, Device
 from max.dtype import DType
 from max.engine import Model
 
+from paged_kv.arguments import integer, shown
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.arrays.host import to_buffer
 from paged_kv.checkpoint.source import open_source
@@ -51,8 +52,10 @@ class DecoderModel:
                 copies them to a GPU. For a GPU the graph is built in the tests, and not yet run.
 
         Raises:
-            ContractError: the pages do not fit into memory.
+            ContractTypeError: `num_pages` or `page_size` is no integer.
+            ContractError: one of them is negative, or the pages do not fit into memory.
         """
+        num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
         self.config = config
         self.weights = weights
         self.num_pages = num_pages
@@ -111,8 +114,14 @@ class DecoderModel:
             tokens: At least one new token of each of `B` requests.
             cache_lengths: Tokens that each request has in the cache.
             pages: Page ids of each request, enough for the new tokens too.
+
+        Raises:
+            ContractError: a token is not in the vocabulary.
         """
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
+        # The graph reads the embedding of a token wherever its id points.
+        if inputs.tokens.size and not 0 <= inputs.tokens.min() <= inputs.tokens.max() < self.config.vocab_size:
+            raise ContractError(f"tokens must be ids from 0 to {self.config.vocab_size - 1}")
         arguments = [to_buffer(value) for value in inputs.flatten()]
         if self._device.is_host:
             return self._model.execute(*arguments)[0].to_numpy()
@@ -128,10 +137,9 @@ def _new_cache(config: DecoderConfig, num_pages: int, page_size: int, dtype: DTy
             return Buffer(dtype, shape, device)
         return to_buffer(np.empty(shape, numpy_dtype(dtype)))
     except (MemoryError, ValueError, OverflowError, RuntimeError):  # sizes that no array can have
-        size = math.prod(shape) * dtype.size_in_bytes
-        raise ContractError(
-            f"a cache of {num_pages} pages of {page_size} tokens takes {size} bytes: more than there are"
-        ) from None
+        size = shown(math.prod(shape) * dtype.size_in_bytes)
+        pages = f"{shown(num_pages)} pages of {shown(page_size)} tokens"
+        raise ContractError(f"a cache of {pages} takes {size} bytes: more than there are") from None
 
 
 def _geometry(config: DecoderConfig) -> DecoderConfig:

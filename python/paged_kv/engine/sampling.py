@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.errors import ContractError, ShapeError
+from paged_kv.arguments import integer, shown
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 
 class Sampler:
@@ -20,16 +21,19 @@ class Sampler:
     depend on the requests beside it.
 
     Raises:
+        ContractTypeError: `temperature` or `top_p` is no number, or `seed` no integer.
         ContractError: `temperature` is negative or not finite, `top_p` is outside (0, 1], or `seed` is negative.
     """
 
     def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
-        if not 0 <= temperature < math.inf:
-            raise ContractError(f"temperature must be 0 or a positive number, not {temperature}")
+        for name, value in (("temperature", temperature), ("top_p", top_p)):
+            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+                raise ContractTypeError(f"{name} must be a number, not {type(value).__name__}")
+        if not 0 <= temperature <= sys.float_info.max:
+            raise ContractError(f"temperature must be 0 or a positive number, not {shown(temperature)}")
         if not 0 < top_p <= 1:
-            raise ContractError(f"top_p must be above 0 and at most 1, not {top_p}")
-        if seed < 0:
-            raise ContractError(f"seed must not be negative, not {seed}")
+            raise ContractError(f"top_p must be above 0 and at most 1, not {shown(top_p)}")
+        seed = integer("seed", seed, 0)
         self._temperature = temperature
         self._top_p = top_p
         self._seed = seed

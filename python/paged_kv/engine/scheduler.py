@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paged_kv.errors import ContractError, PoolExhausted
+import numpy as np
+
+from paged_kv.arguments import integer
+from paged_kv.errors import ContractError, ContractTypeError, PoolExhausted
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.pool import PagePool, pages_needed
 
@@ -17,21 +20,38 @@ def pages_for(config: DecoderConfig, prompts: Sequence[Sequence[int]], max_new_t
     """The pages that `prompts` can need together, each with up to `max_new_tokens` more.
 
     Raises:
-        ContractError: `max_new_tokens` is not positive, or a prompt is empty or longer than the model's positions.
+        ContractTypeError: a number is no integer, or a prompt no list of integers.
+        ContractError: `max_new_tokens` is not positive; a prompt is empty, longer than the model's positions, or has a
+            token that is not in the vocabulary.
     """
-    if max_new_tokens < 1:
-        raise ContractError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    integer("max_new_tokens", max_new_tokens, 1)
     pages = 0
     for index, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ContractError(f"prompt {index} is empty")
-        if len(prompt) > config.max_position_embeddings:
-            raise ContractError(
-                f"prompt {index} has {len(prompt)} tokens, max_position_embeddings is {config.max_position_embeddings}"
-            )
+        _check_prompt(config, index, prompt)
         # The last token is sampled but never enters the cache.
         pages += pages_needed(_limit(config, prompt, max_new_tokens) - 1, page_size)
     return pages
+
+
+def _check_prompt(config: DecoderConfig, index: int, prompt: Sequence[int]) -> None:
+    try:
+        tokens = np.asarray(prompt)
+    except (ValueError, OverflowError):  # rows of several lengths
+        tokens = np.empty((0, 0))
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise ContractTypeError(f"prompt {index} must be a list of token ids, integers below 2^63")
+    if tokens.size == 0:
+        raise ContractError(f"prompt {index} is empty")
+    if tokens.size > config.max_position_embeddings:
+        raise ContractError(
+            f"prompt {index} has {tokens.size} tokens, max_position_embeddings is {config.max_position_embeddings}"
+        )
+    outside = (tokens < 0) | (tokens >= config.vocab_size)
+    if outside.any():
+        at = int(outside.argmax())
+        raise ContractError(
+            f"prompt {index} has token id {tokens[at]} at position {at}; the vocabulary is 0 to {config.vocab_size - 1}"
+        )
 
 
 def _limit(config: DecoderConfig, prompt: Sequence[int], max_new_tokens: int) -> int:
@@ -66,7 +86,8 @@ class Scheduler:
     """All prompts as one batch, admitted together: the pool has pages for each of them up to its end.
 
     Raises:
-        ContractError: `max_step_tokens` or `max_new_tokens` is not positive, or a prompt cannot run (`pages_for`).
+        ContractTypeError, ContractError: `max_step_tokens` or `max_new_tokens` is no positive integer, or a prompt
+            cannot run (`pages_for`).
         PoolExhausted: `num_pages` is too few for all prompts and their new tokens.
     """
 
@@ -80,8 +101,7 @@ class Scheduler:
         page_size: int,
         max_step_tokens: int = MAX_STEP_TOKENS,
     ) -> None:
-        if max_step_tokens < 1:
-            raise ContractError(f"max_step_tokens must be at least 1, not {max_step_tokens}")
+        integer("max_step_tokens", max_step_tokens, 1)
         needed = pages_for(config, prompts, max_new_tokens, page_size)
         if needed > num_pages:
             raise PoolExhausted(

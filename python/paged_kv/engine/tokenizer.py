@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tokenizers
-
+from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.config import checkpoint_folder
-from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.checkpoint.tokenizer_file import TOKENIZER, library_errors, read_tokenizer
+from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.graphs.models.config import DecoderConfig
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
@@ -23,13 +23,10 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path | str, config: DecoderConfig) -> None:
-        file = checkpoint_folder(folder) / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(f"{file}: no such file (the model's own tokenizer belongs beside its weights)")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises Exception itself
-            raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
+        file = checkpoint_folder(folder) / TOKENIZER
+        self._tokenizer = read_tokenizer(file)
+        self._file = file
+        self._vocab_size = config.vocab_size
         # Some files carry the lengths of their training batches; a prompt is taken as it is.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -44,15 +41,26 @@ class Tokenizer:
         """The tokens of a prompt, with the special tokens that the tokenizer's file adds.
 
         Raises:
-            ContractError: the prompt is empty, gives no tokens, or is not text (a lone surrogate).
+            ContractTypeError: the prompt is no string.
+            ContractError: it is empty, gives no tokens, or is not text (a lone surrogate).
+            CheckpointError: the tokenizer fails on it, or gives a token that the model has no embedding for.
         """
+        if not isinstance(prompt, str):
+            raise ContractTypeError(f"prompt must be a string, not {type(prompt).__name__}")
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise ContractError(f"prompt {prompt!a} is not valid text") from None
-        tokens: list[int] = self._tokenizer.encode(prompt).ids
+            raise ContractError(f"prompt {printable(ascii(prompt))} is not valid text") from None
+        with library_errors(f"{self._file}: prompt {shown(prompt)} cannot be encoded"):
+            tokens: list[int] = self._tokenizer.encode(prompt).ids
         if not prompt or not tokens:
-            raise ContractError(f"prompt {prompt!r} is empty: it gives no tokens")
+            raise ContractError(f"prompt {shown(prompt)} is empty: it gives no tokens")
+        # A post-processor adds ids that stand in the file by themselves, whatever the vocabulary is.
+        if (largest := max(tokens)) >= self._vocab_size:
+            raise CheckpointError(
+                f"{self._file}: prompt {shown(prompt)} gives token id {largest}, "
+                f"but vocab_size is {self._vocab_size}"
+            )
         return tokens
 
     def decode(self, tokens: list[int]) -> str:

@@ -28,8 +28,8 @@ from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.cpu_target import CpuInfo
 
 ROOT = "paged_kv"
-UNRELATED = frozenset({"paged_kv", "paged_kv.errors"})
-"""Modules that put nothing into a graph: the table of public names, and the exceptions."""
+UNRELATED = frozenset({"paged_kv", "paged_kv.arguments", "paged_kv.errors"})
+"""Modules that put nothing into a graph: the table of public names, checks of arguments, and the exceptions."""
 
 OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "linear"})}
 """Folders that `ops.mojo` imports for the other kind of device; `linear` is the CPU's, a GPU has MAX's matmul."""

@@ -1,0 +1,46 @@
+"""Reads a checkpoint's `tokenizer.json` with the `tokenizers` library, whose errors are of no type of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tokenizers
+
+from paged_kv.arguments import printable
+from paged_kv.errors import CheckpointError
+
+TOKENIZER = "tokenizer.json"
+_MAX_BYTES = 512 << 20
+"""The library reads the whole file into memory; the largest real ones have some 40 MB."""
+
+
+def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer that `file` describes.
+
+    Raises:
+        CheckpointError: there is no such file, or it is no tokenizer.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file (the model's own tokenizer belongs beside its weights)")
+    if (size := file.stat().st_size) > _MAX_BYTES:
+        raise CheckpointError(f"{file}: not a tokenizer: {size} bytes")
+    with library_errors(f"{file}: not a tokenizer"):
+        return tokenizers.Tokenizer.from_file(str(file))
+
+
+@contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Raises what the library raises as a `CheckpointError` that begins with `problem`.
+
+    The library raises `Exception` itself, and where Rust code panics a subclass of `BaseException`.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{problem}: {printable(error)}") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{problem}: {printable(error)}") from None

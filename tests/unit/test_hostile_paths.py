@@ -1,0 +1,70 @@
+"""Paths that the system refuses, and what lies under a file's name and is no file: a typed error of one line."""
+
+import json
+import os
+
+import pytest
+
+from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.gguf import open_gguf
+from paged_kv.checkpoint.source import open_source
+from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.engine.tokenizer import Tokenizer
+from paged_kv.errors import CheckpointError, ContractTypeError
+from support.checkpoints import write_config
+
+
+def refused(call, *args, match=None):
+    with pytest.raises(CheckpointError, match=match) as caught:
+        call(*args)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 600
+
+
+def tokenizer(folder):
+    return Tokenizer(folder, load_config(folder))
+
+
+PATHS = {
+    "too long": "a" * 5000,
+    "long name": "a" * 300,
+    "NUL": "a\0b",
+    "NUL in a folder": "a\0/b.gguf",
+    "circle": "circle",
+}
+
+
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("ending", ["", ".gguf"])
+def test_paths_that_the_system_refuses(tmp_path, path, ending):
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "circle.gguf").symlink_to("circle.gguf")
+    for call in (open_source, open_gguf, load_config, tokenizer):
+        refused(call, tmp_path / (path + ending), match="cannot be read")
+
+
+@pytest.mark.parametrize("path", [None, 5, b"model", ["model"]])
+def test_what_is_no_path(path):
+    for call in (open_source, open_gguf, load_config):
+        with pytest.raises(ContractTypeError, match="path must be a string"):
+            call(path)
+
+
+def test_shard_names_that_the_system_refuses(tmp_path):
+    write_config(tmp_path)
+    for name in ("a" * 300, "a\0b", "", "..", "a\nb"):
+        index = {"weight_map": {"model.norm.weight": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        refused(open_source, tmp_path, match="shard .* is missing")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "model.gguf"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_not_opened(tmp_path, name, kind):
+    """Opening a pipe would wait for its writer; a device has no end."""
+    folder = write_demo_checkpoint(tmp_path / "model")
+    file = folder / name
+    file.unlink(missing_ok=True)
+    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](file)
+    refused(lambda: (tokenizer(folder), open_source(file if name == "model.gguf" else folder)))
