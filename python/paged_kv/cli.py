@@ -17,6 +17,7 @@ from paged_kv import __version__
 from paged_kv.benchmarks.decode_cpu import bench
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.options import check_head_dim
+from paged_kv.output import say, with_streams
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
     from paged_kv.engine.engine import Generation, Statistics
@@ -33,33 +34,29 @@ DEMO_NEW_TOKENS = 48
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0 fine, 1 a check failed or stdout was closed, 2 bad input, 130 interrupted."""
-    sys.exit(_run(args))
+    """Runs the command line and exits: 0 fine, 1 a check or stdout failed, 2 bad input, 130 interrupted."""
+    sys.exit(with_streams(lambda: _run(args)))
 
 
 def _run(args: Sequence[str] | None) -> int:
     try:
         status = commands.main(args=args, prog_name="paged-kv", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        say(error.format_message())
         return 2
     except click.ClickException as error:
         return _refuse(error.format_message())
     except PagedKVError as error:
         return _refuse(str(error))
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        say("interrupted")
         return 130
     return status if isinstance(status, int) else 0
 
 
 def _refuse(message: str) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    say(f"error: {message}")
     return 2
-
-
-def _note(message: str) -> None:
-    click.echo(message, err=True)
 
 
 def _set_threads(_context: click.Context, _option: click.Parameter, value: int | None) -> None:
@@ -175,7 +172,7 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
     """Compile the kernels now, so that the first call does not wait."""
     from paged_kv.runtime.warmup import warmup as compile_variants
 
-    _note("compiling what is missing: a minute or two for all dtypes")
+    say("compiling what is missing: a minute or two for all dtypes")
     for variant in compile_variants(q_dtypes or None, kv_dtypes or None):
         click.echo(f"ready: {variant}")
 
@@ -196,7 +193,7 @@ def demo(device: str) -> int:
     from paged_kv.runtime.cache_folder import cache_folder
 
     folder = write_demo_checkpoint(cache_folder() / "demo")
-    _note(f"model: {folder} (random weights: its text is noise)")
+    say(f"model: {folder} (random weights: its text is noise)")
     config = load_config(folder)
     tokenizer = Tokenizer(folder, config)
     encoded = [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
@@ -255,7 +252,7 @@ def _load(folder: Path, dtype: str | None, num_pages: int, page_size: int, devic
             page_size=page_size,
             on_progress=on_progress,
             runtime=runtime,
-            on_compile=lambda: _note("compiling the decode step: about a minute, once for this model and machine"),
+            on_compile=lambda: say("compiling the decode step: about a minute, once for this model and machine"),
         )
 
 
@@ -309,7 +306,7 @@ def _print_statistics(statistics: Statistics, model: DecoderModel) -> None:
     def rate(tokens: int, seconds: float) -> str:
         return f"{tokens} tokens, {tokens / seconds:.1f} tokens/s" if seconds else f"{tokens} tokens"
 
-    _note(f"prompt: {rate(statistics.prompt_tokens, statistics.prefill_seconds)}")
-    _note(f"decode: {rate(statistics.decode_tokens, statistics.decode_seconds)}")
+    say(f"prompt: {rate(statistics.prompt_tokens, statistics.prefill_seconds)}")
+    say(f"decode: {rate(statistics.decode_tokens, statistics.decode_seconds)}")
     used = statistics.peak_pages
-    _note(f"pages: {used} used, of {model.num_pages} ({model.page_size} tokens, {model.page_bytes} bytes each)")
+    say(f"pages: {used} used, of {model.num_pages} ({model.page_size} tokens, {model.page_bytes} bytes each)")

@@ -88,7 +88,7 @@ class Runtime:
 
 def _announce(line: str) -> None:
     """One line on a terminal; nothing in logs and pipes."""
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import sys
 import threading
@@ -68,6 +69,7 @@ def serve(request: Request) -> None:
         CheckpointError: the folder holds no model that this package runs.
         ContractError: an argument is bad, the port is taken, or the cache does not fit into memory.
         ToolchainError: the environment lacks what MAX's server needs.
+        OSError: stdout cannot be written when the server is ready.
     """
     check_environment()
     from max._entrypoints.allocator import reexec_with_jemalloc
@@ -83,8 +85,13 @@ def serve(request: Request) -> None:
     metrics = os.environ.setdefault(_METRICS_PORT, str(_metrics_port(request.host, port)))
     folder = Path(_value(arguments, "--model-path") or request.folder)  # by this name the server knows the model
     lines = ready_lines(folder, address, _address(request.host, int(metrics)))
-    threading.Thread(target=_announce, args=(address, lines), daemon=True).start()
-    main(args=arguments, prog_name="paged-kv serve --", standalone_mode=False)
+    announcement = Announcement(address, lines)
+    try:
+        threading.Thread(target=announcement.run, daemon=True).start()
+        main(args=arguments, prog_name="paged-kv serve --", standalone_mode=False)
+    finally:
+        if announcement.error is not None:
+            raise announcement.error
 
 
 def prepare(request: Request) -> tuple[list[str], int]:
@@ -176,15 +183,28 @@ def ready_lines(folder: Path, address: str, metrics: str) -> str:
     return f"paged-kv: ready on {address} (metrics: {metrics}/metrics)\n{curl}"
 
 
-def _announce(address: str, lines: str) -> None:
-    """Prints `lines` when the server answers."""
-    while True:
+@dataclass
+class Announcement:
+    """What is printed when the server answers. A server that cannot say that it is ready leaves."""
+
+    address: str
+    lines: str
+    error: OSError | None = None
+    """Why it could not be printed."""
+
+    def run(self) -> None:
+        """Waits for the server, and prints."""
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.address}/health", timeout=5):
+                    break
+            except OSError:  # nothing listens yet
+                time.sleep(0.1)
         try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                break
-        except OSError:  # nothing listens yet
-            time.sleep(0.1)
-    print(lines, flush=True)
+            print(self.lines, flush=True)
+        except OSError as error:
+            self.error = error
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def _mismatches(requirements: Iterable[str]) -> Iterator[str]:

@@ -1,0 +1,67 @@
+"""`paged-kv serve` says when it is ready; where it cannot say so, it leaves."""
+
+import contextlib
+import io
+import sys
+import time
+from types import ModuleType
+
+import pytest
+
+from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.serve import launch, memory
+from paged_kv.serve.launch import Request
+
+GIB = 1 << 30
+
+
+class Full(io.StringIO):
+    """A stream on a full device."""
+
+    def flush(self):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """Serves with a function in place of MAX's server, which answers at once."""
+    monkeypatch.setattr(launch, "free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(memory, "_memory_of_max", lambda: 10 * GIB)
+    monkeypatch.setattr(launch, "check_environment", lambda: None)
+    monkeypatch.setattr(launch.urllib.request, "urlopen", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(launch.os, "environ", dict(launch.os.environ))
+    allocator, pipelines = ModuleType("allocator"), ModuleType("pipelines")
+    allocator.reexec_with_jemalloc = lambda: None
+    monkeypatch.setitem(sys.modules, "max._entrypoints.allocator", allocator)
+    monkeypatch.setitem(sys.modules, "max._entrypoints.pipelines", pipelines)
+    request = Request(write_demo_checkpoint(tmp_path / "demo"), "127.0.0.1", 0, "bfloat16", 16)
+
+    def serve(server):
+        pipelines.main = lambda **_: server()
+        launch.serve(request)
+
+    return serve
+
+
+def wait():
+    """Passes an interrupt on."""
+    time.sleep(20)
+    raise AssertionError("nobody told the server to leave")
+
+
+def wait_and_return():
+    """Ends by itself when it is interrupted."""
+    with contextlib.suppress(KeyboardInterrupt):
+        wait()
+
+
+@pytest.mark.parametrize("server", [wait, wait_and_return])
+def test_a_server_that_cannot_say_that_it_is_ready_leaves(serve, server, monkeypatch):
+    monkeypatch.setattr("sys.stdout", Full())
+    with pytest.raises(OSError, match="No space left on device"):
+        serve(server)
+
+
+def test_a_server_that_can_goes_on(serve, capsys):
+    serve(lambda: time.sleep(0.3))
+    assert capsys.readouterr().out.startswith("paged-kv: ready on http://127.0.0.1:")
