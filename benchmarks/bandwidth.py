@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from paged_kv.benchmarks import bandwidth_op
 from paged_kv.benchmarks.cases import MIN_COPIES, MIN_ROTATED
 from paged_kv.benchmarks.problems import Array
 from paged_kv.runtime.artefact_folder import user_artefacts
+from paged_kv.runtime.artefacts import export
 from paged_kv.runtime.compile_key import toolchain
 from paged_kv.runtime.cpu_target import apply_cpu_target
 
@@ -116,9 +118,9 @@ def _load(session: InferenceSession, cores: int) -> dict[str, Model]:
     artefacts, digest = user_artefacts(), hashlib.sha256(b" ".join(facts)).hexdigest()[:32]
     for kept in artefacts.find([digest]):
         try:
-            return session.init_all(read(kept))
+            return session.init_all(read(BytesIO(kept.content)))
         except (RuntimeError, ValueError, OSError):
-            artefacts.remove(kept)  # damaged
+            artefacts.remove(kept.path)  # whole, but nothing that MAX reads
     module, cpu = Module(), DeviceRef.CPU()
     data, number = TensorType(DType.uint8, ["bytes"], cpu), TensorType(DType.int64, [1], cpu)
     sums = TensorType(DType.uint8, [cores], cpu)
@@ -134,5 +136,5 @@ def _load(session: InferenceSession, cores: int) -> dict[str, Model]:
         ops.inplace_custom("bench_copy", cpu, list(graph.inputs))
         graph.output()
     compiled = session.compile(module, custom_extensions=[folder])
-    artefacts.store([digest], lambda path: compiled.export_mef(str(path)))
+    artefacts.store([digest], lambda path: export(compiled, path))
     return session.init_all(compiled)

@@ -38,8 +38,8 @@ class Session:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    def read(path):
-        names = path.read_text().split()
+    def read(file):
+        names = file.read().decode().split()
         if not names or not set(names) <= set(NAMES):
             raise RuntimeError("damaged")
         return Compiled(names)
@@ -112,8 +112,8 @@ def test_a_file_that_others_can_write_to_is_compiled_again(folder):
 def test_a_link_out_of_the_folder_is_compiled_again(folder):
     load("first")
     (path,) = folder.iterdir()
-    path.rename(folder.parent / "outside.mef")
-    path.symlink_to(folder.parent / "outside.mef")
+    path.rename(folder.parent / "outside.graph")
+    path.symlink_to(folder.parent / "outside.graph")
     assert load("first") == [["first"]]
     assert not path.is_symlink()
 

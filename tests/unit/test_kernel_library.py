@@ -102,7 +102,7 @@ def test_a_file_that_others_can_write_to_is_compiled_again(sources, compiles):
 
 
 def test_a_cache_that_is_emptied_meanwhile_leaves_the_sources(sources, monkeypatch):
-    monkeypatch.setattr(ArtefactFolder, "find", lambda *_: {})
+    monkeypatch.setattr(ArtefactFolder, "find", lambda *_: [])
     assert kernel_library(sources) == sources
 
 

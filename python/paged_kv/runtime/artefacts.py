@@ -7,13 +7,15 @@ file holds the finished artefact, named by the digest of all that it depends on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
-from max.engine import InferenceSession, Model, read
+from max.engine import CompiledModel, InferenceSession, Model, read
 from max.graph import Module
 
 from paged_kv.graphs.ops import compiled_kernels, kernels
-from paged_kv.runtime.artefact_folder import user_artefacts
+from paged_kv.runtime.artefact_folder import user_artefacts, warn_not_kept
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
 from paged_kv.runtime.kernel_library import kernel_library
 
@@ -36,19 +38,20 @@ def load_graphs(
         on_compile: Called before a compile, which takes some 25 s or more.
 
     Raises:
-        ToolchainError: the cache folder cannot be used, another user can write to its artefacts, or the Mojo sources do
-            not compile.
+        ToolchainError: there is no place for a cache folder, another user can write to its artefacts, or the Mojo
+            sources do not compile. That nothing can be written is a `RuntimeWarning`.
     """
     folder = user_artefacts()
     digests = _digests(keys)
     models: dict[str, Model] = {}
-    for path, valid in folder.find(digests.values()).items():
+    for artefact in folder.find(digests.values()):
         try:
-            loaded = session.init_all(read(path), weights_registry=weights)
+            loaded = session.init_all(read(BytesIO(artefact.content)), weights_registry=weights)
         except (RuntimeError, ValueError, OSError):
-            folder.remove(path)  # damaged
+            folder.remove(artefact.path)  # whole, but nothing that MAX reads
             continue
         # Graphs that were compiled together with these may have been built from other sources than today's.
+        valid = artefact.digests
         current = [name for name in keys if digests[name] in valid]
         models |= {name: model for name, model in _named(loaded, current).items() if digests.get(name) in valid}
     missing = [name for name in keys if name not in models]
@@ -61,9 +64,23 @@ def load_graphs(
         compiled = session.compile(module, custom_extensions=[library])
         # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not stored.
         if _digests(keys) == digests:
-            folder.store([digests[name] for name in missing], lambda path: compiled.export_mef(str(path)))
+            reason = folder.store([digests[name] for name in missing], lambda path: export(compiled, path))
+            if reason is not None:
+                warn_not_kept(reason)
         models |= _named(session.init_all(compiled, weights_registry=weights), missing)
     return {name: models[name] for name in keys}
+
+
+def export(compiled: CompiledModel, path: Path) -> None:
+    """Writes compiled graphs to a file.
+
+    Raises:
+        OSError: that cannot be done, which MAX says in errors of other types.
+    """
+    try:
+        compiled.export_mef(str(path))
+    except (RuntimeError, ValueError) as error:
+        raise OSError(str(error)) from error
 
 
 def _named(loaded: Mapping[str, Model], names: Sequence[str]) -> Mapping[str, Model]:

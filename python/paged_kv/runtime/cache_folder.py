@@ -8,20 +8,32 @@ from pathlib import Path
 
 from paged_kv.errors import ToolchainError
 
+NO_CACHE = "no cache folder ({}): set XDG_CACHE_HOME to a folder that can be written"
 
-def cache_folder() -> Path:
-    """The user's cache folder of this package, created where missing: `$XDG_CACHE_HOME/paged-kv` or the system's own.
+
+def cache_path() -> Path:
+    """The user's cache folder of this package, whether it is there or not: `$XDG_CACHE_HOME/paged-kv` or the system's.
 
     Raises:
-        ToolchainError: it cannot be created or written.
+        ToolchainError: the user has no home folder.
     """
     try:
-        folder = _caches() / "paged-kv"
+        return _caches() / "paged-kv"
+    except RuntimeError as error:
+        raise ToolchainError(NO_CACHE.format(error)) from error
+
+
+def cache_folder() -> Path:
+    """The same folder, made where it is missing.
+
+    Raises:
+        ToolchainError: it cannot be made or written.
+    """
+    folder = cache_path()
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
-        raise ToolchainError(
-            f"no cache folder ({error}): set XDG_CACHE_HOME to a folder that can be written"
-        ) from error
+    except OSError as error:
+        raise ToolchainError(NO_CACHE.format(error)) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ToolchainError(
             f"cache folder {folder} cannot be written: set XDG_CACHE_HOME to a folder that can be written"

@@ -8,6 +8,7 @@ specialised: MAX generates instructions from it for the CPU or GPU target in for
 from __future__ import annotations
 
 import hashlib
+import re
 from importlib.metadata import version
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -16,33 +17,38 @@ from mojo.run import subprocess_run_mojo
 
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime.artefact_folder import ArtefactFolder
-from paged_kv.runtime.cache_folder import cache_folder
+from paged_kv.runtime.cache_folder import cache_path
+
+_IN_A_SOURCE = re.compile(r"\.mojo:\d+")
 
 
 def kernel_library(sources: Path) -> Path:
-    """The file that a folder of Mojo sources compiles to, for `custom_extensions`; read from disk or made now.
+    """The file that a folder of Mojo sources compiles to, for `custom_extensions`; from disk, or made now.
+
+    The sources themselves, which MAX compiles too, where the file cannot be kept.
 
     Raises:
         ToolchainError: the cache folder cannot be used, or the sources do not compile.
     """
     # The compiler takes a package's name from the file's: it has to be an identifier.
-    folder = ArtefactFolder(cache_folder() / "kernels", "paged_kv_{}.mojoc")
+    folder = ArtefactFolder(cache_path() / "kernels", "paged_kv_{}.mojoc")
 
     def compile_to(path: Path) -> None:
         try:
             subprocess_run_mojo(["precompile", str(sources), "-o", str(path)], capture_output=True, check=True)
         except CalledProcessError as error:
             lines = error.stderr.decode(errors="replace").splitlines()
-            reason = "; ".join(line for line in lines if "error:" in line)
-            raise ToolchainError(f"{sources} does not compile: {reason}") from error
+            reasons = [line for line in lines if "error:" in line]
+            if not any(_IN_A_SOURCE.search(line) for line in reasons):
+                raise OSError(f"the Mojo compiler cannot write {path}") from error
+            raise ToolchainError(f"{sources} does not compile: {'; '.join(reasons)}") from error
         if _digest(sources) != digest:
             raise ToolchainError(f"{sources} was edited while it was compiled: try again")
 
     digest = _digest(sources)
-    if not (found := folder.find([digest])):
-        folder.store([digest], compile_to)
+    if not (found := folder.find([digest])) and folder.store([digest], compile_to) is None:
         found = folder.find([digest])
-    return next(iter(found), sources)  # the sources, where another process has just emptied the cache
+    return found[0].path if found else sources  # another process may have just emptied the cache
 
 
 def _digest(sources: Path) -> str:
