@@ -1,12 +1,10 @@
 """Cache folders that cannot be written or used: graphs are loaded or compiled, and what goes wrong is said in a line.
 
-The compiler only writes down what it was given, as in `test_artefacts.py`. Root may write anywhere, so where it matters
-the process is another user for the time of a test.
+The compiler only writes down what it was given, as in `test_artefacts.py`.
 """
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +19,9 @@ from paged_kv.graphs import ops
 from paged_kv.runtime import artefacts, kernel_library
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
+from support.permissions import permissions_count
 
 IS_ROOT = os.geteuid() == 0
-USER = 12345
 
 
 class Compiled:
@@ -59,20 +57,14 @@ def compiler(monkeypatch):
 
 
 @pytest.fixture
-def home(monkeypatch):
-    """A folder for caches of a user who is not root."""
-    made = tempfile.mkdtemp()
-    os.chmod(made, 0o755)
-    cache = Path(made, "cache")
+def home(tmp_path, monkeypatch):
+    """A folder for caches, whose permission bits count."""
+    cache = tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    if IS_ROOT:
-        os.chown(cache, USER, -1)
-        os.seteuid(USER)
-    yield cache
-    if IS_ROOT:
-        os.seteuid(0)
-    shutil.rmtree(made)
+    with permissions_count():
+        yield cache
+    opened(cache)
 
 
 def load(*names):
@@ -246,9 +238,28 @@ def test_damaged_kernels_are_compiled_again(home):
     sources = Path(tempfile.mkdtemp(dir=home))
     (sources / "ops.mojo").write_text("")
     kept = kernel_library.kernel_library(sources)
-    whole = kept.read_bytes()
-    assert whole.startswith(b"kernels")
-    for damaged in (whole[:-1], b"K" + whole[1:], b""):
-        kept.write_bytes(damaged)
-        assert kernel_library.kernel_library(sources) == kept
-        assert kept.read_bytes() == whole
+    sealed = kept.with_name(kept.stem.removeprefix("paged_kv_") + ".kernels")
+    whole = {file: file.read_bytes() for file in (kept, sealed)}
+    assert whole[kept] == b"kernels"  # the compiler crashes on a byte that differs, and reads no byte more
+    assert whole[sealed].startswith(b"kernels")
+    outside = home / "outside"
+    outside.write_text("somebody's")
+    for file in whole:
+        for damaged in (whole[file][:-1], b"K" + whole[file][1:], whole[file] + b"\0", b"", None):
+            file.unlink()
+            file.symlink_to(outside) if damaged is None else file.write_bytes(damaged)
+            assert kernel_library.kernel_library(sources) == kept
+            assert {file: file.read_bytes() for file in whole} == whole
+            assert not kept.is_symlink()
+    assert outside.read_text() == "somebody's"
+
+
+def test_a_damaged_file_for_the_compiler_that_cannot_be_replaced_is_not_used(home):
+    sources = Path(tempfile.mkdtemp(dir=home))
+    (sources / "ops.mojo").write_text("")
+    kept = kernel_library.kernel_library(sources)
+    kept.write_text("damaged")
+    closed(home / "paged-kv")
+    assert kernel_library.kernel_library(sources) == sources
+    opened(home / "paged-kv")
+    assert kernel_library.kernel_library(sources) == kept

@@ -133,6 +133,25 @@ class ArtefactFolder:
             return f"{self.path}: {error.strerror or error}"
         return None
 
+    def plain(self, artefact: Artefact, name: str) -> Path | None:
+        """The content alone in a file of the folder, for a reader that knows no seal; None where that cannot be made.
+
+        A file of that name that is the user's own and has the content is taken; any other one is replaced.
+        """
+        path = self.path / name
+        with _opened(path) as file:
+            if file is not None and file.read(len(artefact.content) + 1) == artefact.content:
+                return path
+        try:
+            with tempfile.TemporaryDirectory(dir=self.path, prefix=".", ignore_cleanup_errors=True) as unfinished:
+                whole = Path(unfinished, name)
+                whole.write_bytes(artefact.content)
+                whole.chmod(0o600)
+                os.replace(whole, path)
+        except OSError:
+            return None
+        return path
+
     def remove(self, path: Path) -> None:
         """Forgets one name of a damaged file."""
         with suppress(OSError):  # another process has done it, or the folder cannot be written

@@ -30,25 +30,29 @@ def kernel_library(sources: Path) -> Path:
     Raises:
         ToolchainError: the cache folder cannot be used, or the sources do not compile.
     """
-    # The compiler takes a package's name from the file's: it has to be an identifier.
-    folder = ArtefactFolder(cache_path() / "kernels", "paged_kv_{}.mojoc")
+    digest = _digest(sources)
+    folder = ArtefactFolder(cache_path() / "kernels", "{}.kernels")
+    # The compiler takes a package's name from the file's: it has to be an identifier. It reads no file with a seal.
+    name = f"paged_kv_{digest}.mojoc"
 
     def compile_to(path: Path) -> None:
+        compiled = path.with_name(name)
         try:
-            subprocess_run_mojo(["precompile", str(sources), "-o", str(path)], capture_output=True, check=True)
+            subprocess_run_mojo(["precompile", str(sources), "-o", str(compiled)], capture_output=True, check=True)
         except CalledProcessError as error:
             lines = error.stderr.decode(errors="replace").splitlines()
             reasons = [line for line in lines if "error:" in line]
             if not any(_IN_A_SOURCE.search(line) for line in reasons):
-                raise OSError(f"the Mojo compiler cannot write {path}") from error
+                raise OSError(f"the Mojo compiler cannot write {compiled}") from error
             raise ToolchainError(f"{sources} does not compile: {'; '.join(reasons)}") from error
         if _digest(sources) != digest:
             raise ToolchainError(f"{sources} was edited while it was compiled: try again")
+        compiled.rename(path)
 
-    digest = _digest(sources)
     if not (found := folder.find([digest])) and folder.store([digest], compile_to) is None:
         found = folder.find([digest])
-    return found[0].path if found else sources  # another process may have just emptied the cache
+    library = folder.plain(found[0], name) if found else None  # another process may have just emptied the cache
+    return library or sources
 
 
 def _digest(sources: Path) -> str:

@@ -2,7 +2,7 @@
 
     content | names, 32 characters each | SHA-256 of both | bytes of content | number of names | magic
 
-It stands at the end because the compilers read the file from its beginning. SHA-256 takes 0.6 ms a megabyte (Zen 5).
+SHA-256 takes 0.6 ms a megabyte (Zen 5).
 It tells damage, not malice: who can write the file can seal it, and the folder is the user's alone.
 """
 
