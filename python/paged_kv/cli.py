@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paged_kv import __version__
+from paged_kv.arguments import shown
 from paged_kv.benchmarks.decode_cpu import bench
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.options import check_head_dim
@@ -99,8 +100,8 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
     from paged_kv.runtime.doctor import collect, explain_kernels, render
 
     for name, value in (("--group", group), ("--page-size", page_size)):
-        if value < 1:
-            raise ContractError(f"{name} must be at least 1, not {value}")
+        if not 1 <= value < 2**31:
+            raise ContractError(f"{name} must be at least 1 and below 2^31, not {shown(value)}")
     check_head_dim("--head-dim", head_dim)
     report = collect()
     click.echo(render(report))

@@ -76,6 +76,15 @@ def test_a_warning_is_one_line(tmp_path):
     assert python("warnings.warn('two\\nlines', RuntimeWarning)", tmp_path) == (0, "", "warning: two lines\n")
 
 
+@pytest.mark.parametrize("size", [0, -1, 2**31, 10**400], ids=lambda size: str(size)[:12])
+def test_sizes_that_no_kernel_has_are_refused(tmp_path, size):
+    for name in ("--group", "--page-size", "--head-dim"):
+        status, out, err = run(["doctor", "--explain", f"{name}={size}"], tmp_path)
+        assert (status, out) == (2, "")
+        assert err.startswith(f"error: {name} must be ")
+        assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize("width", ["0", "1", "2", "-1", "x", "100000"])
 def test_any_width_of_the_terminal(tmp_path, width):
     for arguments in COMMANDS.values():

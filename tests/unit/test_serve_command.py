@@ -83,7 +83,13 @@ def test_a_step_has_room_for_every_request_that_decodes(request_):
     [
         ({"page_size": 16}, "--page-size must be a multiple of 128"),
         ({"page_size": 0}, "--page-size must be a multiple of 128"),
+        ({"page_size": 128 * 10**400}, "too few are left for the cache"),
         ({"max_batch_size": 0}, "--max-batch-size must be at least 1"),
+        (
+            {"max_batch_size": 10**400},
+            "--max-batch-size must be at least 1 and below 2\\^31, not an integer of 1329 bits",
+        ),
+        ({"port": 10**400}, "--port must be from 0 to 65535"),
         ({"port": 65536}, "--port must be from 0 to 65535"),
         ({"host": "192.0.2.1"}, "--host 192.0.2.1 --port 0: "),
         ({"flags": ("--kv-cache-page-size", "16")}, "--kv-cache-page-size cannot be handed on to MAX"),

@@ -20,6 +20,7 @@ from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
+from paged_kv.arguments import shown
 from paged_kv.checkpoint.gguf import GgufCheckpoint
 from paged_kv.checkpoint.gguf_folder import model_folder
 from paged_kv.checkpoint.source import open_source
@@ -106,8 +107,9 @@ def prepare(request: Request) -> tuple[list[str], int]:
         raise ContractError(f"{name} cannot be handed on to MAX: {_OURS[name]}")
     if request.page_size < 1 or request.page_size % PAGE_SIZE:
         raise ContractError(f"--page-size must be a multiple of {PAGE_SIZE} (MAX's pool), not {request.page_size}")
-    if request.max_batch_size < 1:
-        raise ContractError(f"--max-batch-size must be at least 1, not {request.max_batch_size}")
+    if not 1 <= request.max_batch_size < 2**31:
+        problem = f"must be at least 1 and below 2^31, not {shown(request.max_batch_size)}"
+        raise ContractError(f"--max-batch-size {problem}")
     port = free_port(request.host, request.port)
     gguf = source.checkpoint if isinstance(source.checkpoint, GgufCheckpoint) else None
     quantised = gguf.main_encoding if gguf else None
