@@ -56,7 +56,9 @@ class Fields:
     def error(self, key: str, problem: str, value: object = None) -> CheckpointError:
         """`value` is the one to show where it is a default, not in the file."""
         value = self.get(key) if value is None else value
-        return CheckpointError(f"{self.file}: {self.prefix}{key} = {printable(json.dumps(value, default=repr))}: {problem}")
+        return CheckpointError(
+            f"{self.file}: {self.prefix}{key} = {printable(json.dumps(value, default=repr))}: {problem}"
+        )
 
     def get(self, key: str) -> Any:
         return self.values.get(key)

@@ -87,7 +87,7 @@ def test_a_step_has_room_for_every_request_that_decodes(request_):
         ({"max_batch_size": 0}, "--max-batch-size must be at least 1"),
         (
             {"max_batch_size": 10**400},
-            "--max-batch-size must be at least 1 and below 2\\^31, not an integer of 1329 bits",
+            "--max-batch-size must be at least 1 and below 2\\^31, not .an integer of 1329 bits",
         ),
         ({"port": 10**400}, "--port must be from 0 to 65535"),
         ({"port": 65536}, "--port must be from 0 to 65535"),
