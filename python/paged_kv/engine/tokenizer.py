@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paged_kv.arguments import printable, shown
+from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, library_errors, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
@@ -51,14 +51,14 @@ class Tokenizer:
             prompt.encode()
         except UnicodeEncodeError:
             raise ContractError(f"prompt {printable(ascii(prompt))} is not valid text") from None
-        with library_errors(f"{self._file}: prompt {shown(prompt)} cannot be encoded"):
+        with library_errors(f"{self._file}: prompt {printable(repr(prompt))} cannot be encoded"):
             tokens: list[int] = self._tokenizer.encode(prompt).ids
         if not prompt or not tokens:
-            raise ContractError(f"prompt {shown(prompt)} is empty: it gives no tokens")
+            raise ContractError(f"prompt {printable(repr(prompt))} is empty: it gives no tokens")
         # A post-processor adds ids that stand in the file by themselves, whatever the vocabulary is.
         if (largest := max(tokens)) >= self._vocab_size:
             raise CheckpointError(
-                f"{self._file}: prompt {shown(prompt)} gives token id {largest}, but vocab_size is {self._vocab_size}"
+                f"{self._file}: prompt {printable(repr(prompt))} gives token id {largest}, but vocab_size is {self._vocab_size}"
             )
         return tokens
 
