@@ -172,9 +172,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_not_whole(folder, whole):
 
 
 STORE = """
-import sys
+import signal, sys
 from pathlib import Path
 from paged_kv.runtime.artefact_folder import ArtefactFolder
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started in the background
 folder = ArtefactFolder(Path(sys.argv[1]))
 print("ready", flush=True)
 while True:
@@ -191,7 +192,6 @@ def test_a_process_that_is_ended_in_the_middle_leaves_whole_files(folder, number
             [sys.executable, "-c", STORE, str(folder.path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         with child:
             child.stdout.readline()

@@ -58,7 +58,8 @@ class Tokenizer:
         # A post-processor adds ids that stand in the file by themselves, whatever the vocabulary is.
         if (largest := max(tokens)) >= self._vocab_size:
             raise CheckpointError(
-                f"{self._file}: prompt {printable(repr(prompt))} gives token id {largest}, but vocab_size is {self._vocab_size}"
+                f"{self._file}: prompt {printable(repr(prompt))} gives token id {largest}, "
+                f"but vocab_size is {self._vocab_size}"
             )
         return tokens
 
