@@ -8,10 +8,6 @@ import pytest
 from paged_kv.engine.demo import write_demo_checkpoint
 from support import serving
 
-# One set of flags is one sampler, which MAX compiles once.
-SAMPLING = ("--enable-penalties", "--enable-min-tokens")
-COMMON = ("--quantization-encoding", "float32", "--max-length", str(serving.MAX_LENGTH), *SAMPLING)
-
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -21,7 +17,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[serving.Server]:
     """Prompts of more than 128 tokens prefill in pieces, and prompts that were seen are found in the prefix cache."""
-    flags = (*COMMON, "--max-batch-size", "8", "--max-batch-input-tokens", "128", "--enable-prefix-caching")
+    flags = (*serving.COMMON, "--max-batch-size", "8", "--max-batch-input-tokens", "128", "--enable-prefix-caching")
     with serving.serving(checkpoint, checkpoint.parent / "server.log", *flags) as started:
         yield started
 
@@ -29,7 +25,7 @@ def server(checkpoint: Path) -> Iterator[serving.Server]:
 @pytest.fixture(scope="module")
 def strained_server(checkpoint: Path) -> Iterator[serving.Server]:
     """Whole prompts, no prefix cache, too few pages for its batch, a short queue, and steps that are made to raise."""
-    flags = (*COMMON, "--max-batch-size", "16", "--no-enable-prefix-caching", "--no-enable-chunked-prefill")
+    flags = (*serving.COMMON, "--max-batch-size", "16", "--no-enable-prefix-caching", "--no-enable-chunked-prefill")
     flags += ("--max-queue-size", "8", "--max-pending-requests", "8")
     flags += ("--device-memory-utilization", str(serving.memory_utilization(checkpoint, serving.FEW_PAGES)))
     faulty = f"{Path(serving.__file__).parent}:faulty_architecture"

@@ -14,11 +14,11 @@ import pytest
 import tokenizers
 
 from paged_kv.engine.demo import write_demo_checkpoint
+from support import serving
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi", reason="the serving environment is not installed")
 
-FLAGS = ("--enable-penalties", "--enable-min-tokens")  # those of the other servers: one sampler, compiled once
 STOP_SECONDS = 30
 
 
@@ -40,7 +40,7 @@ def test_it_says_when_it_is_ready_and_leaves_nothing_behind(tmp_path, end):
     log = tmp_path / "log"
     with log.open("wb") as stderr:
         server = subprocess.Popen(
-            [*command, "--", *FLAGS], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+            [*command, "--", *serving.SAMPLING], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
         )
     try:
         ready, request = server.stdout.readline().split(), server.stdout.readline()
@@ -64,6 +64,28 @@ def test_it_says_when_it_is_ready_and_leaves_nothing_behind(tmp_path, end):
     while left := [pid for pid in processes if Path("/proc", pid).exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_a_user_may_keep_the_compiled_graphs(checkpoint, tmp_path):
+    """`--export-mefs` and `--precompiled-mefs`: files of MAX's; the second server says what the first did."""
+    prompt = {"prompt": "once a prompt", "max_tokens": 16, "temperature": 0}
+    with serving.serving(checkpoint, tmp_path / "log", *serving.COMMON) as server:  # and MAX's cache knows the graph
+        texts = [server.client().completions.create(model=server.model, **prompt).choices[0].text]
+    for option in ("--export-mefs", "--precompiled-mefs"):
+        with serving.serving(
+            checkpoint, tmp_path / f"log{option}", *serving.COMMON, option, str(tmp_path / "kept")
+        ) as server:
+            texts.append(server.client().completions.create(model=server.model, **prompt).choices[0].text)
+        (kept,) = (tmp_path / "kept").glob("paged_kv_*.mef")
+    assert len(texts[0]) == 16
+    assert texts == [texts[0]] * 3
+    # Found by its name: where it is missing, MAX says so and compiles nothing.
+    kept.rename(kept.with_name("other.mef"))
+    with pytest.raises(AssertionError, match=kept.stem.rpartition("-")[0]):  # noqa: SIM117
+        with serving.serving(
+            checkpoint, tmp_path / "log", *serving.COMMON, "--precompiled-mefs", str(tmp_path / "kept")
+        ):
+            pass
 
 
 def listening(processes):

@@ -22,6 +22,9 @@ import pytest
 NEEDED = ("fastapi", "sse_starlette", "zmq", "openai", "transformers")
 MAX_LENGTH = 512
 """Of a request of these servers, in tokens."""
+SAMPLING = ("--enable-penalties", "--enable-min-tokens")
+"""Of all servers: one set of flags is one sampler, which MAX compiles once."""
+COMMON = ("--quantization-encoding", "float32", "--max-length", str(MAX_LENGTH), *SAMPLING)
 PAGE_SIZE = 128
 FEW_PAGES = 16
 """Of the strained server. MAX takes them of the memory that is free as it starts, so they may be 8 or 24."""

@@ -16,7 +16,7 @@ from max.nn.kv_cache.cache_params import PACKED_PAGE_STRIDE
 from max.pipelines.architectures.llama3.batch_processor import Llama3BatchProcessor
 from max.pipelines.architectures.llama3.model import LlamaModelBase
 from max.pipelines.lib import ModelInputs, ModelOutputs
-from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
+from max.pipelines.lib.graph_specs import GraphRole, GraphSpec, compile_graphs
 from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
 from paged_kv.checkpoint.gguf import open_gguf
@@ -24,7 +24,7 @@ from paged_kv.checkpoint.weights import open_files
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
 from paged_kv.serve import graph as graph_module
 from paged_kv.serve.config import ServedConfig, gguf_file
 from paged_kv.serve.graph import ServedStep
@@ -62,9 +62,9 @@ class ServedModel(LlamaModelBase):
     def load_graphs(self, session: InferenceSession) -> dict[str, Model]:
         """The step, compiled or read from disk, with its weights bound."""
         config = self.arch_config_as(ServedConfig)
+        self._load_state_dict()
         if self.pipeline_config.runtime.precompiled_mefs or self.pipeline_config.runtime.export_mefs:
-            return super().load_graphs(session)  # the user keeps the artefacts: MAX reads and writes them
-        self.state_dict = self._load_state_dict()
+            return self._load_kept_graphs(session, config)
         step, name, types = self._step(config)
 
         def build(module: Module, _: Sequence[str]) -> None:
@@ -80,9 +80,23 @@ class ServedModel(LlamaModelBase):
         self._wire_batch_processor(models[name], config)
         return {GraphRole.DECODER: models[name]}
 
+    def _load_kept_graphs(self, session: InferenceSession, config: ServedConfig) -> dict[str, Model]:
+        """The step, where the user keeps the artefacts: MAX reads and writes them."""
+        specs = self.graph_specs(config)
+        self.compiled_artifacts = compile_graphs(session, specs)
+        artifact, weights = self.compiled_artifacts.artifact(GraphRole.DECODER), specs[GraphRole.DECODER].weights
+        # Not by name: MAX's own cache gives a graph that equals an older one the older one's name.
+        (model,) = session.init_all(artifact, weights_registry=weights).values()
+        self._wire_batch_processor(model, config)
+        return {GraphRole.DECODER: model}
+
     def graph_specs(self, model_config: Any) -> dict[str, GraphSpec]:
-        """The step, for MAX to compile."""
+        """The step, for MAX to compile. Its name changes with all that it depends on, the kernels included.
+
+        A file of `--export-mefs` is found by this name: one of another version is not taken.
+        """
         step, name, types = self._step(model_config)
+        name = f"paged_kv_{CompileKey(name, graph_module.__name__).digest(Sources.installed(), toolchain())}"
         # MAX asks nothing of it but `trace`.
         spec = GraphSpec(cast(Layer, step), name, types, weights=self.state_dict, custom_extensions=[kernels()])
         return {GraphRole.DECODER: spec}
@@ -104,6 +118,11 @@ class ServedModel(LlamaModelBase):
         return self.arch_config_as(ServedConfig)
 
     def _load_state_dict(self) -> dict[str, Any]:
+        """The weights, kept where MAX's own way to compile looks for them."""
+        self.state_dict = self._weights()
+        return self.state_dict
+
+    def _weights(self) -> dict[str, Any]:
         config = self.arch_config_as(ServedConfig)
         gguf = gguf_file(self.pipeline_config.model)
         if gguf is not None:
