@@ -73,6 +73,14 @@ def test_maxs_own_flags_replace_what_would_be_chosen(request_):
     assert arguments.count("--max-batch-input-tokens") == 1
 
 
+@pytest.mark.parametrize("given", [("--quantization-encoding", "float32"), ("--quantization-encoding=float32",)])
+def test_memory_is_planned_for_maxs_own_encoding(request_, given):
+    wide, _ = prepare(replace(request_, dtype="float32"))
+    arguments, _ = prepare(replace(request_, flags=given))
+    chosen = "--device-memory-utilization"
+    assert flags_of(arguments)[chosen] == flags_of(wide)[chosen] != flags_of(prepare(request_)[0])[chosen]
+
+
 def test_a_step_has_room_for_every_request_that_decodes(request_):
     arguments, _ = prepare(replace(request_, max_batch_size=1000))
     assert flags_of(arguments)["--max-batch-input-tokens"] == "1000"
@@ -186,6 +194,7 @@ def test_the_request_that_is_printed_is_a_chat_where_the_model_has_a_template(de
     body = json.loads(words[-1])
     assert body["model"] == str(demo)
     assert body["messages"]
+    assert body["temperature"] == 0  # the same text each time
     completion = ready_lines(tmp_path, "http://127.0.0.1:8000", "").splitlines()[1]
     assert "/v1/completions" in completion
     assert json.loads(shlex.split(completion)[-1])["prompt"]
