@@ -243,6 +243,8 @@ def test_quantised_values_of_a_graph():
             quantised_linear(x, QuantisedWeight(good, "Q4_0"))
         with pytest.raises(ContractTypeError, match="rows: dtype float32, expected integers"):
             quantised_rows(QuantisedWeight(good, "Q4_0"), x[:, 0])
+        with pytest.raises(ShapeError, match="rows: rank 2, expected 1"):
+            quantised_rows(QuantisedWeight(good, "Q4_0"), good)
         graph.output()
 
 
