@@ -24,6 +24,7 @@ from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
 
 
@@ -117,7 +118,9 @@ class DecoderModel:
 
         Raises:
             ContractError: a token is not in the vocabulary.
+            ToolchainError: this process was forked off one in which MAX ran.
         """
+        check_not_forked()
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
         # The graph reads the embedding of a token wherever its id points.
         if inputs.tokens.size and not 0 <= inputs.tokens.min() <= inputs.tokens.max() < self.config.vocab_size:

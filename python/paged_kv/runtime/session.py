@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from functools import cache
+from threading import Lock
 
 from max.driver import CPU, Accelerator, Buffer, Device
 from max.engine import InferenceSession, Model
@@ -19,17 +19,18 @@ from paged_kv.runtime import variants
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.cpu_target import apply_cpu_target
+from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.variants import Variant
 
 
 class Runtime:
-    """A MAX session on the CPU or on a GPU, and the variants loaded in it.
+    """A MAX session on the CPU or on a GPU, and the variants loaded in it. Threads may share one.
 
     Args:
         gpu: The number of the GPU; None for the CPU.
 
     Raises:
-        ToolchainError: MAX does not see that GPU.
+        ToolchainError: MAX does not see that GPU, or this process was forked off one in which MAX ran.
     """
 
     driver_device: Device
@@ -40,6 +41,7 @@ class Runtime:
     """Of a GPU, its number included, which is part of a graph; empty for the CPU."""
 
     def __init__(self, gpu: int | None = None) -> None:
+        check_not_forked()
         apply_cpu_target()
         if gpu is None:
             self.driver_device, self.device, self.architecture = CPU(), DeviceRef.CPU(), ""
@@ -54,10 +56,16 @@ class Runtime:
             self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
             self.session = InferenceSession(devices=[CPU(), accelerator])
         self._models: dict[Variant, Model] = {}
+        self._loading = Lock()
 
     def load(self, wanted: Iterable[Variant]) -> None:
         """Loads those of `wanted` that are missing, compiled together where the disk has them not."""
-        missing = sorted({variant for variant in wanted if variant not in self._models}, key=lambda v: v.name)
+        check_not_forked()  # first: the parent's lock may be held for ever here
+        with self._loading:
+            self._load({variant for variant in wanted if variant not in self._models})
+
+    def _load(self, wanted: set[Variant]) -> None:
+        missing = sorted(wanted, key=lambda variant: variant.name)
         if not missing:
             return
 
@@ -78,9 +86,12 @@ class Runtime:
 
     def execute(self, variant: Variant, *inputs: Buffer) -> list[Buffer]:
         """Runs one variant, loading its family first where needed; see `Variant.build` for the inputs."""
-        if variant not in self._models:
+        check_not_forked()
+        model = self._models.get(variant)
+        if model is None:
             self.load(variant.family())
-        return self._models[variant].execute(*inputs)
+            model = self._models[variant]
+        return model.execute(*inputs)
 
     def _key(self, variant: Variant) -> CompileKey:
         return CompileKey(variant.name, variants.__name__, (variants.REGISTERED[variant.op],), self.architecture)
@@ -92,10 +103,23 @@ def _announce(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-@cache
+_RUNTIMES: dict[int | None, Runtime] = {}
+_MAKING = Lock()
+
+
 def runtime_on(gpu: int | None) -> Runtime:
-    """The one runtime of this process on a GPU, or on the CPU."""
-    return Runtime(gpu)
+    """The one runtime of this process on a GPU, or on the CPU.
+
+    Raises:
+        ToolchainError: as `Runtime`.
+    """
+    check_not_forked()
+    runtime = _RUNTIMES.get(gpu)
+    if runtime is None:
+        with _MAKING:
+            runtime = _RUNTIMES.get(gpu) or Runtime(gpu)
+            _RUNTIMES[gpu] = runtime
+    return runtime
 
 
 def default_runtime() -> Runtime:

@@ -1,0 +1,87 @@
+"""A program that runs attention in child processes: `python forking.py WHEN HOW`, for `test_forks.py`.
+
+WHEN is what the parent has done before: "fresh" (imported the package), "planned" or "ran". HOW starts the child. One
+line is printed: what the child's run gave, its sum or the name and the text of its error.
+"""
+
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from paged_kv import PagePool
+from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
+from paged_kv.errors import PagedKVError
+
+
+def planned() -> BatchDecodeWithPagedKVCacheWrapper:
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+    table = [np.array(values, np.int32) for values in ([0, 1], [2], [16])]
+    wrapper.plan(*table, 2, 1, 64, 16, q_data_type="float32")
+    return wrapper
+
+
+def attend(wrapper: BatchDecodeWithPagedKVCacheWrapper | None = None) -> str:
+    """What `run` over ones gives: 2 heads of 64 ones."""
+    q, pages = np.ones((1, 2, 64), np.float32), np.ones((4, 2, 16, 1, 64), np.float32)
+    try:
+        return str((wrapper or planned()).run(q, pages).sum())
+    except PagedKVError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def pure_python(wrapper: BatchDecodeWithPagedKVCacheWrapper | None) -> str:
+    """What needs no thread of MAX's: pages, plans, and arrays."""
+    pool = PagePool(8, 16)
+    pool.start("a", 40)
+    planned()
+    return f"{len(pool.pages('a'))} pages, {wrapper is None or 'requests of up to 16' in repr(wrapper)}"
+
+
+class Ones(Dataset[str]):
+    """Each sample is an attention."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, _: int) -> str:
+        return attend()
+
+
+def in_child(how: str, wrapper: BatchDecodeWithPagedKVCacheWrapper | None) -> str:
+    if how == "loader":
+        return "; ".join(dict.fromkeys(sample for batch in DataLoader(Ones(), num_workers=2) for sample in batch))
+    if how in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(how).Pool(1) as pool:
+            return pool.apply(attend)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        found = pure_python(wrapper) if how == "pure" else attend(wrapper)
+        os.write(writer, found.encode())
+        if how == "exit":
+            sys.exit(0)  # with all that Python and MAX do at the end of a process
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        found = pipe.read()
+    status = os.waitpid(child, 0)[1]
+    return found if not status else f"{found} status {status}"
+
+
+def main(when: str, how: str) -> None:
+    torch.set_num_threads(1)
+    wrapper: Any = None
+    if when != "fresh":
+        wrapper = planned()
+    if when == "ran":
+        assert attend(wrapper) == "128.0"
+    print(in_child(how, wrapper))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
