@@ -14,14 +14,17 @@ from paged_kv.arrays.types import ArrayT, DTypeLike, PagedCache, SupportsDLPack
 from paged_kv.calls.attend import Attention, Scales
 from paged_kv.calls.batch import DecodeBatch, PageTableBuffers
 from paged_kv.calls.page_table import PageTable
-from paged_kv.calls.plan import AttentionPlan, attention_options, output_view
-from paged_kv.errors import ContractError
+from paged_kv.calls.plan import AttentionPlan, attention_options, output_views
+from paged_kv.calls.planned import LastPlan
 
 _FLOAT32 = np.dtype(np.float32)
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
     """Attention of one query token a request over a paged KV cache: `plan` once, `run` for every layer.
+
+    Threads may share a wrapper. A run follows one plan whole: the one in force when it began. The user's buffers below
+    are the exception: while other code writes to them, or another wrapper over the same ones plans, no run may begin.
 
     Args:
         float_workspace_buffer: Accepted, not kept: the kernels take what they need from MAX. May be None.
@@ -34,7 +37,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buffer: `[B]` int32 or int64.
 
     Raises:
-        ContractError: the layout is unknown, or a buffer is missing or cannot be written.
+        ContractError: the layout is unknown; a buffer is missing, cannot be written, or shares memory with itself or
+            another one.
         ContractTypeError: a buffer is no array of these dtypes.
         ShapeError: a buffer is not 1-D, or the lengths of the buffers do not fit each other.
     """
@@ -53,18 +57,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
         check_layout(kv_layout)
         self._kv_layout = kv_layout
         self._use_tensor_cores = use_tensor_cores
-        self._buffers: PageTableBuffers | None = None
-        if use_cuda_graph:
-            self._buffers = PageTableBuffers(
-                paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
-            )
-        self._attention: Attention | None = None
-        self._batch = DecodeBatch.of_one(0)
+        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        self._last_plan = LastPlan(PageTableBuffers(*buffers) if use_cuda_graph else None)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """Whether the page table lives in the user's buffers and the batch is fixed."""
-        return self._buffers is not None
+        return self._last_plan.buffers is not None
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -94,7 +93,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         rope_theta: float | None = None,
         non_blocking: bool = False,
     ) -> None:
-        """Fixes the requests and everything else that the runs to come share. The arrays are copied.
+        """Fixes the requests and everything else that the runs to come share. The arrays are copied; they may be the
+        user's buffers of `use_cuda_graph` themselves.
 
         Give the page table as arrays on the host, for a cache on a GPU too: it is checked, and its tables are made,
         there; a run copies them to the device once and reads nothing back. Arrays on a GPU are refused here, since
@@ -144,12 +144,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         for name, array in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
             devices.require_host(array, name, "plan takes the page table on the host")
         table = PageTable.of(indptr, indices, last_page_len, page_size)
-        attention = Attention(plan)
-        if self._buffers is None:
-            self._batch = DecodeBatch.of(table)
-        else:
-            self._buffers.fill(table)
-        self._attention = attention
+        self._last_plan.replace(Attention(plan), table)
 
     begin_forward = plan
 
@@ -210,13 +205,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
             o = 0 and lse = -inf.
 
         Raises:
-            ContractError: nothing was planned, or `out` or `lse` cannot be written, or a number is out of range.
+            ContractError: nothing was planned, a number is out of range, or `out` or `lse` cannot be written or shares
+                memory with itself or another argument (`q` too).
             PageTableError: a page id is not one of the cache's, or the user's buffers hold an inconsistent page table.
             ContractTypeError, ShapeError: an array is not as planned.
         """
-        if self._attention is None:
-            raise ContractError("run: nothing is planned, call plan first")
-        return self._run(self._attention, q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse, out, lse, sinks)
+        attention, batch = self._last_plan.of_call("run")
+        scales = (q_scale, k_scale, v_scale)
+        return self._run(attention, batch, q, paged_kv_cache, scales, return_lse, out, lse, sinks)
 
     def run_return_lse(
         self,
@@ -248,8 +244,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return_lse: bool = False,
     ) -> ArrayT | tuple[ArrayT, ArrayT]:
         """FlashInfer's older `run`: options that are given replace the planned ones, for this call alone."""
-        if self._attention is None:
-            raise ContractError("forward: nothing is planned, call plan (or begin_forward) first")
+        attention, batch = self._last_plan.of_call("forward")
         given: dict[str, Any] = {
             "window_left": window_left,
             "logits_soft_cap": logits_soft_cap,
@@ -257,10 +252,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
             "rope_scale": rope_scale,
             "rope_theta": rope_theta,
         }
-        plan = self._attention.plan
+        plan = attention.plan
         options = replace(plan.options, **{name: value for name, value in given.items() if value is not None})
         plan = replace(plan, options=options, pos_encoding_mode=pos_encoding_mode or plan.pos_encoding_mode)
-        return self._run(Attention(plan), q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse)
+        return self._run(Attention(plan), batch, q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse)
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """`forward` with `return_lse=True`."""
@@ -272,6 +267,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def _run(
         self,
         attention: Attention,
+        batch: DecodeBatch,
         q: Any,
         paged_kv_cache: Any,
         scales: Scales,
@@ -282,12 +278,18 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> Any:
         plan = attention.plan
         device = devices.device_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
-        batch = self._batch if self._buffers is None else self._buffers.batch(plan.page_size)
         queries = device.view(q, "q")
         k, v = paged_views(paged_kv_cache, self._kv_layout, device=device)
         shape = (batch.size, plan.num_qo_heads, plan.head_dim)
-        out_view = output_view(device, "out", out, shape, plan.q_dtype)
-        lse_view = output_view(device, "lse", lse, shape[:2], _FLOAT32)
+        out_view = lse_view = None
+        if out is not None or lse is not None:
+            read = [("q", queries), ("paged_kv_cache", k), ("paged_kv_cache", v)]
+            if sinks is not None:
+                read.append(("sinks", device.view(sinks, "sinks")))
+            if (buffers := self._last_plan.buffers) is not None:
+                read += buffers.on(device)
+            outputs = (("out", out, shape, plan.q_dtype), ("lse", lse, shape[:2], _FLOAT32))
+            out_view, lse_view = output_views(device, outputs, read)
         o, sums = attention.run(device, queries, k, v, batch, scales, sinks)
         if out_view is not None:
             device.write(out_view, o)
@@ -299,13 +301,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return o, device.like(q, sums) if lse is None else lse
 
     def __repr__(self) -> str:
-        facts = [self._kv_layout]
-        if self._buffers is not None:
-            facts.append(f"page table of {self._buffers.batch_size} requests in the user's buffers")
-        if self._attention is None:
-            facts.append("nothing planned")
-        else:
-            if self._buffers is None:
-                facts.append(f"{self._batch.size} requests of up to {self._batch.lengths.max(initial=0)} tokens")
-            facts.append(str(self._attention.plan))
+        facts = [self._kv_layout, str(self._last_plan)]
+        if (buffers := self._last_plan.buffers) is not None:
+            facts.insert(1, f"page table of {buffers.batch_size} requests in the user's buffers")
         return f"{type(self).__name__}({', '.join(facts)})"

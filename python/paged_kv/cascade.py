@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_alike
+from paged_kv.arrays.overlap import check_written
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.merge_states import checked_mask, checked_state, merge, merge_two
 from paged_kv.errors import ContractError
@@ -57,7 +58,7 @@ def merge_state_in_place(
     Raises:
         ShapeError: a rank or shape differs from the above.
         ContractTypeError: an argument is no array of these dtypes.
-        ContractError: `v` or `s` cannot be written.
+        ContractError: `v` or `s` cannot be written, or shares memory with another argument or within itself.
     """
     device = devices.device_of(v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
     ours = checked_state(device, v, s, ("v", "s"), rank=3)
@@ -67,6 +68,8 @@ def merge_state_in_place(
     for name, view in zip(("v", "s"), ours, strict=True):
         if not device.is_writable(view):
             raise ContractError(f"{name} is read-only, and is to be changed in place")
+    read = [("v_other", other[0]), ("s_other", other[1]), *([] if rows is None else [("mask", rows)])]
+    check_written(device, [("v", ours[0]), ("s", ours[1])], read)
     for view, merged in zip(ours, merge_two(device, ours, other), strict=True):
         chosen = merged
         if rows is not None:

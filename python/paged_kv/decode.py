@@ -9,7 +9,8 @@ under any of the three. Scores, softmax and sums are float32 whatever the storag
 group size Hq / Hk and every page_size is supported.
 
 Errors are `ContractTypeError` (a TypeError) for types and dtypes, and `ShapeError`, `PageTableError` and
-`ContractError` (ValueErrors) for the rest; whenever one is raised, nothing was written.
+`ContractError` (ValueErrors) for the rest; whenever one is raised, nothing was written. A process that was forked after
+MAX ran in its parent has none of MAX's threads: calls there raise `ToolchainError`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Letters in shapes: B requests, N new tokens, Hk KV heads, D head dimension. Arra
 anything with DLPack on the CPU, or torch and MAX arrays on one GPU; indices are int32, or int64 and uint32 where every
 value fits. A cache is one array, NHD `[pages, 2, page_size, Hk, D]` or HND `[pages, 2, Hk, page_size, D]`, or a tuple
 `(k, v)` of such arrays without the 2; its last stride is 1, the others are free. Everything is checked before anything
-is written, so an error leaves all arrays as they were.
+is written, so an error leaves all arrays as they were. No two slots of a cache may share memory; rows and
+indices that lie in the cache itself count as they were before the call.
 
 Rows and a cache on a GPU have their index arrays on the host, checked as ever, or all of them on that GPU. Reading them
 there would wait for the device, so only types and shapes are checked: a row without a slot in the table is skipped, and
@@ -90,7 +91,8 @@ def append_paged_kv_cache(*args: Any, **kwargs: Any) -> None:
         ShapeError: shapes do not fit each other.
         PageTableError: the table is inconsistent, a page id is outside the cache, a position is outside its request's
             pages, or two rows go to one slot.
-        ContractError: the cache cannot be written in place, or `kv_layout` is unknown.
+        ContractError: the cache cannot be written in place, two of its elements share memory, or `kv_layout` is
+            unknown.
     """
     page_calls.choose("append_paged_kv_cache", args, kwargs, page_calls.APPEND)
 

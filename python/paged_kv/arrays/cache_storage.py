@@ -10,6 +10,7 @@ from max.driver import Buffer
 
 from paged_kv.arguments import shown
 from paged_kv.arrays.host import HOST, to_buffer
+from paged_kv.arrays.overlap import check_apart, check_no_overlap_in
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
@@ -56,8 +57,8 @@ def paged_views(
         for view, of in ((k, names[0]), (v, names[1])):
             check_storage(device, view, of, 4, writable=writable)
         check_alike(v, k, names[1], f"{names[0]}'s")
-        if writable and device.overlap(k, v):
-            raise ContractError(f"{names[1]} shares memory with {names[0]}: K and V would overwrite each other")
+        if writable:
+            check_apart(device, names[1], v, [(names[0], k)])
     else:
         both = device.view(paged_kv_cache, name)
         check_storage(device, both, name, 5, writable=writable)
@@ -97,8 +98,8 @@ def check_storage(device: ArrayDevice, view: Any, name: str, ndim: int, *, writa
     if view.shape[-1] > 1 and strides[-1] != view.itemsize:
         stride = strides[-1] // view.itemsize
         raise ContractError(f"{name}: the elements of a head must lie side by side, their stride is {stride}")
-    if writable and 0 in moving:
-        raise ContractError(f"{name} is written in place, but a stride of 0 makes elements share memory")
+    if writable:
+        check_no_overlap_in(device, name, view)
 
 
 def cache_operands(k_view: Any, v_view: Any, device: ArrayDevice = HOST) -> tuple[Buffer, Buffer, Buffer]:

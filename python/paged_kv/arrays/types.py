@@ -83,7 +83,7 @@ class ArrayDevice(Protocol):
     def is_writable(self, view: Any, /) -> bool: ...
 
     def overlap(self, a: Any, b: Any) -> bool:
-        """Whether two views share an element; False where that is too hard to say."""
+        """Whether two views share a byte; True as well where that is too much to find out."""
 
     def address(self, view: Any) -> int: ...
 

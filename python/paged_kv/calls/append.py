@@ -11,11 +11,12 @@ from typing import Any
 
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_storage, paged_views
+from paged_kv.arrays.overlap import check_apart
 from paged_kv.arrays.types import ArrayDevice, namespace
 from paged_kv.calls.device_page_table import DevicePageTable
 from paged_kv.calls.kv_copy import write_rows
 from paged_kv.calls.page_table import KV_NAMES, PageTable
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.errors import ContractTypeError, ShapeError
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +50,7 @@ class WritableCache:
             raise ShapeError(f"kpe_cache: [pages, page_size] is {tuple(kpe.shape[:2])}, ckv_cache's is {pages}")
         if kpe.dtype != ckv.dtype:
             raise ContractTypeError(f"kpe_cache: dtype {kpe.dtype} differs from ckv_cache's {ckv.dtype}")
-        if device.overlap(ckv, kpe):
-            raise ContractError("kpe_cache shares memory with ckv_cache: they would overwrite each other")
+        check_apart(device, "kpe_cache", kpe, [("ckv_cache", ckv)])
         return WritableCache(ckv[:, :, None], kpe[:, :, None], "ckv_cache", device)
 
     @staticmethod
@@ -138,13 +138,17 @@ class CsrArguments:
 def csr_table(
     device: ArrayDevice, indptr: Any, indices: Any, last_page_len: Any, page_size: int, names: tuple[str, str, str]
 ) -> PageTable | DevicePageTable:
-    """The page table of three index arrays, checked where their values can be read.
-
-    `indices` may be None where page ids do not matter.
-    """
+    """The page table of three index arrays, checked where their values can be read."""
     if device.readable:
         return PageTable.of(indptr, indices, last_page_len, page_size, names)
     return DevicePageTable.of(device, indptr, indices, last_page_len, page_size, names)
+
+
+def csr_lengths(device: ArrayDevice, indptr: Any, last_page_len: Any, page_size: int) -> Any:
+    """`[B]`, tokens of each request of a page table whose page ids do not matter."""
+    if device.readable:
+        return PageTable.of_lengths(indptr, last_page_len, page_size, KV_NAMES).lengths
+    return DevicePageTable.of(device, indptr, indptr, last_page_len, page_size, KV_NAMES).lengths
 
 
 def dense_table(

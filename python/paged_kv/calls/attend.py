@@ -23,11 +23,18 @@ from paged_kv.runtime.session import runtime_on
 Scales = tuple[float | None, float | None, float | None]
 """q_scale, k_scale, v_scale; None is 1."""
 
+_Storage = tuple[Buffer, Buffer, Buffer]
+"""`cache_operands`."""
+
 _NUMBERS = (float, int, type(None))
 
 
 class Attention:
-    """A plan with the operands prepared that do not change from run to run."""
+    """A plan with the operands prepared that do not change from run to run.
+
+    Threads may run one at the same time. What a run keeps for the next is replaced in one assignment, key and value
+    together, and read once: a run has its own operands whatever others do meanwhile.
+    """
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
@@ -37,10 +44,9 @@ class Attention:
         self._no_sinks = to_buffer(np.zeros(0, np.float32))
         self._constants: dict[ArrayDevice, tuple[Buffer, Buffer]] = {}
         self._window_left = to_buffer(np.array(plan.options.window_left, np.int32))
-        self._scales: Scales = (None, None, None)
-        self._numbers = self._pack(self._scales)
-        self._storage_key: tuple[Any, ...] = ()
-        self._storage: tuple[Buffer, Buffer, Buffer] | None = None
+        no_scales: Scales = (None, None, None)
+        self._last_numbers = no_scales, self._pack(no_scales)
+        self._last_storage: tuple[tuple[Any, ...], _Storage | None] = ((), None)
 
     def run(
         self, device: ArrayDevice, q: Any, k: Any, v: Any, batch: DecodeBatch, scales: Scales, sinks: Any = None
@@ -65,16 +71,15 @@ class Attention:
         check_array(device, "q", q, (batch.size, plan.num_qo_heads, plan.head_dim), plan.q_dtype)
         self._check_cache(device, k, v)
         batch.check_pages(len(k))
-        # Other types than these may compare as arrays do, or equal while they are refused (True).
-        if not all(type(scale) in _NUMBERS for scale in scales) or scales != self._scales:
-            self._numbers, self._scales = self._pack(scales), scales
+        numbers = self._numbers_of(scales)
         # What torch still has to compute is enqueued before MAX's stream is told to wait.
         queries, sink_values = device.contiguous(q), None if sinks is None else self._sinks(device, sinks)
+        runtime = runtime_on(device.index)
         with device.ordered():
             slopes, no_sinks = self._constants_on(device)
             row_batch, row_lengths, lookup_table = batch.operands_on(device)
             k_blocks, v_blocks, view = self._storage_of(device, k, v)
-            o, lse = runtime_on(device.index).execute(
+            o, lse = runtime.execute(
                 self._variant,
                 device.buffer(queries),
                 row_batch,
@@ -86,22 +91,34 @@ class Attention:
                 slopes,
                 no_sinks if sink_values is None else device.buffer(sink_values),
                 self._window_left,
-                self._numbers,
+                numbers,
             )
         return device.take(o), device.take(lse)
 
     def _constants_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer]:
         """ALiBi's slopes and the empty sinks, copied to a device once."""
-        if device not in self._constants:
-            self._constants[device] = device.upload(self._slopes), device.upload(self._no_sinks)
-        return self._constants[device]
+        found = self._constants.get(device)
+        if found is None:
+            found = self._constants[device] = device.upload(self._slopes), device.upload(self._no_sinks)
+        return found
 
-    def _storage_of(self, device: ArrayDevice, k: Any, v: Any) -> tuple[Buffer, Buffer, Buffer]:
+    def _storage_of(self, device: ArrayDevice, k: Any, v: Any) -> _Storage:
         """`cache_operands`, kept for the next run over the same memory (and so keeping it alive until then)."""
         key = (device, device.address(k), device.address(v), device.strides(k), device.strides(v), k.shape)
-        if self._storage is None or key != self._storage_key:
-            self._storage, self._storage_key = cache_operands(k, v, device), key
-        return self._storage
+        kept, storage = self._last_storage
+        if storage is None or key != kept:
+            storage = cache_operands(k, v, device)
+            self._last_storage = key, storage
+        return storage
+
+    def _numbers_of(self, scales: Scales) -> Buffer:
+        """`_pack`, kept for the next run with the same scales."""
+        kept, numbers = self._last_numbers
+        # Other types than these may compare as arrays do, or equal while they are refused (True).
+        if not all(type(scale) in _NUMBERS for scale in scales) or scales != kept:
+            numbers = self._pack(scales)
+            self._last_numbers = scales, numbers
+        return numbers
 
     def _pack(self, scales: Scales) -> Buffer:
         """The op's five numbers, with a run's scales of q, k and v."""

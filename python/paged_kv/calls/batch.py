@@ -5,6 +5,7 @@ Letters in shapes: B requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from max.driver import Buffer
 
 from paged_kv.arrays.devices import device_of
 from paged_kv.arrays.host import to_buffer
+from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.page_table import PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
@@ -65,10 +67,11 @@ class DecodeBatch:
 
     def operands_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
         """`operands` in the memory of a device: copied there once, which waits for nothing."""
-        if device not in self._uploaded:
+        found = self._uploaded.get(device)
+        if found is None:
             row_batch, row_lengths, lookup_table = (device.upload(operand) for operand in self.operands)
-            self._uploaded[device] = (row_batch, row_lengths, lookup_table)
-        return self._uploaded[device]
+            found = self._uploaded[device] = row_batch, row_lengths, lookup_table
+        return found
 
     @property
     def size(self) -> int:
@@ -97,13 +100,16 @@ class PageTableBuffers:
     Arrays in a GPU's memory are written by `plan` alone: reading them would wait for the device, so `run` uses the
     table that was planned last, and what is written to them in between does not count.
 
+    One thread at a time may call it; the wrapper that owns it sees to that. Other code that writes to the arrays, or
+    another wrapper over the same ones, has to wait until no call of this one is under way.
+
     Args:
         indptr: `[B + 1]`.
         indices: Long enough for the most page indices there will be.
         last_page_len: `[B]`.
 
     Raises:
-        ContractError: an array is missing or read-only.
+        ContractError: an array is missing or read-only, or shares memory with another one or within itself.
         ContractTypeError: an array is no array, or neither int32 nor int64.
         ShapeError: an array is not 1-D, or `indptr` has not one entry more than `last_page_len`.
     """
@@ -122,9 +128,19 @@ class PageTableBuffers:
                 f"paged_kv_indptr_buffer has {len(self._indptr)} entries, expected {self.batch_size + 1}:"
                 f" one more than paged_kv_last_page_len_buffer"
             )
+        check_written(self._device, self.views)
+
+    @property
+    def views(self) -> list[Named]:
+        """The three arrays with the names that messages have for them."""
+        return list(zip(_BUFFER_NAMES, (self._indptr, self._indices, self._last_page_len), strict=True))
+
+    def on(self, device: ArrayDevice) -> list[Named]:
+        """`views` where they lie on that device, else nothing."""
+        return self.views if device == self._device else []
 
     def fill(self, table: PageTable) -> None:
-        """Copies a checked table into the arrays.
+        """Copies a checked table into the arrays, which may be the table's own.
 
         Raises:
             ShapeError: it has another batch size, or more indices than fit; nothing was written.
@@ -136,9 +152,12 @@ class PageTableBuffers:
             raise ShapeError(f"indices: {used} page ids, paged_kv_indices_buffer holds {len(self._indices)}")
         if not self._device.readable:
             self._planned = DecodeBatch.of(table)
-        self._device.write(self._indptr, table.indptr)
-        self._device.write(self._indices[:used], table.used_indices)
-        self._device.write(self._last_page_len, table.last_page_len)
+        sources: Sequence[np.ndarray] = (table.indptr, table.used_indices, table.last_page_len)
+        targets = (self._indptr, self._indices[:used], self._last_page_len)
+        if self._device.readable:
+            sources = [self._device.apart(source, targets) for source in sources]
+        for target, source in zip(targets, sources, strict=True):
+            self._device.write(target, source)
 
     def batch(self, page_size: int) -> DecodeBatch:
         """The requests that the arrays hold now; on a GPU, those that were planned last.
@@ -148,9 +167,9 @@ class PageTableBuffers:
             PageTableError: that is no consistent page table.
         """
         if self._device.readable:
-            return DecodeBatch.of(
-                PageTable.of(self._indptr, self._indices, self._last_page_len, page_size, _BUFFER_NAMES)
-            )
+            # Copies: what is checked is what is read, even where another thread writes to the arrays.
+            indptr, indices, last_page_len = (self._device.clone(view) for _, view in self.views)
+            return DecodeBatch.of(PageTable.of(indptr, indices, last_page_len, page_size, _BUFFER_NAMES))
         if self._planned is None:
             raise ContractError("run: nothing is planned, call plan first")
         return self._planned

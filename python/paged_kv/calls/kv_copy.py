@@ -27,24 +27,32 @@ _UNSIGNED = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32, 8: DType.uint32}
 def write_rows(device: ArrayDevice, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, pages: Any, slots: Any) -> None:
     """Writes row i of `[N, Hk, D]` to slot `slots[i]` of page `pages[i]`, in place; a row of page -1 is skipped.
 
-    `k_view` and `v_view` are `[page, slot, Hk, D]`, in the dtype of the rows; D of K and of V may differ. `pages` and
-    `slots` are `[N]` int32, on the host or on the device.
+    `k_view` and `v_view` are `[page, slot, Hk, D]`, in the dtype of the rows; D of K and of V may differ. They share no
+    memory. Rows may lie in theirs: they are then copied first. `pages` and `slots` are `[N]` int32, on the host or on
+    the device, in memory of their own.
     """
     if not len(pages) or not math.prod(k_rows.shape) + math.prod(v_rows.shape):
         return
-    if k_rows.shape != v_rows.shape:  # the op copies K and V of one shape: each goes as both, its bits written twice
-        write_rows(device, k_rows, k_rows, k_view, k_view, pages, slots)
-        write_rows(device, v_rows, v_rows, v_view, v_view, pages, slots)
-        return
+    k_rows, v_rows = (_bits(device.apart(rows, (k_view, v_view))) for rows in (k_rows, v_rows))
     k_view, v_view = _bits(k_view), _bits(v_view)
-    rows = [device.apart(_bits(view), (k_view, v_view)) for view in (k_rows, v_rows)]
+    if k_rows.shape == v_rows.shape:
+        _append(device, (k_rows, v_rows), (k_view, v_view), pages, slots)
+        return
+    # The op copies K and V of one shape: each goes as both, its bits written twice.
+    for rows, view in ((k_rows, k_view), (v_rows, v_view)):
+        if math.prod(rows.shape):
+            _append(device, (rows, rows), (view, view), pages, slots)
+
+
+def _append(device: ArrayDevice, rows: tuple[Any, Any], views: tuple[Any, Any], pages: Any, slots: Any) -> None:
+    """The op over rows of one shape and storage, all of them unsigned integers."""
     # Each row is a request of one page, so that the cost does not depend on the length of a page table.
     xp = namespace(pages)
     requests = xp.where(pages < 0, -1, xp.arange(len(pages), dtype=xp.int32, device=pages.device))
     table = pages.view(xp.uint32)[:, None]
     with device.ordered():
         operands = [device.buffer(view) for view in (*rows, requests, slots)]
-        _execute(device, "append", operands, k_view, v_view, device.buffer(table))
+        _execute(device, "append", operands, *views, device.buffer(table))
 
 
 def read_rows(

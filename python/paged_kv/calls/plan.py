@@ -5,7 +5,7 @@ Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays.dtypes import max_dtype
+from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import FLOAT8_DTYPES, Q_DTYPES, AttentionOptions, check_head_dim
@@ -101,20 +102,32 @@ def check_array(device: ArrayDevice, name: str, view: Any, shape: Sequence[int],
         raise ShapeError(f"{name}: shape {list(view.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
 
 
-def output_view(device: ArrayDevice, name: str, array: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> Any:
-    """A view of an array that a result is to be written to, checked; None for None.
+Output = tuple[str, Any, Sequence[int], np.dtype[Any]]
+"""An array that a result is to be written to, or None: its name, the array, the planned shape and dtype."""
+
+
+def output_views(device: ArrayDevice, outputs: Iterable[Output], read: Iterable[Named]) -> list[Any]:
+    """Views of the arrays that results are to be written to, checked; None for each that is None.
+
+    `read` are the other views of the call.
 
     Raises:
         ContractTypeError, ShapeError: as `check_array`.
-        ContractError: it is read-only.
+        ContractError: it is read-only, or shares memory with itself or with another argument.
     """
-    if array is None:
-        return None
-    view = device.view(array, name)
-    check_array(device, name, view, shape, dtype)
-    if not device.is_writable(view):
-        raise ContractError(f"{name} is read-only, and is to be written")
-    return view
+    views = []
+    written = []
+    for name, array, shape, dtype in outputs:
+        view = None if array is None else device.view(array, name)
+        if view is not None:
+            check_array(device, name, view, shape, dtype)
+            if not device.is_writable(view):
+                raise ContractError(f"{name} is read-only, and is to be written")
+            written.append((name, view))
+        views.append(view)
+    if written:
+        check_written(device, written, read)
+    return views
 
 
 def attention_options(

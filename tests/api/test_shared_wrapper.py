@@ -1,0 +1,204 @@
+"""Wrappers that several threads share: each run has its own operands, and sees one plan whole."""
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paged_kv import reference
+from paged_kv.arrays.host import as_numpy
+from paged_kv.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    single_decode_with_kv_cache,
+)
+from paged_kv.page import append_paged_kv_cache
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.decoding import load_variants
+
+THREADS, RUNS = 6, 500
+"""Runs of each thread, some 0.1 ms each."""
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 4, 2, 32, 16, 10
+SIZES = (HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+
+# Two plans of four requests. A mixture of them gives neither's answer.
+PLANS = (
+    {"table": ([0, 2, 2, 5, 6], [7, 2, 9, 0, 4, 5], [1, 0, 16, 5]), "sm_scale": 0.3, "window_left": -1},
+    {"table": ([0, 3, 4, 4, 8], [1, 6, 0, 4, 9, 2, 8, 7], [8, 3, 0, 16]), "sm_scale": 1.1, "window_left": 20},
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _variants() -> None:
+    load_variants()
+
+
+def plan(wrapper: BatchDecodeWithPagedKVCacheWrapper, which: int) -> None:
+    chosen: dict[str, Any] = dict(PLANS[which])
+    table = [np.array(values, np.int32) for values in chosen.pop("table")]
+    wrapper.plan(*table, *SIZES, q_data_type="float32", **chosen)
+
+
+class Job:
+    """What one thread runs: its own query, cache, scales and outputs, and what each plan gives for them."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        cache = rng.standard_normal((PAGES, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM), np.float32)
+        cache[3] = np.nan  # no plan's
+        q = rng.standard_normal((4, HEADS, HEAD_DIM), np.float32)
+        self.scales = {"q_scale": 1 + seed / 8, "k_scale": None if seed % 2 else 0.5, "v_scale": 1.0 + seed}
+        self.sinks = rng.standard_normal(HEADS, np.float32) if seed % 3 == 0 else None
+        o, lse = np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
+        arrays = (q, cache, o, lse)
+        self.q, self.cache, self.o, self.lse = map(torch.from_numpy, arrays) if seed % 2 else arrays
+        self.gives_outputs = seed % 4 < 2
+        self.expected = []
+        for which, chosen in enumerate(PLANS):
+            alone = BatchDecodeWithPagedKVCacheWrapper(None)
+            plan(alone, which)
+            found = self.run(alone)
+            self._check(found, q, cache, chosen)
+            self.expected.append(found)
+
+    def run(self, wrapper: BatchDecodeWithPagedKVCacheWrapper) -> tuple[np.ndarray, np.ndarray]:
+        outputs = {"out": self.o, "lse": self.lse} if self.gives_outputs else {}
+        found = wrapper.run(self.q, self.cache, **self.scales, return_lse=True, sinks=self.sinks, **outputs)
+        return as_numpy(found[0], "o").copy(), as_numpy(found[1], "lse").copy()
+
+    def _check(self, found: Any, q: np.ndarray, cache: np.ndarray, chosen: dict[str, Any]) -> None:
+        indptr, indices, last = chosen["table"]
+        lengths = [
+            (b - a - 1) * PAGE_SIZE + n if b > a else 0 for a, b, n in zip(indptr, indptr[1:], last, strict=False)
+        ]
+        table = np.full((4, 4), 0xFFFFFFFF, np.uint32)
+        for row, a, b in zip(table, indptr, indptr[1:], strict=False):
+            row[: b - a] = indices[a:b]
+        scales = {name: 1.0 if scale is None else scale for name, scale in self.scales.items()}
+        options = {"sm_scale": chosen["sm_scale"], "window_left": chosen["window_left"], **scales}
+        rows = np.arange(4, dtype=np.int32), np.array(lengths, np.int32)
+        expected = reference.attention(q, cache, cache, table, *rows, layout="NHD", sinks=self.sinks, **options)
+        assert_close(found[0], expected[0], rel=1e-5, what="o")
+        assert_lse_close(found[1], expected[1], tol=1e-5, what="lse")
+
+    def which(self, found: tuple[np.ndarray, np.ndarray]) -> int | None:
+        """The plan that gives these bits; None where no plan does."""
+        for number, expected in enumerate(self.expected):
+            if all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True)):
+                return number
+        return None
+
+
+def in_threads(call: Callable[[int], Any], threads: int = THREADS) -> list[Any]:
+    """`call(i)` in each thread, all of them started at one moment."""
+    together = Barrier(threads)
+
+    def begin(i: int) -> Any:
+        together.wait()
+        return call(i)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(begin, range(threads)))
+
+
+def fixed_buffers() -> CUDAGraphBatchDecodeWithPagedKVCacheWrapper:
+    return CUDAGraphBatchDecodeWithPagedKVCacheWrapper(None, *(np.zeros(n, np.int32) for n in (5, 8, 4)))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: BatchDecodeWithPagedKVCacheWrapper(None), fixed_buffers], ids=["own", "fixed"]
+)
+def test_runs_of_many_threads_while_another_plans(make: Callable[[], BatchDecodeWithPagedKVCacheWrapper]) -> None:
+    wrapper = make()
+    jobs = [Job(seed) for seed in range(THREADS)]
+    plan(wrapper, 0)
+    done = Event()
+    switch = sys.getswitchinterval()
+
+    def turns(i: int) -> Counter[Any]:
+        if i == THREADS:
+            planned = 0
+            while not done.is_set():
+                planned += 1
+                plan(wrapper, planned % 2)
+            return Counter()
+        try:
+            return Counter(jobs[i].which(jobs[i].run(wrapper)) for _ in range(RUNS))
+        finally:
+            if i == 0:
+                done.set()
+
+    sys.setswitchinterval(1e-5)
+    try:
+        found = sum(in_threads(turns, THREADS + 1), Counter())
+    finally:
+        sys.setswitchinterval(switch)
+        done.set()
+    assert found.pop(None, 0) == 0
+    assert found.total() == THREADS * RUNS
+    assert set(found) == {0, 1}
+
+
+def test_every_call_in_many_threads() -> None:
+    """Wrappers of their own, one-off calls and appends: nothing is shared but the compiled kernels."""
+    jobs = [Job(seed) for seed in range(THREADS)]
+
+    def turns(i: int) -> None:
+        rng = np.random.default_rng(i)
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+        k, v = rng.standard_normal((2, 40, KV_HEADS, HEAD_DIM), np.float32)
+        q = rng.standard_normal((HEADS, HEAD_DIM), np.float32)
+        alone = single_decode_with_kv_cache(q, k, v)
+        assert_close(alone, reference_of_one(q, k, v), rel=1e-5, what="o")
+        for turn in range(50):
+            plan(wrapper, turn % 2)
+            assert jobs[i].which(jobs[i].run(wrapper)) == turn % 2
+            assert_bits_equal(single_decode_with_kv_cache(q, k, v), alone, what="o")
+            cache = np.zeros((4, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM), np.float32)
+            at = np.zeros(40, np.int32), np.arange(40, dtype=np.int32)
+            table = np.array([3, 0, 2], np.int32), np.array([0, 3], np.int32), np.array([8], np.int32)
+            append_paged_kv_cache(k, v, *at, cache, *table)
+            assert_bits_equal(cache[[3, 0, 2], 0].reshape(48, KV_HEADS, HEAD_DIM)[:40], k, what="k")
+            assert_bits_equal(cache[[3, 0, 2], 1].reshape(48, KV_HEADS, HEAD_DIM)[:40], v, what="v")
+
+    in_threads(turns)
+
+
+def reference_of_one(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    table, rows = np.zeros((1, 1), np.uint32), (np.zeros(1, np.int32), np.array([len(k)], np.int32))
+    return reference.attention(q[None], k[None], v[None], table, *rows)[0][0]
+
+
+FIRST_CALLS = """
+import threading, numpy as np
+from paged_kv.decode import single_decode_with_kv_cache
+from paged_kv.runtime import session
+made, found = [], []
+original = session.Runtime.__init__
+session.Runtime.__init__ = lambda self, gpu=None: (made.append(gpu), original(self, gpu))[1]
+load_graphs = session.load_graphs
+session.load_graphs = lambda *a, **k: (made.append("load"), load_graphs(*a, **k))[1]
+together = threading.Barrier(8)
+def first(i):
+    together.wait()
+    q, kv = np.full((1, 32), i, np.float32), np.full((2, 5, 1, 32), i, np.float32)
+    found.append(single_decode_with_kv_cache(q, *kv))
+threads = [threading.Thread(target=first, args=(i,)) for i in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(sorted(float(o.mean()) for o in found), made)
+"""
+
+
+def test_the_first_calls_of_a_process() -> None:
+    """One session is made, and one kernel loaded, for all threads."""
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == f"{[float(i) for i in range(8)]} [None, 'load']"
