@@ -79,7 +79,7 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None and field.default is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
                 raise ContractTypeError(f"{field.name} must be a number, not {type(value).__name__}")

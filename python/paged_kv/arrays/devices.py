@@ -12,7 +12,7 @@ from max.driver import Accelerator
 
 from paged_kv.arguments import shown
 from paged_kv.arrays.gpu import TorchArrays
-from paged_kv.arrays.host import HOST
+from paged_kv.arrays.host import HOST, dlpack_device, reason
 from paged_kv.arrays.types import ArrayDevice, Shape
 from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
 
@@ -26,7 +26,7 @@ def device_of(**arrays: Any) -> ArrayDevice:
     `ArrayDevice.view` refuses it.
 
     Raises:
-        ContractTypeError: they lie on different devices.
+        ContractTypeError: they lie on different devices, or a DLPack array cannot say on which.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """
     first, index = "", None
@@ -35,12 +35,12 @@ def device_of(**arrays: Any) -> ArrayDevice:
             continue
         pair = isinstance(array, tuple | list)
         for i, entry in enumerate(array if pair else (array,)):
-            found = _gpu_index(entry)
+            called = f"{name}[{i}]" if pair else name
+            found = _gpu_index(entry, called)
             if first and found != index:
-                called = f"{name}[{i}]" if pair else name
                 raise ContractTypeError(f"{called} is on {_called(found)}, {first} is on {_called(index)}")
             if not first:
-                first, index = f"{name}[{i}]" if pair else name, found
+                first, index = called, found
     return HOST if index is None else gpu(index)
 
 
@@ -75,8 +75,8 @@ def gpu(index: int) -> ArrayDevice:
         raise ToolchainError("arrays on a GPU need torch; install paged-kv[torch]") from error
     try:
         return TorchArrays(Accelerator(index))
-    except (RuntimeError, ValueError) as error:
-        raise ToolchainError(f"GPU {index}: MAX finds no such device ({' '.join(str(error).split())})") from error
+    except Exception as error:
+        raise ToolchainError(f"GPU {index}: MAX finds no such device ({reason(error)})") from error
 
 
 def allocate(device: ArrayDevice, name: str, shape: Shape, dtype: np.dtype[Any], kind: str) -> Any:
@@ -97,7 +97,7 @@ def require_host(array: Any, name: str, why: str) -> None:
     Raises:
         ContractTypeError: it is on a GPU; the message says why and how to copy it.
     """
-    if _gpu_index(array) is not None:
+    if _gpu_index(array, name) is not None:
         raise unreadable(name, why)
 
 
@@ -106,18 +106,15 @@ def unreadable(name: str, why: str) -> ContractTypeError:
     return ContractTypeError(f"{name} is on a GPU: {why} ({name}.cpu())")
 
 
-def _gpu_index(array: Any) -> int | None:
+def _gpu_index(array: Any, name: str) -> int | None:
     """The number of the GPU whose memory an array is in; None for the host's, and for what is no array."""
     if isinstance(array, np.ndarray):
         return None
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return int(array.device.index or 0) if array.device.type == "cuda" else None
-    found = getattr(array, "__dlpack_device__", None)
-    if found is None:
-        return None
-    kind, index = found()
-    return int(index) if int(kind) in _GPUS else None
+    found = dlpack_device(array, name)
+    return None if found is None or found[0] not in _GPUS else found[1]
 
 
 def _called(index: int | None) -> str:

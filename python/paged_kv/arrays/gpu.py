@@ -18,7 +18,7 @@ import numpy.typing as npt
 from max.driver import Buffer, Device
 
 from paged_kv.arrays.dtypes import dtype_of
-from paged_kv.arrays.host import HOST, to_buffer
+from paged_kv.arrays.host import HOST, check_storage_of, reason, to_buffer
 from paged_kv.arrays.streams import Streams
 from paged_kv.arrays.types import Shape
 from paged_kv.errors import ContractTypeError, ShapeError
@@ -58,11 +58,13 @@ class TorchArrays:
                 Streams(array.device).before_torch()
             try:
                 tensor = torch.from_dlpack(array)
-            except (RuntimeError, TypeError, ValueError, BufferError) as error:
-                raise ContractTypeError(f"{name}: torch cannot view this array: {error}") from error
-        if tensor.layout != torch.strided:
-            raise ContractTypeError(f"{name}: a {tensor.layout} tensor has no strided memory")
+            except Exception as error:  # other people's code, which may raise anything
+                raise ContractTypeError(f"{name}: torch cannot view this array: {reason(error)}") from error
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else tensor.layout
+            raise ContractTypeError(f"{name}: a {kind} tensor has no strided memory")
         dtype_of(tensor.dtype, name)
+        check_storage_of(tensor, name)
         return tensor
 
     def indices(self, array: Any, name: str, ndim: int = 1) -> Tensor:

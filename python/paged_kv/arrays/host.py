@@ -141,14 +141,15 @@ class HostArrays:
     def overlap(self, a: np.ndarray, b: np.ndarray) -> bool:
         try:
             return np.shares_memory(a, b, max_work=_SEARCH_STEPS)
-        except np.exceptions.TooHardError:
-            return False
+        except (np.exceptions.TooHardError, OverflowError, ValueError):  # too long a search, or too far a stride
+            return True
 
     def address(self, view: np.ndarray) -> int:
         return view.ctypes.data
 
     def contiguous(self, view: np.ndarray) -> np.ndarray:
-        return view if view.flags.c_contiguous else np.ascontiguousarray(view)
+        flags = view.flags
+        return view if flags.c_contiguous and flags.aligned else view.copy()
 
     def apart(self, view: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
         if any(np.may_share_memory(view, other) for other in others):
@@ -225,27 +226,75 @@ def _from_torch(tensor: Any, name: str) -> np.ndarray:
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:
-        return tensor.numpy() if raw is None else tensor.view(raw).numpy().view(dtype)
-    except (RuntimeError, TypeError) as error:  # sparse, or not materialised
+        view = tensor.numpy() if raw is None else tensor.view(raw).numpy().view(dtype)
+        check_storage_of(tensor, name)
+    except ContractTypeError:
+        raise
+    except Exception as error:  # sparse, or not materialised; of a subclass anything
         raise ContractTypeError(f"{name}: this {tensor.layout} tensor has no NumPy view") from error
+    return view
+
+
+def check_storage_of(tensor: Any, name: str) -> None:
+    """Refuses a torch tensor whose storage was made smaller than what its elements take (`resize_(0)` frees it).
+
+    Raises:
+        ContractTypeError: as said.
+    """
+    if tensor.is_contiguous():
+        reached = tensor.numel()
+    else:
+        reached = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + reached) * tensor.itemsize
+    if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
+        held = tensor.untyped_storage().nbytes()
+        raise ContractTypeError(
+            f"{name}: its elements take {needed} bytes of storage, which holds {held}: was it freed?"
+        )
+
+
+def dlpack_device(array: Any, name: str) -> tuple[int, int] | None:
+    """The kind and the number of the device of a DLPack array; None for what is no array.
+
+    Raises:
+        ContractTypeError: it cannot say.
+    """
+    if isinstance(array, type):  # it has its arrays' methods
+        return None
+    try:
+        found = getattr(array, "__dlpack_device__", None)
+        if found is None:
+            return None
+        kind, index = found()
+        return int(kind), int(index)
+    except Exception as error:  # other people's code, which may raise anything
+        raise ContractTypeError(f"{name} ({_kind(array)}): its __dlpack_device__ fails: {reason(error)}") from error
 
 
 def _from_dlpack(array: Any, name: str) -> np.ndarray:
-    if _is_max_tensor(array):
-        array = array.driver_tensor
-    device = getattr(array, "__dlpack_device__", None)
+    try:
+        if _is_max_tensor(array):
+            array = array.driver_tensor
+    except Exception as error:
+        raise ContractTypeError(f"{name} ({_kind(array)}) has no memory: {reason(error)}") from error
+    device = dlpack_device(array, name)
     if device is None:
         raise ContractTypeError(f"{name} must be an array (NumPy, torch, JAX, MAX or DLPack), not {_kind(array)}")
-    if device()[0] != _CPU:
-        raise ContractTypeError(f"{name} ({_kind(array)}) must be on the CPU, its DLPack device is {device()}")
+    if device[0] != _CPU:
+        raise ContractTypeError(f"{name} ({_kind(array)}) must be on the CPU, its DLPack device is {device}")
     if isinstance(array, Buffer) and array.dtype.name not in DTYPES:
         raise ContractTypeError(f"{name}: dtype {array.dtype.name} is none of {', '.join(DTYPES)}")
     try:
         if isinstance(array, Buffer):
             return to_numpy(array)
         return np.asarray(array) if _is_jax(array) else np.from_dlpack(array)
-    except (RuntimeError, ValueError, TypeError, BufferError) as error:
-        raise ContractTypeError(f"{name} ({_kind(array)}) has no NumPy view: {error}") from error
+    except Exception as error:  # other people's code, which may raise anything
+        raise ContractTypeError(f"{name} ({_kind(array)}) has no NumPy view: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """What an exception of other code says, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _kind(array: Any) -> str:

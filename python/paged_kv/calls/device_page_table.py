@@ -39,7 +39,7 @@ class DevicePageTable:
         page_size: int,
         names: tuple[str, str, str] = CSR_NAMES,
     ) -> DevicePageTable:
-        """The table of FlashInfer's three index arrays; `indices` may be None where page ids do not matter.
+        """The table of FlashInfer's three index arrays.
 
         Raises:
             ContractTypeError, ContractError: an array is no integer array, or `page_size` no integer of 1 to 2^31 - 1.
@@ -47,7 +47,7 @@ class DevicePageTable:
         """
         size = integer("page_size", page_size, 1, LARGEST_INDEX)
         offsets = device.indices(indptr, names[0])
-        entries = offsets[:0] if indices is None else device.indices(indices, names[1])
+        entries = device.indices(indices, names[1])
         last = device.indices(last_page_len, names[2])
         check_count(offsets, last, (names[0], names[2]))
         return DevicePageTable(offsets[:-1], offsets[1:] - offsets[:-1], entries, last, size)

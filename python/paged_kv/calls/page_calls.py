@@ -12,8 +12,8 @@ from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_layout
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.calls.append import CsrArguments, WritableCache, csr_table, dense_table, slots_after_last
-from paged_kv.calls.page_table import KV_NAMES, MAX_ROWS, check_count, check_offsets, checked_last_tokens
+from paged_kv.calls.append import CsrArguments, WritableCache, csr_lengths, dense_table, slots_after_last
+from paged_kv.calls.page_table import MAX_ROWS, check_count, check_offsets, checked_last_tokens
 from paged_kv.calls.token_slots import last_tokens
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
 
@@ -162,8 +162,7 @@ def positions_dense(page_table: Any, last_page_len: Any, page_size: int) -> tupl
 
 def lengths_csr(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     device = devices.device_of(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
-    table = csr_table(device, kv_indptr, None, kv_last_page_len, page_size, KV_NAMES)
-    return like_index(device, kv_indptr, table.lengths)
+    return like_index(device, kv_indptr, csr_lengths(device, kv_indptr, kv_last_page_len, page_size))
 
 
 def lengths_dense(page_table: Any, last_page_len: Any, page_size: int) -> Any:

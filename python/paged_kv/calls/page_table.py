@@ -56,17 +56,22 @@ class PageTable:
     def of(
         indptr: Any, indices: Any, last_page_len: Any, page_size: int, names: tuple[str, str, str] = CSR_NAMES
     ) -> PageTable:
-        """The checked table of three index arrays of any kind; `indices` may be None where page ids do not matter.
+        """The checked table of three index arrays of any kind.
 
         Raises:
             ContractTypeError, ShapeError, PageTableError: as `as_indices` and `check`.
         """
+        offsets, entries = as_indices(indptr, names[0]), as_indices(indices, names[1])
+        table = PageTable(offsets, entries, as_indices(last_page_len, names[2]), page_size, names)
+        table.check()
+        return table
+
+    @staticmethod
+    def of_lengths(indptr: Any, last_page_len: Any, page_size: int, names: tuple[str, str, str]) -> PageTable:
+        """As `of`, where page ids do not matter: all of them are 0."""
         offsets = as_indices(indptr, names[0])
-        if indices is None:
-            check_offsets(offsets, names[0])
-            entries = np.broadcast_to(np.int32(0), (int(offsets[-1]),))
-        else:
-            entries = as_indices(indices, names[1])
+        check_offsets(offsets, names[0])
+        entries = np.broadcast_to(np.int32(0), (int(offsets[-1]),))
         table = PageTable(offsets, entries, as_indices(last_page_len, names[2]), page_size, names)
         table.check()
         return table
