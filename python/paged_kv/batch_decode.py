@@ -116,7 +116,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             kv_data_type: Of the cache: that of q, or float8_e4m3fn or float8_e5m2. None is `q_data_type`.
             data_type: Deprecated: sets both of the former, except for a `kv_data_type` that is given.
             sm_scale: Multiplies q . k; None is `1 / sqrt(D)`.
-            rope_scale: Divides the rotary frequencies; None is 1.
+            rope_scale: Divides the rotary frequencies; None is 1. The fastest, `max(1, 1 / rope_theta) / rope_scale`,
+                is at most 1000 radians a token.
             rope_theta: Base of the rotary embedding; None is 1e4.
             non_blocking: Accepted, without effect.
 
@@ -125,7 +126,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             ContractTypeError, ShapeError, ContractError: as `AttentionPlan` (`calls/plan.py`); or, where the page table
                 lives in the user's buffers, another batch size, or more indices than fit.
 
-        Nothing changes, the former plan included, if an error is raised.
+        Options are float32: 0, or from 1.2e-38 to 3.4e38 in magnitude; so is the product of sm_scale and a run's
+        q_scale and k_scale. Nothing changes, the former plan included, if an error is raised.
         """
         del non_blocking
         if data_type is not None:

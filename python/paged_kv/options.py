@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,12 @@ HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 512
 HEAD_DIMS = f"multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}"
 """What a head_dim must be, for messages."""
+
+LEAST_NORMAL = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+"""Options of attention are float32: 0, or between these two in magnitude, 1.2e-38 and 3.4e38."""
+MAX_FREQUENCY = 1000.0
+"""The fastest rotary frequency in radians a token: beyond it, angles of float64 are off by 1e-6 after 10^6 tokens."""
 
 NO_PAGE = 0xFFFFFFFF
 """The page id that fills the entries of a lookup table past a request's pages."""
@@ -56,6 +63,9 @@ def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:
 class AttentionOptions:
     """What happens between q . k and the output; the formula is in `mojo_ops/attention/README.md`.
 
+    The kernels take float32: each number, and the product of `sm_scale`, `q_scale` and `k_scale`, is 0 or from 1.2e-38
+    to 3.4e38 in magnitude.
+
     Raises:
         ContractError: a value is not finite or out of range.
         ContractTypeError: a value is not a number.
@@ -66,7 +76,7 @@ class AttentionOptions:
     window_left: int = -1
     """Keeps the last `window_left + 1` tokens; -1 keeps all."""
     logits_soft_cap: float = 0.0
-    """Makes a score x into `cap * tanh(x / cap)`; 0 is off."""
+    """Makes a score x into `cap * tanh(x / cap)`; 0 is off. Not negative."""
     q_scale: float = 1.0
     k_scale: float = 1.0
     v_scale: float = 1.0
@@ -74,7 +84,8 @@ class AttentionOptions:
     rope_theta: float | None = None
     """Base of a rotary embedding of q and of the cached, un-rotated keys; None where keys are stored as used."""
     rope_scale: float = 1.0
-    """Divides the rotary frequencies."""
+    """Divides the rotary frequencies. The fastest, `max(1, 1 / rope_theta) / rope_scale`, is at most 1000 radians a
+    token."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -83,8 +94,8 @@ class AttentionOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
                 raise ContractTypeError(f"{field.name} must be a number, not {type(value).__name__}")
-            if not math.isfinite(value):
-                raise ContractError(f"{field.name} must be finite, not {value}")
+            if field.name != "window_left":
+                _check_float32(field.name, value)
         if isinstance(self.window_left, float | np.floating):
             raise ContractTypeError(f"window_left must be an integer, not {self.window_left}")
         if not -1 <= self.window_left < 2**31:
@@ -95,13 +106,30 @@ class AttentionOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ContractError(f"{name} must be positive, not {value}")
+        frequency = max(1.0, 1.0 / float(self.rope_theta or 1.0)) / float(self.rope_scale)
+        if frequency > MAX_FREQUENCY:
+            raise ContractError(
+                f"rope_theta {self.rope_theta} and rope_scale {self.rope_scale} rotate by {frequency:g} radians a"
+                f" token: max(1, 1 / rope_theta) / rope_scale must be at most {MAX_FREQUENCY:g}"
+            )
 
     def numbers(self, head_dim: int) -> npt.NDArray[np.float32]:
-        """The op's `options` operand, `[5]`: scale of q . k, soft cap, v_scale, rope_theta (0 = off), rope_scale."""
-        scale = 1 / math.sqrt(head_dim) if self.sm_scale is None else self.sm_scale
+        """The op's `options` operand, `[5]`: scale of q . k, soft cap, v_scale, rope_theta (0 = off), rope_scale.
+
+        Raises:
+            ContractError: the product of the scales of q . k is out of range.
+        """
+        sm_scale = 1 / math.sqrt(head_dim) if self.sm_scale is None else float(self.sm_scale)
+        q_scale, k_scale = float(self.q_scale), float(self.k_scale)
+        scale = sm_scale * q_scale * k_scale
+        if not (LEAST_NORMAL <= abs(scale) <= LARGEST or 0 in (sm_scale, q_scale, k_scale)):
+            raise ContractError(
+                f"sm_scale * q_scale * k_scale must be 0 or from {LEAST_NORMAL:.2g} to {LARGEST:.2g} in magnitude"
+                f" (float32), not {sm_scale:g} * {q_scale:g} * {k_scale:g}"
+            )
         return np.array(
             [
-                scale * self.q_scale * self.k_scale,
+                scale,
                 self.logits_soft_cap,
                 self.v_scale,
                 self.rope_theta or 0.0,
@@ -109,3 +137,16 @@ class AttentionOptions:
             ],
             np.float32,
         )
+
+
+def _check_float32(name: str, value: float | np.integer[Any] | np.floating[Any]) -> None:
+    """Refuses a number that is not finite, or that float32 has neither as a normal number nor as 0."""
+    number = value if isinstance(value, int) else float(value)
+    if LEAST_NORMAL <= abs(number) <= LARGEST or number == 0:
+        return
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ContractError(f"{name} must be finite, not {number}")
+    shown = f"{number:g}" if isinstance(number, float) or abs(number) < 10**300 else "a number past 1e300"
+    raise ContractError(
+        f"{name} must be 0 or from {LEAST_NORMAL:.2g} to {LARGEST:.2g} in magnitude (float32), not {shown}"
+    )

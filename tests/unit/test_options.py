@@ -1,10 +1,17 @@
 """The limits and numbers that every room shares."""
 
+import re
+
 import numpy as np
 import pytest
 
 from paged_kv import options, reference
-from paged_kv.errors import ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.options import AttentionOptions
+
+LEAST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+SIGNED = ("sm_scale", "q_scale", "k_scale", "v_scale")
+POSITIVE = ("logits_soft_cap", "rope_theta", "rope_scale")
 
 
 @pytest.mark.parametrize("num_heads", range(1, 130))
@@ -29,3 +36,84 @@ def test_a_head_dim_that_they_do_not_take(head_dim):
 
 def test_every_dtype_of_q_is_one_of_a_cache():
     assert (*options.Q_DTYPES, *options.FLOAT8_DTYPES) == options.KV_DTYPES
+
+
+@pytest.mark.parametrize("name", SIGNED + POSITIVE)
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (1e39, "1e+39"),
+        (1e308, "1e+308"),
+        (10**39, "1e+39"),
+        (10**400, "a number past 1e300"),
+        (np.float64(3.5e38), "3.5e+38"),
+        (1e-46, "1e-46"),
+        (1e-39, "1e-39"),
+        (5e-324, "4.94066e-324"),
+    ],
+)
+def test_a_number_that_float32_has_not(name, value, shown):
+    expected = f"^{name} must be 0 or from 1.2e-38 to 3.4e+38 in magnitude (float32), not {shown}$"
+    with pytest.raises(ContractError, match=re.escape(expected).replace("\\^", "^").replace("\\$", "$")):
+        AttentionOptions(**{name: value})
+    if name in SIGNED:
+        with pytest.raises(ContractError, match=name):
+            AttentionOptions(**{name: -value})
+
+
+@pytest.mark.parametrize("name", SIGNED + POSITIVE)
+def test_numbers_at_the_ends_of_float32(name):
+    ends = [LARGEST, np.float32(LARGEST), 2**127] + [LEAST, np.float32(LEAST)] * (name != "rope_scale")
+    for value in ends if name != "rope_theta" else ends[:3]:
+        numbers = AttentionOptions(**{"sm_scale": 1.0, name: value}).numbers(64)
+        assert np.isfinite(numbers).all()
+        assert (numbers != 0).sum() == 3 + (name in ("logits_soft_cap", "rope_theta"))
+
+
+@pytest.mark.parametrize("name", SIGNED + POSITIVE)
+@pytest.mark.parametrize(
+    "value", [np.inf, -np.inf, np.nan, np.float32(np.inf), np.float16(np.nan), np.longdouble("inf")]
+)
+def test_a_number_that_is_not_finite(name, value):
+    with pytest.raises(ContractError, match=f"^{name} must be finite, not -?(inf|nan)$"):
+        AttentionOptions(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["window_left", "logits_soft_cap", "q_scale", "k_scale", "v_scale", "rope_scale"])
+def test_none_where_a_number_is_needed(name):
+    with pytest.raises(ContractTypeError, match=f"^{name} must be a number, not NoneType$"):
+        AttentionOptions(**{name: None})
+
+
+@pytest.mark.parametrize("scales", [(1e30, 1e30, 1.0), (1e-30, 1e-30, 1.0), (1e-30, -1e-5, 1e-5), (3e38, 1.0, 3e38)])
+def test_a_product_of_scales_that_float32_has_not(scales):
+    chosen = AttentionOptions(**dict(zip(("sm_scale", "q_scale", "k_scale"), scales, strict=True)))
+    with pytest.raises(ContractError, match=r"^sm_scale \* q_scale \* k_scale must be 0 or from 1.2e-38 to 3.4e\+38"):
+        chosen.numbers(64)
+
+
+def test_products_of_scales_that_float32_has():
+    assert AttentionOptions(1e30, q_scale=1e-30, k_scale=-2.0).numbers(64)[0] == -2
+    assert AttentionOptions(1e30, q_scale=1e30, k_scale=0.0).numbers(64)[0] == 0
+    assert AttentionOptions(q_scale=2.0).numbers(64)[0] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("theta", "scale", "is_refused"),
+    [
+        (1e-3, 1.0, False),
+        (0.99e-3, 1.0, True),
+        (1e4, 1e-3, False),
+        (1e4, 0.99e-3, True),
+        (0.1, 0.01, False),
+        (0.1, 0.0099, True),
+        (1e-30, 1e28, False),
+        (None, 1e-4, True),
+    ],
+)
+def test_the_fastest_rotation(theta, scale, is_refused):
+    if not is_refused:
+        AttentionOptions(rope_theta=theta, rope_scale=scale)
+        return
+    with pytest.raises(ContractError, match=rf"^rope_theta {theta} and rope_scale {scale} rotate by .* at most 1000$"):
+        AttentionOptions(rope_theta=theta, rope_scale=scale)
