@@ -152,7 +152,8 @@ def append_kv(
 ) -> PagedKVCache:
     """Appends tokens to one sequence, whose blocks were allocated before.
 
-    `keys_new` and `values_new` are `[T, num_kv_heads, head_dim]`; floats are converted to the pool's dtype. Sequences
+    `keys_new` and `values_new` are `[T, num_kv_heads, head_dim]`; floats are converted to the pool's dtype as torch
+    does it: past the largest number of float8_e4m3fn they become that number, of any other dtype infinity. Sequences
     may share blocks that are only read; a block that is written must be this sequence's alone.
 
     Returns:

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from max.driver import Buffer
@@ -160,7 +161,13 @@ class HostArrays:
         return view.copy()
 
     def astype(self, view: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-        return view.astype(dtype, copy=False)
+        target = np.dtype(dtype)
+        if view.dtype == target:
+            return view
+        with np.errstate(over="ignore", invalid="ignore"):  # past the largest comes infinity, as in torch
+            if target == _SATURATING:
+                view = np.clip(view.astype(np.float32), -_LARGEST_SATURATING, _LARGEST_SATURATING)
+            return view.astype(target)
 
     def select(self, mask: np.ndarray, chosen: np.ndarray, other: np.ndarray) -> np.ndarray:
         return np.where(mask, chosen, other)
@@ -199,6 +206,9 @@ class HostArrays:
 
 
 _AT_ONCE = nullcontext()
+_SATURATING = np.dtype(ml_dtypes.float8_e4m3fn)
+_LARGEST_SATURATING = 448.0
+"""It has no infinity: torch turns larger numbers into the largest, `ml_dtypes` into NaN."""
 
 HOST = HostArrays()
 """The host, which every process has."""
