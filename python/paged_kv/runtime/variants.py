@@ -64,7 +64,8 @@ class Variant:
         positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
         then k_blocks, v_blocks, lookup_table, view, and for attention alibi_slopes, sinks, window_left, options.
         `view`, `window_left` and `options` lie on the host, all else on the device. Of merge: v `[S, n, H, D]` and
-        s `[S, n, H]`.
+        s `[S, n, H]`. No two inputs share the name of a size, so that sizes which differ are refused by the op, in its
+        words, and not by MAX before.
         """
         host = DeviceRef.CPU()
         device = device or host
@@ -73,7 +74,10 @@ class Variant:
             return TensorType(dtype, list(shape), on)
 
         if self.op == "merge":
-            types: list[Type[Any]] = [tensor(self.dtype, "S", "n", "H", "D"), tensor(DType.float32, "S", "n", "H")]
+            types: list[Type[Any]] = [
+                tensor(self.dtype, "S", "n", "H", "D"),
+                tensor(DType.float32, "S_s", "n_s", "H_s"),
+            ]
             with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
                 v, s = (value.tensor for value in graph.inputs)
                 graph.output(*ops.merge_states(v, s))
@@ -82,12 +86,16 @@ class Variant:
         rows: list[TensorType] = {
             "append": [
                 tensor(self.dtype, "N", "Hk", "D"),
-                tensor(self.dtype, "N", "Hk", "D"),
-                tensor(DType.int32, "N"),
-                tensor(DType.int32, "N"),
+                tensor(self.dtype, "N_v", "Hk_v", "D_v"),
+                tensor(DType.int32, "N_batch"),
+                tensor(DType.int32, "N_positions"),
             ],
             "gather": [tensor(DType.int32, "offsets"), tensor(DType.int8, "N", "Hk", "D")],
-            "attention": [tensor(self.dtype, "R", "Hq", "D"), tensor(DType.int32, "R"), tensor(DType.int32, "R")],
+            "attention": [
+                tensor(self.dtype, "R", "Hq", "D"),
+                tensor(DType.int32, "R_batch"),
+                tensor(DType.int32, "R_lengths"),
+            ],
         }[self.op]
         storage: list[Type[Any]] = [
             BufferType(self.kv_dtype, ["k_elements"], device),
