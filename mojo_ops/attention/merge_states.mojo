@@ -8,6 +8,7 @@ from std.math import log2
 from max.algorithm import sync_parallelize
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
+from std.utils.numerics import isfinite
 
 from .softmax import MINUS_INFINITY, exp2
 
@@ -72,7 +73,22 @@ struct States[dtype: DType](DevicePassable, TrivialRegisterPassable):
                 if factor != 0:  # 0 * NaN would be NaN
                     sum += factor * self.v[unsafe_offset=(state + i * heads) * dim + d].cast[DType.float32]()
             var mean = sum / total if total != 0 else 0
+            if not isfinite(mean):
+                mean = self.mean_in_float64(state, d, greatest)
             self.merged_v.unsafe_store(index * dim + d, mean.cast[Self.dtype]())
+
+    def mean_in_float64(self, state: Int, d: Int, greatest: Float32) -> Float32:
+        """Element `d` of the output of the states from `state` on: their sum may overflow float32, not their mean."""
+        var heads = Int(self.num_heads)
+        var dim = Int(self.head_dim)
+        var sum = Float64(0)
+        var total = Float64(0)
+        for i in range(Int(self.count)):
+            var factor = state_weight(self.s[unsafe_offset=state + i * heads], greatest).cast[DType.float64]()
+            total += factor
+            if factor != 0:
+                sum += factor * self.v[unsafe_offset=(state + i * heads) * dim + d].cast[DType.float64]()
+        return (sum / total).cast[DType.float32]()
 
 
 @always_inline

@@ -11,6 +11,7 @@ from std.sys.intrinsics import llvm_intrinsic
 from std.utils.numerics import neg_inf
 
 comptime LOG2E: Float32 = 1.4426950408889634
+comptime LOG2E_FLOAT64: Float64 = 1.4426950408889634
 comptime MINUS_INFINITY = neg_inf[DType.float32]()
 
 

@@ -5,7 +5,7 @@ denominator, float32. States over disjoint sets of keys merge into the state ove
 `s = -inf` has seen no key: its `v` is ignored, whatever it holds, NaN included.
 
 Any array on the CPU comes in, and torch and MAX arrays on one GPU; results have the kind of the first argument and lie
-beside it. Sums are float32.
+beside it. Sums are float32; an lse of +inf or NaN makes its row NaN.
 Letters in shapes: S rows (tokens), n states, H heads, D head dimension.
 """
 

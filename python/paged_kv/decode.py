@@ -5,8 +5,9 @@ Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension, L 
 Arrays are torch, NumPy (`ml_dtypes` for bfloat16 and float8), JAX or MAX arrays in the memory of the CPU, or torch and
 MAX arrays on one GPU (`arrays.gpu`); they come in without a copy, and results have the kind of `q` and lie beside it.
 Queries are float32, float16 or bfloat16; K and V have the dtype of the queries, or are float8_e4m3fn or float8_e5m2
-under any of the three. Scores, softmax and sums are float32 whatever the storage. D is a multiple of 8 up to 512; every
-group size Hq / Hk and every page_size is supported.
+under any of the three. Scores, softmax and sums are float32 whatever the storage; on the CPU, what overflows is
+computed again in float64 (`mojo_ops/attention/README.md`). D is a multiple of 8 up to 512; every group size Hq / Hk and
+every page_size is supported.
 
 Errors are `ContractTypeError` (a TypeError) for types and dtypes, and `ShapeError`, `PageTableError` and
 `ContractError` (ValueErrors) for the rest; whenever one is raised, nothing was written. A process that was forked after

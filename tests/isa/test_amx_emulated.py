@@ -8,11 +8,10 @@ import pytest
 from paged_kv.runtime.cpu_target import CpuInfo
 from support import amx_emulation
 from support.background import Job
-from support.isa import run_tests
+from support.isa import OP_TESTS, run_tests
 from support.mojo_programs import ROOT, TESTS, mojo
 
-FILES = ("ops/test_linear_op.py", "ops/test_attention_op.py", "ops/test_prefill_op.py")
-RUN = Job(partial(run_tests, None, "--emulate-amx", *FILES))
+RUN = Job(partial(run_tests, None, "--emulate-amx", *OP_TESTS))
 REASON = amx_emulation.reason_to_skip(CpuInfo.read())
 PUBLIC = re.compile(r"^(?:def|struct|comptime) (HAS_AMX|amx_permitted|tile_\w+|TileShapes)\b(.*)", re.MULTILINE)
 

@@ -88,14 +88,14 @@ def attend_on_cpu[
                     comptime if amx_serves(dtype, kv_dtype):
                         prefill_amx.queries = states
                         attend_prefill_amx(rows, segment, k, v, logits, heads, prefill_amx)
-                        finish_segment[kv_dtype, True](
-                            rows, segment, logits, heads, stride, states, states.acc, split_results, result
+                        finish_segment[True](
+                            rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
                         )
                 else:
                     prefill_vectors.queries = states
                     attend_prefill_vectors(rows, segment, k, v, logits, heads, prefill_vectors)
-                    finish_segment[kv_dtype, False](
-                        rows, segment, logits, heads, stride, states, states.acc, split_results, result
+                    finish_segment[False](
+                        rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
                     )
                 following = queue.take()
             else:
@@ -103,13 +103,13 @@ def attend_on_cpu[
                 if choice.uses_amx(queries):
                     comptime if amx_serves(dtype, kv_dtype):
                         following = attend_segment_amx(rows, segment, k, v, logits, heads, queue, workspace)
-                        finish_segment[kv_dtype, True](
-                            rows, segment, logits, heads, stride, workspace, workspace.acc, split_results, result
+                        finish_segment[True](
+                            rows, segment, k, v, logits, heads, stride, workspace, workspace.acc, split_results, result
                         )
                 else:
                     following = attend_segment_vectors(rows, segment, k, v, logits, heads, queue, workspace)
-                    finish_segment[kv_dtype, False](
-                        rows, segment, logits, heads, stride, workspace, workspace.acc, split_results, result
+                    finish_segment[False](
+                        rows, segment, k, v, logits, heads, stride, workspace, workspace.acc, split_results, result
                     )
             segment = following
         comptime if amx_serves(dtype, kv_dtype):

@@ -13,6 +13,7 @@ from ..logits import Logits
 from ..params import AttentionRows
 from ..rope import RotaryEmbedding
 from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
+from .float64_rows import recompute_not_finite
 
 comptime DIM_STEP = 8
 """Elements of head_dim that are computed at once: head_dim is a multiple of 8."""
@@ -134,18 +135,23 @@ def attend_row_fallback[
                 accumulate(acc.unsafe_offset(g * dim), weights[unsafe_offset=g * FALLBACK_TILE_TOKENS + i], token, dim)
         start += count
 
+    var zeros = SIMD[DType.float32, DIM_STEP](0)  # NaN where a result is infinite or NaN
     for g in range(group):
         ref state = workspace.state[g]
         if logits.has_sinks and length > 0:
             var sink = logits.sinks[unsafe_offset=kv_head * group + g] * LOG2E
             scale(acc.unsafe_offset(g * dim), state.raise_to(sink), dim)
             state.add(exp2(sink - state.greatest))
-        var factor = state.normaliser() * rows.v_scale
         var target = rows.o.unsafe_offset((first_head + g) * dim)
         for i in range(0, dim, DIM_STEP):
-            var out = acc.unsafe_load[width=DIM_STEP](g * dim + i) * factor
+            var sums = acc.unsafe_load[width=DIM_STEP](g * dim + i)
+            var out = sums * state.normaliser() * rows.v_scale
+            zeros = out.fma(SIMD[DType.float32, DIM_STEP](0), zeros)
             target.unsafe_store(i, narrow[dtype](out))
         rows.lse[unsafe_offset=first_head + g] = state.lse()
+        zeros += state.lse() * 0
+    if length > 0 and not zeros.eq(0).reduce_and():
+        recompute_not_finite(rows, row, 1, kv_head, k, v, logits, workspace.rotary)
 
 
 comptime MutableFloats = Pointer[mut=True, Float32, _]

@@ -13,15 +13,18 @@ had memory of its own; Zen 5, 2026-11-22).
 from std.atomic import Atomic
 from std.math import align_up
 
+from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.pointers import untracked
 from ...isa.convert import LANES, chunk_of, narrow, to_natural_order
 from ...isa.line_counter import LineCounter
 from ...isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
 from ..logits import Logits
 from ..params import AttentionRows
+from ..rope import RotaryEmbedding
 from ..softmax import AttentionState, LOG2E, exp2
 from .amx.weighted_sums import unpack_sums
 from .bf16_chunk import Bf16Chunk
+from .float64_rows import recompute_not_finite
 from .plan import Segment
 from .workspace import HeadLayout, RunningStates
 
@@ -153,9 +156,19 @@ struct SplitResults(Movable):
 @always_inline
 def write_output[
     dtype: DType, //, kv_dtype: DType, amx: Bool
-](acc: FloatPointer, factor: Float32, head_dim: Int, target: Pointer[Scalar[dtype], MutUntrackedOrigin]):
-    """Writes weighted values times `factor` to `target` `[D]`, in their natural order."""
+](
+    acc: FloatPointer,
+    factor: Float32,
+    v_scale: Float32,
+    head_dim: Int,
+    target: Pointer[Scalar[dtype], MutUntrackedOrigin],
+) -> Bool:
+    """Writes weighted values times `factor` and `v_scale` to `target` `[D]`, in their natural order.
+
+    Returns whether all of them are finite before they are rounded.
+    """
     comptime length = Bf16Chunk[kv_dtype].length if amx else chunk_of(kv_dtype)
+    var zeros = SIMD[DType.float32, length](0)  # NaN where an element is infinite or NaN
     for d in range(0, head_dim, length):
         var sums: SIMD[DType.float32, length]
         comptime if amx:
@@ -164,10 +177,14 @@ def write_output[
             sums = rebind[SIMD[DType.float32, length]](
                 to_natural_order[kv_dtype](acc.unsafe_load[width=chunk_of(kv_dtype)](d))
             )
-        var out = narrow[dtype](sums * factor)
+        # One factor after the other: their product may be no normal number though the result is.
+        sums = sums * factor * v_scale
+        zeros = sums.fma(SIMD[DType.float32, length](0), zeros)
+        var out = narrow[dtype](sums)
         comptime for i in range(length // 8):
             if d + 8 * i < head_dim:
                 target.unsafe_store(d + 8 * i, out.slice[8, offset=8 * i]())
+    return zeros.eq(0).reduce_and()
 
 
 @always_inline
@@ -181,24 +198,29 @@ def write_result[
     head_dim: Int,
     var state: AttentionState,
     acc: FloatPointer,
-):
-    """Writes o and lse of query head `query` of one row."""
+) -> Bool:
+    """Writes o and lse of query head `query` of one row; returns whether they are finite, or the row sees no token."""
     var factor: Float32 = 1
     var sees_tokens = rows.row_batch[unsafe_offset=row] >= 0 and rows.row_lengths[unsafe_offset=row] > 0
     if logits.has_sinks and sees_tokens:
         var sink = logits.sinks[unsafe_offset=query] * LOG2E
         factor = state.raise_to(sink)
         state.add(exp2(sink - state.greatest))
-    factor *= state.normaliser() * rows.v_scale
-    write_output[kv_dtype, amx](acc, factor, head_dim, rows.o.unsafe_offset((row * rows.num_heads + query) * head_dim))
-    rows.lse[unsafe_offset=row * rows.num_heads + query] = state.lse()
+    factor *= state.normaliser()
+    var target = rows.o.unsafe_offset((row * rows.num_heads + query) * head_dim)
+    var is_finite = write_output[kv_dtype, amx](acc, factor, rows.v_scale, head_dim, target)
+    var lse = state.lse()
+    rows.lse[unsafe_offset=row * rows.num_heads + query] = lse
+    return is_finite and lse - lse == 0 or not sees_tokens
 
 
 def finish_segment[
-    dtype: DType, StatesType: RunningStates, //, kv_dtype: DType, amx: Bool
+    dtype: DType, StatesType: RunningStates, //, amx: Bool
 ](
     rows: AttentionRows[dtype],
     segment: Segment,
+    k: PagedKVCache,
+    v: type_of(k),
     logits: Logits,
     heads: HeadLayout,
     stride: Int,
@@ -212,7 +234,9 @@ def finish_segment[
     Args:
         rows: The rows of the call.
         segment: The computed segment.
-        logits: The options of the call, for their sinks.
+        k: The keys.
+        v: The values.
+        logits: The options of the call.
         heads: The head sizes.
         stride: The queries of a KV head that `states` and `acc` have memory for.
         states: The softmax states of the segment.
@@ -230,13 +254,14 @@ def finish_segment[
         if not split_results.merge_finished(segment, kv_heads, stride, queries, result):
             return
     for head in range(kv_heads):
+        var is_finite = True
         for m in range(queries):
             var at = head * stride + m
             var state = states.state(at)
             if segment.split_result >= 0:
                 state = split_results.states_of(result.index)[unsafe_offset=at]
             var row, g = divmod(m, heads.group)
-            write_result[kv_dtype, amx](
+            is_finite &= write_result[k.dtype, amx](
                 rows,
                 segment.row + row,
                 (first_head + head) * heads.group + g,
@@ -245,3 +270,6 @@ def finish_segment[
                 state,
                 acc.unsafe_offset(at * heads.padded_dim),
             )
+        if not is_finite:
+            var none = RotaryEmbedding(heads.head_dim, 0, 1)
+            recompute_not_finite(rows, segment.row, segment.num_rows, first_head + head, k, v, logits, none)

@@ -10,7 +10,14 @@ from ...logits import Logits
 from ...softmax import LOG2E, exp2
 from ..prefetch import KV_TILE_TOKENS
 from ..prefill.queries import QUERY_COLUMNS
-from ..prefill.softmax import exceeds_limit, mask_scores, negated_reference, only_scaled, raise_references
+from ..prefill.softmax import (
+    exceeds_limit,
+    mask_scores,
+    nan_where_overflowed,
+    negated_reference,
+    only_scaled,
+    raise_references,
+)
 from ..prefill.step import PrefillStep, STEP_TILES, STEP_TOKENS
 from ..workspace import HeadLayout
 from .prefill_products import PairProducts
@@ -37,11 +44,13 @@ def scores_to_weights_prefill(
     var weights = workspace.weights.unsafe_offset((pair % 2 * STEP_TILES * 2 + half) * 2 * AMX_TILE_ELEMENTS)
     var queries = workspace.queries
     var factor = logits.scale * LOG2E
-    var plain = only_scaled(logits, factor)
+    var are_dots = only_scaled(logits, factor)
     for i in range(count):
         var first = step.tiles[i].first
-        plain = plain and step.tiles[i].count == KV_TILE_TOKENS and queries.all_see(m, first, first + KV_TILE_TOKENS)
-    if not plain:
+        are_dots = (
+            are_dots and step.tiles[i].count == KV_TILE_TOKENS and queries.all_see(m, first, first + KV_TILE_TOKENS)
+        )
+    if not are_dots:
         for i in range(count):
             var tile = step.tiles[i]
             # Rows past the tile's last token hold the scores of another token.
@@ -58,11 +67,11 @@ def scores_to_weights_prefill(
             )
         factor = 1
     var greatest = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
-    var sums = exp2_weights(count, scores, factor, greatest, weights, workspace, products)
+    var sums = exp2_weights(count, scores, are_dots, factor, greatest, weights, workspace, products)
     if exceeds_limit(sums, greatest):
         raise_references(queries, m, heads.padded_dim, count * KV_TILE_TOKENS, scores, factor, sums)
         greatest = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
-        sums = exp2_weights(count, scores, factor, greatest, weights, workspace, products)
+        sums = exp2_weights(count, scores, are_dots, factor, greatest, weights, workspace, products)
     queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=QUERY_COLUMNS](m) + sums)
 
 
@@ -70,22 +79,31 @@ def scores_to_weights_prefill(
 def exp2_weights(
     count: Int,
     scores: FloatPointer,
+    are_dots: Bool,
     factor: Float32,
     greatest: FloatVector,
     weights: Bf16BitsPointer,
     workspace: PrefillWorkspace,
     mut products: PairProducts,
 ) -> FloatVector:
-    """Computes the weights of 16 queries over `count` KV tiles, as two bfloat16 matrix tiles; returns their sums."""
+    """Computes the weights of 16 queries over `count` KV tiles, as two bfloat16 matrix tiles; returns their sums.
+
+    The scores are dot products, or else may be -inf where a query does not see the token.
+    """
     var reference = negated_reference(greatest)
     var even = FloatVector(0)
     var odd = FloatVector(0)
+    var lowest = FloatVector(0)
     for i in range(count):
         var source = scores.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS)
         for p in range(KV_TILE_TOKENS // 2):
             products.run()
-            var a = exp2(source.unsafe_load[width=LANES](2 * p * LANES).fma(FloatVector(factor), reference))
-            var b = exp2(source.unsafe_load[width=LANES]((2 * p + 1) * LANES).fma(FloatVector(factor), reference))
+            var first = source.unsafe_load[width=LANES](2 * p * LANES)
+            var second = source.unsafe_load[width=LANES]((2 * p + 1) * LANES)
+            lowest = first.lt(lowest).select(first, lowest)
+            lowest = second.lt(lowest).select(second, lowest)
+            var a = exp2(first.fma(FloatVector(factor), reference))
+            var b = exp2(second.fma(FloatVector(factor), reference))
             even += a
             odd += b
             var high_a = rounded_to_bf16(a)
@@ -102,7 +120,7 @@ def exp2_weights(
             transpose_16x16(x)
             comptime for column in range(16):
                 target.unsafe_store(part * AMX_TILE_ELEMENTS // 2 + column * LANES, x[column])
-    return even + odd
+    return nan_where_overflowed(even + odd, lowest) if are_dots else even + odd
 
 
 @always_inline

@@ -4,7 +4,7 @@ Weights are computed before the greatest score is known. Where the weights of a 
 `WEIGHT_SUM_LIMIT`, the references are raised and the weights computed again.
 """
 
-from std.utils.numerics import isfinite
+from std.utils.numerics import isfinite, nan
 
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
@@ -27,6 +27,15 @@ def only_scaled(logits: Logits, factor: Float32) -> Bool:
 def exceeds_limit(sums: FloatVector, greatest: FloatVector) -> Bool:
     """Whether the weights of a step, whose sums these are, need another reference; NaN counts as too much."""
     return not (sums.le(WEIGHT_SUM_LIMIT) & greatest.gt(MINUS_INFINITY)).reduce_and()
+
+
+@always_inline
+def nan_where_overflowed(sums: FloatVector, lowest: FloatVector) -> FloatVector:
+    """The sums of weights, NaN where the lowest dot product is -inf: it overflowed, and perhaps in a partial sum alone.
+
+    One of +inf, or NaN, shows in its weight.
+    """
+    return lowest.gt(MINUS_INFINITY).select(sums, FloatVector(nan[DType.float32]()))
 
 
 @always_inline

@@ -18,7 +18,15 @@ from ...softmax import LOG2E
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS, Prefetcher
 from ..prefill.queries import PrefillQueries, QUERY_COLUMNS
-from ..prefill.softmax import exceeds_limit, mask_scores, negated_reference, only_scaled, raise_references, weights_of
+from ..prefill.softmax import (
+    exceeds_limit,
+    mask_scores,
+    nan_where_overflowed,
+    negated_reference,
+    only_scaled,
+    raise_references,
+    weights_of,
+)
 from ..prefill.step import PrefillStep, STEP_TOKENS
 from ..workspace import HeadLayout
 from .prefill_products import WordVector, score_tiles, sum_query_tile
@@ -257,25 +265,32 @@ def scores_to_weights(
     var source = scores.unsafe_offset(begin * QUERY_COLUMNS)
     var target = weights.unsafe_offset(begin * QUERY_COLUMNS)
     var factor = logits.scale * LOG2E
-    if not (only_scaled(logits, factor) and queries.all_see(m, first + begin, first + end)):
+    var are_dots = only_scaled(logits, factor) and queries.all_see(m, first + begin, first + end)
+    if not are_dots:
         mask_scores(queries, m, logits, heads, head, first + begin, count, first + end, source)
         factor = 1
-    var sums = exp2_weights(count, source, factor, queries.greatest.unsafe_load[width=LANES](m), target)
+    var sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
     if exceeds_limit(sums, queries.greatest.unsafe_load[width=LANES](m)):
         raise_references(queries, m, heads.padded_dim, count, source, factor, sums)
-        sums = exp2_weights(count, source, factor, queries.greatest.unsafe_load[width=LANES](m), target)
+        sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
     queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=LANES](m) + sums)
 
 
 @always_inline
 def exp2_weights(
-    count: Int, scores: FloatPointer, factor: Float32, greatest: FloatVector, weights: FloatPointer
+    count: Int, scores: FloatPointer, are_dots: Bool, factor: Float32, greatest: FloatVector, weights: FloatPointer
 ) -> FloatVector:
-    """Computes the weights of 16 queries for `count` tokens; returns their sums."""
+    """Computes the weights of 16 queries for `count` tokens; returns their sums.
+
+    The scores are dot products, or else may be -inf where a query does not see the token.
+    """
     var reference = negated_reference(greatest)
     var sums = FloatVector(0)
+    var lowest = FloatVector(0)
     for t in range(count):
-        var w = weights_of(scores.unsafe_load[width=LANES](t * LANES).fma(FloatVector(factor), reference))
+        var score = scores.unsafe_load[width=LANES](t * LANES)
+        lowest = score.lt(lowest).select(score, lowest)
+        var w = weights_of(score.fma(FloatVector(factor), reference))
         sums += w
         weights.unsafe_store(t * LANES, w)
-    return sums
+    return nan_where_overflowed(sums, lowest) if are_dots else sums

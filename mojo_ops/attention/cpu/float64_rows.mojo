@@ -1,0 +1,228 @@
+"""Rows of one KV head in float64: slow, for what float32 leaves infinite or NaN though it need not be.
+
+* Scores or weighted values overflow float32, and the result does not.
+* The rows of a block share V: where a slot holds infinity or NaN, the weight 0 of a row that does not see it makes NaN.
+
+A result that is NaN because the row sees NaN stays as it is: what a model computes after its first NaN would otherwise
+take minutes.
+"""
+
+from std.math import ceil, ldexp, log2
+from std.utils.numerics import isfinite, neg_inf
+
+from ...cache.paged_kv_cache import PagedKVCache
+from ...isa.convert import narrow
+from ..logits import Logits
+from ..params import AttentionRows
+from ..rope import RotaryEmbedding
+from ..softmax import exp2
+
+comptime STEP = 8
+"""Elements of head_dim that are computed at once: head_dim is a multiple of 8."""
+comptime MINUS_INFINITY_64 = neg_inf[DType.float64]()
+
+
+@no_inline
+def recompute_not_finite[
+    dtype: DType, //
+](
+    rows: AttentionRows[dtype],
+    first_row: Int,
+    num_rows: Int,
+    kv_head: Int,
+    k: PagedKVCache,
+    v: type_of(k),
+    logits: Logits,
+    rotary: RotaryEmbedding,
+):
+    """Writes o again, of some rows of one request and the query heads of one KV head, where it or the lse is infinite or
+    NaN and the row sees no NaN that explains it; also the lse where that is not finite."""
+    var dim = k.head_dim()
+    var group = rows.num_heads // k.num_heads()
+    var request = Int(rows.row_batch[unsafe_offset=first_row])
+    var begin = Int.MAX
+    var end = 0
+    for row in range(first_row, first_row + num_rows):
+        var length = Int(rows.row_lengths[unsafe_offset=row])
+        if length > 0:
+            begin = min(begin, logits.first_token(length))
+            end = max(end, length)
+    var nans = NanTokens(k, v, request, kv_head, begin, end)
+    for row in range(first_row, first_row + num_rows):
+        var length = Int(rows.row_lengths[unsafe_offset=row])
+        if length == 0:
+            continue
+        for query in range(kv_head * group, (kv_head + 1) * group):
+            var at = row * rows.num_heads + query
+            var has_lse = isfinite(rows.lse[unsafe_offset=at])
+            var explained: Bool
+            if has_lse:
+                explained = nans.explain_values(rows.o.unsafe_offset(at * dim), logits.first_token(length), length)
+            else:
+                explained = has_nan(rows.q.unsafe_offset(at * dim), dim) or nans.keys.seen(
+                    logits.first_token(length), length
+                )
+            if not explained:
+                attend_in_float64(rows, row, query, k, v, logits, rotary, writes_lse=not has_lse)
+
+
+@fieldwise_init
+struct FirstAndLast(TrivialRegisterPassable):
+    """The first and the last token of some."""
+
+    var first: Int
+    var last: Int
+
+    def add(mut self, token: Int):
+        """Adds a token after those before it."""
+        self.first = min(self.first, token)
+        self.last = token
+
+    def seen(self, begin: Int, end: Int) -> Bool:
+        """Whether the first or the last is one of the tokens `[begin, end)`."""
+        return begin <= self.first < end or begin <= self.last < end
+
+
+struct NanTokens:
+    """Which of a request's tokens hold NaN in one KV head, as far as the first and the last tell."""
+
+    var keys: FirstAndLast
+    """Tokens whose K holds NaN."""
+    var values: List[FirstAndLast]
+    """`[D]`: tokens whose V is NaN there."""
+
+    def __init__(out self, k: PagedKVCache, v: type_of(k), request: Int, kv_head: Int, begin: Int, end: Int):
+        """Reads the tokens `[begin, end)`."""
+        var dim = k.head_dim()
+        self.keys = FirstAndLast(Int.MAX, -1)
+        self.values = List[FirstAndLast](length=dim, fill=FirstAndLast(Int.MAX, -1))
+        for token in range(begin, end):
+            if has_nan(k.block_paged_ptr[1](request, token, kv_head), dim):
+                self.keys.add(token)
+            var value = v.block_paged_ptr[1](request, token, kv_head)
+            for d in range(0, dim, STEP):
+                var is_nan = nan_lanes(value.unsafe_offset(d))
+                if is_nan.reduce_or():
+                    for i in range(STEP):
+                        if is_nan[i]:
+                            self.values[d + i].add(token)
+
+    def explain_values[
+        dtype: DType, //
+    ](self, o: Pointer[Scalar[dtype], MutUntrackedOrigin], begin: Int, end: Int) -> Bool:
+        """Whether every element of o `[D]` that is infinite or NaN comes from a NaN among the tokens `[begin, end)`."""
+        for d in range(len(self.values)):
+            if not isfinite(o[unsafe_offset=d].cast[DType.float32]()) and not self.values[d].seen(begin, end):
+                return False
+        return True
+
+
+@always_inline
+def nan_lanes[dtype: DType, //](source: Pointer[Scalar[dtype], _]) -> SIMD[DType.bool, STEP]:
+    """Which of `STEP` elements are NaN."""
+    var x = source.unsafe_load[width=STEP]().cast[DType.float32]()
+    return x.ne(x)
+
+
+@always_inline
+def has_nan[dtype: DType, //](source: Pointer[Scalar[dtype], _], count: Int) -> Bool:
+    """Whether one of `count` elements is NaN, a multiple of `STEP`."""
+    var found = SIMD[DType.bool, STEP](fill=False)
+    for d in range(0, count, STEP):
+        found |= nan_lanes(source.unsafe_offset(d))
+    return found.reduce_or()
+
+
+@no_inline
+def attend_in_float64[
+    dtype: DType, //
+](
+    rows: AttentionRows[dtype],
+    row: Int,
+    query: Int,
+    k: PagedKVCache,
+    v: type_of(k),
+    logits: Logits,
+    rotary: RotaryEmbedding,
+    *,
+    writes_lse: Bool,
+):
+    """Writes o `[D]`, and the lse where it is asked for, of query head `query` of a row that sees a token.
+
+    Nothing but the tokens that the row sees is read. Weights have the precision of float32 and the range of float64.
+    """
+    var dim = k.head_dim()
+    var kv_head = query // (rows.num_heads // k.num_heads())
+    var request = Int(rows.row_batch[unsafe_offset=row])
+    var length = Int(rows.row_lengths[unsafe_offset=row])
+    var at = row * rows.num_heads + query
+    var memory = List[Float64](length=3 * dim, fill=0)
+    var q = memory.unsafe_ptr()  # [D]
+    var token = q.unsafe_offset(dim)  # [D]: a token's K or V
+    var acc = token.unsafe_offset(dim)  # [D]: weighted values, relative to `greatest`
+    widen_head(rows.q.unsafe_offset(at * dim), q, dim)
+    rotary.rotate(q, length - 1)
+
+    var greatest = MINUS_INFINITY_64
+    var total = Float64(0)
+    for j in range(logits.first_token(length), length):
+        widen_head(k.block_paged_ptr[1](request, j, kv_head), token, dim)
+        rotary.rotate(token, j)
+        var products = SIMD[DType.float64, STEP](0)
+        for d in range(0, dim, STEP):
+            products = q.unsafe_load[width=STEP](d).fma(token.unsafe_load[width=STEP](d), products)
+        var score = logits.score_in_float64(products.reduce_add(), query, j)
+        if score == MINUS_INFINITY_64:
+            continue
+        if not score <= greatest:  # NaN counts as greater, and stays
+            rescale(acc, power_of_two(greatest - score), dim)
+            total *= power_of_two(greatest - score)
+            greatest = score
+        var weight = power_of_two(score - greatest)
+        total += weight
+        widen_head(v.block_paged_ptr[1](request, j, kv_head), token, dim)
+        for d in range(0, dim, STEP):
+            var sums = acc.unsafe_load[width=STEP](d)
+            acc.unsafe_store(d, token.unsafe_load[width=STEP](d).fma(SIMD[DType.float64, STEP](weight), sums))
+
+    if logits.has_sinks:
+        var sink = logits.sink_in_float64(query)
+        if sink > greatest:
+            rescale(acc, power_of_two(greatest - sink), dim)
+            total *= power_of_two(greatest - sink)
+            greatest = sink
+        if sink != MINUS_INFINITY_64:
+            total += power_of_two(sink - greatest)
+    for d in range(0, dim, STEP):
+        var mean = acc.unsafe_load[width=STEP](d) / total if total != 0 else 0
+        var out = (mean * Float64(rows.v_scale)).cast[DType.float32]()
+        rows.o.unsafe_store(at * dim + d, narrow[dtype](out))
+    if writes_lse:
+        rows.lse[unsafe_offset=at] = (greatest + log2(total)).cast[DType.float32]()
+    _ = memory^
+
+
+comptime Doubles = Pointer[mut=True, Float64, _]
+
+
+@always_inline
+def widen_head[dtype: DType, //](source: Pointer[Scalar[dtype], _], target: Doubles, count: Int):
+    """Converts `count` stored elements to float64."""
+    for d in range(0, count, STEP):
+        var x = source.unsafe_load[width=STEP](d).cast[DType.float32]()
+        target.unsafe_store(d, x.cast[DType.float64]())
+
+
+@always_inline
+def rescale(target: Doubles, factor: Float64, count: Int):
+    for d in range(0, count, STEP):
+        target.unsafe_store(d, target.unsafe_load[width=STEP](d) * factor)
+
+
+@always_inline
+def power_of_two(x: Float64) -> Float64:
+    """The 2^x for x <= 0 to 2^-22, NaN for NaN, 0 below the normal numbers of float64."""
+    if not x > -1021:
+        return 0 if x == x else x
+    var exponent = ceil(x)
+    return ldexp(Float64(exp2(Float32(x - exponent))), Int32(exponent))
