@@ -105,6 +105,7 @@ def test_merging_states(dtype, ptx):
     v = rng.standard_normal((rows, count, heads, dim), np.float32).astype(dtype)
     s = rng.uniform(-8, 8, (rows, count, heads)).astype(np.float32)
     s[0, 2] = s[1, :, 1] = -np.inf
+    v[0, :, 1] = 3e38  # whose sum float32 has not
     v[0, 2] = np.nan
     s[1, 0, 0] = 300  # next to which the others weigh nothing
     block = Machine(ptx["merge", SHORT[dtype]])

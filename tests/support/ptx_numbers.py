@@ -132,6 +132,8 @@ def _float_expression(parts: list[str], operands: list[str]) -> str:
         ordered = {"eq": "==", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
         if test in ordered:
             return f"{a} {ordered[test]} {b}"
+        if test == "ne":  # false of NaN
+            return f"({a} < {b} or {a} > {b})"
         if test in ("num", "nan"):
             return f"({a} == {a} and {b} == {b}) is {test == 'num'}"
         # What is true of NaN as well: the opposite is false of it.
@@ -139,6 +141,8 @@ def _float_expression(parts: list[str], operands: list[str]) -> str:
         return f"not {a} {opposite} {b}"
     if name == "neg":
         return f"{operands[0]} ^ {hex(1 << 63 if wide else 1 << 31)}"
+    if name == "abs":
+        return f"{operands[0]} & {hex((1 << (63 if wide else 31)) - 1)}"
     if name == "max" and "NaN" in parts:
         name = "max.NaN"
     result = {
@@ -171,6 +175,8 @@ def conversion(parts: list[str]) -> Callable[..., int]:
         if to == "f64":
             assert "rmi" in parts, parts
             return lambda x: from_double(math.floor(to_double(x)))
+        if to == "f32":
+            return lambda x: from_float(to_double(x))
         assert "rzi" in parts, parts
         return lambda x: int(to_double(x)) & MASK[int(to[1:])]
     if source in ("e4m3x2", "e5m2x2"):
@@ -181,6 +187,11 @@ def conversion(parts: list[str]) -> Callable[..., int]:
         return lambda x, y: to_half(to_float(y), half) | to_half(to_float(x), half) << 16
     if to in ("bf16", "f16"):
         return lambda x: to_half(to_float(x), to)
+    if (to, source) == ("f64", "f32"):
+        return lambda x: from_double(to_float(x))
+    if to == "f64" and source in ("bf16", "f16"):
+        widened = conversion(["cvt", "f32", source])
+        return lambda x: from_double(to_float(widened(x)))
     if to == "f32" and source == "bf16":
         return lambda x: (x & MASK[16]) << 16
     if to == "f32" and source == "f16":

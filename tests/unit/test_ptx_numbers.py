@@ -45,6 +45,7 @@ def test_other_functions_of_float32():
         found = np.array(results("max.f32", A, B), np.uint32).view(np.float32)
         np.testing.assert_array_equal(found, np.fmax(x, y))
         assert results("neg.f32", A) == (-x).view(np.uint32).tolist()
+        assert results("abs.f32", A) == np.abs(x).view(np.uint32).tolist()
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ def test_other_functions_of_float32():
         ("eq", lambda x, y: x == y),
         ("lt", lambda x, y: x < y),
         ("ge", lambda x, y: x >= y),
+        ("ne", lambda x, y: (x < y) | (x > y)),
         ("neu", lambda x, y: ~(x == y)),
         ("leu", lambda x, y: ~(x > y)),
         ("geu", lambda x, y: ~(x < y)),
@@ -98,3 +100,14 @@ def test_halves(kind, dtype):
     assert found == expected.view(np.uint16).tolist()
     wide = conversion(["cvt", "f32", kind])
     same([wide(bits) for bits in found], expected.astype(np.float32))
+
+
+def test_float64_and_float32():
+    x = A.view(np.float32)
+    with np.errstate(invalid="ignore"):
+        wide = x.astype(np.float64)
+    widen, narrow = conversion(["cvt", "f64", "f32"]), conversion(["cvt", "rn", "f32", "f64"])
+    there = ~np.isnan(x)
+    assert np.array([widen(int(bits)) for bits in A[there]], np.uint64).tolist() == wide[there].view(np.uint64).tolist()
+    third = wide[there] / 3
+    same([narrow(int(bits)) for bits in third.view(np.uint64)], third.astype(np.float32))
