@@ -5,12 +5,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, Event
+from threading import Barrier, Event, Lock
+from time import sleep
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from max.dtype import DType
+from max.graph import Module
 
 from paged_kv import reference
 from paged_kv.arrays.host import as_numpy
@@ -20,6 +23,8 @@ from paged_kv.decode import (
     single_decode_with_kv_cache,
 )
 from paged_kv.page import append_paged_kv_cache
+from paged_kv.runtime.artefacts import compile_graphs
+from paged_kv.runtime.variants import Variant
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.decoding import load_variants
 
@@ -202,3 +207,21 @@ def test_the_first_calls_of_a_process() -> None:
     """One session is made, and one kernel loaded, for all threads."""
     done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == f"{[float(i) for i in range(8)]} [None, 'load']"
+
+
+def test_graphs_are_built_in_any_thread() -> None:
+    """By one thread at a time. Building alone is tried here: what follows is MAX's compiler."""
+    variant = Variant("merge", DType.float16, DType.float16)
+    busy = Lock()
+
+    class Session:
+        def compile(self, module: Module, **_: Any) -> list[str]:
+            assert busy.acquire(blocking=False)
+            names = module.top_level_graph_names()
+            sleep(0.05)
+            busy.release()
+            return names
+
+    session: Any = Session()
+    built = in_threads(lambda _: compile_graphs(session, [variant.name], lambda module, _: variant.build(module)), 3)
+    assert built == [[variant.name]] * 3

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
+from max._mlir_context import ensure_default_mlir_context
 from max.engine import CompiledModel, InferenceSession, Model, read
 from max.graph import Module
 
@@ -18,6 +20,8 @@ from paged_kv.graphs.ops import compiled_kernels, kernels
 from paged_kv.runtime.artefact_folder import user_artefacts, warn_not_kept
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
 from paged_kv.runtime.kernel_library import kernel_library
+
+_COMPILING = Lock()
 
 
 def load_graphs(
@@ -57,11 +61,7 @@ def load_graphs(
     missing = [name for name in keys if name not in models]
     if missing:
         on_compile()
-        library = kernel_library(kernels())
-        module = Module()
-        with compiled_kernels(library):
-            build(module, missing)
-        compiled = session.compile(module, custom_extensions=[library])
+        compiled = compile_graphs(session, missing, build)
         # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not stored.
         if _digests(keys) == digests:
             reason = folder.store([digests[name] for name in missing], lambda path: export(compiled, path))
@@ -69,6 +69,22 @@ def load_graphs(
                 warn_not_kept(reason)
         models |= _named(session.init_all(compiled, weights_registry=weights), missing)
     return {name: models[name] for name in keys}
+
+
+def compile_graphs(
+    session: InferenceSession, names: Sequence[str], build: Callable[[Module, Sequence[str]], None]
+) -> CompiledModel:
+    """Builds and compiles the graphs of the given names, in whatever thread; one thread at a time.
+
+    Raises:
+        ToolchainError: the Mojo sources do not compile.
+    """
+    with _COMPILING, ensure_default_mlir_context():  # MAX has entered it in the main thread alone
+        library = kernel_library(kernels())
+        module = Module()
+        with compiled_kernels(library):
+            build(module, names)
+        return session.compile(module, custom_extensions=[library])
 
 
 def export(compiled: CompiledModel, path: Path) -> None:
