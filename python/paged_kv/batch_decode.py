@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from paged_kv.arguments import flag
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_layout, paged_views
 from paged_kv.arrays.dtypes import dtype_of
@@ -58,7 +59,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._kv_layout = kv_layout
         self._use_tensor_cores = use_tensor_cores
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        self._last_plan = LastPlan(PageTableBuffers(*buffers) if use_cuda_graph else None)
+        self._last_plan = LastPlan(PageTableBuffers(*buffers) if flag("use_cuda_graph", use_cuda_graph) else None)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -278,7 +279,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         lse: Any = None,
         sinks: Any = None,
     ) -> Any:
-        plan = attention.plan
+        plan, wants_lse = attention.plan, flag("return_lse", return_lse)
         device = devices.device_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
         queries = device.view(q, "q")
         k, v = paged_views(paged_kv_cache, self._kv_layout, device=device)
@@ -298,7 +299,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if lse_view is not None:
             device.write(lse_view, sums)
         o = device.like(q, o) if out is None else out
-        if not return_lse:
+        if not wants_lse:
             return o
         return o, device.like(q, sums) if lse is None else lse
 

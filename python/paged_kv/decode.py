@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+from paged_kv.arguments import flag
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_alike, check_layout, check_storage
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
@@ -114,6 +115,7 @@ def single_decode_with_kv_cache(
         ContractError: another value is out of range.
     """
     del use_tensor_cores
+    wants_lse = flag("return_lse", return_lse)
     device = devices.device_of(q=q, k=k, v=v)
     query = device.view(q, "q")
     if query.ndim != 2:
@@ -148,7 +150,7 @@ def single_decode_with_kv_cache(
     scales = (q_scale, k_scale, v_scale)
     o, lse = attention.run(device, query[None], keys, values, DecodeBatch.of_one(length), scales)
     result = device.like(q, o[0])
-    return (result, device.like(q, lse[0])) if return_lse else result
+    return (result, device.like(q, lse[0])) if wants_lse else result
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

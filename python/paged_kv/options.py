@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 Q_DTYPES = ("float32", "bfloat16", "float16")
@@ -99,7 +100,9 @@ class AttentionOptions:
         if isinstance(self.window_left, float | np.floating):
             raise ContractTypeError(f"window_left must be an integer, not {self.window_left}")
         if not -1 <= self.window_left < 2**31:
-            raise ContractError(f"window_left must be at least -1 (-1 = off) and below 2^31, not {self.window_left}")
+            raise ContractError(
+                f"window_left must be at least -1 (-1 = off) and below 2^31, not {shown(self.window_left)}"
+            )
         if self.logits_soft_cap < 0:
             raise ContractError(f"logits_soft_cap must be at least 0 (0 = off), not {self.logits_soft_cap}")
         for name in ("rope_theta", "rope_scale"):

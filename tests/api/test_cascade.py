@@ -123,6 +123,11 @@ V, S = np.zeros((5, 3, 16), np.float32), np.zeros((5, 3), np.float32)
         ((V, S.astype(np.float64), V, S), ContractTypeError, "s_a: dtype float64, expected float32"),
         ((V.astype(ml_dtypes.float8_e5m2), S, V, S), ContractTypeError, "v_a: dtype float8_e5m2 is none of"),
         (([1.0], S, V, S), ContractTypeError, "v_a must be an array"),
+        (
+            (np.broadcast_to(np.float32(0), (5, 3, 2**31)), S, V, S),
+            ShapeError,
+            "v_a: head_dim is 2147483648, over 65536",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:

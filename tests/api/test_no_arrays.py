@@ -206,3 +206,24 @@ def test_options_of_other_types(name: str, value: Any) -> None:
         return
     with pytest.raises(PagedKVError, match=name):
         BatchDecodeWithPagedKVCacheWrapper(None).plan(**TABLE | SIZES | {name: value})
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(2)])
+def test_flags_without_a_truth_value(value: Any) -> None:
+    rows, out = np.ones((1, 2, 32), np.float32), np.full((1, 2, 32), np.nan, np.float32)
+    with pytest.raises(ContractTypeError, match="return_lse must be true or false"):
+        single_decode_with_kv_cache(rows[0], rows, rows, return_lse=value)
+    with pytest.raises(ContractTypeError, match="use_cuda_graph must be true or false"):
+        BatchDecodeWithPagedKVCacheWrapper(None, use_cuda_graph=value)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+    table = [np.array(numbers, np.int32) for numbers in ([0, 1], [0], [1])]
+    wrapper.plan(*table, 2, 2, 32, 1, q_data_type="float32")
+    with pytest.raises(ContractTypeError, match="return_lse must be true or false"):
+        wrapper.run(rows, (rows[:, None], rows[:, None]), return_lse=value, out=out)
+    assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("name", ["window_left", "sm_scale", "page_size", "num_qo_heads", "q_data_type"])
+def test_numbers_that_cannot_be_printed(name: str) -> None:
+    with pytest.raises(PagedKVError, match=name):
+        BatchDecodeWithPagedKVCacheWrapper(None).plan(**TABLE | SIZES | {name: 10**5000})

@@ -16,6 +16,8 @@ from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
 
+_MOST_HEAD_DIM = 1 << 16
+
 State = tuple[Any, Any]
 """Views of the output v and its base-2 lse s."""
 
@@ -47,7 +49,8 @@ def checked_state(device: ArrayDevice, v: Any, s: Any, names: tuple[str, str], r
 
     Raises:
         ContractTypeError: a dtype is not one of a state.
-        ShapeError: v is not of `rank`, or s has not its shape without the last dimension.
+        ShapeError: v is not of `rank` or its head_dim is over 2^16 (an expanded axis, which would be copied), or s has
+            not its shape without the last dimension.
     """
     outputs, sums = device.view(v, names[0]), device.view(s, names[1])
     check_q_dtype(f"{names[0]}: dtype", device.dtype(outputs))
@@ -56,6 +59,8 @@ def checked_state(device: ArrayDevice, v: Any, s: Any, names: tuple[str, str], r
     if outputs.ndim != rank:
         expected = "[S, H, D]" if rank == 3 else "[S, n, H, D]"
         raise ShapeError(f"{names[0]}: shape {list(outputs.shape)}, expected {expected}")
+    if outputs.shape[-1] > _MOST_HEAD_DIM:
+        raise ShapeError(f"{names[0]}: head_dim is {outputs.shape[-1]}, over {_MOST_HEAD_DIM}")
     if sums.shape != outputs.shape[:-1]:
         raise ShapeError(
             f"{names[1]}: shape {list(sums.shape)}, expected {list(outputs.shape[:-1])}, {names[0]}'s without the last"
