@@ -15,6 +15,7 @@ FOLDERS = {
     "ops": "each op against the oracle",
     "api": "the array API against the oracle",
     "engine": "models from a checkpoint to text, and the command",
+    "hostile": "generated hostile calls, in processes of their own",
     "mojo": "the Mojo package's own tests",
     "isa": "the ops compiled for other CPU targets",
     "gpu_compile": "GPU kernels as compilers see them",
@@ -48,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=CPU_TARGETS,
         help="compile the kernels for this LLVM target instead of the best that this CPU can run",
     )
+    parser.addoption("--hostile-seed", type=int, default=0, help="what the cases of tests/hostile are drawn from")
+    parser.addoption("--hostile-cases", type=int, default=1250, help="how many cases of tests/hostile there are")
     parser.addoption(
         "--emulate-amx",
         action="store_true",
