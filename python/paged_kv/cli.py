@@ -191,9 +191,9 @@ def demo(device: str) -> int:
     from paged_kv.engine.sampling import Sampler
     from paged_kv.engine.scheduler import pages_for
     from paged_kv.engine.tokenizer import Tokenizer
-    from paged_kv.runtime.cache_folder import cache_folder
+    from paged_kv.runtime.cache_folder import cache_path
 
-    folder = write_demo_checkpoint(cache_folder() / "demo")
+    folder = write_demo_checkpoint(cache_path() / "demo")
     say(f"model: {folder} (random weights: its text is noise)")
     config = load_config(folder)
     tokenizer = Tokenizer(folder, config)
@@ -224,13 +224,13 @@ def demo(device: str) -> int:
 def serve_command(arguments: tuple[str, ...], use_demo: bool, **options: Any) -> None:
     """Serve a checkpoint folder with MAX Serve, for OpenAI's clients. `max serve --help` lists MAX's own flags."""
     from paged_kv.engine.demo import write_demo_checkpoint
-    from paged_kv.runtime.cache_folder import cache_folder
+    from paged_kv.runtime.cache_folder import cache_path
     from paged_kv.serve.launch import Request, serve
 
     folders, flags = ((), arguments) if use_demo else (arguments[:1], arguments[1:])
     if (not use_demo and not folders) or not all(flag.startswith("-") for flag in flags[:1]):
         raise ContractError("name one folder or --demo; MAX's own flags follow after --")
-    folder = Path(folders[0]) if folders else write_demo_checkpoint(cache_folder() / "demo")
+    folder = Path(folders[0]) if folders else write_demo_checkpoint(cache_path() / "demo")
     serve(Request(folder, flags=flags, **options))
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.parameters import expected_tensors
 from support.checkpoints import relative_error
+from support.permissions import permissions_count
 
 FILES = {
     "config.json",
@@ -162,3 +164,38 @@ def test_two_writers_at_once_agree(tmp_path, monkeypatch):
     assert digest(write_demo_checkpoint(folder))
     assert {file.name for file in folder.iterdir()} == FILES
     assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("limit", [0, 100, 30_000, 1_000_000])
+def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path, limit):
+    """In each of its files: the limit on the size of files ends a write in the middle, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="the demo checkpoint cannot be written: ") as caught:
+            write_demo_checkpoint(tmp_path / "demo")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    write_demo_checkpoint(tmp_path / "demo")
+
+
+def test_a_whole_one_is_used_where_nothing_can_be_written(tmp_path):
+    folder = write_demo_checkpoint(tmp_path / "demo")
+    with permissions_count():
+        for path in (folder, tmp_path):
+            path.chmod(0o500)
+        try:
+            assert write_demo_checkpoint(folder) == folder
+            with pytest.raises(CheckpointError, match=r"cannot be written: .*Permission denied"):
+                write_demo_checkpoint(tmp_path / "another")
+        finally:
+            for path in (tmp_path, folder):
+                path.chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b"])
+def test_a_path_that_the_system_refuses_is_a_typed_error(tmp_path, name):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        write_demo_checkpoint(tmp_path / name)

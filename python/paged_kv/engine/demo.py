@@ -15,7 +15,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.config import checkpoint_path, load_config
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.parameters import expected_tensors
@@ -73,9 +73,10 @@ def write_demo_checkpoint(folder: Path | str, *, seed: int = 0) -> Path:
     A reader sees the whole checkpoint or none: it is made in a folder beside `folder` and renamed.
 
     Raises:
-        CheckpointError: `folder` is there and is not a demo checkpoint, or it cannot be written.
+        ContractTypeError: `folder` is no path.
+        CheckpointError: it is there and is not a demo checkpoint, or it cannot be written.
     """
-    path = Path(folder)
+    path = checkpoint_path(folder)
     found = _stamp(path)
     if _is_complete(path, found, seed):
         return path
@@ -90,7 +91,7 @@ def write_demo_checkpoint(folder: Path | str, *, seed: int = 0) -> Path:
             if path.exists():
                 path.rename(old)
             _move(new, path, seed)
-    except OSError as error:
+    except Exception as error:  # OSError; what writes weights and tokenizers has errors of other types for a full disk
         raise CheckpointError(f"{path}: the demo checkpoint cannot be written: {error}") from None
     return path
 
