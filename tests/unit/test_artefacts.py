@@ -130,3 +130,18 @@ def test_nothing_is_stored_where_the_sources_changed_during_the_compile(folder, 
     monkeypatch.setattr(artefacts, "toolchain", lambda: next(seen))
     assert load("first") == [["first"]]
     assert list(folder.iterdir()) == []
+
+
+def test_a_compile_that_fails_says_why_in_one_line(folder, monkeypatch):
+    """MAX puts its own words around the compiler's."""
+
+    def fail(*_, **__):
+        try:
+            raise RuntimeError("Graph compilation failed:\nerror: cannot write\n  to the cache\n")
+        except RuntimeError as error:
+            raise RuntimeError("Failed to compile the model.\nPlease file an issue") from error
+
+    monkeypatch.setattr(Session, "compile", fail)
+    with pytest.raises(ToolchainError, match=r"^MAX cannot compile first, second: error: cannot write$"):
+        load("first", "second")
+    assert list(folder.iterdir()) == []

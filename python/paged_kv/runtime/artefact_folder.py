@@ -65,6 +65,7 @@ class ArtefactFolder:
     def __init__(self, path: Path, pattern: str = "{}.graph") -> None:
         self.path = path
         self._pattern = pattern
+        self._missing: OSError | None = None  # why there is no folder
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):  # looked at below
@@ -73,6 +74,7 @@ class ArtefactFolder:
         except OSError as error:
             if error.errno not in _CANNOT_WRITE:
                 raise ToolchainError(NO_CACHE.format(error)) from error
+            self._missing = error
             return
         if not stat.S_ISDIR(status.st_mode) or not _is_own(status):
             raise ToolchainError(
@@ -130,7 +132,8 @@ class ArtefactFolder:
                     os.replace(name, path)
                 os.replace(whole, paths[0])
         except OSError as error:
-            return f"{self.path}: {error.strerror or error}"
+            reason = self._missing or error
+            return f"{self.path}: {reason.strerror or reason}"
         return None
 
     def plain(self, artefact: Artefact, name: str) -> Path | None:

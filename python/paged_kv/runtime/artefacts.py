@@ -16,6 +16,7 @@ from max._mlir_context import ensure_default_mlir_context
 from max.engine import CompiledModel, InferenceSession, Model, read
 from max.graph import Module
 
+from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
 from paged_kv.runtime.artefact_folder import user_artefacts, warn_not_kept
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
@@ -43,7 +44,7 @@ def load_graphs(
 
     Raises:
         ToolchainError: there is no place for a cache folder, another user can write to its artefacts, or the Mojo
-            sources do not compile. That nothing can be written is a `RuntimeWarning`.
+            sources or graphs do not compile. That nothing can be written is a `RuntimeWarning`.
     """
     folder = user_artefacts()
     digests = _digests(keys)
@@ -77,14 +78,26 @@ def compile_graphs(
     """Builds and compiles the graphs of the given names, in whatever thread; one thread at a time.
 
     Raises:
-        ToolchainError: the Mojo sources do not compile.
+        ToolchainError: the Mojo sources do not compile, or MAX cannot compile the graphs (its own cache is on a disk
+            that is full).
     """
     with _COMPILING, ensure_default_mlir_context():  # MAX has entered it in the main thread alone
         library = kernel_library(kernels())
         module = Module()
         with compiled_kernels(library):
             build(module, names)
-        return session.compile(module, custom_extensions=[library])
+        try:
+            return session.compile(module, custom_extensions=[library])
+        except RuntimeError as error:
+            raise ToolchainError(f"MAX cannot compile {', '.join(names)}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What the compiler says of an error, in one line: its own lines are in the first of the errors that led to it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    return "; ".join([line for line in lines if "error:" in line] or lines[:1])
 
 
 def export(compiled: CompiledModel, path: Path) -> None:
