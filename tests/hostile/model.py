@@ -210,7 +210,7 @@ def attention(
             if not finite or not error < 0.02 or reach > 3e38 or (q.dtype == np.float16 and reach > 6e4):
                 o[b, h], lse[b, h] = math.nan, math.nan
             else:
-                spread = 1e-6 * reach + 2e-7 * (q.dtype == np.float16)
+                spread = 1e-6 * reach + least(q.dtype) * math.sqrt(dim)
                 o_error[b, h] = 4 * error + spread / max(np.linalg.norm(o[b, h]), 1e-38)
                 lse_error[b, h] = 2 * error
     kv = vals[0].dtype.name if vals else "float32"
@@ -226,6 +226,11 @@ def certainty(x: np.ndarray, error: np.ndarray, top: float, sink: float) -> floa
     with np.errstate(all="ignore"):
         counts = x + 2 * error >= max(top - 2 * error.max(initial=0), sink) - 100
     return 0.0 if counts.sum() + (sink > -math.inf) == 1 else float(error[counts].max(initial=0))
+
+
+def least(dtype: np.dtype[Any]) -> float:
+    """What an element may be off by whatever its size: numbers below 1.2e-38 count as 0; float16 has steps of 6e-8."""
+    return 2e-7 if dtype == np.float16 else 3e-38
 
 
 def alibi(heads: int) -> np.ndarray:
@@ -256,8 +261,8 @@ def merge(v: np.ndarray, s: np.ndarray) -> tuple[Expected, Expected]:
         reach = np.abs(np.where(seen[..., None], v, 0).astype(np.float64)).max((1, 3), initial=0)
         wild |= ~(reach < (6e4 if v.dtype == np.float16 else LIMIT))
     o[wild], lse[wild] = math.nan, math.nan
-    # Parts may cancel each other; the smallest number of float16 is 6e-8.
-    cancelled = (1e-6 * reach + 2e-7 * (v.dtype == np.float16)) / np.maximum(np.linalg.norm(o, axis=-1), 1e-30)
+    spread = 1e-6 * reach + least(v.dtype) * math.sqrt(v.shape[3])  # parts may cancel each other
+    cancelled = spread / np.maximum(np.linalg.norm(o, axis=-1), 1e-38)
     return (
         Expected(o, v.dtype, TOLERANCE[v.dtype.name] + cancelled),
         Expected(lse, np.dtype(np.float32), 1e-5, is_lse=True),
