@@ -1,7 +1,7 @@
 """From a dot product to a base-2 score: scale, ALiBi, soft cap; and the window of tokens that a row sees."""
 
+from std.math import copysign, iota
 from std.math import exp2 as gpu_exp2
-from std.math import iota
 from std.sys.info import is_gpu
 from std.utils.numerics import isfinite
 
@@ -49,12 +49,8 @@ struct Logits(TrivialRegisterPassable):
 
     @always_inline
     def score_each(self, dot: SIMD[DType.float32, _], slope: type_of(dot), token: type_of(dot)) -> type_of(dot):
-        """The base-2 scores of some pairs of a query head and a token; `slope` is the head's.
-
-        NaN where a dot product is infinite: it overflowed, and perhaps in a partial sum of the other sign.
-        """
+        """The base-2 scores of some pairs of a query head and a token; `slope` is the head's."""
         var x = dot * self.scale
-        x += x - x
         if self.has_alibi:
             x = token.fma(slope, x)
         if self.soft_cap > 0:
@@ -76,6 +72,12 @@ struct Logits(TrivialRegisterPassable):
         return Float64(self.sinks[unsafe_offset=head]) * LOG2E_FLOAT64
 
 
+@always_inline
+def nan_where_infinite(dot: SIMD[DType.float32, _]) -> type_of(dot):
+    """Dot products, NaN for an infinite one: it overflowed, and perhaps in a partial sum of the other sign."""
+    return dot + (dot - dot)
+
+
 comptime SMALL_RATIO: Float32 = 0.625
 """The ratio of a score to its soft cap up to which `soft_capped` is a polynomial."""
 
@@ -86,7 +88,9 @@ def soft_capped(x: SIMD[DType.float32, _], cap: Float32) -> type_of(x):
 
     A GPU takes its own instruction for 2^x: the error of 2^-22 that it has is small beside 1.
     """
-    var ratio = x / cap
+    # A reciprocal, which is computed once, and of a quarter of a large cap, because it must be a normal number.
+    var part = Float32(0.25) if cap > 1 else Float32(1)
+    var ratio = x * part * (1 / (cap * part))
     # tanh(y) = y + y^3 p(y^2) up to `SMALL_RATIO`, with a relative error of at most 4.2e-9.
     var square = ratio * ratio
     var p = square.fma(-5.717045162e-3, 2.065058798e-2)
@@ -101,4 +105,4 @@ def soft_capped(x: SIMD[DType.float32, _], cap: Float32) -> type_of(x):
     else:
         t = exp2(exponent)
     var large = (-2 * t / (1 + t)).fma(cap, cap)
-    return magnitude.lt(SMALL_RATIO).select(small, x.lt(0).select(-large, large))
+    return magnitude.lt(SMALL_RATIO).select(small, copysign(large, x))

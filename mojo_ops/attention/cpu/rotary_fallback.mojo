@@ -9,7 +9,7 @@ from std.math import iota
 
 from ...cache.paged_kv_cache import PagedKVCache
 from ...isa.convert import narrow
-from ..logits import Logits
+from ..logits import Logits, nan_where_infinite
 from ..params import AttentionRows
 from ..rope import RotaryEmbedding
 from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
@@ -114,7 +114,8 @@ def attend_row_fallback[
             var greatest = MINUS_INFINITY
             for i in range(0, FALLBACK_TILE_TOKENS, DIM_STEP):
                 var lane = iota[DType.int32, DIM_STEP](Int32(i))
-                var scores = logits.score(tile.unsafe_load[width=DIM_STEP](i), kv_head * group + g, start + i)
+                var dots = nan_where_infinite(tile.unsafe_load[width=DIM_STEP](i))
+                var scores = logits.score(dots, kv_head * group + g, start + i)
                 scores = lane.lt(Int32(count)).select(scores, MINUS_INFINITY)
                 tile.unsafe_store(i, scores)
                 greatest = max(greatest, scores.reduce_max())

@@ -3,7 +3,7 @@
 from std.memory import bitcast
 from std.utils.numerics import nan
 
-from ...isa.convert import LANES
+from ...isa.convert import FloatVector, LANES
 from ..logits import Logits
 from ..params import AttentionRows
 from ..softmax import AttentionState, MINUS_INFINITY, exp2
@@ -53,9 +53,12 @@ def scores_to_weights[
             var slope = ScoreVector(
                 logits.alibi_slopes[unsafe_offset=head * heads.group + g]
             ) if logits.has_alibi else 0
-            var scores = logits.score_each(at.unsafe_load[width=KV_TILE_TOKENS](), slope, tokens.cast[DType.float32]())
+            var dots = at.unsafe_load[width=KV_TILE_TOKENS]()
+            var scores = logits.score_each(dots, slope, tokens.cast[DType.float32]())
             if not all_seen:
-                scores = (tokens.lt(Int32(last)) & tokens.ge(Int32(first))).select(scores, MINUS_INFINITY)
+                var seen = tokens.lt(Int32(last)) & tokens.ge(Int32(first))
+                scores = seen.select(scores, MINUS_INFINITY)
+                dots = seen.select(dots, ScoreVector(0))
             var greatest = workspace.greatest[unsafe_offset=m]
             var totals = workspace.totals.unsafe_load[width=LANES](m * LANES)
             # Any reference that keeps the weights in range gives the same result, so it need not be the greatest score.
@@ -68,6 +71,8 @@ def scores_to_weights[
             var weights = exp2(scores - greatest) if greatest != MINUS_INFINITY else ScoreVector(0)
             comptime for part in range(KV_TILE_TOKENS // LANES):
                 totals += weights.slice[LANES, offset=part * LANES]()
+                # NaN where a dot product is infinite: it overflowed, and perhaps in a partial sum of the other sign.
+                totals = dots.slice[LANES, offset=part * LANES]().fma(FloatVector(0), totals)
             workspace.totals.unsafe_store(m * LANES, totals)
             comptime if split_bf16:
                 var high = weights.cast[DType.bfloat16]()

@@ -8,7 +8,7 @@ from std.utils.numerics import isfinite, nan
 
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
-from ...logits import Logits
+from ...logits import Logits, nan_where_infinite
 from ...softmax import HAS_SCALEF, MINUS_INFINITY, exp2
 from ..workspace import HeadLayout
 from .queries import PrefillQueries, QUERY_COLUMNS
@@ -88,7 +88,8 @@ def mask_scores(
     for t in range(count):
         var at = scores.unsafe_offset(t * QUERY_COLUMNS)
         var token = SIMD[DType.int32, QUERY_COLUMNS](Int32(first + t))
-        var score = logits.score_each(at.unsafe_load[width=QUERY_COLUMNS](0), slopes, token.cast[DType.float32]())
+        var dots = nan_where_infinite(at.unsafe_load[width=QUERY_COLUMNS](0))
+        var score = logits.score_each(dots, slopes, token.cast[DType.float32]())
         var seen = token.lt(last) & token.ge(first_seen) & token.lt(Int32(end))
         at.unsafe_store(0, seen.select(score, MINUS_INFINITY))
 
