@@ -1,7 +1,7 @@
 """From a dot product to a base-2 score: scale, ALiBi, soft cap; and the window of tokens that a row sees."""
 
-from std.math import copysign, iota
 from std.math import exp2 as gpu_exp2
+from std.math import iota
 from std.sys.info import is_gpu
 from std.utils.numerics import isfinite
 
@@ -105,4 +105,4 @@ def soft_capped(x: SIMD[DType.float32, _], cap: Float32) -> type_of(x):
     else:
         t = exp2(exponent)
     var large = (-2 * t / (1 + t)).fma(cap, cap)
-    return magnitude.lt(SMALL_RATIO).select(small, copysign(large, x))
+    return magnitude.lt(SMALL_RATIO).select(small, x.lt(0).select(-large, large))

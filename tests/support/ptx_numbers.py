@@ -150,6 +150,7 @@ def _float_expression(parts: list[str], operands: list[str]) -> str:
         "sub": f"{a} - {b}",
         "mul": f"{a} * {b}",
         "div": f"float_quotient({a}, {b})",
+        "rcp": f"float_quotient(1.0, {a})",
         "fma": f"{a} * {b} + {c}",
         "max": f"greater({a}, {b})",
         "ex2": f"power_of_2({a})",

@@ -45,6 +45,7 @@ def test_other_functions_of_float32():
         found = np.array(results("max.f32", A, B), np.uint32).view(np.float32)
         np.testing.assert_array_equal(found, np.fmax(x, y))
         assert results("neg.f32", A) == (-x).view(np.uint32).tolist()
+        same(results("rcp.rn.f32", A), np.float32(1) / x)
         assert results("abs.f32", A) == np.abs(x).view(np.uint32).tolist()
 
 
