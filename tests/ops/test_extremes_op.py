@@ -192,3 +192,19 @@ def test_infinity_that_a_row_sees(pair, value, where):
         put(cache, where, 395, 1, 5, value)
     with np.errstate(invalid="ignore"):
         compare(cache, (q, *rows), REL[pair[0]])
+
+
+@pytest.mark.parametrize("new_tokens", NEW_TOKENS)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_nan_that_every_row_sees_is_not_computed_again(pair, new_tokens):
+    """A model computes nothing but NaN after its first one, and should not take a hundred times as long for it."""
+    cache = cache_of(pair[1])
+    q, *rows = rows_of(cache, new_tokens, pair[0])
+    clean_o, clean_lse = harness.attention(q, *cache.pages, *rows)
+    put(cache, "v", 0, 0, 3, np.nan)
+    o, lse = harness.attention(q, *cache.pages, *rows)
+    is_nan = np.zeros(o.shape, bool)
+    is_nan[rows[0] == 0, :4, 3] = True
+    assert np.isnan(o[is_nan].astype(np.float32)).all()
+    assert_bits_equal(o[~is_nan], clean_o[~is_nan], what="o elsewhere")
+    assert_bits_equal(lse, clean_lse, what="lse")

@@ -121,7 +121,7 @@ struct NanTokens:
 def nan_lanes[dtype: DType, //](source: Pointer[Scalar[dtype], _]) -> SIMD[DType.bool, STEP]:
     """Which of `STEP` elements are NaN."""
     var x = source.unsafe_load[width=STEP]().cast[DType.float32]()
-    return x.ne(x)
+    return ~x.eq(x)  # not `x.ne(x)`, which MAX compiles to a comparison that is false of NaN
 
 
 @always_inline
@@ -194,7 +194,7 @@ def attend_in_float64[
         if sink != MINUS_INFINITY_64:
             total += power_of_two(sink - greatest)
     for d in range(0, dim, STEP):
-        var mean = acc.unsafe_load[width=STEP](d) / total if total != 0 else 0
+        var mean = acc.unsafe_load[width=STEP](d) / (1 if total == 0 else total)
         var out = (mean * Float64(rows.v_scale)).cast[DType.float32]()
         rows.o.unsafe_store(at * dim + d, narrow[dtype](out))
     if writes_lse:
