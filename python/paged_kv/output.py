@@ -54,7 +54,7 @@ def say(message: str) -> None:
 
 
 class _Stdout(io.TextIOWrapper):
-    """Stdout, which keeps the first error of a write: whoever writes may catch it, or may be another library."""
+    """Stdout, which records the first error of a write: code that writes, perhaps of a library, may catch the error."""
 
     error: OSError | UnicodeEncodeError | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -132,24 +133,26 @@ class Append:
         require(len({x.dtype for x in (*sides, *rows)}) == 1 and sides[0].dtype in DTYPES.values(), "dtypes")
         size = sides[0].shape[1]
         require(size >= 1, "page_size")
-        if self.form == "dense":
-            require(model.count(given["page_size"].value, 1) == size, "page_size")
-            table = Table.dense(
-                model.indices(given["page_table"], None, None), model.indices(given["last_page_len"]), size
-            )
-            batch, positions = list(range(len(table.pages))), table.lengths
-            require(len(rows[0]) == len(batch), "rows")
-        else:
-            table = table_of(given, size)
-            batch, positions = placed(given, table, len(rows[0]), self.form)
+        table, batch, positions = destination(given, size, len(rows[0]), self.form)
         table.check(len(sides[0]))
         model.written(*whole)
         write(sides, rows, table, batch, positions, size)
         return []
 
 
-def placed(given: Arguments, table: Table, num_rows: int, form: str) -> tuple[list[int], list[int]]:
-    """Request and position of each row of an append."""
+def destination(
+    given: Arguments, size: int, num_rows: int, form: str
+) -> tuple[Table, list[int], Sequence[int] | np.ndarray]:
+    """The page table of an append, and the request and position of each row."""
+    batch: list[int]
+    positions: Sequence[int] | np.ndarray
+    if form == "dense":
+        require(model.count(given["page_size"].value, 1) == size, "page_size")
+        table = Table.dense(model.indices(given["page_table"], None, None), model.indices(given["last_page_len"]), size)
+        batch, positions = list(range(len(table.pages))), table.lengths
+        require(num_rows == len(batch), "rows")
+        return table, batch, positions
+    table = table_of(given, size)
     if form == "at":
         batch, positions = (model.indices(given[name]).tolist() for name in ("batch_indices", "positions"))
     else:
@@ -158,7 +161,7 @@ def placed(given: Arguments, table: Table, num_rows: int, form: str) -> tuple[li
         require((np.diff(offsets) <= table.lengths).all() and offsets[-1] == num_rows, "offsets")
         batch, positions = rows_of(table.lengths, np.diff(offsets))
     require(len(batch) == len(positions) == num_rows, "rows")
-    return batch, positions
+    return table, batch, positions
 
 
 def dense(memory: Memory, after: Any, used: Any, ids: Any, size: int) -> Arguments:
@@ -220,16 +223,7 @@ class AppendLatent:
         require(len(rows[0]) == len(rows[1]) and len(rows[0]) < 10**6, "rows")
         require(len({x.dtype for x in (*sides, *rows)}) == 1 and sides[0].dtype in DTYPES.values(), "dtypes")
         size = sides[0].shape[1]
-        if self.form == "dense":
-            require(model.count(given["page_size"].value, 1) == size, "page_size")
-            table = Table.dense(
-                model.indices(given["page_table"], None, None), model.indices(given["last_page_len"]), size
-            )
-            batch, positions = list(range(len(table.pages))), table.lengths
-            require(len(rows[0]) == len(batch), "rows")
-        else:
-            table = table_of(given, size)
-            batch, positions = placed(given, table, len(rows[0]), "at")
+        table, batch, positions = destination(given, size, len(rows[0]), self.form)
         table.check(len(sides[0]))
         model.written(*whole)
         write(sides, rows, table, batch, positions, size)

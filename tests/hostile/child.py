@@ -20,7 +20,7 @@ from hostile.cases import Case, Wrong
 from support import harness
 
 HEADROOM = 8 << 30
-"""Bytes of addresses past those that the loaded process has: what asks for the machine's memory gets a MemoryError."""
+"""Bytes of address space that the cases may add: allocating more than that raises MemoryError."""
 
 
 def main(seed: int, first: int, last: int, log: TextIO) -> None:

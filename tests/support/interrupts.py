@@ -1,8 +1,9 @@
 """An exception from outside at a chosen bytecode: what Ctrl-C does, at a place of the test's choice.
 
 CPython delivers signals and `PyThreadState_SetAsyncExc` between some bytecodes, not between all: after calls and
-backward jumps, and not on the way into a `with` block. A trace function that raises ignores that rule, and meets locks
-that no signal can leave behind. Here it only asks for the exception, from C, and the interpreter delivers it as usual.
+backward jumps, and not on the way into a `with` block. A trace function that raises ignores that rule, and leaves locks
+held that no signal could leave held. Here it only schedules the exception, from C, and the interpreter raises it as
+usual.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ PACKAGE = str(Path(paged_kv.__file__).parent)
 
 
 class _Request:
-    """Reading `delivery` asks for a KeyboardInterrupt in a thread; no bytecode that could receive it runs meanwhile."""
+    """Reading `delivery` schedules a KeyboardInterrupt in a thread, at no bytecode where it could be raised at once."""
 
     _as_parameter_ = 0  # what ctypes makes of `self`, which a property passes to its getter
 

@@ -1,4 +1,4 @@
-"""Runs the command line in a process of its own with a stdout or stderr that is closed, full, or read by nobody."""
+"""Runs the command line in a process of its own with a stdout or stderr that is closed, full, or a broken pipe."""
 
 import os
 import subprocess

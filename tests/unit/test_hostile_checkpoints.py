@@ -14,6 +14,7 @@ from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.fields import MAX_LAYERS, MAX_SIZE
 from support.checkpoints import raw_safetensors, write_config
+from support.refusals import refused
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Granite", "Phi3", "Gemma3")
 HUGE = [10**5, 10**9, 2**31, 2**62 + 1, 2**63, 2**64, 10**400]
@@ -30,15 +31,6 @@ def memory():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < MEMORY
-
-
-def refused(call, *args, match=None):
-    with pytest.raises(CheckpointError, match=match) as caught:
-        call(*args)
-    message = str(caught.value)
-    assert message.isprintable()
-    assert len(message) < 600
-    return message
 
 
 def overrides(family):

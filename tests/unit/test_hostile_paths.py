@@ -10,16 +10,9 @@ from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.errors import CheckpointError, ContractTypeError
+from paged_kv.errors import ContractTypeError
 from support.checkpoints import write_config
-
-
-def refused(call, *args, match=None):
-    with pytest.raises(CheckpointError, match=match) as caught:
-        call(*args)
-    message = str(caught.value)
-    assert message.isprintable()
-    assert len(message) < 600
+from support.refusals import refused
 
 
 def tokenizer(folder):

@@ -46,7 +46,7 @@ def serve(tmp_path, monkeypatch):
 def wait():
     """Passes an interrupt on."""
     time.sleep(20)
-    raise AssertionError("nobody told the server to leave")
+    raise AssertionError("the server was not told to stop")
 
 
 def wait_and_return():

@@ -1,0 +1,15 @@
+"""What a refused checkpoint must say."""
+
+import pytest
+
+from paged_kv.errors import CheckpointError
+
+
+def refused(call, *args, match=None):
+    """The message of the CheckpointError that a call raises: one printable line that is not too long."""
+    with pytest.raises(CheckpointError, match=match) as caught:
+        call(*args)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 600
+    return message
