@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from paged_kv.engine import engine, scheduler
 from paged_kv.engine.engine import Emitted, Generation, Statistics
+from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.sampling import Sampler
 from paged_kv.engine.scheduler import pages_for
 from paged_kv.errors import ContractError, ContractTypeError, PoolExhausted
@@ -255,6 +257,15 @@ def test_any_number_of_new_tokens_ends_with_the_context():
 def test_a_step_of_no_tokens_is_refused():
     with pytest.raises(ContractError, match="max_step_tokens must be at least 1, not 0"):
         Generation(FakeModel(99, 4, 10), [[1]], 1, Sampler(), max_step_tokens=0)
+
+
+@pytest.mark.parametrize("token", [-1, 99, 2**40])
+def test_a_step_over_tokens_past_the_vocabulary_is_refused(token):
+    """The model that runs, without its graph: this comes before."""
+    model = DecoderModel.__new__(DecoderModel)
+    model.config = SimpleNamespace(vocab_size=99)
+    with pytest.raises(ContractError, match=f"tokens: request 1 has {token}, expected an id from 0 to 98"):
+        model.step([[98], [0, token]], [0, 0], [[0], [1]])
 
 
 def test_a_full_context_still_gives_one_token():

@@ -121,10 +121,12 @@ class DecoderModel:
             ToolchainError: this process was forked off one in which MAX ran.
         """
         check_not_forked()
+        for request, new in enumerate(tokens):  # the graph reads the embedding of a token wherever its id points
+            for token in new:
+                if not 0 <= token < self.config.vocab_size:
+                    known = f"an id from 0 to {self.config.vocab_size - 1}"
+                    raise ContractError(f"tokens: request {request} has {shown(token)}, expected {known}")
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
-        # The graph reads the embedding of a token wherever its id points.
-        if inputs.tokens.size and not 0 <= inputs.tokens.min() <= inputs.tokens.max() < self.config.vocab_size:
-            raise ContractError(f"tokens must be ids from 0 to {self.config.vocab_size - 1}")
         arguments = [to_buffer(value) for value in inputs.flatten()]
         if self._device.is_host:
             return self._model.execute(*arguments)[0].to_numpy()
