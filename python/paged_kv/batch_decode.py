@@ -13,10 +13,11 @@ from paged_kv.arrays.cache_storage import check_layout, paged_views
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.types import ArrayT, DTypeLike, PagedCache, SupportsDLPack
 from paged_kv.calls.attend import Attention, Scales
-from paged_kv.calls.batch import DecodeBatch, PageTableBuffers
+from paged_kv.calls.buffers import PageTableBuffers
 from paged_kv.calls.page_table import PageTable
 from paged_kv.calls.plan import AttentionPlan, attention_options, output_views
 from paged_kv.calls.planned import LastPlan
+from paged_kv.calls.rows import Rows
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -213,9 +214,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             PageTableError: a page id is not one of the cache's, or the user's buffers hold an inconsistent page table.
             ContractTypeError, ShapeError: an array is not as planned.
         """
-        attention, batch = self._last_plan.of_call("run")
+        attention, rows = self._last_plan.of_call("run")
         scales = (q_scale, k_scale, v_scale)
-        return self._run(attention, batch, q, paged_kv_cache, scales, return_lse, out, lse, sinks)
+        return self._run(attention, rows, q, paged_kv_cache, scales, return_lse, out, lse, sinks)
 
     def run_return_lse(
         self,
@@ -247,7 +248,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return_lse: bool = False,
     ) -> ArrayT | tuple[ArrayT, ArrayT]:
         """FlashInfer's older `run`: options that are given replace the planned ones, for this call alone."""
-        attention, batch = self._last_plan.of_call("forward")
+        attention, rows = self._last_plan.of_call("forward")
         given: dict[str, Any] = {
             "window_left": window_left,
             "logits_soft_cap": logits_soft_cap,
@@ -258,7 +259,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         plan = attention.plan
         options = replace(plan.options, **{name: value for name, value in given.items() if value is not None})
         plan = replace(plan, options=options, pos_encoding_mode=pos_encoding_mode or plan.pos_encoding_mode)
-        return self._run(Attention(plan), batch, q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse)
+        return self._run(Attention(plan), rows, q, paged_kv_cache, (q_scale, k_scale, v_scale), return_lse)
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """`forward` with `return_lse=True`."""
@@ -270,7 +271,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def _run(
         self,
         attention: Attention,
-        batch: DecodeBatch,
+        rows: Rows,
         q: Any,
         paged_kv_cache: Any,
         scales: Scales,
@@ -283,7 +284,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         device = devices.device_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
         queries = device.view(q, "q")
         k, v = paged_views(paged_kv_cache, self._kv_layout, device=device)
-        shape = (batch.size, plan.num_qo_heads, plan.head_dim)
+        shape = (rows.count, plan.num_qo_heads, plan.head_dim)
         out_view = lse_view = None
         if out is not None or lse is not None:
             read = [("q", queries), ("paged_kv_cache", k), ("paged_kv_cache", v)]
@@ -293,7 +294,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 read += buffers.on(device)
             outputs = (("out", out, shape, plan.q_dtype), ("lse", lse, shape[:2], _FLOAT32))
             out_view, lse_view = output_views(device, outputs, read)
-        o, sums = attention.run(device, queries, k, v, batch, scales, sinks)
+        o, sums = attention.run(device, queries, k, v, rows, scales, sinks)
         if out_view is not None:
             device.write(out_view, o)
         if lse_view is not None:

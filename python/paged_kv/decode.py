@@ -24,8 +24,8 @@ from paged_kv.arrays.cache_storage import check_alike, check_layout, check_stora
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.calls.attend import Attention
-from paged_kv.calls.batch import DecodeBatch
 from paged_kv.calls.plan import AttentionPlan, attention_options
+from paged_kv.calls.rows import Rows
 from paged_kv.errors import ShapeError
 
 __all__ = [
@@ -148,7 +148,7 @@ def single_decode_with_kv_cache(
         )
     )
     scales = (q_scale, k_scale, v_scale)
-    o, lse = attention.run(device, query[None], keys, values, DecodeBatch.of_one(length), scales)
+    o, lse = attention.run(device, query[None], keys, values, Rows.of_one(length), scales)
     result = device.like(q, o[0])
     return (result, device.like(q, lse[0])) if wants_lse else result
 

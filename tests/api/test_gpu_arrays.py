@@ -15,7 +15,7 @@ from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.streams import Streams
-from paged_kv.calls.batch import PageTableBuffers
+from paged_kv.calls.buffers import PageTableBuffers
 from paged_kv.calls.page_table import PageTable
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
@@ -175,20 +175,20 @@ def test_shapes_and_dtypes_are_checked_on_a_gpu():
 
 def test_buffers_on_a_gpu_are_written_by_plan_and_not_read(monkeypatch):
     """The three buffers hold what was planned, and the rows are those of the plan."""
-    monkeypatch.setattr("paged_kv.calls.batch.device_of", lambda **_: STAND_IN)
+    monkeypatch.setattr("paged_kv.calls.buffers.device_of", lambda **_: STAND_IN)
     buffers = [torch.zeros(3, dtype=torch.int32), torch.full((5,), -7), torch.zeros(2, dtype=torch.int32)]
     fixed = PageTableBuffers(*buffers)
     with pytest.raises(ContractError, match="nothing is planned"):
-        fixed.batch(4)
+        fixed.rows(4)
     table = PageTable.of(np.array([0, 2, 3]), np.array([9, 1, 4]), np.array([2, 4]), 4)
     fixed.fill(table)
     assert [buffer.tolist() for buffer in buffers] == [[0, 2, 3], [9, 1, 4, -7, -7], [2, 4]]
     buffers[0].zero_()
-    assert fixed.batch(4).lengths.tolist() == [6, 4]
+    assert fixed.rows(4).lengths.tolist() == [6, 4]
     too_long = PageTable.of(np.array([0, 2, 6]), np.arange(6), np.array([2, 4]), 4)
     with pytest.raises(ShapeError, match="6 page ids, paged_kv_indices_buffer holds 5"):
         fixed.fill(too_long)
-    assert fixed.batch(4).lengths.tolist() == [6, 4]
+    assert fixed.rows(4).lengths.tolist() == [6, 4]
 
 
 def test_streams_follow_each_other(monkeypatch):

@@ -14,8 +14,8 @@ from max.driver import Buffer
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import to_buffer
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.calls.batch import DecodeBatch
 from paged_kv.calls.plan import AttentionPlan, check_array, check_q_dtype
+from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import alibi_slopes
 from paged_kv.runtime.session import runtime_on
@@ -49,7 +49,7 @@ class Attention:
         self._last_storage: tuple[tuple[Any, ...], _Storage | None] = ((), None)
 
     def run(
-        self, device: ArrayDevice, q: Any, k: Any, v: Any, batch: DecodeBatch, scales: Scales, sinks: Any = None
+        self, device: ArrayDevice, q: Any, k: Any, v: Any, rows: Rows, scales: Scales, sinks: Any = None
     ) -> tuple[Any, Any]:
         """Output `[B, Hq, D]` in the dtype of `q` and the base-2 lse `[B, Hq]` float32: views on the same device.
 
@@ -59,25 +59,25 @@ class Attention:
             device: That of q, k, v and sinks.
             q: A view `[B, Hq, D]`.
             k, v: `[page, slot, Hk, D]` views of one shape and dtype with a unit last stride.
-            batch: The requests.
+            rows: Of q, with their requests.
             scales: Of q, k and v.
             sinks: An array `[Hq]`, or None.
 
         Raises:
             ContractTypeError, ShapeError, ContractError: an argument does not fit the plan.
-            PageTableError: a page of `batch` is not one of the cache's.
+            PageTableError: a page of `rows` is not one of the cache's.
         """
         plan = self.plan
-        check_array(device, "q", q, (batch.size, plan.num_qo_heads, plan.head_dim), plan.q_dtype)
+        check_array(device, "q", q, (rows.count, plan.num_qo_heads, plan.head_dim), plan.q_dtype)
         self._check_cache(device, k, v)
-        batch.check_pages(len(k))
+        rows.table.check(len(k))
         numbers = self._numbers_of(scales)
         # What torch still has to compute is enqueued before MAX's stream is told to wait.
         queries, sink_values = device.contiguous(q), None if sinks is None else self._sinks(device, sinks)
         runtime = runtime_on(device.index)
         with device.ordered():
             slopes, no_sinks = self._constants_on(device)
-            row_batch, row_lengths, lookup_table = batch.operands_on(device)
+            row_batch, row_lengths, lookup_table = rows.operands_on(device)
             k_blocks, v_blocks, view = self._storage_of(device, k, v)
             o, lse = runtime.execute(
                 self._variant,

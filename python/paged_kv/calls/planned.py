@@ -5,8 +5,9 @@ from __future__ import annotations
 from threading import Lock
 
 from paged_kv.calls.attend import Attention
-from paged_kv.calls.batch import DecodeBatch, PageTableBuffers
+from paged_kv.calls.buffers import PageTableBuffers
 from paged_kv.calls.page_table import PageTable
+from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractError
 
 
@@ -19,7 +20,7 @@ class LastPlan:
 
     def __init__(self, buffers: PageTableBuffers | None) -> None:
         self.buffers = buffers
-        self._plan: tuple[Attention, DecodeBatch | None] | None = None  # read and replaced as one value
+        self._plan: tuple[Attention, Rows | None] | None = None  # read and replaced as one value
         self._lock = Lock()  # of `buffers`: filled and read as a whole
 
     def replace(self, attention: Attention, table: PageTable) -> None:
@@ -29,13 +30,13 @@ class LastPlan:
             ShapeError: it does not fit the user's buffers; the former plan stays.
         """
         if self.buffers is None:
-            self._plan = attention, DecodeBatch.of(table)
+            self._plan = attention, Rows.of_decode(table)
             return
         with self._lock:
             self.buffers.fill(table)
             self._plan = attention, None
 
-    def of_call(self, name: str) -> tuple[Attention, DecodeBatch]:
+    def of_call(self, name: str) -> tuple[Attention, Rows]:
         """The plan for a call of that name; the requests are those that the user's buffers hold now.
 
         Raises:
@@ -44,18 +45,18 @@ class LastPlan:
         """
         if self._plan is None:
             raise ContractError(f"{name}: nothing is planned, call plan (or begin_forward) first")
-        attention, batch = self._plan
-        if batch is not None:
-            return attention, batch
+        attention, rows = self._plan
+        if rows is not None:
+            return attention, rows
         assert self.buffers is not None
         with self._lock:
             attention, _ = self._plan
-            return attention, self.buffers.batch(attention.plan.page_size)
+            return attention, self.buffers.rows(attention.plan.page_size)
 
     def __str__(self) -> str:
         if self._plan is None:
             return "nothing planned"
-        attention, batch = self._plan
-        if batch is None:
+        attention, rows = self._plan
+        if rows is None:
             return str(attention.plan)
-        return f"{batch.size} requests of up to {batch.lengths.max(initial=0)} tokens, {attention.plan}"
+        return f"{rows.batch_size} requests of up to {rows.lengths.max(initial=0)} tokens, {attention.plan}"

@@ -1,4 +1,4 @@
-"""The requests of a decode step: their lengths and pages, as the attention op takes them.
+"""Arrays of the user's that hold a page table: written by `plan`, read by every `run`.
 
 Letters in shapes: B requests.
 """
@@ -6,92 +6,19 @@ Letters in shapes: B requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from max.driver import Buffer
 
 from paged_kv.arrays.devices import device_of
-from paged_kv.arrays.host import to_buffer
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.page_table import PageTable
-from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from paged_kv.calls.rows import Rows
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 _BUFFER_NAMES = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
 _INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeBatch:
-    """One query row a request, and the pages that each may read. Nothing of it is the caller's memory."""
-
-    lengths: npt.NDArray[np.int32]
-    """`[B]`, in tokens."""
-    num_pages: npt.NDArray[np.int32]
-    """`[B]`, pages of each request."""
-    lookup_table: npt.NDArray[np.uint32]
-    """`[B, max_pages]`."""
-    highest_page: int
-    """-1 where no page is used. A negative id counts as its unsigned reading: no pool is that large."""
-    operands: tuple[Buffer, Buffer, Buffer]
-    """row_batch, row_lengths and lookup_table as the op takes them, on the host."""
-    _uploaded: dict[ArrayDevice, tuple[Buffer, Buffer, Buffer]] = field(default_factory=dict)
-
-    @staticmethod
-    def of(table: PageTable) -> DecodeBatch:
-        """The requests of a checked page table."""
-        used = table.used_indices.view(np.uint32)
-        highest = int(used.max()) if len(used) else -1
-        return DecodeBatch._make(table.lengths, table.num_pages, table.dense(), highest)
-
-    @staticmethod
-    def of_one(length: int) -> DecodeBatch:
-        """One request whose `length` tokens are page 0."""
-        pages = int(length > 0)
-        counts = np.array([pages], np.int32)
-        return DecodeBatch._make(np.array([length], np.int32), counts, np.zeros((1, 1), np.uint32), pages - 1)
-
-    @staticmethod
-    def _make(
-        lengths: npt.NDArray[np.int32],
-        num_pages: npt.NDArray[np.int32],
-        lookup_table: npt.NDArray[np.uint32],
-        highest_page: int,
-    ) -> DecodeBatch:
-        row_batch = np.arange(len(lengths), dtype=np.int32)
-        operands = (to_buffer(row_batch), to_buffer(lengths), to_buffer(lookup_table))
-        return DecodeBatch(lengths, num_pages, lookup_table, highest_page, operands)
-
-    def operands_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
-        """`operands` in the memory of a device: copied there once, which waits for nothing."""
-        found = self._uploaded.get(device)
-        if found is None:
-            row_batch, row_lengths, lookup_table = (device.upload(operand) for operand in self.operands)
-            found = self._uploaded[device] = row_batch, row_lengths, lookup_table
-        return found
-
-    @property
-    def size(self) -> int:
-        """B."""
-        return len(self.lengths)
-
-    def check_pages(self, num_pages: int) -> None:
-        """Refuses a page id outside `[0, num_pages)`.
-
-        Raises:
-            PageTableError: names request, slot and id.
-        """
-        if self.highest_page < num_pages:
-            return
-        used = np.arange(self.lookup_table.shape[1]) < self.num_pages[:, None]
-        request, slot = np.argwhere(used & (self.lookup_table >= num_pages))[0]
-        page = self.lookup_table.view(np.int32)[request, slot]
-        raise PageTableError(
-            f"indices: request {request}, slot {slot} holds page id {page}, outside the cache's [0, {num_pages})"
-        )
 
 
 class PageTableBuffers:
@@ -120,7 +47,7 @@ class PageTableBuffers:
             if array is None:
                 raise ContractError(f"{name} is needed where the page table lives in buffers (use_cuda_graph=True)")
         self._device = device_of(**arrays)
-        self._planned: DecodeBatch | None = None
+        self._planned: Rows | None = None
         self._indptr, self._indices, self._last_page_len = (self._view(a, n) for n, a in arrays.items())
         self.batch_size = len(self._last_page_len)
         if len(self._indptr) != self.batch_size + 1:
@@ -151,7 +78,7 @@ class PageTableBuffers:
         if used > len(self._indices):
             raise ShapeError(f"indices: {used} page ids, paged_kv_indices_buffer holds {len(self._indices)}")
         if not self._device.readable:
-            self._planned = DecodeBatch.of(table)
+            self._planned = Rows.of_decode(table)
         sources: Sequence[np.ndarray] = (table.indptr, table.used_indices, table.last_page_len)
         targets = (self._indptr, self._indices[:used], self._last_page_len)
         if self._device.readable:
@@ -159,7 +86,7 @@ class PageTableBuffers:
         for target, source in zip(targets, sources, strict=True):
             self._device.write(target, source)
 
-    def batch(self, page_size: int) -> DecodeBatch:
+    def rows(self, page_size: int) -> Rows:
         """The requests that the arrays hold now; on a GPU, those that were planned last.
 
         Raises:
@@ -169,7 +96,7 @@ class PageTableBuffers:
         if self._device.readable:
             # Copies: what is checked is what is read, even where another thread writes to the arrays.
             indptr, indices, last_page_len = (self._device.clone(view) for _, view in self.views)
-            return DecodeBatch.of(PageTable.of(indptr, indices, last_page_len, page_size, _BUFFER_NAMES))
+            return Rows.of_decode(PageTable.of(indptr, indices, last_page_len, page_size, _BUFFER_NAMES))
         if self._planned is None:
             raise ContractError("run: nothing is planned, call plan first")
         return self._planned

@@ -1,0 +1,148 @@
+"""The query rows of an attention call and the pages that they may read, as the ops take them.
+
+Letters in shapes: B requests, R query rows. The rows of one request lie side by side. Nothing here is the caller's
+memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from max.driver import Buffer
+
+from paged_kv.arrays.host import to_buffer
+from paged_kv.arrays.types import ArrayDevice
+from paged_kv.calls.page_table import PageTable
+from paged_kv.errors import PageTableError
+
+Int32s = npt.NDArray[np.int32]
+
+_NO_INT32 = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class LookupTable:
+    """The pages of each request, in token order."""
+
+    entries: npt.NDArray[np.uint32]
+    """`[B, max_pages]`."""
+    num_pages: Int32s
+    """`[B]`, pages of each request."""
+    highest_page: int
+    """-1 where no page is used. A negative id counts as its unsigned reading: no pool is that large."""
+
+    @staticmethod
+    def of(table: PageTable) -> LookupTable:
+        """The pages of a checked page table."""
+        used = table.used_indices.view(np.uint32)
+        highest = int(used.max()) if len(used) else -1
+        return LookupTable(table.dense(), table.num_pages, highest)
+
+    @staticmethod
+    def of_one(length: int) -> LookupTable:
+        """One request whose `length` tokens are page 0."""
+        pages = int(length > 0)
+        return LookupTable(np.zeros((1, 1), np.uint32), np.array([pages], np.int32), pages - 1)
+
+    def check(self, num_pages: int) -> None:
+        """Refuses a page id outside `[0, num_pages)`.
+
+        Raises:
+            PageTableError: names request, slot and id.
+        """
+        if self.highest_page < num_pages:
+            return
+        used = np.arange(self.entries.shape[1]) < self.num_pages[:, None]
+        request, slot = np.argwhere(used & (self.entries >= num_pages))[0]
+        page = self.entries.view(np.int32)[request, slot]
+        raise PageTableError(
+            f"indices: request {request}, slot {slot} holds page id {page}, outside the cache's [0, {num_pages})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RowMasks:
+    """Which of a request's tokens each row sees: one bit a token."""
+
+    bits: npt.NDArray[np.uint8]
+    """`[bytes]`, the lowest bit of a byte first."""
+    starts: npt.NDArray[np.int64]
+    """`[R]`, where each row's bits begin, in bits; -1 for a row without a mask."""
+    firsts: Int32s = field(default_factory=lambda: _NO_INT32)
+    """`[R]`, the token that a row's first bit is for: those before are seen. No entries: 0 for every row."""
+
+
+_NO_MASKS = RowMasks(np.zeros(0, np.uint8), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Query rows: row r sees those of the first `lengths[r]` tokens of request `batch[r]` that its mask and the window
+    let through.
+    """
+
+    table: LookupTable
+    batch: Int32s
+    """`[R]`, the request of each row."""
+    lengths: Int32s
+    """`[R]`, in tokens; a row of 0 has o = 0 and lse = -inf."""
+    positions: Int32s | None = None
+    """`[R]`, where a row's own token stands: from there the window counts back, and RoPE turns q. None: each row's is
+    the last that it sees, `lengths - 1` (past the first token of its request, see `token_offsets`)."""
+    token_offsets: Int32s | None = None
+    """`[B]`, where the first token of each request's pages stands; None: at 0."""
+    masks: RowMasks | None = None
+    """None: no row has one."""
+    _uploaded: dict[tuple[ArrayDevice, bool], tuple[Buffer, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of_decode(table: PageTable) -> Rows:
+        """One row a request, which sees all its tokens."""
+        return Rows(LookupTable.of(table), np.arange(table.batch_size, dtype=np.int32), table.lengths)
+
+    @staticmethod
+    def of_one(length: int) -> Rows:
+        """One row, which sees `length` tokens: page 0."""
+        return Rows(LookupTable.of_one(length), np.zeros(1, np.int32), np.array([length], np.int32))
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return len(self.batch)
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self.table.num_pages)
+
+    def is_plain(self, positions_matter: bool) -> bool:
+        """Whether the op without masks computes it: its rows stand at the last token that they see.
+
+        Args:
+            positions_matter: Whether a row's result depends on its position: under a window, or RoPE.
+        """
+        return self.masks is None and self.token_offsets is None and (self.positions is None or not positions_matter)
+
+    def operands_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
+        """row_batch, row_lengths and lookup_table in a device's memory: copied there once, which waits for nothing."""
+        found = self._uploaded.get((device, False))
+        if found is None:
+            found = self._upload(device, False, self.batch, self.lengths, self.table.entries)
+        row_batch, row_lengths, lookup_table = found
+        return row_batch, row_lengths, lookup_table
+
+    def masked_operands_on(self, device: ArrayDevice) -> tuple[Buffer, ...]:
+        """row_positions, token_offsets, mask, mask_starts and mask_firsts there; what is None has no entries."""
+        found = self._uploaded.get((device, True))
+        if found is None:
+            masks = self.masks or _NO_MASKS
+            positions = _NO_INT32 if self.positions is None else self.positions
+            offsets = _NO_INT32 if self.token_offsets is None else self.token_offsets
+            found = self._upload(device, True, positions, offsets, masks.bits, masks.starts, masks.firsts)
+        return found
+
+    def _upload(self, device: ArrayDevice, masked: bool, *arrays: np.ndarray) -> tuple[Buffer, ...]:
+        found = self._uploaded[device, masked] = tuple(device.upload(to_buffer(array)) for array in arrays)
+        return found
