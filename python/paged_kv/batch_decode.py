@@ -292,7 +292,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 read.append(("sinks", device.view(sinks, "sinks")))
             if (buffers := self._last_plan.buffers) is not None:
                 read += buffers.on(device)
-            outputs = (("out", out, shape, plan.q_dtype), ("lse", lse, shape[:2], _FLOAT32))
+            outputs = (("out", out, shape, plan.result_dtype), ("lse", lse, shape[:2], _FLOAT32))
             out_view, lse_view = output_views(device, outputs, read)
         o, sums = attention.run(device, queries, k, v, rows, scales, sinks)
         if out_view is not None:

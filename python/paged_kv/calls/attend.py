@@ -1,6 +1,6 @@
 """One attention call: a plan with its operands prepared, run on the device that its arrays lie on.
 
-Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension.
+Letters in shapes: R rows (query tokens), Hq query heads, Hk KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from max.driver import Buffer
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import to_buffer
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.calls.plan import AttentionPlan, check_array, check_q_dtype
+from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import alibi_slopes
@@ -38,30 +38,42 @@ class Attention:
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
-        self._variant = plan.variant
+        self._variant = plan.variant()
+        self._widened = None if plan.op_q_dtype == plan.q_dtype else plan.op_q_dtype
+        self._narrowed = None if plan.op_o_dtype == plan.result_dtype else plan.result_dtype
         alibi = plan.pos_encoding_mode == "ALIBI"
         self._slopes = to_buffer(alibi_slopes(plan.num_qo_heads) if alibi else np.zeros(0, np.float32))
         self._no_sinks = to_buffer(np.zeros(0, np.float32))
         self._constants: dict[ArrayDevice, tuple[Buffer, Buffer]] = {}
-        self._window_left = to_buffer(np.array(plan.options.window_left, np.int32))
+        self._window = _int32(plan.options.window_left)
+        self._last_window: tuple[Any, Buffer] = None, self._window
         no_scales: Scales = (None, None, None)
         self._last_numbers = no_scales, self._pack(no_scales)
         self._last_storage: tuple[tuple[Any, ...], _Storage | None] = ((), None)
 
     def run(
-        self, device: ArrayDevice, q: Any, k: Any, v: Any, rows: Rows, scales: Scales, sinks: Any = None
+        self,
+        device: ArrayDevice,
+        q: Any,
+        k: Any,
+        v: Any,
+        rows: Rows,
+        scales: Scales,
+        sinks: Any = None,
+        window_left: int | None = None,
     ) -> tuple[Any, Any]:
-        """Output `[B, Hq, D]` in the dtype of `q` and the base-2 lse `[B, Hq]` float32: views on the same device.
+        """Output `[R, Hq, D]` in the planned dtype and the base-2 lse `[R, Hq]` float32: views on the same device.
 
         On a GPU the call is enqueued in the order of torch's current stream, and not waited for.
 
         Args:
             device: That of q, k, v and sinks.
-            q: A view `[B, Hq, D]`.
+            q: A view `[R, Hq, D]`.
             k, v: `[page, slot, Hk, D]` views of one shape and dtype with a unit last stride.
             rows: Of q, with their requests.
             scales: Of q, k and v.
             sinks: An array `[Hq]`, or None.
+            window_left: Instead of the planned one, where not None.
 
         Raises:
             ContractTypeError, ShapeError, ContractError: an argument does not fit the plan.
@@ -71,7 +83,9 @@ class Attention:
         check_array(device, "q", q, (rows.count, plan.num_qo_heads, plan.head_dim), plan.q_dtype)
         self._check_cache(device, k, v)
         rows.table.check(len(k))
-        numbers = self._numbers_of(scales)
+        numbers, window = self._numbers_of(scales), self._window_of(window_left)
+        if self._widened is not None:
+            q = device.astype(q, self._widened)
         # What torch still has to compute is enqueued before MAX's stream is told to wait.
         queries, sink_values = device.contiguous(q), None if sinks is None else self._sinks(device, sinks)
         runtime = runtime_on(device.index)
@@ -90,10 +104,13 @@ class Attention:
                 view,
                 slopes,
                 no_sinks if sink_values is None else device.buffer(sink_values),
-                self._window_left,
+                window,
                 numbers,
             )
-        return device.take(o), device.take(lse)
+        found = device.take(o)
+        if self._narrowed is not None:
+            found = device.astype(found, self._narrowed)
+        return found, device.take(lse)
 
     def _constants_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer]:
         """ALiBi's slopes and the empty sinks, copied to a device once."""
@@ -120,6 +137,16 @@ class Attention:
             self._last_numbers = scales, numbers
         return numbers
 
+    def _window_of(self, window_left: int | None) -> Buffer:
+        """The op's operand for the planned window, or for another one, which is kept for the next run."""
+        if window_left is None:
+            return self._window
+        kept, operand = self._last_window
+        if type(window_left) is not int or window_left != kept:
+            operand = _int32(replace(self.plan.options, window_left=window_left).window_left)  # which checks it
+            self._last_window = window_left, operand
+        return operand
+
     def _pack(self, scales: Scales) -> Buffer:
         """The op's five numbers, with a run's scales of q, k and v."""
         q_scale, k_scale, v_scale = (1.0 if scale is None else scale for scale in scales)
@@ -130,7 +157,7 @@ class Attention:
     def _sinks(self, device: ArrayDevice, sinks: Any) -> Any:
         """The sinks as the op takes them; their values are checked where they can be read."""
         view, heads = device.view(sinks, "sinks"), self.plan.num_qo_heads
-        check_q_dtype("sinks: dtype", device.dtype(view))
+        check_dtype("sinks: dtype", device.dtype(view))
         if tuple(view.shape) != (heads,):
             raise ShapeError(f"sinks: shape {list(view.shape)}, expected [num_qo_heads] = [{heads}]")
         values = device.contiguous(device.astype(view, np.float32))
@@ -155,6 +182,10 @@ class Attention:
                 raise ContractTypeError(
                     f"paged_kv_cache: dtype {dtype.name} of {name}, planned {plan.kv_dtype.name} (kv_data_type)"
                 )
+
+
+def _int32(value: int) -> Buffer:
+    return to_buffer(np.array(value, np.int32))
 
 
 _PAGE = ("page_size", "num_kv_heads", "head_dim")

@@ -11,7 +11,7 @@ import numpy as np
 
 from paged_kv.arrays.dtypes import max_dtype
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.calls.plan import check_q_dtype
+from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
@@ -53,7 +53,7 @@ def checked_state(device: ArrayDevice, v: Any, s: Any, names: tuple[str, str], r
             not its shape without the last dimension.
     """
     outputs, sums = device.view(v, names[0]), device.view(s, names[1])
-    check_q_dtype(f"{names[0]}: dtype", device.dtype(outputs))
+    check_dtype(f"{names[0]}: dtype", device.dtype(outputs))
     if device.dtype(sums) != np.float32:
         raise ContractTypeError(f"{names[1]}: dtype {device.dtype(sums).name}, expected float32")
     if outputs.ndim != rank:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
-from paged_kv.arrays.dtypes import max_dtype
+from paged_kv.arrays.dtypes import DTYPES, max_dtype
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.options import FLOAT8_DTYPES, Q_DTYPES, AttentionOptions, check_head_dim
-from paged_kv.runtime.variants import Variant
+from paged_kv.options import FLOAT8_DTYPES, KV_DTYPES, Q_DTYPES, AttentionOptions, check_head_dim
+from paged_kv.runtime.variants import Op, Variant
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
@@ -41,12 +41,14 @@ class AttentionPlan:
     head_dim: int
     page_size: int
     q_dtype: np.dtype[Any]
-    """float32, float16 or bfloat16."""
+    """float32, float16 or bfloat16, or either float8, which is widened before the op."""
     kv_dtype: np.dtype[Any]
-    """`q_dtype`, or either float8 with any of the three."""
+    """`q_dtype`, or either float8 with any q; any of them with float8 queries."""
     pos_encoding_mode: str
     options: AttentionOptions
     """`rope_theta` is used only by ROPE_LLAMA; the scales of q, k and v are a run's."""
+    o_dtype: np.dtype[Any] | None = None
+    """Of the output: any dtype that q may have; None is `q_dtype`."""
     dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
     """What messages call the two dtypes."""
 
@@ -58,8 +60,12 @@ class AttentionPlan:
                 f"num_qo_heads: {self.num_qo_heads} is no multiple of num_kv_heads, which is {self.num_kv_heads}"
             )
         check_head_dim("head_dim", self.head_dim)
-        check_q_dtype(f"{self.dtype_names[0]}:", self.q_dtype)
-        if self.kv_dtype != self.q_dtype and self.kv_dtype.name not in FLOAT8_DTYPES:
+        check_dtype(f"{self.dtype_names[0]}:", self.q_dtype, KV_DTYPES)
+        check_dtype(f"{self.dtype_names[1]}:", self.kv_dtype, KV_DTYPES)
+        if self.o_dtype is None:
+            object.__setattr__(self, "o_dtype", self.q_dtype)
+        check_dtype("o_data_type:", self.result_dtype, KV_DTYPES)
+        if self.kv_dtype.name not in (self.op_q_dtype.name, *FLOAT8_DTYPES):
             legal = f"equal q's {self.q_dtype.name} or be one of {', '.join(FLOAT8_DTYPES)}"
             raise ContractTypeError(f"{self.dtype_names[1]}: {self.kv_dtype.name} must {legal}")
         if not isinstance(self.pos_encoding_mode, str) or self.pos_encoding_mode not in POS_ENCODING_MODES:
@@ -73,19 +79,35 @@ class AttentionPlan:
         return f"{heads}, pages of {self.page_size}, {dtypes}, {self.pos_encoding_mode}"
 
     @property
-    def variant(self) -> Variant:
-        """The compiled graph that computes it."""
-        return Variant("attention", max_dtype(self.q_dtype), max_dtype(self.kv_dtype))
+    def result_dtype(self) -> np.dtype[Any]:
+        """Of the output that the caller gets."""
+        return self.q_dtype if self.o_dtype is None else self.o_dtype
+
+    @property
+    def op_q_dtype(self) -> np.dtype[Any]:
+        """Of the queries that the op gets: float8 is widened, exactly, to the cache's dtype or to bfloat16."""
+        if self.q_dtype.name in Q_DTYPES:
+            return self.q_dtype
+        return self.kv_dtype if self.kv_dtype.name in Q_DTYPES else DTYPES["bfloat16"]
+
+    @property
+    def op_o_dtype(self) -> np.dtype[Any]:
+        """Of the output that the op writes, which is rounded to `result_dtype` where they differ."""
+        return self.op_q_dtype
+
+    def variant(self, op: Op = "attention") -> Variant:
+        """The compiled graph of `op` that computes it."""
+        return Variant(op, max_dtype(self.op_q_dtype), max_dtype(self.kv_dtype))
 
 
-def check_q_dtype(what: str, dtype: np.dtype[Any]) -> None:
-    """Refuses a dtype that queries, outputs and sinks cannot have; `what` begins the message, such as "sinks: dtype".
+def check_dtype(what: str, dtype: np.dtype[Any], legal: Sequence[str] = Q_DTYPES) -> None:
+    """Refuses a dtype that is none of `legal`: those of queries, outputs and sinks that no kernel has to widen.
 
     Raises:
-        ContractTypeError: it is none of `Q_DTYPES`.
+        ContractTypeError: as said; `what` begins the message, such as "sinks: dtype".
     """
-    if dtype.name not in Q_DTYPES:
-        raise ContractTypeError(f"{what} {dtype.name} is none of {', '.join(Q_DTYPES)}")
+    if dtype.name not in legal:
+        raise ContractTypeError(f"{what} {dtype.name} is none of {', '.join(legal)}")
 
 
 def check_array(device: ArrayDevice, name: str, view: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
