@@ -60,7 +60,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._kv_layout = kv_layout
         self._use_tensor_cores = use_tensor_cores
         buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        self._last_plan = LastPlan(PageTableBuffers(*buffers) if flag("use_cuda_graph", use_cuda_graph) else None)
+        fixed = PageTableBuffers(*buffers) if flag("use_cuda_graph", use_cuda_graph) else None
+        self._last_plan = LastPlan(Rows.of_decode, fixed)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:

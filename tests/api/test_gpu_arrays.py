@@ -179,16 +179,16 @@ def test_buffers_on_a_gpu_are_written_by_plan_and_not_read(monkeypatch):
     buffers = [torch.zeros(3, dtype=torch.int32), torch.full((5,), -7), torch.zeros(2, dtype=torch.int32)]
     fixed = PageTableBuffers(*buffers)
     with pytest.raises(ContractError, match="nothing is planned"):
-        fixed.rows(4)
+        fixed.read()
     table = PageTable.of(np.array([0, 2, 3]), np.array([9, 1, 4]), np.array([2, 4]), 4)
     fixed.fill(table)
     assert [buffer.tolist() for buffer in buffers] == [[0, 2, 3], [9, 1, 4, -7, -7], [2, 4]]
     buffers[0].zero_()
-    assert fixed.rows(4).lengths.tolist() == [6, 4]
+    assert fixed.read().lengths.tolist() == [6, 4]
     too_long = PageTable.of(np.array([0, 2, 6]), np.arange(6), np.array([2, 4]), 4)
     with pytest.raises(ShapeError, match="6 page ids, paged_kv_indices_buffer holds 5"):
         fixed.fill(too_long)
-    assert fixed.rows(4).lengths.tolist() == [6, 4]
+    assert fixed.read().lengths.tolist() == [6, 4]
 
 
 def test_streams_follow_each_other(monkeypatch):

@@ -81,7 +81,7 @@ class Attention:
         """
         plan = self.plan
         check_array(device, "q", q, (rows.count, plan.num_qo_heads, plan.head_dim), plan.q_dtype)
-        self._check_cache(device, k, v)
+        self._check_cache(device, k, v, rows.table.page_size)
         rows.table.check(len(k))
         numbers, window = self._numbers_of(scales), self._window_of(window_left)
         if self._widened is not None:
@@ -168,10 +168,10 @@ class Attention:
                 raise ContractError(f"sinks: head {head} has {values[head]}, expected a finite logit or -inf")
         return values
 
-    def _check_cache(self, device: ArrayDevice, k: Any, v: Any) -> None:
+    def _check_cache(self, device: ArrayDevice, k: Any, v: Any, page_size: int) -> None:
         """K and V are pages of the planned sizes and dtype."""
         plan = self.plan
-        page = (plan.page_size, plan.num_kv_heads, plan.head_dim)
+        page = (page_size, plan.num_kv_heads, plan.head_dim)
         for name, view in (("k", k), ("v", v)):
             if tuple(view.shape[1:]) != page:
                 for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):

@@ -47,7 +47,8 @@ class PageTableBuffers:
             if array is None:
                 raise ContractError(f"{name} is needed where the page table lives in buffers (use_cuda_graph=True)")
         self._device = device_of(**arrays)
-        self._planned: Rows | None = None
+        self._page_size: int | None = None
+        self._planned: Rows | None = None  # where the arrays are not read again
         self._indptr, self._indices, self._last_page_len = (self._view(a, n) for n, a in arrays.items())
         self.batch_size = len(self._last_page_len)
         if len(self._indptr) != self.batch_size + 1:
@@ -85,21 +86,22 @@ class PageTableBuffers:
             sources = [self._device.apart(source, targets) for source in sources]
         for target, source in zip(targets, sources, strict=True):
             self._device.write(target, source)
+        self._page_size = table.page_size
 
-    def rows(self, page_size: int) -> Rows:
+    def read(self) -> Rows:
         """The requests that the arrays hold now; on a GPU, those that were planned last.
 
         Raises:
             ContractError: nothing was planned.
             PageTableError: that is no consistent page table.
         """
-        if self._device.readable:
-            # Copies: what is checked is what is read, even where another thread writes to the arrays.
-            indptr, indices, last_page_len = (self._device.clone(view) for _, view in self.views)
-            return Rows.of_decode(PageTable.of(indptr, indices, last_page_len, page_size, _BUFFER_NAMES))
-        if self._planned is None:
+        if self._page_size is None:
             raise ContractError("run: nothing is planned, call plan first")
-        return self._planned
+        if self._planned is not None:
+            return self._planned
+        # Copies: what is checked is what is read, even where another thread writes to the arrays.
+        indptr, indices, last_page_len = (self._device.clone(view) for _, view in self.views)
+        return Rows.of_decode(PageTable.of(indptr, indices, last_page_len, self._page_size, _BUFFER_NAMES))
 
     def _view(self, array: Any, name: str) -> Any:
         """A writable view of one of the user's arrays."""

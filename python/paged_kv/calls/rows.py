@@ -30,6 +30,8 @@ class LookupTable:
     """`[B, max_pages]`."""
     num_pages: Int32s
     """`[B]`, pages of each request."""
+    page_size: int
+    """Tokens of a page."""
     highest_page: int
     """-1 where no page is used. A negative id counts as its unsigned reading: no pool is that large."""
 
@@ -38,13 +40,13 @@ class LookupTable:
         """The pages of a checked page table."""
         used = table.used_indices.view(np.uint32)
         highest = int(used.max()) if len(used) else -1
-        return LookupTable(table.dense(), table.num_pages, highest)
+        return LookupTable(table.dense(), table.num_pages, table.page_size, highest)
 
     @staticmethod
     def of_one(length: int) -> LookupTable:
         """One request whose `length` tokens are page 0."""
         pages = int(length > 0)
-        return LookupTable(np.zeros((1, 1), np.uint32), np.array([pages], np.int32), pages - 1)
+        return LookupTable(np.zeros((1, 1), np.uint32), np.array([pages], np.int32), max(length, 1), pages - 1)
 
     def check(self, num_pages: int) -> None:
         """Refuses a page id outside `[0, num_pages)`.
@@ -116,6 +118,9 @@ class Rows:
     def batch_size(self) -> int:
         """B."""
         return len(self.table.num_pages)
+
+    def __str__(self) -> str:
+        return f"{self.batch_size} requests of up to {self.lengths.max(initial=0)} tokens"
 
     def is_plain(self, positions_matter: bool) -> bool:
         """Whether the op without masks computes it: its rows stand at the last token that they see.
