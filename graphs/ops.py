@@ -1,12 +1,12 @@
 """One typed wrapper per registered op: what is wrong is refused while the graph is built.
 
-Names of ops live here and nowhere else. Shapes below use `N` and `R` rows, `B` requests, `Hq` query heads,
-`Hk` KV heads and `D` = head_dim; any of them may be symbolic.
+Names of ops live here and in `linear_ops.py`, and nowhere else. Shapes below use `N` and `R` rows, `B` requests, `Hq`
+query heads, `Hk` KV heads and `D` = head_dim; any of them may be symbolic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.resources import files
@@ -19,13 +19,16 @@ from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.graphs.linear_ops import EXPERT_LINEAR, LINEAR, expert_linear, linear, linear_group
 from paged_kv.graphs.paged_cache import BITS, DTYPES, KV_DTYPES, KVLayout, PagedCache, constant
 from paged_kv.options import HEAD_DIMS, AttentionOptions, is_head_dim
 
 __all__ = [
     "BITS",
     "DTYPES",
+    "EXPERT_LINEAR",
     "KV_DTYPES",
+    "LINEAR",
     "GpuKernel",
     "KVLayout",
     "PagedCache",
@@ -34,6 +37,7 @@ __all__ = [
     "attention_at_run_time",
     "compiled_kernels",
     "copy_pages",
+    "expert_linear",
     "gather",
     "kernels",
     "linear",
@@ -50,7 +54,6 @@ COPY_PAGES = "paged_kv_copy_pages"
 ATTENTION = "paged_kv_attention"
 RAGGED_ROWS = "paged_kv_ragged_rows"
 MERGE_STATES = "paged_kv_merge_states"
-LINEAR = "paged_kv_linear"
 
 _compiled: ContextVar[Path | None] = ContextVar("compiled_kernels", default=None)
 
@@ -304,26 +307,3 @@ def merge_states(v: TensorValue, s: TensorValue) -> tuple[TensorValue, TensorVal
     ]
     merged_v, merged_s = ops.custom(MERGE_STATES, device=v.device, values=[v, s], out_types=kinds)
     return merged_v.tensor, merged_s.tensor
-
-
-def linear(x: TensorValue, w: TensorValue) -> TensorValue:
-    """`x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it; `[M, N]` in x's dtype, accumulated in float32.
-
-    On the CPU by this package's op, on a GPU by MAX's matmul.
-    """
-    return linear_group(x, [w])[0]
-
-
-def linear_group(x: TensorValue, ws: Sequence[TensorValue]) -> list[TensorValue]:
-    """`linear` of one x by each of several weights of one dtype, to the bit: on the CPU one op, which packs x once."""
-    for name, value in (("x", x), *(("w", w) for w in ws)):
-        if value.rank != 2:
-            raise ShapeError(f"{name}: rank {value.rank}, expected 2")
-        if value.dtype not in DTYPES:
-            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
-    for w in ws:
-        check_value("w", w, ws[0].dtype, [None, x.shape[1]], x.device)
-    if x.device.is_gpu():
-        return [ops.matmul(x, ops.transpose(w, 0, 1)) for w in ws]
-    kinds = [TensorType(x.dtype, [x.shape[0], w.shape[0]], x.device) for w in ws]
-    return [y.tensor for y in ops.custom(LINEAR, device=x.device, values=[x, *ws], out_types=kinds)]

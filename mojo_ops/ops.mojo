@@ -12,7 +12,7 @@ Operands that every op over pages shares:
 """
 
 import extensibility
-from extensibility import InputTensor, InputVariadicTensors, OutputTensor, OutputVariadicTensors
+from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
@@ -30,8 +30,6 @@ from .attention.operands import AttentionOperands
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair, row_pointer
 from .cache.pointers import untracked, untracked_immutable
-from .linear.dispatch import linear
-from .linear.member import LinearMember
 from .transfer.append import AppendRows, append_rows
 from .transfer.checks import check_append, check_gather, check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
@@ -285,29 +283,3 @@ struct RaggedRows:
         else:
             check_offsets(offsets, batch, num_rows)
             fill_ragged_rows(requests, tokens, num_rows, offsets, lengths, batch)
-
-
-@extensibility.register("paged_kv_linear")
-struct LinearLayer:
-    """Computes `y_i = x w_i^T` for one or more weights, as checkpoints store them. CPU only.
-
-    x `[M, K]`, w_i `[N_i, K]`, y_i `[M, N_i]` in x's dtype.
-    """
-
-    @staticmethod
-    def execute[
-        dtype: DType, weight_dtype: DType, //, target: StaticString
-    ](
-        ys: OutputVariadicTensors[dtype=dtype, rank=2, ...],
-        x: InputTensor[dtype=dtype, rank=2, ...],
-        ws: InputVariadicTensors[dtype=weight_dtype, rank=2, ...],
-        ctx: DeviceContext,
-    ) raises:
-        comptime if is_gpu[target]():
-            raise Error("paged_kv_linear runs on the CPU alone; a GPU has MAX's own matmul")
-        var k = x.dim_size(1)
-        var members = Array[LinearMember[dtype, weight_dtype], ws.size](uninitialized=True)
-        comptime for i in range(ws.size):
-            check_equal("w: its second dimension", ws[i].dim_size(1), k)
-            members[i] = LinearMember(untracked(ys[i].unsafe_ptr()), untracked(ws[i].unsafe_ptr()), ws[i].dim_size(0))
-        linear(members, untracked(x.unsafe_ptr()), x.dim_size(0), k, parallelism_level(None))

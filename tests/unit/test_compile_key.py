@@ -21,6 +21,7 @@ def keys(device):
     }
     if not device:
         found["linear"] = CompileKey("linear", ops.__name__, (ops.LINEAR,))
+        found["experts"] = CompileKey("experts", ops.__name__, (ops.EXPERT_LINEAR,))
     return found | {"step": CompileKey("step", decoder.__name__, device=device)}
 
 
@@ -88,7 +89,7 @@ def test_the_cpus_attention_changes_its_own_graphs(changed, file):
 
 
 def test_the_linear_layer_changes_its_own_graphs(changed):
-    assert changed(edit("mojo/linear/amx/blocks.mojo")) == {"cpu linear", "cpu step"}
+    assert changed(edit("mojo/linear/amx/blocks.mojo")) == {"cpu linear", "cpu experts", "cpu step"}
 
 
 def test_what_every_op_over_pages_uses_changes_them_all(changed):
@@ -96,8 +97,9 @@ def test_what_every_op_over_pages_uses_changes_them_all(changed):
     assert found >= {name for name in KEYS if name.split()[1] in ("append", "gather", "attention", "step")}
 
 
-def test_the_registered_ops_are_in_every_key(changed):
-    assert changed(edit("mojo/ops.mojo")) == set(KEYS)
+@pytest.mark.parametrize("file", ["ops.mojo", "linear_ops.mojo"])
+def test_the_registered_ops_are_in_every_key(changed, file):
+    assert changed(edit(f"mojo/{file}")) == set(KEYS)
 
 
 def test_the_options_are_in_the_keys_of_what_is_built_with_them(changed):
@@ -224,11 +226,14 @@ def test_every_room_is_in_some_key():
 
 
 def test_every_registered_op_has_a_text_of_its_own():
-    shared, blocks = compile_key._split((Sources.installed().mojo_root / "ops.mojo").read_text())
-    registered = {*variants.REGISTERED.values(), ops.COPY_PAGES, ops.RAGGED_ROWS, ops.LINEAR}
+    blocks = {}
+    for file in Sources.installed().mojo_root.glob("*.mojo"):
+        shared, of_file = compile_key._split(file.read_text())
+        assert "def " not in shared
+        blocks |= of_file
+    registered = {*variants.REGISTERED.values(), ops.COPY_PAGES, ops.RAGGED_ROWS, ops.LINEAR, ops.EXPERT_LINEAR}
     assert set(blocks) == registered
     assert all(text.count("def execute") == 1 for text in blocks.values())
-    assert "def " not in shared
 
 
 def test_code_beside_the_ops_counts_for_each_of_them():

@@ -5,7 +5,8 @@ The digest covers
 * the versions of max and mojo, the CPU target in force and, on a GPU, its architecture and number;
 * what the caller says of the graph: dtypes, sizes, configuration;
 * the Python module that builds the graph, and those of this package that it imports, transitively;
-* `ops.mojo`, and the rooms of Mojo sources that the graph's ops reach by imports on that kind of device.
+* the files of registered ops, and the rooms of Mojo sources that the graph's ops reach by imports on that kind of
+  device.
 
 A room is a folder. Both lists are read from the imports in the sources, so no list here can be forgotten. Where they
 cannot tell (an import that leads nowhere), the graph depends on every room.
@@ -32,9 +33,10 @@ UNRELATED = frozenset({"paged_kv", "paged_kv.arguments", "paged_kv.errors"})
 """Modules that put nothing into a graph: the table of public names, checks of arguments, and the exceptions."""
 
 OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "linear"})}
-"""Folders that `ops.mojo` imports for the other kind of device; `linear` is the CPU's, a GPU has MAX's matmul."""
+"""Folders that registered ops import for the other kind of device; `linear` is the CPU's, a GPU has MAX's matmul."""
 
-_OPS = "ops.mojo"
+_OPS = "*ops.mojo"
+"""The files at the top of `mojo_root` that register ops."""
 _REGISTRATION = re.compile(r'@extensibility\.register\("(\w+)"\)')
 _IMPORT = re.compile(r"^[ \t]*from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(?:\(([^)]*)\)|([^\n]*))", re.MULTILINE)
 _PLAIN_IMPORT = re.compile(r"^[ \t]*import[ \t]+([\w., \t]+)", re.MULTILINE)
@@ -94,7 +96,7 @@ class Sources:
     """The source files of this package. Each file is read once: make a new one after a change.
 
     Args:
-        mojo_root: The folder of `ops.mojo`.
+        mojo_root: The folder of `ops.mojo` and of other files that register ops.
         packages: The folder of each Python package whose folder does not follow from its parent's, by name.
     """
 
@@ -135,18 +137,21 @@ class Sources:
         ]
 
     def rooms(self, device: str, ops: Iterable[str] | None) -> set[Path]:
-        """The folders that hold a file which `ops` reach by imports, `ops.mojo`'s own among them."""
-        root = self.mojo_root / _OPS
-        used = _used_by(self._read(root), ops)
+        """The folders that hold a file which `ops` reach by imports, that of the registered ops among them."""
+        roots = sorted(self.mojo_root.glob(_OPS))
+        texts = [self._read(root) for root in roots]
+        known = {op for text in texts for op in _split(text)[1]}
+        ops = None if ops is None or not known.issuperset(ops) else ops  # an op that is not found may be anything
+        used = {root: _used_by(text, ops) for root, text in zip(roots, texts, strict=True)}
         reached: set[Path] = set()
-        pending = [root]
+        pending = [*roots]
         while pending:
             file = pending.pop()
             if file in reached:
                 continue
             reached.add(file)
             for statement in _mojo_imports(self._read(file)):
-                if file == root and (not used(statement) or _is_for_the_other(device, statement)):
+                if file in used and (not used[file](statement) or _is_for_the_other(device, statement)):
                     continue
                 found = self._resolve(file, statement)
                 if not found:
@@ -233,13 +238,13 @@ def _names(listed: str) -> list[tuple[str, str]]:
 
 
 def _used_by(text: str, ops: Iterable[str] | None) -> Callable[[MojoImport], bool]:
-    """Whether an import of `ops.mojo`, whose text is given, serves one of these ops, or what is no op's own."""
+    """Whether an import of a file with ops, whose text is given, serves one of these ops, or what is no op's own."""
     if ops is None:
         return lambda _: True
     shared, blocks = _split(text)
     words: set[str] = set(_WORD.findall(shared))
     for op in ops:
-        words |= set(_WORD.findall(blocks.get(op, text)))  # an op that is not found may be anything
+        words |= set(_WORD.findall(blocks.get(op, "")))
     return partial(_names_one_of, words)
 
 

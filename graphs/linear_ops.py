@@ -1,0 +1,71 @@
+"""The wrappers of the linear ops; `ops.py` has the ops over pages, and names these too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from max.dtype import DType
+from max.graph import TensorType, TensorValue, ops
+
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.graphs.paged_cache import DTYPES
+
+LINEAR = "paged_kv_linear"
+EXPERT_LINEAR = "paged_kv_expert_linear"
+
+
+def linear(x: TensorValue, w: TensorValue) -> TensorValue:
+    """`x w^T`: x `[M, K]`, w `[N, K]` as checkpoints store it; `[M, N]` in x's dtype, accumulated in float32.
+
+    On the CPU by this package's op, on a GPU by MAX's matmul.
+    """
+    return linear_group(x, [w])[0]
+
+
+def linear_group(x: TensorValue, ws: Sequence[TensorValue]) -> list[TensorValue]:
+    """`linear` of one x by each of several weights of one dtype, to the bit: on the CPU one op, which packs x once."""
+    for name, value in (("x", x), *(("w", w) for w in ws)):
+        if value.rank != 2:
+            raise ShapeError(f"{name}: rank {value.rank}, expected 2")
+        if value.dtype not in DTYPES:
+            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
+    for w in ws:
+        check_value("w", w, ws[0].dtype, [None, x.shape[1]], x.device)
+    if x.device.is_gpu():
+        return [ops.matmul(x, ops.transpose(w, 0, 1)) for w in ws]
+    kinds = [TensorType(x.dtype, [x.shape[0], w.shape[0]], x.device) for w in ws]
+    return [y.tensor for y in ops.custom(LINEAR, device=x.device, values=[x, *ws], out_types=kinds)]
+
+
+def expert_linear(x: TensorValue, w: TensorValue, experts: TensorValue) -> TensorValue:
+    """`x w[e]^T`, where each row has a weight of its own out of the stack w `[E, N, K]`.
+
+    `experts` `[T, C]` int32 are those of `C` choices of each token; -1 gives zeros. x is `[T, K]`, each row for all
+    choices of its token, or `[T, C, K]`, a row for each choice. `[T, C, N]` in x's dtype, accumulated in float32; a row
+    has the bits that `linear` gives it. A weight is read once, whatever the number of its rows, and only where it has
+    rows. On the CPU alone.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument. An expert that is none of
+            w's is an error (`ValueError`) when the graph runs.
+    """
+    for name, value, ranks in (("x", x, (2, 3)), ("w", w, (3,))):
+        check_tensor(name, value)
+        if value.rank not in ranks:
+            raise ShapeError(f"{name}: rank {value.rank}, expected {' or '.join(map(str, ranks))}")
+        if value.dtype not in DTYPES:
+            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
+    if x.device.is_gpu():
+        raise ContractError("x: experts run on the CPU alone")
+    check_value("w", w, w.dtype, [None, None, x.shape[-1]], x.device)
+    check_value("experts", experts, DType.int32, [x.shape[0], None if x.rank == 2 else x.shape[1]], x.device)
+    tokens, choices = experts.shape
+    rows = x if x.rank == 2 else ops.reshape(x, [tokens * choices, x.shape[2]])
+    (y,) = ops.custom(
+        EXPERT_LINEAR,
+        device=x.device,
+        values=[rows, w, ops.reshape(experts, [tokens * choices])],
+        out_types=[TensorType(x.dtype, [tokens * choices, w.shape[1]], x.device)],
+    )
+    return ops.reshape(y.tensor, [tokens, choices, w.shape[1]])
