@@ -1,4 +1,4 @@
-"""The registered ops: the only file MAX sees. Each one validates, then dispatches to a kernel.
+"""The registered ops that move tokens: each one validates, then dispatches to a kernel.
 
 On a GPU, `view`, `window_left` and `options` lie on the host, everything else on the device. There only shapes and
 options are refused here; `attention/gpu/README.md` says what becomes of bad requests, lengths and pages.
@@ -18,15 +18,6 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
-from .attention.checks import check_heads, check_rows
-from .attention.cpu.dispatch import attend_on_cpu
-from .attention.cpu.kernel_choice import rotates_keys
-from .attention.cpu.rotary_fallback import attend_rotary_fallback
-from .attention.gpu.dispatch import attend_on_gpu
-from .attention.gpu.params import GpuAttentionParams
-from .attention.gpu.rope import RotaryFrequencies
-from .attention.merge_states import States, merge_on_cpu, merge_on_gpu
-from .attention.operands import AttentionOperands
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair, row_pointer
 from .cache.pointers import untracked, untracked_immutable
@@ -157,104 +148,6 @@ struct CopyPages:
             copy_whole_pages(k_storage, elements, row_pointer(sources), row_pointer(targets), count)
             comptime if rank == 4:
                 copy_whole_pages(v_storage, elements, row_pointer(sources), row_pointer(targets), count)
-
-
-@extensibility.register("paged_kv_attention")
-struct Attention:
-    """Attention of `R` query rows over the pages of their requests: decode and causal prefill in one op.
-
-    q `[R, Hq, D]`; row_batch, row_lengths `[R]` int32: row r sees the first `row_lengths[r]` tokens of
-    request `row_batch[r]`. o `[R, Hq, D]` in q's dtype; lse `[R, Hq]` float32, base 2. A row of request -1
-    or of length 0 gives o = 0, lse = -inf.
-    alibi_slopes, sinks: `[Hq]` float32, or `[0]` for none. options `[5]` float32: sm_scale (q and k scales in
-    it), logits_soft_cap, v_scale, rope_theta (0 = keys are stored as they are used), rope_scale.
-    batch_invariant: on a GPU, whether a row's result may depend on nothing but the row; the CPU has no such mode.
-    gpu_kernel: "best", or "plain" to compare with; without effect on the CPU.
-    """
-
-    @staticmethod
-    def execute[
-        dtype: DType,
-        kv_dtype: DType,
-        rank: Int,
-        //,
-        target: StaticString,
-        kv_layout: StaticString,
-        batch_invariant: Bool,
-        gpu_kernel: StaticString,
-    ](
-        o: OutputTensor[dtype=dtype, rank=3, ...],
-        lse: OutputTensor[dtype=DType.float32, rank=2, ...],
-        q: InputTensor[dtype=dtype, rank=3, ...],
-        row_batch: InputTensor[dtype=DType.int32, rank=1, ...],
-        row_lengths: InputTensor[dtype=DType.int32, rank=1, ...],
-        k_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
-        v_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
-        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
-        view: InputTensor[dtype=DType.int64, rank=1, ...],
-        alibi_slopes: InputTensor[dtype=DType.float32, rank=1, ...],
-        sinks: InputTensor[dtype=DType.float32, rank=1, ...],
-        window_left: Int32,
-        options: InputTensor[dtype=DType.float32, rank=1, ...],
-        ctx: DeviceContext,
-    ) raises:
-        var pair = KVCachePair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
-        var call = AttentionOperands[dtype].of(
-            o, lse, q, row_batch, row_lengths, alibi_slopes, sinks, window_left, options
-        )
-        var rows = call.rows
-        var logits = call.logits
-        check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
-        logits.check()
-        comptime if is_gpu[target]():
-            pair.table.check_shape()
-            var params = GpuAttentionParams.of(rows, logits, pair.table, pair.k.head_dim())
-            var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
-            attend_on_gpu[gpu_kernel](ctx, params, pair.k, pair.v, rotary, batch_invariant)
-        else:
-            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, logits)
-            # The common case first, its operands unpacked inline: the generated code of attention over float8 was 5 %
-            # slower otherwise (Zen 5, 2026-11-22).
-            if not rotates_keys(rows.rope_theta):
-                attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
-            else:
-                attend_rotary_fallback(rows, pair.k, pair.v, logits, parallelism_level(None))
-
-
-@extensibility.register("paged_kv_merge_states")
-struct MergeStates:
-    """Merges `n` states of attention over disjoint keys: v `[S, n, H, D]` and the base-2 lse s `[S, n, H]` float32.
-
-    merged_v `[S, H, D]` in v's dtype, merged_s `[S, H]` float32; 0 and -inf where no state has seen a key.
-    """
-
-    @staticmethod
-    def execute[
-        dtype: DType, //, target: StaticString
-    ](
-        merged_v: OutputTensor[dtype=dtype, rank=3, ...],
-        merged_s: OutputTensor[dtype=DType.float32, rank=2, ...],
-        v: InputTensor[dtype=dtype, rank=4, ...],
-        s: InputTensor[dtype=DType.float32, rank=3, ...],
-        ctx: DeviceContext,
-    ) raises:
-        var rows = v.dim_size(0)
-        var states = States[dtype](
-            untracked_immutable(v.unsafe_ptr()),
-            untracked_immutable(s.unsafe_ptr()),
-            untracked(merged_v.unsafe_ptr()),
-            untracked(merged_s.unsafe_ptr()),
-            Int64(v.dim_size(1)),
-            Int64(v.dim_size(2)),
-            Int64(v.dim_size(3)),
-        )
-        check_equal("s: its number of rows", s.dim_size(0), rows)
-        check_equal("s: its number of states", s.dim_size(1), v.dim_size(1))
-        check_equal("s: its number of heads", s.dim_size(2), v.dim_size(2))
-        comptime if is_gpu[target]():
-            merge_on_gpu(ctx, states, rows)
-        else:
-            merge_on_cpu(states, rows, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_ragged_rows")

@@ -7,9 +7,13 @@ from ..cache.checks import check_equal
 from ..cache.page_table import PageTable
 from ..cache.pointers import RowPointer
 from .logits import Logits
+from .params import first_in_window
+from .row_sight import MaskedSight, RowSight
 
 
-def check_rows(table: PageTable, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits) raises:
+def check_rows[
+    Sight: RowSight, //
+](table: PageTable, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, sight: Sight, logits: Logits) raises:
     """Checks the rows of an attention call and every page that they read."""
     table.check_shape()
     var first = List[Int](length=table.batch, fill=Int.MAX)
@@ -22,11 +26,50 @@ def check_rows(table: PageTable, row_batch: RowPointer, row_lengths: RowPointer,
         if length < 0:
             raise Error("row_lengths: row ", row, " (request ", request, ") has length ", length)
         if request >= 0 and length > 0:
-            first[request] = min(first[request], logits.first_token(length))
-            longest[request] = max(longest[request], length)
+            var begin = first_in_window(sight, row, request, length, logits)
+            if begin < length:
+                first[request] = min(first[request], begin)
+                longest[request] = max(longest[request], length)
     for request in range(table.batch):
         if longest[request] > 0:
             table.check_tokens("row_lengths", request, first[request], longest[request])
+
+
+def check_masks(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, batch: Int, sight: MaskedSight) raises:
+    """Checks the offsets of requests, and that each row's mask has a bit for every token that it covers."""
+    if sight.has_offsets:
+        for request in range(batch):
+            if sight.offset(request) < 0:
+                raise Error("token_offsets: request ", request, " has ", sight.offset(request))
+    for row in range(num_rows):
+        var request = Int(row_batch[unsafe_offset=row])
+        var length = Int(row_lengths[unsafe_offset=row])
+        if request < 0 or length == 0:
+            continue
+        if sight.offset(request) + length > Int(Int32.MAX):
+            raise Error("token_offsets: the last token of row ", row, " (request ", request, ") is past 2^31 - 1")
+        var start = sight.mask_start(row)
+        if start == -1:
+            continue
+        if start < -1:
+            raise Error("mask_starts: row ", row, " (request ", request, ") has ", start)
+        var first = sight.first_masked(row)
+        if first < 0:
+            raise Error("mask_firsts: row ", row, " (request ", request, ") has ", first)
+        # A start near 2^63 must not pass 64 bits.
+        if max(0, length - first) > 8 * sight.mask_bytes - start:
+            raise Error(
+                "mask: row ",
+                row,
+                " (request ",
+                request,
+                ") needs ",
+                max(0, length - first),
+                " bits from bit ",
+                start,
+                " on, it has ",
+                8 * sight.mask_bytes,
+            )
 
 
 def check_heads(q_heads: Int, kv_heads: Int, q_dim: Int, kv_dim: Int) raises:

@@ -7,29 +7,31 @@ from ..cache.operands import row_pointer
 from ..cache.pointers import untracked, untracked_immutable
 from .logits import Logits
 from .params import AttentionRows
+from .row_sight import MaskedSight, RowSight
 
 
 @fieldwise_init
-struct AttentionOperands[dtype: DType](TrivialRegisterPassable):
+struct AttentionOperands[dtype: DType, o_dtype: DType, Sight: RowSight](TrivialRegisterPassable):
     """The rows of a call and what is done to their scores, checked against each other."""
 
-    var rows: AttentionRows[Self.dtype]
+    var rows: AttentionRows[Self.dtype, Self.o_dtype, Self.Sight]
     var logits: Logits
 
     @staticmethod
     @always_inline
     def of(
-        o: OutputTensor[dtype=Self.dtype, rank=3, ...],
+        o: OutputTensor[dtype=Self.o_dtype, rank=3, ...],
         lse: OutputTensor[dtype=DType.float32, rank=2, ...],
         q: InputTensor[dtype=Self.dtype, rank=3, ...],
         row_batch: InputTensor[dtype=DType.int32, rank=1, ...],
         row_lengths: InputTensor[dtype=DType.int32, rank=1, ...],
+        sight: Self.Sight,
         alibi_slopes: InputTensor[dtype=DType.float32, rank=1, ...],
         sinks: InputTensor[dtype=DType.float32, rank=1, ...],
         window_left: Int32,
         options: InputTensor[dtype=DType.float32, rank=1, ...],
     ) raises -> Self:
-        """From the operands of `paged_kv_attention` (`../ops.mojo`); refuses lengths and options that do not fit."""
+        """From the operands of an op (`../attention_ops.mojo`); refuses lengths and options that do not fit."""
         check_equal("options: its length", options.dim_size(0), 5)
         var option = options.unsafe_ptr()
         var logits = Logits(
@@ -41,7 +43,7 @@ struct AttentionOperands[dtype: DType](TrivialRegisterPassable):
             sinks=untracked_immutable(sinks.unsafe_ptr()),
             has_sinks=sinks.dim_size(0) > 0,
         )
-        var rows = AttentionRows[Self.dtype](
+        var rows = AttentionRows[Self.dtype, Self.o_dtype, Self.Sight](
             untracked(q.unsafe_ptr()),
             untracked(o.unsafe_ptr()),
             untracked(lse.unsafe_ptr()),
@@ -52,6 +54,7 @@ struct AttentionOperands[dtype: DType](TrivialRegisterPassable):
             v_scale=option[unsafe_offset=2],
             rope_theta=option[unsafe_offset=3],
             rope_scale=option[unsafe_offset=4],
+            sight=sight,
         )
         if logits.has_alibi:
             check_equal("alibi_slopes: its length", alibi_slopes.dim_size(0), rows.num_heads)
@@ -61,3 +64,37 @@ struct AttentionOperands[dtype: DType](TrivialRegisterPassable):
         check_equal("row_batch: its length", row_batch.dim_size(0), rows.num_rows)
         check_equal("row_lengths: its length", row_lengths.dim_size(0), rows.num_rows)
         return Self(rows, logits)
+
+
+def masked_sight(
+    num_rows: Int,
+    batch: Int,
+    row_positions: InputTensor[dtype=DType.int32, rank=1, ...],
+    token_offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+    mask: InputTensor[dtype=DType.uint8, rank=1, ...],
+    mask_starts: InputTensor[dtype=DType.int64, rank=1, ...],
+    mask_firsts: InputTensor[dtype=DType.int32, rank=1, ...],
+) raises -> MaskedSight:
+    """From the operands of `paged_kv_masked_attention`; refuses lengths that are neither 0 nor what they should be."""
+    check_length("row_positions: its length", row_positions.dim_size(0), num_rows)
+    check_length("token_offsets: its length", token_offsets.dim_size(0), batch)
+    check_length("mask_starts: its length", mask_starts.dim_size(0), num_rows)
+    check_length("mask_firsts: its length", mask_firsts.dim_size(0), num_rows)
+    return MaskedSight(
+        row_pointer(row_positions),
+        row_positions.dim_size(0) > 0,
+        row_pointer(token_offsets),
+        token_offsets.dim_size(0) > 0,
+        untracked_immutable(mask.unsafe_ptr()),
+        mask.dim_size(0),
+        untracked_immutable(mask_starts.unsafe_ptr()),
+        mask_starts.dim_size(0) > 0,
+        row_pointer(mask_firsts),
+        mask_firsts.dim_size(0) > 0,
+    )
+
+
+def check_length(what: StaticString, found: Int, expected: Int) raises:
+    """Refuses a length that is neither `expected` nor 0, which stands for an absent operand."""
+    if found != 0:
+        check_equal(what, found, expected)

@@ -3,15 +3,23 @@
 from std.utils.numerics import isfinite
 
 from ..cache.pointers import RowPointer
+from .logits import Logits
+from .row_sight import MASK_TOKENS, PlainSight, RowSight, bits_between
 
 
 @fieldwise_init
-struct AttentionRows[dtype: DType](TrivialRegisterPassable):
-    """The rows of one call: the queries, their requests and lengths, and their outputs."""
+struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Sight: RowSight = PlainSight](TrivialRegisterPassable):
+    """The rows of one call: the queries, their requests and lengths, and their outputs.
+
+    Parameters:
+        dtype: Of q.
+        o_dtype: Of o.
+        Sight: What rows see of their tokens beside their lengths.
+    """
 
     var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[R, Hq, D]`."""
-    var o: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    var o: Pointer[Scalar[Self.o_dtype], MutUntrackedOrigin]
     """`[R, Hq, D]`."""
     var lse: Pointer[Float32, MutUntrackedOrigin]
     """`[R, Hq]`, base 2."""
@@ -28,6 +36,7 @@ struct AttentionRows[dtype: DType](TrivialRegisterPassable):
     """Base of the rotary embedding of q and of the cached keys; 0 = none."""
     var rope_scale: Float32
     """Divides the rotary frequencies."""
+    var sight: Self.Sight
 
     def check(self) raises:
         if not isfinite(self.v_scale):
@@ -36,3 +45,53 @@ struct AttentionRows[dtype: DType](TrivialRegisterPassable):
             raise Error("rope_theta must be finite and positive (0 = off), not ", self.rope_theta)
         if not isfinite(self.rope_scale) or self.rope_scale <= 0:
             raise Error("rope_scale must be finite and positive, not ", self.rope_scale)
+
+    @always_inline
+    def length(self, row: Int) -> Int:
+        """The tokens that a row may see: 0 for one of padding."""
+        return Int(self.row_lengths[unsafe_offset=row]) if self.row_batch[unsafe_offset=row] >= 0 else 0
+
+    @always_inline
+    def position(self, row: Int) -> Int:
+        """The position of a row's token."""
+        var request = Int(self.row_batch[unsafe_offset=row])
+        return self.sight.position(row, request, Int(self.row_lengths[unsafe_offset=row]))
+
+    @always_inline
+    def first_token(self, row: Int, logits: Logits) -> Int:
+        """The first token inside the window of a row that is not padding."""
+        var request = Int(self.row_batch[unsafe_offset=row])
+        return first_in_window(self.sight, row, request, Int(self.row_lengths[unsafe_offset=row]), logits)
+
+    @always_inline
+    def seen_bits(self, row: Int, token: Int, logits: Logits) -> UInt32:
+        """Bit `i` says whether a row that is not padding sees `token + i`."""
+        var range = bits_between(token, self.first_token(row, logits), Int(self.row_lengths[unsafe_offset=row]))
+        return range & self.sight.mask_bits(row, token) if range != 0 else 0
+
+    @always_inline
+    def sees(self, row: Int, token: Int, logits: Logits) -> Bool:
+        """Whether a row that is not padding sees a token."""
+        return self.seen_bits(row, token, logits) & 1 == 1
+
+    def sees_any(self, row: Int, logits: Logits) -> Bool:
+        """Whether a row sees a token."""
+        var length = self.length(row)
+        comptime if not Self.Sight.has_masks:
+            return length > 0
+        else:
+            if length > 0:
+                for token in range(self.first_token(row, logits), length, MASK_TOKENS):
+                    if self.seen_bits(row, token, logits) != 0:
+                        return True
+            return False
+
+
+@always_inline
+def first_in_window[Sight: RowSight, //](sight: Sight, row: Int, request: Int, length: Int, logits: Logits) -> Int:
+    """The first token inside the window of a row of `length` tokens; `length` where there is none."""
+    comptime if Sight.has_masks:
+        # The window counts back from the row's position, which the pages need not reach.
+        return min(length, logits.first_token(sight.position(row, request, length) + 1 - sight.offset(request)))
+    else:
+        return logits.first_token(length)

@@ -93,36 +93,104 @@ def attention(
         ShapeError: Hk does not divide Hq.
         ShapeError, ContractError: as `cache_views`.
     """
+    return masked_attention(
+        q,
+        k_blocks,
+        v_blocks,
+        lookup_table,
+        row_batch,
+        row_lengths,
+        layout=layout,
+        layer=layer,
+        sm_scale=sm_scale,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        rope_theta=rope_theta,
+        rope_scale=rope_scale,
+    )
+
+
+def masked_attention(
+    q: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    row_batch: np.ndarray,
+    row_lengths: np.ndarray,
+    *,
+    row_positions: np.ndarray | None = None,
+    token_offsets: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+    mask_starts: np.ndarray | None = None,
+    mask_firsts: np.ndarray | None = None,
+    layout: str = "NHD",
+    layer: int = 0,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    q_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    alibi_slopes: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    rope_theta: float | None = None,
+    rope_scale: float = 1.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`attention` whose rows and tokens may stand anywhere, and whose rows may have masks.
+
+    Token j of request b stands at position t = token_offsets[b] + j, row r at p = row_positions[r]; in the formula of
+    `attention`, t takes the place of j and p that of L - 1, but for the lengths. Row r keeps j < row_lengths[r] where
+    t >= p - window_left and bit mask_starts[r] + j - mask_firsts[r] of `mask` is set, or j < mask_firsts[r].
+
+    Args:
+        row_positions: `[R]` int32; row_lengths[r] - 1 + token_offsets[b] when None.
+        token_offsets: `[B]` int32; 0 when None.
+        mask: `[bytes]` uint8, the lowest bit of a byte first.
+        mask_starts: `[R]` int64; -1, or None: no mask.
+        mask_firsts: `[R]` int32; 0 when None.
+
+    Returns:
+        o `[R, Hq, Dv]` float64, Dv the head dimension of V, and lse; 0 and -inf for rows that see no token.
+    """
     keys, values = cache_views(k_blocks, v_blocks, layout, layer)
     rows, q_heads, head_dim = q.shape
     kv_heads = keys.shape[2]
     if q_heads % kv_heads:
         raise ShapeError(f"q has {q_heads} heads, not a multiple of the cache's {kv_heads} KV heads")
     scale = (head_dim**-0.5 if sm_scale is None else sm_scale) * q_scale * k_scale
+    bits = np.unpackbits(np.zeros(0, np.uint8) if mask is None else mask, bitorder="little").astype(bool)
 
     o = np.zeros((rows, q_heads, values.shape[3]))
     lse = np.full((rows, q_heads), -np.inf)
-    seen = (row_batch >= 0) & (row_lengths > 0)
-    for b in np.unique(row_batch[seen]):
-        rows_of_b = np.flatnonzero(seen & (row_batch == b))
-        j = np.arange(row_lengths[rows_of_b].max())  # no row looks further: these slots are used, the others may be NaN
-        at = _address(lookup_table, b, j, keys.shape[1])
-        k, v = keys[at].astype(np.float64), values[at].astype(np.float64)  # [max L, Hk, D]
+    for r in np.flatnonzero((row_batch >= 0) & (row_lengths > 0)):
+        b, length = int(row_batch[r]), int(row_lengths[r])
+        offset = 0 if token_offsets is None else int(token_offsets[b])
+        position = length - 1 + offset if row_positions is None else int(row_positions[r])
+        j = np.arange(length)
+        keep = (offset + j >= position - window_left) | (window_left < 0)
+        if mask_starts is not None and mask_starts[r] >= 0:
+            first = 0 if mask_firsts is None else int(mask_firsts[r])
+            keep[first:] &= bits[mask_starts[r] + np.arange(max(0, length - first))]
+        j = j[keep]  # no other token is looked at: its slot may hold NaN
+        if len(j) == 0:
+            continue
+        at = _address(lookup_table, np.array(b), j, keys.shape[1])
+        k, v, query = keys[at].astype(np.float64), values[at].astype(np.float64), q[r].astype(np.float64)
         if rope_theta is not None:
-            k = rope(k, j, rope_theta, rope_scale)
-        for r in rows_of_b:
-            length = int(row_lengths[r])
-            first = max(0, length - 1 - window_left) if window_left >= 0 else 0
-            query = q[r].astype(np.float64)  # [Hq, D]
-            if rope_theta is not None:
-                query = rope(query[None], np.array([length - 1]), rope_theta, rope_scale)[0]
-            query = query.reshape(kv_heads, q_heads // kv_heads, head_dim)
-            x = scale * np.einsum("hgd,jhd->hgj", query, k[first:length]).reshape(q_heads, length - first)
-            if alibi_slopes is not None:
-                x += alibi_slopes[:, None] * j[first:length]
-            if logits_soft_cap > 0:
-                x = logits_soft_cap * np.tanh(x / logits_soft_cap)
-            o[r], lse[r] = _softmax_v(x, v[first:length], sinks)
+            k = rope(k, offset + j, rope_theta, rope_scale)
+            query = rope(query[None], np.array([position]), rope_theta, rope_scale)[0]
+        query = query.reshape(kv_heads, q_heads // kv_heads, head_dim)
+        x = scale * np.einsum("hgd,jhd->hgj", query, k).reshape(q_heads, len(j))
+        if alibi_slopes is not None:
+            x += alibi_slopes[:, None] * (offset + j)
+        if logits_soft_cap > 0:
+            x = logits_soft_cap * np.tanh(x / logits_soft_cap)
+        o[r], lse[r] = _softmax_v(x, v, sinks)
     return o * v_scale, lse
 
 

@@ -5,6 +5,7 @@ from std.utils import IndexList
 from mojo_ops.attention.cpu.dispatch import attend_on_cpu
 from mojo_ops.attention.logits import Logits
 from mojo_ops.attention.params import AttentionRows
+from mojo_ops.attention.row_sight import PlainSight
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.linear.dispatch import linear
@@ -31,7 +32,7 @@ def attention[dtype: DType, kv_dtype: DType](mut memory: List[Float32]):
     var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
-    var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1)
+    var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1, PlainSight())
     var cache = cache_of[kv_dtype](memory)
     attend_on_cpu(rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
 

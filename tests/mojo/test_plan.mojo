@@ -20,6 +20,7 @@ from mojo_ops.attention.cpu.plan import (
 )
 from mojo_ops.attention.cpu.prefetch import SPAN_TOKENS
 from mojo_ops.attention.logits import Logits
+from mojo_ops.attention.row_sight import PlainSight
 from support import untracked
 
 
@@ -31,7 +32,9 @@ def plan(
 ) -> SegmentPlan:
     var none = List[Float32]()
     var logits = Logits(1, 0, window_left, untracked(none), False, untracked(none), False)
-    var result = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), logits, sizes)
+    var result = plan_segments(
+        untracked(row_batch), untracked(row_lengths), len(row_batch), PlainSight(), logits, sizes
+    )
     _ = none^
     return result^
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,18 @@ def attention(
     *,
     layout: str = "NHD",
     layer: int = 0,
+    o_dtype: str | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `reference.attention`: o `[R, Hq, D]` in `o_dtype` or q's dtype, and lse `[R, Hq]` float32."""
+    variant = Variant("attention", _dtype(q), _dtype(k_blocks), o_dtype and DType[o_dtype])
+    storage = (k_blocks, v_blocks, layout, layer)
+    return _execute(variant, [q, row_batch, row_lengths], storage, lookup_table, _options(q, **options))
+
+
+def _options(
+    q: np.ndarray,
+    *,
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
@@ -67,19 +80,52 @@ def attention(
     sinks: np.ndarray = NONE,
     rope_theta: float | None = None,
     rope_scale: float = 1.0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """As `reference.attention`: o `[R, Hq, D]` in q's dtype and lse `[R, Hq]` float32. Options go in unchecked."""
+) -> tuple[np.ndarray | np.generic, ...]:
+    """The options of attention as operands, unchecked."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     numbers = [scale * q_scale * k_scale, logits_soft_cap, v_scale, rope_theta or 0.0, rope_scale]
-    options = (
+    return (
         alibi_slopes.astype(np.float32),
         sinks.astype(np.float32),
         np.int32(window_left),
         np.array(numbers, np.float32),
     )
-    variant = Variant("attention", _dtype(q), _dtype(k_blocks))
+
+
+def masked_attention(
+    q: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    row_batch: np.ndarray,
+    row_lengths: np.ndarray,
+    *,
+    row_positions: np.ndarray | None = None,
+    token_offsets: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+    mask_starts: np.ndarray | None = None,
+    mask_firsts: np.ndarray | None = None,
+    layout: str = "NHD",
+    layer: int = 0,
+    o_dtype: str | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `reference.masked_attention`: o `[R, Hq, Dv]` in `o_dtype` or q's dtype, and lse `[R, Hq]` float32."""
+    variant = Variant("masked_attention", _dtype(q), _dtype(k_blocks), o_dtype and DType[o_dtype])
     storage = (k_blocks, v_blocks, layout, layer)
-    return _execute(variant, [q, row_batch, row_lengths], storage, lookup_table, options)
+    width = np.zeros(cache_views(*storage)[1].shape[-1], np.int8)
+    sight = [
+        np.zeros(0, dtype) if array is None else array
+        for array, dtype in (
+            (row_positions, np.int32),
+            (token_offsets, np.int32),
+            (mask, np.uint8),
+            (mask_starts, np.int64),
+            (mask_firsts, np.int32),
+        )
+    ]
+    rows = [q, row_batch, row_lengths, *sight, width]
+    return _execute(variant, rows, storage, lookup_table, _options(q, **options))
 
 
 def append(
@@ -146,7 +192,7 @@ def _execute(
 ) -> tuple[np.ndarray, ...]:
     """Runs one variant; the results are copies, free of MAX's memory."""
     views = cache_views(*storage)
-    if variant.op != "attention":
+    if variant.op in ("append", "gather"):
         bits = np.dtype(variant.kv_dtype.to_numpy())
         views = tuple(view.view(bits) for view in views)
         rows = [row.view(bits) if row.dtype == storage[0].dtype else row for row in rows]

@@ -27,6 +27,7 @@ def keys(device):
 
 KEYS = {f"cpu {name}": key for name, key in keys("").items()} | {f"gpu {name}": key for name, key in keys(GPU).items()}
 CPU = {name for name in KEYS if name.startswith("cpu")}
+CPU_ATTENTION = {"cpu attention", "cpu masked_attention", "cpu step"}
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_a_gpus_copy_of_rows_changes_no_key_of_the_cpu(changed):
 
 @pytest.mark.parametrize("file", ["dispatch", "vectors/segment", "amx/prefill"])
 def test_the_cpus_attention_changes_its_own_graphs(changed, file):
-    assert changed(edit(f"mojo/attention/cpu/{file}.mojo")) == {"cpu attention", "cpu step"}
+    assert changed(edit(f"mojo/attention/cpu/{file}.mojo")) == CPU_ATTENTION
 
 
 def test_the_linear_layer_changes_its_own_graphs(changed):
@@ -142,7 +143,7 @@ def test_what_is_in_no_graph_changes_no_key(changed, file):
     ("room", "found"),
     [
         ("attention/gpu/hopper", {"gpu attention", "gpu step"}),
-        ("attention/cpu/vectors", {"cpu attention", "cpu step"}),
+        ("attention/cpu/vectors", CPU_ATTENTION),
     ],
 )
 def test_a_new_file_changes_its_room(changed, room, found):
@@ -155,9 +156,9 @@ def test_a_name_counts(changed):
         (room / "new.mojo").write_text("")
         first = digests(tree)
         (room / "new.mojo").rename(room / "newer.mojo")
-        assert {name for name in KEYS if first[name] != digests(tree)[name]} == {"cpu attention", "cpu step"}
+        assert {name for name in KEYS if first[name] != digests(tree)[name]} == CPU_ATTENTION
 
-    assert changed(rename) == {"cpu attention", "cpu step"}
+    assert changed(rename) == CPU_ATTENTION
 
 
 def test_text_that_moves_between_files_counts(changed):
@@ -170,7 +171,7 @@ def test_text_that_moves_between_files_counts(changed):
         first.write_text(text[:-10])
         second.write_text(text[-10:] + second.read_text())
 
-    assert changed(move) == {"cpu attention", "cpu step"}
+    assert changed(move) == CPU_ATTENTION
 
 
 def test_a_new_import_brings_its_room(changed):

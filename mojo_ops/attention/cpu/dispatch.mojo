@@ -28,7 +28,7 @@ from .workspace import HeadLayout, SegmentWorkspace
 
 def attend_on_cpu[
     dtype: DType
-](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
+](rows: AttentionRows[dtype, ...], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
     """Computes o `[R, Hq, D]` and lse `[R, Hq]` of every row of a call without rotary keys, on up to `workers` threads.
 
     The formula is in `../README.md`. The rows were checked (`check_rows`). The result does not depend on `workers`.
@@ -36,7 +36,9 @@ def attend_on_cpu[
     comptime kv_dtype = k.dtype
     var choice = CpuKernelChoice[dtype, kv_dtype]()
     var heads = HeadLayout.of(rows, k, v, CpuKernelChoice[dtype, kv_dtype].chunk)
-    var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, logits, choice.sizes(heads))
+    comptime has_masks = rows.Sight.has_masks
+    var sizes = choice.sizes(heads, prefill_only=has_masks)
+    var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits, sizes)
     var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
     var max_queries = heads.kv_heads * max_stride
     var max_prefill_queries = plan.max_prefill_rows * heads.group
@@ -98,7 +100,7 @@ def attend_on_cpu[
                         rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
                     )
                 following = queue.take()
-            else:
+            elif not has_masks:
                 workspace.acc = own if segment.split_result < 0 else split_results.acc_of(result.index)
                 if choice.uses_amx(queries):
                     comptime if amx_serves(dtype, kv_dtype):

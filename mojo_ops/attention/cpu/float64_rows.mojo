@@ -26,7 +26,7 @@ comptime MINUS_INFINITY_64 = neg_inf[DType.float64]()
 def recompute_not_finite[
     dtype: DType, //
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     first_row: Int,
     num_rows: Int,
     kv_head: Int,
@@ -43,25 +43,22 @@ def recompute_not_finite[
     var begin = Int.MAX
     var end = 0
     for row in range(first_row, first_row + num_rows):
-        var length = Int(rows.row_lengths[unsafe_offset=row])
+        var length = rows.length(row)
         if length > 0:
-            begin = min(begin, logits.first_token(length))
+            begin = min(begin, rows.first_token(row, logits))
             end = max(end, length)
     var nans = NanTokens(k, v, request, kv_head, begin, end)
     for row in range(first_row, first_row + num_rows):
-        var length = Int(rows.row_lengths[unsafe_offset=row])
-        if length == 0:
+        if not rows.sees_any(row, logits):
             continue
         for query in range(kv_head * group, (kv_head + 1) * group):
             var at = row * rows.num_heads + query
             var has_lse = isfinite(rows.lse[unsafe_offset=at])
             var explained: Bool
             if has_lse:
-                explained = nans.explain_values(rows.o.unsafe_offset(at * dim), logits.first_token(length), length)
+                explained = nans.explain_values(rows, row, query, logits)
             else:
-                explained = has_nan(rows.q.unsafe_offset(at * dim), dim) or nans.keys.seen(
-                    logits.first_token(length), length
-                )
+                explained = has_nan(rows.q.unsafe_offset(at * dim), dim) or nans.keys.seen_by(rows, row, logits)
             if not explained:
                 attend_in_float64(rows, row, query, k, v, logits, rotary, writes_lse=not has_lse)
 
@@ -78,9 +75,9 @@ struct FirstAndLast(TrivialRegisterPassable):
         self.first = min(self.first, token)
         self.last = token
 
-    def seen(self, begin: Int, end: Int) -> Bool:
-        """Whether the first or the last is one of the tokens `[begin, end)`."""
-        return begin <= self.first < end or begin <= self.last < end
+    def seen_by(self, rows: AttentionRows, row: Int, logits: Logits) -> Bool:
+        """Whether a row sees the first or the last."""
+        return rows.sees(row, self.first, logits) or rows.sees(row, self.last, logits)
 
 
 struct NanTokens:
@@ -107,13 +104,13 @@ struct NanTokens:
                         if is_nan[i]:
                             self.values[d + i].add(token)
 
-    def explain_values[
-        dtype: DType, //
-    ](self, o: Pointer[Scalar[dtype], MutUntrackedOrigin], begin: Int, end: Int) -> Bool:
-        """Whether every element of o `[D]` that is infinite or NaN comes from a NaN among the tokens `[begin, end)`."""
+    def explain_values(self, rows: AttentionRows, row: Int, query: Int, logits: Logits) -> Bool:
+        """Whether every element of a query head's o `[D]` that is infinite or NaN comes from a NaN that the row sees."""
+        var o = rows.o.unsafe_offset((row * rows.num_heads + query) * len(self.values))
         for d in range(len(self.values)):
-            if not isfinite(o[unsafe_offset=d].cast[DType.float32]()) and not self.values[d].seen(begin, end):
-                return False
+            if not isfinite(o[unsafe_offset=d].cast[DType.float32]()):
+                if not self.values[d].seen_by(rows, row, logits):
+                    return False
         return True
 
 
@@ -137,7 +134,7 @@ def has_nan[dtype: DType, //](source: Pointer[Scalar[dtype], _], count: Int) -> 
 def attend_in_float64[
     dtype: DType, //
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     row: Int,
     query: Int,
     k: PagedKVCache,
@@ -154,24 +151,26 @@ def attend_in_float64[
     var dim = k.head_dim()
     var kv_head = query // (rows.num_heads // k.num_heads())
     var request = Int(rows.row_batch[unsafe_offset=row])
-    var length = Int(rows.row_lengths[unsafe_offset=row])
+    var token_offset = rows.sight.offset(request)
     var at = row * rows.num_heads + query
     var memory = List[Float64](length=3 * dim, fill=0)
     var q = memory.unsafe_ptr()  # [D]
     var token = q.unsafe_offset(dim)  # [D]: a token's K or V
     var acc = token.unsafe_offset(dim)  # [D]: weighted values, relative to `greatest`
     widen_head(rows.q.unsafe_offset(at * dim), q, dim)
-    rotary.rotate(q, length - 1)
+    rotary.rotate(q, rows.position(row))
 
     var greatest = MINUS_INFINITY_64
     var total = Float64(0)
-    for j in range(logits.first_token(length), length):
+    for j in range(rows.first_token(row, logits), rows.length(row)):
+        if not rows.sees(row, j, logits):
+            continue
         widen_head(k.block_paged_ptr[1](request, j, kv_head), token, dim)
-        rotary.rotate(token, j)
+        rotary.rotate(token, token_offset + j)
         var products = SIMD[DType.float64, STEP](0)
         for d in range(0, dim, STEP):
             products = q.unsafe_load[width=STEP](d).fma(token.unsafe_load[width=STEP](d), products)
-        var score = logits.score_in_float64(products.reduce_add(), query, j)
+        var score = logits.score_in_float64(products.reduce_add(), query, token_offset + j)
         if score == MINUS_INFINITY_64:
             continue
         if not score <= greatest:  # NaN counts as greater, and stays
@@ -196,7 +195,7 @@ def attend_in_float64[
     for d in range(0, dim, STEP):
         var mean = acc.unsafe_load[width=STEP](d) / (1 if total == 0 else total)
         var out = (mean * Float64(rows.v_scale)).cast[DType.float32]()
-        rows.o.unsafe_store(at * dim + d, narrow[dtype](out))
+        rows.o.unsafe_store(at * dim + d, narrow[rows.o_dtype](out))
     if writes_lse:
         rows.lse[unsafe_offset=at] = (greatest + log2(total)).cast[DType.float32]()
     _ = memory^

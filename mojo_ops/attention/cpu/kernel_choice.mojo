@@ -53,12 +53,12 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
         """The queries of a KV head that the workspace has memory for, for such a block."""
         return AmxBuffers.query_stride(queries) if self.uses_amx(queries) else queries
 
-    def sizes(self, heads: HeadLayout) -> BlockSizes:
+    def sizes(self, heads: HeadLayout, *, prefill_only: Bool) -> BlockSizes:
         """The rows of a block, and those of a prefill block (`amx/prefill.mojo`, `vectors/prefill.mojo`)."""
         var least = PREFILL_MIN_QUERIES if self.permitted else VECTOR_PREFILL_MIN_QUERIES
         return BlockSizes(
             max(MAX_BLOCK_ROWS, PREFILL_MAX_QUERIES // heads.group),
-            ceildiv(least, heads.group),
+            1 if prefill_only else ceildiv(least, heads.group),
             heads.kv_heads,
         )
 

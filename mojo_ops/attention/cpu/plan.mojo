@@ -5,6 +5,8 @@ from std.math import ceildiv
 
 from ...cache.pointers import RowPointer
 from ..logits import Logits
+from ..params import first_in_window
+from ..row_sight import RowSight
 from .prefetch import SPAN_TOKENS
 
 comptime MAX_BLOCK_ROWS = 8
@@ -205,8 +207,10 @@ struct SegmentPlan(Movable):
         self.segments = sorted^
 
 
-def plan_segments(
-    row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, logits: Logits, sizes: BlockSizes
+def plan_segments[
+    Sight: RowSight, //
+](
+    row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, sight: Sight, logits: Logits, sizes: BlockSizes
 ) -> SegmentPlan:
     """Makes blocks of up to `sizes.max_rows` adjacent rows of one request, and splits long blocks."""
     var blocks = List[Segment]()
@@ -218,8 +222,10 @@ def plan_segments(
         while block.num_rows < sizes.max_rows and row < num_rows and row_batch[unsafe_offset=row] == request:
             var length = Int(row_lengths[unsafe_offset=row]) if request >= 0 else 0
             if length > 0:
-                block.begin = min(block.begin, logits.first_token(length))
-                block.end = max(block.end, length)
+                var begin = first_in_window(sight, row, Int(request), length, logits)
+                if begin < length:
+                    block.begin = min(block.begin, begin)
+                    block.end = max(block.end, length)
             block.num_rows += 1
             row += 1
         block.begin = min(block.begin, block.end)

@@ -11,6 +11,7 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...isa.convert import narrow
 from ..logits import Logits, nan_where_infinite
 from ..params import AttentionRows
+from ..row_sight import ALL_BITS
 from ..rope import RotaryEmbedding
 from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
 from .float64_rows import recompute_not_finite
@@ -47,7 +48,7 @@ struct FallbackWorkspace:
 
 def attend_rotary_fallback[
     dtype: DType
-](rows: AttentionRows[dtype], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
+](rows: AttentionRows[dtype, ...], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
     """Computes o `[R, Hq, D]` and lse `[R, Hq]` of every row with rotated q and keys (`../README.md`).
 
     The rows were checked (`check_rows`). A task computes whole pairs of a row and a KV head, so the result does not
@@ -70,7 +71,7 @@ def attend_rotary_fallback[
 def attend_row_fallback[
     dtype: DType
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     row: Int,
     k: PagedKVCache,
     v: type_of(k),
@@ -82,7 +83,9 @@ def attend_row_fallback[
     var dim = k.head_dim()
     var group = rows.num_heads // k.num_heads()
     var request = Int(rows.row_batch[unsafe_offset=row])
-    var length = Int(rows.row_lengths[unsafe_offset=row]) if request >= 0 else 0
+    var length = rows.length(row)
+    var token_offset = rows.sight.offset(request) if request >= 0 else 0
+    var sees_tokens = rows.sees_any(row, logits)
     var first_head = row * rows.num_heads + kv_head * group
     var q = workspace.q.unsafe_ptr()
     var acc = workspace.acc.unsafe_ptr()
@@ -95,19 +98,21 @@ def attend_row_fallback[
         acc.unsafe_store(i, SIMD[DType.float32, DIM_STEP](0))
     for g in range(group):
         workspace.state[g] = AttentionState()
-        workspace.rotary.rotate(q.unsafe_offset(g * dim), length - 1)
+        workspace.rotary.rotate(q.unsafe_offset(g * dim), rows.position(row) if sees_tokens else 0)
 
-    var start = logits.first_token(length)
+    var start = rows.first_token(row, logits) if sees_tokens else length
     while start < length:
         # A tile is a run of slots of one page.
         var count = min(FALLBACK_TILE_TOKENS, length - start, k.slots() - start % k.slots())
         var source = k.block_paged_ptr[1](request, start, kv_head)
         for i in range(count):
             widen_head(source.unsafe_offset(i * k.row_pitch()), token, dim)
-            workspace.rotary.rotate(token, start + i)
+            workspace.rotary.rotate(token, token_offset + start + i)
             for g in range(group):
                 weights[unsafe_offset=g * FALLBACK_TILE_TOKENS + i] = dot(q.unsafe_offset(g * dim), token, dim)
 
+        # A row that is computed alone weights no token which it does not see.
+        var seen_bits = rows.seen_bits(row, start, logits) if rows.Sight.has_masks else ALL_BITS
         for g in range(group):
             ref state = workspace.state[g]
             var tile = weights.unsafe_offset(g * FALLBACK_TILE_TOKENS)
@@ -115,8 +120,13 @@ def attend_row_fallback[
             for i in range(0, FALLBACK_TILE_TOKENS, DIM_STEP):
                 var lane = iota[DType.int32, DIM_STEP](Int32(i))
                 var dots = nan_where_infinite(tile.unsafe_load[width=DIM_STEP](i))
-                var scores = logits.score(dots, kv_head * group + g, start + i)
+                var scores = logits.score(dots, kv_head * group + g, token_offset + start + i)
                 scores = lane.lt(Int32(count)).select(scores, MINUS_INFINITY)
+                comptime if rows.Sight.has_masks:
+                    var seen = (
+                        SIMD[DType.uint32, DIM_STEP](seen_bits >> UInt32(i)) >> iota[DType.uint32, DIM_STEP](0) & 1
+                    ).eq(1)
+                    scores = seen.select(scores, MINUS_INFINITY)
                 tile.unsafe_store(i, scores)
                 greatest = max(greatest, scores.reduce_max())
             var factor = state.raise_to(greatest)
@@ -124,13 +134,18 @@ def attend_row_fallback[
                 scale(acc.unsafe_offset(g * dim), factor, dim)
             var total = SIMD[DType.float32, DIM_STEP](0)
             for i in range(0, FALLBACK_TILE_TOKENS, DIM_STEP):
+                # All scores are -inf until a token is seen.
                 var w = exp2(tile.unsafe_load[width=DIM_STEP](i) - state.greatest)
+                comptime if rows.Sight.has_masks:
+                    w = w if state.greatest != MINUS_INFINITY else 0
                 tile.unsafe_store(i, w)
                 total += w
             state.add(total.reduce_add())
 
         source = v.block_paged_ptr[1](request, start, kv_head)
         for i in range(count):
+            if seen_bits >> UInt32(i) & 1 == 0:
+                continue
             widen_head(source.unsafe_offset(i * v.row_pitch()), token, dim)
             for g in range(group):
                 accumulate(acc.unsafe_offset(g * dim), weights[unsafe_offset=g * FALLBACK_TILE_TOKENS + i], token, dim)
@@ -139,7 +154,7 @@ def attend_row_fallback[
     var zeros = SIMD[DType.float32, DIM_STEP](0)  # NaN where a result is infinite or NaN
     for g in range(group):
         ref state = workspace.state[g]
-        if logits.has_sinks and length > 0:
+        if logits.has_sinks and sees_tokens:
             var sink = logits.sinks[unsafe_offset=kv_head * group + g] * LOG2E
             scale(acc.unsafe_offset(g * dim), state.raise_to(sink), dim)
             state.add(exp2(sink - state.greatest))
@@ -148,10 +163,10 @@ def attend_row_fallback[
             var sums = acc.unsafe_load[width=DIM_STEP](g * dim + i)
             var out = sums * state.normaliser() * rows.v_scale
             zeros = out.fma(SIMD[DType.float32, DIM_STEP](0), zeros)
-            target.unsafe_store(i, narrow[dtype](out))
+            target.unsafe_store(i, narrow[rows.o_dtype](out))
         rows.lse[unsafe_offset=first_head + g] = state.lse()
         zeros += state.lse() * 0
-    if length > 0 and not zeros.eq(0).reduce_and():
+    if sees_tokens and not zeros.eq(0).reduce_and():
         recompute_not_finite(rows, row, 1, kv_head, k, v, logits, workspace.rotary)
 
 

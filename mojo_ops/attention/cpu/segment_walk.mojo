@@ -71,7 +71,7 @@ struct SegmentStep(TrivialRegisterPassable):
 def next_step[
     dtype: DType, //
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     k: PagedKVCache,
     v: type_of(k),
     request: Int,

@@ -21,7 +21,7 @@ from ...isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
 from ..logits import Logits
 from ..params import AttentionRows
 from ..rope import RotaryEmbedding
-from ..softmax import AttentionState, LOG2E, exp2
+from ..softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
 from .amx.weighted_sums import unpack_sums
 from .bf16_chunk import Bf16Chunk
 from .float64_rows import recompute_not_finite
@@ -191,7 +191,7 @@ def write_output[
 def write_result[
     dtype: DType, //, kv_dtype: DType, amx: Bool
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     row: Int,
     query: Int,
     logits: Logits,
@@ -201,23 +201,29 @@ def write_result[
 ) -> Bool:
     """Writes o and lse of query head `query` of one row; returns whether they are finite, or the row sees no token."""
     var factor: Float32 = 1
-    var sees_tokens = rows.row_batch[unsafe_offset=row] >= 0 and rows.row_lengths[unsafe_offset=row] > 0
-    if logits.has_sinks and sees_tokens:
+    var target = rows.o.unsafe_offset((row * rows.num_heads + query) * head_dim)
+    # Masks are read where the sum of the weights does not tell: of scores that are all -inf.
+    var sees_tokens = rows.Sight.has_masks and state.total != 0 or rows.sees_any(row, logits)
+    if not sees_tokens:
+        for d in range(0, head_dim, 8):
+            target.unsafe_store(d, SIMD[rows.o_dtype, 8](0))
+        rows.lse[unsafe_offset=row * rows.num_heads + query] = MINUS_INFINITY
+        return True
+    if logits.has_sinks:
         var sink = logits.sinks[unsafe_offset=query] * LOG2E
         factor = state.raise_to(sink)
         state.add(exp2(sink - state.greatest))
     factor *= state.normaliser()
-    var target = rows.o.unsafe_offset((row * rows.num_heads + query) * head_dim)
     var is_finite = write_output[kv_dtype, amx](acc, factor, rows.v_scale, head_dim, target)
     var lse = state.lse()
     rows.lse[unsafe_offset=row * rows.num_heads + query] = lse
-    return is_finite and lse - lse == 0 or not sees_tokens
+    return is_finite and lse - lse == 0
 
 
 def finish_segment[
     dtype: DType, StatesType: RunningStates, //, amx: Bool
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     segment: Segment,
     k: PagedKVCache,
     v: type_of(k),

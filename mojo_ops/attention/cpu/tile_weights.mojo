@@ -21,7 +21,7 @@ comptime ScoreVector = SIMD[DType.float32, KV_TILE_TOKENS]
 def scores_to_weights[
     dtype: DType, //, split_bf16: Bool
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     segment: Segment,
     logits: Logits,
     heads: HeadLayout,

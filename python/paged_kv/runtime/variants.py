@@ -14,12 +14,13 @@ from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 
-Op = Literal["append", "gather", "attention", "merge"]
+Op = Literal["append", "gather", "attention", "masked_attention", "merge"]
 
 REGISTERED: dict[Op, str] = {
     "append": ops.APPEND,
     "gather": ops.GATHER,
     "attention": ops.ATTENTION,
+    "masked_attention": ops.MASKED_ATTENTION,
     "merge": ops.MERGE_STATES,
 }
 """The op of `ops.mojo` behind each."""
@@ -34,21 +35,24 @@ class Variant:
     """Of q, or of the states to merge; append and gather only copy rows: there it is the unsigned integer of the
     elements' size."""
     kv_dtype: DType
+    o_dtype: DType | None = None
+    """Of attention's output; q's where it is None."""
 
     @property
     def name(self) -> str:
-        return f"{self.op}_{self.dtype.name}_{self.kv_dtype.name}"
+        return "_".join([self.op, self.dtype.name, self.kv_dtype.name, *([self.o_dtype.name] if self.o_dtype else [])])
 
     def __str__(self) -> str:
         """For people: `attention (bfloat16 over float8_e4m3fn)`, `append (16 bits)`."""
         if self.op in ("append", "gather"):
             return f"{self.op} ({8 * self.dtype.size_in_bytes} bits)"
         over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype.name}"
-        return f"{self.op} ({self.dtype.name}{over})"
+        to = f" to {self.o_dtype.name}" if self.o_dtype else ""
+        return f"{self.op.replace('_', ' ')} ({self.dtype.name}{over}{to})"
 
     def family(self) -> list[Variant]:
         """The variants that are compiled with this one: append and gather go together."""
-        return [self] if self.op in ("attention", "merge") else [replace(self, op="append"), replace(self, op="gather")]
+        return [replace(self, op="append"), replace(self, op="gather")] if self.op in ("append", "gather") else [self]
 
     def build(
         self,
@@ -60,9 +64,11 @@ class Variant:
     ) -> None:
         """Adds this variant's graph to `module`, for the CPU where no device is given; the options are attention's.
 
-        Its inputs, in order: the rows (attention: q, row_batch, row_lengths; append: k, v, batch_indices,
-        positions; gather: indptr and an array of any content in the shape of the result, `[N, Hk, D]` int8),
-        then k_blocks, v_blocks, lookup_table, view, and for attention alibi_slopes, sinks, window_left, options.
+        Its inputs, in order: the rows (attention: q, row_batch, row_lengths; masked_attention: these, row_positions,
+        token_offsets, mask, mask_starts, mask_firsts, and an array of any content as long as a head of V, `[Dv]` int8;
+        append: k, v, batch_indices, positions; gather: indptr and an array of any content in the shape of the result,
+        `[N, Hk, D]` int8), then k_blocks, v_blocks, lookup_table, view, and for both kinds of attention alibi_slopes,
+        sinks, window_left, options.
         `view`, `window_left` and `options` lie on the host, all else on the device. Of merge: v `[S, n, H, D]` and
         s `[S, n, H]`. No two inputs share the name of a size, so that sizes which differ are refused by the op, in its
         words, and not by MAX before.
@@ -96,6 +102,15 @@ class Variant:
                 tensor(DType.int32, "R_batch"),
                 tensor(DType.int32, "R_lengths"),
             ],
+            "masked_attention": [
+                tensor(self.dtype, "R", "Hq", "D"),
+                *(tensor(DType.int32, f"R_{name}") for name in ("batch", "lengths", "positions")),
+                tensor(DType.int32, "B_offsets"),
+                tensor(DType.uint8, "mask_bytes"),
+                tensor(DType.int64, "R_starts"),
+                tensor(DType.int32, "R_firsts"),
+                tensor(DType.int8, "Dv"),
+            ],
         }[self.op]
         storage: list[Type[Any]] = [
             BufferType(self.kv_dtype, ["k_elements"], device),
@@ -109,7 +124,7 @@ class Variant:
             tensor(DType.int32, on=host),
             tensor(DType.float32, 5, on=host),
         ]
-        types = [*rows, *storage, *(options if self.op == "attention" else [])]
+        types = [*rows, *storage, *(options if self.op in ("attention", "masked_attention") else [])]
         with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             args = [value.tensor for value in graph.inputs[: len(rows)]]
             k_blocks, v_blocks, table, view, *rest = graph.inputs[len(rows) :]
@@ -121,17 +136,38 @@ class Variant:
                 indptr, like = args
                 num_tokens, heads, head_dim = like.shape
                 graph.output(*ops.gather(cache, indptr, num_tokens, num_kv_heads=heads, head_dim=head_dim))
+            elif self.op == "attention":
+                slopes, sinks, window_left, numbers = (value.tensor for value in rest)
+                o, lse = ops.attention_at_run_time(
+                    cache,
+                    *args,
+                    alibi_slopes=slopes,
+                    sinks=sinks,
+                    window_left=window_left,
+                    options=numbers,
+                    o_dtype=self.o_dtype,
+                    batch_invariant=batch_invariant,
+                    gpu_kernel=gpu_kernel,
+                )
+                graph.output(o, lse)
             else:
                 slopes, sinks, window_left, numbers = (value.tensor for value in rest)
-                graph.output(
-                    *ops.attention_at_run_time(
-                        cache,
-                        *args,
-                        alibi_slopes=slopes,
-                        sinks=sinks,
-                        window_left=window_left,
-                        options=numbers,
-                        batch_invariant=batch_invariant,
-                        gpu_kernel=gpu_kernel,
-                    )
+                q, row_batch, row_lengths, positions, offsets, mask, starts, firsts, value_head = args
+                o, lse = ops.masked_attention_at_run_time(
+                    cache,
+                    q,
+                    row_batch,
+                    row_lengths,
+                    row_positions=positions,
+                    token_offsets=offsets,
+                    mask=mask,
+                    mask_starts=starts,
+                    mask_firsts=firsts,
+                    alibi_slopes=slopes,
+                    sinks=sinks,
+                    window_left=window_left,
+                    options=numbers,
+                    head_dim_vo=value_head.shape[0],
+                    o_dtype=self.o_dtype,
                 )
+                graph.output(o, lse)

@@ -91,7 +91,7 @@ struct AmxBuffers(ImplicitlyCopyable):
 def pack_queries_amx[
     kv_dtype: DType, dtype: DType
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     segment: Segment,
     heads: HeadLayout,
     buffers: AmxBuffers,

@@ -6,6 +6,7 @@ products.
 """
 
 from std.memory import bitcast
+from std.utils import IndexList
 
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx_tiles import AMX_TILE_ELEMENTS, configure_tiles
@@ -17,7 +18,7 @@ from ...params import AttentionRows
 from ..bf16_chunk import Bf16Chunk, query_words, widen_chunk
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS
-from ..prefill.queries import QUERY_COLUMNS, padded_queries
+from ..prefill.queries import QUERY_COLUMNS, STEP_WORDS, padded_queries
 from ..prefill.step import PrefillStep
 from ..workspace import HeadLayout
 from .layout import LAYOUT_TOKENS
@@ -29,7 +30,7 @@ from .weighted_sums import pair_tokens
 
 def pack_queries_prefill[
     kv_dtype: DType, dtype: DType
-](rows: AttentionRows[dtype], segment: Segment, heads: HeadLayout, mut workspace: PrefillWorkspace):
+](rows: AttentionRows[dtype, ...], segment: Segment, heads: HeadLayout, mut workspace: PrefillWorkspace):
     """Packs the queries of one KV head of a block as pairs."""
     comptime chunk = Bf16Chunk[kv_dtype].length
     var queries = segment.num_rows * heads.group
@@ -62,7 +63,7 @@ def pack_queries_prefill[
 def attend_prefill_amx[
     dtype: DType, //
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     segment: Segment,
     k: PagedKVCache,
     v: type_of(k),
@@ -75,6 +76,7 @@ def attend_prefill_amx[
     Pairs of query tiles are a pipeline: the next pair's scores, this pair's softmax, the last pair's weighted sums. So
     no matrix tile is loaded right after it was stored.
     """
+    comptime has_masks = rows.Sight.has_masks
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var pairs = padded_queries(segment.num_rows * heads.group) // (2 * QUERY_COLUMNS)
     configure_tiles()
@@ -82,6 +84,11 @@ def attend_prefill_amx[
     workspace.queries.clear(rows, segment, logits, heads)
     var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer())
     while step.count > 0:
+        comptime if has_masks:
+            var starts = IndexList[STEP_WORDS](step.tiles[0].first, step.tiles[1].first)
+            if not workspace.queries.read_masks(rows, segment, logits, heads.group, starts):
+                step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
+                continue
         lay_out_step(k, v, step, heads, segment.head, workspace)
         var products = PairProducts(step, heads, 0, NO_PAIR, 1, workspace)
         products.finish()
@@ -91,7 +98,7 @@ def attend_prefill_amx[
                 step, heads, pair + 1 if pair + 1 < pairs else NO_PAIR, pair - 1, max(1, calls), workspace
             )
             comptime for half in range(2):
-                scores_to_weights_prefill(step, logits, heads, segment.head, pair, half, workspace, products)
+                scores_to_weights_prefill[has_masks](step, logits, heads, segment.head, pair, half, workspace, products)
             products.finish()
         products = PairProducts(step, heads, NO_PAIR, pairs - 1, 1, workspace)
         products.finish()

@@ -7,6 +7,7 @@ from ....isa.convert import FloatVector, LANES
 from ....isa.memory import Bf16BitsPointer, FloatPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
+from ...row_sight import ALL_BITS, MASK_TOKENS
 from ...softmax import LOG2E, exp2
 from ..prefetch import KV_TILE_TOKENS
 from ..prefill.queries import QUERY_COLUMNS
@@ -25,7 +26,9 @@ from .prefill_workspace import PAIR_SCORE_FLOATS, PrefillWorkspace, visible_tile
 
 
 @always_inline
-def scores_to_weights_prefill(
+def scores_to_weights_prefill[
+    has_masks: Bool
+](
     step: PrefillStep,
     logits: Logits,
     heads: HeadLayout,
@@ -47,14 +50,17 @@ def scores_to_weights_prefill(
     var are_dots = only_scaled(logits, factor)
     for i in range(count):
         var first = step.tiles[i].first
-        are_dots = (
-            are_dots and step.tiles[i].count == KV_TILE_TOKENS and queries.all_see(m, first, first + KV_TILE_TOKENS)
-        )
+        var all_see: Bool
+        comptime if has_masks:
+            all_see = queries.all_see_word(m, i, ALL_BITS)
+        else:
+            all_see = queries.all_see(m, first, first + KV_TILE_TOKENS)
+        are_dots = are_dots and step.tiles[i].count == KV_TILE_TOKENS and all_see
     if not are_dots:
         for i in range(count):
             var tile = step.tiles[i]
             # Rows past the tile's last token hold the scores of another token.
-            mask_scores(
+            mask_scores[has_masks](
                 queries,
                 m,
                 logits,
@@ -63,6 +69,7 @@ def scores_to_weights_prefill(
                 tile.first,
                 KV_TILE_TOKENS,
                 tile.first + tile.count,
+                i * MASK_TOKENS,
                 scores.unsafe_offset(i * KV_TILE_TOKENS * QUERY_COLUMNS),
             )
         factor = 1

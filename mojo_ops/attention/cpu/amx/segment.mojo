@@ -26,7 +26,7 @@ from .weighted_sums import ValueProducts, sum_tile_amx
 def attend_segment_amx[
     dtype: DType, //
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     segment: Segment,
     k: PagedKVCache,
     v: type_of(k),

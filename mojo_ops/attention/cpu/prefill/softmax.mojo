@@ -9,6 +9,7 @@ from std.utils.numerics import isfinite, nan
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
 from ...logits import Logits, nan_where_infinite
+from ...row_sight import MASK_TOKENS
 from ...softmax import HAS_SCALEF, MINUS_INFINITY, exp2
 from ..workspace import HeadLayout
 from .queries import PrefillQueries, QUERY_COLUMNS
@@ -55,7 +56,9 @@ def weights_of(x: FloatVector) -> FloatVector:
 
 
 @no_inline
-def mask_scores(
+def mask_scores[
+    has_masks: Bool
+](
     queries: PrefillQueries,
     m: Int,
     logits: Logits,
@@ -64,9 +67,13 @@ def mask_scores(
     first: Int,
     count: Int,
     end: Int,
+    bit: Int,
     scores: FloatPointer,
 ):
     """Turns the dot products of 16 queries into base-2 scores, and into -inf where a query does not see the token.
+
+    Parameters:
+        has_masks: Whether the queries' `seen` says what they see, else `first` and `last`.
 
     Args:
         queries: The queries of the segment.
@@ -77,10 +84,9 @@ def mask_scores(
         first: The token of the first dot products.
         count: How many tokens follow each other in `scores`.
         end: The token after the last one; dot products of `end` and later tokens are of no token.
+        bit: Where there are masks, the first token's bit in `seen`.
         scores: `[count, 16]`, replaced.
     """
-    var first_seen = queries.first.unsafe_load[width=QUERY_COLUMNS](m)
-    var last = queries.last.unsafe_load[width=QUERY_COLUMNS](m)
     var slopes = FloatVector(0)
     if logits.has_alibi:
         for lane in range(QUERY_COLUMNS):
@@ -89,8 +95,15 @@ def mask_scores(
         var at = scores.unsafe_offset(t * QUERY_COLUMNS)
         var token = SIMD[DType.int32, QUERY_COLUMNS](Int32(first + t))
         var dots = nan_where_infinite(at.unsafe_load[width=QUERY_COLUMNS](0))
+        var seen = token.lt(Int32(end))
+        comptime if has_masks:
+            var word, shift = divmod(bit + t, MASK_TOKENS)
+            seen &= (queries.seen_words(m, word) >> UInt32(shift) & 1).eq(1)
+            token += Int32(queries.token_offset)
+        else:
+            seen &= token.lt(queries.last.unsafe_load[width=QUERY_COLUMNS](m))
+            seen &= token.ge(queries.first.unsafe_load[width=QUERY_COLUMNS](m))
         var score = logits.score_each(dots, slopes, token.cast[DType.float32]())
-        var seen = token.lt(last) & token.ge(first_seen) & token.lt(Int32(end))
         at.unsafe_store(0, seen.select(score, MINUS_INFINITY))
 
 

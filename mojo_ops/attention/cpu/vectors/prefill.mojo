@@ -7,6 +7,7 @@ all queries of a block, and every vector that is loaded serves many products.
 from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import size_of
+from std.utils import IndexList
 
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.convert import ChunkConstants, FloatVector, LANES, chunk_of, load_chunk, to_chunk_order
@@ -14,10 +15,11 @@ from ....isa.memory import FloatPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
 from ...params import AttentionRows
+from ...row_sight import MASK_TOKENS
 from ...softmax import LOG2E
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS, Prefetcher
-from ..prefill.queries import PrefillQueries, QUERY_COLUMNS
+from ..prefill.queries import PrefillQueries, QUERY_COLUMNS, STEP_WORDS
 from ..prefill.softmax import (
     exceeds_limit,
     mask_scores,
@@ -47,7 +49,7 @@ from .prefill_workspace import (
 def attend_prefill_vectors[
     dtype: DType, //
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     segment: Segment,
     k: PagedKVCache,
     v: type_of(k),
@@ -57,6 +59,7 @@ def attend_prefill_vectors[
 ):
     """Computes the states and weighted values of a segment's queries of KV head `segment.head` in `workspace`."""
     comptime pairs = takes_pairs(dtype, k.dtype)
+    comptime has_masks = rows.Sight.has_masks
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var queries = segment.num_rows * heads.group
     pack_queries[k.dtype](rows, segment, heads, workspace)
@@ -64,7 +67,13 @@ def attend_prefill_vectors[
     var buffer = 0
     var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer(0))
     while step.count > 0:
-        lay_out_step[pairs](k, v, step, heads, segment.head, workspace)
+        var is_seen = True
+        comptime if has_masks:
+            is_seen = workspace.queries.read_masks(
+                rows, segment, logits, heads.group, IndexList[STEP_WORDS](step.first(), step.first() + MASK_TOKENS)
+            )
+        if is_seen:
+            lay_out_step[pairs](k, v, step, heads, segment.head, workspace)
         buffer = 1 - buffer
         var next = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer(buffer))
         var prefetcher = Prefetcher[to_l1=False](workspace.offset_buffer(2), heads.head_dim * size_of[k.dtype]())
@@ -74,8 +83,8 @@ def attend_prefill_vectors[
         prefetcher.start(num_score_blocks(queries))
         var m = 0
         comptime for tiles in [TILES_AT_ONCE, 1]:
-            while m + (tiles - 1) * QUERY_COLUMNS < queries:
-                attend_tiles[pairs, tiles](step, logits, heads, segment.head, m, workspace, prefetcher)
+            while is_seen and m + (tiles - 1) * QUERY_COLUMNS < queries:
+                attend_tiles[pairs, tiles, has_masks](step, logits, heads, segment.head, m, workspace, prefetcher)
                 m += tiles * QUERY_COLUMNS
         step = next^
 
@@ -89,7 +98,7 @@ def num_score_blocks(queries: Int) -> Int:
 
 def pack_queries[
     kv_dtype: DType, dtype: DType
-](rows: AttentionRows[dtype], segment: Segment, heads: HeadLayout, mut workspace: VectorPrefillWorkspace):
+](rows: AttentionRows[dtype, ...], segment: Segment, heads: HeadLayout, mut workspace: VectorPrefillWorkspace):
     """Packs the queries of one KV head of a block as words, a query in each lane."""
     comptime chunk = chunk_of(kv_dtype)
     comptime pairs = takes_pairs(dtype, kv_dtype)
@@ -206,7 +215,7 @@ def lay_out_token[
 
 @no_inline
 def attend_tiles[
-    pairs: Bool, tiles: Int
+    pairs: Bool, tiles: Int, has_masks: Bool
 ](
     step: PrefillStep,
     logits: Logits,
@@ -219,8 +228,13 @@ def attend_tiles[
     """Adds one step to the states and weighted values of `tiles` query tiles, from query `m` on."""
     var queries = workspace.queries
     var first = step.first()
-    var begin = max(queries.first_seen[tiles](m), first) - first
-    var end = min(queries.end_seen[tiles](m), step.end) - first
+    var begin: Int
+    var end: Int
+    comptime if has_masks:
+        begin, end = queries.seen_range[tiles](m)
+    else:
+        begin = max(queries.first_seen[tiles](m), first) - first
+        end = min(queries.end_seen[tiles](m), step.end) - first
     if begin >= end:
         return
     var words = head_words[pairs](heads.padded_dim)
@@ -236,7 +250,7 @@ def attend_tiles[
     comptime for tile in range(tiles):
         var at = m + tile * QUERY_COLUMNS
         var scores = workspace.scores.unsafe_offset(tile * TILE_SCORES)
-        scores_to_weights(queries, first, begin, end, logits, heads, head, at, scores, workspace.weights)
+        scores_to_weights[has_masks](queries, first, begin, end, logits, heads, head, at, scores, workspace.weights)
         sum_query_tile(
             workspace.values,
             workspace.weights,
@@ -248,7 +262,9 @@ def attend_tiles[
 
 
 @always_inline
-def scores_to_weights(
+def scores_to_weights[
+    has_masks: Bool
+](
     queries: PrefillQueries,
     first: Int,
     begin: Int,
@@ -265,9 +281,14 @@ def scores_to_weights(
     var source = scores.unsafe_offset(begin * QUERY_COLUMNS)
     var target = weights.unsafe_offset(begin * QUERY_COLUMNS)
     var factor = logits.scale * LOG2E
-    var are_dots = only_scaled(logits, factor) and queries.all_see(m, first + begin, first + end)
+    var all_see: Bool
+    comptime if has_masks:
+        all_see = queries.all_see_step(m, begin, end)
+    else:
+        all_see = queries.all_see(m, first + begin, first + end)
+    var are_dots = only_scaled(logits, factor) and all_see
     if not are_dots:
-        mask_scores(queries, m, logits, heads, head, first + begin, count, first + end, source)
+        mask_scores[has_masks](queries, m, logits, heads, head, first + begin, count, first + end, begin, source)
         factor = 1
     var sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
     if exceeds_limit(sums, queries.greatest.unsafe_load[width=LANES](m)):

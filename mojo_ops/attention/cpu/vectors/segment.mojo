@@ -60,7 +60,7 @@ struct TileOrder(TrivialRegisterPassable):
 def attend_segment_vectors[
     dtype: DType, //
 ](
-    rows: AttentionRows[dtype],
+    rows: AttentionRows[dtype, ...],
     segment: Segment,
     k: PagedKVCache,
     v: type_of(k),

@@ -1,0 +1,196 @@
+"""The registered ops of attention: each one validates, then dispatches to a kernel.
+
+The operands that every op over pages shares, and where operands lie on a GPU: `ops.mojo`.
+"""
+
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from extensibility import _MutableInputTensor as MutableInputTensor
+from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_gpu
+from max.runtime.asyncrt import parallelism_level
+
+from .attention.checks import check_heads, check_masks, check_rows
+from .attention.cpu.dispatch import attend_on_cpu
+from .attention.cpu.kernel_choice import rotates_keys
+from .attention.cpu.rotary_fallback import attend_rotary_fallback
+from .attention.gpu.dispatch import attend_on_gpu
+from .attention.gpu.params import GpuAttentionParams
+from .attention.gpu.rope import RotaryFrequencies
+from .attention.merge_states import States, merge_on_cpu, merge_on_gpu
+from .attention.operands import AttentionOperands, masked_sight
+from .attention.params import AttentionRows
+from .attention.row_sight import MaskedSight, PlainSight
+from .cache.checks import check_equal
+from .cache.operands import KVCachePair
+from .cache.pointers import untracked, untracked_immutable
+
+
+@extensibility.register("paged_kv_attention")
+struct Attention:
+    """Attention of `R` query rows over the pages of their requests: decode and causal prefill in one op.
+
+    q `[R, Hq, D]`; row_batch, row_lengths `[R]` int32: row r sees the first `row_lengths[r]` tokens of
+    request `row_batch[r]`. o `[R, Hq, D]` float32, float16 or bfloat16; lse `[R, Hq]` float32, base 2. A row of request -1
+    or of length 0 gives o = 0, lse = -inf.
+    alibi_slopes, sinks: `[Hq]` float32, or `[0]` for none. options `[5]` float32: sm_scale (q and k scales in
+    it), logits_soft_cap, v_scale, rope_theta (0 = keys are stored as they are used), rope_scale.
+    batch_invariant: on a GPU, whether a row's result may depend on nothing but the row; the CPU has no such mode.
+    gpu_kernel: "best", or "plain" to compare with; without effect on the CPU.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType,
+        o_dtype: DType,
+        kv_dtype: DType,
+        rank: Int,
+        //,
+        target: StaticString,
+        kv_layout: StaticString,
+        batch_invariant: Bool,
+        gpu_kernel: StaticString,
+    ](
+        o: OutputTensor[dtype=o_dtype, rank=3, ...],
+        lse: OutputTensor[dtype=DType.float32, rank=2, ...],
+        q: InputTensor[dtype=dtype, rank=3, ...],
+        row_batch: InputTensor[dtype=DType.int32, rank=1, ...],
+        row_lengths: InputTensor[dtype=DType.int32, rank=1, ...],
+        k_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+        alibi_slopes: InputTensor[dtype=DType.float32, rank=1, ...],
+        sinks: InputTensor[dtype=DType.float32, rank=1, ...],
+        window_left: Int32,
+        options: InputTensor[dtype=DType.float32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var pair = KVCachePair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var call = AttentionOperands[dtype, o_dtype, PlainSight].of(
+            o, lse, q, row_batch, row_lengths, PlainSight(), alibi_slopes, sinks, window_left, options
+        )
+        var rows = call.rows
+        var logits = call.logits
+        check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
+        logits.check()
+        comptime if is_gpu[target]():
+            comptime if o_dtype == dtype:
+                pair.table.check_shape()
+                var params = GpuAttentionParams.of(
+                    rebind[AttentionRows[dtype]](rows), logits, pair.table, pair.k.head_dim()
+                )
+                var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
+                attend_on_gpu[gpu_kernel](ctx, params, pair.k, pair.v, rotary, batch_invariant)
+            else:
+                raise Error("o: on a GPU it has q's dtype")
+        else:
+            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits)
+            # The common case first, its operands unpacked inline: the generated code of attention over float8 was 5 %
+            # slower otherwise (Zen 5, 2026-11-22).
+            if not rotates_keys(rows.rope_theta):
+                attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
+            else:
+                attend_rotary_fallback(rows, pair.k, pair.v, logits, parallelism_level(None))
+
+
+@extensibility.register("paged_kv_masked_attention")
+struct MaskedAttention:
+    """Attention of `R` query rows over the pages of their requests, with masks and positions of rows and tokens.
+
+    The operands are those of `paged_kv_attention`, and after row_lengths these, of length 0 where absent:
+    row_positions `[R]` int32: the position of the row's token, by which q is rotated and from which the window counts
+    back; absent: the row's length - 1, after the request's offset.
+    token_offsets `[B]` int32: the position of the first token of the request's pages; absent: 0.
+    mask `[bytes]` uint8: bits, the lowest of a byte first. Row r sees its token j of `[mask_firsts[r], row_lengths[r])`
+    where bit `mask_starts[r] + j - mask_firsts[r]` is set, and all tokens before `mask_firsts[r]`.
+    mask_starts `[R]` int64: -1 where the row has no mask. mask_firsts `[R]` int32; absent: 0.
+    o `[R, Hq, Dv]`, where Dv is the head_dim of V. A row that sees no token gives o = 0, lse = -inf. CPU only.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType,
+        o_dtype: DType,
+        kv_dtype: DType,
+        rank: Int,
+        //,
+        target: StaticString,
+        kv_layout: StaticString,
+    ](
+        o: OutputTensor[dtype=o_dtype, rank=3, ...],
+        lse: OutputTensor[dtype=DType.float32, rank=2, ...],
+        q: InputTensor[dtype=dtype, rank=3, ...],
+        row_batch: InputTensor[dtype=DType.int32, rank=1, ...],
+        row_lengths: InputTensor[dtype=DType.int32, rank=1, ...],
+        row_positions: InputTensor[dtype=DType.int32, rank=1, ...],
+        token_offsets: InputTensor[dtype=DType.int32, rank=1, ...],
+        mask: InputTensor[dtype=DType.uint8, rank=1, ...],
+        mask_starts: InputTensor[dtype=DType.int64, rank=1, ...],
+        mask_firsts: InputTensor[dtype=DType.int32, rank=1, ...],
+        k_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+        alibi_slopes: InputTensor[dtype=DType.float32, rank=1, ...],
+        sinks: InputTensor[dtype=DType.float32, rank=1, ...],
+        window_left: Int32,
+        options: InputTensor[dtype=DType.float32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var pair = KVCachePair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var batch = pair.table.batch
+        var sight = masked_sight(q.dim_size(0), batch, row_positions, token_offsets, mask, mask_starts, mask_firsts)
+        var call = AttentionOperands[dtype, o_dtype, MaskedSight].of(
+            o, lse, q, row_batch, row_lengths, sight, alibi_slopes, sinks, window_left, options
+        )
+        var rows = call.rows
+        var logits = call.logits
+        check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
+        logits.check()
+        check_equal("o: its head_dim", o.dim_size(2), pair.v.head_dim())
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_masked_attention runs on the CPU alone")
+        else:
+            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, sight, logits)
+            check_masks(rows.row_batch, rows.row_lengths, rows.num_rows, batch, sight)
+            if not rotates_keys(rows.rope_theta):
+                attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
+            else:
+                attend_rotary_fallback(rows, pair.k, pair.v, logits, parallelism_level(None))
+
+
+@extensibility.register("paged_kv_merge_states")
+struct MergeStates:
+    """Merges `n` states of attention over disjoint keys: v `[S, n, H, D]` and the base-2 lse s `[S, n, H]` float32.
+
+    merged_v `[S, H, D]` in v's dtype, merged_s `[S, H]` float32; 0 and -inf where no state has seen a key.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, //, target: StaticString
+    ](
+        merged_v: OutputTensor[dtype=dtype, rank=3, ...],
+        merged_s: OutputTensor[dtype=DType.float32, rank=2, ...],
+        v: InputTensor[dtype=dtype, rank=4, ...],
+        s: InputTensor[dtype=DType.float32, rank=3, ...],
+        ctx: DeviceContext,
+    ) raises:
+        var rows = v.dim_size(0)
+        var states = States[dtype](
+            untracked_immutable(v.unsafe_ptr()),
+            untracked_immutable(s.unsafe_ptr()),
+            untracked(merged_v.unsafe_ptr()),
+            untracked(merged_s.unsafe_ptr()),
+            Int64(v.dim_size(1)),
+            Int64(v.dim_size(2)),
+            Int64(v.dim_size(3)),
+        )
+        check_equal("s: its number of rows", s.dim_size(0), rows)
+        check_equal("s: its number of states", s.dim_size(1), v.dim_size(1))
+        check_equal("s: its number of heads", s.dim_size(2), v.dim_size(2))
+        comptime if is_gpu[target]():
+            merge_on_gpu(ctx, states, rows)
+        else:
+            merge_on_cpu(states, rows, parallelism_level(None))
