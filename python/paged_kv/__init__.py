@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paged_kv.decode import (
         BatchDecodeWithPagedKVCacheWrapper,
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+        fast_decode_plan,
         single_decode_with_kv_cache,
     )
     from paged_kv.page import (
@@ -45,6 +46,7 @@ __all__ = [
     "append_kv",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "fast_decode_plan",
     "gather_kv",
     "get_batch_indices_positions",
     "get_seq_lens",
@@ -63,6 +65,7 @@ _MODULES = {
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
     "page": (

@@ -5,9 +5,10 @@ Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension, L 
 Arrays are torch, NumPy (`ml_dtypes` for bfloat16 and float8), JAX or MAX arrays in the memory of the CPU, or torch and
 MAX arrays on one GPU (`arrays.gpu`); they come in without a copy, and results have the kind of `q` and lie beside it.
 Queries are float32, float16 or bfloat16; K and V have the dtype of the queries, or are float8_e4m3fn or float8_e5m2
-under any of the three. Scores, softmax and sums are float32 whatever the storage; on the CPU, what overflows is
-computed again in float64 (`mojo_ops/attention/README.md`). D is a multiple of 8 up to 512; every group size Hq / Hk and
-every page_size is supported.
+under any of the three. Queries of either float8 are widened, exactly, to the dtype of K, or to bfloat16. Scores,
+softmax and sums are float32 whatever the storage; on the CPU, what overflows is computed again in float64
+(`mojo_ops/attention/README.md`). D is a multiple of 8 up to 512; every group size Hq / Hk and every page_size is
+supported.
 
 Errors are `ContractTypeError` (a TypeError) for types and dtypes, and `ShapeError`, `PageTableError` and
 `ContractError` (ValueErrors) for the rest; whenever one is raised, nothing was written. A process that was forked after
@@ -26,12 +27,16 @@ from paged_kv.batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.calls.attend import Attention
 from paged_kv.calls.plan import AttentionPlan, attention_options
 from paged_kv.calls.rows import Rows
+from paged_kv.decode_plan import fast_decode_plan
 from paged_kv.errors import ShapeError
+from paged_kv.trtllm_decode import trtllm_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
 ]
 
 

@@ -16,6 +16,7 @@ from paged_kv.arrays.host import to_buffer
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
 from paged_kv.calls.rows import Rows
+from paged_kv.calls.scalars import one_number
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import alibi_slopes
 from paged_kv.runtime.session import runtime_on
@@ -80,7 +81,7 @@ class Attention:
             PageTableError: a page of `rows` is not one of the cache's.
         """
         plan = self.plan
-        check_array(device, "q", q, (rows.count, plan.num_qo_heads, plan.head_dim), plan.q_dtype)
+        check_array(device, "q", q, (rows.count, plan.num_qo_heads, plan.head_dim), plan.q_dtype, rows.counted_as)
         self._check_cache(device, k, v, rows.table.page_size)
         rows.table.check(len(k))
         numbers, window = self._numbers_of(scales), self._window_of(window_left)
@@ -149,7 +150,9 @@ class Attention:
 
     def _pack(self, scales: Scales) -> Buffer:
         """The op's five numbers, with a run's scales of q, k and v."""
-        q_scale, k_scale, v_scale = (1.0 if scale is None else scale for scale in scales)
+        q_scale, k_scale, v_scale = (
+            1.0 if scale is None else one_number(scale, name) for scale, name in zip(scales, _SCALES, strict=True)
+        )
         theta = self.plan.options.rope_theta if self.plan.pos_encoding_mode == "ROPE_LLAMA" else None
         options = replace(self.plan.options, rope_theta=theta, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         return to_buffer(options.numbers(self.plan.head_dim))
@@ -188,4 +191,5 @@ def _int32(value: int) -> Buffer:
     return to_buffer(np.array(value, np.int32))
 
 
+_SCALES = ("q_scale", "k_scale", "v_scale")
 _PAGE = ("page_size", "num_kv_heads", "head_dim")

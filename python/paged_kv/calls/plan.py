@@ -12,16 +12,22 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
-from paged_kv.arrays.dtypes import DTYPES, max_dtype
+from paged_kv.arrays.dtypes import DTYPES, dtype_of, max_dtype
 from paged_kv.arrays.overlap import Named, check_written
-from paged_kv.arrays.types import ArrayDevice
+from paged_kv.arrays.types import ArrayDevice, DTypeLike
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import FLOAT8_DTYPES, KV_DTYPES, Q_DTYPES, AttentionOptions, check_head_dim
 from paged_kv.runtime.variants import Op, Variant
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
-_SIZES = {"num_qo_heads": 2**16, "num_kv_heads": 2**16, "head_dim": LARGEST_INDEX, "page_size": LARGEST_INDEX}
+_SIZES = {
+    "num_qo_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": LARGEST_INDEX,
+    "page_size": LARGEST_INDEX,
+    "q_len_per_req": 2**16,
+}
 """The most that each may be. ALiBi's slopes are made for all query heads by `plan`, which sees no array of so many."""
 
 
@@ -49,6 +55,8 @@ class AttentionPlan:
     """`rope_theta` is used only by ROPE_LLAMA; the scales of q, k and v are a run's."""
     o_dtype: np.dtype[Any] | None = None
     """Of the output: any dtype that q may have; None is `q_dtype`."""
+    q_len_per_req: int = 1
+    """Query rows of each request in a decode step."""
     dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
     """What messages call the two dtypes."""
 
@@ -110,8 +118,10 @@ def check_dtype(what: str, dtype: np.dtype[Any], legal: Sequence[str] = Q_DTYPES
         raise ContractTypeError(f"{what} {dtype.name} is none of {', '.join(legal)}")
 
 
-def check_array(device: ArrayDevice, name: str, view: Any, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
-    """Refuses an array of another shape or dtype than planned.
+def check_array(
+    device: ArrayDevice, name: str, view: Any, shape: Sequence[int], dtype: np.dtype[Any], rows: str = "B"
+) -> None:
+    """Refuses an array of another shape or dtype than planned, whose first dimension messages call `rows`.
 
     Raises:
         ContractTypeError, ShapeError: as said; the message calls it `name`.
@@ -120,7 +130,7 @@ def check_array(device: ArrayDevice, name: str, view: Any, shape: Sequence[int],
     if found != dtype:
         raise ContractTypeError(f"{name}: dtype {found.name}, planned {dtype.name}")
     if tuple(view.shape) != tuple(shape):
-        letters = ("B", "num_qo_heads", "head_dim")[: len(shape)]
+        letters = (rows, "num_qo_heads", "head_dim")[: len(shape)]
         raise ShapeError(f"{name}: shape {list(view.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
 
 
@@ -128,10 +138,10 @@ Output = tuple[str, Any, Sequence[int], np.dtype[Any]]
 """An array that a result is to be written to, or None: its name, the array, the planned shape and dtype."""
 
 
-def output_views(device: ArrayDevice, outputs: Iterable[Output], read: Iterable[Named]) -> list[Any]:
+def output_views(device: ArrayDevice, outputs: Iterable[Output], read: Iterable[Named], rows: str = "B") -> list[Any]:
     """Views of the arrays that results are to be written to, checked; None for each that is None.
 
-    `read` are the other views of the call.
+    `read` are the other views of the call; messages call the results' first dimension `rows`.
 
     Raises:
         ContractTypeError, ShapeError: as `check_array`.
@@ -142,7 +152,7 @@ def output_views(device: ArrayDevice, outputs: Iterable[Output], read: Iterable[
     for name, array, shape, dtype in outputs:
         view = None if array is None else device.view(array, name)
         if view is not None:
-            check_array(device, name, view, shape, dtype)
+            check_array(device, name, view, shape, dtype, rows)
             if not device.is_writable(view):
                 raise ContractError(f"{name} is read-only, and is to be written")
             written.append((name, view))
@@ -150,6 +160,24 @@ def output_views(device: ArrayDevice, outputs: Iterable[Output], read: Iterable[
     if written:
         check_written(device, written, read)
     return views
+
+
+def dtypes_of(
+    q_data_type: DTypeLike | None, kv_data_type: DTypeLike | None, data_type: DTypeLike | None
+) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The dtypes of q and of the cache, with FlashInfer's meaning of None and of its older `data_type`.
+
+    Raises:
+        ContractTypeError: one of the three is no dtype.
+    """
+    if data_type is None:
+        q_dtype = kv_dtype = dtype_of(q_data_type, "q_data_type")
+    else:
+        q_dtype = kv_dtype = dtype_of(data_type, "data_type")
+        # It set both dtypes once. Now q_data_type has a default, so that float8 is meant for the cache alone.
+        if q_data_type is not None and kv_dtype.name in FLOAT8_DTYPES:
+            q_dtype = dtype_of(q_data_type, "q_data_type")
+    return q_dtype, kv_dtype if kv_data_type is None else dtype_of(kv_data_type, "kv_data_type")
 
 
 def attention_options(

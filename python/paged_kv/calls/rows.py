@@ -14,8 +14,8 @@ from max.driver import Buffer
 
 from paged_kv.arrays.host import to_buffer
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.calls.page_table import PageTable
-from paged_kv.errors import PageTableError
+from paged_kv.calls.page_table import MAX_ROWS, PageTable
+from paged_kv.errors import PageTableError, ShapeError
 
 Int32s = npt.NDArray[np.int32]
 
@@ -34,6 +34,8 @@ class LookupTable:
     """Tokens of a page."""
     highest_page: int
     """-1 where no page is used. A negative id counts as its unsigned reading: no pool is that large."""
+    name: str = "indices"
+    """What messages call the array of page ids."""
 
     @staticmethod
     def of(table: PageTable) -> LookupTable:
@@ -60,7 +62,7 @@ class LookupTable:
         request, slot = np.argwhere(used & (self.entries >= num_pages))[0]
         page = self.entries.view(np.int32)[request, slot]
         raise PageTableError(
-            f"indices: request {request}, slot {slot} holds page id {page}, outside the cache's [0, {num_pages})"
+            f"{self.name}: request {request}, slot {slot} holds page id {page}, outside the cache's [0, {num_pages})"
         )
 
 
@@ -97,7 +99,10 @@ class Rows:
     """`[B]`, where the first token of each request's pages stands; None: at 0."""
     masks: RowMasks | None = None
     """None: no row has one."""
+    counted_as: str = "B"
+    """What messages call R."""
     _uploaded: dict[tuple[ArrayDevice, bool], tuple[Buffer, ...]] = field(default_factory=dict)
+    _repeated: dict[int, Rows] = field(default_factory=dict)
 
     @staticmethod
     def of_decode(table: PageTable) -> Rows:
@@ -108,6 +113,28 @@ class Rows:
     def of_one(length: int) -> Rows:
         """One row, which sees `length` tokens: page 0."""
         return Rows(LookupTable.of_one(length), np.zeros(1, np.int32), np.array([length], np.int32))
+
+    def repeated(self, number: int) -> Rows:
+        """As many rows for each request instead of the one of `of_decode`: the request's last tokens, in order.
+
+        Each sees the tokens up to itself. Rows of a request without tokens see nothing.
+
+        Raises:
+            PageTableError: as `check_new_tokens`.
+            ShapeError: they are over 2^25 rows.
+        """
+        if number == 1:
+            return self
+        found = self._repeated.get(number)
+        if found is None:
+            if number * self.count > MAX_ROWS:
+                raise ShapeError(f"q_len_per_req: {number} rows of each of {self.count} requests are over 2^25 rows")
+            check_new_tokens(self.lengths, number)
+            lengths = np.maximum(self.lengths[:, None] + np.arange(1 - number, 1, dtype=np.int32), 0).reshape(-1)
+            found = self._repeated[number] = Rows(
+                self.table, self.batch.repeat(number), lengths, counted_as="B * q_len_per_req"
+            )
+        return found
 
     @property
     def count(self) -> int:
@@ -151,3 +178,23 @@ class Rows:
     def _upload(self, device: ArrayDevice, masked: bool, *arrays: np.ndarray) -> tuple[Buffer, ...]:
         found = self._uploaded[device, masked] = tuple(device.upload(to_buffer(array)) for array in arrays)
         return found
+
+
+def check_new_tokens(lengths: Int32s, numbers: int | Int32s) -> None:
+    """Refuses requests that have some tokens, but fewer than rows: the new tokens are appended before.
+
+    Args:
+        lengths: `[B]`, in tokens.
+        numbers: Of rows: of each request, or `[B]`.
+
+    Raises:
+        PageTableError: as said.
+    """
+    short = (lengths > 0) & (lengths < numbers)
+    if short.any():
+        b = int(short.argmax())
+        number = np.broadcast_to(numbers, lengths.shape)[b]
+        raise PageTableError(
+            f"q_len_per_req: request {b} has {number} query rows and {lengths[b]} tokens: its first row would see an"
+            " empty KV range; the new tokens are to be appended first"
+        )

@@ -1,0 +1,207 @@
+"""Decode over a dense page table: rows of each request, ragged rows, scales, page tables as they come, refusals."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paged_kv import reference
+from paged_kv.arrays.host import as_numpy
+from paged_kv.decode import trtllm_batch_decode_with_kv_cache
+from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PageTableError, ShapeError
+from support.cases import Cache, CacheCase, build, causal_rows
+from support.compare import assert_close, assert_lse_close
+from support.decoding import LSE_TOLERANCE, O_TOLERANCE, load_variants, paged_cache
+from support.kinds import bytes_of
+
+HND = build(CacheCase((17, 4, 48, 5), layout="HND", rank=5))
+NHD = build(CacheCase((17, 0, 48, 5)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _variants() -> None:
+    load_variants()
+
+
+def blocks(cache: Cache, unused: int = -1) -> np.ndarray:
+    """The page table as int32, `unused` where no page is."""
+    table = cache.lookup_table.view(np.int32).copy()
+    table[cache.lookup_table == 0xFFFFFFFF] = unused
+    return table
+
+
+def decode(cache: Cache, q: np.ndarray, **changes: Any) -> Any:
+    given = {
+        "query": q,
+        "kv_cache": paged_cache(cache),
+        "workspace_buffer": None,
+        "block_tables": blocks(cache),
+        "seq_lens": cache.lengths,
+        "max_seq_len": 64,
+        "bmm1_scale": 0.2,
+        "kv_layout": cache.case.layout,
+        "return_lse": True,
+    }
+    return trtllm_batch_decode_with_kv_cache(**given | changes)
+
+
+def assert_found(found: tuple[Any, Any], cache: Cache, new_tokens: list[int], **options: Any) -> None:
+    """O and lse are the oracle's for the last `new_tokens[b]` tokens of each request."""
+    q, *rows = causal_rows(cache, new_tokens)
+    o, lse = reference.attention(q, *cache.pages, *rows, **cache.storage, **{"sm_scale": 0.2} | options)
+    assert_close(as_numpy(found[0], "o"), o, rel=O_TOLERANCE[cache.case.dtype], what="o")
+    assert_lse_close(as_numpy(found[1], "lse"), lse, tol=LSE_TOLERANCE, what="lse")
+
+
+@pytest.mark.parametrize("cache", [HND, NHD], ids=lambda cache: cache.case.layout)
+@pytest.mark.parametrize("unused", [-1, 3, 10**9])
+def test_one_token_a_request(cache: Cache, unused: int) -> None:
+    q, _, _ = causal_rows(cache, [1, 1, 1, 1])
+    found = decode(cache, q, block_tables=blocks(cache, unused), seq_lens=cache.lengths.astype(np.uint32))
+    assert_found(found, cache, [1, 1, 1, 1])
+    found = decode(cache, q, block_tables=cache.lookup_table, window_left=7, bmm2_scale=0.5, max_seq_len=48)
+    assert_found(found, cache, [1, 1, 1, 1], window_left=7, v_scale=0.5)
+
+
+def test_several_tokens_a_request() -> None:
+    q, _, _ = causal_rows(HND, [4, 4, 4, 4])
+    sinks = np.linspace(-1, 2, HND.case.num_q_heads).astype(np.float32)
+    found = decode(HND, q, q_len_per_req=4, window_left=9, sinks=[sinks], mask=None, max_q_len=4)
+    assert_found(found, HND, [4, 4, 4, 4], window_left=9, sinks=sinks)
+    causal = np.tril(np.ones((4, 4), np.uint16)) @ np.array([1, 2, 4, 8], np.uint16)
+    mask = np.stack([causal, np.full(4, 9, np.uint16)], axis=1)[None].repeat(4, 0)  # what no draft has may be anything
+    assert_found(decode(HND, q, q_len_per_req=4, mask=mask), HND, [4, 4, 4, 4])
+
+
+def test_ragged_tokens() -> None:
+    counts = [3, 0, 5, 1]
+    q, _, _ = causal_rows(HND, counts)
+    offsets = np.array([0, 3, 3, 8, 9], np.int32)
+    for q_len in (1, None):
+        found = decode(HND, q, q_len_per_req=q_len, max_q_len=5, cum_seq_lens_q=offsets)
+        assert_found(found, HND, counts)
+
+
+def test_results_are_written_where_they_are_asked_for() -> None:
+    q, _, _ = causal_rows(HND, [1, 1, 1, 1])
+    out, sums = torch.zeros(q.shape), torch.zeros(q.shape[:2])
+    tensors = {"kv_cache": paged_cache(HND, "torch"), "block_tables": torch.from_numpy(blocks(HND))}
+    found = decode(HND, torch.from_numpy(q), out=out, lse=sums, return_lse=False, **tensors)
+    assert found is out
+    assert_found((out, sums), HND, [1, 1, 1, 1])
+
+
+def test_scales_in_arrays() -> None:
+    q, _, _ = causal_rows(HND, [1, 1, 1, 1])
+    scale = torch.tensor(0.2)
+    assert_found(decode(HND, q, bmm1_scale=scale, bmm2_scale=np.array([2.0], np.float32)), HND, [1] * 4, v_scale=2.0)
+    log2 = torch.tensor([0.2 * math.log2(math.e)])
+    assert_found(decode(HND, q, bmm1_scale=7 * scale, bmm1_scale_log2=log2), HND, [1] * 4)
+    found = decode(HND, q, o_scale=3.0, backend="xqa", request_order=[0], bf16q_fp8kv_transform_mode="k_only")
+    assert_found(found, HND, [1] * 4)
+
+
+def test_k_and_v_in_one_array() -> None:
+    """With 1 in place of the 2, V is K."""
+    q, _, _ = causal_rows(HND, [1, 1, 1, 1])
+    both = HND.k_blocks[:, :1]
+    o, _ = decode(HND, q, kv_cache=both)
+    pair, _ = decode(HND, q, kv_cache=(HND.k_blocks[:, 0], HND.k_blocks[:, 0]))
+    np.testing.assert_array_equal(o, pair)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_pages_of_k_and_v_have_ids_of_their_own(order: tuple[int, int]) -> None:
+    """TensorRT-LLM's pool: the page of V follows that of K, or the other way round."""
+    q, _, _ = causal_rows(HND, [1, 1, 1, 1])
+    pool = HND.k_blocks[:, list(order)].reshape(-1, *HND.k_blocks.shape[2:])
+    tables = np.stack([2 * blocks(HND) + order[0], 2 * blocks(HND) + order[1]], axis=1)
+    found = decode(HND, q, kv_cache=(pool, pool), block_tables=tables, uses_shared_paged_kv_idx=False)
+    assert_found(found, HND, [1, 1, 1, 1])
+    tables[2, 1, 1] += 2
+    with pytest.raises(ContractError, match="block_tables: request 2 has pages of V that are not"):
+        decode(HND, q, kv_cache=(pool, pool), block_tables=tables, uses_shared_paged_kv_idx=False)
+
+
+def test_no_requests() -> None:
+    none = build(CacheCase((), layout="HND", rank=5))
+    o, lse = decode(none, none.q)
+    assert (o.shape, lse.shape) == ((0, 4, 32), (0, 4))
+
+
+Q, _, _ = causal_rows(HND, [1, 1, 1, 1])
+MASK = np.zeros((4, 1, 2), np.uint16)
+OFFSETS = np.array([0, 1, 2, 3, 4], np.int32)
+LENGTHS = HND.lengths
+
+REFUSED = [
+    ({"query": Q[0]}, ShapeError, "query: shape [4, 32], expected [R, num_qo_heads, head_dim]"),
+    ({"query": Q[:3]}, ShapeError, "seq_lens: shape [4], expected [B] = [3]"),
+    ({"query": Q[..., :16]}, ShapeError, "query: head_dim is 16, kv_cache's is 32"),
+    ({"query": Q[:, :3]}, ShapeError, "num_qo_heads: 3 is no multiple of num_kv_heads, which is 2"),
+    ({"query": Q.astype(np.float16)}, ContractTypeError, "kv_cache: dtype: float32 must equal q's float16"),
+    ({"query": Q.astype(np.int32)}, ContractTypeError, "query: dtype: int32 is none of"),
+    ({"q_len_per_req": 3}, ShapeError, "query: 4 rows are no multiple of q_len_per_req, which is 3"),
+    ({"q_len_per_req": None}, ContractError, "q_len_per_req is needed where cum_seq_lens_q is None"),
+    ({"q_len_per_req": 0}, ContractError, "q_len_per_req must be at least 1"),
+    ({"max_q_len": 0}, ContractError, "max_q_len is 0, request 0 has 1 rows"),
+    ({"cum_seq_lens_q": OFFSETS[:4]}, ShapeError, "cum_seq_lens_q ends at 3, query has 4 rows"),
+    ({"cum_seq_lens_q": OFFSETS + 1}, PageTableError, "cum_seq_lens_q[0] must be 0, not 1"),
+    ({"cum_seq_lens_q": np.array([0, 2, 1, 3, 4])}, PageTableError, "cum_seq_lens_q decreases at request 1"),
+    ({"cum_seq_lens_q": np.array([0, 0, 0, 0, 4]), "seq_lens": LENGTHS - 2}, PageTableError, "4 query rows and 3 tok"),
+    ({"block_tables": blocks(HND)[:, :2]}, PageTableError, "seq_lens: request 2 has 48 tokens, over its 2 "),
+    ({"block_tables": blocks(HND) + 100}, PageTableError, "block_tables: request 0, slot 0 holds page id"),
+    ({"block_tables": blocks(HND)[0]}, ShapeError, "block_tables must have 2 dimensions"),
+    ({"block_tables": blocks(HND).astype(np.float32)}, ContractTypeError, "block_tables: dtype must be an integer"),
+    ({"uses_shared_paged_kv_idx": False}, ShapeError, "block_tables: shape [4, 4], expected [B, 2, n]"),
+    ({"seq_lens": LENGTHS[:3]}, ShapeError, "seq_lens: shape [3], expected [B] = [4]"),
+    ({"seq_lens": LENGTHS - 5}, PageTableError, "seq_lens: request 1 has -1 tokens"),
+    ({"max_seq_len": 47}, ContractError, "max_seq_len is 47, request 2 has 48 tokens"),
+    ({"bmm1_scale": np.ones(2)}, ContractTypeError, "bmm1_scale must be a number"),
+    ({"bmm1_scale": None}, ContractTypeError, "bmm1_scale must be a number, not None"),
+    ({"bmm2_scale": math.nan}, ContractError, "bmm2_scale must be finite, not nan"),
+    ({"bmm1_scale_log2": math.inf}, ContractError, "bmm1_scale_log2 must be finite"),
+    ({"window_left": -2}, ContractError, "window_left must be at least -1"),
+    ({"out_dtype": "nvfp4"}, ContractTypeError, "out_dtype: 'nvfp4' is none of"),
+    ({"out": np.ones(Q.shape, np.float16), "out_dtype": "float32"}, ContractTypeError, "out: dtype float16, planned"),
+    ({"out": np.ones((4, 4, 16), np.float32)}, ShapeError, "out: shape [4, 4, 16], planned"),
+    ({"lse": np.ones((4, 4))}, ContractTypeError, "lse: dtype float64, planned float32"),
+    ({"o_sf_scale": 1.0}, ContractError, "o_sf_scale must be None, not of type float"),
+    ({"o_sf_vec_size": 16}, ContractError, "o_sf_vec_size must be None"),
+    ({"kv_cache_sf": (Q, Q)}, ContractError, "kv_cache_sf must be None, not of type tuple"),
+    ({"sinks": [Q, Q]}, ContractTypeError, "sinks must be an array"),
+    ({"sinks": np.zeros(3, np.float32)}, ShapeError, "sinks: shape [3], expected [num_qo_heads] = [4]"),
+    ({"kv_layout": "DHN"}, ContractError, "kv_layout must be 'NHD' or 'HND'"),
+    ({"kv_layout": "NHD"}, PageTableError, "seq_lens: request 2 has 48 tokens, over its 4 block_tables entries of 2"),
+    ({"kv_cache": HND.k_blocks[:, 0]}, ShapeError, "kv_cache must have 5 dimensions"),
+    ({"backend": 3}, ContractTypeError, "backend must be a str, not 3"),
+    ({"mask": MASK.astype(np.uint8)}, ContractTypeError, "mask: dtype uint8, expected uint16"),
+    ({"mask": MASK[..., :1]}, ShapeError, "mask: shape [4, 1, 1], expected [4, 2] or [4, 1, 2]"),
+    ({"skip_softmax_threshold_scale_factor": 1.0}, ContractError, "skip_softmax_threshold_scale_factor must be None"),
+    ({"enable_block_sparse_attention": True}, ContractError, "enable_block_sparse_attention must be 0, not True"),
+    ({"cp_world": 2}, ContractError, "cp_world must be 1, not 2: contexts that several devices share"),
+    ({"cp_rank": 1}, ContractError, "cp_rank must be 0, not 1"),
+    ({"causal_seqlens_kv_global": LENGTHS}, ContractError, "causal_seqlens_kv_global must be None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"out": np.ones_like(Q), "lse": np.ones((4, 4), np.float32)} | changes
+    before = bytes_of([given["out"], given["lse"]])
+    with pytest.raises(error) as raised:
+        decode(HND, given.pop("query", Q), **given)
+    assert isinstance(raised.value, PagedKVError)
+    assert message in str(raised.value)
+    assert bytes_of([given["out"], given["lse"]]) == before
+
+
+def test_requests_without_pages_are_padding() -> None:
+    q = np.concatenate([causal_rows(NHD, [2, 0, 2, 2])[0], np.ones((2, 4, 32), np.float32)])[[0, 1, 6, 7, 2, 3, 4, 5]]
+    o, lse = decode(NHD, q, q_len_per_req=2)
+    assert (o[2:4] == 0).all()
+    assert np.isneginf(lse[2:4]).all()
+    kept = [0, 1, 4, 5, 6, 7]
+    assert_found((o[kept], lse[kept]), NHD, [2, 0, 2, 2])
