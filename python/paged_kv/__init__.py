@@ -1,4 +1,4 @@
-"""A paged KV cache and decode attention for LLM inference on MAX.
+"""A paged KV cache and attention over it for LLM inference on MAX.
 
 The public names below are FlashInfer's where it has them; each is loaded, with MAX behind it, when it is first used.
 """
@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paged_kv.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
     from paged_kv.cache import (
         PagedKVCache,
         allocate_blocks,
@@ -31,13 +32,24 @@ if TYPE_CHECKING:
         get_seq_lens,
     )
     from paged_kv.pool import PagePool
+    from paged_kv.prefill import (
+        BatchPrefillWithPagedKVCacheWrapper,
+        BatchPrefillWithRaggedKVCacheWrapper,
+        single_prefill_with_kv_cache,
+        single_prefill_with_kv_cache_return_lse,
+    )
+    from paged_kv.quantization import packbits, segment_packbits
     from paged_kv.runtime.threads import set_num_threads
     from paged_kv.runtime.warmup import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "PagePool",
     "PagedKVCache",
@@ -54,12 +66,17 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "packbits",
+    "segment_packbits",
     "set_num_threads",
     "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
     "warmup",
 ]
 
 _MODULES = {
+    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "cache": ("PagedKVCache", "allocate_blocks", "append_kv", "gather_kv", "init_paged_kv_cache"),
     "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
     "decode": (
@@ -76,6 +93,13 @@ _MODULES = {
         "get_seq_lens",
     ),
     "pool": ("PagePool",),
+    "prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "single_prefill_with_kv_cache",
+        "single_prefill_with_kv_cache_return_lse",
+    ),
+    "quantization": ("packbits", "segment_packbits"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names} | {
     "set_num_threads": "runtime.threads",

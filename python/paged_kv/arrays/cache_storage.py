@@ -9,6 +9,7 @@ import numpy as np
 from max.driver import Buffer
 
 from paged_kv.arguments import shown
+from paged_kv.arrays.dtypes import RAW
 from paged_kv.arrays.host import HOST, to_buffer
 from paged_kv.arrays.overlap import check_apart, check_no_overlap_in
 from paged_kv.arrays.types import ArrayDevice
@@ -32,6 +33,7 @@ def paged_views(
     *,
     device: ArrayDevice = HOST,
     writable: bool = False,
+    same_width: bool = True,
 ) -> tuple[Any, Any]:
     """K and V of a paged cache as `[page, slot, kv_head, head_dim]` views of its memory.
 
@@ -42,6 +44,7 @@ def paged_views(
         name: What a message calls the cache.
         device: Where it lies.
         writable: Refuses memory that cannot be written, or in which two elements are one.
+        same_width: Whether K and V must have one head_dim.
 
     Raises:
         ContractTypeError: an array that `device.view` refuses, or K and V differ in dtype.
@@ -56,7 +59,7 @@ def paged_views(
         k, v = (device.view(array, of) for array, of in zip(paged_kv_cache, names, strict=True))
         for view, of in ((k, names[0]), (v, names[1])):
             check_storage(device, view, of, 4, writable=writable)
-        check_alike(v, k, names[1], f"{names[0]}'s")
+        check_alike(v, k, names[1], f"{names[0]}'s", same_width)
         if writable:
             check_apart(device, names[1], v, [(names[0], k)])
     else:
@@ -68,13 +71,30 @@ def paged_views(
     return (k, v) if kv_layout == "NHD" else (k.swapaxes(1, 2), v.swapaxes(1, 2))
 
 
-def check_alike(view: Any, other: Any, name: str, others: str) -> None:
-    """Refuses two views of different dtypes or shapes; a message says "`others` float32"."""
+def check_alike(view: Any, other: Any, name: str, others: str, same_width: bool = True) -> None:
+    """Refuses two views of different dtypes or shapes, the last dimension left out unless `same_width`; a message says
+    "`others` float32".
+    """
     if view.dtype != other.dtype:
         found, expected = (str(dtype).removeprefix("torch.") for dtype in (view.dtype, other.dtype))
         raise ContractTypeError(f"{name}: dtype {found} differs from {others} {expected}")
-    if view.shape != other.shape:
+    if view.shape != other.shape and (same_width or view.shape[:-1] != other.shape[:-1]):
         raise ShapeError(f"{name}: shape {list(view.shape)} differs from {others} {list(other.shape)}")
+
+
+def overlapping_pages(tokens: Any, page_size: int) -> Any:
+    """Pages `[N - page_size + 1, page_size, Hk, D]`, one from each token of `[N, Hk, D]` on: a view, without a copy.
+
+    With fewer tokens than `page_size` there are none.
+    """
+    if len(tokens) < page_size:
+        return tokens[:0].reshape(0, page_size, *tokens.shape[1:])
+    if not isinstance(tokens, np.ndarray):
+        return tokens.unfold(0, page_size, 1).permute(0, 3, 1, 2)
+    dtype: np.dtype[Any] = tokens.dtype
+    raw = tokens.view(RAW.get(dtype, dtype))  # as_strided does not know float8_e5m2
+    shape = (len(tokens) - page_size + 1, page_size, *tokens.shape[1:])
+    return np.lib.stride_tricks.as_strided(raw, shape, (raw.strides[0], *raw.strides)).view(dtype)
 
 
 def check_storage(device: ArrayDevice, view: Any, name: str, ndim: int, *, writable: bool = False) -> None:
@@ -103,7 +123,8 @@ def check_storage(device: ArrayDevice, view: Any, name: str, ndim: int, *, writa
 
 
 def cache_operands(k_view: Any, v_view: Any, device: ArrayDevice = HOST) -> tuple[Buffer, Buffer, Buffer]:
-    """Flat storage of K and of V on the device, and the 12 numbers of `view` (`mojo_ops/ops.mojo`) on the host.
+    """Flat storage of K and of V on the device, and the numbers of `view` (`mojo_ops/ops.mojo`) on the host: 12, and
+    V's head_dim where it is not K's.
 
     `k_view` and `v_view` are `[page, slot, Hk, D]` views of any storage with a unit last stride; nothing is copied.
     """
@@ -114,4 +135,6 @@ def cache_operands(k_view: Any, v_view: Any, device: ArrayDevice = HOST) -> tupl
         last = sum((size - 1) * stride for size, stride in zip(view.shape, strides, strict=True))
         flat.append(device.flat(view, 1 + last if math.prod(view.shape) else 0))
         numbers += [0, *strides[:3]]
+    if v_view.shape[3] != k_view.shape[3]:
+        numbers.append(v_view.shape[3])
     return flat[0], flat[1], to_buffer(np.array(numbers, np.int64))

@@ -83,6 +83,11 @@ def max_dtype(dtype: np.dtype[Any]) -> DType:
     return EXTENDED.get(dtype) or DType.from_numpy(dtype)
 
 
+def is_float8(dtype: np.dtype[Any]) -> bool:
+    """Whether it is float8_e4m3fn or float8_e5m2."""
+    return "float8" in dtype.name
+
+
 def is_float(dtype: np.dtype[Any]) -> bool:
     """Whether it holds floating-point numbers, bfloat16 and float8 included."""
     return "float" in dtype.name

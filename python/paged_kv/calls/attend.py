@@ -1,6 +1,6 @@
 """One attention call: a plan with its operands prepared, run on the device that its arrays lie on.
 
-Letters in shapes: R rows (query tokens), Hq query heads, Hk KV heads, D head dimension.
+Letters in shapes: R rows (query tokens), Hq query heads, Hk KV heads, D head dimension (Dv: V's).
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class Attention:
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
-        self._variant = plan.variant()
+        self._variant, self._masked_variant = plan.variant(), plan.variant("masked_attention")
         self._widened = None if plan.op_q_dtype == plan.q_dtype else plan.op_q_dtype
         self._narrowed = None if plan.op_o_dtype == plan.result_dtype else plan.result_dtype
         alibi = plan.pos_encoding_mode == "ALIBI"
         self._slopes = to_buffer(alibi_slopes(plan.num_qo_heads) if alibi else np.zeros(0, np.float32))
         self._no_sinks = to_buffer(np.zeros(0, np.float32))
-        self._constants: dict[ArrayDevice, tuple[Buffer, Buffer]] = {}
+        self._head_of_v = to_buffer(np.zeros(plan.value_dim, np.int8))
+        self._constants: dict[ArrayDevice, tuple[Buffer, Buffer, Buffer]] = {}
         self._window = _int32(plan.options.window_left)
         self._last_window: tuple[Any, Buffer] = None, self._window
         no_scales: Scales = (None, None, None)
@@ -63,14 +64,14 @@ class Attention:
         sinks: Any = None,
         window_left: int | None = None,
     ) -> tuple[Any, Any]:
-        """Output `[R, Hq, D]` in the planned dtype and the base-2 lse `[R, Hq]` float32: views on the same device.
+        """Output `[R, Hq, Dv]` in the planned dtype and the base-2 lse `[R, Hq]` float32: views on the same device.
 
         On a GPU the call is enqueued in the order of torch's current stream, and not waited for.
 
         Args:
             device: That of q, k, v and sinks.
             q: A view `[R, Hq, D]`.
-            k, v: `[page, slot, Hk, D]` views of one shape and dtype with a unit last stride.
+            k, v: `[page, slot, Hk, D]` views with a unit last stride, alike but for the planned D of each.
             rows: Of q, with their requests.
             scales: Of q, k and v.
             sinks: An array `[Hq]`, or None.
@@ -85,20 +86,23 @@ class Attention:
         self._check_cache(device, k, v, rows.table.page_size)
         rows.table.check(len(k))
         numbers, window = self._numbers_of(scales), self._window_of(window_left)
+        windowed = plan.options.window_left >= 0 if window_left is None else window_left >= 0
+        plain = plan.value_dim == plan.head_dim and rows.is_plain(windowed, plan.pos_encoding_mode)
         if self._widened is not None:
             q = device.astype(q, self._widened)
         # What torch still has to compute is enqueued before MAX's stream is told to wait.
         queries, sink_values = device.contiguous(q), None if sinks is None else self._sinks(device, sinks)
         runtime = runtime_on(device.index)
         with device.ordered():
-            slopes, no_sinks = self._constants_on(device)
+            slopes, no_sinks, head_of_v = self._constants_on(device)
             row_batch, row_lengths, lookup_table = rows.operands_on(device)
             k_blocks, v_blocks, view = self._storage_of(device, k, v)
             o, lse = runtime.execute(
-                self._variant,
+                self._variant if plain else self._masked_variant,
                 device.buffer(queries),
                 row_batch,
                 row_lengths,
+                *(() if plain else (*rows.masked_operands_on(device), head_of_v)),
                 k_blocks,
                 v_blocks,
                 lookup_table,
@@ -113,16 +117,17 @@ class Attention:
             found = device.astype(found, self._narrowed)
         return found, device.take(lse)
 
-    def _constants_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer]:
-        """ALiBi's slopes and the empty sinks, copied to a device once."""
+    def _constants_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
+        """ALiBi's slopes, the empty sinks, and an array as long as a head of V, copied to a device once."""
         found = self._constants.get(device)
         if found is None:
-            found = self._constants[device] = device.upload(self._slopes), device.upload(self._no_sinks)
+            slopes, no_sinks = device.upload(self._slopes), device.upload(self._no_sinks)
+            found = self._constants[device] = slopes, no_sinks, device.upload(self._head_of_v)
         return found
 
     def _storage_of(self, device: ArrayDevice, k: Any, v: Any) -> _Storage:
         """`cache_operands`, kept for the next run over the same memory (and so keeping it alive until then)."""
-        key = (device, device.address(k), device.address(v), device.strides(k), device.strides(v), k.shape)
+        key = (device, device.address(k), device.address(v), device.strides(k), device.strides(v), k.shape, v.shape)
         kept, storage = self._last_storage
         if storage is None or key != kept:
             storage = cache_operands(k, v, device)
@@ -174,8 +179,8 @@ class Attention:
     def _check_cache(self, device: ArrayDevice, k: Any, v: Any, page_size: int) -> None:
         """K and V are pages of the planned sizes and dtype."""
         plan = self.plan
-        page = (page_size, plan.num_kv_heads, plan.head_dim)
-        for name, view in (("k", k), ("v", v)):
+        for name, view, head_dim in (("k", k, plan.head_dim), ("v", v, plan.value_dim)):
+            page = (page_size, plan.num_kv_heads, head_dim)
             if tuple(view.shape[1:]) != page:
                 for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
                     if found != planned:

@@ -18,7 +18,7 @@ from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 _BUFFER_NAMES = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
-_INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 class PageTableBuffers:
@@ -49,7 +49,7 @@ class PageTableBuffers:
         self._device = device_of(**arrays)
         self._page_size: int | None = None
         self._planned: Rows | None = None  # where the arrays are not read again
-        self._indptr, self._indices, self._last_page_len = (self._view(a, n) for n, a in arrays.items())
+        self._indptr, self._indices, self._last_page_len = (buffer_view(self._device, a, n) for n, a in arrays.items())
         self.batch_size = len(self._last_page_len)
         if len(self._indptr) != self.batch_size + 1:
             raise ShapeError(
@@ -103,14 +103,21 @@ class PageTableBuffers:
         indptr, indices, last_page_len = (self._device.clone(view) for _, view in self.views)
         return Rows.of_decode(PageTable.of(indptr, indices, last_page_len, self._page_size, _BUFFER_NAMES))
 
-    def _view(self, array: Any, name: str) -> Any:
-        """A writable view of one of the user's arrays."""
-        view = self._device.view(array, name)
-        dtype = self._device.dtype(view)
-        if dtype not in _INDEX_DTYPES:
-            raise ContractTypeError(f"{name}: dtype {dtype.name}, expected int32 or int64")
-        if view.ndim != 1:
-            raise ShapeError(f"{name}: shape {list(view.shape)}, expected one dimension")
-        if not self._device.is_writable(view):
-            raise ContractError(f"{name} is read-only, and plan writes to it")
-        return view
+
+def buffer_view(device: ArrayDevice, array: Any, name: str, dtypes: Sequence[np.dtype[Any]] = INDEX_DTYPES) -> Any:
+    """A writable view of one of the user's arrays.
+
+    Raises:
+        ContractTypeError: it is no array, or of none of the dtypes.
+        ShapeError: it is not 1-D.
+        ContractError: it is read-only.
+    """
+    view = device.view(array, name)
+    dtype = device.dtype(view)
+    if dtype not in dtypes:
+        raise ContractTypeError(f"{name}: dtype {dtype.name}, expected {' or '.join(d.name for d in dtypes)}")
+    if view.ndim != 1:
+        raise ShapeError(f"{name}: shape {list(view.shape)}, expected one dimension")
+    if not device.is_writable(view):
+        raise ContractError(f"{name} is read-only, and plan writes to it")
+    return view

@@ -25,10 +25,12 @@ _SIZES = {
     "num_qo_heads": 2**16,
     "num_kv_heads": 2**16,
     "head_dim": LARGEST_INDEX,
+    "head_dim_vo": LARGEST_INDEX,
     "page_size": LARGEST_INDEX,
     "q_len_per_req": 2**16,
 }
 """The most that each may be. ALiBi's slopes are made for all query heads by `plan`, which sees no array of so many."""
+_OPTIONAL_SIZES = ("head_dim_vo", "page_size")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class AttentionPlan:
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
-    page_size: int
+    page_size: int | None
+    """None where K and V are not paged."""
     q_dtype: np.dtype[Any]
     """float32, float16 or bfloat16, or either float8, which is widened before the op."""
     kv_dtype: np.dtype[Any]
@@ -59,15 +62,19 @@ class AttentionPlan:
     """Query rows of each request in a decode step."""
     dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
     """What messages call the two dtypes."""
+    head_dim_vo: int | None = None
+    """Of V and the output; None is `head_dim`."""
 
     def __post_init__(self) -> None:
         for name, most in _SIZES.items():
-            object.__setattr__(self, name, integer(name, getattr(self, name), 1, most))
+            if getattr(self, name) is not None or name not in _OPTIONAL_SIZES:
+                object.__setattr__(self, name, integer(name, getattr(self, name), 1, most))
         if self.num_qo_heads % self.num_kv_heads:
             raise ShapeError(
                 f"num_qo_heads: {self.num_qo_heads} is no multiple of num_kv_heads, which is {self.num_kv_heads}"
             )
         check_head_dim("head_dim", self.head_dim)
+        check_head_dim("head_dim_vo", self.value_dim)
         check_dtype(f"{self.dtype_names[0]}:", self.q_dtype, KV_DTYPES)
         check_dtype(f"{self.dtype_names[1]}:", self.kv_dtype, KV_DTYPES)
         if self.o_dtype is None:
@@ -83,8 +90,16 @@ class AttentionPlan:
 
     def __str__(self) -> str:
         heads = f"{self.num_qo_heads} query and {self.num_kv_heads} KV heads of {self.head_dim}"
+        if self.value_dim != self.head_dim:
+            heads += f" (V {self.value_dim})"
+        pages = "no pages" if self.page_size is None else f"pages of {self.page_size}"
         dtypes = f"q {self.q_dtype.name}, kv {self.kv_dtype.name}"
-        return f"{heads}, pages of {self.page_size}, {dtypes}, {self.pos_encoding_mode}"
+        return f"{heads}, {pages}, {dtypes}, {self.pos_encoding_mode}"
+
+    @property
+    def value_dim(self) -> int:
+        """Of V and the output."""
+        return self.head_dim if self.head_dim_vo is None else self.head_dim_vo
 
     @property
     def result_dtype(self) -> np.dtype[Any]:

@@ -149,13 +149,17 @@ class Rows:
     def __str__(self) -> str:
         return f"{self.batch_size} requests of up to {self.lengths.max(initial=0)} tokens"
 
-    def is_plain(self, positions_matter: bool) -> bool:
-        """Whether the op without masks computes it: its rows stand at the last token that they see.
+    def is_plain(self, windowed: bool, pos_encoding_mode: str) -> bool:
+        """Whether the op without masks computes it: rows stand at the last token that they see, or it does not matter.
 
         Args:
-            positions_matter: Whether a row's result depends on its position: under a window, or RoPE.
+            windowed: Whether there is a window.
+            pos_encoding_mode: One of `plan.POS_ENCODING_MODES`.
         """
-        return self.masks is None and self.token_offsets is None and (self.positions is None or not positions_matter)
+        rows_matter = windowed or pos_encoding_mode == "ROPE_LLAMA"
+        tokens_matter = rows_matter or pos_encoding_mode == "ALIBI"
+        offset = tokens_matter and self.token_offsets is not None
+        return self.masks is None and not offset and not (rows_matter and self.positions is not None)
 
     def operands_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
         """row_batch, row_lengths and lookup_table in a device's memory: copied there once, which waits for nothing."""

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from paged_kv.arguments import shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import is_float
 from paged_kv.arrays.host import as_numpy
+from paged_kv.errors import ContractError, ContractTypeError
 
 
 def one_number(value: Any, name: str) -> Any:
@@ -22,3 +24,32 @@ def one_number(value: Any, name: str) -> Any:
     devices.require_host(value, name, "it is read on the host")
     view = as_numpy(value, name)
     return float(view.reshape(())) if view.size == 1 and is_float(view.dtype) else value
+
+
+def one_scale(value: Any, name: str, num_heads: int, factor: Any = None, factor_name: str = "") -> Any:
+    """The scale of q, k or v that a call gives in two arguments: their product, or None where neither is given.
+
+    Args:
+        value: A number, an array of one element, or `[num_heads]` of one number for all heads; or None.
+        name: What messages call it.
+        num_heads: Of q, or of k and v.
+        factor: A number or an array of one element; or None.
+        factor_name: What messages call that.
+
+    Raises:
+        ContractTypeError: an argument is no number, or lies on a GPU.
+        ContractError: an array has other numbers for other heads.
+    """
+    scale = one_number(value, name)
+    if isinstance(scale, np.ndarray) or hasattr(scale, "__dlpack__"):
+        view = as_numpy(scale, name)
+        if view.shape != (num_heads,) or not is_float(view.dtype) or (view != view[:1]).any():
+            raise ContractError(f"{name} must be one number for all heads, not an array of shape {list(view.shape)}")
+        scale = float(view[0])
+    other = one_number(factor, factor_name)
+    if scale is None or other is None:
+        return other if scale is None else scale
+    for number, what in ((scale, name), (other, factor_name)):
+        if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
+            raise ContractTypeError(f"{what} must be a number, not {shown(number)}")
+    return float(scale) * float(other)
