@@ -9,6 +9,7 @@ from max.dtype import DType
 from max.graph import TensorValue, ops
 
 from paged_kv.graphs import ops as paged
+from paged_kv.graphs.paged_cache import PagedCache
 from paged_kv.graphs.rope import Rope
 
 
@@ -65,6 +66,24 @@ class StepRows:
     def of(row_offsets: TensorValue, cache_lengths: TensorValue, tokens: TensorValue) -> StepRows:
         batch, positions = paged.ragged_rows(row_offsets, cache_lengths, tokens.shape[0])
         return StepRows(batch, positions, positions + 1)
+
+    @property
+    def slots(self) -> TensorValue:
+        """The token of its request that each row is appended as."""
+        return self.positions
+
+    def of_rows(self, rows: TensorValue) -> StepRows:
+        """Some rows, `[N]` int64."""
+        return StepRows(*(ops.gather(x, rows, axis=0) for x in (self.batch, self.positions, self.lengths)))
+
+    def attend(
+        self, cache: PagedCache, q: TensorValue, *, layer: int, sm_scale: float | None, window_left: int
+    ) -> TensorValue:
+        """Attention of the rows' q `[T, Hq, D]` over what each sees in a layer, as `q`."""
+        o, _ = paged.attention(
+            cache, q, self.batch, self.lengths, layer=layer, sm_scale=sm_scale, window_left=window_left
+        )
+        return o
 
 
 def rms_norm(

@@ -121,7 +121,7 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
         y = split_heads(y)
         return parameters.norm(f"{at}.{name}_norm", y) if config.qk_norm == "head" else y
 
-    batch, lengths, q_rotary = rows.batch, rows.lengths, rotary
+    of_q, q_rotary = rows, rotary
     if config.fused_projections:
         keys = config.num_key_value_heads * config.head_dim
         sizes = [config.num_attention_heads * config.head_dim, keys, keys]
@@ -133,15 +133,12 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
         k, v = parameters.linear(x, *(f"{at}.{name}_proj" for name in "kv"))
         q = parameters.linear(ops.gather(x, wanted, axis=0), f"{at}.q_proj")[0]
     if wanted is not None:
-        batch, lengths = (ops.gather(of_rows, wanted, axis=0) for of_rows in (batch, lengths))
-        q_rotary = rotary.of_rows(wanted)
+        of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
     k, v = (ops.cast(y, cache.dtype) for y in (rotary(heads(k, "k")), split_heads(v)))
-    paged.append(cache, k, v, rows.batch, rows.positions, layer=layer)
-    o, _ = paged.attention(
+    paged.append(cache, k, v, rows.batch, rows.slots, layer=layer)
+    o = of_q.attend(
         cache,
         q_rotary(heads(q, "q")),
-        batch,
-        lengths,
         layer=layer,
         sm_scale=config.sm_scale,
         window_left=config.window_left(layer),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from paged_kv.quantization import packbits, segment_packbits
     from paged_kv.runtime.threads import set_num_threads
     from paged_kv.runtime.warmup import warmup
+    from paged_kv.trees import accepted_rows, tree_mask, tree_positions
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ __all__ = [
     "PagePool",
     "PagedKVCache",
     "PagedKVCacheManager",
+    "accepted_rows",
     "allocate_blocks",
     "append_kv",
     "append_paged_kv_cache",
@@ -72,6 +74,8 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "tree_mask",
+    "tree_positions",
     "warmup",
 ]
 
@@ -100,6 +104,7 @@ _MODULES = {
         "single_prefill_with_kv_cache_return_lse",
     ),
     "quantization": ("packbits", "segment_packbits"),
+    "trees": ("accepted_rows", "tree_mask", "tree_positions"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names} | {
     "set_num_threads": "runtime.threads",

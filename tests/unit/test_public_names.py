@@ -17,7 +17,7 @@ def test_every_public_name_is_there(name):
 
 def test_the_names_are_the_modules_own():
     assert sorted(paged_kv._HOME) == sorted(paged_kv.__all__)
-    for module in ("cache", "cascade", "decode", "page", "pool"):
+    for module in ("cache", "cascade", "decode", "page", "pool", "trees"):
         assert getattr(paged_kv, module).__name__ == f"paged_kv.{module}"
 
 

@@ -63,7 +63,7 @@ class DecoderModel:
         self.page_size = page_size
         runtime = runtime or default_runtime()
         self._device = runtime.driver_device
-        geometry = _geometry(config)
+        self.geometry = geometry = _geometry(config)
         self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)
         models = load_graphs(
             runtime.session,
@@ -102,6 +102,11 @@ class DecoderModel:
         return cls(source.config, weights, dtype=dtype, **sizes, on_compile=on_compile, runtime=runtime)
 
     @property
+    def blocks(self) -> Buffer:
+        """The storage of the pages: `[pages, 2, layers, page_size, Hk, D]`."""
+        return self._blocks
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page: K and V of all layers."""
         return self._blocks.num_elements * self._blocks.dtype.size_in_bytes // max(self.num_pages, 1)
@@ -121,17 +126,25 @@ class DecoderModel:
             ToolchainError: this process was forked off one in which MAX ran.
         """
         check_not_forked()
-        for request, new in enumerate(tokens):  # the graph reads the embedding of a token wherever its id points
-            for token in new:
-                if not 0 <= token < self.config.vocab_size:
-                    known = f"an id from 0 to {self.config.vocab_size - 1}"
-                    raise ContractError(f"tokens: request {request} has {shown(token)}, expected {known}")
+        self.check_tokens(tokens)
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
         arguments = [to_buffer(value) for value in inputs.flatten()]
         if self._device.is_host:
             return self._model.execute(*arguments)[0].to_numpy()
         arguments = [value if value is self._blocks else value.to(self._device) for value in arguments]
         return self._model.execute(*arguments)[0].to(CPU()).to_numpy()
+
+    def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Refuses a token that is not in the vocabulary: a graph reads its embedding wherever its id points.
+
+        Raises:
+            ContractError: the message names the request.
+        """
+        for request, new in enumerate(tokens):
+            for token in new:
+                if not 0 <= token < self.config.vocab_size:
+                    known = f"an id from 0 to {self.config.vocab_size - 1}"
+                    raise ContractError(f"tokens: request {request} has {shown(token)}, expected {known}")
 
 
 def _new_cache(config: DecoderConfig, num_pages: int, page_size: int, dtype: DType, device: Device) -> Buffer:

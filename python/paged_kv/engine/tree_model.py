@@ -1,0 +1,152 @@
+"""Speculative decoding: steps that check trees of candidate tokens, with the model's first layers as a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from max.driver import CPU, Buffer
+from max.graph import Module
+
+from paged_kv.arguments import integer
+from paged_kv.arrays.host import to_buffer
+from paged_kv.engine.model import DecoderModel
+from paged_kv.errors import ContractError, ShapeError
+from paged_kv.graphs.inputs import step_inputs
+from paged_kv.graphs.models import tree_step
+from paged_kv.graphs.trees import LARGEST_TREE
+from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.forks import check_not_forked
+from paged_kv.runtime.session import Runtime, default_runtime
+
+_STEP, _DRAFT, _MOVES = "tree_step", "tree_draft", "tree_moves"
+
+
+class TreeModel:
+    """Steps of trees over the pages of a `DecoderModel`, whose weights and cache it shares.
+
+    A request's rows are `tokens`, each with a parent among them: `parents[i] < i`, or -1 for the last cached token. Row
+    i is appended to slot `cache_length + i`. So the tokens of a prompt, each the parent of the next, are a tree too.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        *,
+        draft_layers: int | None = None,
+        largest_tree: int = LARGEST_TREE,
+        on_compile: Callable[[], None] = lambda: None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """Compiles the steps, or reads them from disk.
+
+        Args:
+            model: What is decoded.
+            draft_layers: Layers of the draft, the model's first ones; without it there is no draft.
+            largest_tree: Rows that a request with branches may bring to a step.
+            on_compile: As in `DecoderModel`.
+            runtime: That of `model`.
+
+        Raises:
+            ContractTypeError, ContractError: `draft_layers` is no integer from 1 to the model's layers, or
+                `largest_tree` none from 1 on.
+        """
+        largest_tree = integer("largest_tree", largest_tree, 1)
+        self.model = model
+        config, dtype, page_size = model.geometry, model.blocks.dtype, model.page_size
+        runtime = runtime or default_runtime()
+        layers: dict[str, int | None] = {_STEP: None}
+        if draft_layers is not None:
+            layers[_DRAFT] = integer("draft_layers", draft_layers, 1, config.num_hidden_layers)
+        facts = f"{dtype.name} page_size={page_size} largest_tree={largest_tree} {config}"
+
+        def build(module: Module, names: Sequence[str]) -> None:
+            for name in names:
+                if name == _MOVES:
+                    tree_step.build_moves(config, dtype, page_size, module, runtime.device, name=name)
+                else:
+                    tree_step.build_tree_step(
+                        config,
+                        dtype,
+                        page_size,
+                        module,
+                        runtime.device,
+                        name=name,
+                        layers=layers[name],
+                        largest_tree=largest_tree,
+                    )
+
+        self._device = runtime.driver_device
+        self._models = load_graphs(
+            runtime.session,
+            {
+                name: CompileKey(
+                    f"{name} layers={layers.get(name)} {facts}", tree_step.__name__, device=runtime.architecture
+                )
+                for name in (*layers, _MOVES)
+            },
+            build,
+            weights=model.weights,
+            on_compile=on_compile,
+        )
+
+    def step(
+        self,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        cache_lengths: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        *,
+        draft: bool = False,
+    ) -> list[np.ndarray]:
+        """Appends each request's tree to the cache; logits `[rows, vocab]` float32 after each row, a request each.
+
+        Args:
+            tokens, parents: The tree of each of `B` requests, at least one row.
+            cache_lengths: Tokens that each request has in the cache.
+            pages: Page ids of each request, enough for its tree too.
+            draft: Computes the draft's layers alone, and only their K and V.
+
+        Raises:
+            ContractError: a token is not in the vocabulary, or there is no draft.
+            ShapeError: a request has not as many parents as tokens.
+            ValueError: what the ops refuse, a parent that is no earlier row for one.
+            ToolchainError: this process was forked off one in which MAX ran.
+        """
+        check_not_forked()
+        self.model.check_tokens(tokens)
+        if draft and _DRAFT not in self._models:
+            raise ContractError("draft: this model was made without draft_layers")
+        for request, (new, of_request) in enumerate(zip(tokens, parents, strict=True)):
+            if len(new) != len(of_request):
+                raise ShapeError(f"parents: request {request} has {len(of_request)}, and {len(new)} tokens")
+        inputs = step_inputs(tokens, cache_lengths, pages, self.model.blocks)
+        flat = np.fromiter((parent for of_request in parents for parent in of_request), np.int32)
+        arguments = [*inputs.flatten(), flat]
+        logits = self._execute(_DRAFT if draft else _STEP, arguments)[0].to(CPU()).to_numpy()
+        return np.split(logits, inputs.row_offsets[1:-1])
+
+    def keep(self, rows: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
+        """Keeps the rows of each request's last tree that are a path from its root, in ascending order.
+
+        Their K and V move to slots `cache_length` and on, where the next step's `cache_lengths` count them; the other
+        rows' slots are free for what follows.
+        """
+        check_not_forked()
+        moves = [
+            (request, length + row, length + m)
+            for request, (kept, length) in enumerate(zip(rows, cache_lengths, strict=True))
+            for m, row in enumerate(kept)
+            if m != row
+        ]
+        if moves:
+            inputs = step_inputs([[0]] * len(pages), cache_lengths, pages, self.model.blocks)
+            columns = np.array(moves, np.int32).T.copy()
+            self._execute(_MOVES, [*columns, inputs.lookup_table, self.model.blocks])
+
+    def _execute(self, name: str, arguments: Sequence[np.ndarray | Buffer]) -> list[Buffer]:
+        buffers = [to_buffer(argument) for argument in arguments]
+        if not self._device.is_host:
+            buffers = [buffer if buffer is self.model.blocks else buffer.to(self._device) for buffer in buffers]
+        return list(self._models[name].execute(*buffers))

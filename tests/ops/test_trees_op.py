@@ -1,0 +1,248 @@
+"""The rows of trees and the moves of tokens, against their definition, and what they refuse."""
+
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
+
+from paged_kv.arrays.cache_storage import cache_operands
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.graphs import ops, trees
+from paged_kv.graphs.ops import PagedCache
+from support import op_graphs
+from support.cases import STORAGES, UNUSED_PAGE, CacheCase, build
+from support.compare import assert_bits_equal
+from support.harness import refused
+from support.trees import path_to, random_parents, seen_tokens
+
+CPU = DeviceRef.CPU()
+I32, U32 = DType.int32, DType.uint32
+WINDOWS = (-1, 0, 3)
+LARGEST = 20  # masks of 24 bits
+BLOCKS = {
+    (4, "NHD"): ["P", "S", "Hk", "D"],
+    (4, "HND"): ["P", "Hk", "S", "D"],
+    (5, "NHD"): ["P", 2, "S", "Hk", "D"],
+    (5, "HND"): ["P", 2, "Hk", "S", "D"],
+    (6, "NHD"): ["P", 2, "layers", "S", "Hk", "D"],
+}
+FIELDS = ("batch", "slots", "positions", "lengths", "mask", "mask_starts", "mask_firsts")
+
+
+@op_graphs.add
+def build_graphs(module):
+    """The rows of trees for each window, and moves in each storage layout and in a strided view."""
+    types = [TensorType(I32, ["N"], CPU), TensorType(U32, ["offsets"], CPU), TensorType(U32, ["B"], CPU)]
+    for window in WINDOWS:
+        name = f"tree_rows_{window}"
+        with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+            rows = trees.TreeRows.of(*(x.tensor for x in graph.inputs), window_left=window, largest_tree=LARGEST)
+            graph.output(*(getattr(rows, field) for field in FIELDS))
+    moves = [TensorType(I32, [size], CPU) for size in "abc"]  # of three names, so that only the op can compare them
+    table = TensorType(U32, ["B", "columns"], CPU)
+    for (rank, layout), shape in BLOCKS.items():
+        blocks = [BufferType(DType.uint16, shape, CPU)] * (2 if rank == 4 else 1)
+        with Graph(
+            f"move_{layout}{rank}",
+            input_types=[*moves, table, *blocks],
+            custom_extensions=[ops.kernels()],
+            module=module,
+        ) as graph:
+            *numbers, lookup_table = (value.tensor for value in graph.inputs[:4])
+            buffers = [value.buffer for value in graph.inputs[4:]]
+            trees.move_tokens(PagedCache(buffers[0], buffers[-1], lookup_table, layout), *numbers)
+            graph.output()
+    flat = [BufferType(DType.uint16, [size], CPU) for size in "kv"]
+    types = [*moves, table, *flat, TensorType(DType.int64, [12], CPU)]
+    with Graph("move_STRIDED", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+        *numbers, lookup_table = (value.tensor for value in graph.inputs[:4])
+        k, v, view = graph.inputs[4].buffer, graph.inputs[5].buffer, graph.inputs[6].tensor
+        trees.move_tokens(PagedCache(k, v, lookup_table, "STRIDED", view), *numbers)
+        graph.output()
+
+
+def tree_rows(parents, offsets, cached, window=-1):
+    arrays = np.array(parents, np.int32), np.array(offsets, np.uint32), np.array(cached, np.uint32)
+    results = op_graphs.models()[f"tree_rows_{window}"].execute(*map(to_buffer, arrays))
+    return dict(zip(FIELDS, (to_numpy(result).copy() for result in results), strict=True))
+
+
+def tokens_of_row(rows, r):
+    """The tokens that a row's numbers say it sees, as the masked op reads them, window apart."""
+    length, first, start = (int(rows[name][r]) for name in ("lengths", "mask_firsts", "mask_starts"))
+    if start < 0:
+        return list(range(length))
+    bits = np.unpackbits(rows["mask"], bitorder="little")
+    return [j for j in range(length) if j < first or bits[start + j - first]]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("seed", range(12))
+def test_each_row_has_its_slot_its_position_and_its_mask(seed, window):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 24, rng.integers(0, 6))
+    parents = [random_parents(rng, count) for count in counts]
+    cached = rng.integers(0, 40, len(counts))
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    padding = np.full(rng.integers(0, 3), 12345, np.int32)  # whatever stands there
+    rows = tree_rows(np.concatenate([*parents, padding]), offsets, cached, window)
+    for b, (of_request, length) in enumerate(zip(parents, cached, strict=True)):
+        for i in range(len(of_request)):
+            r = offsets[b] + i
+            position = length + len(path_to(of_request, i)) - 1
+            got = [int(rows[name][r]) for name in ("batch", "slots", "positions", "lengths")]
+            assert got == [b, length + i, position, length + i + 1]
+            kept = [j for j in tokens_of_row(rows, r) if window < 0 or j >= position - window]
+            assert kept == sorted(seen_tokens(of_request, i, length, window))
+    assert (rows["batch"][offsets[-1] :] == -1).all()
+
+
+def test_a_text_without_branches_needs_no_mask():
+    """So a prompt may be longer than the largest tree."""
+    rows = tree_rows(range(-1, 299), [0, 300], [7])
+    assert (rows["mask_starts"] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("parents", "offsets", "cached", "words"),
+    [
+        ([-1, 0, 2, 0], [0, 3, 4], [3, 0], ["parents", "row 2", "request 0", 2]),
+        ([-1, 0, 0, 0], [0, 3, 4], [3, 0], ["parents", "row 3", "request 1", 0]),
+        ([-1, 0, -2, -1], [0, 3, 4], [3, 0], ["parents", "row 2", -2]),
+        ([-1, *[0] * 24], [0, 25], [3], ["parents", "row 24", "request 0", "24 rows"]),
+        ([-1, 0, 0, -1], [0, 3, 5], [3, 0], ["row_offsets", 5, 4]),
+        ([-1, 0, 0, -1], [1, 3, 4], [3, 0], ["row_offsets", 1]),
+        ([-1, 0, 0, -1], [0, 4], [3, 0], ["row_offsets", 2, 3]),
+    ],
+)
+def test_rows_that_are_refused(parents, offsets, cached, words):
+    with refused(*words):
+        tree_rows(parents, offsets, cached)
+
+
+def move(storage, cache, moves, model=None):
+    rank, layout = storage
+    numbers = [to_buffer(np.array(column, np.int32)) for column in zip(*moves, strict=True)] or [
+        np.zeros(0, np.int32)
+    ] * 3
+    arrays = [cache.k_blocks] if rank > 4 else [cache.k_blocks, cache.v_blocks]
+    buffers = [to_buffer(array.view(np.uint16)) for array in arrays]
+    op_graphs.models()[model or f"move_{layout}{rank}"].execute(*numbers, to_buffer(cache.lookup_table), *buffers)
+
+
+def case_of(storage, **sizes):
+    rank, layout = storage
+    lengths = {"lengths": (23, 0, 9, 16), "page_size": 5, "head_dim": 24, "dtype": "bfloat16"}
+    return CacheCase(**(lengths | sizes), rank=rank, layout=layout, seed=rank)
+
+
+def random_moves(rng, cache):
+    """Some tokens of each request move to the front of those past some position; the moves of requests are mixed."""
+    of_request = []
+    for b, length in enumerate(cache.case.lengths):
+        first = int(rng.integers(0, length + 1))
+        kept = [i for i in range(first, length) if rng.random() < 0.5]
+        of_request.append([(b, source, first + m) for m, source in enumerate(kept)])
+    moves = [(-1, 10**6, -7)]
+    while any(of_request):
+        moves.append(of_request[rng.choice([b for b, left in enumerate(of_request) if left])].pop(0))
+    return moves
+
+
+def expected_after(cache, moves):
+    """The arrays after the moves, all of them read before any is written."""
+    arrays = [cache.k_blocks.copy(), cache.v_blocks.copy()] if cache.case.rank == 4 else [cache.k_blocks.copy()]
+    size, heads = cache.case.page_size, slice(None)
+
+    def at(request, token, side):
+        page, slot = cache.lookup_table[request, token // size], token % size
+        return {
+            (4, "NHD"): (page, slot),
+            (4, "HND"): (page, heads, slot),
+            (5, "NHD"): (page, side, slot),
+            (5, "HND"): (page, side, heads, slot),
+            (6, "NHD"): (page, side, heads, slot),
+        }[cache.case.rank, cache.case.layout]
+
+    for side in (0, 1):
+        before, after = (cache.k_blocks, cache.v_blocks)[side], arrays[side if cache.case.rank == 4 else 0]
+        for request, source, target in moves:
+            if request >= 0:
+                after[at(request, target, side)] = before[at(request, source, side)]
+    return arrays
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[1]}{storage[0]}")
+@pytest.mark.parametrize("seed", range(4))
+def test_moves_in_every_layout_and_layer(storage, seed):
+    rng = np.random.default_rng(seed)
+    cache = build(case_of(storage, page_size=(1, 5, 16, 64)[seed]))
+    for blocks in {id(b): b for b in (cache.k_blocks, cache.v_blocks)}.values():  # other layers hold tokens as well
+        bits = blocks.view(np.uint16)
+        bits[...] = rng.integers(0, 2**16, bits.shape, np.uint16)
+    moves = random_moves(rng, cache)
+    expected = expected_after(cache, moves)
+    move(storage, cache, moves)
+    for array, e in zip((cache.k_blocks, cache.v_blocks), expected, strict=False):
+        assert_bits_equal(array, e, what=f"{storage} {moves}")
+
+
+def test_many_bytes_are_moved_by_several_threads():
+    storage = (6, "NHD")
+    cache = build(case_of(storage, lengths=(200,), head_dim=512, num_kv_heads=4, num_q_heads=4))
+    moves = [(0, source, source // 2) for source in range(0, 200, 2)]
+    expected = expected_after(cache, moves)
+    move(storage, cache, moves)
+    assert_bits_equal(cache.k_blocks, expected[0], what="the array of all layers")
+
+
+def test_moves_in_a_view_leave_what_lies_between():
+    cache = build(case_of((4, "NHD")))
+    whole = np.random.default_rng(0).integers(0, 2**16, (2, *cache.k_blocks.shape[:3], 40), np.uint16)
+    expected = whole.copy()
+    moves = [(0, 11, 9), (0, 20, 10), (3, 15, 15)]
+    for request, source, target in moves:
+        pages = [(cache.lookup_table[request, token // 5], token % 5) for token in (source, target)]
+        for side in (0, 1):
+            expected[side][pages[1]][:, 3:27] = whole[side][pages[0]][:, 3:27]
+    k, v, view = cache_operands(whole[0, ..., 3:27], whole[1, ..., 3:27])
+    numbers = [to_buffer(np.array(column, np.int32)) for column in zip(*moves, strict=True)]
+    op_graphs.models()["move_STRIDED"].execute(*numbers, to_buffer(cache.lookup_table), k, v, view)
+    assert_bits_equal(whole, expected, what="the array behind the view")
+
+
+@pytest.mark.parametrize("storage", [(4, "HND"), (6, "NHD")], ids=str)
+@pytest.mark.parametrize(
+    ("moves", "words"),
+    [
+        ([(0, 5, 4), (4, 3, 2)], ["batch_indices", "move 1", "request 4"]),
+        ([(-2, 5, 4)], ["batch_indices", "move 0", "request -2"]),
+        ([(0, 5, 4), (2, 3, -1)], ["targets", "move 1", "request 2", -1]),
+        ([(0, 5, 6)], ["targets", "move 0", "request 0", "token 5", "token 6"]),
+        ([(0, 5, 4), (2, 3, 3), (0, 5, 5)], ["sources", "move 2", "request 0", "ascend"]),
+        ([(0, 5, 4), (0, 6, 4)], ["sources", "move 1", "request 0", "ascend"]),
+        ([(2, 5, 4), (0, 30, 4)], ["sources", "move 1", "request 0", 30, "6 pages"]),
+        ([(2, 5, 4), (2, 12, 6)], ["lookup_table", "request 2", "page slot 2", UNUSED_PAGE]),
+    ],
+)
+def test_moves_that_are_refused(storage, moves, words):
+    cache = build(case_of(storage))
+    with refused(*words, unchanged=(cache.k_blocks, cache.v_blocks)):
+        move(storage, cache, moves)
+
+
+def test_two_requests_may_not_meet_in_a_slot():
+    cache = build(case_of((5, "NHD")))
+    cache.lookup_table[2, 0] = cache.lookup_table[0, 1]
+    with refused("targets", "move 1", "request 2", "request 0", unchanged=(cache.k_blocks,)):
+        move((5, "NHD"), cache, [(0, 7, 6), (2, 3, 2)])
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_moves_of_several_lengths_are_refused(cut):
+    cache = build(case_of((5, "NHD")))
+    numbers = [np.array(column, np.int32) for column in ([0, 0], [5, 6], [4, 5])]
+    numbers[cut] = numbers[cut][:1]
+    arguments = [to_buffer(array) for array in [*numbers, cache.lookup_table, cache.k_blocks.view(np.uint16)]]
+    with refused(("sources", "targets")[cut - 1], 1, 2, unchanged=(cache.k_blocks,)):
+        op_graphs.models()["move_NHD5"].execute(*arguments)
