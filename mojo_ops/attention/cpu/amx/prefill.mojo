@@ -86,7 +86,8 @@ def attend_prefill_amx[
     while step.count > 0:
         comptime if has_masks:
             var starts = IndexList[STEP_WORDS](step.tiles[0].first, step.tiles[1].first)
-            if not workspace.queries.read_masks(rows, segment, logits, heads.group, starts):
+            var ends = IndexList[STEP_WORDS](starts[0] + step.tiles[0].count, starts[1] + step.tiles[1].count)
+            if not workspace.queries.read_masks(rows, segment, logits, heads.group, starts, ends):
                 step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
                 continue
         lay_out_step(k, v, step, heads, segment.head, workspace)

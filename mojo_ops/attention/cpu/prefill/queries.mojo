@@ -101,7 +101,13 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
         return Int(self.last.unsafe_load[width=tiles * QUERY_COLUMNS](m).reduce_max())
 
     def read_masks(
-        self, rows: AttentionRows, segment: Segment, logits: Logits, group: Int, starts: IndexList[STEP_WORDS]
+        self,
+        rows: AttentionRows,
+        segment: Segment,
+        logits: Logits,
+        group: Int,
+        starts: IndexList[STEP_WORDS],
+        ends: IndexList[STEP_WORDS],
     ) -> Bool:
         """Writes which tokens of a step the queries see; returns whether any of them sees one.
 
@@ -111,6 +117,7 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
             logits: The options of the call.
             group: Query heads of a KV head.
             starts: The token of each word's first bit.
+            ends: The token from which on a word's bits are 0: it is not in the step, or in another word.
         """
         var queries = segment.num_rows * group
         var any = UInt32(0)
@@ -118,6 +125,7 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
             var words = self.seen.unsafe_offset(w * self.room)
             for row in range(segment.num_rows):
                 var bits = rows.seen_bits(segment.row + row, starts[w], logits)
+                bits &= bits_between(starts[w], starts[w], ends[w])
                 any |= bits
                 for g in range(group):
                     words[unsafe_offset=row * group + g] = bits

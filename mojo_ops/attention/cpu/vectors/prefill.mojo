@@ -69,9 +69,9 @@ def attend_prefill_vectors[
     while step.count > 0:
         var is_seen = True
         comptime if has_masks:
-            is_seen = workspace.queries.read_masks(
-                rows, segment, logits, heads.group, IndexList[STEP_WORDS](step.first(), step.first() + MASK_TOKENS)
-            )
+            var starts = IndexList[STEP_WORDS](step.first(), step.first() + MASK_TOKENS)
+            var ends = IndexList[STEP_WORDS](step.end, step.end)
+            is_seen = workspace.queries.read_masks(rows, segment, logits, heads.group, starts, ends)
         if is_seen:
             lay_out_step[pairs](k, v, step, heads, segment.head, workspace)
         buffer = 1 - buffer
