@@ -28,6 +28,11 @@ d: 83 tokens in 6 pages, freed
 12 of 12 pages are free
 request 'too long': num_tokens=193 needs 13 more pages, 12 of 12 are free
 """,
+    "speculative_decoding.py": """\
+qourdyedsbtctyvucmsshnmsvyvsghuzbrnddvhvmddvdbsb
+48 tokens in 19 steps after the prompt, which added [4, 2, 2, 2, 2, 4, 4, 1, 2, 2, 2, 2, 1, 4, 4, 2, 4, 2, 4]
+plain greedy decoding gives the same text: True
+""",
     "custom_op/mean_key.py": """\
 mean key of each request and head: (2, 2, 64), error <1e-5>
 """,
