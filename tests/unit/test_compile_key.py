@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.graphs import ops
+from paged_kv.graphs import ops, trees
 from paged_kv.graphs.models import decoder
 from paged_kv.runtime import compile_key, variants
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
@@ -233,6 +233,7 @@ def test_every_registered_op_has_a_text_of_its_own():
         assert "def " not in shared
         blocks |= of_file
     registered = {*variants.REGISTERED.values(), ops.COPY_PAGES, ops.RAGGED_ROWS, ops.LINEAR, ops.EXPERT_LINEAR}
+    registered |= {trees.TREE_ROWS, trees.MOVE_TOKENS}
     assert set(blocks) == registered
     assert all(text.count("def execute") == 1 for text in blocks.values())
 
