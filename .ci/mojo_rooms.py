@@ -1,6 +1,6 @@
 """Which room of mojo_ops may know which: checks the relative imports of every Mojo file.
 
-    ops, attention_ops, linear_ops, tree_ops -> transfer, attention, linear -> cache, isa
+    ops, attention_ops, linear_ops, tree_ops, latent_ops -> transfer, attention, linear -> cache, isa
 
 `attention/cpu` and `attention/gpu` do not know each other. In no folder do files and subfolders import in a circle.
 Exit status 1 where an import breaks a rule.
@@ -24,6 +24,7 @@ MAY_KNOW: dict[str, frozenset[str]] = {
     "linear_ops": MIDDLE | BASE,
     "attention_ops": MIDDLE | BASE,
     "tree_ops": MIDDLE | BASE,
+    "latent_ops": MIDDLE | BASE,
     **dict.fromkeys(MIDDLE, BASE),
     **dict.fromkeys(BASE, frozenset()),
 }

@@ -19,6 +19,13 @@ from max.graph import Dim, TensorType, TensorValue, ops
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.graphs.attention import ATTENTION, GpuKernel, attention, attention_at_run_time
 from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.graphs.latent_ops import (
+    MLA_ATTENTION,
+    LatentCache,
+    append_latent,
+    mla_attention,
+    mla_attention_at_run_time,
+)
 from paged_kv.graphs.linear_ops import EXPERT_LINEAR, LINEAR, expert_linear, linear, linear_group
 from paged_kv.graphs.masked_attention import MASKED_ATTENTION, masked_attention, masked_attention_at_run_time
 from paged_kv.graphs.paged_cache import BITS, DTYPES, KV_DTYPES, KVLayout, PagedCache
@@ -31,10 +38,13 @@ __all__ = [
     "KV_DTYPES",
     "LINEAR",
     "MASKED_ATTENTION",
+    "MLA_ATTENTION",
     "GpuKernel",
     "KVLayout",
+    "LatentCache",
     "PagedCache",
     "append",
+    "append_latent",
     "attention",
     "attention_at_run_time",
     "compiled_kernels",
@@ -47,6 +57,8 @@ __all__ = [
     "masked_attention",
     "masked_attention_at_run_time",
     "merge_states",
+    "mla_attention",
+    "mla_attention_at_run_time",
     "ragged_rows",
 ]
 

@@ -34,7 +34,7 @@ class PagedCache:
     * rank 5, one buffer given twice: `[pages, 2, ...]`;
     * rank 6, one buffer given twice, all layers: NHD `[pages, 2, layers, page_size, Hk, D]`;
     * rank 1, two buffers, kv_layout "STRIDED": flat memory whose shape and strides are told at run time by
-      `view`, `[12]` int64 on the host (`mojo_ops/ops.mojo`); every size of the cache is then unknown here.
+      `view`, `[12]` or `[13]` int64 on the host (`mojo_ops/ops.mojo`); every size of the cache is then unknown here.
 
     `lookup_table` is `[B, max_pages]` uint32. All of it lies on one device, which is where the ops over it run.
     """
@@ -71,7 +71,9 @@ class PagedCache:
                 raise ShapeError(f"{name}: rank {getattr(self, name).rank}, strided storage is flat (rank 1)")
         if self.view is None:
             raise ContractError("view is needed where kv_layout is 'STRIDED'")
-        check_value("view", self.view, DType.int64, [Dim(12)], DeviceRef.CPU())
+        check_value("view", self.view, DType.int64, [None], DeviceRef.CPU())
+        if self.view.shape[0] not in (Dim(12), Dim(13)) and isinstance(self.view.shape[0], StaticDim):
+            raise ShapeError(f"view: {self.view.shape[0]} numbers, expected 12 or 13")
 
     def _check_contiguous(self) -> None:
         k, v = self.k_blocks, self.v_blocks

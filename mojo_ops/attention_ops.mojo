@@ -10,7 +10,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
-from .attention.checks import check_heads, check_masks, check_rows
+from .attention.checks import check_dim, check_heads, check_masks, check_rows
 from .attention.cpu.dispatch import attend_on_cpu
 from .attention.cpu.kernel_choice import rotates_keys
 from .attention.cpu.rotary_fallback import attend_rotary_fallback
@@ -73,6 +73,7 @@ struct Attention:
         var rows = call.rows
         var logits = call.logits
         check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
+        check_equal("v_blocks: its head_dim", pair.v.head_dim(), pair.k.head_dim())
         logits.check()
         comptime if is_gpu[target]():
             comptime if o_dtype == dtype:
@@ -147,6 +148,7 @@ struct MaskedAttention:
         var rows = call.rows
         var logits = call.logits
         check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
+        check_dim("head_dim of V", pair.v.head_dim())
         logits.check()
         check_equal("o: its head_dim", o.dim_size(2), pair.v.head_dim())
         comptime if is_gpu[target]():

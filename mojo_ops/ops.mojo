@@ -8,7 +8,8 @@ Operands that every op over pages shares:
     lookup_table: `[B, max_pages]` uint32.
     view: int64, how the storage is read. `[layer]` where the parameter `kv_layout` is
         "NHD" or "HND" (only rank 6 has layers). Where it is "STRIDED", the storage is flat memory, and view is
-        `[pages, page_size, kv_heads, head_dim]`, then `[start, page, slot, head]` strides of K, then of V.
+        `[pages, page_size, kv_heads, head_dim]`, then `[start, page, slot, head]` strides of K, then of V; then V's
+        head_dim, where it differs from K's.
 """
 
 import extensibility

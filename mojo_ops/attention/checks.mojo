@@ -77,5 +77,9 @@ def check_heads(q_heads: Int, kv_heads: Int, q_dim: Int, kv_dim: Int) raises:
     if kv_heads < 1 or q_heads % kv_heads != 0:
         raise Error("q: its ", q_heads, " heads are no multiple of the cache's ", kv_heads, " KV heads")
     check_equal("q: its head_dim", q_dim, kv_dim)
-    if kv_dim < 8 or kv_dim > 512 or kv_dim % 8 != 0:
-        raise Error("head_dim must be a multiple of 8 from 8 to 512, not ", kv_dim)
+    check_dim("head_dim", kv_dim)
+
+
+def check_dim(what: StaticString, dim: Int) raises:
+    if dim < 8 or dim > 512 or dim % 8 != 0:
+        raise Error(what, " must be a multiple of 8 from 8 to 512, not ", dim)

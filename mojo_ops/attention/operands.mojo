@@ -7,7 +7,7 @@ from ..cache.operands import row_pointer
 from ..cache.pointers import untracked, untracked_immutable
 from .logits import Logits
 from .params import AttentionRows
-from .row_sight import MaskedSight, RowSight
+from .row_sight import MaskedSight, PlainSight, RowSight
 
 
 @fieldwise_init
@@ -55,6 +55,8 @@ struct AttentionOperands[dtype: DType, o_dtype: DType, Sight: RowSight](TrivialR
             rope_theta=option[unsafe_offset=3],
             rope_scale=option[unsafe_offset=4],
             sight=sight,
+            q_latent=untracked(q.unsafe_ptr()),
+            latent_scale=1,
         )
         if logits.has_alibi:
             check_equal("alibi_slopes: its length", alibi_slopes.dim_size(0), rows.num_heads)
@@ -98,3 +100,53 @@ def check_length(what: StaticString, found: Int, expected: Int) raises:
     """Refuses a length that is neither `expected` nor 0, which stands for an absent operand."""
     if found != 0:
         check_equal(what, found, expected)
+
+
+def latent_operands[
+    dtype: DType, o_dtype: DType, //
+](
+    o: OutputTensor[dtype=o_dtype, rank=3, ...],
+    lse: OutputTensor[dtype=DType.float32, rank=2, ...],
+    q_nope: InputTensor[dtype=dtype, rank=3, ...],
+    q_pe: InputTensor[dtype=dtype, rank=3, ...],
+    row_batch: InputTensor[dtype=DType.int32, rank=1, ...],
+    row_lengths: InputTensor[dtype=DType.int32, rank=1, ...],
+    sinks: InputTensor[dtype=DType.float32, rank=1, ...],
+    options: InputTensor[dtype=DType.float32, rank=1, ...],
+) raises -> AttentionOperands[dtype, o_dtype, PlainSight]:
+    """From the operands of `paged_kv_mla_attention` (`../latent_ops.mojo`); refuses those that do not fit."""
+    check_equal("options: its length", options.dim_size(0), 3)
+    var option = options.unsafe_ptr()
+    var none = untracked_immutable(sinks.unsafe_ptr())
+    var logits = Logits(
+        scale=option[unsafe_offset=0],
+        soft_cap=0,
+        window_left=-1,
+        alibi_slopes=none,
+        has_alibi=False,
+        sinks=none,
+        has_sinks=sinks.dim_size(0) > 0,
+    )
+    var rows = AttentionRows[dtype, o_dtype](
+        untracked(q_pe.unsafe_ptr()),
+        untracked(o.unsafe_ptr()),
+        untracked(lse.unsafe_ptr()),
+        row_pointer(row_batch),
+        row_pointer(row_lengths),
+        q_pe.dim_size(0),
+        q_pe.dim_size(1),
+        v_scale=option[unsafe_offset=2],
+        rope_theta=0,
+        rope_scale=1,
+        sight=PlainSight(),
+        q_latent=untracked(q_nope.unsafe_ptr()),
+        latent_scale=option[unsafe_offset=1],
+    )
+    check_equal("q_nope: its number of rows", q_nope.dim_size(0), rows.num_rows)
+    check_equal("q_nope: its number of heads", q_nope.dim_size(1), rows.num_heads)
+    if logits.has_sinks:
+        check_equal("sinks: its length", sinks.dim_size(0), rows.num_heads)
+    check_equal("row_batch: its length", row_batch.dim_size(0), rows.num_rows)
+    check_equal("row_lengths: its length", row_lengths.dim_size(0), rows.num_rows)
+    rows.check()
+    return AttentionOperands[dtype, o_dtype, PlainSight](rows, logits)

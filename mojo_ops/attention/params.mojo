@@ -20,7 +20,7 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Sight: RowSight = Pla
     var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[R, Hq, D]`."""
     var o: Pointer[Scalar[Self.o_dtype], MutUntrackedOrigin]
-    """`[R, Hq, D]`."""
+    """`[R, Hq, Dv]`."""
     var lse: Pointer[Float32, MutUntrackedOrigin]
     """`[R, Hq]`, base 2."""
     var row_batch: RowPointer
@@ -37,6 +37,10 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Sight: RowSight = Pla
     var rope_scale: Float32
     """Divides the rotary frequencies."""
     var sight: Self.Sight
+    var q_latent: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[R, Hq, Dv]`: in latent attention, the part of each query that meets V; else not read."""
+    var latent_scale: Float32
+    """In latent attention, multiplies the dot product with V before that of q with K is added."""
 
     def check(self) raises:
         if not isfinite(self.v_scale):

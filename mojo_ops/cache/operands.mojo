@@ -33,11 +33,15 @@ struct KVCachePair[dtype: DType](TrivialRegisterPassable):
         var v_storage = untracked(v_blocks.unsafe_ptr())
         var numbers = untracked_immutable(view.unsafe_ptr())
         var shape: IndexList[4]
+        var v_shape: IndexList[4]
         var k_strides: PageStrides
         var v_strides: PageStrides
         comptime if kv_layout == "STRIDED":
             comptime assert rank == 1, "strided storage is flat"
-            check_equal("view: its length", view.dim_size(0), 12)
+            # The last number, which may be missing, is V's head_dim.
+            var length = view.dim_size(0)
+            if length != 13:
+                check_equal("view: its length", length, 12)
             shape = IndexList[4](
                 Int(numbers[unsafe_offset=0]),
                 Int(numbers[unsafe_offset=1]),
@@ -46,8 +50,17 @@ struct KVCachePair[dtype: DType](TrivialRegisterPassable):
             )
             k_strides = PageStrides.read(numbers.unsafe_offset(4))
             v_strides = PageStrides.read(numbers.unsafe_offset(8))
+            v_shape = shape
+            if length == 13:
+                v_shape[3] = Int(numbers[unsafe_offset=12])
             check_view("k_blocks", shape, k_strides, k_blocks.size())
-            check_view("v_blocks", shape, v_strides, v_blocks.size())
+            check_view("v_blocks", v_shape, v_strides, v_blocks.size())
+        elif kv_layout == "LATENT":
+            comptime assert rank == 4, "latent storage is [pages, layers, page_size, Dv + D]"
+            check_equal("view: its length", view.dim_size(0), 2)
+            shape, v_shape, k_strides, v_strides = latent_views(
+                k_blocks.shape(), Int(numbers[unsafe_offset=0]), Int(numbers[unsafe_offset=1])
+            )
         else:
             check_same_cache(k_blocks.shape(), v_blocks.shape(), Int(k_storage), Int(v_storage))
             check_equal("view: its length", view.dim_size(0), 1)
@@ -58,12 +71,13 @@ struct KVCachePair[dtype: DType](TrivialRegisterPassable):
             shape = page_shape[kv_layout](k_blocks.shape())
             k_strides = PageStrides.of[kv_layout](k_blocks.shape(), False, layer)
             v_strides = PageStrides.of[kv_layout](v_blocks.shape(), True, layer)
+            v_shape = shape
         var entries = untracked_immutable(lookup_table.unsafe_ptr())
         var batch = lookup_table.dim_size(0)
         var max_pages = lookup_table.dim_size(1)
         return Self(
             DynamicKVCache[Self.dtype](k_storage, shape, k_strides, entries, batch, max_pages),
-            DynamicKVCache[Self.dtype](v_storage, shape, v_strides, entries, batch, max_pages),
+            DynamicKVCache[Self.dtype](v_storage, v_shape, v_strides, entries, batch, max_pages),
             PageTable(entries, batch, max_pages, shape[0], shape[1]),
         )
 
@@ -73,7 +87,24 @@ struct KVCachePair[dtype: DType](TrivialRegisterPassable):
         check_equal("k: its number of KV heads", k_shape[1], self.k.num_heads())
         check_equal("v: its number of KV heads", v_shape[1], self.k.num_heads())
         check_equal("k: its head_dim", k_shape[2], self.k.head_dim())
-        check_equal("v: its head_dim", v_shape[2], self.k.head_dim())
+        check_equal("v: its head_dim", v_shape[2], self.v.head_dim())
+
+
+def latent_views[
+    rank: Int, //
+](storage: IndexList[rank], layer: Int, value_dim: Int) raises -> Tuple[
+    IndexList[4], IndexList[4], PageStrides, PageStrides
+]:
+    """Shapes and strides of K and V in `[pages, layers, page_size, Dv + D]`, where a slot is its V and then its K."""
+    if layer < 0 or layer >= storage[1]:
+        raise Error("layer is ", layer, ", the cache has ", storage[1])
+    var width = storage[3]
+    if value_dim < 1 or value_dim >= width:
+        raise Error("ckv: its width is ", value_dim, ", the slots of the cache are ", width, " elements wide")
+    var v = PageStrides(layer * storage[2] * width, storage[1] * storage[2] * width, width, width)
+    var k = PageStrides(v.start + value_dim, v.page, v.slot, v.head)
+    var v_shape = IndexList[4](storage[0], storage[2], 1, value_dim)
+    return (IndexList[4](storage[0], storage[2], 1, width - value_dim), v_shape, k, v)
 
 
 @always_inline

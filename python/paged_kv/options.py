@@ -142,6 +142,48 @@ class AttentionOptions:
         )
 
 
+@dataclass(frozen=True)
+class LatentOptions:
+    """What happens between the dot products of latent attention and its output.
+
+    Raises:
+        ContractError: a value is not finite or out of range; of the cache's scales, not positive.
+        ContractTypeError: a value is not a number.
+    """
+
+    sm_scale: float
+    """Multiplies q . k."""
+    ckv_scale: float = 1.0
+    kpe_scale: float = 1.0
+    """Calibration scales of a quantised cache: the stored value times its scale is the meant one."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+                raise ContractTypeError(f"{field.name} must be a number, not {type(value).__name__}")
+            _check_float32(field.name, value)
+        for name in ("ckv_scale", "kpe_scale"):
+            if getattr(self, name) <= 0:
+                raise ContractError(f"{name} must be positive, not {getattr(self, name)}")
+
+    def numbers(self) -> npt.NDArray[np.float32]:
+        """The op's `options` operand, `[3]`: the scale of q_pe . kpe, what q_nope . ckv is scaled by beside it, o's.
+
+        Raises:
+            ContractError: a product or a ratio of the scales is out of range.
+        """
+        sm_scale, ckv_scale, kpe_scale = (float(getattr(self, field.name)) for field in fields(self))
+        for name, value in (
+            ("sm_scale * ckv_scale", sm_scale * ckv_scale),
+            ("sm_scale * kpe_scale", sm_scale * kpe_scale),
+            ("ckv_scale / kpe_scale", ckv_scale / kpe_scale),
+        ):
+            if sm_scale != 0 or "/" in name:
+                _check_float32(name, value)
+        return np.array([sm_scale * kpe_scale, ckv_scale / kpe_scale, ckv_scale], np.float32)
+
+
 def _check_float32(name: str, value: float | np.integer[Any] | np.floating[Any]) -> None:
     """Refuses a number that is not finite, or that float32 has neither as a normal number nor as 0."""
     number = value if isinstance(value, int) else float(value)

@@ -32,9 +32,11 @@ def attention[dtype: DType, kv_dtype: DType](mut memory: List[Float32]):
     var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
-    var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1, PlainSight())
+    var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1, PlainSight(), q, 1)
     var cache = cache_of[kv_dtype](memory)
     attend_on_cpu(rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
+    comptime if dtype != DType.float16:
+        attend_on_cpu[latent=True](rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
 
 
 def copies[dtype: DType](mut memory: List[Float32]):

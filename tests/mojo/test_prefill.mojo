@@ -86,6 +86,8 @@ def attend[dtype: DType, kv_dtype: DType](lengths: List[Int], new_tokens: List[I
             rope_theta=0,
             rope_scale=1,
             sight=PlainSight(),
+            q_latent=untracked_mutable(q),
+            latent_scale=1,
         ),
         Cache(untracked_mutable(keys), shape, strides, untracked(table), len(lengths), columns),
         Cache(untracked_mutable(values), shape, strides, untracked(table), len(lengths), columns),

@@ -17,34 +17,49 @@ from .amx.prefill import attend_prefill_amx
 from .amx.prefill_workspace import PrefillWorkspace
 from .amx.segment import attend_segment_amx
 from .kernel_choice import CpuKernelChoice, amx_serves
-from .plan import Segment, SegmentQueue, plan_segments
+from .plan import BlockSizes, Segment, SegmentQueue, plan_segments
 from .prefill.queries import padded_queries
 from .split_merge import SplitResults, TaskResult, finish_segment
-from .vectors.prefill import attend_prefill_vectors
+from .vectors.prefill import attend_prefill_vectors, prefetch_ranges
 from .vectors.prefill_workspace import VectorPrefillWorkspace
 from .vectors.segment import attend_segment_vectors
 from .workspace import HeadLayout, SegmentWorkspace
 
 
 def attend_on_cpu[
-    dtype: DType
+    dtype: DType, //, *, latent: Bool = False
 ](rows: AttentionRows[dtype, ...], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
-    """Computes o `[R, Hq, D]` and lse `[R, Hq]` of every row of a call without rotary keys, on up to `workers` threads.
+    """Computes o `[R, Hq, Dv]` and lse `[R, Hq]` of every row of a call without rotary keys, on up to `workers` threads.
 
     The formula is in `../README.md`. The rows were checked (`check_rows`). The result does not depend on `workers`.
+
+    Parameters:
+        dtype: Of the queries.
+        latent: Whether a key is a token's V and then its K, so that V is read once. All blocks are then prefill blocks,
+            which alone take another head_dim of V than of K.
+
+    Args:
+        rows: The rows of the call.
+        k: The keys.
+        v: The values.
+        logits: The options of the call.
+        workers: Threads, at most.
     """
     comptime kv_dtype = k.dtype
     var choice = CpuKernelChoice[dtype, kv_dtype]()
-    var heads = HeadLayout.of(rows, k, v, CpuKernelChoice[dtype, kv_dtype].chunk)
+    var heads = HeadLayout.of[latent=latent](rows, k, v, CpuKernelChoice[dtype, kv_dtype].chunk)
+    comptime if latent:
+        # A matrix tile's sums are not scaled on the way.
+        choice.permitted &= rows.latent_scale == 1
     comptime has_masks = rows.Sight.has_masks
-    var sizes = choice.sizes(heads, prefill_only=has_masks)
+    var sizes = choice.sizes[latent=latent](heads, prefill_only=has_masks or latent)
     var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits, sizes)
     var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
     var max_queries = heads.kv_heads * max_stride
     var max_prefill_queries = plan.max_prefill_rows * heads.group
     var tasks = max(1, min(len(plan.segments), workers))
     var split_results = SplitResults(
-        plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_dim
+        plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_value
     )
     # Every thread writes it, and no other memory of its cache line is in use.
     var num_taken = LineCounter()
@@ -76,8 +91,10 @@ def attend_on_cpu[
         )
         var own = workspace.acc
         var result = TaskResult(index)
-        var prefill_amx = PrefillWorkspace(max_prefill_queries if choice.permitted else 0, heads.padded_dim)
-        var prefill_vectors = VectorPrefillWorkspace(0 if choice.permitted else max_prefill_queries, heads.padded_dim)
+        var prefill_amx = PrefillWorkspace(max_prefill_queries if choice.permitted else 0, heads)
+        var prefill_vectors = VectorPrefillWorkspace(
+            0 if choice.permitted else max_prefill_queries, heads, prefetch_ranges(heads)
+        )
         var segment = queue.take()
         while segment.num_rows > 0:
             var queries = segment.num_rows * heads.group
@@ -89,14 +106,14 @@ def attend_on_cpu[
                 if choice.permitted:
                     comptime if amx_serves(dtype, kv_dtype):
                         prefill_amx.queries = states
-                        attend_prefill_amx(rows, segment, k, v, logits, heads, prefill_amx)
-                        finish_segment[True](
+                        attend_prefill_amx[latent](rows, segment, k, v, logits, heads, prefill_amx)
+                        finish_segment[True, latent](
                             rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
                         )
                 else:
                     prefill_vectors.queries = states
-                    attend_prefill_vectors(rows, segment, k, v, logits, heads, prefill_vectors)
-                    finish_segment[False](
+                    attend_prefill_vectors[latent](rows, segment, k, v, logits, heads, prefill_vectors)
+                    finish_segment[False, latent](
                         rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
                     )
                 following = queue.take()
@@ -105,12 +122,12 @@ def attend_on_cpu[
                 if choice.uses_amx(queries):
                     comptime if amx_serves(dtype, kv_dtype):
                         following = attend_segment_amx(rows, segment, k, v, logits, heads, queue, workspace)
-                        finish_segment[True](
+                        finish_segment[True, latent](
                             rows, segment, k, v, logits, heads, stride, workspace, workspace.acc, split_results, result
                         )
                 else:
                     following = attend_segment_vectors(rows, segment, k, v, logits, heads, queue, workspace)
-                    finish_segment[False](
+                    finish_segment[False, latent](
                         rows, segment, k, v, logits, heads, stride, workspace, workspace.acc, split_results, result
                     )
             segment = following

@@ -24,7 +24,7 @@ comptime MINUS_INFINITY_64 = neg_inf[DType.float64]()
 
 @no_inline
 def recompute_not_finite[
-    dtype: DType, //
+    dtype: DType, //, latent: Bool = False
 ](
     rows: AttentionRows[dtype, ...],
     first_row: Int,
@@ -36,8 +36,23 @@ def recompute_not_finite[
     rotary: RotaryEmbedding,
 ):
     """Writes o again, of some rows of one request and the query heads of one KV head, where it or the lse is infinite or
-    NaN and the row sees no NaN that explains it; also the lse where that is not finite."""
-    var dim = k.head_dim()
+    NaN and the row sees no NaN that explains it; also the lse where that is not finite.
+
+    Parameters:
+        dtype: Of the queries.
+        latent: Whether a key is a token's V and then its K.
+
+    Args:
+        rows: The rows of the call.
+        first_row: The first row.
+        num_rows: Rows.
+        kv_head: The KV head.
+        k: The keys.
+        v: The values.
+        logits: The options of the call.
+        rotary: What keys are rotated by.
+    """
+    var value_dim = v.head_dim()
     var group = rows.num_heads // k.num_heads()
     var request = Int(rows.row_batch[unsafe_offset=first_row])
     var begin = Int.MAX
@@ -47,7 +62,7 @@ def recompute_not_finite[
         if length > 0:
             begin = min(begin, rows.first_token(row, logits))
             end = max(end, length)
-    var nans = NanTokens(k, v, request, kv_head, begin, end)
+    var nans = NanTokens(k, v, request, kv_head, begin, end, latent=latent)
     for row in range(first_row, first_row + num_rows):
         if not rows.sees_any(row, logits):
             continue
@@ -58,9 +73,12 @@ def recompute_not_finite[
             if has_lse:
                 explained = nans.explain_values(rows, row, query, logits)
             else:
-                explained = has_nan(rows.q.unsafe_offset(at * dim), dim) or nans.keys.seen_by(rows, row, logits)
+                explained = has_nan(rows.q.unsafe_offset(at * k.head_dim()), k.head_dim())
+                explained |= nans.keys.seen_by(rows, row, logits)
+                comptime if latent:
+                    explained |= has_nan(rows.q_latent.unsafe_offset(at * value_dim), value_dim)
             if not explained:
-                attend_in_float64(rows, row, query, k, v, logits, rotary, writes_lse=not has_lse)
+                attend_in_float64[latent](rows, row, query, k, v, logits, rotary, writes_lse=not has_lse)
 
 
 @fieldwise_init
@@ -86,26 +104,30 @@ struct NanTokens:
     var keys: FirstAndLast
     """Tokens whose K holds NaN."""
     var values: List[FirstAndLast]
-    """`[D]`: tokens whose V is NaN there."""
+    """`[Dv]`: tokens whose V is NaN there."""
 
-    def __init__(out self, k: PagedKVCache, v: type_of(k), request: Int, kv_head: Int, begin: Int, end: Int):
-        """Reads the tokens `[begin, end)`."""
-        var dim = k.head_dim()
+    def __init__(
+        out self, k: PagedKVCache, v: type_of(k), request: Int, kv_head: Int, begin: Int, end: Int, *, latent: Bool
+    ):
+        """Reads the tokens `[begin, end)`. Where `latent`, V is part of the keys."""
+        var dim = v.head_dim()
         self.keys = FirstAndLast(Int.MAX, -1)
         self.values = List[FirstAndLast](length=dim, fill=FirstAndLast(Int.MAX, -1))
         for token in range(begin, end):
-            if has_nan(k.block_paged_ptr[1](request, token, kv_head), dim):
-                self.keys.add(token)
+            var in_key = has_nan(k.block_paged_ptr[1](request, token, kv_head), k.head_dim())
             var value = v.block_paged_ptr[1](request, token, kv_head)
             for d in range(0, dim, STEP):
                 var is_nan = nan_lanes(value.unsafe_offset(d))
                 if is_nan.reduce_or():
+                    in_key |= latent
                     for i in range(STEP):
                         if is_nan[i]:
                             self.values[d + i].add(token)
+            if in_key:
+                self.keys.add(token)
 
     def explain_values(self, rows: AttentionRows, row: Int, query: Int, logits: Logits) -> Bool:
-        """Whether every element of a query head's o `[D]` that is infinite or NaN comes from a NaN that the row sees."""
+        """Whether every element of a query head's o `[Dv]` that is infinite or NaN comes from a NaN that the row sees."""
         var o = rows.o.unsafe_offset((row * rows.num_heads + query) * len(self.values))
         for d in range(len(self.values)):
             if not isfinite(o[unsafe_offset=d].cast[DType.float32]()):
@@ -132,7 +154,7 @@ def has_nan[dtype: DType, //](source: Pointer[Scalar[dtype], _], count: Int) -> 
 
 @no_inline
 def attend_in_float64[
-    dtype: DType, //
+    dtype: DType, //, latent: Bool = False
 ](
     rows: AttentionRows[dtype, ...],
     row: Int,
@@ -144,19 +166,24 @@ def attend_in_float64[
     *,
     writes_lse: Bool,
 ):
-    """Writes o `[D]`, and the lse where it is asked for, of query head `query` of a row that sees a token.
+    """Writes o `[Dv]`, and the lse where it is asked for, of query head `query` of a row that sees a token.
 
     Nothing but the tokens that the row sees is read. Weights have the precision of float32 and the range of float64.
     """
     var dim = k.head_dim()
+    var value_dim = v.head_dim()
     var kv_head = query // (rows.num_heads // k.num_heads())
     var request = Int(rows.row_batch[unsafe_offset=row])
     var token_offset = rows.sight.offset(request)
     var at = row * rows.num_heads + query
-    var memory = List[Float64](length=3 * dim, fill=0)
+    var memory = List[Float64](length=2 * dim + 3 * value_dim, fill=0)
     var q = memory.unsafe_ptr()  # [D]
-    var token = q.unsafe_offset(dim)  # [D]: a token's K or V
-    var acc = token.unsafe_offset(dim)  # [D]: weighted values, relative to `greatest`
+    var token = q.unsafe_offset(dim)  # [D]: a token's K
+    var q_latent = token.unsafe_offset(dim)  # [Dv]
+    var value = q_latent.unsafe_offset(value_dim)  # [Dv]: a token's V
+    var acc = value.unsafe_offset(value_dim)  # [Dv]: weighted values, relative to `greatest`
+    comptime if latent:
+        widen_head(rows.q_latent.unsafe_offset(at * value_dim), q_latent, value_dim)
     widen_head(rows.q.unsafe_offset(at * dim), q, dim)
     rotary.rotate(q, rows.position(row))
 
@@ -167,41 +194,44 @@ def attend_in_float64[
             continue
         widen_head(k.block_paged_ptr[1](request, j, kv_head), token, dim)
         rotary.rotate(token, token_offset + j)
-        var products = SIMD[DType.float64, STEP](0)
-        for d in range(0, dim, STEP):
-            products = q.unsafe_load[width=STEP](d).fma(token.unsafe_load[width=STEP](d), products)
-        var score = logits.score_in_float64(products.reduce_add(), query, token_offset + j)
+        var dot = dot_product(q, token, dim)
+        comptime if latent:
+            widen_head(v.block_paged_ptr[1](request, j, kv_head), value, value_dim)
+            dot += dot_product(q_latent, value, value_dim) * Float64(rows.latent_scale)
+        var score = logits.score_in_float64(dot, query, token_offset + j)
         if score == MINUS_INFINITY_64:
             continue
         if not score <= greatest:  # NaN counts as greater, and stays
-            rescale(acc, power_of_two(greatest - score), dim)
+            rescale(acc, power_of_two(greatest - score), value_dim)
             total *= power_of_two(greatest - score)
             greatest = score
         var weight = power_of_two(score - greatest)
         total += weight
-        widen_head(v.block_paged_ptr[1](request, j, kv_head), token, dim)
-        for d in range(0, dim, STEP):
+        comptime if not latent:
+            widen_head(v.block_paged_ptr[1](request, j, kv_head), value, value_dim)
+        for d in range(0, value_dim, STEP):
             var sums = acc.unsafe_load[width=STEP](d)
-            acc.unsafe_store(d, token.unsafe_load[width=STEP](d).fma(SIMD[DType.float64, STEP](weight), sums))
+            acc.unsafe_store(d, value.unsafe_load[width=STEP](d).fma(SIMD[DType.float64, STEP](weight), sums))
 
     if logits.has_sinks:
         var sink = logits.sink_in_float64(query)
         if sink > greatest:
-            rescale(acc, power_of_two(greatest - sink), dim)
+            rescale(acc, power_of_two(greatest - sink), value_dim)
             total *= power_of_two(greatest - sink)
             greatest = sink
         if sink != MINUS_INFINITY_64:
             total += power_of_two(sink - greatest)
-    for d in range(0, dim, STEP):
+    for d in range(0, value_dim, STEP):
         var mean = acc.unsafe_load[width=STEP](d) / (1 if total == 0 else total)
         var out = (mean * Float64(rows.v_scale)).cast[DType.float32]()
-        rows.o.unsafe_store(at * dim + d, narrow[rows.o_dtype](out))
+        rows.o.unsafe_store(at * value_dim + d, narrow[rows.o_dtype](out))
     if writes_lse:
         rows.lse[unsafe_offset=at] = (greatest + log2(total)).cast[DType.float32]()
     _ = memory^
 
 
 comptime Doubles = Pointer[mut=True, Float64, _]
+comptime DoublesRead = Pointer[mut=False, Float64, _]
 
 
 @always_inline
@@ -210,6 +240,14 @@ def widen_head[dtype: DType, //](source: Pointer[Scalar[dtype], _], target: Doub
     for d in range(0, count, STEP):
         var x = source.unsafe_load[width=STEP](d).cast[DType.float32]()
         target.unsafe_store(d, x.cast[DType.float64]())
+
+
+@always_inline
+def dot_product(a: DoublesRead, b: DoublesRead, count: Int) -> Float64:
+    var products = SIMD[DType.float64, STEP](0)
+    for d in range(0, count, STEP):
+        products = a.unsafe_load[width=STEP](d).fma(b.unsafe_load[width=STEP](d), products)
+    return products.reduce_add()
 
 
 @always_inline

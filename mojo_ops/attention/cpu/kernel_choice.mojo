@@ -8,7 +8,7 @@ from .amx.layout import AmxBuffers
 from .amx.prefill_workspace import PREFILL_MIN_QUERIES
 from .bf16_chunk import Bf16Chunk
 from .plan import BlockSizes, MAX_BLOCK_ROWS
-from .prefill.queries import PREFILL_MAX_QUERIES
+from .prefill.queries import LATENT_MAX_QUERIES, PREFILL_MAX_QUERIES
 from .vectors.prefill_workspace import VECTOR_PREFILL_MIN_QUERIES
 from .workspace import HeadLayout
 
@@ -53,11 +53,13 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
         """The queries of a KV head that the workspace has memory for, for such a block."""
         return AmxBuffers.query_stride(queries) if self.uses_amx(queries) else queries
 
-    def sizes(self, heads: HeadLayout, *, prefill_only: Bool) -> BlockSizes:
+    def sizes[*, latent: Bool = False](self, heads: HeadLayout, *, prefill_only: Bool) -> BlockSizes:
         """The rows of a block, and those of a prefill block (`amx/prefill.mojo`, `vectors/prefill.mojo`)."""
         var least = PREFILL_MIN_QUERIES if self.permitted else VECTOR_PREFILL_MIN_QUERIES
         return BlockSizes(
-            max(MAX_BLOCK_ROWS, PREFILL_MAX_QUERIES // heads.group),
+            max(1, LATENT_MAX_QUERIES // heads.group) if latent else max(
+                MAX_BLOCK_ROWS, PREFILL_MAX_QUERIES // heads.group
+            ),
             1 if prefill_only else ceildiv(least, heads.group),
             heads.kv_heads,
         )

@@ -59,16 +59,16 @@ struct SplitResults(Movable):
     """Queries that a result has memory for: all KV heads of the largest block."""
     var states_stride: Int
     """`queries`, rounded up to whole lines."""
-    var padded_dim: Int
+    var padded_value: Int
 
-    def __init__(out self, splits: Int, tasks: Int, queries: Int, padded_dim: Int):
+    def __init__(out self, splits: Int, tasks: Int, queries: Int, padded_value: Int):
         """Memory for `splits` splits of all blocks. Each of `tasks` tasks begins with a result."""
         var count = splits + tasks if splits > 0 else 0
         self.queries = queries
         self.states_stride = align_up(queries, LINE_WORDS)
-        self.padded_dim = padded_dim
+        self.padded_value = padded_value
         # Not filled: every result is written before it is read.
-        self.memory = List[Float32](unsafe_uninit_length=count * queries * padded_dim + 16)
+        self.memory = List[Float32](unsafe_uninit_length=count * queries * padded_value + 16)
         self.states = List[AttentionState](unsafe_uninit_length=count * self.states_stride + LINE_WORDS)
         self.nodes = List[Int64](length=(splits + 1) * LINE_WORDS, fill=0)
         self.num_used = LineCounter()
@@ -76,8 +76,10 @@ struct SplitResults(Movable):
 
     @always_inline
     def acc_of(self, index: Int) -> FloatPointer:
-        """`[queries, P]`: the weighted values of result `index`. A split accumulates them here, without a copy."""
-        return align_to_line(untracked(self.memory.unsafe_ptr())).unsafe_offset(index * self.queries * self.padded_dim)
+        """`[queries, Pv]`: the weighted values of result `index`. A split accumulates them here, without a copy."""
+        return align_to_line(untracked(self.memory.unsafe_ptr())).unsafe_offset(
+            index * self.queries * self.padded_value
+        )
 
     @always_inline
     def states_of(self, index: Int) -> Pointer[AttentionState, MutUntrackedOrigin]:
@@ -134,8 +136,8 @@ struct SplitResults(Movable):
     def merge_query[other_is_right: Bool](self, mine: Int, other: Int, query: Int):
         """Merges one query's result `other` into result `mine`: the same bits whichever is the left one."""
         var states = self.states_of(mine)
-        var acc = self.acc_of(mine).unsafe_offset(query * self.padded_dim)
-        var added = self.acc_of(other).unsafe_offset(query * self.padded_dim)
+        var acc = self.acc_of(mine).unsafe_offset(query * self.padded_value)
+        var added = self.acc_of(other).unsafe_offset(query * self.padded_value)
         var state: AttentionState
         var factors: Tuple[Float32, Float32]
         comptime if other_is_right:
@@ -145,7 +147,7 @@ struct SplitResults(Movable):
             state = self.states_of(other)[unsafe_offset=query]
             factors = state.merge(states[unsafe_offset=query])
         states[unsafe_offset=query] = state
-        for d in range(0, self.padded_dim, LANES):
+        for d in range(0, self.padded_value, LANES):
             var left = acc.unsafe_load[width=LANES](d)
             var right = added.unsafe_load[width=LANES](d)
             comptime if not other_is_right:
@@ -160,16 +162,16 @@ def write_output[
     acc: FloatPointer,
     factor: Float32,
     v_scale: Float32,
-    head_dim: Int,
+    value_dim: Int,
     target: Pointer[Scalar[dtype], MutUntrackedOrigin],
 ) -> Bool:
-    """Writes weighted values times `factor` and `v_scale` to `target` `[D]`, in their natural order.
+    """Writes weighted values times `factor` and `v_scale` to `target` `[Dv]`, in their natural order.
 
     Returns whether all of them are finite before they are rounded.
     """
     comptime length = Bf16Chunk[kv_dtype].length if amx else chunk_of(kv_dtype)
     var zeros = SIMD[DType.float32, length](0)  # NaN where an element is infinite or NaN
-    for d in range(0, head_dim, length):
+    for d in range(0, value_dim, length):
         var sums: SIMD[DType.float32, length]
         comptime if amx:
             sums = rebind[SIMD[DType.float32, length]](unpack_sums[kv_dtype](acc.unsafe_offset(d)))
@@ -182,7 +184,7 @@ def write_output[
         zeros = sums.fma(SIMD[DType.float32, length](0), zeros)
         var out = narrow[dtype](sums)
         comptime for i in range(length // 8):
-            if d + 8 * i < head_dim:
+            if d + 8 * i < value_dim:
                 target.unsafe_store(d + 8 * i, out.slice[8, offset=8 * i]())
     return zeros.eq(0).reduce_and()
 
@@ -195,17 +197,17 @@ def write_result[
     row: Int,
     query: Int,
     logits: Logits,
-    head_dim: Int,
+    value_dim: Int,
     var state: AttentionState,
     acc: FloatPointer,
 ) -> Bool:
     """Writes o and lse of query head `query` of one row; returns whether they are finite, or the row sees no token."""
     var factor: Float32 = 1
-    var target = rows.o.unsafe_offset((row * rows.num_heads + query) * head_dim)
+    var target = rows.o.unsafe_offset((row * rows.num_heads + query) * value_dim)
     # Masks are read where the sum of the weights does not tell: of scores that are all -inf.
     var sees_tokens = rows.Sight.has_masks and state.total != 0 or rows.sees_any(row, logits)
     if not sees_tokens:
-        for d in range(0, head_dim, 8):
+        for d in range(0, value_dim, 8):
             target.unsafe_store(d, SIMD[rows.o_dtype, 8](0))
         rows.lse[unsafe_offset=row * rows.num_heads + query] = MINUS_INFINITY
         return True
@@ -214,14 +216,14 @@ def write_result[
         factor = state.raise_to(sink)
         state.add(exp2(sink - state.greatest))
     factor *= state.normaliser()
-    var is_finite = write_output[kv_dtype, amx](acc, factor, rows.v_scale, head_dim, target)
+    var is_finite = write_output[kv_dtype, amx](acc, factor, rows.v_scale, value_dim, target)
     var lse = state.lse()
     rows.lse[unsafe_offset=row * rows.num_heads + query] = lse
     return is_finite and lse - lse == 0
 
 
 def finish_segment[
-    dtype: DType, StatesType: RunningStates, //, amx: Bool
+    dtype: DType, StatesType: RunningStates, //, amx: Bool, latent: Bool
 ](
     rows: AttentionRows[dtype, ...],
     segment: Segment,
@@ -272,10 +274,10 @@ def finish_segment[
                 segment.row + row,
                 (first_head + head) * heads.group + g,
                 logits,
-                heads.head_dim,
+                heads.value_dim,
                 state,
-                acc.unsafe_offset(at * heads.padded_dim),
+                acc.unsafe_offset(at * heads.padded_value),
             )
         if not is_finite:
             var none = RotaryEmbedding(heads.head_dim, 0, 1)
-            recompute_not_finite(rows, segment.row, segment.num_rows, first_head + head, k, v, logits, none)
+            recompute_not_finite[latent](rows, segment.row, segment.num_rows, first_head + head, k, v, logits, none)

@@ -23,22 +23,31 @@ struct HeadLayout(ImplicitlyCopyable):
     var group: Int
     """Query heads of a KV head."""
     var head_dim: Int
+    """Of q and K; in latent attention of their rotary parts."""
     var padded_dim: Int
-    """P: head_dim rounded up to what the arithmetic takes at once."""
+    """P: head_dim rounded up to what the arithmetic takes at once; in latent attention, `padded_value` more."""
     var k_stride: Int
     """Elements from one KV head of a token to the next."""
     var v_stride: Int
+    var value_dim: Int
+    """Of V and o. Only prefill takes one that differs from `head_dim`."""
+    var padded_value: Int
+    """Pv: value_dim rounded up likewise."""
 
     @staticmethod
-    def of(rows: AttentionRows, k: PagedKVCache, v: type_of(k), chunk: Int) -> Self:
+    def of[*, latent: Bool = False](rows: AttentionRows, k: PagedKVCache, v: type_of(k), chunk: Int) -> Self:
+        """The sizes of a call. In latent attention a key is a token's V and then its K (`../README.md`)."""
         var kv_heads = k.num_heads()
+        var padded_value = align_up(v.head_dim(), chunk)
         return Self(
             kv_heads,
             rows.num_heads // kv_heads,
             k.head_dim(),
-            align_up(k.head_dim(), chunk),
+            align_up(k.head_dim(), chunk) + (padded_value if latent else 0),
             k.strides().head,
             v.strides().head,
+            v.head_dim(),
+            padded_value,
         )
 
     @always_inline

@@ -12,15 +12,16 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
 
 from paged_kv.graphs import ops
-from paged_kv.graphs.ops import PagedCache
+from paged_kv.graphs.ops import LatentCache, PagedCache
 
-Op = Literal["append", "gather", "attention", "masked_attention", "merge"]
+Op = Literal["append", "gather", "attention", "masked_attention", "mla_attention", "merge"]
 
 REGISTERED: dict[Op, str] = {
     "append": ops.APPEND,
     "gather": ops.GATHER,
     "attention": ops.ATTENTION,
     "masked_attention": ops.MASKED_ATTENTION,
+    "mla_attention": ops.MLA_ATTENTION,
     "merge": ops.MERGE_STATES,
 }
 """The op of `ops.mojo` behind each."""
@@ -70,7 +71,8 @@ class Variant:
         `[N, Hk, D]` int8), then k_blocks, v_blocks, lookup_table, view, and for both kinds of attention alibi_slopes,
         sinks, window_left, options.
         `view`, `window_left` and `options` lie on the host, all else on the device. Of merge: v `[S, n, H, D]` and
-        s `[S, n, H]`. No two inputs share the name of a size, so that sizes which differ are refused by the op, in its
+        s `[S, n, H]`. Of mla_attention: q_nope, q_pe, row_batch, row_lengths, the storage with kpe as K and ckv as V,
+        sinks, options. No two inputs share the name of a size, so that sizes which differ are refused by the op, in its
         words, and not by MAX before.
         """
         host = DeviceRef.CPU()
@@ -87,6 +89,36 @@ class Variant:
             with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
                 v, s = (value.tensor for value in graph.inputs)
                 graph.output(*ops.merge_states(v, s))
+            return
+
+        storage: list[Type[Any]] = [
+            BufferType(self.kv_dtype, ["k_elements"], device),
+            BufferType(self.kv_dtype, ["v_elements"], device),
+            tensor(DType.uint32, "B", "pages_per_request"),
+            tensor(DType.int64, "view_numbers", on=host),
+        ]
+        if self.op == "mla_attention":
+            types = [
+                tensor(self.dtype, "R", "H", "D_ckv"),
+                tensor(self.dtype, "R_pe", "H_pe", "D_kpe"),
+                tensor(DType.int32, "R_batch"),
+                tensor(DType.int32, "R_lengths"),
+                *storage,
+                tensor(DType.float32, "sinks"),
+                tensor(DType.float32, 3, on=host),
+            ]
+            with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                q_nope, q_pe, row_batch, row_lengths = (value.tensor for value in graph.inputs[:4])
+                kpe, ckv, table, view, sinks, numbers = graph.inputs[4:]
+                latent = LatentCache(ckv.buffer, table.tensor, kpe.buffer, view.tensor)
+                graph.output(
+                    *ops.mla_attention_at_run_time(
+                        *(latent, q_nope, q_pe, row_batch, row_lengths),
+                        sinks=sinks.tensor,
+                        options=numbers.tensor,
+                        o_dtype=self.o_dtype,
+                    )
+                )
             return
 
         rows: list[TensorType] = {
@@ -112,12 +144,6 @@ class Variant:
                 tensor(DType.int8, "Dv"),
             ],
         }[self.op]
-        storage: list[Type[Any]] = [
-            BufferType(self.kv_dtype, ["k_elements"], device),
-            BufferType(self.kv_dtype, ["v_elements"], device),
-            tensor(DType.uint32, "B", "pages_per_request"),
-            tensor(DType.int64, 12, on=host),
-        ]
         options = [
             tensor(DType.float32, "slopes"),
             tensor(DType.float32, "sinks"),

@@ -5,6 +5,7 @@ So many queries share K and V that the arithmetic takes the time, not the memory
 products.
 """
 
+from std.math import ceildiv
 from std.memory import bitcast
 from std.utils import IndexList
 
@@ -29,28 +30,44 @@ from .weighted_sums import pair_tokens
 
 
 def pack_queries_prefill[
-    kv_dtype: DType, dtype: DType
+    kv_dtype: DType, latent: Bool, dtype: DType
 ](rows: AttentionRows[dtype, ...], segment: Segment, heads: HeadLayout, mut workspace: PrefillWorkspace):
     """Packs the queries of one KV head of a block as pairs."""
+    var before = 0
+    comptime if latent:
+        before = heads.padded_value
+        pack_part_prefill[kv_dtype](rows, segment, heads, rows.q_latent, heads.value_dim, workspace.q)
+    var rest = workspace.q.unsafe_offset(before * QUERY_COLUMNS)
+    pack_part_prefill[kv_dtype](rows, segment, heads, rows.q, heads.head_dim, rest)
+
+
+def pack_part_prefill[
+    kv_dtype: DType, dtype: DType
+](
+    rows: AttentionRows[dtype, ...],
+    segment: Segment,
+    heads: HeadLayout,
+    q: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    dim: Int,
+    packed: Bf16BitsPointer,
+):
+    """Packs q `[R, Hq, dim]`, all elements of a query or a part of them."""
     comptime chunk = Bf16Chunk[kv_dtype].length
     var queries = segment.num_rows * heads.group
     var room = padded_queries(queries)
-    var all = workspace.q.unsafe_bitcast[UInt32]()
+    var all = packed.unsafe_bitcast[UInt32]()
     for block in range(0, room, QUERY_COLUMNS):
-        for c in range(heads.padded_dim // chunk):
+        for c in range(ceildiv(dim, chunk)):
             comptime for part in range(chunk // 32):
                 var pairs = Array[SIMD[DType.uint32, 16], 16](fill=0)
                 comptime for column in range(QUERY_COLUMNS):
                     if block + column < queries:
                         var row, g = divmod(block + column, heads.group)
-                        var source = rows.q.unsafe_offset(
-                            ((segment.row + row) * rows.num_heads + segment.head * heads.group + g) * heads.head_dim
-                            + c * chunk
+                        var source = q.unsafe_offset(
+                            ((segment.row + row) * rows.num_heads + segment.head * heads.group + g) * dim + c * chunk
                         )
                         pairs[column] = bitcast[DType.uint32, 16](
-                            query_words[kv_dtype, part](
-                                source.unsafe_bitcast[UInt16](), min(chunk, heads.head_dim - c * chunk)
-                            )
+                            query_words[kv_dtype, part](source.unsafe_bitcast[UInt16](), min(chunk, dim - c * chunk))
                         )
                 transpose_16x16(pairs)
                 var target = all.unsafe_offset(
@@ -61,7 +78,7 @@ def pack_queries_prefill[
 
 
 def attend_prefill_amx[
-    dtype: DType, //
+    dtype: DType, //, latent: Bool
 ](
     rows: AttentionRows[dtype, ...],
     segment: Segment,
@@ -75,12 +92,25 @@ def attend_prefill_amx[
 
     Pairs of query tiles are a pipeline: the next pair's scores, this pair's softmax, the last pair's weighted sums. So
     no matrix tile is loaded right after it was stored.
+
+    Parameters:
+        dtype: Of the queries.
+        latent: Whether a key is a token's V and then its K.
+
+    Args:
+        rows: The rows of the call.
+        segment: The segment.
+        k: The keys.
+        v: The values.
+        logits: The options of the call.
+        heads: The head sizes.
+        workspace: The task's.
     """
     comptime has_masks = rows.Sight.has_masks
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var pairs = padded_queries(segment.num_rows * heads.group) // (2 * QUERY_COLUMNS)
     configure_tiles()
-    pack_queries_prefill[k.dtype](rows, segment, heads, workspace)
+    pack_queries_prefill[k.dtype, latent](rows, segment, heads, workspace)
     workspace.queries.clear(rows, segment, logits, heads)
     var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer())
     while step.count > 0:
@@ -90,7 +120,7 @@ def attend_prefill_amx[
             if not workspace.queries.read_masks(rows, segment, logits, heads.group, starts, ends):
                 step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
                 continue
-        lay_out_step(k, v, step, heads, segment.head, workspace)
+        lay_out_step[latent](k, v, step, heads, segment.head, workspace)
         var products = PairProducts(step, heads, 0, NO_PAIR, 1, workspace)
         products.finish()
         for pair in range(pairs):
@@ -106,35 +136,35 @@ def attend_prefill_amx[
         step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
 
 
-def lay_out_step(
-    k: PagedKVCache, v: type_of(k), step: PrefillStep, heads: HeadLayout, head: Int, mut workspace: PrefillWorkspace
-):
+def lay_out_step[
+    latent: Bool
+](k: PagedKVCache, v: type_of(k), step: PrefillStep, heads: HeadLayout, head: Int, mut workspace: PrefillWorkspace):
     """Copies K as rows of matrix tiles, and V with its tokens in pairs. Tokens past a tile's end are zeros in V."""
     comptime chunk = Bf16Chunk[v.dtype].length
     var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var value = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     for i in range(step.count):
         for token in range(KV_TILE_TOKENS):
-            widen_key(
-                key.unsafe_offset(step.tiles[i].k[unsafe_offset=token]),
-                heads,
-                workspace.keys.unsafe_offset((i * KV_TILE_TOKENS + token) * heads.padded_dim),
-            )
-        for c in range(heads.padded_dim // chunk):
-            var values = workspace.values.unsafe_offset((i * heads.padded_dim + c * chunk) * KV_TILE_TOKENS)
+            var keys = workspace.keys.unsafe_offset((i * KV_TILE_TOKENS + token) * heads.padded_dim)
+            comptime if latent:
+                widen_key(value.unsafe_offset(step.tiles[i].v[unsafe_offset=token]), heads.value_dim, keys)
+                keys = keys.unsafe_offset(heads.padded_value)
+            widen_key(key.unsafe_offset(step.tiles[i].k[unsafe_offset=token]), heads.head_dim, keys)
+        for c in range(heads.padded_value // chunk):
+            var values = workspace.values.unsafe_offset((i * heads.padded_value + c * chunk) * KV_TILE_TOKENS)
             comptime for part in range(KV_TILE_TOKENS // LAYOUT_TOKENS):
-                pair_tokens[part](value, step.tiles[i], c * chunk, heads.head_dim, values)
+                pair_tokens[part](value, step.tiles[i], c * chunk, heads.value_dim, values)
 
 
 @always_inline
-def widen_key[dtype: DType, //](source: Pointer[Scalar[dtype], _], heads: HeadLayout, target: Bf16BitsPointer):
-    """Copies one head of one token as bfloat16, padded with zeros."""
+def widen_key[dtype: DType, //](source: Pointer[Scalar[dtype], _], dim: Int, target: Bf16BitsPointer):
+    """Copies one head of one token, or a part of it, as bfloat16, padded with zeros."""
     comptime length = Bf16Chunk[dtype].length
-    for d in range(0, heads.padded_dim, length):
+    for d in range(0, dim, length):
         var wide = Bf16Chunk[dtype]()
-        if d + length <= heads.head_dim:
+        if d + length <= dim:
             widen_chunk[True](source.unsafe_offset(d), length, Float8Tables[dtype](), wide)
         else:
-            widen_chunk[False](source.unsafe_offset(d), heads.head_dim - d, Float8Tables[dtype](), wide)
+            widen_chunk[False](source.unsafe_offset(d), dim - d, Float8Tables[dtype](), wide)
         comptime for part in range(length // 32):
             target.unsafe_store(d + 32 * part, wide.words[part])

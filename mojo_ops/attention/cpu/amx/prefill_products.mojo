@@ -36,6 +36,7 @@ struct PairProducts(Movable):
     var sum_d: Int
     """The first element of head_dim whose weighted sums are not computed."""
     var padded_dim: Int
+    var padded_value: Int
     var inner: Int
     """Products of the present 2 x 2 sums that are computed."""
     var due: Int
@@ -49,6 +50,7 @@ struct PairProducts(Movable):
         """For pairs `next` and `last`, each a pair or `NO_PAIR`, divided evenly among `calls` calls of `run`."""
         var padded_dim = heads.padded_dim
         self.padded_dim = padded_dim
+        self.padded_value = heads.padded_value
         self.k = workspace.keys.unsafe_bitcast[BFloat16]()
         self.q = workspace.q.unsafe_bitcast[BFloat16]().unsafe_offset(next * 2 * QUERY_COLUMNS * padded_dim)
         self.scores = workspace.scores.unsafe_offset(next % 2 * PAIR_SCORE_FLOATS)
@@ -58,12 +60,13 @@ struct PairProducts(Movable):
         self.weights = workspace.weights.unsafe_bitcast[BFloat16]().unsafe_offset(
             last % 2 * STEP_TILES * 4 * AMX_TILE_ELEMENTS
         )
-        self.acc = workspace.queries.acc.unsafe_offset(last * 2 * QUERY_COLUMNS * padded_dim)
+        self.acc = workspace.queries.acc.unsafe_offset(last * 2 * QUERY_COLUMNS * heads.padded_value)
         self.sum_tiles = visible_tiles(step, last, workspace.queries)
-        self.sum_d = 0 if self.sum_tiles > 0 else padded_dim
+        self.sum_d = 0 if self.sum_tiles > 0 else heads.padded_value
         self.inner = 0
         self.due = 0
-        self.rate = ceildiv(padded_dim // 32 * (self.score_tiles + 2 * self.sum_tiles) * FIXED_POINT_ONE, calls)
+        var products = padded_dim // 32 * self.score_tiles + 2 * (heads.padded_value // 32) * self.sum_tiles
+        self.rate = ceildiv(products * FIXED_POINT_ONE, calls)
 
     @always_inline
     def run(mut self):
@@ -76,7 +79,7 @@ struct PairProducts(Movable):
     @always_inline
     def finish(mut self):
         """Computes all remaining products."""
-        while self.score_tile < self.score_tiles or self.sum_d < self.padded_dim:
+        while self.score_tile < self.score_tiles or self.sum_d < self.padded_value:
             self.advance()
 
     @always_inline
@@ -104,10 +107,10 @@ struct PairProducts(Movable):
                 self.score_tile += 1
                 self.k = self.k.unsafe_offset(KV_TILE_TOKENS * self.padded_dim)
                 self.scores = self.scores.unsafe_offset(KV_TILE_TOKENS * QUERY_COLUMNS)
-        elif self.sum_d < self.padded_dim:
+        elif self.sum_d < self.padded_value:
             var first = self.acc.unsafe_offset(self.sum_d)
-            var second = first.unsafe_offset(QUERY_COLUMNS * self.padded_dim)
-            var pitch = self.padded_dim * 4
+            var second = first.unsafe_offset(QUERY_COLUMNS * self.padded_value)
+            var pitch = self.padded_value * 4
             if self.inner == 0:
                 tile_load[0](first, pitch)
                 tile_load[1](first.unsafe_offset(16), pitch)
@@ -115,7 +118,7 @@ struct PairProducts(Movable):
                 tile_load[3](second.unsafe_offset(16), pitch)
             var i = self.inner // 2
             var w = self.weights.unsafe_offset((self.inner % 2 + 4 * i) * AMX_TILE_ELEMENTS)
-            var v = self.values.unsafe_offset((i * self.padded_dim + self.sum_d) * KV_TILE_TOKENS)
+            var v = self.values.unsafe_offset((i * self.padded_value + self.sum_d) * KV_TILE_TOKENS)
             multiply_2x2(w, w.unsafe_offset(2 * AMX_TILE_ELEMENTS), 64, v, v.unsafe_offset(AMX_TILE_ELEMENTS))
             self.inner += 1
             if self.inner == 2 * self.sum_tiles:

@@ -76,7 +76,7 @@ def scores_to_weights_prefill[
     var greatest = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
     var sums = exp2_weights(count, scores, are_dots, factor, greatest, weights, workspace, products)
     if exceeds_limit(sums, greatest):
-        raise_references(queries, m, heads.padded_dim, count * KV_TILE_TOKENS, scores, factor, sums)
+        raise_references(queries, m, heads.padded_value, count * KV_TILE_TOKENS, scores, factor, sums)
         greatest = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
         sums = exp2_weights(count, scores, are_dots, factor, greatest, weights, workspace, products)
     queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=QUERY_COLUMNS](m) + sums)

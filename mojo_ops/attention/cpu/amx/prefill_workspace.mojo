@@ -6,6 +6,7 @@ from ....isa.memory import Bf16BitsPointer, FloatPointer, align_to_line
 from ..prefetch import IntPointer
 from ..prefill.queries import PrefillQueries, QUERY_COLUMNS, padded_queries
 from ..prefill.step import PrefillStep, STEP_OFFSETS, STEP_TILES, STEP_TOKENS
+from ..workspace import HeadLayout
 
 comptime Bf16PairPointer = Pointer[UInt32, MutUntrackedOrigin]
 
@@ -19,7 +20,8 @@ comptime NO_PAIR = -1
 
 
 struct PrefillWorkspace(Movable):
-    """Working memory of one task for one KV head of a prefill block. Q is `padded_queries`, P the padded head_dim."""
+    """Working memory of one task for one KV head of a prefill block. Q is `padded_queries`, P and Pv the padded
+    head_dim of keys and of V."""
 
     var memory: List[Float32]
     var offsets: List[Int]
@@ -29,7 +31,7 @@ struct PrefillWorkspace(Movable):
     var keys: Bf16BitsPointer
     """`[STEP_TOKENS, P]`."""
     var values: Bf16BitsPointer
-    """`[STEP_TILES, P / 16, 16 pairs of tokens, 16, 2]`."""
+    """`[STEP_TILES, Pv / 16, 16 pairs of tokens, 16, 2]`."""
     var scores: FloatPointer
     """`[2, PAIR_SCORE_FLOATS]`, each `[2, STEP_TOKENS, 16]`: the scores of two pairs of query tiles, in turn."""
     var weights: Bf16BitsPointer
@@ -39,20 +41,23 @@ struct PrefillWorkspace(Movable):
     """`[2, 16 pairs of tokens, 16]`: weights before they are transposed."""
     var queries: PrefillQueries
 
-    def __init__(out self, queries: Int, padded_dim: Int):
+    def __init__(out self, queries: Int, heads: HeadLayout):
         var room = padded_queries(queries)
+        var padded_dim = heads.padded_dim
         var q = room * padded_dim // 2
         var keys = STEP_TOKENS * padded_dim // 2
+        var values = STEP_TOKENS * heads.padded_value // 2
         var scores = 2 * PAIR_SCORE_FLOATS
         var weights = 4 * STEP_TILES * AMX_TILE_ELEMENTS
         var transpose_buffer = 2 * 16 * QUERY_COLUMNS
         self.memory = List[Float32](
             unsafe_uninit_length=q
-            + 2 * keys
+            + keys
+            + values
             + scores
             + weights
             + transpose_buffer
-            + PrefillQueries.num_floats(queries, padded_dim)
+            + PrefillQueries.num_floats(queries, heads.padded_value)
             + 16
         )
         self.offsets = List[Int](length=STEP_OFFSETS, fill=0)
@@ -60,15 +65,16 @@ struct PrefillWorkspace(Movable):
         self.q = at.unsafe_bitcast[UInt16]()
         at = at.unsafe_offset(q)
         self.keys = at.unsafe_bitcast[UInt16]()
-        self.values = at.unsafe_offset(keys).unsafe_bitcast[UInt16]()
-        at = at.unsafe_offset(2 * keys)
+        at = at.unsafe_offset(keys)
+        self.values = at.unsafe_bitcast[UInt16]()
+        at = at.unsafe_offset(values)
         self.scores = at
         at = at.unsafe_offset(scores)
         self.weights = at.unsafe_bitcast[UInt16]()
         at = at.unsafe_offset(weights)
         self.transpose_buffer = at.unsafe_bitcast[UInt32]()
         at = at.unsafe_offset(transpose_buffer)
-        self.queries = PrefillQueries(queries, padded_dim, at)
+        self.queries = PrefillQueries(queries, heads.padded_value, at)
 
     def offset_buffer(self) -> IntPointer:
         """The offsets of a step."""

@@ -21,6 +21,8 @@ comptime QUERY_COLUMNS = 16
 """Queries of a query tile, one in each lane."""
 comptime PREFILL_MAX_QUERIES = 256
 """Queries a KV head of a block, at most: the weighted values of more would not stay in the cache."""
+comptime LATENT_MAX_QUERIES = 128
+"""The same in latent attention, whose heads are wider."""
 
 
 def padded_queries(queries: Int) -> Int:
@@ -29,12 +31,12 @@ def padded_queries(queries: Int) -> Int:
 
 
 struct PrefillQueries(RunningStates, TrivialRegisterPassable):
-    """The queries of one KV head of a block, in query tiles. Q is `padded_queries`, P the padded head_dim."""
+    """The queries of one KV head of a block, in query tiles. Q is `padded_queries`, Pv the padded head_dim of V."""
 
     var own_acc: FloatPointer
-    """`[Q, P]`: memory for the weighted values of a block that is not split."""
+    """`[Q, Pv]`: memory for the weighted values of a block that is not split."""
     var acc: FloatPointer
-    """`[Q, P]`: weighted values, in `own_acc` or in a split result."""
+    """`[Q, Pv]`: weighted values, in `own_acc` or in a split result."""
     var greatest: FloatPointer
     """`[Q]`: each query's reference, which its weights are relative to."""
     var totals: FloatPointer
@@ -52,16 +54,16 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
     """The position of the request's token 0."""
 
     @staticmethod
-    def num_floats(queries: Int, padded_dim: Int) -> Int:
+    def num_floats(queries: Int, padded_value: Int) -> Int:
         """The memory of so many queries in float32 numbers, whole cache lines."""
-        return padded_queries(queries) * (padded_dim + 4 + STEP_WORDS)
+        return padded_queries(queries) * (padded_value + 4 + STEP_WORDS)
 
-    def __init__(out self, queries: Int, padded_dim: Int, memory: FloatPointer):
+    def __init__(out self, queries: Int, padded_value: Int, memory: FloatPointer):
         """For up to `queries` queries, in `num_floats` numbers of `memory`, which begins a cache line."""
         var room = padded_queries(queries)
         self.own_acc = memory
         self.acc = memory
-        self.greatest = memory.unsafe_offset(room * padded_dim)
+        self.greatest = memory.unsafe_offset(room * padded_value)
         self.totals = self.greatest.unsafe_offset(room)
         self.first = self.greatest.unsafe_offset(2 * room).unsafe_bitcast[Int32]()
         self.last = self.greatest.unsafe_offset(3 * room).unsafe_bitcast[Int32]()
@@ -83,7 +85,7 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
             # The reference of a padding query is 0: its dot products are 0, and do not exceed it.
             self.greatest[unsafe_offset=m] = MINUS_INFINITY if m < queries else 0
             self.totals[unsafe_offset=m] = 0
-        for i in range(0, room * heads.padded_dim, LANES):
+        for i in range(0, room * heads.padded_value, LANES):
             self.acc.unsafe_store(i, FloatVector(0))
 
     @always_inline

@@ -111,7 +111,7 @@ def mask_scores[
 def raise_references(
     queries: PrefillQueries,
     m: Int,
-    padded_dim: Int,
+    padded_value: Int,
     count: Int,
     scores: FloatPointer,
     factor: Float32,
@@ -122,7 +122,7 @@ def raise_references(
     Args:
         queries: The queries of the segment.
         m: The first of the 16.
-        padded_dim: P.
+        padded_value: Pv.
         count: Tokens of `scores`.
         scores: `[count, 16]`.
         factor: Multiplies the scores.
@@ -140,6 +140,6 @@ def raise_references(
     queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=QUERY_COLUMNS](m) * scale)
     for lane in range(QUERY_COLUMNS):
         if scale[lane] != 1:
-            var acc = queries.acc.unsafe_offset((m + lane) * padded_dim)
-            for d in range(0, padded_dim, LANES):
+            var acc = queries.acc.unsafe_offset((m + lane) * padded_value)
+            for d in range(0, padded_value, LANES):
                 acc.unsafe_store(d, acc.unsafe_load[width=LANES](d) * scale[lane])

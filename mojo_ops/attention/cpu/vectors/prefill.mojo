@@ -5,14 +5,12 @@ all queries of a block, and every vector that is loaded serves many products.
 """
 
 from std.math import ceildiv
-from std.memory import bitcast
 from std.sys import size_of
 from std.utils import IndexList
 
 from ....cache.paged_kv_cache import PagedKVCache
-from ....isa.convert import ChunkConstants, FloatVector, LANES, chunk_of, load_chunk, to_chunk_order
+from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
-from ....isa.transpose import transpose_16x16
 from ...logits import Logits
 from ...params import AttentionRows
 from ...row_sight import MASK_TOKENS
@@ -31,15 +29,13 @@ from ..prefill.softmax import (
 )
 from ..prefill.step import PrefillStep, STEP_TOKENS
 from ..workspace import HeadLayout
-from .prefill_products import WordVector, score_tiles, sum_query_tile
+from .prefill_packing import head_words, lay_out_step, pack_queries
+from .prefill_products import score_tiles, sum_query_tile
 from .prefill_workspace import (
     KEY_TOKENS,
-    LINE_WORDS,
     TILES_AT_ONCE,
     TILE_SCORES,
-    VALUE_COLUMNS,
     VectorPrefillWorkspace,
-    WordPointer,
     score_tokens,
     takes_pairs,
 )
@@ -47,7 +43,7 @@ from .prefill_workspace import (
 
 @no_inline
 def attend_prefill_vectors[
-    dtype: DType, //
+    dtype: DType, //, latent: Bool
 ](
     rows: AttentionRows[dtype, ...],
     segment: Segment,
@@ -57,12 +53,26 @@ def attend_prefill_vectors[
     heads: HeadLayout,
     mut workspace: VectorPrefillWorkspace,
 ):
-    """Computes the states and weighted values of a segment's queries of KV head `segment.head` in `workspace`."""
+    """Computes the states and weighted values of a segment's queries of KV head `segment.head` in `workspace`.
+
+    Parameters:
+        dtype: Of the queries.
+        latent: Whether a key is a token's V and then its K.
+
+    Args:
+        rows: The rows of the call.
+        segment: The segment.
+        k: The keys.
+        v: The values.
+        logits: The options of the call.
+        heads: The head sizes.
+        workspace: The task's.
+    """
     comptime pairs = takes_pairs(dtype, k.dtype)
     comptime has_masks = rows.Sight.has_masks
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var queries = segment.num_rows * heads.group
-    pack_queries[k.dtype](rows, segment, heads, workspace)
+    pack_queries[k.dtype, latent](rows, segment, heads, workspace)
     workspace.queries.clear(rows, segment, logits, heads)
     var buffer = 0
     var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer(0))
@@ -73,20 +83,38 @@ def attend_prefill_vectors[
             var ends = IndexList[STEP_WORDS](step.end, step.end)
             is_seen = workspace.queries.read_masks(rows, segment, logits, heads.group, starts, ends)
         if is_seen:
-            lay_out_step[pairs](k, v, step, heads, segment.head, workspace)
+            lay_out_step[pairs, latent](k, v, step, heads, segment.head, workspace)
         buffer = 1 - buffer
         var next = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer(buffer))
-        var prefetcher = Prefetcher[to_l1=False](workspace.offset_buffer(2), heads.head_dim * size_of[k.dtype]())
+        var length = prefetch_elements(heads)
+        var prefetcher = Prefetcher[to_l1=False](workspace.offset_buffer(2), length * size_of[k.dtype]())
         for i in range(next.count):
-            prefetcher.add_ranges(k.blocks.ptr, next.tiles[i].k, 0, KV_TILE_TOKENS, segment.head * heads.k_stride)
-            prefetcher.add_ranges(v.blocks.ptr, next.tiles[i].v, 0, KV_TILE_TOKENS, segment.head * heads.v_stride)
+            for d in range(0, heads.head_dim, length):
+                var at = segment.head * heads.k_stride + d
+                prefetcher.add_ranges(k.blocks.ptr, next.tiles[i].k, 0, KV_TILE_TOKENS, at)
+            for d in range(0, heads.value_dim, length):
+                var at = segment.head * heads.v_stride + d
+                prefetcher.add_ranges(v.blocks.ptr, next.tiles[i].v, 0, KV_TILE_TOKENS, at)
         prefetcher.start(num_score_blocks(queries))
         var m = 0
         comptime for tiles in [TILES_AT_ONCE, 1]:
             while is_seen and m + (tiles - 1) * QUERY_COLUMNS < queries:
-                attend_tiles[pairs, tiles, has_masks](step, logits, heads, segment.head, m, workspace, prefetcher)
+                attend_tiles[pairs, tiles, has_masks, latent](
+                    step, logits, heads, segment.head, m, rows.latent_scale, workspace, prefetcher
+                )
                 m += tiles * QUERY_COLUMNS
         step = next^
+
+
+def prefetch_elements(heads: HeadLayout) -> Int:
+    """The length of the ranges that are prefetched: K and V of a token take whole ones, where their widths differ."""
+    return min(heads.head_dim, heads.value_dim)
+
+
+def prefetch_ranges(heads: HeadLayout) -> Int:
+    """The ranges of a token."""
+    var length = prefetch_elements(heads)
+    return ceildiv(heads.head_dim, length) + ceildiv(heads.value_dim, length)
 
 
 def num_score_blocks(queries: Int) -> Int:
@@ -96,132 +124,16 @@ def num_score_blocks(queries: Int) -> Int:
     return together * (KEY_TOKENS // score_tokens(TILES_AT_ONCE)) + alone * (KEY_TOKENS // score_tokens(1))
 
 
-def pack_queries[
-    kv_dtype: DType, dtype: DType
-](rows: AttentionRows[dtype, ...], segment: Segment, heads: HeadLayout, mut workspace: VectorPrefillWorkspace):
-    """Packs the queries of one KV head of a block as words, a query in each lane."""
-    comptime chunk = chunk_of(kv_dtype)
-    comptime pairs = takes_pairs(dtype, kv_dtype)
-    comptime lines = chunk_lines[pairs](kv_dtype)
-    var queries = segment.num_rows * heads.group
-    var words = head_words[pairs](heads.padded_dim)
-    for m in range(0, queries, QUERY_COLUMNS):
-        for c in range(heads.padded_dim // chunk):
-            var columns = Array[WordVector, QUERY_COLUMNS * lines](fill=0)
-            for column in range(min(QUERY_COLUMNS, queries - m)):
-                var row, g = divmod(m + column, heads.group)
-                var source = rows.q.unsafe_offset(
-                    ((segment.row + row) * rows.num_heads + segment.head * heads.group + g) * heads.head_dim
-                )
-                var x = SIMD[DType.float32, chunk](0)
-                comptime for i in range(chunk // 8):
-                    if c * chunk + 8 * i < heads.head_dim:
-                        x = x.insert[offset=8 * i](source.unsafe_load[width=8](c * chunk + 8 * i).cast[DType.float32]())
-                x = to_chunk_order[kv_dtype](x)
-                comptime for line in range(lines):
-                    columns[line * QUERY_COLUMNS + column] = words_of[pairs, line](x)
-            comptime for line in range(lines):
-                var square = Array[WordVector, LINE_WORDS](fill=0)
-                comptime for i in range(QUERY_COLUMNS):
-                    square[i] = columns[line * QUERY_COLUMNS + i]
-                transpose_16x16(square)
-                var target = workspace.q.unsafe_offset(m * words + (c * lines + line) * LINE_WORDS * LANES)
-                comptime for word in range(LINE_WORDS):
-                    target.unsafe_store(word * LANES, square[word])
-
-
-def chunk_lines[pairs: Bool](dtype: DType) -> Int:
-    """Cache lines of words that a chunk takes."""
-    return chunk_of(dtype) // (2 * LINE_WORDS if pairs else LINE_WORDS)
-
-
-def head_words[pairs: Bool](padded_dim: Int) -> Int:
-    """Words of a head."""
-    return padded_dim // 2 if pairs else padded_dim
-
-
-@always_inline
-def words_of[pairs: Bool, line: Int](x: SIMD[DType.float32, _]) -> WordVector:
-    """The words of one cache line of a chunk. What pairs with what does not matter: queries and keys do alike.
-
-    bfloat16 elements as `load_chunk` separates them become the pairs that are stored, and the compiler drops both steps.
-    """
-    comptime if pairs:
-        var low = bitcast[DType.uint32, LANES](x.slice[LANES, offset=2 * line * LANES]())
-        var high = bitcast[DType.uint32, LANES](x.slice[LANES, offset=(2 * line + 1) * LANES]())
-        return low >> 16 | high & 0xFFFF0000
-    else:
-        return bitcast[DType.uint32, LANES](x.slice[LANES, offset=line * LANES]())
-
-
-def lay_out_step[
-    pairs: Bool
-](
-    k: PagedKVCache,
-    v: type_of(k),
-    step: PrefillStep,
-    heads: HeadLayout,
-    head: Int,
-    mut workspace: VectorPrefillWorkspace,
-):
-    """Copies K as words and V as float32, each token of the step once."""
-    var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
-    var value = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
-    var constants = ChunkConstants[k.dtype]()
-    for i in range(step.count):
-        var tile = step.tiles[i]
-        var first = tile.first - step.first()
-        for t in range(tile.count):
-            lay_out_token[pairs](
-                key.unsafe_offset(tile.k[unsafe_offset=t]),
-                value.unsafe_offset(tile.v[unsafe_offset=t]),
-                constants,
-                heads,
-                workspace.keys.unsafe_offset((first + t) * LINE_WORDS),
-                workspace.values.unsafe_offset((first + t) * VALUE_COLUMNS),
-            )
-
-
-@always_inline
-def lay_out_token[
-    dtype: DType, //, pairs: Bool
-](
-    key: Pointer[Scalar[dtype], _],
-    value: Pointer[Scalar[dtype], _],
-    constants: ChunkConstants[dtype],
-    heads: HeadLayout,
-    keys: WordPointer,
-    values: FloatPointer,
-):
-    """Copies one head of one token."""
-    comptime chunk = chunk_of(dtype)
-    comptime lines = chunk_lines[pairs](dtype)
-    for c in range(heads.padded_dim // chunk):
-        var k: SIMD[DType.float32, chunk]
-        var v: SIMD[DType.float32, chunk]
-        var d = c * chunk
-        if d + chunk <= heads.head_dim:
-            k = load_chunk[True](key.unsafe_offset(d), chunk, constants)
-            v = load_chunk[True](value.unsafe_offset(d), chunk, constants)
-        else:
-            k = load_chunk[False](key.unsafe_offset(d), heads.head_dim - d, constants)
-            v = load_chunk[False](value.unsafe_offset(d), heads.head_dim - d, constants)
-        comptime for line in range(lines):
-            keys.unsafe_store((c * lines + line) * KEY_TOKENS * LINE_WORDS, words_of[pairs, line](k))
-        comptime for i in range(0, chunk, LANES):
-            comptime column = i // VALUE_COLUMNS * STEP_TOKENS * VALUE_COLUMNS + i % VALUE_COLUMNS
-            values.unsafe_store(d * STEP_TOKENS + column, v.slice[LANES, offset=i]())
-
-
 @no_inline
 def attend_tiles[
-    pairs: Bool, tiles: Int, has_masks: Bool
+    pairs: Bool, tiles: Int, has_masks: Bool, latent: Bool
 ](
     step: PrefillStep,
     logits: Logits,
     heads: HeadLayout,
     head: Int,
     m: Int,
+    latent_scale: Float32,
     workspace: VectorPrefillWorkspace,
     mut prefetcher: Prefetcher,
 ):
@@ -238,10 +150,12 @@ def attend_tiles[
     if begin >= end:
         return
     var words = head_words[pairs](heads.padded_dim)
-    score_tiles[pairs, tiles](
+    score_tiles[pairs, tiles, latent](
         workspace.keys,
         workspace.q.unsafe_offset(m * words),
         words,
+        head_words[pairs](heads.padded_value) if latent else 0,
+        latent_scale,
         begin,
         end,
         workspace.scores,
@@ -256,8 +170,8 @@ def attend_tiles[
             workspace.weights,
             begin,
             end,
-            heads.padded_dim,
-            queries.acc.unsafe_offset(at * heads.padded_dim),
+            heads.padded_value,
+            queries.acc.unsafe_offset(at * heads.padded_value),
         )
 
 
@@ -292,7 +206,7 @@ def scores_to_weights[
         factor = 1
     var sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
     if exceeds_limit(sums, queries.greatest.unsafe_load[width=LANES](m)):
-        raise_references(queries, m, heads.padded_dim, count, source, factor, sums)
+        raise_references(queries, m, heads.padded_value, count, source, factor, sums)
         sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
     queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=LANES](m) + sums)
 

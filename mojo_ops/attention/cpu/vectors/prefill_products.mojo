@@ -28,11 +28,13 @@ comptime WordVector = SIMD[DType.uint32, LANES]
 
 @always_inline
 def score_tiles[
-    pairs: Bool, tiles: Int
+    pairs: Bool, tiles: Int, latent: Bool
 ](
     keys: WordPointer,
     q: WordPointer,
     words: Int,
+    latent_words: Int,
+    latent_scale: Float32,
     begin: Int,
     end: Int,
     scores: FloatPointer,
@@ -43,11 +45,14 @@ def score_tiles[
     Parameters:
         pairs: Whether a word is a pair of bfloat16, else a float32.
         tiles: Query tiles.
+        latent: Whether the sum over the first words is multiplied by `latent_scale`.
 
     Args:
         keys: `[words / 16, KEY_TOKENS, 16]`.
         q: `[tiles, words, 16]`.
         words: Words of a head.
+        latent_words: Those of them whose sum is scaled.
+        latent_scale: What it is multiplied by.
         begin: The first token; some before it, up to a multiple of `score_tokens`, are computed as well.
         end: The token after the last one; some after it are computed as well.
         scores: `[tiles, KEY_TOKENS, 16]`.
@@ -58,6 +63,10 @@ def score_tiles[
         prefetcher.run()
         var sums = Array[FloatVector, tokens * tiles](fill=0)
         for line in range(words // LINE_WORDS):
+            comptime if latent:
+                if line == latent_words // LINE_WORDS and latent_scale != 1:
+                    comptime for i in range(tokens * tiles):
+                        sums[i] *= latent_scale
             var k = keys.unsafe_offset((line * KEY_TOKENS + token) * LINE_WORDS)
             var at = q.unsafe_offset(line * LINE_WORDS * LANES)
             for word in range(LINE_WORDS):
@@ -85,21 +94,21 @@ def add_product[pairs: Bool](sums: FloatVector, a: WordVector, b: WordVector) ->
 
 @always_inline
 def sum_query_tile(
-    values: FloatPointer, weights: FloatPointer, begin: Int, end: Int, padded_dim: Int, acc: FloatPointer
+    values: FloatPointer, weights: FloatPointer, begin: Int, end: Int, padded_value: Int, acc: FloatPointer
 ):
     """Adds the weighted V of tokens `[begin, end)` of the step to the values of 16 queries.
 
     Args:
-        values: `[padded_dim / 32, STEP_TOKENS, 32]`.
+        values: `[padded_value / 32, STEP_TOKENS, 32]`.
         weights: `[STEP_TOKENS, 16]`.
         begin: The first token.
         end: The token after the last one.
-        padded_dim: P.
-        acc: `[16, P]`.
+        padded_value: Pv.
+        acc: `[16, Pv]`.
     """
     var d = 0
     comptime for vectors in [SUM_VECTORS, min(2, SUM_VECTORS)]:
-        while d + vectors * LANES <= padded_dim:
+        while d + vectors * LANES <= padded_value:
             comptime blocks = num_query_blocks(vectors)
             comptime for block in range(blocks):
                 comptime first = block * QUERY_COLUMNS // blocks
@@ -109,8 +118,8 @@ def sum_query_tile(
                     weights.unsafe_offset(first),
                     begin,
                     end,
-                    padded_dim,
-                    acc.unsafe_offset(first * padded_dim + d),
+                    padded_value,
+                    acc.unsafe_offset(first * padded_value + d),
                 )
             d += vectors * LANES
 
@@ -124,12 +133,12 @@ def num_query_blocks(vectors: Int) -> Int:
 @always_inline
 def sum_block[
     count: Int, vectors: Int
-](values: FloatPointer, weights: FloatPointer, begin: Int, end: Int, padded_dim: Int, acc: FloatPointer):
+](values: FloatPointer, weights: FloatPointer, begin: Int, end: Int, padded_value: Int, acc: FloatPointer):
     """Adds the weighted V for `count` queries and `vectors` vectors of head_dim."""
     var sums = Array[FloatVector, count * vectors](fill=0)
     comptime for m in range(count):
         comptime for i in range(vectors):
-            sums[m * vectors + i] = acc.unsafe_load[width=LANES](m * padded_dim + i * LANES)
+            sums[m * vectors + i] = acc.unsafe_load[width=LANES](m * padded_value + i * LANES)
     for token in range(begin, end):
         var v = Array[FloatVector, vectors](fill=0)
         comptime for i in range(vectors):
@@ -141,4 +150,4 @@ def sum_block[
                 sums[m * vectors + i] = v[i].fma(w, sums[m * vectors + i])
     comptime for m in range(count):
         comptime for i in range(vectors):
-            acc.unsafe_store(m * padded_dim + i * LANES, sums[m * vectors + i])
+            acc.unsafe_store(m * padded_value + i * LANES, sums[m * vectors + i])

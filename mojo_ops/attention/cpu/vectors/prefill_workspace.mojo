@@ -11,6 +11,7 @@ from ....isa.memory import FloatPointer, align_to_line
 from ..prefetch import IntPointer
 from ..prefill.queries import PrefillQueries, QUERY_COLUMNS, padded_queries
 from ..prefill.step import STEP_OFFSETS, STEP_TOKENS
+from ..workspace import HeadLayout
 
 comptime VECTOR_PREFILL_MIN_QUERIES = 32
 """Queries a KV head of a prefill block, at least."""
@@ -49,7 +50,8 @@ def takes_pairs(dtype: DType, kv_dtype: DType) -> Bool:
 
 
 struct VectorPrefillWorkspace(Movable):
-    """Working memory of one task for one KV head of a prefill block. Q is `padded_queries`, P the padded head_dim.
+    """Working memory of one task for one KV head of a prefill block. Q is `padded_queries`, P and Pv the padded
+    head_dim of keys and of V.
 
     A word is one element of head_dim, or a pair where `takes_pairs`; a head has P or P / 2 words, W.
     """
@@ -63,26 +65,33 @@ struct VectorPrefillWorkspace(Movable):
     var keys: WordPointer
     """`[W / 16, KEY_TOKENS, 16]`: a cache line of each token side by side."""
     var values: FloatPointer
-    """`[P / 32, STEP_TOKENS, 32]` float32, in the element order of `load_chunk`."""
+    """`[Pv / 32, STEP_TOKENS, 32]` float32, in the element order of `load_chunk`."""
     var scores: FloatPointer
     """`[TILES_AT_ONCE, KEY_TOKENS, 16]`."""
     var weights: FloatPointer
     """`[STEP_TOKENS, 16]`."""
 
-    def __init__(out self, queries: Int, padded_dim: Int):
-        """For up to `queries` queries; without any, no memory but a few numbers."""
+    def __init__(out self, queries: Int, heads: HeadLayout, ranges: Int):
+        """For up to `queries` queries; without any, no memory but a few numbers.
+
+        Args:
+            queries: Of a KV head of a block.
+            heads: The head sizes.
+            ranges: What a `Prefetcher` reads of a token, in ranges of one length.
+        """
         var room = padded_queries(queries)
+        var padded_dim = heads.padded_dim
         var keys = KEY_TOKENS * padded_dim if room > 0 else 0
-        var values = STEP_TOKENS * padded_dim if room > 0 else 0
+        var values = STEP_TOKENS * heads.padded_value if room > 0 else 0
         self.memory = List[Float32](
             unsafe_uninit_length=room * padded_dim
             + keys
             + values
             + (TILES_AT_ONCE * KEY_TOKENS + STEP_TOKENS) * QUERY_COLUMNS
-            + PrefillQueries.num_floats(queries, padded_dim)
+            + PrefillQueries.num_floats(queries, heads.padded_value)
             + 16
         )
-        self.offsets = List[Int](length=2 * STEP_OFFSETS + 2 * STEP_TOKENS, fill=0)
+        self.offsets = List[Int](length=2 * STEP_OFFSETS + ranges * STEP_TOKENS, fill=0)
         var at = align_to_line(untracked(self.memory.unsafe_ptr()))
         self.q = at.unsafe_bitcast[UInt32]()
         at = at.unsafe_offset(room * padded_dim)
@@ -90,7 +99,9 @@ struct VectorPrefillWorkspace(Movable):
         self.values = at.unsafe_offset(keys)
         self.scores = self.values.unsafe_offset(values)
         self.weights = self.scores.unsafe_offset(TILES_AT_ONCE * TILE_SCORES)
-        self.queries = PrefillQueries(queries, padded_dim, self.weights.unsafe_offset(STEP_TOKENS * QUERY_COLUMNS))
+        self.queries = PrefillQueries(
+            queries, heads.padded_value, self.weights.unsafe_offset(STEP_TOKENS * QUERY_COLUMNS)
+        )
 
     def offset_buffer(self, index: Int) -> IntPointer:
         """The offsets of step buffer `index`, 0 or 1; at 2 the memory for a `Prefetcher`'s row addresses."""
