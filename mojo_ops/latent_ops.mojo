@@ -11,7 +11,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
-from .attention.checks import check_dim, check_rows
+from .attention.checks import check_rows, check_width
 from .attention.cpu.dispatch import attend_on_cpu
 from .attention.operands import latent_operands
 from .cache.checks import check_equal
@@ -67,10 +67,3 @@ struct LatentAttention:
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits)
             attend_on_cpu[latent=True](rows, pair.k, pair.v, logits, parallelism_level(None))
-
-
-def check_width(query: StaticString, query_dim: Int, cache: StaticString, dim: Int) raises:
-    """Checks that a part of q has the width of its part of the cache, 8 to 512 in multiples of 8."""
-    if query_dim != dim:
-        raise Error(query, ": its width is ", query_dim, ", ", cache, " ", dim)
-    check_dim(cache, dim)

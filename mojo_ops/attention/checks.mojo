@@ -83,3 +83,10 @@ def check_heads(q_heads: Int, kv_heads: Int, q_dim: Int, kv_dim: Int) raises:
 def check_dim(what: StaticString, dim: Int) raises:
     if dim < 8 or dim > 512 or dim % 8 != 0:
         raise Error(what, " must be a multiple of 8 from 8 to 512, not ", dim)
+
+
+def check_width(query: StaticString, query_dim: Int, cache: StaticString, dim: Int) raises:
+    """Checks that a part of q has the width of its part of the cache, 8 to 512 in multiples of 8."""
+    if query_dim != dim:
+        raise Error(query, ": its width is ", query_dim, ", ", cache, " ", dim)
+    check_dim(cache, dim)

@@ -27,7 +27,7 @@ def keys(device):
 
 KEYS = {f"cpu {name}": key for name, key in keys("").items()} | {f"gpu {name}": key for name, key in keys(GPU).items()}
 CPU = {name for name in KEYS if name.startswith("cpu")}
-CPU_ATTENTION = {"cpu attention", "cpu masked_attention", "cpu step"}
+CPU_ATTENTION = {"cpu attention", "cpu masked_attention", "cpu mla_attention", "cpu step"}
 
 
 @pytest.fixture
