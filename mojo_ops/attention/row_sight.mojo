@@ -22,7 +22,7 @@ trait RowSight(TrivialRegisterPassable):
         ...
 
     def offset(self, request: Int) -> Int:
-        """The position of the first token of a request's pages."""
+        """The position of the first token of a request's pages; 0 for the request -1 of padding."""
         ...
 
     def mask_bits(self, row: Int, token: Int) -> UInt32:
@@ -75,7 +75,7 @@ struct MaskedSight(RowSight):
 
     @always_inline
     def offset(self, request: Int) -> Int:
-        return Int(self.token_offsets[unsafe_offset=request]) if self.has_offsets else 0
+        return Int(self.token_offsets[unsafe_offset=request]) if self.has_offsets and request >= 0 else 0
 
     @always_inline
     def position(self, row: Int, request: Int, length: Int) -> Int:

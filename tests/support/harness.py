@@ -32,6 +32,8 @@ PAIRS = (
 )
 NARROWEST = ("bfloat16", "float8_e5m2")
 """Has a test of its own."""
+MASKED_PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float8_e4m3fn"))
+"""Of masked attention."""
 BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
 NONE = np.zeros(0, np.float32)
 
@@ -45,6 +47,15 @@ def runtime() -> Runtime:
     attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in (*PAIRS, NARROWEST)]
     with one_process_at_a_time("variants"):
         loaded.load([*copies, *merges, *attentions])
+    return loaded
+
+
+@cache
+def masked_runtime() -> Runtime:
+    """The same for masked attention, which few tests need."""
+    loaded = default_runtime()
+    with one_process_at_a_time("masked-variants"):
+        loaded.load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS])
     return loaded
 
 
@@ -199,7 +210,8 @@ def _execute(
     k_blocks, v_blocks, view = cache_operands(*views)
     scalars = [Buffer.from_dlpack(np.array(option)) for option in options]
     inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
-    results = runtime().execute(variant, *inputs, k_blocks, v_blocks, to_buffer(lookup_table), view, *scalars)
+    loaded = masked_runtime() if variant.op == "masked_attention" else runtime()
+    results = loaded.execute(variant, *inputs, k_blocks, v_blocks, to_buffer(lookup_table), view, *scalars)
     return tuple(to_numpy(result).copy() for result in results)
 
 
