@@ -5,7 +5,7 @@ from std.utils import IndexList
 from mojo_ops.attention.cpu.dispatch import attend_on_cpu
 from mojo_ops.attention.logits import Logits
 from mojo_ops.attention.params import AttentionRows
-from mojo_ops.attention.row_sight import PlainSight
+from mojo_ops.attention.row_sight import MaskedSight, PlainSight
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.linear.dispatch import linear
@@ -35,6 +35,14 @@ def attention[dtype: DType, kv_dtype: DType](mut memory: List[Float32]):
     var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1, PlainSight(), q, 1)
     var cache = cache_of[kv_dtype](memory)
     attend_on_cpu(rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
+    comptime if dtype == kv_dtype:
+        var bytes = numbers.unsafe_bitcast[UInt8]()
+        var starts = numbers.unsafe_bitcast[Int64]()
+        var sight = MaskedSight(numbers, False, numbers, False, bytes, 0, starts, False, numbers, False)
+        var masked = AttentionRows[dtype, DType.float32, MaskedSight](
+            q, floats, floats, numbers, numbers, 1, 8, 1, 0, 1, sight, q, 1
+        )
+        attend_on_cpu(masked, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
     comptime if dtype != DType.float16:
         attend_on_cpu[latent=True](rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
 
