@@ -236,10 +236,6 @@ def test_without_masks_it_is_plain_attention(pair, group):
     expected = reference.attention(q, *cache.pages, row_batch, lengths)
     assert_close(o, expected[0], rel=REL[pair[0]], what="o")
     assert_lse_close(lse, expected[1], tol=LSE_TOL, what="lse")
-    for name, result, other in zip(
-        ("o", "lse"), harness.masked_attention(q, *cache.pages, row_batch, lengths), (o, lse)
-    ):
-        assert_bits_equal(result, other, what=name)
 
 
 @pytest.mark.parametrize("call", [harness.attention, harness.masked_attention])
