@@ -51,7 +51,7 @@ def test_every_example_is_run_and_listed():
 
 @pytest.mark.parametrize(
     "name",  # MAX compiles the op of one's own in every run, for its package lies in a new folder each time
-    [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("custom_op") else []) for name in SAYS],
+    [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(("custom_op", "specul")) else []) for name in SAYS],
 )
 def test_an_example_runs_and_is_right(name, capfd):
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")

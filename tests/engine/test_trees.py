@@ -11,6 +11,8 @@ from support.checkpoints import make_checkpoint, relative_error
 from support.llama_family import poison
 from support.trees import path_to, random_parents
 
+pytestmark = pytest.mark.slow
+
 PAGE_SIZE, VOCAB = 5, 256
 SIZES = {
     "hidden_size": 48,
