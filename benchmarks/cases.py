@@ -242,6 +242,13 @@ CASES: tuple[Case, ...] = (
         kv_dtype="float8_e4m3fn",
         lengths=(8192,) * 8,
     ),
+    _variant(
+        "new4",
+        "multi-token decode, 4 new tokens a request",
+        None,
+        Versus("our own, 1 new token", ("ours-1",), 0.8),
+        new_tokens=4,
+    ),
     AppendCase("append-8x1", "append 8 x 1 token, bf16", batch=8, tokens=1),
     AppendCase("append-4096", "append 1 x 4096 tokens, bf16", 0.8),
     LinearCase("linear-1", "linear bf16, 8192 x 4096, 1 row", 0.85, (Versus("torch", ("torch-linear",), 1),)),

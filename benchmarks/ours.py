@@ -141,6 +141,30 @@ class OursBfloat16(OursAttention):
         super().prepare(wide, copies)
 
 
+class OursOneToken(OursAttention):
+    """A decode step over the same tokens: the last row of each request alone, for what further new tokens cost."""
+
+    name = "our own, 1 new token"
+
+    def prepare(self, problem: AttentionProblem, copies: int) -> None:
+        super().prepare(problem, copies)
+        self._shape = problem.q.shape
+        rows = (problem.q, problem.row_batch, problem.row_lengths)
+        new = problem.case.new_tokens
+        self._steps = [[to_buffer(np.ascontiguousarray(array[i::new])) for array in rows] for i in range(new)]
+
+    def run(self, i: int) -> None:
+        self._attend(self._steps[-1], i)
+
+    def _attend(self, rows: list[Buffer], i: int) -> Buffer:
+        return self._runtime.execute(self._variant, *rows, *self._inputs[i % len(self._inputs)][3:])[0]
+
+    def output(self) -> Array:
+        """Of all rows, in a call for each new token."""
+        steps = [to_numpy(self._attend(rows, 0)) for rows in self._steps]
+        return np.stack(steps, axis=1).reshape(self._shape)
+
+
 class OursAppend(Ours):
     def prepare(self, problem: AppendProblem, copies: int) -> None:
         case = problem.case

@@ -18,6 +18,7 @@ PEERS = {
     "ort": "peers.onnxruntime_gqa:OnnxRuntimeAttention",
     "max": "peers.max_flash:MaxAttention",
     "ours-bf16": "ours:OursBfloat16",
+    "ours-1": "ours:OursOneToken",
     "vllm-step": "peers.vllm_step:VllmStep",
     "transformers": "peers.transformers_llama:TransformersStep",
     "llama.cpp": "peers.llama_cpp:LlamaCppStep",
