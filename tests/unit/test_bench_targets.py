@@ -26,6 +26,7 @@ ASKED = {
     "step-8": (None, {"vllm-step": 1.1}),
     "step-prefill": (None, {"vllm-step": 1, "transformers": 1.2}),
     "prefill": (None, {"torch": 2}),
+    "new4": (None, {"ours-1": 0.8}),
 }
 
 
