@@ -94,12 +94,7 @@ def attention(
         ShapeError, ContractError: as `cache_views`.
     """
     return masked_attention(
-        q,
-        k_blocks,
-        v_blocks,
-        lookup_table,
-        row_batch,
-        row_lengths,
+        *(q, k_blocks, v_blocks, lookup_table, row_batch, row_lengths),
         layout=layout,
         layer=layer,
         sm_scale=sm_scale,
