@@ -13,16 +13,12 @@ import numpy as np
 import pytest
 
 from paged_kv import reference
-from support import gpu_programs
+from support import generic_kernels, gpu_programs
 from support.cases import Cache, CacheCase, build
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.generic_kernels import SHORT, THREADS, kernels, view_bytes
-from support.ptx_machine import GLOBAL, Machine
+from support.generic_kernels import SHORT, DeviceMemory, attend, kernels
 
 pytestmark = pytest.mark.waits_for(gpu_programs.generic["sm_90a"])
-
-WANTED_ITEMS = 3  # of the schedule: few, so that rows are split
-SCHEDULE_THREADS = 1024
 
 
 @pytest.fixture(scope="module")
@@ -86,59 +82,26 @@ class Call:
     def run(
         self, ptx: dict[Any, str], cache: Cache, q: np.ndarray, row_batch: np.ndarray, row_lengths: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        case, options, rows = cache.case, self.options, len(q)
-        memory = bytearray()
-        schedule = Machine(ptx["schedule"], memory=memory)
-        attention = Machine(ptx[self.variant.shared], 1, memory)
-        combine = Machine(ptx["combine", SHORT[self.variant.dtype]], memory=memory)
-
-        def put(array: np.ndarray) -> int:
-            memory.extend(bytes(-len(memory) % 64))
-            return schedule.allocate(array)
-
-        heads, dim = case.num_q_heads, case.head_dim
-        nan = np.full((2 * WANTED_ITEMS + 64, heads, dim), np.nan, np.float32)
-        o_at, lse_at = put(np.full(q.shape, np.nan, q.dtype)), put(nan[0, 0, :1].repeat(rows * heads))
-        slopes = options.get("alibi_slopes", np.zeros(0)).astype(np.float32)
-        sinks = options.get("sinks", np.zeros(0)).astype(np.float32)
-        arrays = [put(array) for array in (q, row_batch, row_lengths, slopes, sinks)]
-        table = cache.lookup_table
-        params_bytes = struct.pack(
-            "<7Q6i3f2i4x",
-            *(arrays[0], o_at, lse_at, *arrays[1:]),
-            *(rows, heads, dim, len(table), table.shape[1] * case.page_size, options.get("window_left", -1)),
-            *(dim**-0.5, options.get("logits_soft_cap", 0.0), options.get("v_scale", 1.0)),
-            *(len(slopes) > 0, len(sinks) > 0),
-        )
-        blocks, table_at = put(cache.k_blocks), put(table)
-        base = cache.k_blocks.ctypes.data
-        views = []
-        for view in reference.cache_views(*cache.pages[:2], case.layout, 0):
-            strides = [stride // view.itemsize for stride in view.strides[:3]]
-            start = blocks + view.ctypes.data - base
-            views.append(view_bytes(start, view.shape, strides, table_at, table.shape))
-        max_items = rows * 64 if self.batch_invariant else rows + WANTED_ITEMS
-        max_splits = rows if self.batch_invariant else min(rows, WANTED_ITEMS)
-        lists = [put(np.full(4 * max(1, count), 77, np.int32)) for count in (max_items, max_splits)]
-        schedule_bytes = struct.pack(
-            "<3Q4i", *lists, put(np.zeros(1, np.int32)), max_items, max_splits, WANTED_ITEMS, self.batch_invariant
-        )
+        case, options = cache.case, self.options
+        memory = DeviceMemory()
+        storage = zip(reference.cache_views(*cache.pages[:2], case.layout, 0), cache.pages[:2], strict=True)
+        views = memory.views(list(storage), cache.lookup_table)
         theta, scale = options.get("rope_theta"), options.get("rope_scale", 1.0)
-        rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi * scale), theta ** (-2 / dim))
-        rotary_bytes = struct.pack("<2d", *rotary)
-        partials = struct.pack("<3Q", put(nan), put(nan[..., 0]), put(nan[..., 0]))
-
-        schedule.launch((1, 1, 1), SCHEDULE_THREADS, [params_bytes, schedule_bytes])
-        items = schedule.array(lists[0], np.int32, 4 * max_items).reshape(-1, 4)
-        self.items = items[items[:, 0] >= 0]
-        parts = -(-self.group // self.variant.heads)
-        grid = (max_items, case.num_kv_heads, parts)
-        if self.batch_invariant:
-            grid = (len(self.items) + 1, *grid[1:])  # the rest of the list is blocks that return at once
-        attention.launch(grid, THREADS, [params_bytes, *views, schedule_bytes, partials, rotary_bytes])
-        combine.launch((max_splits, heads, 1), THREADS, [params_bytes, schedule_bytes, partials])
-        o = np.frombuffer(bytes(memory), q.dtype, q.size, o_at - GLOBAL).reshape(q.shape)
-        lse = schedule.array(lse_at, np.float32, rows * heads).reshape(rows, heads)
+        rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi * scale), theta ** (-2 / case.head_dim))
+        call = generic_kernels.Call(
+            q,
+            q,
+            row_batch,
+            row_lengths,
+            cache.lookup_table,
+            case.page_size,
+            options,
+            case.head_dim**-0.5,
+            batch_invariant=self.batch_invariant,
+        )
+        texts = ptx["schedule", "plain"], ptx[self.variant.shared], ptx["combine", "plain", SHORT[self.variant.dtype]]
+        grid = (case.num_kv_heads, -(-self.group // self.variant.heads))
+        o, lse, self.items = attend(texts, memory, call, grid, (views, [struct.pack("<2d", *rotary)]))
         return o, lse
 
     def check(self, ptx: dict[Any, str]) -> None:

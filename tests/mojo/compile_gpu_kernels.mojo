@@ -4,11 +4,13 @@ from std.utils import IndexList
 from max.gpu.host import DeviceContext
 
 from mojo_ops.attention.gpu.generic import launch_generic
+from mojo_ops.attention.gpu.latent import RotaryQuery, launch_latent
 from mojo_ops.attention.gpu.params import GpuAttentionParams
 from mojo_ops.attention.gpu.rope import RotaryFrequencies
+from mojo_ops.attention.gpu.row_sight import GpuMaskedSight, GpuPlainSight, GpuRowSight
 from mojo_ops.attention.merge_states import States, merge_on_gpu
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
-from mojo_ops.cache.pointers import untracked
+from mojo_ops.cache.pointers import untracked, untracked_immutable
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.transfer.gpu.append import append_on_gpu
 from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu
@@ -17,13 +19,32 @@ from mojo_ops.transfer.gpu.ragged_rows import ragged_rows_on_gpu
 
 
 def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False](ctx: DeviceContext) raises:
+    launch[dtype, dtype, kv_dtype, DIM, HEADS, ROTARY](ctx, GpuPlainSight())
+
+
+def masked[
+    dtype: DType, o_dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False
+](ctx: DeviceContext) raises:
+    var memory = ctx.enqueue_create_buffer[DType.int32](1024)
+    var numbers = untracked_immutable(memory.unsafe_ptr())
+    var starts = numbers.unsafe_bitcast[Int64]()
+    var bits = numbers.unsafe_bitcast[UInt8]()
+    var sight = GpuMaskedSight(numbers, numbers, bits, starts, numbers, 8, Int32(DIM), 1, 1, 1, 1)
+    launch[dtype, o_dtype, kv_dtype, DIM, HEADS, ROTARY](ctx, sight)
+    _ = memory^
+
+
+def launch[
+    Sight: GpuRowSight, //, dtype: DType, o_dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool
+](ctx: DeviceContext, sight: Sight) raises:
     var memory = ctx.enqueue_create_buffer[DType.float32](1024)
     var floats = untracked(memory.unsafe_ptr())
     var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
-    var params = GpuAttentionParams[dtype](
-        q, q, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, 1, 0, 1, 0, 0
+    var o = floats.unsafe_bitcast[Scalar[o_dtype]]()
+    var params = GpuAttentionParams[dtype, o_dtype, Sight](
+        q, o, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, 1, 0, 1, 0, 0, sight
     )
     var cache = DynamicKVCache[kv_dtype](
         floats.unsafe_bitcast[Scalar[kv_dtype]](),
@@ -34,6 +55,28 @@ def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool 
         1,
     )
     launch_generic[DIM, HEADS, ROTARY](ctx, params, cache, cache, RotaryFrequencies(0, 1), HEADS, False)
+    _ = memory^
+
+
+def latent[dtype: DType, o_dtype: DType, kv_dtype: DType, ROTARY_DIM: Int, HEADS: Int](ctx: DeviceContext) raises:
+    var memory = ctx.enqueue_create_buffer[DType.float32](1024)
+    var floats = untracked(memory.unsafe_ptr())
+    var numbers = untracked_immutable(memory.unsafe_ptr()).unsafe_bitcast[Int32]()
+    var heads = untracked_immutable(memory.unsafe_ptr())
+    var q = floats.unsafe_bitcast[Scalar[dtype]]()
+    var o = floats.unsafe_bitcast[Scalar[o_dtype]]()
+    var params = GpuAttentionParams[dtype, o_dtype](
+        q, o, floats, numbers, numbers, heads, heads, 1, 4, 512, 1, 1, -1, 1, 0, 1, 0, 0, GpuPlainSight()
+    )
+    var cache = DynamicKVCache[kv_dtype](
+        floats.unsafe_bitcast[Scalar[kv_dtype]](),
+        IndexList[4](1, 1, 1, 512),
+        PageStrides(0, 512, 512, 512),
+        numbers.unsafe_bitcast[UInt32](),
+        1,
+        1,
+    )
+    launch_latent[ROTARY_DIM, HEADS](ctx, params, RotaryQuery[dtype](q, Int32(ROTARY_DIM), 1), cache, cache, False)
     _ = memory^
 
 
@@ -69,6 +112,16 @@ def main() raises:
     attention[DType.float32, DType.float32, 512, 4](ctx)
     attention[DType.bfloat16, DType.bfloat16, 128, 4, True](ctx)
     attention[DType.float32, DType.float32, 512, 2, True](ctx)
+    masked[DType.bfloat16, DType.float32, DType.bfloat16, 128, 8](ctx)
+    masked[DType.float16, DType.bfloat16, DType.float8_e4m3fn, 512, 4](ctx)
+    masked[DType.float32, DType.float32, DType.float32, 128, 1](ctx)
+    masked[DType.bfloat16, DType.bfloat16, DType.bfloat16, 128, 4, True](ctx)
+    masked[DType.float32, DType.float16, DType.float32, 512, 2, True](ctx)
+    latent[DType.bfloat16, DType.bfloat16, DType.bfloat16, 128, 4](ctx)
+    latent[DType.float16, DType.float16, DType.float8_e4m3fn, 128, 4](ctx)
+    latent[DType.float32, DType.float32, DType.float32, 128, 4](ctx)
+    latent[DType.bfloat16, DType.float32, DType.bfloat16, 512, 2](ctx)
+    latent[DType.float32, DType.float32, DType.float32, 512, 2](ctx)
     copies(ctx)
     merge[DType.bfloat16](ctx)
     merge[DType.float32](ctx)

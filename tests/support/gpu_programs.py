@@ -24,6 +24,7 @@ def compile_program(program: str, architecture: str) -> dict[str, str]:
 
 KINDS = {
     "attention": "attention_gpu_generi",
+    "latent": "attention_gpu_latent",
     "combine": "attention_gpu_combin",
     "schedule": "attention_gpu_schedu",
     "merge": "attention_merge_state",

@@ -6,6 +6,7 @@ from max.gpu.host import DeviceContext
 
 from ..softmax import MINUS_INFINITY
 from .params import GpuAttentionParams
+from .row_sight import GpuRowSight
 from .scheduler import PartialOutputs, Schedule
 from .split_kv import NO_ROW
 
@@ -13,11 +14,11 @@ comptime COMBINE_THREADS = 128
 
 
 def enqueue_combine[
-    dtype: DType, //
-](ctx: DeviceContext, params: GpuAttentionParams[dtype], schedule: Schedule, partials: PartialOutputs) raises:
+    dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
+](ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule, partials: PartialOutputs) raises:
     """Finishes o and lse of every split row; nothing to do where the schedule can split none."""
     if schedule.max_splits > 0:
-        comptime kernel = combine_rows[dtype]
+        comptime kernel = combine_rows[dtype, o_dtype, Sight]
         ctx.enqueue_function[kernel](
             params,
             schedule,
@@ -27,7 +28,9 @@ def enqueue_combine[
         )
 
 
-def combine_rows[dtype: DType](params: GpuAttentionParams[dtype], schedule: Schedule, partials: PartialOutputs):
+def combine_rows[
+    dtype: DType, o_dtype: DType, Sight: GpuRowSight
+](params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule, partials: PartialOutputs):
     """One CTA a split row and query head.
 
     Every thread computes the state by itself, from the same numbers in the same order: the result depends on the
@@ -38,7 +41,7 @@ def combine_rows[dtype: DType](params: GpuAttentionParams[dtype], schedule: Sche
         return
     var head = Int32(block_idx.y)
     var heads = Int(params.num_heads)
-    var dim = Int(params.head_dim)
+    var dim = Int(params.value_dim())
     var first = Int(split_row.first) * heads + Int(head)
 
     var greatest = MINUS_INFINITY
@@ -56,7 +59,7 @@ def combine_rows[dtype: DType](params: GpuAttentionParams[dtype], schedule: Sche
             var state = first + i * heads
             var part_factor = rescale_factor(partials.greatest[unsafe_offset=state], greatest)
             sum = part_factor.fma(partials.acc[unsafe_offset=state * dim + d], sum)
-        params.o.unsafe_store(params.element(split_row.row, head, Int32(d)), (sum * factor).cast[dtype]())
+        params.o.unsafe_store(params.o_element(split_row.row, head, Int32(d)), (sum * factor).cast[o_dtype]())
 
 
 @always_inline

@@ -11,10 +11,10 @@ from .rope import RotaryFrequencies
 
 
 def attend_on_gpu[
-    dtype: DType, kv_dtype: DType, //, gpu_kernel: StaticString
+    dtype: DType, o_dtype: DType, kv_dtype: DType, //, gpu_kernel: StaticString
 ](
     ctx: DeviceContext,
-    params: GpuAttentionParams[dtype],
+    params: GpuAttentionParams[dtype, o_dtype],
     k: DynamicKVCache[kv_dtype],
     v: DynamicKVCache[kv_dtype],
     rotary: RotaryFrequencies,

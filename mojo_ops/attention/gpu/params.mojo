@@ -9,22 +9,30 @@ from ...cache.pointers import RowPointer
 from ..logits import HeadPointer, Logits, soft_capped
 from ..params import AttentionRows
 from ..softmax import LOG2E, MINUS_INFINITY
+from .row_sight import GpuPlainSight, RowMask, GpuRowSight
 from .split_kv import RowTokens, SPLIT_TILE_TOKENS
 
 
 @fieldwise_init
-struct GpuAttentionParams[dtype: DType](DevicePassable, TrivialRegisterPassable):
+struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSight = GpuPlainSight](
+    DevicePassable, TrivialRegisterPassable
+):
     """`AttentionRows` and `Logits` with fixed-width fields: made on the host, passed to kernels by value.
 
     Every pointer is device memory. The angles of rotary keys are apart, in `RotaryFrequencies`.
+
+    Parameters:
+        dtype: Of q.
+        o_dtype: Of o.
+        Sight: Which tokens a row sees, and where they stand.
     """
 
     comptime device_type: AnyType = Self
 
     var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[R, Hq, D]`."""
-    var o: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
-    """`[R, Hq, D]`."""
+    var o: Pointer[Scalar[Self.o_dtype], MutUntrackedOrigin]
+    """`[R, Hq, Dv]`; `Dv` is D but where the sight has another."""
     var lse: Pointer[Float32, MutUntrackedOrigin]
     """`[R, Hq]`, base 2."""
     var row_batch: RowPointer
@@ -49,9 +57,12 @@ struct GpuAttentionParams[dtype: DType](DevicePassable, TrivialRegisterPassable)
     var v_scale: Float32
     var has_alibi: Int32
     var has_sinks: Int32
+    var sight: Self.Sight
 
     @staticmethod
-    def of(rows: AttentionRows[Self.dtype], logits: Logits, table: PageTable, head_dim: Int) raises -> Self:
+    def of(
+        rows: AttentionRows[Self.dtype], logits: Logits, table: PageTable, head_dim: Int, sight: Self.Sight
+    ) raises -> Self:
         """The same call with its numbers in 32 bits.
 
         Raises:
@@ -83,6 +94,7 @@ struct GpuAttentionParams[dtype: DType](DevicePassable, TrivialRegisterPassable)
             rows.v_scale,
             Int32(logits.has_alibi),
             Int32(logits.has_sinks),
+            sight,
         )
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
@@ -90,7 +102,7 @@ struct GpuAttentionParams[dtype: DType](DevicePassable, TrivialRegisterPassable)
 
     @staticmethod
     def get_type_name() -> String:
-        return String("GpuAttentionParams[", Self.dtype, "]")
+        return String("GpuAttentionParams[", Self.dtype, ", ", Self.o_dtype, "]")
 
     @staticmethod
     def get_device_type_name() -> String:
@@ -98,8 +110,9 @@ struct GpuAttentionParams[dtype: DType](DevicePassable, TrivialRegisterPassable)
 
     @always_inline
     def tokens(self, row: Int32) -> RowTokens:
-        """The tokens that a row attends to."""
-        return RowTokens.of(
+        """The tokens that a row attends to, a mask left out."""
+        return self.sight.tokens(
+            row,
             self.row_batch[unsafe_offset=Int(row)],
             self.row_lengths[unsafe_offset=Int(row)],
             self.batch,
@@ -113,14 +126,24 @@ struct GpuAttentionParams[dtype: DType](DevicePassable, TrivialRegisterPassable)
         return self.row_batch[unsafe_offset=Int(row)]
 
     @always_inline
+    def position(self, row: Int32) -> Int32:
+        """The position of the token of a row that has tokens."""
+        return self.sight.position(row, self.request(row), self.row_lengths[unsafe_offset=Int(row)])
+
+    @always_inline
+    def value_dim(self) -> Int32:
+        """Elements of a head of V and of o."""
+        return self.sight.value_dim(self.head_dim)
+
+    @always_inline
     def slope(self, head: Int32) -> Float32:
         """The ALiBi slope of a query head; 0 where there are none."""
         return self.alibi_slopes[unsafe_offset=Int(head)] if self.has_alibi != 0 else 0
 
     @always_inline
-    def score(self, dot: Float32, slope: Float32, token: Int32) -> Float32:
-        """The base-2 score of one token, as `Logits.score`."""
-        var x = Float32(token).fma(slope, dot * self.scale)
+    def score(self, dot: Float32, slope: Float32, position: Int32) -> Float32:
+        """The base-2 score of the token at a position, as `Logits.score`."""
+        var x = Float32(position).fma(slope, dot * self.scale)
         if self.soft_cap > 0:
             x = soft_capped(x, self.soft_cap)
         return x * LOG2E
@@ -151,8 +174,13 @@ struct GpuAttentionParams[dtype: DType](DevicePassable, TrivialRegisterPassable)
 
     @always_inline
     def element(self, row: Int32, head: Int32, dim: Int32) -> Int:
-        """Elements from the start of q or o to `[row, head, dim]`."""
+        """Elements from the start of q to `[row, head, dim]`."""
         return (Int(row) * Int(self.num_heads) + Int(head)) * Int(self.head_dim) + Int(dim)
+
+    @always_inline
+    def o_element(self, row: Int32, head: Int32, dim: Int32) -> Int:
+        """Elements from the start of o to `[row, head, dim]`."""
+        return (Int(row) * Int(self.num_heads) + Int(head)) * Int(self.value_dim()) + Int(dim)
 
 
 comptime NOT_A_NUMBER = nan[DType.float32]()

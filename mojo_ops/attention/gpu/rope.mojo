@@ -63,7 +63,15 @@ struct RotaryFrequencies(DevicePassable, TrivialRegisterPassable):
 
 
 @always_inline
-def rotation_angle[width: Int, //](frequency: SIMD[DType.uint64, width], tokens: Int32) -> SIMD[DType.float32, width]:
-    """Radians in [-pi, pi] for a distance of `tokens`, off by 3e-7 at most: whole rotations overflow 64 bits."""
-    var rotations = (frequency * UInt64(UInt32(tokens))) >> 32
+def rotation_angle[
+    width: Int, //, signed: Bool = False
+](frequency: SIMD[DType.uint64, width], tokens: Int32) -> SIMD[DType.float32, width]:
+    """Radians in [-pi, pi] for a distance of `tokens`, off by 3e-7 at most: whole rotations overflow 64 bits.
+
+    Parameters:
+        width: Dimensions.
+        signed: Whether a key may stand behind the query.
+    """
+    var distance = UInt64(Int64(tokens)) if signed else UInt64(UInt32(tokens))
+    var rotations = (frequency * distance) >> 32
     return rotations.cast[DType.uint32]().cast[DType.int32]().cast[DType.float32]() * Float32(2 * pi / 2**32)

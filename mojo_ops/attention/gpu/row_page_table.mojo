@@ -21,8 +21,8 @@ struct RowPageTable(TrivialRegisterPassable):
 
     @always_inline
     def __init__[
-        dtype: DType, kv_dtype: DType, //
-    ](out self, row: Int32, params: GpuAttentionParams[dtype], cache: DynamicKVCache[kv_dtype]):
+        kv_dtype: DType, //
+    ](out self, row: Int32, params: GpuAttentionParams, cache: DynamicKVCache[kv_dtype]):
         var columns = Int(cache.lookup_table.layout.stride[0]().value())
         self.entries = cache.lookup_table.ptr.unsafe_offset(Int(params.request(row)) * columns)
         self.num_pages = UInt32(cache.num_pages())

@@ -11,6 +11,7 @@ from max.gpu.primitives import block
 
 from ...cache.pointers import untracked
 from .params import GpuAttentionParams
+from .row_sight import GpuRowSight
 from .split_kv import NO_ROW, RowPartition, SplitRow, ScheduleBounds, SplitItem, max_item_tiles, fixed_max_item_tiles
 
 comptime SCHEDULE_THREADS = 1024
@@ -119,14 +120,16 @@ def multiprocessors(ctx: DeviceContext) raises -> Int:
 
 
 def enqueue_schedule[
-    dtype: DType, //
-](ctx: DeviceContext, params: GpuAttentionParams[dtype], schedule: Schedule) raises:
+    dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
+](ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule) raises:
     """Fills `schedule` from the lengths as the device finds them."""
-    comptime kernel = schedule_rows[dtype]
+    comptime kernel = schedule_rows[dtype, o_dtype, Sight]
     ctx.enqueue_function[kernel](params, schedule, grid_dim=1, block_dim=SCHEDULE_THREADS)
 
 
-def schedule_rows[dtype: DType](params: GpuAttentionParams[dtype], schedule: Schedule):
+def schedule_rows[
+    dtype: DType, o_dtype: DType, Sight: GpuRowSight
+](params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule):
     """One CTA of `SCHEDULE_THREADS`: sums the tiles of all rows, then writes items and split rows by prefix sums."""
     var thread = Int32(thread_idx.x)
     var longest = Int32(0)

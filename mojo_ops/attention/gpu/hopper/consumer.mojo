@@ -33,7 +33,7 @@ comptime CONSUMER_BARRIER: Int32 = 1
 """Barrier 0 is the whole block's."""
 
 
-struct Consumer[dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
+struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
     """A thread of the warpgroup that computes.
 
     A wgmma's result is `[64, heads]`: tokens for the scores, dims for the sums. A thread holds `WIDTH` numbers of it,
@@ -48,7 +48,7 @@ struct Consumer[dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
     comptime Fragment = SIMD[DType.float32, Self.WIDTH]
 
     var shared: BlockSharedMemory[Self.kv_dtype, Self.head_dim, Self.heads]
-    var params: GpuAttentionParams[Self.dtype]
+    var params: GpuAttentionParams[Self.dtype, Self.o_dtype]
     var item: SplitItem
     var group: Int32
     """Query heads of the KV head; further columns are padding."""
@@ -67,7 +67,7 @@ struct Consumer[dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
     def __init__(
         out self,
         shared: BlockSharedMemory[Self.kv_dtype, Self.head_dim, Self.heads],
-        params: GpuAttentionParams[Self.dtype],
+        params: GpuAttentionParams[Self.dtype, Self.o_dtype],
         item: SplitItem,
         kv_head: Int32,
         kv_heads: Int32,
@@ -262,7 +262,7 @@ struct Consumer[dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
                     var factor = self.params.finish(
                         self.item.row, head, self.greatest[c], total, writes_lse=self.thread < 4
                     )
-                    self.write_sums[c](self.params.o, self.params.element(self.item.row, head, 0), factor)
+                    self.write_sums[c](self.params.o, self.params.o_element(self.item.row, head, 0), factor)
                 else:
                     var state = Int(self.item.partial) * Int(self.params.num_heads) + Int(head)
                     self.write_sums[c](partials.acc, state * Self.head_dim, 1)

@@ -40,10 +40,10 @@ comptime BLOCK_THREADS = CONSUMER_THREADS + 32
 
 
 def attend_hopper[
-    dtype: DType, kv_dtype: DType, //
+    dtype: DType, o_dtype: DType, kv_dtype: DType, //
 ](
     ctx: DeviceContext,
-    params: GpuAttentionParams[dtype],
+    params: GpuAttentionParams[dtype, o_dtype],
     k: DynamicKVCache[kv_dtype],
     v: DynamicKVCache[kv_dtype],
     batch_invariant: Bool,
@@ -66,10 +66,10 @@ def attend_hopper[
 
 
 def launch_hopper_for_group[
-    dtype: DType, kv_dtype: DType, //, head_dim: Int
+    dtype: DType, o_dtype: DType, kv_dtype: DType, //, head_dim: Int
 ](
     ctx: DeviceContext,
-    params: GpuAttentionParams[dtype],
+    params: GpuAttentionParams[dtype, o_dtype],
     k: DynamicKVCache[kv_dtype],
     v: DynamicKVCache[kv_dtype],
     batch_invariant: Bool,
@@ -81,10 +81,10 @@ def launch_hopper_for_group[
 
 
 def launch_hopper[
-    dtype: DType, kv_dtype: DType, //, head_dim: Int, heads: Int
+    dtype: DType, o_dtype: DType, kv_dtype: DType, //, head_dim: Int, heads: Int
 ](
     ctx: DeviceContext,
-    params: GpuAttentionParams[dtype],
+    params: GpuAttentionParams[dtype, o_dtype],
     k: DynamicKVCache[kv_dtype],
     v: DynamicKVCache[kv_dtype],
     batch_invariant: Bool,
@@ -102,7 +102,7 @@ def launch_hopper[
     var schedule = workspace.schedule()
     var partials = workspace.partials()
     enqueue_schedule(ctx, params, schedule)
-    comptime kernel = attend_item_on_hopper[dtype, kv_dtype, head_dim, heads]
+    comptime kernel = attend_item_on_hopper[dtype, o_dtype, kv_dtype, head_dim, heads]
     ctx.enqueue_function[kernel](
         k_map,
         v_map,
@@ -131,11 +131,11 @@ def launch_hopper[
 @__llvm_arg_metadata(k_map, `nvvm.grid_constant`)
 @__llvm_arg_metadata(v_map, `nvvm.grid_constant`)
 def attend_item_on_hopper[
-    dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int
+    dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int
 ](
     k_map: TMADescriptor,
     v_map: TMADescriptor,
-    params: GpuAttentionParams[dtype],
+    params: GpuAttentionParams[dtype, o_dtype],
     cache: DynamicKVCache[kv_dtype],
     schedule: Schedule,
     partials: PartialOutputs,
@@ -164,7 +164,7 @@ def attend_item_on_hopper[
     if thread_idx.x >= CONSUMER_THREADS:
         produce(k_map, v_map, shared, ring, tiles, RowPageTable(item.row, params, cache), box, kv_head)
     else:
-        var consumer = Consumer[dtype, kv_dtype, head_dim, heads](shared, params, item, kv_head, Int32(kv_heads))
+        var consumer = Consumer[dtype, o_dtype, kv_dtype, head_dim, heads](shared, params, item, kv_head, Int32(kv_heads))
         consumer.load_query()
         for tile in range(tiles.count):
             consumer.score_tile(ring, tiles, tile)

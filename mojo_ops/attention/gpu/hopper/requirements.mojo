@@ -59,8 +59,8 @@ def hopper_storage_refusal[kv_dtype: DType, //](what: StaticString, cache: Dynam
 
 
 def hopper_refusal[
-    dtype: DType, kv_dtype: DType, //
-](params: GpuAttentionParams[dtype], k: DynamicKVCache[kv_dtype], v: DynamicKVCache[kv_dtype]) -> String:
+    dtype: DType, o_dtype: DType, kv_dtype: DType, //
+](params: GpuAttentionParams[dtype, o_dtype], k: DynamicKVCache[kv_dtype], v: DynamicKVCache[kv_dtype]) -> String:
     """Why this kernel does not serve a call, from dtypes, sizes, addresses and strides; empty where it does."""
     var group = Int(params.num_heads) // max(1, k.num_heads())
     var refusal = hopper_shape_refusal(dtype, kv_dtype, Int(params.head_dim), group, k.slots())
