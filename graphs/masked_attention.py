@@ -54,7 +54,8 @@ def masked_attention(
         mask_firsts: `[R]` int32: the first token that the row's mask covers; it sees all tokens before. None: 0.
         head_dim_vo: Elements of a head of V. None: V's, or where the cache is strided q's.
 
-    All else is as in `attention`. Rows of one request that are adjacent share what they read. CPU only.
+    All else is as in `attention`. On the CPU adjacent rows of one request share what they read.
+    A GPU computes one row at a time; there a token whose bit lies past the mask's end is not seen.
 
     Returns:
         o `[R, Hq, head_dim_vo]` in `o_dtype` and the base-2 lse `[R, Hq]` float32. A row that sees no token has o = 0

@@ -15,11 +15,12 @@ from .attention.cpu.dispatch import attend_on_cpu
 from .attention.cpu.kernel_choice import rotates_keys
 from .attention.cpu.rotary_fallback import attend_rotary_fallback
 from .attention.gpu.dispatch import attend_on_gpu
+from .attention.gpu.generic import attend_generic
 from .attention.gpu.params import GpuAttentionParams
 from .attention.gpu.rope import RotaryFrequencies
+from .attention.gpu.row_sight import GpuMaskedSight, GpuPlainSight
 from .attention.merge_states import States, merge_on_cpu, merge_on_gpu
 from .attention.operands import AttentionOperands, masked_sight
-from .attention.params import AttentionRows
 from .attention.row_sight import MaskedSight, PlainSight
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair
@@ -76,15 +77,12 @@ struct Attention:
         check_equal("v_blocks: its head_dim", pair.v.head_dim(), pair.k.head_dim())
         logits.check()
         comptime if is_gpu[target]():
-            comptime if o_dtype == dtype:
-                pair.table.check_shape()
-                var params = GpuAttentionParams.of(
-                    rebind[AttentionRows[dtype]](rows), logits, pair.table, pair.k.head_dim()
-                )
-                var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
-                attend_on_gpu[gpu_kernel](ctx, params, pair.k, pair.v, rotary, batch_invariant)
-            else:
-                raise Error("o: on a GPU it has q's dtype")
+            pair.table.check_shape()
+            var params = GpuAttentionParams[dtype, o_dtype].of(
+                rows, logits, pair.table, pair.k.head_dim(), GpuPlainSight()
+            )
+            var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
+            attend_on_gpu[gpu_kernel](ctx, params, pair.k, pair.v, rotary, batch_invariant)
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits)
             # The common case first, its operands unpacked inline: the generated code of attention over float8 was 5 %
@@ -106,7 +104,8 @@ struct MaskedAttention:
     mask `[bytes]` uint8: bits, the lowest of a byte first. Row r sees its token j of `[mask_firsts[r], row_lengths[r])`
     where bit `mask_starts[r] + j - mask_firsts[r]` is set, and all tokens before `mask_firsts[r]`.
     mask_starts `[R]` int64: -1 where the row has no mask. mask_firsts `[R]` int32; absent: 0.
-    o `[R, Hq, Dv]`, where Dv is the head_dim of V. A row that sees no token gives o = 0, lse = -inf. CPU only.
+    o `[R, Hq, Dv]`, where Dv is the head_dim of V. A row that sees no token gives o = 0, lse = -inf. On
+    a GPU by the plain kernel.
     """
 
     @staticmethod
@@ -152,7 +151,12 @@ struct MaskedAttention:
         logits.check()
         check_equal("o: its head_dim", o.dim_size(2), pair.v.head_dim())
         comptime if is_gpu[target]():
-            raise Error("paged_kv_masked_attention runs on the CPU alone")
+            pair.table.check_shape()
+            var params = GpuAttentionParams[dtype, o_dtype, GpuMaskedSight].of(
+                rows, logits, pair.table, pair.k.head_dim(), GpuMaskedSight.of(sight, pair.v.head_dim())
+            )
+            var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
+            attend_generic(ctx, params, pair.k, pair.v, rotary, batch_invariant=False)
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, sight, logits)
             check_masks(rows.row_batch, rows.row_lengths, rows.num_rows, batch, sight)

@@ -19,21 +19,25 @@ SHARED_BYTES = 227 * 1024
 
 # Sizes that `launch_generic_for_group` in generic.mojo compiles: (head_dim up to, query heads).
 GENERIC_SIZES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4, 8) if (dim, heads) != (512, 8)]
+MASKED_SIZES = [(128, 1), (128, 8), (512, 1), (512, 4)]
+ROTARY_SIZES = [(128, 4), (512, 2)]
+HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
 
 
 @pytest.fixture(scope="module")
 def sm90() -> list[Kernel]:
     """All kernels of the API as MAX compiles them for sm_90a."""
     printed, found = gpu_programs.api()
-    assert printed.strip() == f"{len(PAIRS) + 2 * len(BITS) + len(DTYPES) + 2} graphs"
+    assert printed.strip() == f"{2 * (len(PAIRS) + 1) + 2 * len(BITS) + len(DTYPES) + 2} graphs"
     return found
 
 
 def test_every_kernel_of_the_api_is_there(sm90):
     """As many as the sources instantiate: none is dropped, none falls back to the host."""
-    hopper = sum(q_dtype != "float32" for q_dtype, _ in PAIRS) * 3 * 2  # three head_dims, 8 or 16 heads
-    generic = len(PAIRS) * (len(GENERIC_SIZES) + 2)  # the last two with rotary keys
-    schedule_and_combine = 2 * len({q_dtype for q_dtype, _ in PAIRS})
+    pairs = len(PAIRS) + 1  # the last one with o of another dtype
+    hopper = (sum(q_dtype != "float32" for q_dtype, _ in PAIRS) + 1) * len(HOPPER_SIZES)
+    generic = pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES))
+    schedule_and_combine = 2 * 2 * (len({q_dtype for q_dtype, _ in PAIRS}) + 1)  # with masks and without
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
     assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper
     page_copies = 2  # 16 bytes or an element at once
@@ -52,9 +56,10 @@ def test_kernels_fit_an_sm(sm90):
 
 
 COUNTS = {
-    "attention": 6,
-    "schedule": 3,
-    "combine": 3,
+    "attention": 11,
+    "latent": 5,
+    "schedule": 9,
+    "combine": 9,
     "append": 2,
     "gather": 2,
     "ragged_rows": 1,

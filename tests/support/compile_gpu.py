@@ -23,12 +23,14 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
     from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
     from paged_kv.graphs import ops
-    from paged_kv.runtime.variants import Variant
+    from paged_kv.runtime.variants import Op, Variant
     from support.dtype_pairs import PAIRS
 
     ops.kernels = lambda: Path(kernels)  # precompiled: each graph would parse the sources again
     gpu = DeviceRef.GPU(0)
-    variants = [Variant("attention", DType[q], DType[kv]) for q, kv in PAIRS]
+    ops_of_attention: tuple[Op, ...] = ("attention", "masked_attention")
+    variants = [Variant(op, DType[q], DType[kv]) for op in ops_of_attention for q, kv in PAIRS]
+    variants += [Variant(op, DType.bfloat16, DType.bfloat16, DType.float32) for op in ops_of_attention]
     for bits in ops.BITS:
         variants += Variant("append", bits, bits).family()
     variants += [Variant("merge", dtype, dtype) for dtype in ops.DTYPES]

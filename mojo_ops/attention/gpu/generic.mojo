@@ -130,7 +130,8 @@ def attend_item_on_any_gpu[
     rotary: RotaryFrequencies,
 ):
     """One item for KV head `block_idx.y` and heads `[HEADS * block_idx.z, ...)` of its group."""
-    comptime State = TeamState[kv_dtype, DIM, HEADS, ROTARY]
+    # Rotations and masks take registers: with four tokens at once some kernels spill.
+    comptime State = TeamState[kv_dtype, DIM, HEADS, 2 if ROTARY or Sight.has_masks else 4]
     comptime Shape = State.Shape
     comptime WIDTH = Shape.WIDTH
     comptime LANES = Shape.LANES

@@ -111,7 +111,7 @@ def attend_latent_item[
     partials: PartialOutputs,
 ):
     """One item for query heads `[HEADS * block_idx.y, ...)`; rotary parts have up to `ROTARY_DIM` elements."""
-    comptime State = TeamState[kv_dtype, LATENT_DIM, HEADS, False]
+    comptime State = TeamState[kv_dtype, LATENT_DIM, HEADS, 2]
     comptime Shape = State.Shape
     comptime WIDTH = Shape.WIDTH
     comptime LANES = Shape.LANES

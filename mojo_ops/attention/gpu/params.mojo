@@ -8,6 +8,7 @@ from ...cache.page_table import PageTable
 from ...cache.pointers import RowPointer
 from ..logits import HeadPointer, Logits, soft_capped
 from ..params import AttentionRows
+from ..row_sight import RowSight
 from ..softmax import LOG2E, MINUS_INFINITY
 from .row_sight import GpuPlainSight, RowMask, GpuRowSight
 from .split_kv import RowTokens, SPLIT_TILE_TOKENS
@@ -60,8 +61,14 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSig
     var sight: Self.Sight
 
     @staticmethod
-    def of(
-        rows: AttentionRows[Self.dtype], logits: Logits, table: PageTable, head_dim: Int, sight: Self.Sight
+    def of[
+        HostSight: RowSight, //
+    ](
+        rows: AttentionRows[Self.dtype, Self.o_dtype, HostSight],
+        logits: Logits,
+        table: PageTable,
+        head_dim: Int,
+        sight: Self.Sight,
     ) raises -> Self:
         """The same call with its numbers in 32 bits.
 

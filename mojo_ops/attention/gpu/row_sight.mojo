@@ -1,12 +1,8 @@
 """Which tokens of its request a row sees, and where they stand: what differs between the ops of attention."""
 
 from ...cache.pointers import RowPointer
+from ..row_sight import MaskedSight, MaskPointer, StartPointer
 from .split_kv import INVALID_ROW, RowTokens
-
-comptime BitPointer = Pointer[UInt8, ImmUntrackedOrigin]
-"""A mask: bit `i` is bit `i % 8` of byte `i // 8`."""
-comptime StartPointer = Pointer[Int64, ImmUntrackedOrigin]
-"""The first bit of each row's mask."""
 
 
 @fieldwise_init
@@ -92,7 +88,7 @@ struct GpuPlainSight(GpuRowSight):
 
 @fieldwise_init
 struct GpuMaskedSight(GpuRowSight):
-    """The operands that `paged_kv_masked_attention` has beside the plain op's. Every pointer is device memory."""
+    """`MaskedSight` with fixed-width fields, and V's width. Every pointer is device memory."""
 
     comptime has_masks = True
 
@@ -100,7 +96,7 @@ struct GpuMaskedSight(GpuRowSight):
     """`[R]`: the position of the row's token; without it, that of the last token of its length."""
     var token_offsets: RowPointer
     """`[B]`: the position of the first token of each request's pages; without it 0."""
-    var mask_bytes: BitPointer
+    var mask_bytes: MaskPointer
     var mask_starts: StartPointer
     """`[R]`: the row's first bit; -1 for a row without a mask."""
     var mask_firsts: RowPointer
@@ -112,6 +108,22 @@ struct GpuMaskedSight(GpuRowSight):
     var has_offsets: Int32
     var has_starts: Int32
     var has_firsts: Int32
+
+    @staticmethod
+    def of(sight: MaskedSight, v_dim: Int) -> Self:
+        return Self(
+            sight.row_positions,
+            sight.token_offsets,
+            sight.mask,
+            sight.mask_starts,
+            sight.mask_firsts,
+            Int64(8 * sight.mask_bytes),
+            Int32(v_dim),
+            Int32(sight.has_positions),
+            Int32(sight.has_offsets),
+            Int32(sight.has_starts),
+            Int32(sight.has_firsts),
+        )
 
     @always_inline
     def tokens(

@@ -20,7 +20,7 @@ from .split_kv import SplitItem, WHOLE_ROW
 comptime THREADS = 128
 
 
-struct TeamShape[kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool]:
+struct TeamShape[kv_dtype: DType, DIM: Int, HEADS: Int, MOST_TOKENS: Int]:
     """How the threads of a CTA form teams, and what each lane loads."""
 
     comptime WIDTH = vector_width[Self.kv_dtype]()
@@ -29,14 +29,14 @@ struct TeamShape[kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool]:
     comptime PARTS = Self.DIM // (Self.WIDTH * Self.LANES)
     """Vectors that a lane holds of it."""
     comptime TEAMS = THREADS // Self.LANES
-    comptime TOKENS = 4 if Self.HEADS * Self.WIDTH * Self.PARTS <= 32 and not Self.ROTARY else 2
+    comptime TOKENS = Self.MOST_TOKENS if Self.HEADS * Self.WIDTH * Self.PARTS <= 32 else 2
     """Tokens that a team loads at once, to have many loads in flight."""
 
 
-struct TeamState[kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool]:
+struct TeamState[kv_dtype: DType, DIM: Int, HEADS: Int, MOST_TOKENS: Int]:
     """The state of a team's softmax for `HEADS` query heads, in registers; each lane has its elements of the sums."""
 
-    comptime Shape = TeamShape[Self.kv_dtype, Self.DIM, Self.HEADS, Self.ROTARY]
+    comptime Shape = TeamShape[Self.kv_dtype, Self.DIM, Self.HEADS, Self.MOST_TOKENS]
     comptime PARTS = Self.Shape.PARTS
     comptime Vector = SIMD[DType.float32, Self.Shape.WIDTH]
     comptime Scores = Array[Float32, Self.Shape.TOKENS * Self.HEADS]
