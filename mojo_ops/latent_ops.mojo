@@ -13,6 +13,9 @@ from max.runtime.asyncrt import parallelism_level
 
 from .attention.checks import check_rows, check_width
 from .attention.cpu.dispatch import attend_on_cpu
+from .attention.gpu.latent import RotaryQuery, attend_latent
+from .attention.gpu.params import GpuAttentionParams
+from .attention.gpu.row_sight import GpuPlainSight
 from .attention.operands import latent_operands
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair
@@ -63,7 +66,14 @@ struct LatentAttention:
         check_width("q_pe", q_pe.dim_size(2), "the width of kpe_cache", pair.k.head_dim())
         logits.check()
         comptime if is_gpu[target]():
-            raise Error("paged_kv_mla_attention runs on the CPU alone so far")
+            pair.table.check_shape()
+            var latent_rows = rows
+            latent_rows.q = rows.q_latent
+            var params = GpuAttentionParams[dtype, o_dtype].of(
+                latent_rows, logits, pair.table, pair.v.head_dim(), GpuPlainSight()
+            )
+            var rotary = RotaryQuery[dtype](rows.q, Int32(pair.k.head_dim()), rows.latent_scale)
+            attend_latent(ctx, params, rotary, pair.v, pair.k, batch_invariant=False)
         else:
             check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits)
             attend_on_cpu[latent=True](rows, pair.k, pair.v, logits, parallelism_level(None))

@@ -20,6 +20,7 @@ SHARED_BYTES = 227 * 1024
 # Sizes that `launch_generic_for_group` in generic.mojo compiles: (head_dim up to, query heads).
 GENERIC_SIZES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4, 8) if (dim, heads) != (512, 8)]
 MASKED_SIZES = [(128, 1), (128, 8), (512, 1), (512, 4)]
+LATENT_SIZES = 2  # rotary parts up to 128, and wider ones
 ROTARY_SIZES = [(128, 4), (512, 2)]
 HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
 
@@ -28,7 +29,7 @@ HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
 def sm90() -> list[Kernel]:
     """All kernels of the API as MAX compiles them for sm_90a."""
     printed, found = gpu_programs.api()
-    assert printed.strip() == f"{2 * (len(PAIRS) + 1) + 2 * len(BITS) + len(DTYPES) + 2} graphs"
+    assert printed.strip() == f"{3 * (len(PAIRS) + 1) + 2 * len(BITS) + len(DTYPES) + 2} graphs"
     return found
 
 
@@ -36,7 +37,7 @@ def test_every_kernel_of_the_api_is_there(sm90):
     """As many as the sources instantiate: none is dropped, none falls back to the host."""
     pairs = len(PAIRS) + 1  # the last one with o of another dtype
     hopper = (sum(q_dtype != "float32" for q_dtype, _ in PAIRS) + 1) * len(HOPPER_SIZES)
-    generic = pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES))
+    generic = pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES) + LATENT_SIZES)
     schedule_and_combine = 2 * 2 * (len({q_dtype for q_dtype, _ in PAIRS}) + 1)  # with masks and without
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
     assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paged_kv import reference
+from paged_kv.reference_mla import mla_attention
 from support import gpu_programs
 from support.cases import CacheCase, build
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
@@ -59,7 +59,7 @@ class Problem:
         self.q_nope, self.q_pe = (rng.standard_normal((*shape, dim), np.float32).astype(q_dtype) for dim in self.dims)
 
     def run(self, ptx: dict[Any, str]) -> tuple[np.ndarray, np.ndarray]:
-        q_dtype, kv_dtype, o_dtype = self.dtypes
+        q_dtype, _, o_dtype = self.dtypes
         memory = DeviceMemory()
         storage = [(self.ckv[:, :, None], self.ckv), (self.kpe[:, :, None], self.kpe)]
         if self.one_array:
@@ -89,7 +89,7 @@ class Problem:
         sm_scale, ckv_scale, kpe_scale = self.scales
         rows = self.row_batch, self.row_lengths
         arrays = self.q_nope, self.q_pe, self.ckv, self.kpe, self.table
-        return reference.mla_attention(
+        return mla_attention(
             *arrays, *rows, sm_scale=sm_scale, ckv_scale=ckv_scale, kpe_scale=kpe_scale, **self.options
         )
 

@@ -116,9 +116,7 @@ class Problem:
         assert 104 + len(sight) == MASKED_PARAMS
         o = np.zeros((*self.q.shape[:2], self.dims[1]), v.o_dtype)
         scale = self.dims[0] ** -0.5
-        call = Call(
-            self.q, o, self.row_batch, self.row_lengths, self.table, self.page_size, options, scale, sight
-        )
+        call = Call(self.q, o, self.row_batch, self.row_lengths, self.table, self.page_size, options, scale, sight)
         theta = options.get("rope_theta")
         rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi), theta ** (-2 / self.dims[0]))
         texts = ptx["schedule", "masked"], ptx["masked", *v.shared], ptx["combine", "masked", SHORT[v.o_dtype]]

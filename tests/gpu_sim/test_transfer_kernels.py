@@ -64,6 +64,30 @@ def test_append_and_gather(op, dim, ptx):
         assert (found[-4:].view(np.uint16) == 0xFFFF).all()
 
 
+@pytest.mark.parametrize("dims", [(8, 24), (8, 12)])
+def test_append_of_two_widths(dims, ptx):
+    """A latent cache: slots hold V and then K. Where one of the widths is not 16 bytes, elements go one by one."""
+    table = np.array([[3, 1], [0, 2]], np.uint32)
+    width = sum(dims)
+    blocks = np.full((4, 4, width), np.nan, np.float16)
+    rng = np.random.default_rng(8)
+    k_rows, v_rows = (rng.standard_normal((3, dim)).astype(np.float16) for dim in dims)
+    batch, positions = np.array([1, 0, 1], np.int32), np.array([6, 0, 7], np.int32)
+    block = Machine(ptx["append", all(dim % 8 == 0 for dim in dims)])
+    at, table_at = block.allocate(blocks), block.allocate(table)
+    views = [
+        view_bytes(start, (4, 4, 1, dim), [4 * width, width, width], table_at, table.shape)
+        for start, dim in ((at + 2 * dims[1], dims[0]), (at, dims[1]))
+    ]
+    pointers = [struct.pack("<Q", block.allocate(array)) for array in (k_rows, v_rows, batch, positions)]
+    block.launch((3, 2, 1), THREADS, [*views, *pointers])
+    expected = blocks.copy()
+    for row, (b, position) in enumerate(zip(batch, positions, strict=True)):
+        expected[table[b, position // 4], position % 4] = np.concatenate([v_rows[row], k_rows[row]])
+    found = block.array(at, np.float16, blocks.size).reshape(blocks.shape)
+    assert_bits_equal(found, expected, what="the cache")
+
+
 def test_ragged_rows(ptx):
     block = Machine(ptx["ragged_rows", False])
     batch, positions = (block.allocate(np.full(8, 77, np.int32)) for _ in range(2))

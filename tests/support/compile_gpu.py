@@ -28,7 +28,7 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
 
     ops.kernels = lambda: Path(kernels)  # precompiled: each graph would parse the sources again
     gpu = DeviceRef.GPU(0)
-    ops_of_attention: tuple[Op, ...] = ("attention", "masked_attention")
+    ops_of_attention: tuple[Op, ...] = ("attention", "masked_attention", "mla_attention")
     variants = [Variant(op, DType[q], DType[kv]) for op in ops_of_attention for q, kv in PAIRS]
     variants += [Variant(op, DType.bfloat16, DType.bfloat16, DType.float32) for op in ops_of_attention]
     for bits in ops.BITS:

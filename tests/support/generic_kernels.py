@@ -108,7 +108,11 @@ class Call:
 
 
 def attend(
-    texts: tuple[str, str, str], memory: DeviceMemory, call: Call, grid: tuple[int, int], operands: Sequence[list[bytes]]
+    texts: tuple[str, str, str],
+    memory: DeviceMemory,
+    call: Call,
+    grid: tuple[int, int],
+    operands: Sequence[list[bytes]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """o, lse and the items of the schedule.
 

@@ -15,7 +15,9 @@ comptime COMBINE_THREADS = 128
 
 def enqueue_combine[
     dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
-](ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule, partials: PartialOutputs) raises:
+](
+    ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule, partials: PartialOutputs
+) raises:
     """Finishes o and lse of every split row; nothing to do where the schedule can split none."""
     if schedule.max_splits > 0:
         comptime kernel = combine_rows[dtype, o_dtype, Sight]

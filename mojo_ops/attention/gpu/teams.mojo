@@ -93,16 +93,13 @@ struct TeamState[kv_dtype: DType, DIM: Int, HEADS: Int, MOST_TOKENS: Int]:
         first_head: Int32,
         heads: Int32,
     ):
-        """Merges the states of the CTA's teams in their order; writes o and lse of `heads` heads, or a partial result.
-        """
+        """Merges the states of the CTA's teams in their order; writes o and lse of `heads` heads, or a partial result."""
         comptime Shape = Self.Shape
         # [TEAMS, HEADS, DIM] and [TEAMS, HEADS].
         var sums = unsafe_stack_allocation[
             Shape.TEAMS * Self.HEADS * Self.DIM, Float32, address_space=AddressSpace.SHARED, alignment=16
         ]()
-        var states = unsafe_stack_allocation[
-            2 * Shape.TEAMS * Self.HEADS, Float32, address_space=AddressSpace.SHARED
-        ]()
+        var states = unsafe_stack_allocation[2 * Shape.TEAMS * Self.HEADS, Float32, address_space=AddressSpace.SHARED]()
         comptime for h in range(Self.HEADS):
             var state = Int(team) * Self.HEADS + h
             if lane == 0:

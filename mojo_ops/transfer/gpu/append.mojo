@@ -21,7 +21,7 @@ def append_on_gpu[
     positions: RowPointer,
     num_rows: Int,
 ) raises:
-    """Writes row `i` of K and V `[num_rows, kv_heads, head_dim]` to token `positions[i]` of its request.
+    """Writes row `i` of K and V `[num_rows, kv_heads, head_dim]`, each of its own width, to token `positions[i]`.
 
     Two rows for one slot are not found: the last writer wins.
     """

@@ -16,7 +16,7 @@ def copy_width[dtype: DType, //](k: DynamicKVCache[dtype], v: DynamicKVCache[dty
     """Elements that one thread copies at once: 16 bytes where everything is aligned for that, else one."""
     comptime width = 16 // size_of[dtype]()
     var bits = k_rows | v_rows | Int(k.blocks.ptr) | Int(v.blocks.ptr)
-    var elements = k.head_dim()
+    var elements = k.head_dim() | v.head_dim()
     for at in [k.strides(), v.strides()]:
         elements |= at.page | at.slot | at.head
     return width if bits % 16 == 0 and elements % width == 0 else 1

@@ -164,7 +164,9 @@ def attend_item_on_hopper[
     if thread_idx.x >= CONSUMER_THREADS:
         produce(k_map, v_map, shared, ring, tiles, RowPageTable(item.row, params, cache), box, kv_head)
     else:
-        var consumer = Consumer[dtype, o_dtype, kv_dtype, head_dim, heads](shared, params, item, kv_head, Int32(kv_heads))
+        var consumer = Consumer[dtype, o_dtype, kv_dtype, head_dim, heads](
+            shared, params, item, kv_head, Int32(kv_heads)
+        )
         consumer.load_query()
         for tile in range(tiles.count):
             consumer.score_tile(ring, tiles, tile)
