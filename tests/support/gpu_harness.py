@@ -42,12 +42,12 @@ class Storage:
         kind = np.dtype(f"u{k_blocks.itemsize}") if bits else k_blocks.dtype
         self._buffers = [upload(array.reshape(-1).view(kind)) for array in self._arrays]
         numbers: list[int] = []
-        for view, array in zip(cache_views(k_blocks, v_blocks, layout, layer), (k_blocks, v_blocks), strict=True):
+        views = cache_views(k_blocks, v_blocks, layout, layer)
+        for view, array in zip(views, (k_blocks, v_blocks), strict=True):
             start = (view.ctypes.data - array.ctypes.data) // array.itemsize if view.size else 0
             strides = [stride // array.itemsize for stride in view.strides[:3]]
             numbers += [start, *strides]
-            shape = view.shape
-        self.view = to_buffer(np.array([*shape, *numbers], np.int64))
+        self.view = to_buffer(np.array([*views[0].shape, *numbers, views[1].shape[3]], np.int64))
 
     @property
     def blocks(self) -> tuple[Buffer, Buffer]:
@@ -97,6 +97,68 @@ def attention(
     ]
     model = attention_model(q.dtype.name, k_blocks.dtype.name, batch_invariant, gpu_kernel)
     results = model.execute(*inputs)
+    o, lse = map(download, results)
+    return o, lse
+
+
+def masked_attention(
+    q: np.ndarray,
+    k_blocks: np.ndarray,
+    v_blocks: np.ndarray,
+    lookup_table: np.ndarray,
+    row_batch: np.ndarray,
+    row_lengths: np.ndarray,
+    *,
+    row_positions: np.ndarray,
+    token_offsets: np.ndarray,
+    mask: np.ndarray,
+    mask_starts: np.ndarray,
+    mask_firsts: np.ndarray,
+    o_dtype: str,
+    rope_theta: float = 0.0,
+    window_left: int = -1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `reference.masked_attention`, over arrays of rank 4 in NHD."""
+    variant = Variant("masked_attention", DType[q.dtype.name], DType[k_blocks.dtype.name], DType[o_dtype])
+    storage = Storage(k_blocks, v_blocks, "NHD", 0, bits=False)
+    sight = (row_positions, token_offsets, mask, mask_starts, mask_firsts, np.zeros(v_blocks.shape[-1], np.int8))
+    results = runtime().execute(
+        variant,
+        *map(upload, (q, row_batch, row_lengths, *sight)),
+        *storage.blocks,
+        upload(lookup_table),
+        storage.view,
+        *map(upload, (NONE, NONE)),
+        to_buffer(np.array(window_left, np.int32)),
+        to_buffer(np.array([q.shape[-1] ** -0.5, 0, 1, rope_theta, 1], np.float32)),
+    )
+    o, lse = map(download, results)
+    return o, lse
+
+
+def mla_attention(
+    q_nope: np.ndarray,
+    q_pe: np.ndarray,
+    ckv: np.ndarray,
+    kpe: np.ndarray,
+    lookup_table: np.ndarray,
+    row_batch: np.ndarray,
+    row_lengths: np.ndarray,
+    *,
+    sm_scale: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `reference_mla.mla_attention`."""
+    kind = DType[ckv.dtype.name]
+    storage = Storage(kpe[:, :, None], ckv[:, :, None], "NHD", 0, bits=False)
+    results = runtime().execute(
+        Variant("mla_attention", DType[q_nope.dtype.name], kind),
+        *map(upload, (q_nope, q_pe, row_batch, row_lengths)),
+        *storage.blocks,
+        upload(lookup_table),
+        storage.view,
+        upload(NONE),
+        to_buffer(np.array([sm_scale, 1, 1], np.float32)),
+    )
     o, lse = map(download, results)
     return o, lse
 
