@@ -19,7 +19,7 @@ SHARED_BYTES = 227 * 1024
 
 # Sizes that `launch_generic_for_group` in generic.mojo compiles: (head_dim up to, query heads).
 GENERIC_SIZES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4, 8) if (dim, heads) != (512, 8)]
-MASKED_SIZES = [(128, 1), (128, 8), (512, 1), (512, 4)]
+MASKED_SIZES = [(128, 1), (128, 8), (512, 4)]
 LATENT_SIZES = 2  # rotary parts up to 128, and wider ones
 ROTARY_SIZES = [(128, 4), (512, 2)]
 HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
