@@ -29,7 +29,7 @@ HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
 def sm90() -> list[Kernel]:
     """All kernels of the API as MAX compiles them for sm_90a."""
     printed, found = gpu_programs.api()
-    assert printed.strip() == f"{3 * (len(PAIRS) + 1) + 2 * len(BITS) + len(DTYPES) + 2} graphs"
+    assert printed.strip() == f"{3 * (len(PAIRS) + 1) + 2 * len(BITS) + len(DTYPES) + 4} graphs"
     return found
 
 
@@ -42,8 +42,16 @@ def test_every_kernel_of_the_api_is_there(sm90):
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
     assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper
     page_copies = 2  # 16 bytes or an element at once
+    trees = 3  # moves as page copies, and the rows
     assert len(sm90) == (
-        hopper + generic + schedule_and_combine + row_copies + page_copies + len(DTYPES) + 1  # merges, ragged_rows
+        hopper
+        + generic
+        + schedule_and_combine
+        + row_copies
+        + page_copies
+        + trees
+        + len(DTYPES)
+        + 1  # merges, ragged_rows
     )
 
 
@@ -65,6 +73,8 @@ COUNTS = {
     "gather": 2,
     "ragged_rows": 1,
     "copy_pages": 2,
+    "move_tokens": 2,
+    "tree_rows": 1,
     "merge": 2,
 }
 
