@@ -75,9 +75,9 @@ def prefill(axes: Axes) -> None:
 
 def cascade(axes: Axes) -> None:
     """A prefix of three requests, two of which share more."""
-    label(axes, 3.5, 0.3, "level 0: one entry", ha="left", weight="bold")
-    label(axes, 11.5, 0.3, "level 1: two entries", ha="left", weight="bold")
-    label(axes, 18.5, 0.3, "level 2: three entries", ha="left", weight="bold")
+    label(axes, 3.5, 0.3, "level 0: one group", ha="left", weight="bold")
+    label(axes, 11.5, 0.3, "level 1: two groups", ha="left", weight="bold")
+    label(axes, 18.5, 0.3, "level 2: three groups", ha="left", weight="bold")
     for r in range(3):
         label(axes, 0, 1.5 + 1.5 * r, f"request {r}", size=9)
     axes.add_patch(Rectangle((3.5, 1), 7, 4, facecolor=SHARED, edgecolor=LINE, linewidth=0.8))
