@@ -159,8 +159,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     one. Either may be left out.
 
     Args:
-        float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
-            paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend: As in the prefill wrapper.
+        float_workspace_buffer, kv_layout, use_cuda_graph, backend: As in the prefill wrapper.
+        qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf: So are these.
+        custom_mask_buf, mask_indptr_buf: And these.
         pos_encoding_mode, use_fp16_qk_reduction, q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left:
             Accepted, without effect: FlashInfer compiles its kernel for them. What counts is what `plan` says.
     """

@@ -147,8 +147,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 multi-item scoring is not supported.
             seq_lens, seq_lens_q: `[B]` tokens and query rows of each request. They and `block_tables` `[B, n]` may be
                 left out: they say again what the other arrays say.
-            use_fp16_qk_reduction, non_blocking, max_token_per_sequence, max_sequence_kv, fixed_split_size,
-                disable_split_kv, uniform_q_len: Accepted, without effect.
+            use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv: Accepted, without effect.
+            max_token_per_sequence, max_sequence_kv, uniform_q_len: Accepted, without effect.
 
         Raises:
             PageTableError: offsets or the page table are inconsistent. A page id that is not one of the cache's is
