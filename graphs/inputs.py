@@ -33,7 +33,8 @@ class DecodeInputs(Generic[T, B]):
     lookup_table: T
     """`[B, max_pages]` uint32: the pages of each request, enough for this step's tokens too."""
     blocks: B
-    """`[pages, 2, layers, page_size, Hk, D]`: K and V of all layers, changed in place."""
+    """`[pages, 2, layers, page_size, Hk, D]`: K and V of all layers, changed in place. With latent attention
+    `[pages, layers, page_size, width]`."""
 
     def flatten(self) -> list[T | B]:
         """The fields in the order of the graph's inputs."""

@@ -46,6 +46,17 @@ class Rotary:
             parts.append(wide[:, :, 2 * half :])
         return ops.cast(ops.concat(parts, -1), x.dtype)
 
+    def of_pairs(self, x: TensorValue) -> TensorValue:
+        """Rotates the pairs of adjacent dimensions of every head of `x` `[T, H, 2 pairs]`, in float32.
+
+        The rotated pairs come out as halves, all first members and then all second ones: in products of queries and
+        keys that are both in this order it makes no difference.
+        """
+        tokens, heads, dims = x.shape
+        pairs = ops.reshape(ops.cast(x, DType.float32), [tokens, heads, int(dims) // 2, 2])
+        a, b = pairs[:, :, :, 0], pairs[:, :, :, 1]
+        return ops.cast(ops.concat([a * self.cos - b * self.sin, b * self.cos + a * self.sin], -1), x.dtype)
+
     def of_rows(self, rows: TensorValue) -> Rotary:
         """Those of some rows, `[N]` int64."""
         return Rotary(ops.gather(self.cos, rows, axis=0), ops.gather(self.sin, rows, axis=0))

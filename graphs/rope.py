@@ -63,11 +63,14 @@ class Yarn:
     @staticmethod
     def sharpening(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
         """The attention factor where a configuration names none."""
+        if mscale and mscale_all_dim:
+            return Yarn.grown(factor, mscale) / Yarn.grown(factor, mscale_all_dim)
+        return Yarn.grown(factor, 1.0)
 
-        def grown(scale: float) -> float:
-            return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-        return grown(mscale) / grown(mscale_all_dim) if mscale and mscale_all_dim else grown(1.0)
+    @staticmethod
+    def grown(factor: float, scale: float) -> float:
+        """How much longer queries or keys are made for contexts `factor` times as long."""
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     def stretch(self, plain: Frequencies, rope: Rope) -> Frequencies:
         low, high = (self._dimension(turns, rope) for turns in (self.beta_fast, self.beta_slow))

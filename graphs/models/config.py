@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from max.dtype import DType
 
@@ -20,6 +20,43 @@ QkNorm = Literal["head", "all_heads"]
 THETA = (1.0 + 1e-6, 1e18)
 _STRETCH = (1e-9, 1e9)
 """Ranges of rotary parameters in which frequencies, and their products with positions, are finite and above zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2): the K and V of all heads come from one latent a token."""
+
+    q_rank: int | None
+    """Of the queries' own latent; None where they come from the hidden state."""
+    kv_rank: int
+    """Of the latent that K and V come from."""
+    nope_dim: int
+    """Dimensions of a key that come from the latent and are not rotated."""
+    rope_dim: int
+    """Dimensions of a key that are rotated, of all heads the same; they lie in the cache beside the latent."""
+    v_dim: int
+
+    NORM_EPS: ClassVar[float] = 1e-6
+    """Of the norms of latents, whatever `rms_norm_eps` is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP: some for each token, and one, of shared experts, for all."""
+
+    count: int
+    chosen: int
+    """Of each token."""
+    inner: int
+    """The inner dimension of each expert."""
+    shared_inner: int
+    first_layer: int
+    """The layers before it have an MLP."""
+    groups: int
+    """Experts are chosen from the `chosen_groups` groups that have the greatest scores."""
+    chosen_groups: int
+    scale: float
+    """Of the weights of the chosen experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +102,18 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
     encodings: tuple[tuple[str, Encoding], ...] = ()
     """GGUF's encoding of each weight that stays in its blocks, by checkpoint name."""
 
     def window_left(self, layer: int) -> int:
         """Tokens that a token sees before itself, -1 for all."""
         return self.windows[layer] if self.windows else -1
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer is a mixture of experts."""
+        return self.experts is not None and layer >= self.experts.first_layer
 
     def computed_in(self, dtype: DType) -> DType:
         """The dtype of activations where `dtype` is asked for: quantised weights multiply float32 alone."""

@@ -16,15 +16,23 @@ from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, input_types
 from paged_kv.graphs.layers import Rotary, StepRows
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.parameters import NORMS, Parameters, times
-from paged_kv.graphs.ops import PagedCache, kernels
+from paged_kv.graphs.models.experts import chosen_experts
+from paged_kv.graphs.models.latent import latent_attention
+from paged_kv.graphs.models.parameters import Parameters, times
+from paged_kv.graphs.models.tensors import NORMS
+from paged_kv.graphs.ops import LatentCache, PagedCache, kernels
 from paged_kv.graphs.rope import Rope
 
 STEP = "decoder_step"
 
 
 def cache_shape(config: DecoderConfig, pages: int | str, page_size: int) -> list[int | str]:
-    """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer."""
+    """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer.
+
+    With latent attention `[pages, layers, page_size, width]`: one latent a token, and the rotated part beside it.
+    """
+    if config.latent is not None:
+        return [pages, config.num_hidden_layers, page_size, config.latent.kv_rank + config.latent.rope_dim]
     return [pages, 2, config.num_hidden_layers, page_size, config.num_key_value_heads, config.head_dim]
 
 
@@ -35,7 +43,7 @@ class DeviceStep:
     parameters: Parameters
     tokens: TensorValue
     """`[T]`: of all devices the same."""
-    cache: PagedCache
+    cache: PagedCache | LatentCache
     """Of the KV heads that the device has; changed in place."""
     rows: StepRows
     wanted: TensorValue | None
@@ -70,7 +78,7 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
         xs = [x if rows is None else ops.gather(x, rows, axis=0) for x, rows in zip(xs, of_use, strict=True)]
         xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
         ys = _normed(steps, layer, mlp_in, xs)
-        parts = [_mlp(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
+        parts = [_feed_forward(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
         xs = _plus(config, xs, _normed(steps, layer, mlp_out, add_up(parts)))
     return xs
 
@@ -109,6 +117,8 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
     `wanted` `[N]` are computed where it is not None.
     """
     parameters, cache, rows = step.parameters, step.cache, step.rows
+    if isinstance(cache, LatentCache):
+        return latent_attention(parameters, cache, rows, x, rotary, layer, wanted)
     config = parameters.config
     at = f"model.layers.{layer}.self_attn"
 
@@ -148,12 +158,20 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
     )[0]
 
 
-def _mlp(parameters: Parameters, x: TensorValue, layer: int) -> TensorValue:
+def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorValue:
+    """What follows the attention, `[N, hidden]`: an MLP, or experts."""
+    at, config = f"model.layers.{layer}.mlp", parameters.config
+    if config.experts is None or not config.has_experts(layer):
+        return _mlp(parameters, x, at)
+    return chosen_experts(parameters, x, at) + _mlp(parameters, x, f"{at}.shared_experts")
+
+
+def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
     """`down(activation(gate(x)) * up(x))`, `[N, hidden]`; of several devices, the part of its inner dimension."""
     config = parameters.config
-    at = f"model.layers.{layer}.mlp"
     if config.fused_projections:
-        gate, up = ops.split(parameters.linear(x, f"{at}.gate_up_proj")[0], [config.intermediate_size] * 2, axis=-1)
+        gate_up = parameters.linear(x, f"{at}.gate_up_proj")[0]
+        gate, up = ops.split(gate_up, [int(gate_up.shape[1]) // 2] * 2, axis=-1)
     else:
         gate, up = parameters.linear(x, f"{at}.gate_proj", f"{at}.up_proj")
     gate = ops.silu(gate) if config.activation == "silu" else ops.gelu(gate, approximate="tanh")
@@ -182,7 +200,8 @@ def build_step(
     with Graph(name, input_types=types.flatten(), custom_extensions=[kernels()], module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
         step = graph_inputs(graph.inputs)
-        cache = PagedCache.of(step.blocks, step.lookup_table)
+        storage = PagedCache.of if config.latent is None else LatentCache
+        cache = storage(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
         last = ops.cast(step.row_offsets[1:], DType.int64) - 1  # [B]: the last row of each request
         last = last.rebind(step.cache_lengths.shape)

@@ -12,54 +12,8 @@ from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.layers import rms_norm
 from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
-
-# Where RMS norms stand: the norms on the input and on the output of the attention, then of the MLP.
-NORMS = {
-    "before": ("input_layernorm", None, "post_attention_layernorm", None),
-    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-    "around": (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-}
-
-
-def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's name and shape of every weight of the model; linear layers are `[out, in]`."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    linear = {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
-    if config.fused_projections:
-        linear |= {"self_attn.qkv_proj": (queries + 2 * keys, hidden), "mlp.gate_up_proj": (2 * inner, hidden)}
-    else:
-        linear |= {
-            f"self_attn.{name}_proj": (size, hidden) for name, size in zip("qkv", (queries, keys, keys), strict=True)
-        }
-        linear |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
-    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
-    layer |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if _has_bias(config, name)}
-    layer |= {f"{name}.weight": (hidden,) for name in NORMS[config.norm_place] if name is not None}
-    if config.qk_norm is not None:
-        sizes = (config.head_dim, config.head_dim) if config.qk_norm == "head" else (queries, keys)
-        layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", sizes, strict=True)}
-
-    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_hidden_layers):
-        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    tensors["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, hidden)
-    return tensors
-
-
-def _has_bias(config: DecoderConfig, name: str) -> bool:
-    if name.startswith("mlp."):
-        return config.mlp_bias
-    return config.o_bias if name == "self_attn.o_proj" else config.qkv_bias
 
 
 @dataclass(frozen=True)
@@ -116,11 +70,11 @@ class Parameters:
         biases = [self.values.get(f"{name}.bias") for name in names]
         return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
 
-    def norm(self, name: str, x: TensorValue) -> TensorValue:
-        """The RMS norm of the last axis."""
+    def norm(self, name: str, x: TensorValue, eps: float | None = None) -> TensorValue:
+        """The RMS norm of the last axis; with the configuration's `eps` where it is None."""
         config = self.config
-        weight = self.values[f"{name}.weight"]
-        return rms_norm(x, weight, config.rms_norm_eps, offset=config.norm_offset, rounds_once=config.norm_rounds_once)
+        weight, eps = self.values[f"{name}.weight"], config.rms_norm_eps if eps is None else eps
+        return rms_norm(x, weight, eps, offset=config.norm_offset, rounds_once=config.norm_rounds_once)
 
     def embed(self, tokens: TensorValue) -> TensorValue:
         """Token ids `[T]` -> `[T, hidden]`."""
@@ -141,6 +95,8 @@ def _share(config: DecoderConfig, count: int) -> DecoderConfig:
     """The model as one of `count` devices computes it."""
     if config.qk_norm == "all_heads":
         raise ContractError("devices: a model whose q and k are normed over all heads runs on one device")
+    if config.latent is not None or config.experts is not None:
+        raise ContractError("devices: a model with latent attention or experts runs on one device")
     if config.encodings:
         raise ContractError("devices: quantised weights run on the CPU alone")
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

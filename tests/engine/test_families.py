@@ -2,19 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from max.dtype import DType
 
 from paged_kv.errors import CheckpointError
 from support.checkpoints import CONFIG, read_config, relative_error
-from support.families import CASES, make_case
-from support.llama_family import Member, load_family, poison
+from support.families import CASES, PAGES, make_case, reference, run
+from support.llama_family import Member, load_family
 
-PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (33, 1, 120, 16)]
-NEW_TOKENS = 8
-PAGE_SIZE = 16
-PAGES_EACH = 9
 BFLOAT16 = ("llama", "olmo2", "gemma3")  # where norms stand in three ways
 
 
@@ -28,34 +22,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(folder):
-    pages = PAGES_EACH * len(PROMPTS)
-    members = {name: Member(folder / name, DType.float32, PAGE_SIZE, pages) for name in CASES}
-    members |= {f"{name}, bfloat16": Member(folder / name, DType.bfloat16, PAGE_SIZE, pages) for name in BFLOAT16}
+    members = {name: Member(folder / name, DType.float32, *PAGES) for name in CASES}
+    members |= {f"{name}, bfloat16": Member(folder / name, DType.bfloat16, *PAGES) for name in BFLOAT16}
     return load_family(members)
-
-
-def run(model):
-    """Tokens of each prompt and its greedy continuation, and the logits `[NEW_TOKENS, vocab]` that it is taken from."""
-    poison(model)
-    pages = np.random.default_rng(0).permutation(model.num_pages).reshape(len(PROMPTS), -1).tolist()
-    texts = [list(prompt) for prompt in PROMPTS]
-    logits = [[] for _ in PROMPTS]
-    lengths, new = [0] * len(PROMPTS), PROMPTS
-    for _ in range(NEW_TOKENS):
-        rows = model.step(new, lengths, pages)
-        lengths = [len(text) for text in texts]
-        for text, row, kept in zip(texts, rows, logits, strict=True):
-            kept.append(row.copy())
-            text.append(int(row.argmax()))
-        new = [text[-1:] for text in texts]
-    return texts, logits
-
-
-def reference(folder, texts):
-    """The logits of transformers for the same rows."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return [model(torch.tensor([text[:-1]])).logits[0, -NEW_TOKENS:].numpy() for text in texts]
 
 
 @pytest.mark.parametrize("name", CASES)

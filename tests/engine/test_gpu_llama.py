@@ -5,7 +5,7 @@ from max.dtype import DType
 from max.graph import DeviceRef, Module
 
 from paged_kv.graphs.models.decoder import build_step
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import read_config
 
 

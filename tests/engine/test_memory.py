@@ -12,7 +12,7 @@ import pytest
 
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo import byte_tokenizer
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import write_config
 
 MB = 1 << 20

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from paged_kv.checkpoint import weights
 from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import assert_same, read_config
 
 

@@ -9,7 +9,7 @@ from max.dtype import DType
 
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo import VOCAB_SIZE, byte_tokenizer
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import checkpoint_tensors
 
 TORCH = {DType.float32: torch.float32, DType.bfloat16: torch.bfloat16, DType.float16: torch.float16}
 # What every config.json must say; the rest has defaults.
@@ -54,7 +54,7 @@ def random_tensors(config, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
-        for name, shape in expected_tensors(config).items()
+        for name, shape in checkpoint_tensors(config).items()
     }
 
 

@@ -1,6 +1,16 @@
-"""A small checkpoint of every family, each switch of it on, with values that matter."""
+"""A small checkpoint of every family, each switch of it on, with values that matter; its step, and transformers'."""
+
+import numpy as np
+import torch
+import transformers
 
 from support.checkpoints import make_checkpoint
+from support.llama_family import poison
+
+PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (33, 1, 120, 16)]
+NEW_TOKENS = 8
+PAGES = (16, 9 * len(PROMPTS))
+"""Tokens of a page, and pages: enough for all prompts and their new tokens."""
 
 BASE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
@@ -66,7 +76,100 @@ CASES = {
 }
 
 
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 32,
+}
+DEEPSEEK = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+}
+LATENT_CASES = {
+    # The widths of DeepSeek-V2-Lite, but for those of the hidden state.
+    "lite": (
+        "DeepseekV2",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 384,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 64,
+            "rope_parameters": DEEPSEEK_YARN,
+        },
+    ),
+    # The switches of DeepSeek-V2.
+    "v2": (
+        "DeepseekV2",
+        DEEPSEEK
+        | {
+            "q_lora_rank": 48,
+            "rms_norm_eps": 1e-2,  # of all norms but those of latents
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 8,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": DEEPSEEK_YARN | {"mscale": 1.5},
+        },
+    ),
+    "64 experts": (
+        "DeepseekV2",
+        DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_routed_experts": 64, "num_experts_per_tok": 6},
+    ),
+}
+"""What the engine runs and the server does not."""
+
+
 def make_case(name, folder):
     """Saves the checkpoint of a case, by transformers, into `folder`; returns transformers' model."""
-    family, overrides = CASES[name]
+    family, overrides = (CASES | LATENT_CASES)[name]
     return make_checkpoint(folder, family=family, **BASE | overrides)
+
+
+def run(model):
+    """Tokens of each prompt and its greedy continuation, and the logits `[NEW_TOKENS, vocab]` that it is taken from."""
+    poison(model)
+    pages = np.random.default_rng(0).permutation(model.num_pages).reshape(len(PROMPTS), -1).tolist()
+    texts = [list(prompt) for prompt in PROMPTS]
+    logits = [[] for _ in PROMPTS]
+    lengths, new = [0] * len(PROMPTS), PROMPTS
+    for _ in range(NEW_TOKENS):
+        rows = model.step(new, lengths, pages)
+        lengths = [len(text) for text in texts]
+        for text, row, kept in zip(texts, rows, logits, strict=True):
+            kept.append(row.copy())
+            text.append(int(row.argmax()))
+        new = [text[-1:] for text in texts]
+    return texts, logits
+
+
+def reference(folder, texts):
+    """The logits of transformers for the same rows, all tokens at once and without pages."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(torch.tensor([text[:-1]])).logits[0, -NEW_TOKENS:].numpy() for text in texts]

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from paged_kv.checkpoint.config import load_config
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.rope import Linear, Llama3, Rope
 from support.checkpoints import CONFIG, read_config, write_config
 

@@ -17,7 +17,7 @@ from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.recompute import recompute
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import CheckpointError
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import relative_error
 from support.permissions import permissions_count
 

@@ -19,7 +19,7 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
 from paged_kv.serve.launch import Request, prepare
 from support.gguf_blocks import dequantise

@@ -14,7 +14,7 @@ from paged_kv.checkpoint import weights
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.weights import INDEX_FILE, SINGLE_FILE, open_checkpoint, progress_bar
 from paged_kv.errors import CheckpointError
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import TORCH, assert_same, bits, make_checkpoint, random_tensors, raw_safetensors, read_config
 
 NORM = "model.norm.weight"

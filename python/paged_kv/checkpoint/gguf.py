@@ -25,7 +25,7 @@ from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
 from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import ENCODINGS
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}

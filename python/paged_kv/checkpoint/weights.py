@@ -2,7 +2,8 @@
 
 MAX does not copy what it gets as `weights_registry`, so a weight that is handed over as a view of the memory map is
 held once, in pages that the system can drop and read again. Only the rare tensor that is not aligned to its dtype,
-and every tensor whose dtype differs from the requested one, becomes a copy in memory, made block by block.
+every tensor whose dtype differs from the requested one, and what is stacked for one op (experts, heads of latent
+attention) become copies in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import Assembled, assembled_tensors, checkpoint_tensors, expected_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,8 +61,9 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
     def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
-        """Every tensor of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`.
+        """Every weight of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`.
 
+        Those of `assembled_tensors(config)` are put together in memory from the files' tensors.
         A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
         Of the file's other tensors, `rotary_emb.inv_freq` (older checkpoints) and, with tied embeddings,
         `lm_head.weight` are ignored; any other one means that the model is not the one that would be computed.
@@ -73,23 +75,41 @@ class Checkpoint:
         if dtype not in DTYPES.values():
             raise CheckpointError(f"{self.folder}: weights cannot be loaded as {dtype.name}")
         check_layers(config, len(self.tensors), self.folder)
-        expected = expected_tensors(config)
-        self._check(expected)
+        self._check(checkpoint_tensors(config))
+        expected, assembled = expected_tensors(config), assembled_tensors(config)
 
         sizes = {name: math.prod(shape) * dtype.size_in_bytes for name, shape in expected.items()}
         done, total = 0, sum(sizes.values())
-        files = sorted({self.tensors[name].file for name in expected})
+        files = sorted({self.tensors[name].file for name in expected if name not in assembled})
         maps = SafetensorWeights(files)
         buffers = {}
-        for name in expected:
-            stored = self.tensors[name]
-            view = maps[name].data().to_buffer()
-            in_place = DTYPES[stored.dtype] == dtype and _address(view) % dtype.align == 0
-            buffers[name] = view if in_place else _copy(name, stored, dtype)
+        for name, shape in expected.items():
+            if name in assembled:
+                buffers[name] = self._assemble(shape, assembled[name], dtype)
+            else:
+                stored = self.tensors[name]
+                view = maps[name].data().to_buffer()
+                in_place = DTYPES[stored.dtype] == dtype and _address(view) % dtype.align == 0
+                buffers[name] = view if in_place else _copy(name, stored, dtype)
             done += sizes[name]
             if progress is not None:
                 progress(done, total)
         return buffers
+
+    def _assemble(self, shape: tuple[int, ...], assembled: Assembled, dtype: DType) -> Buffer:
+        """A weight from rows of several tensors, in memory of its own; the files are read and not mapped meanwhile."""
+        result = np.empty(shape, numpy_dtype(dtype))
+        with ExitStack() as stack, np.errstate(over="ignore"):
+            files = {self.tensors[name].file for name in assembled.sources}
+            opened = {
+                file: stack.enter_context(safe_open(file, framework="np", backend="pread")) for file in sorted(files)
+            }
+            for piece in assembled.pieces():
+                rows = opened[self.tensors[piece.name].file].get_slice(piece.name)[slice(*piece.rows)]
+                rows = rows.T if piece.transposed else rows
+                index, first = piece.at
+                result[index, first : first + len(rows)] = rows
+        return _buffer(result, dtype)
 
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         for name, shape in expected.items():
@@ -154,13 +174,19 @@ def open_files(files: Sequence[Path]) -> Checkpoint:
 
 
 def check_layers(config: DecoderConfig, num_tensors: int, origin: Path) -> None:
-    """Refuses a configuration with more layers than there are tensors, before the names of all their weights are made.
+    """Refuses a configuration with more layers or experts than there are tensors, before the names of all their weights
+    are made.
 
     Raises:
         CheckpointError: that is so; `origin` is the file or folder in the message.
     """
     if config.num_hidden_layers > num_tensors:
         raise CheckpointError(f"{origin}: {config.num_hidden_layers} layers, but only {num_tensors} tensors")
+    if config.experts is not None:
+        layers = config.num_hidden_layers - config.experts.first_layer
+        if 3 * layers * config.experts.count > num_tensors:
+            experts = f"{layers} layers of {config.experts.count} experts"
+            raise CheckpointError(f"{origin}: {experts}, but only {num_tensors} tensors")
 
 
 @contextmanager
@@ -240,5 +266,9 @@ def _copy(name: str, stored: StoredTensor, dtype: DType) -> Buffer:
         for start in range(0, stored.shape[0], rows):
             stop = min(start + rows, stored.shape[0])
             result[start:stop] = source[start:stop]
+    return _buffer(result, dtype)
+
+
+def _buffer(array: np.ndarray, dtype: DType) -> Buffer:
     # NumPy's DLPack does not know bfloat16: its bytes are passed as uint8.
-    return Buffer.from_numpy(result.reshape(-1).view(np.uint8)).view(dtype, stored.shape)
+    return Buffer.from_numpy(array.reshape(-1).view(np.uint8)).view(dtype, array.shape)

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from paged_kv.checkpoint.config import checkpoint_path, load_config
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 
 # To raise whenever the same seed gives other files: older folders are then written again.
 VERSION = 2

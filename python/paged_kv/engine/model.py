@@ -103,12 +103,12 @@ class DecoderModel:
 
     @property
     def blocks(self) -> Buffer:
-        """The storage of the pages: `[pages, 2, layers, page_size, Hk, D]`."""
+        """The storage of the pages: `[pages, 2, layers, page_size, Hk, D]`, or latents (`decoder.cache_shape`)."""
         return self._blocks
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: K and V of all layers."""
+        """Bytes of one page: K and V of all layers, or their latents."""
         return self._blocks.num_elements * self._blocks.dtype.size_in_bytes // max(self.num_pages, 1)
 
     def step(

@@ -51,7 +51,10 @@ class TreeModel:
         Raises:
             ContractTypeError, ContractError: `draft_layers` is no integer from 1 to the model's layers, or
                 `largest_tree` none from 1 on.
+            ContractError: the model's pages hold latents.
         """
+        if model.geometry.latent is not None:
+            raise ContractError("model: trees run over pages of K and V, not of latents")
         largest_tree = integer("largest_tree", largest_tree, 1)
         self.model = model
         config, dtype, page_size = model.geometry, model.blocks.dtype, model.page_size

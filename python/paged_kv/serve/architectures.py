@@ -1,4 +1,4 @@
-"""What MAX Serve registers: every family of `paged_kv.graphs.models`, and bfloat16 on the CPU."""
+"""What MAX Serve registers: the families of `paged_kv.graphs.models` whose pages it has, and bfloat16 on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from max.pipelines.lib import SupportedArchitecture
 from max.pipelines.modeling import config_enums
 from max.pipelines.modeling.types import PipelineTask
 
-from paged_kv.graphs.models import FAMILIES
+from paged_kv.graphs.models import ENGINE_ONLY, FAMILIES
 from paged_kv.runtime.cpu_target import apply_cpu_target
 from paged_kv.serve.config import ServedConfig
 from paged_kv.serve.model import ServedModel
@@ -49,4 +49,4 @@ def _allow_bfloat16_on_the_cpu() -> None:
 _allow_bfloat16_on_the_cpu()
 apply_cpu_target()
 
-ARCHITECTURES = [_architecture(name) for name in FAMILIES]
+ARCHITECTURES = [_architecture(name) for name in FAMILIES if name not in ENGINE_ONLY]

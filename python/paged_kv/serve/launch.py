@@ -24,7 +24,7 @@ from paged_kv.arguments import shown
 from paged_kv.checkpoint.gguf import GgufCheckpoint
 from paged_kv.checkpoint.gguf_folder import model_folder
 from paged_kv.checkpoint.source import open_source
-from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.errors import CheckpointError, ContractError, ToolchainError
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.serve.memory import ServerMemory, free_memory
 
@@ -102,6 +102,10 @@ def prepare(request: Request) -> tuple[list[str], int]:
         CheckpointError, ContractError: as `serve`.
     """
     source = open_source(request.folder)
+    if source.config.latent is not None:
+        raise CheckpointError(
+            f"{source.folder}: the pages of MAX Serve hold K and V of heads, not latents: run it with paged-kv generate"
+        )
     given = _names(request.flags)
     for name in given & _OURS.keys():
         raise ContractError(f"{name} cannot be handed on to MAX: {_OURS[name]}")

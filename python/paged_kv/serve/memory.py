@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.parameters import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors
 
 SHARE = 0.5
 """Of what is free once the weights are in memory: the part that the cache takes."""

@@ -1,0 +1,107 @@
+"""DeepSeek-V2 and V2-Lite: latent attention with a rotated part of its own, and a mixture of experts after the first
+layers.
+"""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models.config import DecoderConfig, Experts, LatentAttention, read_config, read_rope
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.rope import Rope, Yarn
+from paged_kv.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+
+ARCHITECTURE = "DeepseekV2ForCausalLM"
+MODEL_TYPE = "deepseek_v2"
+
+MAX_ROPE_DIM = 64
+"""Of the rotated part, which lies in the cache beside the latent."""
+
+
+def read(fields: Fields) -> DecoderConfig:
+    latent = _latent(fields)
+    heads = fields.integer("num_attention_heads")
+    if fields.integer("num_key_value_heads", default=heads) != heads:
+        raise fields.error("num_key_value_heads", f"must be num_attention_heads = {heads}")
+    for key in ("attention_bias", "mlp_bias"):
+        fields.refuse(key, "is not supported for this family")
+    rope = read_rope(fields, latent.rope_dim)
+    head_dim = latent.nope_dim + latent.rope_dim
+    # What transformers saves as head_dim is the rotated part alone.
+    sizes = Fields(fields.file, {**fields.values, "num_key_value_heads": heads, "head_dim": head_dim}, fields.prefix)
+    return read_config(
+        sizes,
+        rope=rope,
+        latent=latent,
+        experts=_experts(fields),
+        sm_scale=head_dim**-0.5 * _sharpening(fields, rope) ** 2,
+    )
+
+
+def _latent(fields: Fields) -> LatentAttention:
+    # Without the key there is a latent of the queries, with null there is none.
+    has_q_rank = fields.values.get("q_lora_rank", 1536) is not None
+    sizes = {
+        name: fields.integer(name, default=default)
+        for name, default in (
+            ("kv_lora_rank", 512),
+            ("qk_nope_head_dim", 128),
+            ("qk_rope_head_dim", 64),
+            ("v_head_dim", 128),
+        )
+    }
+    for name, size in sizes.items():
+        most = {"qk_rope_head_dim": MAX_ROPE_DIM, "qk_nope_head_dim": MAX_HEAD_DIM - MAX_ROPE_DIM}.get(
+            name, MAX_HEAD_DIM
+        )
+        if size % HEAD_DIM_MULTIPLE or size > most:
+            raise fields.error(name, f"must be a multiple of {HEAD_DIM_MULTIPLE} and at most {most}", size)
+    kv_rank, nope_dim, rope_dim, v_dim = sizes.values()
+    return LatentAttention(
+        q_rank=fields.integer("q_lora_rank", default=1536) if has_q_rank else None,
+        kv_rank=kv_rank,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=v_dim,
+    )
+
+
+def _experts(fields: Fields) -> Experts | None:
+    first = 0 if fields.get("first_k_dense_replace") in (None, 0) else fields.integer("first_k_dense_replace")
+    if first >= fields.layers():
+        return None
+    fields.one_of("scoring_func", {"softmax": None})
+    if fields.integer("moe_layer_freq", default=1) != 1:
+        raise fields.error("moe_layer_freq", "only 1 is supported: experts in every layer from the first on")
+    # transformers does not norm the weights, DeepSeek's own code does; no published model asks for it.
+    fields.refuse("norm_topk_prob", "is not supported")
+    limited = fields.one_of("topk_method", {"greedy": False, "group_limited_greedy": True})
+    count, chosen = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    groups = fields.integer("n_group") if limited else 1
+    chosen_groups = fields.integer("topk_group", most=groups) if limited else 1
+    if count % groups:
+        raise fields.error("n_group", f"does not divide n_routed_experts = {count}")
+    if chosen > count // groups * chosen_groups:
+        problem = f"more than the {count // groups * chosen_groups} experts that a token chooses from"
+        raise fields.error("num_experts_per_tok", problem)
+    inner = fields.integer("moe_intermediate_size")
+    return Experts(
+        count=count,
+        chosen=chosen,
+        inner=inner,
+        shared_inner=inner * fields.integer("n_shared_experts", default=2),
+        first_layer=first,
+        groups=groups,
+        chosen_groups=chosen_groups,
+        scale=fields.number("routed_scaling_factor", default=1.0),
+    )
+
+
+def _sharpening(fields: Fields, rope: Rope) -> float:
+    """What queries and keys are multiplied by for YaRN, beside the amplitude of their rotated part."""
+    if rope.scaling is None:
+        return 1.0
+    section = fields.section("rope_parameters") or fields.section("rope_scaling")
+    if not isinstance(rope.scaling, Yarn) or section is None:
+        raise fields.error("rope_scaling", 'only "yarn" is supported for this family')
+    if section.get("mscale_all_dim") in (None, 0):
+        return 1.0
+    return Yarn.grown(rope.scaling.factor, section.number("mscale_all_dim"))

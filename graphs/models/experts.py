@@ -1,0 +1,53 @@
+"""A mixture of experts in place of an MLP: each token goes to a few of many small MLPs, and to one that all share."""
+
+from __future__ import annotations
+
+import numpy as np
+from max.dtype import DType
+from max.graph import TensorValue, ops
+
+from paged_kv.graphs import ops as paged
+from paged_kv.graphs.models.config import Experts
+from paged_kv.graphs.models.parameters import Parameters
+from paged_kv.graphs.paged_cache import constant
+
+
+def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
+    """The weighted sum of what the experts that each row of `x` `[N, hidden]` chooses make of it: `[N, hidden]`.
+
+    `at` names the mixture. Of equal scores the expert of the lowest index is chosen first. Weights and sum are float32.
+    """
+    experts = parameters.config.experts
+    assert experts is not None
+    # The router is float32, whatever the model's dtype.
+    scores = ops.softmax(parameters.linear(ops.cast(x, DType.float32), f"{at}.gate")[0])  # [N, E]
+    weights, chosen = choose(scores, experts)
+    of_each = _expert_mlps(parameters, x, chosen, f"{at}.experts")  # [N, chosen, hidden]
+    weighted = ops.cast(of_each, DType.float32) * ops.unsqueeze(weights, -1)
+    return ops.cast(ops.squeeze(ops.sum(weighted, axis=1), 1), x.dtype)
+
+
+def choose(scores: TensorValue, experts: Experts) -> tuple[TensorValue, TensorValue]:
+    """Weights float32 and indices int32 of each token's experts, both `[N, chosen]`, from scores `[N, E]` float32."""
+    if experts.groups > 1:
+        scores = _of_greatest_groups(scores, experts)
+    weights, chosen = ops.top_k(scores, experts.chosen, axis=-1)
+    return weights * experts.scale, ops.cast(chosen, DType.int32)
+
+
+def _of_greatest_groups(scores: TensorValue, experts: Experts) -> TensorValue:
+    """The scores, 0 for experts of all groups but the `chosen_groups` whose greatest scores are greatest."""
+    tokens, count = scores.shape[0], experts.groups
+    grouped = ops.reshape(scores, [tokens, count, experts.count // count])
+    greatest = ops.squeeze(ops.max(grouped, axis=2), 2)  # [N, groups]
+    _, chosen = ops.top_k(greatest, experts.chosen_groups, axis=-1)
+    indices = constant(np.arange(count, dtype=np.int64).reshape(1, 1, count), scores.device)
+    same = ops.cast(ops.equal(ops.unsqueeze(ops.cast(chosen, DType.int64), 2), indices), DType.float32)
+    mask = ops.reshape(ops.sum(same, axis=1), [tokens, count, 1])  # 1 of a chosen group, else 0
+    return ops.reshape(grouped * mask, [tokens, experts.count])
+
+
+def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at: str) -> TensorValue:
+    gate_up = paged.expert_linear(x, parameters.values[f"{at}.gate_up_proj.weight"], chosen)
+    gate, up = ops.split(gate_up, [int(gate_up.shape[2]) // 2] * 2, axis=-1)
+    return paged.expert_linear(ops.silu(gate) * up, parameters.values[f"{at}.down_proj.weight"], chosen)

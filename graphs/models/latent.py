@@ -1,0 +1,77 @@
+"""Multi-head latent attention (DeepSeek-V2), absorbed: queries meet the cached latents themselves.
+
+A token's keys and values of all heads are linear in one latent: `k_h = K_h c`, `v_h = V_h c`. So
+`q_h . k_h = (K_h^T q_h) . c`, and the weighted sum of values is `V_h` times the weighted sum of latents: attention with
+one KV head, whose keys are the latent and a rotated part beside it, and whose values are the latent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from max.graph import TensorValue, ops
+
+from paged_kv.graphs import ops as paged
+from paged_kv.graphs.layers import Rotary, StepRows
+from paged_kv.graphs.models.config import LatentAttention
+from paged_kv.graphs.models.parameters import Parameters
+from paged_kv.graphs.ops import LatentCache
+from paged_kv.graphs.paged_cache import constant
+
+
+def latent_attention(
+    parameters: Parameters,
+    cache: LatentCache,
+    rows: StepRows,
+    x: TensorValue,
+    rotary: Rotary,
+    layer: int,
+    wanted: TensorValue | None,
+) -> TensorValue:
+    """The attention of `x` `[T, hidden]` over everything its requests have cached and these tokens themselves.
+
+    Latents enter the cache normed, and the parts beside them rotated. Only the rows `wanted` `[N]` are computed where
+    it is not None.
+    """
+    config, latent = parameters.config, parameters.config.latent
+    assert latent is not None
+    assert config.sm_scale is not None
+    at = f"model.layers.{layer}.self_attn"
+    q_proj = f"{at}.q_proj" if latent.q_rank is None else f"{at}.q_a_proj"
+    of_q, q_rotary = rows, rotary
+    if wanted is None:
+        q, kv = parameters.linear(x, q_proj, f"{at}.kv_a_proj_with_mqa")
+    else:
+        (kv,) = parameters.linear(x, f"{at}.kv_a_proj_with_mqa")
+        (q,) = parameters.linear(ops.gather(x, wanted, axis=0), q_proj)
+        of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
+
+    c, k_rope = ops.split(kv, [latent.kv_rank, latent.rope_dim], axis=-1)
+    c = parameters.norm(f"{at}.kv_a_layernorm", c, LatentAttention.NORM_EPS)
+    k_rope = rotary.of_pairs(ops.unsqueeze(k_rope, 1))[:, 0]
+    c, k_rope = (ops.cast(y, cache.dtype) for y in (c, k_rope))
+    paged.append_latent(cache, c, k_rope, rows.batch, rows.slots, layer=layer)
+
+    if latent.q_rank is not None:
+        q = parameters.norm(f"{at}.q_a_layernorm", q, LatentAttention.NORM_EPS)
+        (q,) = parameters.linear(q, f"{at}.q_b_proj")
+    heads = config.num_attention_heads
+    q = ops.reshape(q, [q.shape[0], heads, config.head_dim])
+    q_nope, q_rope = ops.split(q, [latent.nope_dim, latent.rope_dim], axis=-1)
+    o, _ = paged.mla_attention(
+        cache,
+        by_head(q_nope, parameters.values[f"{at}.k_up_proj.weight"]),
+        q_rotary.of_pairs(q_rope),
+        of_q.batch,
+        of_q.lengths,
+        layer=layer,
+        sm_scale=config.sm_scale,
+    )
+    values = by_head(o, parameters.values[f"{at}.v_up_proj.weight"])
+    return parameters.linear(ops.reshape(values, [values.shape[0], heads * latent.v_dim]), f"{at}.o_proj")[0]
+
+
+def by_head(x: TensorValue, w: TensorValue) -> TensorValue:
+    """Each head of `x` `[N, H, K]` by its own weight of `w` `[H, M, K]`: `[N, H, M]`."""
+    heads = int(w.shape[0])
+    index = constant(np.arange(heads, dtype=np.int32).reshape(1, heads), x.device)
+    return paged.expert_linear(x, w, ops.broadcast_to(index, [x.shape[0], heads]))

@@ -1,0 +1,80 @@
+"""DeepSeek-V2's step against Hugging Face transformers: latent attention over pages, experts, and greedy texts."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from max.dtype import DType
+
+from paged_kv.engine.engine import Generation
+from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.tree_model import TreeModel
+from paged_kv.errors import ContractError
+from support.checkpoints import relative_error
+from support.families import LATENT_CASES, NEW_TOKENS, PAGES, PROMPTS, make_case, reference, run
+from support.llama_family import Member, load_family, poison
+
+PAGES_OF_5 = (5, 27 * len(PROMPTS))
+MEMBERS = {
+    "lite": (DType.float32, *PAGES),
+    "lite, bfloat16": (DType.bfloat16, *PAGES),
+    "v2": (DType.float32, *PAGES_OF_5),
+    "64 experts": (DType.float32, *PAGES),
+}
+EXACT = [name for name, (dtype, *_) in MEMBERS.items() if dtype == DType.float32]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepseek")
+    for name in LATENT_CASES:
+        make_case(name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    return load_family({name: Member(folder / name.split(",")[0], *sizes) for name, sizes in MEMBERS.items()})
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_logits_and_greedy_tokens_are_those_of_transformers(folder, models, name):
+    texts, logits = run(models[name])
+    for text, got, expected in zip(texts, logits, reference(folder / name, texts), strict=True):
+        assert relative_error(got, expected) < 1e-4
+        assert text[-NEW_TOKENS:] == expected.argmax(axis=-1).tolist()
+
+
+def test_in_bfloat16_logits_are_near(folder, models):
+    texts, logits = run(models["lite, bfloat16"])
+    for got, expected in zip(logits, reference(folder / "lite", texts), strict=True):
+        error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+        assert error < 0.08  # 2 ** -8 for each of some twenty roundings in a row
+
+
+@pytest.mark.parametrize("name", ["lite", "v2"])
+@pytest.mark.parametrize("max_step_tokens", [2048, 13])
+def test_a_batch_of_prompts_in_chunks_gives_the_texts_of_transformers(folder, models, name, max_step_tokens):
+    """Prompts prefill in pieces beside requests that decode; pages are reused as requests end."""
+    poison(models[name])
+    texts = [[] for _ in PROMPTS]
+    for emitted in Generation(models[name], PROMPTS, NEW_TOKENS, Sampler(), max_step_tokens=max_step_tokens):
+        texts[emitted.request].append(emitted.token)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+        )
+        assert text == expected[0, len(prompt) :].tolist()
+
+
+def test_trees_over_pages_of_latents_are_refused(models):
+    with pytest.raises(ContractError, match="model: trees run over pages of K and V, not of latents"):
+        TreeModel(models["v2"])
+
+
+def test_a_page_holds_one_latent_a_token(models):
+    assert models["lite"].page_bytes == 3 * 16 * (512 + 64) * 4

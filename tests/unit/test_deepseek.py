@@ -1,0 +1,266 @@
+"""DeepSeek-V2: its config.json field by field, its weights as they are put together, and what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from max.dtype import DType
+from max.graph import DeviceRef, Graph
+from safetensors.torch import save_file
+
+from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.source import open_source
+from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
+from paged_kv.engine.recompute import recompute
+from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.graphs.models import decoder
+from paged_kv.graphs.models.config import Experts, LatentAttention
+from paged_kv.graphs.models.parameters import Parameters
+from paged_kv.graphs.models.tensors import assembled_tensors, expected_tensors
+from paged_kv.serve.launch import Request, prepare
+from support.checkpoints import TORCH, random_tensors, raw_safetensors, to_torch, write_config
+
+YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+"""As DeepSeek publishes it with DeepSeek-V2-Lite."""
+LARGE = LITE | {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+}
+"""And with DeepSeek-V2."""
+SMALL = LITE | {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "vocab_size": 64,
+}
+
+
+def read(folder, values, **overrides):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values | overrides))
+    return load_config(folder)
+
+
+def test_v2_lites_file(tmp_path):
+    config = read(tmp_path, LITE)
+    assert config.latent == LatentAttention(q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    assert config.experts == Experts(
+        count=64, chosen=6, inner=1408, shared_inner=2816, first_layer=1, groups=1, chosen_groups=1, scale=1.0
+    )
+    assert (config.head_dim, config.rope.dims, config.rope.amplitude) == (192, 64, 1.0)
+    assert config.sm_scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2, rel=1e-12)
+    assert decoder.cache_shape(config, 7, 16) == [7, 27, 16, 576]
+    assert [config.has_experts(layer) for layer in (0, 1, 26)] == [False, True, True]
+
+
+def test_v2s_file(tmp_path):
+    config = read(tmp_path, LARGE)
+    assert config.latent is not None
+    assert config.latent.q_rank == 1536
+    assert config.experts == Experts(
+        count=160, chosen=6, inner=1536, shared_inner=3072, first_layer=1, groups=8, chosen_groups=3, scale=16.0
+    )
+
+
+def test_without_a_scaling_scores_have_the_size_of_keys(tmp_path):
+    assert read(tmp_path, LITE, rope_scaling=None).sm_scale == 192**-0.5
+
+
+def test_the_queries_latent_is_there_unless_it_is_null(tmp_path):
+    """As transformers has it."""
+    values = {key: value for key, value in LITE.items() if key != "q_lora_rank"}
+    assert read(tmp_path, values).latent.q_rank == 1536
+
+
+def test_a_model_may_have_no_experts(tmp_path):
+    assert read(tmp_path, LITE, first_k_dense_replace=27).experts is None
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias = true: is not supported for this family"),
+        ({"mlp_bias": True}, "mlp_bias = true: is not supported for this family"),
+        ({"norm_topk_prob": True}, "norm_topk_prob = true: is not supported"),
+        ({"scoring_func": "sigmoid"}, 'scoring_func = "sigmoid": only "softmax" is supported'),
+        ({"topk_method": "noaux_tc"}, 'topk_method = "noaux_tc": only "greedy" and "group_limited_greedy" are'),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2: only 1 is supported"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads = 8: must be num_attention_heads = 16"),
+        ({"kv_lora_rank": 520}, "kv_lora_rank = 520: must be a multiple of 8 and at most 512"),
+        ({"qk_nope_head_dim": 20}, "qk_nope_head_dim = 20: must be a multiple of 8 and at most 448"),
+        ({"qk_rope_head_dim": 72}, "qk_rope_head_dim = 72: must be a multiple of 8 and at most 64"),
+        ({"v_head_dim": "a"}, 'v_head_dim = "a": a positive integer is expected'),
+        ({"q_lora_rank": 0}, "q_lora_rank = 0: a positive integer is expected"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ({"num_experts_per_tok": 65}, "num_experts_per_tok = 65: more than the 64 experts"),
+        ({"n_routed_experts": -1}, "n_routed_experts = -1: a positive integer is expected"),
+        ({"n_shared_experts": 0}, "n_shared_experts = 0: a positive integer is expected"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1: a positive integer is expected"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor = 0: a positive number is expected"),
+        ({"topk_method": "group_limited_greedy", "n_group": 5}, "n_group = 5: does not divide n_routed_experts = 64"),
+        ({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 9}, "topk_group = 9: at most 8"),
+        ({"topk_method": "group_limited_greedy", "n_group": 32}, "num_experts_per_tok = 6: more than the 2 experts"),
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu": only "silu" is supported'),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_scaling = .*: only "yarn" is supported'),
+        ({"rope_scaling": YARN | {"mscale_all_dim": "x"}}, r'rope_scaling.mscale_all_dim = "x": a positive number'),
+        ({"quantization_config": {}}, "quantization_config = .*: quantized checkpoints are not supported"),
+    ],
+)
+def test_what_is_not_computed_is_refused(tmp_path, said, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, LITE, **said)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A folder, its configuration, and its tensors, in bfloat16 and float32."""
+    config = read(tmp_path, SMALL)
+    tensors = random_tensors(config)
+    tensors = {name: tensor.bfloat16() if "proj" in name else tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    return tmp_path, config, tensors
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_stacks_are_put_together_from_the_checkpoints_tensors(small, dtype):
+    folder, config, tensors = small
+    loaded = open_checkpoint(folder).load(config, dtype)
+    assert {name: tuple(buffer.shape) for name, buffer in loaded.items()} == expected_tensors(config)
+    for layer in range(3):
+        at = f"model.layers.{layer}"
+        heads = tensors[f"{at}.self_attn.kv_b_proj.weight"].reshape(4, 40, 32).to(TORCH[dtype])
+        assert torch.equal(to_torch(loaded[f"{at}.self_attn.k_up_proj.weight"]), heads[:, :16].transpose(1, 2))
+        assert torch.equal(to_torch(loaded[f"{at}.self_attn.v_up_proj.weight"]), heads[:, 16:])
+    for layer in (1, 2):
+        at = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            torch.stack([tensors[f"{at}.{expert}.{name}_proj.weight"] for expert in range(4)]).to(TORCH[dtype])
+            for name in ("gate", "up", "down")
+        )
+        assert torch.equal(to_torch(loaded[f"{at}.gate_up_proj.weight"]), torch.cat([gates, ups], dim=1))
+        assert torch.equal(to_torch(loaded[f"{at}.down_proj.weight"]), downs)
+    assert not any(name in loaded for name in tensors if ".experts.0." in name or "kv_b_proj" in name)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.0.self_attn.kv_b_proj.weight"]
+)
+def test_a_tensor_of_a_stack_is_named_in_errors(small, name):
+    folder, config, tensors = small
+    cut = {key: tensor for key, tensor in tensors.items() if key != name}
+    save_file(cut, folder / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is missing"):
+        open_checkpoint(folder).load(config, DType.float32)
+    save_file(cut | {name: tensors[name][:-1].contiguous()}, folder / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \[\d+, \d+\], expected"):
+        open_checkpoint(folder).load(config, DType.float32)
+
+
+def test_an_expert_too_many_is_refused(small):
+    folder, config, tensors = small
+    save_file(tensors | {"model.layers.1.mlp.experts.4.up_proj.weight": torch.zeros(2)}, folder / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"experts\.4\.up_proj\.weight is no part of the model"):
+        open_checkpoint(folder).load(config, DType.float32)
+
+
+@pytest.mark.parametrize("key", ["n_routed_experts", "num_attention_heads"])
+def test_sizes_that_no_checkpoint_has_are_refused_before_names_are_made(tmp_path, key):
+    count = 2**31 - 8
+    heads = {"num_attention_heads": count, "num_key_value_heads": count} if key == "num_attention_heads" else {}
+    read(tmp_path, SMALL, **{key: count} | heads)
+    tensors = {f"{index}": ("F32", (1,), b"abcd") for index in range(24)}
+    (tmp_path / SINGLE_FILE).write_bytes(raw_safetensors(tensors))
+    with pytest.raises(CheckpointError, match=r"experts, but only 24 tensors|is missing"):
+        open_source(tmp_path).load(DType.float32)
+
+
+def test_what_runs_plain_decoders_alone_says_so(small):
+    _, config, _ = small
+    with pytest.raises(ContractError, match=r"only plain decoders are recomputed \(sm_scale, latent, experts\)"):
+        recompute(config, {}, [1, 2, 3])
+    devices = [DeviceRef.GPU(0), DeviceRef.GPU(1)]
+    with Graph("shares") as graph, pytest.raises(ContractError, match="latent attention or experts runs on one device"):
+        Parameters.shares(graph, config, DType.float32, devices)
+    assert len(assembled_tensors(config)) == 2 * 3 + 2 * 2
+    assert np.prod(expected_tensors(config)["model.layers.1.mlp.experts.gate_up_proj.weight"]) == 4 * 2 * 24 * 48
+
+
+def test_the_server_refuses_pages_of_latents(small):
+    folder, _, _ = small
+    with pytest.raises(CheckpointError, match="MAX Serve hold K and V of heads, not latents: run it with paged-kv gen"):
+        prepare(Request(folder, "127.0.0.1", 0, "bfloat16", 16))
+
+
+def test_other_models_are_loaded_as_they_are(tmp_path):
+    assert assembled_tensors(load_config(write_config(tmp_path))) == {}
