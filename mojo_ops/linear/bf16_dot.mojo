@@ -6,7 +6,6 @@ number of rows and threads. The instruction takes denormal operands as zero, and
 A thread takes sections of rows of w (`bf16_dot_section.mojo`), of whichever layer is next.
 """
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 
 from ..cache.pointers import untracked
@@ -15,6 +14,7 @@ from ..isa.line_counter import LineCounter
 from ..isa.memory import Bf16Pointer, align_to_line
 from .bf16_dot_section import DotLinear, PANEL_ROWS, SECTION_ROWS, STEP, pack_panel
 from .member import LinearMember
+from .tasks import run_tasks
 
 comptime PACKED_ROWS = 512
 """Rows of x that are packed at once."""
@@ -57,7 +57,7 @@ def start[rows: Int](members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k
         elif panels == 1:
             pack(0)
         else:
-            sync_parallelize(pack, panels)
+            run_tasks(pack, panels, workers)
         DotLinearGroup[rows](members, count, packed, first, present, k, panels).run(workers)
     _ = memory^
 
@@ -126,7 +126,7 @@ struct DotLinearGroup[rows: Int](TrivialRegisterPassable):
                 section = next
             _ = memory
 
-        sync_parallelize(task, max(1, min(sections, workers)))
+        run_tasks(task, max(1, min(sections, workers)), workers)
         _ = counter^
 
     @always_inline

@@ -5,16 +5,22 @@ call, whatever the number of its rows, and experts without rows are not read. A 
 gives for it alone.
 """
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.memory import unsafe_memcpy, unsafe_memset_zero
+from std.sys import size_of
 
 from ..cache.pointers import RowPointer, untracked
+from ..isa.line_counter import LineCounter
 from .dispatch import linear
 from .member import LinearMember
+from .tasks import run_tasks
 
 comptime COPIED_ROWS = 64
 """Rows that one task copies."""
+comptime EXPERTS_OF_A_THREAD = 3
+"""Experts with rows for each thread, from which on a thread takes a whole one: fewer would leave threads idle."""
+comptime SMALL_BYTES = 2**18
+"""Bytes of a weight that is too small to be shared by threads: waiting for them would take as long."""
 
 
 def check_experts(experts: RowPointer, rows: Int, m: Int, count: Int) raises:
@@ -105,28 +111,84 @@ def linear_experts[
                     dest=xs.unsafe_offset(at * k), src=x.unsafe_offset(order[unsafe_offset=at] // share * k), count=k
                 )
 
-        sync_parallelize(gather, ceildiv(used, COPIED_ROWS))
-    for expert in range(count):
-        var begin = grouping.starts[expert]
-        var present = grouping.starts[expert + 1] - begin
-        if present > 0:
-            var member = LinearMember(ys.unsafe_offset(begin * n), w.unsafe_offset(expert * n * k), n)
-            linear(
-                Array[LinearMember[dtype, weight_dtype], 1](fill=member),
-                xs.unsafe_offset(begin * k),
-                present,
-                k,
-                workers,
-            )
+        copy_tasks(gather, used, workers)
+    ExpertLinear[dtype, weight_dtype](ys, xs, w, untracked(grouping.starts.unsafe_ptr()), count, n, k).run(workers)
     if not in_place:
 
         def scatter(task: Int) {var y, var ys, var order, var used, var n}:
             for at in range(task * COPIED_ROWS, min(used, (task + 1) * COPIED_ROWS)):
-                unsafe_memcpy(dest=y.unsafe_offset(order[unsafe_offset=at] * n), src=ys.unsafe_offset(at * n), count=n)
+                unsafe_memcpy(
+                    dest=y.unsafe_offset(order[unsafe_offset=at] * n),
+                    src=ys.unsafe_offset(at * n),
+                    count=n,
+                )
 
-        sync_parallelize(scatter, ceildiv(used, COPIED_ROWS))
+        copy_tasks(scatter, used, workers)
     for at in range(used, rows):
         unsafe_memset_zero(y.unsafe_offset(order[unsafe_offset=at] * n), n)
     _ = grouping^
     _ = x_memory^
     _ = y_memory^
+
+
+@always_inline
+def copy_tasks[Task: def(Int) -> None, //](task: Task, used: Int, workers: Int):
+    """Runs a task for each `COPIED_ROWS` rows."""
+    var count = ceildiv(used, COPIED_ROWS)
+    run_tasks(task, count, workers if count > 1 else 1)
+
+
+@fieldwise_init
+struct ExpertLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
+    """The operands of a call, with rows sorted by expert."""
+
+    var y: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[rows, n]`."""
+    var x: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
+    """`[rows, k]`."""
+    var w: Pointer[Scalar[Self.weight_dtype], MutUntrackedOrigin]
+    """`[count, n, k]`."""
+    var starts: Pointer[Int, MutUntrackedOrigin]
+    """Where each expert's rows begin, and where the last one's end: `[count + 1]`."""
+    var count: Int
+    var n: Int
+    var k: Int
+
+    def run(self, workers: Int):
+        """Computes y. The next idle thread takes the next expert where there are enough of them or they are small; else
+        all threads work on one expert after the other.
+        """
+        var present = 0
+        for expert in range(self.count):
+            present += Int(self.starts[unsafe_offset=expert + 1] > self.starts[unsafe_offset=expert])
+        var small = self.n * self.k * size_of[Self.weight_dtype]() <= SMALL_BYTES
+        if workers == 1 or (present < EXPERTS_OF_A_THREAD * workers and not small):
+            for expert in range(self.count):
+                self.multiply(expert, workers)
+            return
+        var counter = LineCounter()
+        var taken = counter.at()
+
+        def task(index: Int) {var self, var taken}:
+            var expert = Int(taken[].fetch_add(1))
+            while expert < self.count:
+                self.multiply(expert, 1)
+                expert = Int(taken[].fetch_add(1))
+
+        run_tasks(task, max(1, min(present, workers)), workers)
+        _ = counter^
+
+    def multiply(self, expert: Int, workers: Int):
+        """Multiplies the rows of one expert on so many threads."""
+        var begin = self.starts[unsafe_offset=expert]
+        var rows = self.starts[unsafe_offset=expert + 1] - begin
+        if rows > 0:
+            var y = self.y.unsafe_offset(begin * self.n)
+            var member = LinearMember(y, self.w.unsafe_offset(expert * self.n * self.k), self.n)
+            linear(
+                Array[LinearMember[Self.dtype, Self.weight_dtype], 1](fill=member),
+                self.x.unsafe_offset(begin * self.k),
+                rows,
+                self.k,
+                workers,
+            )

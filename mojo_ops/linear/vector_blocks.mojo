@@ -4,7 +4,6 @@ The section and the unfinished sums stay in the second-level cache, a block of a
 first-level cache. Meanwhile the next block of w is prefetched.
 """
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.sys import size_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
@@ -12,6 +11,7 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 from ..cache.pointers import untracked
 from ..isa.line_counter import LineCounter
 from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
+from .tasks import run_tasks
 from .vector_operands import (
     CHUNK,
     FLOAT_LANES,
@@ -80,7 +80,7 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
                 section = next
             _ = memory^
 
-        sync_parallelize(task, max(1, min(sections, workers)))
+        run_tasks(task, max(1, min(sections, workers)), workers)
         _ = counter^
 
     def multiply_section(self, begin: Int, end: Int, next: Int, wide: FloatPointer, sums: FloatPointer):

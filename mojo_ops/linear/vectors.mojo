@@ -8,7 +8,6 @@ Here is the entry, and one panel of x, where the memory is the limit: a group of
 the next group is prefetched. Several panels are in `vector_blocks.mojo`.
 """
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.sys import size_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
@@ -17,6 +16,7 @@ from ..cache.pointers import untracked
 from ..isa.cpu_tuning import CPU_TUNING
 from ..isa.line_counter import LineCounter
 from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
+from .tasks import run_tasks
 from .vector_blocks import PANEL_ROWS, BlockLinear
 from .vector_operands import (
     CHUNK,
@@ -112,7 +112,7 @@ def multiply_panels[
             packed.unsafe_offset(panel * panel_elements),
         )
 
-    sync_parallelize(pack, panels)
+    run_tasks(pack, panels, workers)
     BlockLinear[dtype, weight_dtype](y, packed, w, m, n, k).run(workers)
     _ = memory^
 
@@ -175,7 +175,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
                 section = next
             _ = memory
 
-        sync_parallelize(task, max(1, min(sections, workers)))
+        run_tasks(task, max(1, min(sections, workers)), workers)
         _ = counter^
 
     @always_inline

@@ -9,7 +9,6 @@ weights are copied to an odd pitch, so that their lines fall into different sets
 operands of a block stay in the second-level cache.
 """
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
@@ -26,6 +25,7 @@ from ...isa.amx_tiles import (
     zero_sums,
 )
 from ...isa.memory import Bf16Pointer, FloatPointer, align_to_line
+from ..tasks import run_tasks
 from .operands import AmxLinear, LINE_ELEMENTS, copy_rows, pack_columns
 from .stream import MAX_STREAM_ROWS, stream_weights
 
@@ -69,7 +69,7 @@ def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k
         elif panels == 1:
             pack(0)
         else:
-            sync_parallelize(pack, panels)
+            run_tasks(pack, panels, workers)
         var call = AmxLinear(y.unsafe_offset(start * n), packed, w, rows, n, k, steps, panels, columns)
         if m <= MAX_STREAM_ROWS:
             stream_weights(call, workers)
@@ -82,7 +82,7 @@ def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k
             var end = min(call.n, (index + 1) * blocks // tasks * 2 * AMX_TILE_ROWS)
             multiply_blocks(call, begin, end)
 
-        sync_parallelize(compute, tasks)
+        run_tasks(compute, tasks, workers)
     _ = memory^
 
 

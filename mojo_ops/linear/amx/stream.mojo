@@ -7,7 +7,6 @@ outstanding. The next idle thread takes the next section of w (`depth` rows of e
 start together.
 """
 
-from max.algorithm import sync_parallelize
 from std.atomic import Atomic
 from std.math import ceildiv
 from std.sys.intrinsics import PrefetchOptions, prefetch
@@ -18,6 +17,7 @@ from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_TILE_K, AMX_TILE_ROWS
 from ...isa.line_counter import LineCounter
 from ...isa.memory import Bf16Pointer, FloatPointer
 from ...isa.transpose import transpose_16x16
+from ..tasks import run_tasks
 from .operands import AmxLinear, copy_rows
 
 comptime MAX_STREAM_ROWS = 64
@@ -71,7 +71,7 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
         def task(index: Int) {var shared}:
             shared.run()
 
-        sync_parallelize(task, max(1, min(shared.sections(), workers)))
+        run_tasks(task, max(1, min(shared.sections(), workers)), workers)
         _ = taken^
 
     def sections(self) -> Int:
