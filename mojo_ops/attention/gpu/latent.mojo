@@ -32,7 +32,7 @@ struct RotaryQuery[dtype: DType](DevicePassable, TrivialRegisterPassable):
     var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[R, Hq, Dpe]`, in device memory."""
     var dim: Int32
-    """Dpe."""
+    """Dpe; 0 where keys have no rotary part, which is then not read."""
     var latent_scale: Float32
     """Multiplies the product with the latent vector, before both are scaled."""
 
@@ -63,7 +63,8 @@ def attend_latent[
     Shapes were checked; `params` has the latent part of the queries. Both caches have one head and one page table.
     """
     check_alignment("ckv", latent)
-    check_alignment("kpe", rotary_keys)
+    if rotary.dim > 0:
+        check_alignment("kpe", rotary_keys)
     if params.num_rows == 0 or params.num_heads == 0:
         return
     # Registers hold the query: a wide rotary part leaves room for fewer heads.
