@@ -78,6 +78,8 @@ class AttentionCase(Case):
     layout: Layout = "NHD"
     """MAX: all layers in one array, the copies being its layers."""
     new_tokens: int = 1
+    rope_theta: float | None = None
+    """Keys are stored without their rotation, and rotated when they are read."""
 
     @property
     def bytes(self) -> int:
@@ -183,6 +185,10 @@ class StepCase(Case):
 AMX = ("vllm-amx-32", "vllm-amx-64", "vllm-amx-128")
 AMX_LABEL = "vLLM CPU AMX, best page size"
 
+ROTATED = Versus("our own, rotated in the cache", ("ours-rotated",), 0.5)
+FLOAT32: dict[str, object] = {"dtype": "float32", "kv_dtype": "float32"}
+PREFILL: dict[str, object] = {"lengths": (2048,), "new_tokens": 2048}
+
 _BASE = AttentionCase(
     "bf16",
     "bf16, NHD, page 16, B 8, 32/8, L 4096",
@@ -212,8 +218,7 @@ CASES: tuple[Case, ...] = (
         Versus("MAX flash_attention_ragged", ("max",), 5),
         Versus("ONNX Runtime GQA", ("ort",), 2),
         Versus("torch SDPA, contiguous", ("torch",)),
-        dtype="float32",
-        kv_dtype="float32",
+        **FLOAT32,
     ),
     _variant(
         "f16",
@@ -224,9 +229,7 @@ CASES: tuple[Case, ...] = (
         dtype="float16",
         kv_dtype="float16",
     ),
-    _variant("group1", "bf16, group 1 (8/8)", heads=8),
-    _variant("group2", "bf16, group 2 (16/8)", heads=16),
-    _variant("group8", "bf16, group 8 (64/8)", heads=64),
+    *(_variant(f"group{group}", f"bf16, group {group} ({8 * group}/8)", heads=8 * group) for group in (1, 2, 8)),
     _variant("group16", "bf16, group 16 (128/8)", 0.7, heads=128),
     _variant("long", "bf16, B 1, L 65536", 0.85, Versus(AMX_LABEL, AMX, 1.2), lengths=(65536,)),
     _variant("uneven", "bf16, one request of 32768, 31 of 128", 0.8, lengths=(32768, *(128,) * 31)),
@@ -253,11 +256,11 @@ CASES: tuple[Case, ...] = (
     AppendCase("append-4096", "append 1 x 4096 tokens, bf16", 0.8),
     LinearCase("linear-1", "linear bf16, 8192 x 4096, 1 row", 0.85, (Versus("torch", ("torch-linear",), 1),)),
     LinearCase("linear-8", "linear bf16, 8192 x 4096, 8 rows", 0.85, (Versus("torch", ("torch-linear",), 1),), rows=8),
-    LinearCase(
-        "linear-64", "linear bf16, 8192 x 4096, 64 rows", None, (Versus("torch", ("torch-linear",), 1),), rows=64
-    ),
-    LinearCase(
-        "linear-256", "linear bf16, 8192 x 4096, 256 rows", None, (Versus("torch", ("torch-linear",), 1),), rows=256
+    *(
+        LinearCase(
+            f"linear-{n}", f"linear bf16, 8192 x 4096, {n} rows", None, (Versus("torch", ("torch-linear",), 1),), rows=n
+        )
+        for n in (64, 256)
     ),
     *(
         StepCase(
@@ -290,8 +293,11 @@ CASES: tuple[Case, ...] = (
         "prefill attention bf16, 2048 new tokens, 32/8",
         None,
         Versus("torch SDPA, contiguous", ("torch",), 1),
-        lengths=(2048,),
-        new_tokens=2048,
+        **PREFILL,
+    ),
+    *(
+        _variant(f"rope-{name}", f"{name}, keys rotated as they are read", None, ROTATED, rope_theta=1e4, **changes)
+        for name, changes in (("bf16", {}), ("f32", FLOAT32), ("prefill", PREFILL))
     ),
 )
 

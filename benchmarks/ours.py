@@ -80,7 +80,8 @@ class OursAttention(Ours):
         self.memory = blocks
         none = to_buffer(np.zeros(0, np.float32))
         rows = [to_buffer(array) for array in (problem.q, problem.row_batch, problem.row_lengths)]
-        options = [none, none, to_buffer(np.array(-1, np.int32)), to_buffer(AttentionOptions().numbers(case.head_dim))]
+        numbers = AttentionOptions(rope_theta=case.rope_theta).numbers(case.head_dim)
+        options = [none, none, to_buffer(np.array(-1, np.int32)), to_buffer(numbers)]
         rng = np.random.default_rng(1)
         self._inputs: list[list[Buffer]] = []
         for k_view, v_view in views:
@@ -163,6 +164,19 @@ class OursOneToken(OursAttention):
         """Of all rows, in a call for each new token."""
         steps = [to_numpy(self._attend(rows, 0)) for rows in self._steps]
         return np.stack(steps, axis=1).reshape(self._shape)
+
+
+class OursRotated(OursAttention):
+    """Keys that were rotated before they were stored, for what it costs to rotate them when they are read."""
+
+    name = "our own, rotated in the cache"
+
+    def prepare(self, problem: AttentionProblem, copies: int) -> None:
+        stored = AttentionProblem.__new__(AttentionProblem)
+        stored.__dict__ |= problem.__dict__
+        stored.case = replace(problem.case, rope_theta=None)
+        stored.q, stored.k = problem.rotated
+        super().prepare(stored, copies)
 
 
 class OursAppend(Ours):

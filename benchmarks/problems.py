@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.benchmarks.cases import AppendCase, AttentionCase, Case, LinearCase, StepCase
+from paged_kv.reference import rope
 
 Array = npt.NDArray[Any]
 
@@ -103,6 +104,16 @@ class AttentionProblem(Problem):
         """`[R]`: the request of each row."""
         return np.repeat(np.arange(len(self.case.lengths)), self.case.new_tokens).astype(np.int32)
 
+    @property
+    def rotated(self) -> tuple[Array, Array]:
+        """Q and K as they meet, in their dtypes."""
+        theta = self.case.rope_theta
+        if theta is None:
+            return self.q, self.k
+        positions = np.concatenate([np.arange(length) for length in self.case.lengths])
+        q, k = rope(self.q, self.row_lengths - 1, theta), rope(self.k, positions, theta)
+        return q.astype(self.q.dtype), k.astype(self.k.dtype)
+
     @cached_property
     def _expected(self) -> tuple[Array, Array, Array]:
         """Sampled rows, KV heads, and for each pair the output of the head's group `[group, D]` float64."""
@@ -112,11 +123,12 @@ class AttentionProblem(Problem):
         rows, heads = chosen // case.kv_heads, chosen % case.kv_heads
         group = case.heads // case.kv_heads
         outputs = []
+        queries, keys = self.rotated
         for row, head in zip(rows, heads, strict=True):
             begin = self.indptr[self.row_batch[row]]
             seen = slice(begin, begin + self.row_lengths[row])
-            q = self.q[row, head * group : (head + 1) * group].astype(np.float64)
-            k, v = (array[seen, head].astype(np.float64) for array in (self.k, self.v))  # [L, D]
+            q = queries[row, head * group : (head + 1) * group].astype(np.float64)
+            k, v = (array[seen, head].astype(np.float64) for array in (keys, self.v))  # [L, D]
             scores = q @ k.T * case.head_dim**-0.5
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             outputs.append(weights / weights.sum(axis=1, keepdims=True) @ v)

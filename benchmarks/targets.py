@@ -22,6 +22,8 @@ class Goal:
     """Whether one of these is enough."""
 
 
+ROTARY = {f"rope-{name}": Goal(None, {"our own, rotated in the cache": 0.5}) for name in ("bf16", "f32", "prefill")}
+
 WITHOUT_AMX = {
     "bf16": Goal(0.8, {"vLLM CPU, page 16": 2.5}, either=True),
     "f32": Goal(None, {"vLLM CPU, best page size": 1.7}),
@@ -39,11 +41,13 @@ WITHOUT_AMX = {
     "step-prefill": Goal(None, {"vLLM CPU": 1, "Hugging Face transformers": 1.2}),
     "prefill": Goal(None, {"torch SDPA, contiguous": 2}),
     "new4": Goal(None, {"our own, 1 new token": 0.8}),
+    **ROTARY,
 }
 """On CPUs with bfloat16 dot products and no AMX; cases that are not named are measured for information."""
 
 WITHOUT_BF16 = {
     "bf16": Goal(None, {"vLLM CPU, page 16": 1.5, "torch SDPA, contiguous": 2}, either=True),
+    **ROTARY,
 }
 """On CPUs that have no bfloat16 instruction at all."""
 

@@ -13,7 +13,6 @@ from max.runtime.asyncrt import parallelism_level
 from .attention.checks import check_dim, check_heads, check_masks, check_rows
 from .attention.cpu.dispatch import attend_on_cpu
 from .attention.cpu.kernel_choice import rotates_keys
-from .attention.cpu.rotary_fallback import attend_rotary_fallback
 from .attention.gpu.dispatch import attend_on_gpu
 from .attention.gpu.generic import attend_generic
 from .attention.gpu.params import GpuAttentionParams
@@ -90,7 +89,7 @@ struct Attention:
             if not rotates_keys(rows.rope_theta):
                 attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
             else:
-                attend_rotary_fallback(rows, pair.k, pair.v, logits, parallelism_level(None))
+                attend_on_cpu[rotates=True](rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_masked_attention")
@@ -163,7 +162,7 @@ struct MaskedAttention:
             if not rotates_keys(rows.rope_theta):
                 attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
             else:
-                attend_rotary_fallback(rows, pair.k, pair.v, logits, parallelism_level(None))
+                attend_on_cpu[rotates=True](rows, pair.k, pair.v, logits, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_merge_states")

@@ -19,6 +19,7 @@ PEERS = {
     "max": "peers.max_flash:MaxAttention",
     "ours-bf16": "ours:OursBfloat16",
     "ours-1": "ours:OursOneToken",
+    "ours-rotated": "ours:OursRotated",
     "vllm-step": "peers.vllm_step:VllmStep",
     "transformers": "peers.transformers_llama:TransformersStep",
     "llama.cpp": "peers.llama_cpp:LlamaCppStep",

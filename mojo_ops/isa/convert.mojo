@@ -104,16 +104,29 @@ def load_bits[
 
 
 @always_inline
-def widen_float8[dtype: DType](bits: SIMD[DType.uint8, LANES]) -> FloatVector:
-    """Converts 16 float8 numbers to float32 by way of float16, whose exponent range includes theirs."""
+def widen[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _]) -> SIMD[DType.float32, width]:
+    """Loads `width` elements in their natural order."""
+    comptime if dtype == DType.bfloat16:
+        var words = source.unsafe_bitcast[UInt16]().unsafe_load[width=width]().cast[DType.uint32]()
+        return bitcast[DType.float32, width](words << 16)
+    elif is_float8(dtype):
+        return widen_float8[dtype](source.unsafe_bitcast[UInt8]().unsafe_load[width=width]())
+    else:
+        return source.unsafe_load[width=width]().cast[DType.float32]()
+
+
+@always_inline
+def widen_float8[dtype: DType](bits: SIMD[DType.uint8, _]) -> SIMD[DType.float32, bits.length]:
+    """Converts float8 numbers to float32 by way of float16, whose exponent range includes theirs."""
+    comptime Out = SIMD[DType.float32, bits.length]
     var wide = bits.cast[DType.uint16]()
     comptime if dtype == DType.float8_e5m2:
-        return bitcast[DType.float16, LANES](wide << 8).cast[DType.float32]()
+        return bitcast[DType.float16, bits.length](wide << 8).cast[DType.float32]()
     else:
         # seeeemmm -> s0eeeemmm0000000: the exponent bias is 7 there and 15 here.
         var half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        var value = bitcast[DType.float16, LANES](half).cast[DType.float32]() * 256
-        return (wide & 0x7F).eq(0x7F).select(FloatVector(0) / FloatVector(0), value)
+        var value = bitcast[DType.float16, bits.length](half).cast[DType.float32]() * 256
+        return (wide & 0x7F).eq(0x7F).select(Out(0) / Out(0), value)
 
 
 @always_inline

@@ -59,7 +59,7 @@ HALF = ("bfloat16", "bfloat16")
     ("architecture", "sizes", "pair", "kernel", "word"),
     [
         (None, (8, 1, 1), ("float32", "float32"), "cpu/vectors", "AMX"),
-        (None, (8, 1, 1), ROTARY, "cpu/rotary_fallback", "rotated"),
+        (None, (8, 1, 1), ROTARY, "as above", "rotated"),
         ("sm_90a", (128, 4, 16), HALF, "gpu/hopper", "holds"),
         ("sm_90a", (128, 4, 5), HALF, "gpu/generic", "page_size 5"),
         ("sm_90a", (80, 4, 16), HALF, "gpu/generic", "head_dim 64, 128 and 256, not 80"),

@@ -35,6 +35,7 @@ def attention[dtype: DType, kv_dtype: DType](mut memory: List[Float32]):
     var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1, PlainSight(), q, 1)
     var cache = cache_of[kv_dtype](memory)
     attend_on_cpu(rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
+    attend_on_cpu[rotates=True](rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
     comptime if dtype == kv_dtype:
         var bytes = numbers.unsafe_bitcast[UInt8]()
         var starts = numbers.unsafe_bitcast[Int64]()

@@ -15,6 +15,7 @@ from mojo_ops.attention.cpu.amx.weighted_sums import ValueProducts, sum_tile_amx
 from mojo_ops.attention.cpu.bf16_chunk import Bf16Chunk
 from mojo_ops.attention.cpu.kv_tile import KVTile
 from mojo_ops.attention.cpu.prefetch import EARLY_V_TOKENS, KV_TILE_TOKENS, Prefetcher, STREAMS
+from mojo_ops.attention.cpu.rotary_keys import KeyRotation, RotaryTables
 from mojo_ops.attention.cpu.vectors.products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
 from mojo_ops.attention.cpu.vectors.queries import packed_query_dtype
 from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
@@ -138,9 +139,28 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
     for unit in range(0, KV_TILE_TOKENS, STREAMS):
         for head in range(KV_HEADS):
             score_tile[query_dtype](
-                k, constants, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher
+                k.blocks.ptr.unsafe_offset(head * heads.k_stride),
+                constants,
+                tile.k,
+                heads,
+                head,
+                head,
+                unit,
+                unit + STREAMS,
+                queries,
+                workspace,
+                prefetcher,
             )
     assert_equal(prefetcher.due, KV_HEADS * score_prefetch_calls[dtype](heads, queries), "scores in vectors")
+    var tables = RotaryTables[dtype](dim, 10000, 1)
+    var rotation = KeyRotation(tables, heads, 0, False)
+    rotation.place_keys[DType.float32](STREAMS)
+    rotation.select_tile(0, tile)
+    prefetcher.due = 0
+    for unit in range(0, KV_TILE_TOKENS, STREAMS):
+        for head in range(KV_HEADS):
+            rotation.rotate_keys[DType.float32](k, constants, tile, 0, heads, head, unit, unit + STREAMS, prefetcher)
+    assert_equal(prefetcher.due, KV_HEADS * KV_TILE_TOKENS, "rotated keys")
     prefetcher.due = 0
     for unit in range(0, KV_TILE_TOKENS, STREAMS):
         for head in range(KV_HEADS):
@@ -154,7 +174,8 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
             prefetcher.due = 0
             var scores = KeyProducts[Bf16Chunk[dtype].length](buffers)
             for head in range(KV_HEADS):
-                score_tile_amx(k, tile, heads, head, buffers, workspace, prefetcher, scores)
+                var keys = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
+                score_tile_amx(keys, tile.k, heads, head, buffers, workspace, prefetcher, scores)
             assert_equal(prefetcher.due, KV_HEADS * prefetch_calls_amx[dtype](heads), "scores on matrix tiles")
             prefetcher.due = 0
             var sums = ValueProducts[Bf16Chunk[dtype].length](heads, buffers, workspace)
@@ -164,6 +185,7 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
             tile_release()
     _ = storage^
     _ = table^
+    _ = tables^
     _ = workspace^
 
 

@@ -9,6 +9,7 @@ from paged_kv.benchmarks.peers.vllm_cpu import library
 from paged_kv.benchmarks.targets import WITHOUT_AMX, WITHOUT_BF16, cases_of
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
+ROTATED = {f"rope-{name}": (None, {"ours-rotated": 0.5}) for name in ("bf16", "f32", "prefill")}
 # What is asked for on CPUs with bfloat16 dot products and no AMX.
 ASKED = {
     "bf16": (0.8, {"vllm-16": 2.5}),
@@ -27,6 +28,7 @@ ASKED = {
     "step-prefill": (None, {"vllm-step": 1, "transformers": 1.2}),
     "prefill": (None, {"torch": 2}),
     "new4": (None, {"ours-1": 0.8}),
+    **ROTATED,
 }
 
 
@@ -50,7 +52,7 @@ def test_a_family_without_amx_has_targets_of_its_own(family):
 def test_other_families():
     assert cases_of("sapphirerapids") is cases_of("graniterapids") is CASES
     for family in ("haswell", "skylake-avx512"):
-        assert asked(cases_of(family)) == {"bf16": (None, {"vllm-16": 1.5, "torch": 2})}
+        assert asked(cases_of(family)) == {"bf16": (None, {"vllm-16": 1.5, "torch": 2}), **ROTATED}
     assert asked(cases_of("aarch64")) == {}
 
 

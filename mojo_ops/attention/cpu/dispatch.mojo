@@ -1,7 +1,7 @@
 """Attention over pages on the CPU, decode and prefill: cuts a call into segments and runs them on all threads.
 
 Each block of rows is computed in vectors (`vectors/segment.mojo`, `vectors/prefill.mojo`) or on matrix tiles
-(`amx/segment.mojo`, `amx/prefill.mojo`). Calls that rotate keys go to `rotary_fallback.mojo` instead.
+(`amx/segment.mojo`, `amx/prefill.mojo`).
 """
 
 from max.algorithm import sync_parallelize
@@ -19,6 +19,7 @@ from .amx.segment import attend_segment_amx
 from .kernel_choice import CpuKernelChoice, amx_serves
 from .plan import BlockSizes, Segment, SegmentQueue, plan_segments
 from .prefill.queries import padded_queries
+from .rotary_keys import KeyRotation, RotaryTables
 from .split_merge import SplitResults, TaskResult, finish_segment
 from .vectors.prefill import attend_prefill_vectors, prefetch_ranges
 from .vectors.prefill_workspace import VectorPrefillWorkspace
@@ -27,9 +28,9 @@ from .workspace import HeadLayout, SegmentWorkspace
 
 
 def attend_on_cpu[
-    dtype: DType, //, *, latent: Bool = False
+    dtype: DType, //, *, latent: Bool = False, rotates: Bool = False
 ](rows: AttentionRows[dtype, ...], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
-    """Computes o `[R, Hq, Dv]` and lse `[R, Hq]` of every row of a call without rotary keys, on up to `workers` threads.
+    """Computes o `[R, Hq, Dv]` and lse `[R, Hq]` of every row of a call on up to `workers` threads.
 
     The formula is in `../README.md`. The rows were checked (`check_rows`). The result does not depend on `workers`.
 
@@ -37,6 +38,7 @@ def attend_on_cpu[
         dtype: Of the queries.
         latent: Whether a key is a token's V and then its K, so that V is read once. All blocks are then prefill blocks,
             which alone take another head_dim of V than of K.
+        rotates: Whether queries and keys are rotated as they are read (`rotary_keys.mojo`).
 
     Args:
         rows: The rows of the call.
@@ -61,6 +63,8 @@ def attend_on_cpu[
     var split_results = SplitResults(
         plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_value
     )
+    var rotary_tables = RotaryTables[kv_dtype](heads.head_dim, rows.rope_theta if rotates else 0, rows.rope_scale)
+    var max_rotated = max(plan.max_rows * rows.num_heads, max_prefill_queries)
     # Every thread writes it, and no other memory of its cache line is in use.
     var num_taken = LineCounter()
     var queue = SegmentQueue(
@@ -82,16 +86,21 @@ def attend_on_cpu[
         var max_stride,
         var max_queries,
         var max_prefill_queries,
+        var max_rotated,
+        ref rotary_tables,
         ref split_results,
     }:
+        var rotation = KeyRotation(rotary_tables, heads, max_rotated, choice.permitted)
+        var amx_heads = rotation.heads_of[DType.bfloat16](heads) if rotates else heads
         var workspace = SegmentWorkspace(
             heads,
             max_stride,
-            AmxBuffers.num_floats(max_queries, heads.padded_dim) if choice.may_use_amx else 0,
+            AmxBuffers.num_floats(max_queries, amx_heads.padded_dim) if choice.may_use_amx else 0,
+            query_floats=amx_heads.padded_dim // 2 if choice.may_use_amx else 0,
         )
         var own = workspace.acc
         var result = TaskResult(index)
-        var prefill_amx = PrefillWorkspace(max_prefill_queries if choice.permitted else 0, heads)
+        var prefill_amx = PrefillWorkspace(max_prefill_queries if choice.permitted else 0, amx_heads)
         var prefill_vectors = VectorPrefillWorkspace(
             0 if choice.permitted else max_prefill_queries, heads, prefetch_ranges(heads)
         )
@@ -106,13 +115,27 @@ def attend_on_cpu[
                 if choice.permitted:
                     comptime if amx_serves(dtype, kv_dtype):
                         prefill_amx.queries = states
-                        attend_prefill_amx[latent](rows, segment, k, v, logits, heads, prefill_amx)
+                        comptime if rotates:
+                            var rotated = rotation.rotate_queries[DType.bfloat16, kv_dtype](rows, segment, heads)
+                            attend_prefill_amx[latent, True](
+                                rotated, segment, k, v, logits, heads, prefill_amx, rotation
+                            )
+                        else:
+                            attend_prefill_amx[latent, False](rows, segment, k, v, logits, heads, prefill_amx, rotation)
                         finish_segment[True, latent](
                             rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
                         )
                 else:
                     prefill_vectors.queries = states
-                    attend_prefill_vectors[latent](rows, segment, k, v, logits, heads, prefill_vectors)
+                    comptime if rotates:
+                        var rotated = rotation.rotate_queries[DType.float32, kv_dtype](rows, segment, heads)
+                        attend_prefill_vectors[latent, True](
+                            rotated, segment, k, v, logits, heads, prefill_vectors, rotation
+                        )
+                    else:
+                        attend_prefill_vectors[latent, False](
+                            rows, segment, k, v, logits, heads, prefill_vectors, rotation
+                        )
                     finish_segment[False, latent](
                         rows, segment, k, v, logits, heads, stride, states, states.acc, split_results, result
                     )
@@ -121,12 +144,28 @@ def attend_on_cpu[
                 workspace.acc = own if segment.split_result < 0 else split_results.acc_of(result.index)
                 if choice.uses_amx(queries):
                     comptime if amx_serves(dtype, kv_dtype):
-                        following = attend_segment_amx(rows, segment, k, v, logits, heads, queue, workspace)
+                        comptime if rotates:
+                            var rotated = rotation.rotate_queries[DType.bfloat16, kv_dtype](rows, segment, heads)
+                            following = attend_segment_amx[True](
+                                rotated, segment, k, v, logits, heads, queue, workspace, rotation
+                            )
+                        else:
+                            following = attend_segment_amx[False](
+                                rows, segment, k, v, logits, heads, queue, workspace, rotation
+                            )
                         finish_segment[True, latent](
                             rows, segment, k, v, logits, heads, stride, workspace, workspace.acc, split_results, result
                         )
                 else:
-                    following = attend_segment_vectors(rows, segment, k, v, logits, heads, queue, workspace)
+                    comptime if rotates:
+                        var rotated = rotation.rotate_queries[DType.float32, kv_dtype](rows, segment, heads)
+                        following = attend_segment_vectors[True](
+                            rotated, segment, k, v, logits, heads, queue, workspace, rotation
+                        )
+                    else:
+                        following = attend_segment_vectors[False](
+                            rows, segment, k, v, logits, heads, queue, workspace, rotation
+                        )
                     finish_segment[False, latent](
                         rows, segment, k, v, logits, heads, stride, workspace, workspace.acc, split_results, result
                     )
@@ -136,5 +175,6 @@ def attend_on_cpu[
 
     sync_parallelize(task, tasks)
     _ = split_results^
+    _ = rotary_tables^
     _ = plan^
     _ = num_taken^

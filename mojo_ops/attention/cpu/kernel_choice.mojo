@@ -14,7 +14,7 @@ from .workspace import HeadLayout
 
 
 def rotates_keys(rope_theta: Float32) -> Bool:
-    """Whether keys lie un-rotated in the cache: the portable loop of `rotary_fallback.mojo` is for them alone."""
+    """Whether keys lie un-rotated in the cache, and kernels rotate them as they read them (`rotary_keys.mojo`)."""
     return rope_theta != 0
 
 
@@ -66,7 +66,7 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
 
 
 def cpu_kernel[dtype: DType, kv_dtype: DType](group: Int) -> String:
-    """The room of the kernel that decodes without rotary keys, and the reason.
+    """The room of the kernel that decodes, and the reason.
 
     Parameters:
         dtype: Of q.

@@ -279,5 +279,5 @@ def finish_segment[
                 acc.unsafe_offset(at * heads.padded_value),
             )
         if not is_finite:
-            var none = RotaryEmbedding(heads.head_dim, 0, 1)
-            recompute_not_finite[latent](rows, segment.row, segment.num_rows, first_head + head, k, v, logits, none)
+            var rotary = RotaryEmbedding(heads.head_dim, rows.rope_theta, rows.rope_scale)
+            recompute_not_finite[latent](rows, segment.row, segment.num_rows, first_head + head, k, v, logits, rotary)

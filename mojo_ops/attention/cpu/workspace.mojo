@@ -76,7 +76,8 @@ struct SegmentWorkspace(Movable, RunningStates):
     var tiles: List[KVTile]
     """`[TILE_BUFFERS]`."""
     var q: FloatPointer
-    """`[Hk, stride, P]` float32 in the element order of `load_chunk`; with AMX pairs of bfloat16 instead."""
+    """`[Hk, stride, P]` float32 in the element order of `load_chunk`; with AMX pairs of bfloat16 instead, whose heads may
+    be longer (`rotary_keys.mojo`)."""
     var acc: FloatPointer
     """`[Hk, stride, P]` float32: weighted values, in the order of `q`."""
     var weights: FloatPointer
@@ -91,19 +92,27 @@ struct SegmentWorkspace(Movable, RunningStates):
     var totals: FloatPointer
     """`[Hk, stride, LANES]`: the sum of each query's weights, in `LANES` parts."""
 
-    def __init__(out self, heads: HeadLayout, stride: Int, amx_floats: Int):
-        """Memory for `stride` queries of each KV head and `amx_floats` float32 numbers for `AmxBuffers`."""
+    def __init__(out self, heads: HeadLayout, stride: Int, amx_floats: Int, query_floats: Int = 0):
+        """Memory for `stride` queries of each KV head and `amx_floats` float32 numbers for `AmxBuffers`.
+
+        Args:
+            heads: The head sizes.
+            stride: Queries of a KV head.
+            amx_floats: The memory of `AmxBuffers`.
+            query_floats: The numbers that a packed query takes, where they are more than P.
+        """
+        var packed = max(heads.padded_dim, query_floats)
         var queries = heads.kv_heads * stride
         var weights = max(heads.kv_heads, SPAN_TILES) * stride * KV_TILE_TOKENS
         self.memory = List[Float32](
-            length=queries * (2 * heads.padded_dim + LANES + 1) + weights + amx_floats + 16, fill=0
+            length=queries * (packed + heads.padded_dim + LANES + 1) + weights + amx_floats + 16, fill=0
         )
         var rows = (KV_TILE_TOKENS + EARLY_V_TOKENS) * max(heads.kv_heads, SPAN_TILES)
         self.offsets = List[Int](length=TILE_BUFFERS * 2 * (KV_TILE_TOKENS + OFFSET_WIDTH) + rows, fill=0)
         self.tiles = List[KVTile](unsafe_uninit_length=TILE_BUFFERS)
         # Vectors must not straddle cache lines.
         self.q = align_to_line(untracked(self.memory.unsafe_ptr()))
-        self.acc = self.q.unsafe_offset(queries * heads.padded_dim)
+        self.acc = self.q.unsafe_offset(queries * packed)
         self.weights = self.acc.unsafe_offset(queries * heads.padded_dim)
         self.totals = self.weights.unsafe_offset(weights)
         self.amx_floats = self.totals.unsafe_offset(queries * LANES)

@@ -49,4 +49,4 @@ def main() raises:
     if call.on_gpu:
         print("rotary keys, any dtypes      ", gpu_choice(DType.bfloat16, DType.bfloat16, call, True))
     else:
-        print("rotary keys, any dtypes       cpu/rotary_fallback: keys are rotated one by one as they are read")
+        print("rotary keys, any dtypes       as above: each KV head of a tile is rotated before its scores")

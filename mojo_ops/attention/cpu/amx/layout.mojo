@@ -123,7 +123,7 @@ def pack_queries_amx[
                     comptime for p in range(16):
                         target[unsafe_offset=at + p * n] = pairs[p]
         var start = head * buffers.stride
-        for i in range(start * heads.padded_dim, (start + buffers.stride) * heads.padded_dim, LANES):
+        for i in range(start * heads.padded_value, (start + buffers.stride) * heads.padded_value, LANES):
             workspace.acc.unsafe_store(i, FloatVector(0))
         for m in range(queries):
             workspace.clear(start + m)

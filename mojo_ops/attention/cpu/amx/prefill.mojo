@@ -11,6 +11,7 @@ from std.utils import IndexList
 
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx_tiles import AMX_TILE_ELEMENTS, configure_tiles
+from ....isa.convert import ChunkConstants
 from ....isa.float8 import Float8Tables
 from ....isa.memory import Bf16BitsPointer
 from ....isa.transpose import transpose_16x16
@@ -21,6 +22,7 @@ from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS
 from ..prefill.queries import QUERY_COLUMNS, STEP_WORDS, padded_queries
 from ..prefill.step import PrefillStep
+from ..rotary_keys import KeyRotation
 from ..workspace import HeadLayout
 from .layout import LAYOUT_TOKENS
 from .prefill_products import PairProducts
@@ -78,7 +80,7 @@ def pack_part_prefill[
 
 
 def attend_prefill_amx[
-    dtype: DType, //, latent: Bool
+    dtype: DType, //, latent: Bool, rotates: Bool
 ](
     rows: AttentionRows[dtype, ...],
     segment: Segment,
@@ -87,6 +89,7 @@ def attend_prefill_amx[
     logits: Logits,
     heads: HeadLayout,
     mut workspace: PrefillWorkspace,
+    mut rotation: KeyRotation,
 ):
     """Computes the states and weighted values of a segment's queries of KV head `segment.head` in `workspace`.
 
@@ -96,6 +99,7 @@ def attend_prefill_amx[
     Parameters:
         dtype: Of the queries.
         latent: Whether a key is a token's V and then its K.
+        rotates: Whether the keys are rotated here; the queries are already (`../rotary_keys.mojo`).
 
     Args:
         rows: The rows of the call.
@@ -105,12 +109,18 @@ def attend_prefill_amx[
         logits: The options of the call.
         heads: The head sizes.
         workspace: The task's.
+        rotation: The task's.
     """
+    comptime key_dtype = DType.bfloat16 if rotates else k.dtype
     comptime has_masks = rows.Sight.has_masks
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var pairs = padded_queries(segment.num_rows * heads.group) // (2 * QUERY_COLUMNS)
     configure_tiles()
-    pack_queries_prefill[k.dtype, latent](rows, segment, heads, workspace)
+    var key_heads = heads
+    comptime if rotates:
+        key_heads = rotation.heads_of[key_dtype](heads)
+        rotation.place_keys[key_dtype](KV_TILE_TOKENS)
+    pack_queries_prefill[key_dtype, latent](rows, segment, key_heads, workspace)
     workspace.queries.clear(rows, segment, logits, heads)
     var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer())
     while step.count > 0:
@@ -120,36 +130,56 @@ def attend_prefill_amx[
             if not workspace.queries.read_masks(rows, segment, logits, heads.group, starts, ends):
                 step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
                 continue
-        lay_out_step[latent](k, v, step, heads, segment.head, workspace)
-        var products = PairProducts(step, heads, 0, NO_PAIR, 1, workspace)
+        lay_out_step[latent, rotates](k, v, step, heads, segment.head, workspace, rotation)
+        var products = PairProducts(step, key_heads, 0, NO_PAIR, 1, workspace)
         products.finish()
         for pair in range(pairs):
             var calls = 2 * visible_tiles(step, pair, workspace.queries) * KV_TILE_TOKENS // 2
             products = PairProducts(
-                step, heads, pair + 1 if pair + 1 < pairs else NO_PAIR, pair - 1, max(1, calls), workspace
+                step, key_heads, pair + 1 if pair + 1 < pairs else NO_PAIR, pair - 1, max(1, calls), workspace
             )
             comptime for half in range(2):
                 scores_to_weights_prefill[has_masks](step, logits, heads, segment.head, pair, half, workspace, products)
             products.finish()
-        products = PairProducts(step, heads, NO_PAIR, pairs - 1, 1, workspace)
+        products = PairProducts(step, key_heads, NO_PAIR, pairs - 1, 1, workspace)
         products.finish()
         step = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer())
 
 
 def lay_out_step[
-    latent: Bool
-](k: PagedKVCache, v: type_of(k), step: PrefillStep, heads: HeadLayout, head: Int, mut workspace: PrefillWorkspace):
+    latent: Bool, rotates: Bool
+](
+    k: PagedKVCache,
+    v: type_of(k),
+    step: PrefillStep,
+    heads: HeadLayout,
+    head: Int,
+    mut workspace: PrefillWorkspace,
+    rotation: KeyRotation,
+):
     """Copies K as rows of matrix tiles, and V with its tokens in pairs. Tokens past a tile's end are zeros in V."""
     comptime chunk = Bf16Chunk[v.dtype].length
     var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var value = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     for i in range(step.count):
+        comptime if rotates:
+            rotation.select_tile(0, step.tiles[i])
         for token in range(KV_TILE_TOKENS):
-            var keys = workspace.keys.unsafe_offset((i * KV_TILE_TOKENS + token) * heads.padded_dim)
-            comptime if latent:
-                widen_key(value.unsafe_offset(step.tiles[i].v[unsafe_offset=token]), heads.value_dim, keys)
-                keys = keys.unsafe_offset(heads.padded_value)
-            widen_key(key.unsafe_offset(step.tiles[i].k[unsafe_offset=token]), heads.head_dim, keys)
+            var source = key.unsafe_offset(step.tiles[i].k[unsafe_offset=token])
+            comptime if rotates:
+                var length = rotation.length[DType.bfloat16]()
+                rotation.rotate_key[DType.bfloat16](source, ChunkConstants[k.dtype](), 0, token)
+                widen_key(
+                    rotation.key[DType.bfloat16](token),
+                    length,
+                    workspace.keys.unsafe_offset((i * KV_TILE_TOKENS + token) * length),
+                )
+            else:
+                var keys = workspace.keys.unsafe_offset((i * KV_TILE_TOKENS + token) * heads.padded_dim)
+                comptime if latent:
+                    widen_key(value.unsafe_offset(step.tiles[i].v[unsafe_offset=token]), heads.value_dim, keys)
+                    keys = keys.unsafe_offset(heads.padded_value)
+                widen_key(source, heads.head_dim, keys)
         for c in range(heads.padded_value // chunk):
             var values = workspace.values.unsafe_offset((i * heads.padded_value + c * chunk) * KV_TILE_TOKENS)
             comptime for part in range(KV_TILE_TOKENS // LAYOUT_TOKENS):

@@ -5,22 +5,22 @@ from its page, 16 slots at a time, but then a KV tile would be two pages, which 
 (README.md, "The order of memory"). Once copied, the tokens of a matrix tile may come from any pages.
 """
 
-from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx import tile_dot, tile_load, tile_store, tile_zero
 from ....isa.convert import LANES
 from ....isa.float8 import Float8Tables
 from ....isa.memory import Bf16BitsPointer, FloatPointer
 from ..bf16_chunk import Bf16Chunk, widen_chunk
-from ..kv_tile import KVTile
-from ..prefetch import KV_TILE_TOKENS, Prefetcher
+from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher
 from ..workspace import HeadLayout, SegmentWorkspace
 from .layout import AmxBuffers, LAYOUT_TOKENS, TMM_KV, TMM_QUERIES, TMM_SCORES
 
 
 @always_inline
-def score_tile_amx(
-    k: PagedKVCache,
-    tile: KVTile,
+def score_tile_amx[
+    key_dtype: DType, //
+](
+    keys: Pointer[Scalar[key_dtype], _],
+    offsets: IntPointer,
     heads: HeadLayout,
     head: Int,
     buffers: AmxBuffers,
@@ -28,15 +28,14 @@ def score_tile_amx(
     mut prefetcher: Prefetcher,
     mut scores: KeyProducts,
 ):
-    """Computes the dot products of one KV head's queries with the tile's tokens.
+    """Computes the dot products of one KV head's queries with a tile's tokens, whose keys are at `offsets` of `keys`.
 
     The last chunk's products are computed in the call for the next head, or at the end of the call for the last head.
     """
-    comptime chunk = Bf16Chunk[k.dtype].length
+    comptime chunk = Bf16Chunk[key_dtype].length
     comptime parts = KV_TILE_TOKENS // LAYOUT_TOKENS
     comptime steps = chunk // LANES
     var chunks = heads.padded_dim // chunk
-    var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var one_tile = buffers.columns == buffers.stride
     for c in range(chunks):
         # Where the queries fill several matrix tiles, all chunks are copied before the first product.
@@ -47,7 +46,7 @@ def score_tile_amx(
                     scores.add[part * steps // parts]()
             prefetcher.run()
             lay_out_keys[part](
-                base, tile, c * chunk, heads.head_dim, buffers.keys.unsafe_offset(buffer * KV_TILE_TOKENS * chunk)
+                keys, offsets, c * chunk, heads.head_dim, buffers.keys.unsafe_offset(buffer * KV_TILE_TOKENS * chunk)
             )
         if one_tile:
             scores.select_chunk(heads, head, 0, c, buffer, buffers, workspace)
@@ -143,13 +142,13 @@ struct KeyProducts[chunk: Int](TrivialRegisterPassable):
 @always_inline
 def lay_out_keys[
     dtype: DType, //, part: Int
-](base: Pointer[Scalar[dtype], _], tile: KVTile, d: Int, dim: Int, keys: Bf16BitsPointer):
+](base: Pointer[Scalar[dtype], _], offsets: IntPointer, d: Int, dim: Int, keys: Bf16BitsPointer):
     """Copies one chunk of K as bfloat16, of tokens `part * LAYOUT_TOKENS` and on."""
     comptime chunk = Bf16Chunk[dtype].length
     var whole = d + chunk <= dim
     comptime for i in range(LAYOUT_TOKENS):
         comptime token = part * LAYOUT_TOKENS + i
-        var source = base.unsafe_offset(tile.k[unsafe_offset=token] + d)
+        var source = base.unsafe_offset(offsets[unsafe_offset=token] + d)
         var wide = Bf16Chunk[dtype]()
         if whole:
             widen_chunk[True](source, chunk, Float8Tables[dtype](), wide)

@@ -8,12 +8,14 @@ the scores, so more is prefetched during the sums. The order of tokens is that o
 from std.sys import size_of
 
 from ....cache.paged_kv_cache import PagedKVCache
+from ....isa.convert import ChunkConstants
 from ...logits import Logits
 from ...params import AttentionRows
 from ..bf16_chunk import Bf16Chunk
 from ..kv_tile import SPAN_TILES
 from ..plan import Segment, SegmentQueue
 from ..prefetch import EARLY_V_TOKENS, IntPointer, KV_TILE_TOKENS, Prefetcher
+from ..rotary_keys import KeyRotation
 from ..segment_walk import SegmentStep, next_step
 from ..tile_weights import scores_to_weights
 from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
@@ -24,7 +26,7 @@ from .weighted_sums import ValueProducts, sum_tile_amx
 
 @always_inline
 def attend_segment_amx[
-    dtype: DType, //
+    dtype: DType, //, rotates: Bool
 ](
     rows: AttentionRows[dtype, ...],
     segment: Segment,
@@ -34,17 +36,26 @@ def attend_segment_amx[
     heads: HeadLayout,
     queue: SegmentQueue,
     mut workspace: SegmentWorkspace,
+    mut rotation: KeyRotation,
 ) -> Segment:
-    """As `attend_segment_vectors`, but leaves the weighted values in the order of matrix tiles (`unpack_sums`)."""
+    """As `attend_segment_vectors`, but leaves the weighted values in the order of matrix tiles (`unpack_sums`).
+
+    Rotated keys are sums of bfloat16 (`../rotary_keys.mojo`).
+    """
+    comptime key_dtype = DType.bfloat16 if rotates else k.dtype
     comptime L2Prefetcher = Prefetcher[to_l1=False]
     comptime chunk = Bf16Chunk[k.dtype].length
     var queries = segment.num_rows * heads.group
-    var buffers = AmxBuffers(queries, heads.padded_dim, workspace)
+    var key_heads = rotation.heads_of[key_dtype](heads) if rotates else heads
+    var buffers = AmxBuffers(queries, key_heads.padded_dim, workspace)
     buffers.configure()
-    pack_queries_amx[k.dtype](rows, segment, heads, buffers, workspace)
+    pack_queries_amx[key_dtype](rows, segment, key_heads, buffers, workspace)
     if segment.begin >= segment.end:
         return queue.take()
-    var score_runs = heads.kv_heads * prefetch_calls_amx[k.dtype](heads)
+    var score_runs = heads.kv_heads * prefetch_calls_amx[key_dtype](key_heads)
+    comptime if rotates:
+        score_runs += heads.kv_heads * KV_TILE_TOKENS
+        rotation.place_keys[key_dtype](KV_TILE_TOKENS)
     var sum_runs = heads.kv_heads * (queries + prefetch_calls_amx[k.dtype](heads))
     # A contiguous range is all heads of a token where they are adjacent, else one head.
     var heads_per_range = heads.kv_heads if heads.adjacent() else 1
@@ -59,9 +70,27 @@ def attend_segment_amx[
         var prefetcher = L2Prefetcher(workspace.offset_buffer(TILE_BUFFERS), range_bytes)
         add_tile_ranges(prefetcher, v, tile.v, v_prefetched, KV_TILE_TOKENS, heads, heads.v_stride, heads_per_range)
         prefetcher.start(score_runs)
-        var scores = KeyProducts[chunk](buffers)
+        var scores = KeyProducts[Bf16Chunk[key_dtype].length](buffers)
+        comptime if rotates:
+            rotation.select_tile(0, tile)
         for head in range(heads.kv_heads):
-            score_tile_amx(k, tile, heads, head, buffers, workspace, prefetcher, scores)
+            comptime if rotates:
+                rotation.rotate_keys[key_dtype](
+                    k, ChunkConstants[k.dtype](), tile, 0, heads, head, 0, KV_TILE_TOKENS, prefetcher
+                )
+                score_tile_amx(
+                    rotation.keys_of[key_dtype](),
+                    rotation.key_offsets(),
+                    key_heads,
+                    head,
+                    buffers,
+                    workspace,
+                    prefetcher,
+                    scores,
+                )
+            else:
+                var keys = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
+                score_tile_amx(keys, tile.k, heads, head, buffers, workspace, prefetcher, scores)
         buffer = SPAN_TILES - buffer
         var next = next_step(rows, k, v, request, segment, step.end, 1, queue, workspace, buffer, following)
         prefetcher = L2Prefetcher(workspace.offset_buffer(TILE_BUFFERS), range_bytes)

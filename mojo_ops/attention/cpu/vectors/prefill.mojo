@@ -28,6 +28,7 @@ from ..prefill.softmax import (
     weights_of,
 )
 from ..prefill.step import PrefillStep, STEP_TOKENS
+from ..rotary_keys import KeyRotation
 from ..workspace import HeadLayout
 from .prefill_packing import head_words, lay_out_step, pack_queries
 from .prefill_products import score_tiles, sum_query_tile
@@ -43,7 +44,7 @@ from .prefill_workspace import (
 
 @no_inline
 def attend_prefill_vectors[
-    dtype: DType, //, latent: Bool
+    dtype: DType, //, latent: Bool, rotates: Bool
 ](
     rows: AttentionRows[dtype, ...],
     segment: Segment,
@@ -52,12 +53,14 @@ def attend_prefill_vectors[
     logits: Logits,
     heads: HeadLayout,
     mut workspace: VectorPrefillWorkspace,
+    mut rotation: KeyRotation,
 ):
     """Computes the states and weighted values of a segment's queries of KV head `segment.head` in `workspace`.
 
     Parameters:
         dtype: Of the queries.
         latent: Whether a key is a token's V and then its K.
+        rotates: Whether the keys are rotated here; the queries are already (`../rotary_keys.mojo`).
 
     Args:
         rows: The rows of the call.
@@ -67,12 +70,18 @@ def attend_prefill_vectors[
         logits: The options of the call.
         heads: The head sizes.
         workspace: The task's.
+        rotation: The task's.
     """
-    comptime pairs = takes_pairs(dtype, k.dtype)
+    comptime key_dtype = DType.float32 if rotates else k.dtype
+    comptime pairs = takes_pairs(dtype, key_dtype)
     comptime has_masks = rows.Sight.has_masks
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var queries = segment.num_rows * heads.group
-    pack_queries[k.dtype, latent](rows, segment, heads, workspace)
+    var key_heads = heads
+    comptime if rotates:
+        key_heads = rotation.heads_of[key_dtype](heads)
+        rotation.place_keys[key_dtype](KV_TILE_TOKENS)
+    pack_queries[key_dtype, latent](rows, segment, key_heads, workspace)
     workspace.queries.clear(rows, segment, logits, heads)
     var buffer = 0
     var step = PrefillStep(k, v, request, segment.begin, segment.end, workspace.offset_buffer(0))
@@ -83,7 +92,7 @@ def attend_prefill_vectors[
             var ends = IndexList[STEP_WORDS](step.end, step.end)
             is_seen = workspace.queries.read_masks(rows, segment, logits, heads.group, starts, ends)
         if is_seen:
-            lay_out_step[pairs, latent](k, v, step, heads, segment.head, workspace)
+            lay_out_step[pairs, latent, rotates](k, v, step, heads, segment.head, workspace, rotation)
         buffer = 1 - buffer
         var next = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer(buffer))
         var length = prefetch_elements(heads)

@@ -15,6 +15,7 @@ from ...params import AttentionRows
 from ..plan import Segment
 from ..prefill.queries import QUERY_COLUMNS
 from ..prefill.step import PrefillStep, STEP_TOKENS
+from ..rotary_keys import KeyRotation
 from ..workspace import HeadLayout
 from .prefill_products import WordVector
 from .prefill_workspace import (
@@ -106,7 +107,7 @@ def words_of[pairs: Bool, line: Int](x: SIMD[DType.float32, _]) -> WordVector:
 
 
 def lay_out_step[
-    pairs: Bool, latent: Bool
+    pairs: Bool, latent: Bool, rotates: Bool
 ](
     k: PagedKVCache,
     v: type_of(k),
@@ -114,6 +115,7 @@ def lay_out_step[
     heads: HeadLayout,
     head: Int,
     mut workspace: VectorPrefillWorkspace,
+    rotation: KeyRotation,
 ):
     """Copies K as words and V as float32, each token of the step once."""
     var key = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
@@ -122,6 +124,10 @@ def lay_out_step[
     for i in range(step.count):
         var tile = step.tiles[i]
         var first = tile.first - step.first()
+        comptime if rotates:
+            rotation.select_tile(0, tile)
+            for t in range(tile.count):
+                rotation.rotate_key[DType.float32](key.unsafe_offset(tile.k[unsafe_offset=t]), constants, 0, t)
         for t in range(tile.count):
             var keys = workspace.keys.unsafe_offset((first + t) * LINE_WORDS)
             var values = workspace.values.unsafe_offset((first + t) * VALUE_COLUMNS)
@@ -129,8 +135,14 @@ def lay_out_step[
             lay_out_head[pairs, latent, True](token, constants, heads.value_dim, keys, values)
             comptime if latent:
                 keys = keys.unsafe_offset(head_words[pairs](heads.padded_value) * KEY_TOKENS)
-            token = key.unsafe_offset(tile.k[unsafe_offset=t])
-            lay_out_head[pairs, True, False](token, constants, heads.head_dim, keys, values)
+            comptime if rotates:
+                var rotated = rotation.key[DType.float32](t)
+                lay_out_head[pairs, True, False](
+                    rotated, ChunkConstants[DType.float32](), heads.padded_dim, keys, values
+                )
+            else:
+                token = key.unsafe_offset(tile.k[unsafe_offset=t])
+                lay_out_head[pairs, True, False](token, constants, heads.head_dim, keys, values)
 
 
 @always_inline

@@ -46,11 +46,11 @@ def sum_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
 
 @always_inline
 def score_tile[
-    query_dtype: DType
+    key_dtype: DType, //, query_dtype: DType
 ](
-    k: PagedKVCache,
-    constants: ChunkConstants[k.dtype],
-    tile: KVTile,
+    keys: Pointer[Scalar[key_dtype], _],
+    constants: ChunkConstants[key_dtype],
+    offsets: IntPointer,
     heads: HeadLayout,
     head: Int,
     weights_index: Int,
@@ -60,11 +60,11 @@ def score_tile[
     mut workspace: SegmentWorkspace,
     mut prefetcher: Prefetcher,
 ):
-    """Computes the dot products of one KV head's queries with entries `begin` to `end - 1` of the tile, multiples of 8.
+    """Computes the dot products of one KV head's queries with entries `begin` to `end - 1` of a tile, multiples of 8.
 
-    They go to index `weights_index` of `workspace.weights`.
+    The key of entry `i` is at element `offsets[i]` of `keys`. The products go to index `weights_index` of
+    `workspace.weights`.
     """
-    var base = k.blocks.ptr.unsafe_offset(head * heads.k_stride)
     var q = workspace.q.unsafe_bitcast[Scalar[query_dtype]]().unsafe_offset(head * queries * heads.padded_dim)
     var scores = workspace.weights.unsafe_offset(weights_index * queries * KV_TILE_TOKENS)
     var m = 0
@@ -73,9 +73,9 @@ def score_tile[
         while m + count <= queries:
             var at = q.unsafe_offset(m * heads.padded_dim)
             score_block[count](
-                base,
+                keys,
                 constants,
-                tile,
+                offsets,
                 begin,
                 end,
                 heads,
@@ -94,7 +94,7 @@ def score_block[
 ](
     k: Pointer[Scalar[kv_dtype], _],
     constants: ChunkConstants[kv_dtype],
-    tile: KVTile,
+    offsets: IntPointer,
     begin: Int,
     end: Int,
     heads: HeadLayout,
@@ -111,11 +111,11 @@ def score_block[
         var sums = Array[FloatVector, LANES](fill=0)
         var d = 0
         while d < whole:
-            dot_chunk[count, True](k, constants, tile.k, first, d, chunk, q, fetch, sums, prefetcher)
+            dot_chunk[count, True](k, constants, offsets, first, d, chunk, q, fetch, sums, prefetcher)
             d += chunk
         if whole < heads.head_dim:
             dot_chunk[count, False](
-                k, constants, tile.k, first, whole, heads.head_dim - whole, q, fetch, sums, prefetcher
+                k, constants, offsets, first, whole, heads.head_dim - whole, q, fetch, sums, prefetcher
             )
         var totals = reduce_each(sums)
         comptime for m in range(count):

@@ -14,6 +14,7 @@ from ...params import AttentionRows
 from ..kv_tile import SPAN_TILES
 from ..plan import Segment, SegmentQueue
 from ..prefetch import KV_TILE_TOKENS, Prefetcher, STREAMS
+from ..rotary_keys import KeyRotation
 from ..segment_walk import SegmentStep, next_step
 from ..tile_weights import scores_to_weights
 from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
@@ -58,7 +59,7 @@ struct TileOrder(TrivialRegisterPassable):
 
 @always_inline
 def attend_segment_vectors[
-    dtype: DType, //
+    dtype: DType, //, rotates: Bool
 ](
     rows: AttentionRows[dtype, ...],
     segment: Segment,
@@ -68,19 +69,26 @@ def attend_segment_vectors[
     heads: HeadLayout,
     queue: SegmentQueue,
     mut workspace: SegmentWorkspace,
+    mut rotation: KeyRotation,
 ) -> Segment:
     """Computes the states and weighted values of a segment's queries in `workspace`; returns the next segment.
 
-    The next segment is taken from the queue before this one is finished (`next_step`).
+    The next segment is taken from the queue before this one is finished (`next_step`). Where `rotates`, the queries are
+    rotated already, and the keys become so here, as float32.
     """
-    comptime query_dtype = packed_query_dtype(dtype, k.dtype)
-    pack_queries[k.dtype](rows, segment, heads, workspace)
+    comptime key_dtype = DType.float32 if rotates else k.dtype
+    comptime query_dtype = packed_query_dtype(dtype, key_dtype)
+    var key_heads = rotation.heads_of[key_dtype](heads) if rotates else heads
+    pack_queries[key_dtype](rows, segment, key_heads, workspace)
     if segment.begin >= segment.end:
         return queue.take()
     var queries = segment.num_rows * heads.group
     var order = TileOrder(heads, queries, size_of[k.dtype]())
     var tiles = order.step_tiles(heads)
-    var score_runs = order.heads * score_prefetch_calls[k.dtype](heads, queries)
+    var score_runs = order.heads * score_prefetch_calls[key_dtype](key_heads, queries)
+    comptime if rotates:
+        score_runs += order.heads * KV_TILE_TOKENS
+        rotation.place_keys[key_dtype](order.unit)
     var sum_runs = order.heads * (queries + sum_prefetch_calls[k.dtype](heads, queries))
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()
@@ -88,6 +96,9 @@ def attend_segment_vectors[
     var buffer = 0
     var step = SegmentStep(k, v, request, segment, segment.begin, tiles, workspace, buffer)
     while True:
+        comptime if rotates:
+            for i in range(step.count):
+                rotation.select_tile(i, step.tiles[unsafe_offset=i])
         buffer = SPAN_TILES - buffer
         var next = next_step(rows, k, v, request, segment, step.end, tiles, queue, workspace, buffer, following)
         for first in range(0, heads.kv_heads, order.heads):
@@ -107,19 +118,37 @@ def attend_segment_vectors[
                 var tile = step.tiles[unsafe_offset=i]
                 for unit in range(0, KV_TILE_TOKENS, order.unit):
                     for head in range(first, first + order.heads):
-                        score_tile[query_dtype](
-                            k,
-                            constants,
-                            tile,
-                            heads,
-                            head,
-                            head - first + i,
-                            unit,
-                            unit + order.unit,
-                            queries,
-                            workspace,
-                            prefetcher,
-                        )
+                        comptime if rotates:
+                            rotation.rotate_keys[key_dtype](
+                                k, constants, tile, i, heads, head, unit, unit + order.unit, prefetcher
+                            )
+                            score_tile[query_dtype](
+                                rotation.keys_of[key_dtype](),
+                                ChunkConstants[key_dtype](),
+                                rotation.key_offsets(),
+                                key_heads,
+                                head,
+                                head - first + i,
+                                unit,
+                                unit + order.unit,
+                                queries,
+                                workspace,
+                                prefetcher,
+                            )
+                        else:
+                            score_tile[query_dtype](
+                                k.blocks.ptr.unsafe_offset(head * heads.k_stride),
+                                constants,
+                                tile.k,
+                                heads,
+                                head,
+                                head - first + i,
+                                unit,
+                                unit + order.unit,
+                                queries,
+                                workspace,
+                                prefetcher,
+                            )
             prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
             for i in range(step.count):
                 prefetcher.add_ranges(
