@@ -94,6 +94,32 @@ class AttentionCase(Case):
 
 
 @dataclass(frozen=True)
+class CascadeCase(Case):
+    """A decode step of `batch` requests that share their first `shared` tokens and have `own` tokens each."""
+
+    batch: int = 16
+    shared: int = 8192
+    own: int = 256
+    heads: int = 32
+    kv_heads: int = 8
+
+    @property
+    def flat(self) -> AttentionCase:
+        """The same step without a cascade: each request attends to all its tokens."""
+        lengths = (self.shared + self.own,) * self.batch
+        return AttentionCase(self.name, self.title, lengths=lengths, heads=self.heads, kv_heads=self.kv_heads)
+
+    @property
+    def bytes(self) -> int:
+        """The shared tokens counted once."""
+        return self.flat.bytes // (self.batch * (self.shared + self.own)) * (self.shared + self.batch * self.own)
+
+    @property
+    def flops(self) -> int:
+        return self.flat.flops
+
+
+@dataclass(frozen=True)
 class AppendCase(Case):
     """`tokens` new tokens for each of `batch` requests, written after `context` tokens."""
 
@@ -298,6 +324,16 @@ CASES: tuple[Case, ...] = (
     *(
         _variant(f"rope-{name}", f"{name}, keys rotated as they are read", None, ROTATED, rope_theta=1e4, **changes)
         for name, changes in (("bf16", {}), ("f32", FLOAT32), ("prefill", PREFILL))
+    ),
+    *(
+        CascadeCase(
+            f"cascade-{heads}",
+            f"cascade bf16, 16 requests, 8192 tokens shared, 256 own, 32/{heads}",
+            None,
+            (Versus("our own flat decode", ("ours-flat",), 4),),
+            kv_heads=heads,
+        )
+        for heads in (8, 32)
     ),
 )
 

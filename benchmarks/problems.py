@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.benchmarks.cases import AppendCase, AttentionCase, Case, LinearCase, StepCase
+from paged_kv.benchmarks.cases import AppendCase, AttentionCase, CascadeCase, Case, LinearCase, StepCase
 from paged_kv.reference import rope
 
 Array = npt.NDArray[Any]
@@ -44,6 +44,7 @@ def problem_of(case: Case, seed: int = 0) -> Problem:
     """The operands of a case."""
     kinds: dict[type[Case], Any] = {
         AttentionCase: AttentionProblem,
+        CascadeCase: CascadeProblem,
         AppendCase: AppendProblem,
         LinearCase: LinearProblem,
         StepCase: StepProblem,
@@ -142,6 +143,17 @@ class AttentionProblem(Problem):
         case = self.case
         grouped = output.reshape(len(self.q), case.kv_heads, case.heads // case.kv_heads, case.head_dim)
         return relative_error(grouped[rows, heads], expected)
+
+
+class CascadeProblem(AttentionProblem):
+    """Requests whose first tokens are the same."""
+
+    def __init__(self, case: CascadeCase, seed: int) -> None:
+        super().__init__(case.flat, seed)
+        self.cascade = case
+        for tokens in (self.k, self.v):
+            by_request = tokens.reshape(case.batch, -1, *tokens.shape[1:])
+            by_request[1:, : case.shared] = by_request[0, : case.shared]
 
 
 class AppendProblem(Problem):

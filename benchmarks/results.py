@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from paged_kv.benchmarks.cases import AppendCase, AttentionCase, Case, StepCase
+from paged_kv.benchmarks.cases import AppendCase, AttentionCase, CascadeCase, Case, StepCase
 
 Row = dict[str, Any]
 """One case's results, ready for JSON: see `row_of`."""
@@ -64,7 +64,7 @@ def rate(case: Case, seconds: float) -> str:
     """What a user would count: bytes, tokens or arithmetic a second."""
     if isinstance(case, StepCase):
         return f"{case.batch * case.tokens / seconds:.1f} tokens/s"
-    if isinstance(case, AttentionCase) and case.new_tokens > 1:
+    if isinstance(case, CascadeCase) or (isinstance(case, AttentionCase) and case.new_tokens > 1):
         return f"{case.flops / seconds / 1e9:.0f} GFLOP/s"
     return f"{case.bytes / seconds / 1e9:.1f} GB/s"
 
@@ -88,6 +88,8 @@ def _ours(case: Case, job: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _memory_bound(case: Case) -> bool:
+    if isinstance(case, CascadeCase):  # each token that is read is multiplied with every request's query
+        return False
     new = case.new_tokens if isinstance(case, AttentionCase) else case.tokens if isinstance(case, StepCase) else 1
     return new == 1
 

@@ -42,6 +42,8 @@ WITHOUT_AMX = {
     "prefill": Goal(None, {"torch SDPA, contiguous": 2}),
     "new4": Goal(None, {"our own, 1 new token": 0.8}),
     **ROTARY,
+    "cascade-8": Goal(None, {"our own flat decode": 4}),
+    "cascade-32": Goal(None, {"our own flat decode": 4}),
 }
 """On CPUs with bfloat16 dot products and no AMX; cases that are not named are measured for information."""
 

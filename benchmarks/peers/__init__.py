@@ -20,6 +20,7 @@ PEERS = {
     "ours-bf16": "ours:OursBfloat16",
     "ours-1": "ours:OursOneToken",
     "ours-rotated": "ours:OursRotated",
+    "ours-flat": "cascade:OursFlat",
     "vllm-step": "peers.vllm_step:VllmStep",
     "transformers": "peers.transformers_llama:TransformersStep",
     "llama.cpp": "peers.llama_cpp:LlamaCppStep",

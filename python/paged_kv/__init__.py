@@ -17,7 +17,14 @@ if TYPE_CHECKING:
         gather_kv,
         init_paged_kv_cache,
     )
-    from paged_kv.cascade import merge_state, merge_state_in_place, merge_states
+    from paged_kv.cascade import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+        MultiLevelCascadeAttentionWrapper,
+        merge_state,
+        merge_state_in_place,
+        merge_states,
+    )
     from paged_kv.decode import (
         BatchDecodeWithPagedKVCacheWrapper,
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -49,9 +56,12 @@ __all__ = [
     "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "PagePool",
     "PagedKVCache",
     "PagedKVCacheManager",
@@ -82,7 +92,14 @@ __all__ = [
 _MODULES = {
     "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "cache": ("PagedKVCache", "allocate_blocks", "append_kv", "gather_kv", "init_paged_kv_cache"),
-    "cascade": ("merge_state", "merge_state_in_place", "merge_states"),
+    "cascade": (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+    ),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",

@@ -1,4 +1,6 @@
-"""Merging attention states: the names, argument order and meaning of FlashInfer's `cascade` module.
+"""Attention over shared parts of contexts: the names, argument order and meaning of FlashInfer's `cascade` module.
+
+The wrappers attend to each shared part once and merge the states; the functions below merge states of any origin.
 
 A state is what attention over one set of keys gives: the output `v` and the base-2 logarithm `s` of the softmax's
 denominator, float32. States over disjoint sets of keys merge into the state over their union. A state with
@@ -17,6 +19,20 @@ from paged_kv.arrays.overlap import check_written
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.merge_states import checked_mask, checked_state, merge, merge_two
 from paged_kv.errors import ContractError
+from paged_kv.multi_level import MultiLevelCascadeAttentionWrapper
+from paged_kv.shared_prefix import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+)
+
+__all__ = [
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+]
 
 
 def merge_state(v_a: ArrayT, s_a: SupportsDLPack, v_b: SupportsDLPack, s_b: SupportsDLPack) -> tuple[ArrayT, ArrayT]:

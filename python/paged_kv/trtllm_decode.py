@@ -161,6 +161,7 @@ def trtllm_batch_decode_with_kv_cache(
         options=attention_options(window_left, None, _scale(bmm1_scale, bmm1_scale_log2), None, None),
         o_dtype=o_dtype if out_dtype is None else dtype_of(out_dtype, "out_dtype"),
         dtype_names=("query: dtype", "kv_cache: dtype"),
+        cache_name="kv_cache",
     )
     scales = (None, None, _number(bmm2_scale, "bmm2_scale"))
     results: dict[str, Any] = {"return_lse": return_lse, "out": out, "lse": lse}

@@ -7,6 +7,7 @@ import pytest
 
 from paged_kv import reference
 from paged_kv.benchmarks import decode_cpu, job, ours
+from paged_kv.benchmarks.cascade import OursCascade, OursFlat
 from paged_kv.benchmarks.cases import (
     CASES,
     MIN_BYTES,
@@ -15,6 +16,7 @@ from paged_kv.benchmarks.cases import (
     QUICK,
     AppendCase,
     AttentionCase,
+    CascadeCase,
     LinearCase,
     Selection,
     StepCase,
@@ -52,6 +54,10 @@ ASKED = {
     "step-8": (0.7, {"transformers": 1.3, "llama.cpp": 1}),
     "step-prefill": (None, {"transformers": 1}),
     "prefill": (None, {"torch": 1}),
+    "new4": (None, {"ours-1": 0.8}),
+    **{name: (None, {"ours-rotated": 0.5}) for name in ("rope-bf16", "rope-f32", "rope-prefill")},
+    "cascade-8": (None, {"ours-flat": 4}),
+    "cascade-32": (None, {"ours-flat": 4}),
 }
 
 
@@ -103,6 +109,22 @@ def test_bytes_and_arithmetic():
     assert LinearCase("", "", rows=3, outer=5, inner=7).bytes == 70
     assert LinearCase("", "", rows=3, outer=5, inner=7).flops == 210
     assert AppendCase("", "", batch=2, tokens=3, kv_heads=4, head_dim=8).bytes == 2 * 6 * 32 * 2
+
+
+def test_a_cascade_counts_the_shared_tokens_once():
+    case = CascadeCase("", "", batch=3, shared=32, own=16, heads=4, kv_heads=2)
+    assert case.bytes == 2 * (32 + 3 * 16) * 2 * 128 * 2
+    assert case.flops == case.flat.flops == 4 * 3 * 48 * 4 * 128
+
+
+@pytest.mark.parametrize("system", [OursCascade, OursFlat])
+def test_a_cascade_is_right_either_way(system):
+    problem = problem_of(CascadeCase("", "", batch=3, shared=32, own=16, heads=4, kv_heads=2))
+    ours = system()
+    ours.prepare(problem, 2)
+    for i in range(3):
+        ours.run(i)
+        assert ours.error(problem) <= problem.tolerance
 
 
 def test_a_step_counts_the_weights_that_it_reads():

@@ -75,6 +75,32 @@ def test_several_tokens_a_request() -> None:
     assert_found(decode(HND, q, q_len_per_req=4, mask=mask), HND, [4, 4, 4, 4])
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_draft_tree(ragged: bool) -> None:
+    """Bit j of a draft's row says whether it sees the request's new token j; 33 and more take two words."""
+    counts = [3, 0, 40, 2] if ragged else [4, 4, 4, 4]
+    q, row_batch, _ = causal_rows(HND, counts)
+    words = 2 * -(-max(counts) // 32)
+    seen = np.random.default_rng(3).random((len(q), 16 * words)) < 0.5
+    mask = np.packbits(seen, axis=1, bitorder="little").view(np.uint16)
+    firsts = (HND.lengths - counts)[row_batch]
+    o, lse = reference.masked_attention(
+        q,
+        *HND.pages,
+        row_batch,
+        HND.lengths[row_batch],
+        mask=mask.view(np.uint8).reshape(-1),
+        mask_starts=np.arange(len(q)) * 16 * words,
+        mask_firsts=firsts,
+        sm_scale=0.2,
+        **HND.storage,
+    )
+    rows = {"cum_seq_lens_q": np.concatenate([[0], np.cumsum(counts)])} if ragged else {"q_len_per_req": 4}
+    found = decode(HND, q, mask=mask if ragged else mask.reshape(4, 4, words), **rows)
+    assert_close(found[0], o, rel=1e-5, what="o")
+    assert_lse_close(found[1], lse, tol=LSE_TOLERANCE, what="lse")
+
+
 def test_ragged_tokens() -> None:
     counts = [3, 0, 5, 1]
     q, _, _ = causal_rows(HND, counts)

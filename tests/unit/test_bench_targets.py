@@ -29,6 +29,8 @@ ASKED = {
     "prefill": (None, {"torch": 2}),
     "new4": (None, {"ours-1": 0.8}),
     **ROTATED,
+    "cascade-8": (None, {"ours-flat": 4}),
+    "cascade-32": (None, {"ours-flat": 4}),
 }
 
 

@@ -184,11 +184,11 @@ class Attention:
             if tuple(view.shape[1:]) != page:
                 for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
                     if found != planned:
-                        raise ShapeError(f"paged_kv_cache: {what} of {name} is {found}, planned {planned}")
+                        raise ShapeError(f"{plan.cache_name}: {what} of {name} is {found}, planned {planned}")
             dtype = device.dtype(view)
             if dtype != plan.kv_dtype:
                 raise ContractTypeError(
-                    f"paged_kv_cache: dtype {dtype.name} of {name}, planned {plan.kv_dtype.name} (kv_data_type)"
+                    f"{plan.cache_name}: dtype {dtype.name} of {name}, planned {plan.kv_dtype.name} (kv_data_type)"
                 )
 
 

@@ -62,6 +62,8 @@ class AttentionPlan:
     """Query rows of each request in a decode step."""
     dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
     """What messages call the two dtypes."""
+    cache_name: str = "paged_kv_cache"
+    """What messages call the cache."""
     head_dim_vo: int | None = None
     """Of V and the output; None is `head_dim`."""
 
@@ -115,12 +117,14 @@ class AttentionPlan:
 
     @property
     def op_o_dtype(self) -> np.dtype[Any]:
-        """Of the output that the op writes, which is rounded to `result_dtype` where they differ."""
-        return self.op_q_dtype
+        """Of the output that the op writes: float32 where it is float8, which is rounded from it."""
+        return self.result_dtype if self.result_dtype.name in Q_DTYPES else DTYPES["float32"]
 
     def variant(self, op: Op = "attention") -> Variant:
         """The compiled graph of `op` that computes it."""
-        return Variant(op, max_dtype(self.op_q_dtype), max_dtype(self.kv_dtype))
+        q_dtype, o_dtype = self.op_q_dtype, self.op_o_dtype
+        other = None if o_dtype == q_dtype else max_dtype(o_dtype)
+        return Variant(op, max_dtype(q_dtype), max_dtype(self.kv_dtype), other)
 
 
 def check_dtype(what: str, dtype: np.dtype[Any], legal: Sequence[str] = Q_DTYPES) -> None:

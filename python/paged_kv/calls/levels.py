@@ -1,0 +1,226 @@
+"""The requests of a cascade: levels of tokens that groups of query rows share, as rows of one attention call.
+
+Level l divides the T query rows into groups, row t is of group g_l(t), and each group has tokens of its own in pages. A
+row's context is the tokens of its groups, level after level. The levels nest: a group of a level is whole groups of the
+next, and so its context above it is one for all its rows.
+
+One call computes every level: its requests are the groups of all levels, its rows `[L * T]` are the T rows once for
+each level, and the states of a row's levels merge. Letters in shapes: L levels, T query rows, G groups of a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paged_kv.arguments import LARGEST_INDEX, shown
+from paged_kv.arrays import devices
+from paged_kv.arrays.host import as_indices
+from paged_kv.calls.page_table import MAX_ROWS, PageTable, check_offsets
+from paged_kv.calls.rows import Int32s, LookupTable, Rows
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from paged_kv.options import NO_PAGE
+
+NAMES = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+"""What `plan` calls the lists of arrays, one entry a level."""
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """The groups of a level. The index arrays may be views of the caller's."""
+
+    qo_indptr: Int32s
+    """`[G + 1]`: group g has rows `qo_indptr[g]` to `qo_indptr[g + 1]`."""
+    table: PageTable
+    """The groups' pages."""
+    name: str = "qo_indptr"
+    """What messages call `qo_indptr`."""
+
+    @staticmethod
+    def of(arrays: Sequence[Any], page_size: int, names: Sequence[str]) -> Level:
+        """The checked level of a qo_indptr and the three arrays of a page table, of any kind.
+
+        Raises:
+            ContractTypeError, ShapeError, PageTableError: as `PageTable.of` and `check_offsets`, or an array is on a
+                GPU.
+            ContractError: there are over 2^25 rows.
+        """
+        for name, array in zip(names, arrays, strict=True):
+            devices.require_host(array, name, "plan reads it on the host")
+        table = _page_table(arrays[1:], page_size, names[1:])
+        level = Level(as_indices(arrays[0], names[0]), table, names[0])
+        check_offsets(level.qo_indptr, names[0], table.batch_size)
+        if level.num_rows > MAX_ROWS:
+            raise ContractError(f"{names[0]} ends at {level.num_rows} rows, over 2^25")
+        return level
+
+    @staticmethod
+    def of_single_rows(arrays: Sequence[Any], page_size: int, names: Sequence[str]) -> Level:
+        """The checked level of the three arrays of a page table, with one row a group.
+
+        Raises: as `of`.
+        """
+        for name, array in zip(names, arrays, strict=True):
+            devices.require_host(array, name, "plan reads it on the host")
+        table = _page_table(arrays, page_size, names)
+        return Level(np.arange(table.batch_size + 1, dtype=np.int32), table, names[0])
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return int(self.qo_indptr[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """Levels that nest, from the one of the most rows a group to the requests' own tokens.
+
+    Raises:
+        ShapeError: two levels have not as many rows.
+        PageTableError: a group's end is no group's end in the next level, or a row's context is over 2^31 - 1 tokens.
+    """
+
+    levels: tuple[Level, ...]
+    causal: bool
+    """Whether a row sees no token behind its own: of the last level, whose last tokens the rows are."""
+
+    def __post_init__(self) -> None:
+        first = self.levels[0]
+        for above, level in zip(self.levels, self.levels[1:], strict=False):
+            if level.num_rows != first.num_rows:
+                raise ShapeError(
+                    f"{level.name} ends at {level.num_rows} rows, {first.name} at {first.num_rows}: every level has all"
+                )
+            lost = ~np.isin(above.qo_indptr, level.qo_indptr)
+            if lost.any():
+                group = int(lost.argmax()) - 1
+                raise PageTableError(
+                    f"{above.name}: group {group} ends at row {above.qo_indptr[group + 1]}, where no group of"
+                    f" {level.name} ends: levels must nest"
+                )
+        longest = sum(int(level.table.lengths.max(initial=0)) for level in self.levels)
+        if longest > LARGEST_INDEX:
+            raise PageTableError(f"the longest groups of all levels hold {longest} tokens, over 2^31 - 1")
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.levels[0].num_rows
+
+    def rows(self) -> LevelRows:
+        """The rows of one call, level after level.
+
+        A row stands where it would without levels: as many tokens before the end of its context as there are rows
+        behind it in its group of the last level, and at 0 at least.
+        """
+        num_rows, last = self.num_rows, self.levels[-1]
+        groups = [np.repeat(np.arange(len(level.qo_indptr) - 1), np.diff(level.qo_indptr)) for level in self.levels]
+        before = np.zeros(num_rows, np.int64)  # tokens of the levels above, [T]
+        lengths, offsets = [], []
+        for level, group in zip(self.levels, groups, strict=True):
+            of_groups = np.zeros(len(level.qo_indptr) - 1, np.int64)
+            of_groups[group] = before  # one value for all rows of a group, as levels nest
+            offsets.append(of_groups)
+            lengths.append(level.table.lengths[group])
+            before = before + lengths[-1]
+        behind = last.qo_indptr[1:][groups[-1]] - np.arange(num_rows) - 1  # rows of the same group
+        if self.causal:
+            lengths[-1] = np.maximum(lengths[-1] - behind, 0)
+        starts = np.cumsum([0, *(len(of_groups) for of_groups in offsets)])
+        batch = [group + start for group, start in zip(groups, starts.tolist(), strict=False)]
+        positions = np.maximum(before - 1 - behind, 0)
+        alone = len(self.levels) == 1
+        return LevelRows(
+            Rows(
+                LevelTable.of_levels([level.table for level in self.levels]),
+                _int32(np.concatenate(batch)),
+                _int32(np.concatenate(lengths)),
+                positions=None if alone and self.causal else _int32(np.tile(positions, len(self.levels))),
+                token_offsets=None if alone else _int32(np.concatenate(offsets)),
+                counted_as="T",
+            ),
+            len(self.levels),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LevelRows:
+    """Rows of one call, `[L * T]`."""
+
+    rows: Rows
+    num_levels: int
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return self.rows.count // self.num_levels
+
+    def __str__(self) -> str:
+        return f"{self.num_levels} levels of {self.num_rows} query rows"
+
+
+@dataclass(frozen=True, eq=False)
+class LevelTable(LookupTable):
+    """The pages of the groups of all levels, level after level."""
+
+    levels: tuple[tuple[int, str], ...] = ()
+    """Where each level's groups begin, and what messages call its page ids."""
+
+    @staticmethod
+    def of_levels(tables: Sequence[PageTable]) -> LevelTable:
+        """The pages of several checked page tables of one page_size."""
+        parts = [LookupTable.of(table) for table in tables]
+        entries = np.full(
+            (sum(len(part.entries) for part in parts), max(part.entries.shape[1] for part in parts)), NO_PAGE, np.uint32
+        )
+        firsts = [0]
+        for part in parts:
+            entries[firsts[-1] : firsts[-1] + len(part.entries), : part.entries.shape[1]] = part.entries
+            firsts.append(firsts[-1] + len(part.entries))
+        num_pages = np.concatenate([part.num_pages for part in parts])
+        highest = max(part.highest_page for part in parts)
+        levels = tuple(zip(firsts[:-1], (table.names[1] for table in tables), strict=True))
+        return LevelTable(entries, num_pages, parts[0].page_size, highest, levels=levels)
+
+    def check(self, num_pages: int) -> None:
+        """As of `LookupTable`; the message names the level's array and the group there."""
+        if self.highest_page < num_pages:
+            return
+        ends = [*(begin for begin, _ in self.levels[1:]), len(self.entries)]
+        for (begin, name), end in zip(self.levels, ends, strict=True):
+            entries, counts = self.entries[begin:end], self.num_pages[begin:end]
+            LookupTable(entries, counts, self.page_size, self._highest(begin, end), name).check(num_pages)
+
+    def _highest(self, begin: int, end: int) -> int:
+        used = np.arange(self.entries.shape[1]) < self.num_pages[begin:end, None]
+        pages = self.entries[begin:end][used]
+        return int(pages.max()) if len(pages) else -1
+
+
+def level_arrays(num_levels: int, lists: Sequence[Any], names: Sequence[str]) -> list[tuple[list[Any], list[str]]]:
+    """For each level its arrays and what messages call them, out of one list of arrays for each of `names`.
+
+    Raises:
+        ContractTypeError: an argument is no list or tuple.
+        ShapeError: one has not an entry a level.
+    """
+    for name, entries in zip(names, lists, strict=True):
+        if not isinstance(entries, list | tuple):
+            raise ContractTypeError(f"{name} must be a list of arrays, one a level, not {shown(entries)}")
+        if len(entries) != num_levels:
+            raise ShapeError(f"{name} has {len(entries)} entries, expected one for each of {num_levels} levels")
+    return [
+        ([entries[level] for entries in lists], [f"{name}[{level}]" for name in names]) for level in range(num_levels)
+    ]
+
+
+def _page_table(arrays: Sequence[Any], page_size: int, names: Sequence[str]) -> PageTable:
+    (indptr, indices, last_page_len), (of_indptr, of_indices, of_last) = arrays, names
+    return PageTable.of(indptr, indices, last_page_len, page_size, (of_indptr, of_indices, of_last))
+
+
+def _int32(array: np.ndarray) -> Int32s:
+    return np.ascontiguousarray(array, np.int32)
