@@ -7,7 +7,6 @@ import pytest
 
 from paged_kv import reference
 from paged_kv.benchmarks import decode_cpu, job, ours
-from paged_kv.benchmarks.cascade import OursCascade, OursFlat
 from paged_kv.benchmarks.cases import (
     CASES,
     MIN_BYTES,
@@ -16,7 +15,6 @@ from paged_kv.benchmarks.cases import (
     QUICK,
     AppendCase,
     AttentionCase,
-    CascadeCase,
     LinearCase,
     Selection,
     StepCase,
@@ -109,22 +107,6 @@ def test_bytes_and_arithmetic():
     assert LinearCase("", "", rows=3, outer=5, inner=7).bytes == 70
     assert LinearCase("", "", rows=3, outer=5, inner=7).flops == 210
     assert AppendCase("", "", batch=2, tokens=3, kv_heads=4, head_dim=8).bytes == 2 * 6 * 32 * 2
-
-
-def test_a_cascade_counts_the_shared_tokens_once():
-    case = CascadeCase("", "", batch=3, shared=32, own=16, heads=4, kv_heads=2)
-    assert case.bytes == 2 * (32 + 3 * 16) * 2 * 128 * 2
-    assert case.flops == case.flat.flops == 4 * 3 * 48 * 4 * 128
-
-
-@pytest.mark.parametrize("system", [OursCascade, OursFlat])
-def test_a_cascade_is_right_either_way(system):
-    problem = problem_of(CascadeCase("", "", batch=3, shared=32, own=16, heads=4, kv_heads=2))
-    ours = system()
-    ours.prepare(problem, 2)
-    for i in range(3):
-        ours.run(i)
-        assert ours.error(problem) <= problem.tolerance
 
 
 def test_a_step_counts_the_weights_that_it_reads():
