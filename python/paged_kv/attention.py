@@ -17,7 +17,7 @@ from paged_kv.calls.kernel_arguments import refuse_given
 from paged_kv.calls.paged_call import attend_paged
 from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
 from paged_kv.calls.ragged import WHY_HOST, page_table_of_lengths
-from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.errors import ContractError
 from paged_kv.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 from paged_kv.prefill_base import PrefillWrapper
 
@@ -199,9 +199,4 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             mask_indptr_buf,
             backend,
         )
-
-    def _further(self, args: tuple[Any, ...]) -> tuple[Any, float | None]:
-        if len(args) > 2:
-            raise ContractTypeError(f"run takes sinks and sm_scale after paged_kv_cache, not {len(args)} arguments")
-        sinks, sm_scale, *_ = (*args, None, None)
-        return sinks, sm_scale
+        self._takes_sinks = True

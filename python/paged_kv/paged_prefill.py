@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.types import ArrayT, DTypeLike, PagedCache, SupportsDLPack
-from paged_kv.calls.attend import Attention
 from paged_kv.calls.dense_tables import check_said_again
 from paged_kv.calls.kernel_arguments import check_skipped_softmax, refuse_given
 from paged_kv.calls.page_table import PageTable
 from paged_kv.calls.paged_call import attend_paged
 from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
 from paged_kv.calls.ragged import WHY_HOST
-from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.errors import ContractError
 from paged_kv.prefill_base import PrefillWrapper, check_neutral
 
 _CSR_NAMES = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -40,13 +38,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             plan has a mask.
         mask_indptr_buf: `[B + 1]` int32 or int64: where each request's bytes begin.
         backend: Accepted; the name of one of FlashInfer's, without effect.
-        jit_args: Must be None.
-        jit_kwargs: Accepted: they belong to `jit_args`.
+        jit_args: None, or those of FlashInfer's attention with sinks: `run` then takes sinks and sm_scale after the
+            cache. With `jit_kwargs`, which are accepted.
         variant_owns_mask: Must be False.
 
     Raises:
         ContractError: the layout is unknown; a buffer is missing, cannot be written, or shares memory with itself or
-            another one; `jit_args` or `variant_owns_mask` is given.
+            another one; `jit_args` are others, or `variant_owns_mask` is given.
         ContractTypeError: a buffer is no array of these dtypes.
         ShapeError: a buffer is not 1-D, or the lengths of the buffers do not fit each other.
     """
@@ -229,7 +227,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
                 (k, v) of such arrays without the 2, of the planned dtype, v's with Dv. It need not be contiguous, but
                 its last stride is 1. Slots that no request uses may hold anything, NaN included. The wrapper keeps the
                 last run's cache alive until it runs over another or plans again.
-            args: Must be empty.
+            args: Empty, or sinks and sm_scale: see `jit_args`.
             q_scale, k_scale, v_scale: Calibration scales: a stored value times its scale is the meant one; None is 1.
             out: `[R, Hq, Dv]` in the planned dtype of o: written, and returned as o.
             lse: As returned: written, and returned as lse. It may be given without `return_lse`.
@@ -255,16 +253,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         del enable_pdl, use_fp16_softmax, uses_spcompress
         refuse_given(kv_cache_sf=kv_cache_sf)
         check_skipped_softmax(skip_softmax_threshold_scale_factor)
-        sinks_by_position, sm_scale = self._further(args)
-        if sinks is not None and sinks_by_position is not None:
-            raise ContractTypeError("sinks are given twice: by position, and by name")
-        attention, requests = self._last_plan.of_call("run")
-        if sm_scale is not None and sm_scale != attention.plan.options.sm_scale:
-            options = replace(attention.plan.options, sm_scale=sm_scale)
-            attention = Attention(replace(attention.plan, options=options))
+        attention, rows, all_sinks = self._of_run(args, sinks)
         return attend_paged(
             attention,
-            requests.rows(attention.plan.pos_encoding_mode == "ALIBI"),
+            rows,
             q,
             paged_kv_cache,
             self._kv_layout,
@@ -274,15 +266,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             lse=lse,
             lse_base=lse_base,
             lse_layout=lse_layout,
-            sinks=sinks_by_position if sinks is None else sinks,
+            sinks=all_sinks,
             window_left=window_left,
             buffers=self._last_plan.buffers,
         )
-
-    def _further(self, args: tuple[Any, ...]) -> tuple[Any, float | None]:
-        """The sinks and the sm_scale that `run` is given by position: none here."""
-        refuse_given(args=args)
-        return None, None
 
     def run_return_lse(self, q: ArrayT, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> tuple[Any, Any]:
         """`run` with `return_lse=True`."""
@@ -311,8 +298,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         """
         del use_fp16_qk_reduction
         options = (window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        attention, requests = self._of_forward(causal, pos_encoding_mode, *options)
-        rows = requests.rows(pos_encoding_mode == "ALIBI")
+        attention, rows = self._of_forward(causal, pos_encoding_mode, *options)
         scales = (None, k_scale, v_scale)
         return attend_paged(attention, rows, q, paged_kv_cache, self._kv_layout, scales, return_lse=return_lse)
 

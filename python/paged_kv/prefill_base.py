@@ -10,14 +10,16 @@ from paged_kv.arguments import flag
 from paged_kv.arrays.cache_storage import check_layout
 from paged_kv.arrays.types import SupportsDLPack
 from paged_kv.calls.attend import Attention
-from paged_kv.calls.kernel_arguments import check_backend, refuse_given
+from paged_kv.calls.kernel_arguments import check_backend, is_sink_kernel, refuse_given
 from paged_kv.calls.masks import packed_mask
 from paged_kv.calls.page_table import PageTable
 from paged_kv.calls.plan import AttentionPlan, attention_options
 from paged_kv.calls.planned import LastPlan
-from paged_kv.calls.ragged import RaggedBatch, RaggedRequests, TokenRanges, check_equals, row_offsets
+from paged_kv.calls.ragged import RaggedBatch, TokenRanges, check_equals, row_offsets
 from paged_kv.calls.ragged_buffers import RaggedBuffers
-from paged_kv.errors import ContractError
+from paged_kv.calls.rows import Rows
+from paged_kv.calls.scalars import one_number
+from paged_kv.errors import ContractError, ContractTypeError
 
 _WORKSPACE_BYTES = 16
 
@@ -42,7 +44,7 @@ class PrefillWrapper:
     ) -> None:
         check_layout(kv_layout)
         check_backend(backend)
-        refuse_given(jit_args=jit_args)
+        self._takes_sinks = is_sink_kernel(jit_args)
         if flag("variant_owns_mask", variant_owns_mask):
             raise ContractError("variant_owns_mask must be False: there is no kernel of one's own (jit_args)")
         self._kv_layout = kv_layout
@@ -87,6 +89,24 @@ class PrefillWrapper:
         mask = packed_mask(*masks, batch.q_lengths, tokens.lengths)
         self._last_plan.replace(Attention(plan), replace(batch, mask=mask))
 
+    def _of_run(self, args: tuple[Any, ...], sinks: Any) -> tuple[Attention, Rows, Any]:
+        """The plan, its rows and the sinks of a run; `args` are what it got by position after K and V."""
+        given: Any = None
+        sm_scale: Any = None
+        if self._takes_sinks and len(args) <= 2:
+            given, sm_scale, *_ = (*args, None, None)
+        else:
+            refuse_given(args=args)
+        if sinks is not None and given is not None:
+            raise ContractTypeError("sinks are given twice: by position, and by name")
+        attention, requests = self._last_plan.of_call("run")
+        if sm_scale is not None:
+            sm_scale = one_number(sm_scale, "sm_scale")
+            options = replace(attention.plan.options, sm_scale=sm_scale)
+            if options != attention.plan.options:
+                attention = Attention(replace(attention.plan, options=options))
+        return attention, requests.rows(attention.plan.pos_encoding_mode == "ALIBI"), given if sinks is None else sinks
+
     def _of_forward(
         self,
         causal: bool,
@@ -96,12 +116,13 @@ class PrefillWrapper:
         sm_scale: float | None,
         rope_scale: float | None,
         rope_theta: float | None,
-    ) -> tuple[Attention, RaggedRequests]:
+    ) -> tuple[Attention, Rows]:
         """The plan, with the options of one call instead of its own."""
         attention, requests = self._last_plan.of_call("forward")
         options = attention_options(window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         plan = replace(attention.plan, options=options, pos_encoding_mode=pos_encoding_mode)
-        return Attention(plan), replace(requests, causal=flag("causal", causal), _rows={})
+        requests = replace(requests, causal=flag("causal", causal), _rows={})
+        return Attention(plan), requests.rows(pos_encoding_mode == "ALIBI")
 
     def __repr__(self) -> str:
         facts = [self._kv_layout, str(self._last_plan)]

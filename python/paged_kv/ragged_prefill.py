@@ -156,7 +156,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             q: `[R, Hq, D]`, R = `qo_indptr[B]`, of the planned dtype.
             k: `[N, Hk, D]` (NHD) or `[Hk, N, D]` (HND) of the planned dtype, N at least `kv_indptr[B]`.
             v: The same with Dv. Neither need be contiguous, but their last stride is 1.
-            args: Must be empty.
+            args: Empty, or sinks and sm_scale: see `jit_args` of the wrapper over pages.
             q_scale, k_scale, v_scale: Calibration scales: a stored value times its scale is the meant one; None is 1.
             o_scale: Must be None or 1: o is not quantised.
             out, lse, return_lse, lse_base, lse_layout, enable_pdl, kv_cache_sf: As over pages.
@@ -172,13 +172,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             ContractTypeError, ShapeError: an array is not as planned.
         """
         del enable_pdl
-        refuse_given(args=args, kv_cache_sf=kv_cache_sf)
+        refuse_given(kv_cache_sf=kv_cache_sf)
         if o_scale is not None and o_scale != 1:
             raise ContractError("o_scale must be None or 1: the output is not quantised")
-        attention, requests = self._last_plan.of_call("run")
+        attention, rows, sinks = self._of_run(args, None)
         return attend_tokens(
             attention,
-            requests.rows(attention.plan.pos_encoding_mode == "ALIBI"),
+            rows,
             q,
             (k, v),
             self._kv_layout,
@@ -188,6 +188,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             lse=lse,
             lse_base=lse_base,
             lse_layout=lse_layout,
+            sinks=sinks,
             buffers=self._last_plan.buffers,
         )
 
@@ -219,8 +220,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         del use_fp16_qk_reduction
         options = (window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        attention, requests = self._of_forward(causal, pos_encoding_mode, *options)
-        rows = requests.rows(pos_encoding_mode == "ALIBI")
+        attention, rows = self._of_forward(causal, pos_encoding_mode, *options)
         return attend_tokens(attention, rows, q, (k, v), self._kv_layout, (None, None, None), return_lse=return_lse)
 
     def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -1,7 +1,5 @@
 """What the decode API refuses: a typed error that names argument, request and value, and not a byte written."""
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +11,10 @@ from paged_kv.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     single_decode_with_kv_cache,
 )
-from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PageTableError, ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from support.cases import CacheCase, build
 from support.decoding import csr, load_variants, paged_cache, plan_sizes
-from support.kinds import bytes_of
+from support.refusing import changed, refuses
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))  # 2 + 0 + 3 + 1 pages of 16
 PAIR = build(CacheCase((17, 0, 48, 5), rank=4))
@@ -27,22 +25,6 @@ POOL = len(CASE.k_blocks)
 @pytest.fixture(autouse=True, scope="module")
 def _variants() -> None:
     load_variants()
-
-
-def changed(array: np.ndarray, at: int, value: int) -> np.ndarray:
-    copy = array.copy()
-    copy[at] = value
-    return copy
-
-
-def refuses(call: Callable[[], Any], error: type[Exception], message: str, *arrays: Any) -> None:
-    """The call raises that error with that text in it, and leaves the arrays as they are."""
-    before = bytes_of(arrays)
-    with pytest.raises(error, match=re.escape(message)) as raised:
-        call()
-    assert isinstance(raised.value, PagedKVError)
-    assert "\n" not in str(raised.value)
-    assert bytes_of(arrays) == before
 
 
 INDPTR, INDICES, LAST = TABLE

@@ -38,6 +38,23 @@ def refuse_given(**arguments: Any) -> None:
             raise ContractError(f"{name} must be None, not of type {type(value).__name__}: {_REASONS[name]}")
 
 
+def is_sink_kernel(jit_args: Any) -> bool:
+    """Whether `jit_args` stand for FlashInfer's attention with sinks, whose `run` takes sinks and sm_scale by position.
+
+    That is the one kernel of one's own which is computed here: its name and further operands are looked at, not its
+    source.
+
+    Raises:
+        ContractError: they are neither that nor None.
+    """
+    if isinstance(jit_args, tuple | list) and len(jit_args) > 11:
+        tensors, scalars, name = jit_args[7], jit_args[9], jit_args[11]
+        if [tensors, scalars, name] == [["sink"], ["sm_scale"], "AttentionSink"]:
+            return True
+    refuse_given(jit_args=jit_args)
+    return False
+
+
 def check_backend(backend: Any) -> None:
     """Refuses what names no backend; every name stands for the kernels that there are.
 

@@ -1,0 +1,129 @@
+"""Prefill wrappers over buffers of the user's, and wrappers that threads share."""
+
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_kv.errors import ContractError, PageTableError, ShapeError
+from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
+from support.cases import CacheCase, build
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.decoding import csr, plan_sizes
+from support.prefilling import causal_masks, expected, flat, full_masks, load_variants, offsets, packed, queries
+from support.prefilling import random_masks as drawn_masks
+
+CASE = build(CacheCase((37, 0, 90, 5), num_q_heads=6, num_kv_heads=2, head_dim=64, page_size=16, rank=4))
+Q_LENS = (7, 2, 33, 5)
+Q = queries(CASE, Q_LENS)
+KV_LENS = CASE.case.lengths
+PAGES = (CASE.k_blocks, CASE.v_blocks)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _variants() -> None:
+    load_variants(("float32", "float32"))
+
+
+def assert_agrees(found: tuple[Any, Any], masks: list[np.ndarray], **options: Any) -> None:
+    o, lse = expected(CASE, Q, masks, **options)
+    assert_close(found[0], o, rel=1e-5, what="o")
+    assert_lse_close(found[1], lse, tol=1e-5, what="lse")
+
+
+def paged_buffers(most_bytes: int = 3000) -> list[np.ndarray]:
+    return [np.zeros(n, np.int32) for n in (5, 5, 12, 4)] + [np.zeros(most_bytes, np.uint8), np.zeros(5, np.int64)]
+
+
+def test_buffers_of_the_users_are_read_by_each_run() -> None:
+    buffers = paged_buffers()
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(None, "NHD", True, *buffers)
+    masks = drawn_masks(np.random.default_rng(8), Q_LENS, KV_LENS)
+    wrapper.plan(offsets(Q_LENS), *csr(CASE), *plan_sizes(CASE), custom_mask=flat(masks), q_data_type="float32")
+    assert buffers[0].tolist() == offsets(Q_LENS).tolist()
+    assert_bits_equal(buffers[4][: len(packed(masks))], packed(masks), what="custom_mask_buf")
+    assert_agrees(wrapper.run(Q, PAGES, return_lse=True), masks)
+    others = drawn_masks(np.random.default_rng(9), Q_LENS, KV_LENS)
+    buffers[4][: len(packed(others))] = packed(others)
+    assert_agrees(wrapper.run(Q, PAGES, return_lse=True), others)
+    # Inconsistent contents are refused by the run.
+    buffers[5][2] += 2990
+    with pytest.raises(ContractError, match="mask_indptr_buf: the bits of request 2 are bytes"):
+        wrapper.run(Q, PAGES)
+    buffers[5][2] -= 2990
+    buffers[3][0] = 17
+    with pytest.raises(PageTableError, match="paged_kv_last_page_len_buf: request 0 has 17"):
+        wrapper.run(Q, PAGES)
+    # A plan without a mask reads none.
+    wrapper.plan(offsets(Q_LENS), *csr(CASE), *plan_sizes(CASE), causal=True, q_data_type="float32")
+    assert_agrees(wrapper.run(Q, PAGES, return_lse=True), causal_masks(Q_LENS, KV_LENS))
+    assert "4 requests in the user's buffers" in repr(wrapper)
+
+
+def test_buffers_of_the_users_bound_the_plans() -> None:
+    buffers = paged_buffers(100)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(None, "NHD", True, *buffers)
+    with pytest.raises(ContractError, match="run: nothing is planned"):
+        wrapper.run(Q, PAGES)
+    table, sizes = csr(CASE), plan_sizes(CASE)
+    wrapper.plan(offsets(Q_LENS), *table, *sizes, q_data_type="float32")
+    before = [buffer.copy() for buffer in buffers]
+    bits = flat(full_masks(Q_LENS, KV_LENS))
+    with pytest.raises(ShapeError, match="custom_mask_buf holds 100 entries, the plan has"):
+        wrapper.plan(offsets(Q_LENS), *table, *sizes, custom_mask=bits, q_data_type="float32")
+    with pytest.raises(ContractError, match="qo_indptr ends at 48 rows, the first plan fixed them at 47"):
+        wrapper.plan(offsets((8, 2, 33, 5)), *table, *sizes, q_data_type="float32")
+    one = (offsets((7,)), np.array([0, 3]), table[1][:3], np.array([5]))
+    with pytest.raises(ShapeError, match="qo_indptr: a batch of 1, the buffers fix it at 4"):
+        wrapper.plan(*one, *sizes, q_data_type="float32")
+    without = BatchPrefillWithPagedKVCacheWrapper(None, "NHD", True, *paged_buffers()[:4])
+    with pytest.raises(ContractError, match="custom_mask_buf is needed for a mask"):
+        without.plan(offsets(Q_LENS), *table, *sizes, custom_mask=bits, q_data_type="float32")
+    for buffer, copy in zip(buffers, before, strict=True):
+        assert_bits_equal(buffer, copy, what="buffer")
+    out = np.zeros(4 * Q.size + 100, np.uint8)
+    shared = BatchPrefillWithPagedKVCacheWrapper(None, "NHD", True, *buffers[:4], out[:100], buffers[5])
+    shared.plan(offsets(Q_LENS), *table, *sizes, causal=True, q_data_type="float32")
+    with pytest.raises(ContractError, match="out shares memory with custom_mask_buf"):
+        shared.run(Q, PAGES, out=out[: 4 * Q.size].view(np.float32).reshape(Q.shape))
+
+
+def test_threads_share_a_wrapper_that_another_one_plans() -> None:
+    """Each run gives what one of the two plans gives, to the bit."""
+    masks = drawn_masks(np.random.default_rng(11), Q_LENS, KV_LENS)
+    plans = ({"causal": True}, {"custom_mask": flat(masks), "window_left": 20})
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(None)
+    results = []
+    for options in reversed(plans):
+        wrapper.plan(offsets(Q_LENS), *csr(CASE), *plan_sizes(CASE), q_data_type="float32", **options)
+        results.insert(0, wrapper.run(Q, PAGES))
+    done = Event()
+
+    def runs(_: int) -> Counter[int]:
+        found = [wrapper.run(Q, PAGES) for _ in range(60)]
+        return Counter(next((i for i, o in enumerate(results) if np.array_equal(o, one)), -1) for one in found)
+
+    def plan() -> None:
+        turn = 0
+        while not done.is_set():
+            turn += 1
+            arrays = (offsets(Q_LENS), *csr(CASE), *plan_sizes(CASE))
+            wrapper.plan(*arrays, q_data_type="float32", **plans[turn % 2])
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            planning = pool.submit(plan)
+            counts = sum(pool.map(runs, range(4)), Counter())
+            done.set()
+            planning.result()
+    finally:
+        sys.setswitchinterval(switch)
+        done.set()
+    assert counts[-1] == 0
+    assert set(counts) == {0, 1}
