@@ -48,7 +48,7 @@ PLANS = [
     ({"custom_mask": flat(MASKS)[None]}, ShapeError, f"custom_mask: shape [1, {BITS}], expected [{BITS}]"),
     ({"custom_mask": flat(MASKS).astype(np.float32)}, ContractTypeError, "custom_mask: dtype float32, expected bool"),
     ({"custom_mask": flat(MASKS).tolist()}, ContractTypeError, "custom_mask must be an array"),
-    ({"packed_custom_mask": packed(MASKS)[:-1]}, ShapeError, "packed_custom_mask: shape [35], expected [36]"),
+    ({"packed_custom_mask": packed(MASKS)[:-1]}, ShapeError, "packed_custom_mask: shape [34], expected [35]"),
     ({"packed_custom_mask": flat(MASKS)}, ContractTypeError, "packed_custom_mask: dtype bool, expected uint8"),
     ({"packed_custom_mask": packed(MASKS), "custom_mask": "no mask"}, None, ""),
     ({"causal": np.ones(2)}, ContractTypeError, "causal must be true or false"),

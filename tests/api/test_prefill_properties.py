@@ -17,7 +17,7 @@ from paged_kv.prefill import (
 )
 from support.cases import Cache, CacheCase, build, normal
 from support.compare import assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, O_TOLERANCE, csr, plan_sizes, to_kind
+from support.decoding import LSE_TOLERANCE, O_TOLERANCE, csr, to_kind
 from support.kinds import WRITABLE, kind_of
 from support.prefilling import (
     PAIRS,
@@ -44,6 +44,7 @@ class Drawn:
 
     case: CacheCase
     q_lens: tuple[int, ...]
+    head_dim_qk: int  # of K and V the wider has the case's
     head_dim_vo: int
     sight: str  # full, causal, mask or packed
     mode: str
@@ -69,12 +70,14 @@ def drawn_cases(draw: st.DrawFn, kv_dtype: str) -> Drawn:
     lengths = tuple(draw(st.lists(st.integers(0, 3 * page_size + 2) | st.integers(0, 90), max_size=4)))
     entry = draw(st.sampled_from(ENTRIES))
     mixed = entry == "mixed"
-    head_dim = draw(st.sampled_from((8, 40, 64, 128)))
+    head_dim_qk, head_dim_vo = draw(
+        st.sampled_from(((8, 8), (64, 64), (128, 128), (64, 40), (40, 64), (128, 64), (192, 128), (16, 80)))
+    )
     case = CacheCase(
         lengths=lengths,
         num_q_heads=kv_heads * group,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=max(head_dim_qk, head_dim_vo),
         page_size=page_size,
         layout=draw(st.sampled_from(("NHD", "HND"))),
         rank=4,
@@ -85,7 +88,8 @@ def drawn_cases(draw: st.DrawFn, kv_dtype: str) -> Drawn:
         case=case,
         # A request may have more rows than tokens, or none.
         q_lens=tuple(draw(st.integers(0, length + 2) | st.just(1)) for length in lengths),
-        head_dim_vo=draw(st.sampled_from([d for d in (8, 40, 64, 128) if d == head_dim])),
+        head_dim_qk=head_dim_qk,
+        head_dim_vo=head_dim_vo,
         sight=draw(st.sampled_from(("full", "causal") if mixed else ("full", "causal", "mask", "packed"))),
         mode="NONE" if mixed else draw(st.sampled_from(("NONE", "ROPE_LLAMA", "ALIBI"))),
         options={
@@ -107,10 +111,10 @@ def drawn_cases(draw: st.DrawFn, kv_dtype: str) -> Drawn:
 
 
 def pages_of(drawn: Drawn, cache: Cache) -> tuple[Any, Any]:
-    """K and V of the wanted widths: V's heads are parts of wider ones."""
+    """K and V of the wanted widths: heads of the narrower are parts of wider ones."""
     k = to_kind(cache.k_blocks, "numpy" if drawn.kind == "max" else drawn.kind)
     v = to_kind(cache.v_blocks, "numpy" if drawn.kind == "max" else drawn.kind)
-    return k, v[..., : drawn.head_dim_vo]
+    return k[..., : drawn.head_dim_qk], v[..., : drawn.head_dim_vo]
 
 
 def tokens_of(drawn: Drawn, cache: Cache) -> tuple[Any, Any]:
@@ -121,7 +125,7 @@ def tokens_of(drawn: Drawn, cache: Cache) -> tuple[Any, Any]:
     if case.layout == "HND":
         k, v = (np.ascontiguousarray(array.swapaxes(0, 1)) for array in (k, v))
     kind = "numpy" if drawn.kind == "max" else drawn.kind
-    return to_kind(k, kind), to_kind(v, kind)[..., : drawn.head_dim_vo]
+    return to_kind(k, kind)[..., : drawn.head_dim_qk], to_kind(v, kind)[..., : drawn.head_dim_vo]
 
 
 def run(drawn: Drawn, cache: Cache, q: np.ndarray, masks: list[np.ndarray], sinks: np.ndarray | None) -> Any:
@@ -132,7 +136,7 @@ def run(drawn: Drawn, cache: Cache, q: np.ndarray, masks: list[np.ndarray], sink
     arrays = csr(cache, drawn.index_dtype) if paged else (offsets(lens).astype(drawn.index_dtype),)
     qo_indptr = offsets(drawn.q_lens).astype(drawn.index_dtype)
     table = [to_kind(array, drawn.kind) for array in (qo_indptr, *arrays)]
-    sizes = plan_sizes(cache) if paged else plan_sizes(cache)[:3]
+    sizes = (case.num_q_heads, case.num_kv_heads, drawn.head_dim_qk, case.page_size)[: 4 if paged else 3]
     dtypes = {"q_data_type": q.dtype.name, "kv_data_type": case.dtype}
     common: dict[str, Any] = {"causal": drawn.sight == "causal"} | dtypes
     results: dict[str, Any] = {}
@@ -146,8 +150,7 @@ def run(drawn: Drawn, cache: Cache, q: np.ndarray, masks: list[np.ndarray], sink
         mixed = BatchAttention(case.layout, device="cpu")
         lengths = to_kind(cache.lengths.astype(drawn.index_dtype), drawn.kind)
         options = {name: drawn.options[name] for name in ("sm_scale", "logits_soft_cap")}
-        heads, page_size = sizes[:3], sizes[3]
-        mixed.plan(*table[:3], lengths, *heads, drawn.head_dim_vo, page_size, **options, **common)
+        mixed.plan(*table[:3], lengths, *sizes[:3], drawn.head_dim_vo, case.page_size, **options, **common)
         scales = {name: drawn.scales[name] for name in ("k_scale", "v_scale")}
         return mixed.run(query, pages_of(drawn, cache), **scales, **results)
     if drawn.sight in ("mask", "packed"):
@@ -176,7 +179,7 @@ def run_singly(drawn: Drawn, cache: Cache, q: np.ndarray, masks: list[np.ndarray
     sums = [np.zeros((0, q.shape[1]), np.float32)]
     kind = "numpy" if drawn.kind == "max" else drawn.kind
     for b, mask in enumerate(masks):
-        tokens = [cache.keys[b], cache.values[b][..., : drawn.head_dim_vo]]
+        tokens = [cache.keys[b][..., : drawn.head_dim_qk], cache.values[b][..., : drawn.head_dim_vo]]
         if cache.case.layout == "HND":
             tokens = [array.swapaxes(0, 1) for array in tokens]
         sight: dict[str, Any] = {"causal": drawn.sight == "causal"}
@@ -214,7 +217,7 @@ def test_drawn_cases_agree_with_the_oracle(q_dtype: str, kv_dtype: str) -> None:
         nonlocal count
         count += 1
         cache = build(drawn.case)
-        q = queries(cache, drawn.q_lens, q_dtype)
+        q = np.ascontiguousarray(queries(cache, drawn.q_lens, q_dtype)[..., : drawn.head_dim_qk])
         rng = np.random.default_rng(drawn.case.seed + 2)
         lens = drawn.q_lens, drawn.case.lengths
         made = {"full": full_masks, "causal": causal_masks}.get(drawn.sight)

@@ -78,7 +78,8 @@ def expected(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse of the oracle, options as FlashInfer names them, None for its defaults.
 
-    Each row looks at all its request's tokens through its mask, whatever the call under test does with them.
+    Of wider heads in the cache, the first D of K and the first `head_dim_vo` of V count. Each row looks at all its
+    request's tokens through its mask, whatever the call under test does with them.
     """
     theta, scale = options.pop("rope_theta", None), options.pop("rope_scale", None)
     options = {name: value for name, value in options.items() if value is not None}
@@ -96,7 +97,6 @@ def expected(
         "mask_starts": starts[batch] + in_request,
     }
     k_blocks, v_blocks, table = cache.pages
-    if head_dim_vo is not None:
-        v_blocks = v_blocks[..., :head_dim_vo]
+    k_blocks, v_blocks = k_blocks[..., : q.shape[2]], v_blocks[..., :head_dim_vo]
     row_arguments = (batch.astype(np.int32), lengths.astype(np.int32))
     return reference.masked_attention(q, k_blocks, v_blocks, table, *row_arguments, **sight, **cache.storage, **options)
