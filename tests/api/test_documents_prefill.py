@@ -15,7 +15,7 @@ NUM_LAYERS = 32
 
 @pytest.fixture(autouse=True, scope="module")
 def _variants() -> None:
-    load_variants(("float16", "float16"))
+    load_variants()
 
 
 def at_layers(num_layers: int, *shape: int) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ KV_LENS = CASE.case.lengths
 
 @pytest.fixture(autouse=True, scope="module")
 def _variants() -> None:
-    load_variants(("float32", "float32"), ("bfloat16", "bfloat16"))
+    load_variants()
 
 
 def cache_of(cache: Cache) -> Any:

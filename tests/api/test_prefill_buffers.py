@@ -26,7 +26,7 @@ PAGES = (CASE.k_blocks, CASE.v_blocks)
 
 @pytest.fixture(autouse=True, scope="module")
 def _variants() -> None:
-    load_variants(("float32", "float32"))
+    load_variants()
 
 
 def assert_agrees(found: tuple[Any, Any], masks: list[np.ndarray], **options: Any) -> None:

@@ -208,7 +208,7 @@ def run_singly(drawn: Drawn, cache: Cache, q: np.ndarray, masks: list[np.ndarray
 @pytest.mark.hypothesis  # as Hypothesis marks what it decorates itself
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), PAIRS)
 def test_drawn_cases_agree_with_the_oracle(q_dtype: str, kv_dtype: str) -> None:
-    load_variants((q_dtype, kv_dtype))
+    load_variants()
     count = 0
 
     @settings(max_examples=CASES, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])

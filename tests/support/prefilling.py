@@ -7,23 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from max.dtype import DType
 
 from paged_kv import reference
-from paged_kv.runtime.variants import Variant
 from support import harness
 from support.cases import Cache, normal
-from support.op_graphs import one_process_at_a_time
 
-PAIRS = (("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"))
-"""Of the queries' and the cache's dtypes: what these tests compile of the op with masks."""
+PAIRS = harness.MASKED_PAIRS
+"""Of the queries' and the cache's dtypes."""
 
 
-def load_variants(*pairs: tuple[str, str]) -> None:
-    """Loads every variant that these tests execute, or those of some pairs."""
-    runtime = harness.runtime()
-    with one_process_at_a_time("masked variants"):
-        runtime.load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in pairs or PAIRS])
+def load_variants() -> None:
+    """Loads every variant that these tests execute, compiled together where the disk has them not."""
+    harness.runtime()
+    harness.masked_runtime()
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:
