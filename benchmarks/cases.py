@@ -120,6 +120,11 @@ class CascadeCase(Case):
 
 
 @dataclass(frozen=True)
+class PrefillCase(AttentionCase):
+    """The same through the prefill wrapper of the array API."""
+
+
+@dataclass(frozen=True)
 class AppendCase(Case):
     """`tokens` new tokens for each of `batch` requests, written after `context` tokens."""
 
@@ -334,6 +339,23 @@ CASES: tuple[Case, ...] = (
             kv_heads=heads,
         )
         for heads in (8, 32)
+    ),
+    *(
+        PrefillCase(
+            name,
+            title,
+            None,
+            (
+                Versus("torch SDPA, contiguous", ("torch",), 1.2),
+                Versus("vLLM CPU, best page size", ("vllm-16", "vllm-32"), 1),
+            ),
+            lengths=(context + new,),
+            new_tokens=new,
+        )
+        for name, title, context, new in (
+            ("prefill-wrapper", "prefill wrapper bf16, 2048 new tokens, 32/8", 0, 2048),
+            ("prefill-cached", "prefill wrapper bf16, 512 new after 8192 cached, 32/8", 8192, 512),
+        )
     ),
 )
 

@@ -68,6 +68,19 @@ def pool(
     return blocks, [paged_views(cache, layout) for cache in blocks]
 
 
+def fill_pages(problem: AttentionProblem, table: Array, *views: Array) -> None:
+    """Writes the tokens into their pages: `views` are K and V of a cache."""
+    case = problem.case
+    for row, begin, length in zip(table, problem.indptr[:-1], case.lengths, strict=True):
+        whole, rest = divmod(length, case.page_size)
+        page = (whole, case.page_size, case.kv_heads, case.head_dim)
+        for view, tokens in zip(views, (problem.k, problem.v), strict=True):
+            own = bits(tokens)[begin : begin + length]
+            bits(view)[row[:whole]] = own[: length - rest].reshape(page)
+            if rest:
+                bits(view)[row[whole], :rest] = own[length - rest :]
+
+
 class OursAttention(Ours):
     def prepare(self, problem: AttentionProblem, copies: int) -> None:
         case = problem.case
@@ -86,22 +99,9 @@ class OursAttention(Ours):
         self._inputs: list[list[Buffer]] = []
         for k_view, v_view in views:
             table = page_table(owned, rng)
-            self._fill(problem, table, k_view, v_view)
+            fill_pages(problem, table, k_view, v_view)
             k, v, view = cache_operands(k_view, v_view)
             self._inputs.append([*rows, k, v, to_buffer(table), view, *options])
-
-    @staticmethod
-    def _fill(problem: AttentionProblem, table: Array, *views: Array) -> None:
-        """Writes the tokens into their pages."""
-        case = problem.case
-        for row, begin, length in zip(table, problem.indptr[:-1], case.lengths, strict=True):
-            whole, rest = divmod(length, case.page_size)
-            page = (whole, case.page_size, case.kv_heads, case.head_dim)
-            for view, tokens in zip(views, (problem.k, problem.v), strict=True):
-                own = bits(tokens)[begin : begin + length]
-                bits(view)[row[:whole]] = own[: length - rest].reshape(page)
-                if rest:
-                    bits(view)[row[whole], :rest] = own[length - rest :]
 
     def overhead(self, repeats: int = 200) -> list[float]:
         """Seconds of executions of the same graph for one row of one token: what the times hold besides the kernel."""

@@ -12,7 +12,15 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.benchmarks.cases import AppendCase, AttentionCase, CascadeCase, Case, LinearCase, StepCase
+from paged_kv.benchmarks.cases import (
+    AppendCase,
+    AttentionCase,
+    CascadeCase,
+    Case,
+    LinearCase,
+    PrefillCase,
+    StepCase,
+)
 from paged_kv.reference import rope
 
 Array = npt.NDArray[Any]
@@ -44,6 +52,7 @@ def problem_of(case: Case, seed: int = 0) -> Problem:
     """The operands of a case."""
     kinds: dict[type[Case], Any] = {
         AttentionCase: AttentionProblem,
+        PrefillCase: AttentionProblem,
         CascadeCase: CascadeProblem,
         AppendCase: AppendProblem,
         LinearCase: LinearProblem,

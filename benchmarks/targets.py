@@ -40,6 +40,8 @@ WITHOUT_AMX = {
     "step-8": Goal(None, {"vLLM CPU": 1.1}),
     "step-prefill": Goal(None, {"vLLM CPU": 1, "Hugging Face transformers": 1.2}),
     "prefill": Goal(None, {"torch SDPA, contiguous": 2}),
+    "prefill-wrapper": Goal(None, {"torch SDPA, contiguous": 1.2, "vLLM CPU, best page size": 1}),
+    "prefill-cached": Goal(None, {"torch SDPA, contiguous": 1.2, "vLLM CPU, best page size": 1}),
     "new4": Goal(None, {"our own, 1 new token": 0.8}),
     **ROTARY,
     "cascade-8": Goal(None, {"our own flat decode": 4}),

@@ -24,11 +24,16 @@ class TorchAttention(Peer):
         return "no float8" if case.kv_dtype != case.dtype else unequal(case)
 
     def prepare(self, problem: AttentionProblem, copies: int) -> None:
+        import torch
+
         case = problem.case
         self._case = case
         self._k, self._v = (torch_view(repeat(array, copies)) for array in batched(problem))
         q = torch_view(problem.q).reshape(len(case.lengths), case.new_tokens, case.heads, case.head_dim)
         self._q = q.transpose(1, 2).contiguous()  # [B, Hq, T, D]
+        new, length = case.new_tokens, case.lengths[0]
+        # Its is_causal counts from the first token, which suits a prompt without a context alone.
+        self._mask = torch.ones(new, length, dtype=torch.bool).tril(length - new) if 1 < new < length else None
 
     def run(self, i: int) -> None:
         at = i % len(self._k)
@@ -38,7 +43,12 @@ class TorchAttention(Peer):
         import torch
 
         return torch.nn.functional.scaled_dot_product_attention(
-            self._q, k, v, is_causal=self._case.new_tokens > 1, enable_gqa=True
+            self._q,
+            k,
+            v,
+            attn_mask=self._mask,
+            is_causal=self._mask is None and self._case.new_tokens > 1,
+            enable_gqa=True,
         )
 
     def output(self) -> Array:

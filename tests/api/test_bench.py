@@ -56,6 +56,8 @@ ASKED = {
     **{name: (None, {"ours-rotated": 0.5}) for name in ("rope-bf16", "rope-f32", "rope-prefill")},
     "cascade-8": (None, {"ours-flat": 4}),
     "cascade-32": (None, {"ours-flat": 4}),
+    "prefill-wrapper": (None, {"torch": 1.2, "vllm-16 vllm-32": 1}),
+    "prefill-cached": (None, {"torch": 1.2, "vllm-16 vllm-32": 1}),
 }
 
 
@@ -211,10 +213,11 @@ def test_the_reference_of_a_step_is_what_transformers_computes(tokens, context):
     [
         ("torch", small(lengths=(64, 64))),
         ("torch", small(lengths=(33,), new_tokens=33)),
+        ("torch", small(lengths=(33,), new_tokens=5)),
         ("gather", small(lengths=(64, 64))),
         ("torch-linear", LinearCase("", "", rows=2, outer=30, inner=16)),
     ],
-    ids=["torch", "prefill", "gather", "linear"],
+    ids=["torch", "prefill", "chunk", "gather", "linear"],
 )
 def test_torch_peers_are_right_on_every_copy(key, case):
     problem, peer = problem_of(case), make_peer(key)

@@ -27,6 +27,8 @@ ASKED = {
     "step-8": (None, {"vllm-step": 1.1}),
     "step-prefill": (None, {"vllm-step": 1, "transformers": 1.2}),
     "prefill": (None, {"torch": 2}),
+    "prefill-wrapper": (None, {"torch": 1.2, "vllm-16 vllm-32": 1}),
+    "prefill-cached": (None, {"torch": 1.2, "vllm-16 vllm-32": 1}),
     "new4": (None, {"ours-1": 0.8}),
     **ROTATED,
     "cascade-8": (None, {"ours-flat": 4}),
