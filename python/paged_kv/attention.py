@@ -132,13 +132,12 @@ class BatchAttention(PrefillWrapper):
         """
         refuse_given(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         attention, requests = self._last_plan.of_call("run")
-        if logits_soft_cap is not None and logits_soft_cap != 0:
-            planned = attention.plan.options
-            options = replace(planned, logits_soft_cap=logits_soft_cap)
-            if not planned.logits_soft_cap:
-                raise ContractError(f"logits_soft_cap is {logits_soft_cap}, none was planned")
-            if options != planned:
-                attention = Attention(replace(attention.plan, options=options))
+        planned = attention.plan.options
+        options = replace(planned, logits_soft_cap=0.0 if logits_soft_cap is None else logits_soft_cap)
+        if options.logits_soft_cap and not planned.logits_soft_cap:
+            raise ContractError(f"logits_soft_cap is {logits_soft_cap}, none was planned")
+        if options.logits_soft_cap and options != planned:
+            attention = Attention(replace(attention.plan, options=options))
         found: tuple[ArrayT, ArrayT] = attend_paged(
             attention,
             requests.rows(False),

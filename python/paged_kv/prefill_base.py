@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paged_kv.arguments import flag
+from paged_kv.arguments import flag, integer
 from paged_kv.arrays.cache_storage import check_layout
 from paged_kv.arrays.types import SupportsDLPack
 from paged_kv.calls.attend import Attention
@@ -136,7 +136,8 @@ def check_neutral(token_pos_in_items_len: Any = 0, **multi_item: Any) -> None:
 
     Raises:
         ContractError: one of them is given.
+        ContractTypeError: `token_pos_in_items_len` is no integer.
     """
     refuse_given(**multi_item)
-    if token_pos_in_items_len:
+    if integer("token_pos_in_items_len", token_pos_in_items_len, 0):
         raise ContractError("token_pos_in_items_len must be 0: multi-item scoring is not supported")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paged_kv.arguments import shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import DTYPES, dtype_of, is_float8
 from paged_kv.arrays.types import ArrayT, DTypeLike, SupportsDLPack
@@ -11,6 +12,7 @@ from paged_kv.calls.kernel_arguments import refuse_given
 from paged_kv.calls.paged_call import attend_tokens
 from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
 from paged_kv.calls.ragged import WHY_HOST, TokenRanges, check_equals
+from paged_kv.calls.scalars import one_number
 from paged_kv.errors import ContractError
 from paged_kv.prefill_base import PrefillWrapper, check_neutral
 
@@ -173,8 +175,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         """
         del enable_pdl
         refuse_given(kv_cache_sf=kv_cache_sf)
-        if o_scale is not None and o_scale != 1:
-            raise ContractError("o_scale must be None or 1: the output is not quantised")
+        scale = one_number(o_scale, "o_scale")
+        if scale is not None and not (isinstance(scale, int | float) and scale == 1):
+            raise ContractError(f"o_scale must be None or 1, not {shown(scale)}: the output is not quantised")
         attention, rows, sinks = self._of_run(args, None)
         return attend_tokens(
             attention,

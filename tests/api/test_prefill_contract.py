@@ -63,6 +63,7 @@ PLANS = [
     ({"token_pos_in_items_ptr": QO}, ContractError, "token_pos_in_items_ptr must be None"),
     ({"max_item_len_ptr": QO}, ContractError, "max_item_len_ptr must be None"),
     ({"token_pos_in_items_len": 3}, ContractError, "token_pos_in_items_len must be 0"),
+    ({"token_pos_in_items_len": QO}, ContractTypeError, "token_pos_in_items_len must be an integer"),
     ({"seq_lens": np.array([17, 0, 47, 5])}, PageTableError, "seq_lens"),
     ({"seq_lens": np.array(CASE.case.lengths)}, None, ""),
     ({"seq_lens_q": np.array([3, 1, 4, 4])}, PageTableError, "seq_lens_q[3] is 4, qo_indptr says 5"),
@@ -200,7 +201,8 @@ RUNS_RAGGED = [
     ({"v": V.astype(np.float16)}, ContractTypeError, "v: dtype float16 differs from k's float32"),
     ({"k": K[None]}, ShapeError, "k must have 3 dimensions"),
     ({"out": K.reshape(-1)[: Q.size].reshape(Q.shape)}, ContractError, "out shares memory with k"),
-    ({"o_scale": 0.5}, ContractError, "o_scale must be None or 1"),
+    ({"o_scale": 0.5}, ContractError, "o_scale must be None or 1, not 0.5"),
+    ({"o_scale": np.ones(2)}, ContractError, "o_scale must be None or 1, not an object of type ndarray"),
 ]  # fmt: skip
 
 
@@ -286,4 +288,5 @@ def test_mixed_batches(changes: dict[str, Any], error: type[Exception] | None, m
         return
     refuses(lambda: wrapper.plan(**(good | changes)), error, message)
     refuses(lambda: wrapper.run(Q, CASE.k_blocks, logits_soft_cap=3.0), ContractError, "none was planned")
+    refuses(lambda: wrapper.run(Q, CASE.k_blocks, logits_soft_cap=Q), ContractTypeError, "logits_soft_cap must be")
     refuses(lambda: wrapper.run(Q, CASE.k_blocks, profiler_buffer=Q), ContractError, "profiler_buffer must be None")
