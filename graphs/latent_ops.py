@@ -204,7 +204,7 @@ def mla_attention_at_run_time(
     check_value("q_pe", q_pe, q_nope.dtype, [rows, heads, None], cache.device)
     for name, value in (("q_nope", q_nope), ("q_pe", q_pe)):
         width = value.shape[-1]
-        if isinstance(width, StaticDim) and not is_head_dim(int(width)):
+        if isinstance(width, StaticDim) and not (is_head_dim(int(width)) or (name == "q_pe" and int(width) == 0)):
             raise ShapeError(f"{name}: width {width} is no {HEAD_DIMS}")
     cache.check_widths("q_nope", ckv_dim, "q_pe", q_pe.shape[-1])
     check_value("row_batch", row_batch, DType.int32, [rows], cache.device)

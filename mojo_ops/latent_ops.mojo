@@ -11,7 +11,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
-from .attention.checks import check_rows, check_width
+from .attention.checks import check_dim, check_rows, check_width
 from .attention.cpu.dispatch import attend_on_cpu
 from .attention.gpu.latent import RotaryQuery, attend_latent
 from .attention.gpu.params import GpuAttentionParams
@@ -25,7 +25,7 @@ from .cache.operands import KVCachePair
 struct LatentAttention:
     """Latent attention of `R` query rows over the pages of their requests: decode and causal prefill in one op.
 
-    q_nope `[R, H, Dckv]`, q_pe `[R, H, Dkpe]`; row_batch, row_lengths as in `paged_kv_attention`. The same array as
+    q_nope `[R, H, Dckv]`, q_pe `[R, H, Dkpe]`, where Dkpe may be 0; row_batch, row_lengths as in `paged_kv_attention`. The same array as
     kpe_blocks and ckv_blocks where it holds both. sinks: `[H]` float32, or `[0]` for none. o `[R, H, Dckv]`
     float32, float16 or bfloat16; lse `[R, H]` float32, base 2. options `[3]` float32: what q_pe . kpe is multiplied by, what q_nope . ckv is multiplied by
     beside it, and what multiplies o.
@@ -64,6 +64,9 @@ struct LatentAttention:
         check_equal("ckv_cache: its KV heads", pair.k.num_heads(), 1)
         check_width("q_nope", q_nope.dim_size(2), "the width of ckv_cache", pair.v.head_dim())
         check_width("q_pe", q_pe.dim_size(2), "the width of kpe_cache", pair.k.head_dim())
+        check_dim("the width of ckv_cache", pair.v.head_dim())
+        if pair.k.head_dim() != 0:
+            check_dim("the width of kpe_cache", pair.k.head_dim())
         logits.check()
         comptime if is_gpu[target]():
             pair.table.check_shape()

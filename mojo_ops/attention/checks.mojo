@@ -86,7 +86,6 @@ def check_dim(what: StaticString, dim: Int) raises:
 
 
 def check_width(query: StaticString, query_dim: Int, cache: StaticString, dim: Int) raises:
-    """Checks that a part of q has the width of its part of the cache, 8 to 512 in multiples of 8."""
+    """Checks that a part of q has the width of its part of the cache."""
     if query_dim != dim:
         raise Error(query, ": its width is ", query_dim, ", ", cache, " ", dim)
-    check_dim(cache, dim)

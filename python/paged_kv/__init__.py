@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         fast_decode_plan,
         single_decode_with_kv_cache,
     )
+    from paged_kv.mla import BatchMLAPagedAttentionWrapper
     from paged_kv.page import (
         PagedKVCacheManager,
         append_paged_kv_cache,
@@ -57,6 +58,7 @@ __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
@@ -106,6 +108,7 @@ _MODULES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
+    "mla": ("BatchMLAPagedAttentionWrapper",),
     "page": (
         "PagedKVCacheManager",
         "append_paged_kv_cache",

@@ -24,6 +24,13 @@ _REASONS = {
     "max_item_len_ptr": "multi-item scoring is not supported",
     "causal_seqlens_kv_global": "contexts that several devices share are not supported",
     "profiler_buffer": "there is no profiler to write it",
+    "metadata": "what it says is given by the other arguments",
+    "query_layout": "queries are [rows, heads, width]",
+    "kv_cache_layout": "the cache is [pages, page_size, width]",
+    "o_scale": "outputs of float8 are not supported",
+    "ckv_scale_arr": "one scale for the whole cache is supported, ckv_scale",
+    "bmm1_scale": "sm_scale is planned",
+    "bmm2_scale": "ckv_scale multiplies the values",
 }
 
 

@@ -117,7 +117,7 @@ def attend_prefill_vectors[
 
 def prefetch_elements(heads: HeadLayout) -> Int:
     """The length of the ranges that are prefetched: K and V of a token take whole ones, where their widths differ."""
-    return min(heads.head_dim, heads.value_dim)
+    return min(heads.head_dim, heads.value_dim) if heads.head_dim > 0 else heads.value_dim
 
 
 def prefetch_ranges(heads: HeadLayout) -> Int:

@@ -1,0 +1,256 @@
+"""Latent attention (MLA) over a paged, compressed KV cache: FlashInfer's `mla` module on any arrays.
+
+Letters in shapes: B requests, R query rows, H query heads; Dckv and Dkpe are the widths of a token's latent vector and
+of its rotary part. The up-projection of K was applied to the queries (`q_nope`) before, that of V is applied to the
+output after. `page.append_paged_mla_kv_cache` fills the cache. Arrays are those that `page` takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from paged_kv.arguments import flag
+from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.types import DTypeLike, SupportsDLPack
+from paged_kv.calls.attend_latent import LatentArrays, LatentAttention, LatentPlan
+from paged_kv.calls.kernel_arguments import check_backend, check_skipped_softmax, refuse_given
+from paged_kv.calls.latent_arguments import one_of, parts, scales, unplanned
+from paged_kv.calls.latent_requests import LatentBatch, LatentBuffers, csr_of_dense
+from paged_kv.calls.planned import LastPlan
+from paged_kv.calls.rows import Rows
+from paged_kv.errors import ContractError
+
+__all__ = ["BatchMLAPagedAttentionWrapper"]
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Latent attention of query rows over a paged cache of compressed K and V: `plan` once, `run` for every layer.
+
+    Threads may share a wrapper, as they may share `BatchDecodeWithPagedKVCacheWrapper`.
+
+    Args:
+        float_workspace_buffer: Accepted, not kept. May be None.
+        use_cuda_graph: Keeps the requests in the four buffers below: the batch is then fixed, `plan` copies into them
+            and `run` reads them again each time.
+        qo_indptr, kv_indptr: `[B + 1]` int32 or int64.
+        kv_indices: int32 or int64, long enough for the most page ids ever planned.
+        kv_len_arr: `[B]` int32 or int64.
+        backend: Accepted, without effect; but for "cutlass", with which `run` takes `kv_len` and `page_table`.
+
+    Raises:
+        ContractError: a buffer is missing, cannot be written, or shares memory with itself or another one.
+        ContractTypeError: `backend` is no str; a buffer is no array of these dtypes.
+        ShapeError: a buffer is not 1-D, or the lengths of the buffers do not fit each other.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        use_cuda_graph: bool = False,
+        qo_indptr: SupportsDLPack | None = None,
+        kv_indptr: SupportsDLPack | None = None,
+        kv_indices: SupportsDLPack | None = None,
+        kv_len_arr: SupportsDLPack | None = None,
+        backend: str = "auto",
+    ) -> None:
+        del float_workspace_buffer
+        check_backend(backend)
+        self._is_cutlass = backend == "cutlass"
+        buffers = None
+        if flag("use_cuda_graph", use_cuda_graph):
+            buffers = LatentBuffers((qo_indptr, kv_indptr, kv_indices, kv_len_arr))
+        self._last_plan: LastPlan[LatentBatch, Rows] = LastPlan(lambda batch: batch.rows, buffers)
+
+    def plan(
+        self,
+        qo_indptr: SupportsDLPack | None = None,
+        kv_indptr: SupportsDLPack | None = None,
+        kv_indices: SupportsDLPack | None = None,
+        kv_len_arr: SupportsDLPack | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: DTypeLike | None = None,
+        kv_data_type: DTypeLike | None = None,
+        use_profiler: bool = False,
+        *,
+        metadata: None = None,
+        cum_seq_lens_q: SupportsDLPack | None = None,
+        block_tables: SupportsDLPack | None = None,
+        seq_lens: SupportsDLPack | None = None,
+        max_q_len: int | None = None,
+        query_layout: None = None,
+        kv_cache_layout: None = None,
+        lse_mode: str = "none",
+        output_dtype: DTypeLike | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+    ) -> None:
+        """Fixes the requests and everything else that the runs to come share. The index arrays are copied, and lie on
+        the host.
+
+        Args:
+            qo_indptr: `[B + 1]`, from 0: request b's query rows are `qo_indptr[b]` to `qo_indptr[b + 1]`.
+            kv_indptr: `[B + 1]`, from 0: request b owns the pages `kv_indices[kv_indptr[b]:kv_indptr[b + 1]]`.
+            kv_indices: `[kv_indptr[B]]` page ids, or more.
+            kv_len_arr: `[B]`: the tokens of each request, from 0 to what its pages hold.
+            num_heads: H.
+            head_dim_ckv: Dckv, a multiple of 8 up to 512.
+            head_dim_kpe: Dkpe, a multiple of 8 up to 512, or 0.
+            page_size: Tokens of a page.
+            causal: Whether the rows of a request are its last tokens, and none sees a token behind its own. With fewer
+                tokens than rows, the first rows see nothing.
+            sm_scale: Multiplies q . k: `1 / sqrt(D)` of the heads before compression.
+            q_data_type, kv_data_type: Of the queries and of the cache, which has q's dtype or float8. Float8 queries
+                are widened, exactly.
+            cum_seq_lens_q: Instead of `qo_indptr`.
+            block_tables, seq_lens: `[B, n]` page ids and `[B]` tokens, instead of the other three arrays.
+            output_dtype: Of o: float32, float16 or bfloat16; None is q's.
+            metadata, query_layout, kv_cache_layout: Must be None. `lse_mode` and `output_scale` must be "none",
+                `scale_mode` "default", `use_profiler` and `skip_softmax` False.
+            max_q_len, enable_pdl, use_sinks: Accepted, without effect.
+
+        Raises:
+            PageTableError: offsets or lengths are inconsistent. A page id that is not one of the cache's is found by
+                `run`.
+            ContractTypeError, ShapeError, ContractError: an argument is missing, of another type or out of range; or
+                the requests do not fit the user's buffers.
+
+        Nothing changes, the former plan included, if an error is raised.
+        """
+        del max_q_len, enable_pdl, use_sinks
+        refuse_given(metadata=metadata, query_layout=query_layout, kv_cache_layout=kv_cache_layout)
+        for name, value, neutral in (
+            ("lse_mode", lse_mode, "none"),
+            ("output_scale", output_scale, "none"),
+            ("scale_mode", scale_mode, "default"),
+            ("use_profiler", use_profiler, False),
+            ("skip_softmax", skip_softmax, False),
+        ):
+            if type(value) is not type(neutral) or value != neutral:
+                raise ContractError(f"{name} must be {neutral!r}: nothing else is supported")
+        if sm_scale is None or causal is None:
+            raise ContractError(f"{'sm_scale' if sm_scale is None else 'causal'} is needed")
+        q_dtype = dtype_of(q_data_type, "q_data_type")
+        plan = LatentPlan(
+            num_heads=cast(int, num_heads),
+            head_dim_ckv=cast(int, head_dim_ckv),
+            head_dim_kpe=cast(int, head_dim_kpe),
+            page_size=cast(int, page_size),
+            sm_scale=cast(float, sm_scale),
+            q_dtype=q_dtype,
+            kv_dtype=q_dtype if kv_data_type is None else dtype_of(kv_data_type, "kv_data_type"),
+            o_dtype=None if output_dtype is None else dtype_of(output_dtype, "output_dtype"),
+        )
+        offsets = one_of(qo_indptr=qo_indptr, cum_seq_lens_q=cum_seq_lens_q)
+        if block_tables is None and seq_lens is None:
+            csr: tuple[Any, ...] = (kv_indptr, kv_indices, kv_len_arr)
+            for name, array in zip(("kv_indptr", "kv_indices", "kv_len_arr"), csr, strict=True):
+                if array is None:
+                    raise ContractError(f"{name} is needed")
+        else:
+            if any(array is not None for array in (kv_indptr, kv_indices, kv_len_arr)):
+                raise ContractError("block_tables: kv_indptr, kv_indices and kv_len_arr say the pages already")
+            if block_tables is None or seq_lens is None:
+                raise ContractError("block_tables and seq_lens are given together")
+            csr = csr_of_dense(seq_lens, block_tables, plan.page_size)
+        batch = LatentBatch.of((offsets, *csr), plan.page_size, flag("causal", causal))
+        _ = batch.rows  # which checks it
+        self._last_plan.replace(cast(Any, LatentAttention(plan)), batch)
+
+    def run(
+        self,
+        q_nope: Any = None,
+        q_pe: Any = None,
+        ckv_cache: SupportsDLPack | None = None,
+        kpe_cache: SupportsDLPack | None = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        profiler_buffer: None = None,
+        kv_len: SupportsDLPack | None = None,
+        page_table: SupportsDLPack | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: None = None,
+        *,
+        query: Any = None,
+        kv_cache: SupportsDLPack | None = None,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: None = None,
+        kpe_scale: float | None = None,
+        sinks: SupportsDLPack | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: None = None,
+        bmm2_scale: None = None,
+    ) -> Any:
+        """Attention of the planned requests' query rows.
+
+        Args:
+            q_nope: `[R, H, Dckv]`, R = `qo_indptr[B]`, of the planned dtype.
+            q_pe: `[R, H, Dkpe]`, likewise.
+            ckv_cache: `[pages, page_size, Dckv]`, of the planned dtype; any strides but the last, which is 1. Slots
+                that no request uses may hold anything, NaN included.
+            kpe_cache: `[pages, page_size, Dkpe]`, likewise.
+            out: `[R, H, Dckv]` in the planned dtype of o: written, and returned as o.
+            lse: `[R, H]` float32: written, and returned as lse. It may be given without `return_lse`.
+            return_lse: Whether to return the lse as well.
+            kv_len, page_table: `[B]` tokens and `[B, n]` page ids, with backend "cutlass" alone and there instead of a
+                plan: one row a request, over all its tokens, with a scale of `(128 + 64) ** -0.5`.
+            return_lse_base_on_e: Whether the lse is a natural logarithm, else one of base 2.
+            query, kv_cache: `[R, H, Dckv + Dkpe]` and `[pages, page_size, Dckv + Dkpe]`, or
+                `[pages, 1, page_size, Dckv + Dkpe]`: both parts of q, and of the cache, in one array, instead of the
+                first four arguments.
+            ckv_scale, kpe_scale: Calibration scales of a float8 cache, positive: a stored value times its scale is the
+                meant one. Both are needed there, and refused elsewhere.
+            sinks: `[H]` float32, float16 or bfloat16: natural-log logits that join the denominator, and the lse.
+            skip_softmax_threshold_scale_factor: None, or so small that it has no effect.
+            profiler_buffer, o_scale, ckv_scale_arr, bmm1_scale, bmm2_scale: Must be None.
+
+        Returns:
+            o `[R, H, Dckv]` in the kind of the queries, or o and the lse `[R, H]` float32. A row that sees no token has
+            o = 0 and lse = -inf.
+
+        Raises:
+            ContractError: nothing was planned, a number is out of range, an argument above is given that must not be,
+                or `out` or `lse` cannot be written or shares memory with itself or another argument.
+            PageTableError: a page id is not one of the cache's, or the user's buffers hold inconsistent requests.
+            ContractTypeError, ShapeError: an array is not as planned.
+        """
+        refuse_given(
+            profiler_buffer=profiler_buffer,
+            o_scale=o_scale,
+            ckv_scale_arr=ckv_scale_arr,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+        )
+        check_skipped_softmax(skip_softmax_threshold_scale_factor)
+        if self._is_cutlass:
+            attention, rows = unplanned(q_nope, q_pe, ckv_cache, kv_len, page_table)
+        else:
+            if kv_len is not None or page_table is not None:
+                raise ContractError("kv_len, page_table: what plan was given counts; they belong to backend 'cutlass'")
+            planned, rows = self._last_plan.of_call("run")
+            attention = cast(LatentAttention, planned)
+        plan = attention.plan
+        if query is not None or kv_cache is not None:
+            if any(array is not None for array in (q_nope, q_pe, ckv_cache, kpe_cache)):
+                raise ContractError("query, kv_cache: q_nope, q_pe, ckv_cache and kpe_cache are given already")
+            q_nope, q_pe = parts(query, "query", 3, plan)
+            ckv_cache, kpe_cache = parts(kv_cache, "kv_cache", 3, plan)
+        return attention.run(
+            LatentArrays(q_nope, q_pe, ckv_cache, kpe_cache, sinks, out, lse),
+            rows,
+            scales(plan, ckv_scale, kpe_scale),
+            return_lse=return_lse,
+            base_e=return_lse_base_on_e,
+            buffers=self._last_plan.buffers,
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._last_plan})"
