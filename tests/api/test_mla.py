@@ -1,0 +1,251 @@
+"""`BatchMLAPagedAttentionWrapper`: its arguments in every form, its buffers, and what it refuses."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from paged_kv import mla, page, reference_mla
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
+from support import latent
+from support.compare import assert_close, assert_lse_close
+from support.latent import LSE_TOL, REL
+
+SCALE = 192**-0.5
+HEADS, WIDTHS, SIZE = 16, (64, 8), 5
+LENGTHS, NEW_ROWS = (17, 0, 40, 5), (2, 1, 3, 1)
+CASE = latent.build(
+    LENGTHS, NEW_ROWS, heads=HEADS, widths=WIDTHS, page_size=SIZE, dtype="float32", kv_dtype="float32", joined=True
+)
+QO_INDPTR = np.concatenate([[0], np.cumsum(NEW_ROWS)]).astype(np.int32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _variants() -> None:
+    latent.load_variants()
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    """A copy, so that a test may write to it."""
+    return torch.from_numpy(array.copy())
+
+
+def arrays() -> dict[str, torch.Tensor]:
+    """The first four arguments of `run`; the cache's two are slices of one tensor."""
+    slots = torch.cat([tensor(CASE.ckv), tensor(CASE.kpe)], dim=-1)
+    return {
+        "q_nope": tensor(CASE.q_nope),
+        "q_pe": tensor(CASE.q_pe),
+        "ckv_cache": slots[..., : WIDTHS[0]],
+        "kpe_cache": slots[..., WIDTHS[0] :],
+    }
+
+
+def plan_arguments(**changes) -> dict:
+    indptr, indices = CASE.csr
+    return {
+        "qo_indptr": tensor(QO_INDPTR),
+        "kv_indptr": tensor(indptr),
+        "kv_indices": tensor(indices),
+        "kv_len_arr": tensor(CASE.lengths),
+        "num_heads": HEADS,
+        "head_dim_ckv": WIDTHS[0],
+        "head_dim_kpe": WIDTHS[1],
+        "page_size": SIZE,
+        "causal": True,
+        "sm_scale": SCALE,
+        "q_data_type": torch.float32,
+        "kv_data_type": torch.float32,
+    } | changes
+
+
+def planned(**changes) -> mla.BatchMLAPagedAttentionWrapper:
+    wrapper = mla.BatchMLAPagedAttentionWrapper(torch.empty(8, dtype=torch.int8))
+    wrapper.plan(**plan_arguments(**changes))
+    return wrapper
+
+
+def oracle(causal: bool = True, **options) -> tuple[np.ndarray, np.ndarray]:
+    lengths = CASE.row_lengths if causal else CASE.lengths[CASE.row_batch]
+    where = (CASE.q_nope, CASE.q_pe, CASE.ckv, CASE.kpe, CASE.lookup_table, CASE.row_batch, lengths)
+    return reference_mla.mla_attention(*where, sm_scale=SCALE, **options)
+
+
+def assert_result(found, expected, base: float = 1.0) -> None:
+    assert_close(found[0].numpy(), expected[0], rel=REL["float32"], what="o")
+    assert_lse_close(found[1].numpy(), expected[1] * base, tol=LSE_TOL, what="lse")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("base_e", [True, False])
+def test_it_is_the_oracle(causal, base_e):
+    found = planned(causal=causal).run(**arrays(), return_lse=True, return_lse_base_on_e=base_e)
+    assert_result(found, oracle(causal), math.log(2) if base_e else 1.0)
+
+
+def test_sinks():
+    sinks = torch.linspace(-2, 2, HEADS)
+    assert_result(planned().run(**arrays(), return_lse=True, sinks=sinks), oracle(sinks=sinks.numpy()))
+
+
+def test_results_are_written_where_they_are_asked_for():
+    given = arrays()
+    out, lse = torch.full_like(given["q_nope"], torch.nan), torch.full(given["q_nope"].shape[:2], torch.nan)
+    o, sums = planned().run(**given, out=out, lse=lse, return_lse=True)
+    assert o is out
+    assert sums is lse
+    assert_result((out, lse), oracle())
+
+
+def test_both_parts_in_one_array():
+    given = arrays()
+    query = torch.cat([given["q_nope"], given["q_pe"]], dim=-1)
+    cache = torch.cat([given["ckv_cache"], given["kpe_cache"]], dim=-1)
+    for kv_cache in (cache, cache[:, None]):
+        assert_result(planned().run(query=query, kv_cache=kv_cache, return_lse=True), oracle())
+
+
+def test_a_dense_page_table():
+    names = ("kv_indptr", "kv_indices", "kv_len_arr", "qo_indptr")
+    dense = {"block_tables": torch.from_numpy(CASE.lookup_table.view(np.int32)), "seq_lens": tensor(CASE.lengths)}
+    wrapper = planned(**dict.fromkeys(names), **dense, cum_seq_lens_q=tensor(QO_INDPTR))
+    assert_result(wrapper.run(**arrays(), return_lse=True), oracle())
+
+
+def test_everything_at_once():
+    """FlashInfer's form for its backend "cutlass": a row a request, no plan."""
+    wrapper = mla.BatchMLAPagedAttentionWrapper(None, backend="cutlass")
+    given = arrays() | {name: arrays()[name][:4] for name in ("q_nope", "q_pe")}
+    table = torch.from_numpy(np.where(CASE.lookup_table == 0xFFFFFFFF, 0, CASE.lookup_table).astype(np.int32))
+    found = wrapper.run(**given, kv_len=tensor(CASE.lengths), page_table=table, return_lse=True)
+    rows = (CASE.q_nope[:4], CASE.q_pe[:4], CASE.ckv, CASE.kpe, CASE.lookup_table, np.arange(4), CASE.lengths)
+    assert_result(found, reference_mla.mla_attention(*rows, sm_scale=SCALE))
+
+
+def test_the_requests_live_in_buffers():
+    _, indices = CASE.csr
+    buffers = {
+        "qo_indptr": torch.zeros(5, dtype=torch.int32),
+        "kv_indptr": torch.zeros(5, dtype=torch.int32),
+        "kv_indices": torch.zeros(len(indices) + 3, dtype=torch.int32),
+        "kv_len_arr": torch.zeros(4, dtype=torch.int32),
+    }
+    wrapper = mla.BatchMLAPagedAttentionWrapper(None, use_cuda_graph=True, **buffers)
+    with pytest.raises(ContractError, match="nothing is planned"):
+        wrapper.run(**arrays())
+    wrapper.plan(**plan_arguments(causal=False))
+    assert buffers["kv_indices"][: len(indices)].tolist() == indices.tolist()
+    assert_result(wrapper.run(**arrays(), return_lse=True), oracle(causal=False))
+    buffers["kv_len_arr"][0] = 0  # the request has no token now
+    o = wrapper.run(**arrays())
+    assert not o[:2].any()
+    assert o[3:].any()
+    buffers["kv_len_arr"][0] = 99
+    with pytest.raises(PageTableError, match="request 0 has 99 tokens"):
+        wrapper.run(**arrays())
+    with pytest.raises(ShapeError, match="kv_len_arr: a batch of 1"):
+        wrapper.plan(**plan_arguments(qo_indptr=[0, 1], kv_indptr=[0, 1], kv_indices=[0], kv_len_arr=[1]))
+
+
+def test_a_cache_of_float8():
+    sizes = {"heads": HEADS, "widths": WIDTHS, "page_size": SIZE}
+    case = latent.build(LENGTHS, NEW_ROWS, **sizes, dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    wrapper = planned(q_data_type="bfloat16", kv_data_type="float8_e4m3fn")
+    views = (case.q_nope, case.q_pe, case.ckv, case.kpe)
+    for scales in ({}, {"ckv_scale": 1.0}, {"kpe_scale": 1.0}, {"ckv_scale": 1.0, "kpe_scale": -1.0}):
+        with pytest.raises(ContractError, match="_scale"):
+            wrapper.run(*views, **scales)
+    o = wrapper.run(*views, ckv_scale=0.5, kpe_scale=3.0)
+    expected, _ = reference_mla.mla_attention(
+        *views, case.lookup_table, case.row_batch, case.row_lengths, sm_scale=SCALE, ckv_scale=0.5, kpe_scale=3.0
+    )
+    assert_close(np.asarray(o), expected, rel=latent.REL_FLOAT8, what="o")
+
+
+def test_appended_tokens_are_seen():
+    """`page.append_paged_mla_kv_cache` and the wrapper agree on where tokens lie."""
+    indptr, indices = CASE.csr
+    given = arrays()
+    cache = {name: torch.full_like(given[name], torch.nan) for name in ("ckv_cache", "kpe_cache")}
+    batch = np.repeat(np.arange(4), CASE.lengths).astype(np.int32)
+    positions = np.concatenate([np.arange(length) for length in CASE.lengths]).astype(np.int32)
+    at = CASE.lookup_table[batch, positions // SIZE], positions % SIZE
+    last = np.where(CASE.lengths > 0, (CASE.lengths - 1) % SIZE + 1, 0).astype(np.int32)
+    rows = (tensor(CASE.ckv[at]), tensor(CASE.kpe[at]), tensor(batch), tensor(positions))
+    page.append_paged_mla_kv_cache(*rows, *cache.values(), tensor(indices), tensor(indptr), tensor(last))
+    assert_result(planned().run(**given | cache, return_lse=True), oracle())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"kv_len_arr": [18, 0, 40, 6]}, PageTableError, "request 3 has 6 tokens"),
+        ({"kv_len_arr": [17, 0, -1, 5]}, PageTableError, "request 2 has -1 tokens"),
+        ({"kv_len_arr": [17, 0, 40]}, ShapeError, "kv_indptr must have"),
+        ({"kv_indptr": [1, 4, 4, 12, 13]}, PageTableError, "must be 0"),
+        ({"kv_indptr": [0, 4, 3, 12, 13]}, PageTableError, "decreases at request 1"),
+        ({"qo_indptr": [0, 2, 3]}, ShapeError, "qo_indptr must have"),
+        ({"qo_indptr": [0, 2, 1, 6, 7]}, PageTableError, "qo_indptr decreases"),
+        ({"qo_indptr": None}, ContractError, "qo_indptr or cum_seq_lens_q is needed"),
+        ({"cum_seq_lens_q": [0]}, ContractError, "one of them"),
+        ({"kv_indices": None}, ContractError, "kv_indices is needed"),
+        ({"block_tables": [[0]]}, ContractError, "say the pages already"),
+        ({"head_dim_ckv": 12}, ShapeError, "head_dim_ckv"),
+        ({"head_dim_kpe": 520}, ShapeError, "head_dim_kpe"),
+        ({"head_dim_kpe": -8}, ContractError, "head_dim_kpe"),
+        ({"num_heads": 0}, ContractError, "num_heads"),
+        ({"num_heads": None}, ContractTypeError, "num_heads"),
+        ({"page_size": 0}, ContractError, "page_size"),
+        ({"sm_scale": None}, ContractError, "sm_scale is needed"),
+        ({"sm_scale": math.nan}, ContractError, "sm_scale must be finite"),
+        ({"sm_scale": "1"}, ContractTypeError, "sm_scale must be a number"),
+        ({"causal": None}, ContractError, "causal is needed"),
+        ({"q_data_type": torch.int8}, ContractTypeError, "q_data_type"),
+        ({"kv_data_type": torch.float16}, ContractTypeError, "kv_data_type"),
+        ({"use_profiler": True}, ContractError, "use_profiler"),
+        ({"lse_mode": "e"}, ContractError, "lse_mode"),
+        ({"skip_softmax": True}, ContractError, "skip_softmax"),
+        ({"metadata": 1}, ContractError, "metadata"),
+    ],
+)
+def test_plans_that_are_refused(changes, error, words):
+    wrapper = planned()
+    with pytest.raises(error, match=words):
+        wrapper.plan(**plan_arguments(**changes))
+    assert_result(wrapper.run(**arrays(), return_lse=True), oracle())  # by the former plan
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda given: {"q_nope": given["q_nope"][:-1]}, ShapeError, "q_nope"),
+        (lambda given: {"q_pe": given["q_pe"][..., :4]}, ShapeError, "q_pe"),
+        (lambda given: {"q_pe": given["q_pe"].double()}, ContractTypeError, "q_pe"),
+        (lambda given: {"ckv_cache": given["ckv_cache"][..., :56]}, ShapeError, "ckv_cache: its width is 56"),
+        (lambda given: {"kpe_cache": given["kpe_cache"][:, :4]}, ShapeError, "kpe_cache: its page_size is 4"),
+        (lambda given: {"kpe_cache": given["kpe_cache"][:-1]}, ShapeError, "kpe_cache"),
+        (lambda given: {"ckv_cache": given["ckv_cache"].half()}, ContractTypeError, "ckv_cache: dtype"),
+        (lambda given: {"ckv_cache": given["ckv_cache"][0]}, ShapeError, "ckv_cache"),
+        (lambda given: {n: given[n][:2] for n in ("ckv_cache", "kpe_cache")}, PageTableError, "kv_indices"),
+        (lambda given: {"out": given["q_nope"]}, ContractError, "out"),
+        (lambda given: {"out": given["q_nope"][:, :, :8].clone()}, ShapeError, "out"),
+        (lambda _: {"lse": torch.zeros(7, HEADS, dtype=torch.float64)}, ContractTypeError, "lse"),
+        (lambda _: {"sinks": torch.zeros(3)}, ShapeError, "sinks"),
+        (lambda _: {"sinks": torch.full((HEADS,), torch.nan)}, ContractError, "sinks: head 0"),
+        (lambda _: {"ckv_scale": 1.0}, ContractError, "ckv_scale belongs"),
+        (lambda given: {"query": given["q_nope"]}, ContractError, "query"),
+        (lambda _: {"kv_len": torch.ones(4)}, ContractError, "kv_len"),
+        (lambda _: {"o_scale": 1.0}, ContractError, "o_scale"),
+        (lambda _: {"bmm1_scale": 1.0}, ContractError, "bmm1_scale"),
+        (lambda _: {"return_lse": 3}, ContractTypeError, "return_lse"),
+    ],
+)
+def test_runs_that_are_refused(change, error, words):
+    wrapper, given = planned(), arrays()
+    given |= change(given)
+    before = {name: value.clone() for name, value in given.items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(error, match=words):
+        wrapper.run(**given)
+    for name, value in before.items():
+        assert torch.equal(torch.nan_to_num(given[name].double()), torch.nan_to_num(value.double())), name
