@@ -125,6 +125,27 @@ class PrefillCase(AttentionCase):
 
 
 @dataclass(frozen=True)
+class LatentCase(Case):
+    """A decode step of latent attention (MLA): `batch` requests of `length` tokens."""
+
+    batch: int = 8
+    length: int = 4096
+    heads: int = 128
+    ckv: int = 512
+    kpe: int = 64
+    dtype: str = "bfloat16"
+    page_size: int = 16
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.length * (self.ckv + self.kpe) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.length * self.heads * (2 * self.ckv + self.kpe)
+
+
+@dataclass(frozen=True)
 class AppendCase(Case):
     """`tokens` new tokens for each of `batch` requests, written after `context` tokens."""
 
@@ -356,6 +377,19 @@ CASES: tuple[Case, ...] = (
             ("prefill-wrapper", "prefill wrapper bf16, 2048 new tokens, 32/8", 0, 2048),
             ("prefill-cached", "prefill wrapper bf16, 512 new after 8192 cached, 32/8", 8192, 512),
         )
+    ),
+    *(
+        LatentCase(
+            f"mla-{page_size}",
+            f"MLA decode bf16, 128 heads, 512 + 64, B 8, L 4096, page {page_size}",
+            None,
+            (
+                Versus("vLLM CPU MLA, page 16", ("vllm-mla",), 1),
+                Versus("torch, contiguous", ("torch-mla", "torch-mla-sdpa"), 2),
+            ),
+            page_size=page_size,
+        )
+        for page_size in (16, 64)
     ),
 )
 

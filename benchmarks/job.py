@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from max.driver import set_virtual_cpu_target
 
-from paged_kv.benchmarks.cases import CASES, AppendCase, Case
+from paged_kv.benchmarks.cases import CASES, AppendCase, Case, LatentCase
 from paged_kv.benchmarks.peers import make_peer
 from paged_kv.benchmarks.peers.base import Peer
 from paged_kv.benchmarks.problems import problem_of
@@ -65,15 +65,20 @@ def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str,
     """Times in seconds and errors of ours, and of `peer` where one is given."""
     from paged_kv.benchmarks.bandwidth import Bandwidth
     from paged_kv.benchmarks.cascade import OursCascade
+    from paged_kv.benchmarks.latent import LatentProblem, OursLatent
     from paged_kv.benchmarks.ours import OURS, Ours, OursAttention
     from paged_kv.benchmarks.prefill import OursPrefill
 
     result: dict[str, Any] = {}
     if peer is not None and (reason := _unavailable(peer, case)):
         return {"peer": {"name": peer.name, "note": reason}}
-    problem = problem_of(case, seed)
-    systems: dict[str, type[Ours]] = OURS | {"PrefillCase": OursPrefill, "CascadeCase": OursCascade}
-    ours = systems[type(case).__name__]()
+    problem = LatentProblem(case, seed) if isinstance(case, LatentCase) else problem_of(case, seed)
+    others: dict[str, type[Ours]] = {
+        "PrefillCase": OursPrefill,
+        "CascadeCase": OursCascade,
+        "LatentCase": OursLatent,
+    }
+    ours = (OURS | others)[type(case).__name__]()
     ours.prepare(problem, case.copies)
     bandwidth = Bandwidth()
     read, size = bandwidth.read_run(ours.memory)

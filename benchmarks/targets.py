@@ -42,6 +42,8 @@ WITHOUT_AMX = {
     "prefill": Goal(None, {"torch SDPA, contiguous": 2}),
     "prefill-wrapper": Goal(None, {"torch SDPA, contiguous": 1.2, "vLLM CPU, best page size": 1}),
     "prefill-cached": Goal(None, {"torch SDPA, contiguous": 1.2, "vLLM CPU, best page size": 1}),
+    "mla-16": Goal(None, {"vLLM CPU MLA, page 16": 1, "torch, contiguous": 2}),
+    "mla-64": Goal(None, {"vLLM CPU MLA, page 16": 1, "torch, contiguous": 2}),
     "new4": Goal(None, {"our own, 1 new token": 0.8}),
     **ROTARY,
     "cascade-8": Goal(None, {"our own flat decode": 4}),

@@ -143,7 +143,7 @@ class BatchMLAPagedAttentionWrapper:
             head_dim_ckv=cast(int, head_dim_ckv),
             head_dim_kpe=cast(int, head_dim_kpe),
             page_size=cast(int, page_size),
-            sm_scale=cast(float, sm_scale),
+            sm_scale=sm_scale,
             q_dtype=q_dtype,
             kv_dtype=q_dtype if kv_data_type is None else dtype_of(kv_data_type, "kv_data_type"),
             o_dtype=None if output_dtype is None else dtype_of(output_dtype, "output_dtype"),
