@@ -14,13 +14,13 @@ from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.types import DTypeLike, SupportsDLPack
 from paged_kv.calls.attend_latent import LatentArrays, LatentAttention, LatentPlan
 from paged_kv.calls.kernel_arguments import check_backend, check_skipped_softmax, refuse_given
-from paged_kv.calls.latent_arguments import one_of, parts, scales, unplanned
-from paged_kv.calls.latent_requests import LatentBatch, LatentBuffers, csr_of_dense
+from paged_kv.calls.latent_arguments import MLAPlanMetadata, check_known, index_arrays, parts, scales, unplanned
+from paged_kv.calls.latent_requests import LatentBatch, LatentBuffers
 from paged_kv.calls.planned import LastPlan
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractError
 
-__all__ = ["BatchMLAPagedAttentionWrapper"]
+__all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
 
 
 class BatchMLAPagedAttentionWrapper:
@@ -77,13 +77,13 @@ class BatchMLAPagedAttentionWrapper:
         kv_data_type: DTypeLike | None = None,
         use_profiler: bool = False,
         *,
-        metadata: None = None,
+        metadata: MLAPlanMetadata | None = None,
         cum_seq_lens_q: SupportsDLPack | None = None,
         block_tables: SupportsDLPack | None = None,
         seq_lens: SupportsDLPack | None = None,
         max_q_len: int | None = None,
-        query_layout: None = None,
-        kv_cache_layout: None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
         lse_mode: str = "none",
         output_dtype: DTypeLike | None = None,
         output_scale: str = "none",
@@ -109,12 +109,14 @@ class BatchMLAPagedAttentionWrapper:
             sm_scale: Multiplies q . k: `1 / sqrt(D)` of the heads before compression.
             q_data_type, kv_data_type: Of the queries and of the cache, which has q's dtype or float8. Float8 queries
                 are widened, exactly.
-            cum_seq_lens_q: Instead of `qo_indptr`.
-            block_tables, seq_lens: `[B, n]` page ids and `[B]` tokens, instead of the other three arrays.
+            metadata: Instead of the index arrays: `MLAPlanMetadata.csr`, `.dense` or `.dual`.
+            cum_seq_lens_q, block_tables, seq_lens: `[B + 1]`, `[B, n]` page ids and `[B]` tokens: a dense page table
+                instead of the first four arrays.
             output_dtype: Of o: float32, float16 or bfloat16; None is q's.
-            metadata, query_layout, kv_cache_layout: Must be None. `lse_mode` and `output_scale` must be "none",
-                `scale_mode` "default", `use_profiler` and `skip_softmax` False.
-            max_q_len, enable_pdl, use_sinks: Accepted, without effect.
+            output_scale: Must be "none", and `use_profiler` and `skip_softmax` False.
+            max_q_len, query_layout, kv_cache_layout, lse_mode, scale_mode, enable_pdl, use_sinks: Without
+                effect: a run says itself how its arrays lie and what it returns. Scales are numbers, so that
+                `scale_mode` is not "bmm-scalar" or "bmm-tensor".
 
         Raises:
             PageTableError: offsets or lengths are inconsistent. A page id that is not one of the cache's is found by
@@ -124,17 +126,17 @@ class BatchMLAPagedAttentionWrapper:
 
         Nothing changes, the former plan included, if an error is raised.
         """
-        del max_q_len, enable_pdl, use_sinks
-        refuse_given(metadata=metadata, query_layout=query_layout, kv_cache_layout=kv_cache_layout)
-        for name, value, neutral in (
-            ("lse_mode", lse_mode, "none"),
-            ("output_scale", output_scale, "none"),
-            ("scale_mode", scale_mode, "default"),
-            ("use_profiler", use_profiler, False),
-            ("skip_softmax", skip_softmax, False),
+        del enable_pdl, use_sinks
+        for name, value, known in (
+            ("query_layout", query_layout, (None, "packed", "split")),
+            ("kv_cache_layout", kv_cache_layout, (None, "packed", "split")),
+            ("lse_mode", lse_mode, ("none", "base2", "basee")),
+            ("output_scale", output_scale, ("none",)),
+            ("scale_mode", scale_mode, ("default", "kv-per-tensor")),
+            ("use_profiler", use_profiler, (False,)),
+            ("skip_softmax", skip_softmax, (False,)),
         ):
-            if type(value) is not type(neutral) or value != neutral:
-                raise ContractError(f"{name} must be {neutral!r}: nothing else is supported")
+            check_known(name, value, known)
         if sm_scale is None or causal is None:
             raise ContractError(f"{'sm_scale' if sm_scale is None else 'causal'} is needed")
         q_dtype = dtype_of(q_data_type, "q_data_type")
@@ -148,19 +150,11 @@ class BatchMLAPagedAttentionWrapper:
             kv_dtype=q_dtype if kv_data_type is None else dtype_of(kv_data_type, "kv_data_type"),
             o_dtype=None if output_dtype is None else dtype_of(output_dtype, "output_dtype"),
         )
-        offsets = one_of(qo_indptr=qo_indptr, cum_seq_lens_q=cum_seq_lens_q)
-        if block_tables is None and seq_lens is None:
-            csr: tuple[Any, ...] = (kv_indptr, kv_indices, kv_len_arr)
-            for name, array in zip(("kv_indptr", "kv_indices", "kv_len_arr"), csr, strict=True):
-                if array is None:
-                    raise ContractError(f"{name} is needed")
-        else:
-            if any(array is not None for array in (kv_indptr, kv_indices, kv_len_arr)):
-                raise ContractError("block_tables: kv_indptr, kv_indices and kv_len_arr say the pages already")
-            if block_tables is None or seq_lens is None:
-                raise ContractError("block_tables and seq_lens are given together")
-            csr = csr_of_dense(seq_lens, block_tables, plan.page_size)
-        batch = LatentBatch.of((offsets, *csr), plan.page_size, flag("causal", causal))
+        flat = MLAPlanMetadata(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
+        )
+        arrays = index_arrays(flat, metadata, plan.page_size)
+        batch = LatentBatch.of(arrays, plan.page_size, flag("causal", causal))
         _ = batch.rows  # which checks it
         self._last_plan.replace(cast(Any, LatentAttention(plan)), batch)
 
@@ -200,12 +194,12 @@ class BatchMLAPagedAttentionWrapper:
             out: `[R, H, Dckv]` in the planned dtype of o: written, and returned as o.
             lse: `[R, H]` float32: written, and returned as lse. It may be given without `return_lse`.
             return_lse: Whether to return the lse as well.
-            kv_len, page_table: `[B]` tokens and `[B, n]` page ids, with backend "cutlass" alone and there instead of a
+            kv_len, page_table: `[B]` tokens and `[B, n]` page ids, with backend "cutlass" alone, and there instead of a
                 plan: one row a request, over all its tokens, with a scale of `(128 + 64) ** -0.5`.
             return_lse_base_on_e: Whether the lse is a natural logarithm, else one of base 2.
-            query, kv_cache: `[R, H, Dckv + Dkpe]` and `[pages, page_size, Dckv + Dkpe]`, or
-                `[pages, 1, page_size, Dckv + Dkpe]`: both parts of q, and of the cache, in one array, instead of the
-                first four arguments.
+            query: (q_nope, q_pe), or both parts in one array `[R, H, Dckv + Dkpe]`.
+            kv_cache: (ckv_cache, kpe_cache), or `[pages, page_size, Dckv + Dkpe]`, or the same with one head,
+                `[pages, 1, page_size, Dckv + Dkpe]`. It and `query` come instead of the first four arguments.
             ckv_scale, kpe_scale: Calibration scales of a float8 cache, positive: a stored value times its scale is the
                 meant one. Both are needed there, and refused elsewhere.
             sinks: `[H]` float32, float16 or bfloat16: natural-log logits that join the denominator, and the lse.
@@ -230,7 +224,7 @@ class BatchMLAPagedAttentionWrapper:
             bmm2_scale=bmm2_scale,
         )
         check_skipped_softmax(skip_softmax_threshold_scale_factor)
-        if self._is_cutlass:
+        if self._is_cutlass and (kv_len is not None or page_table is not None):
             attention, rows = unplanned(q_nope, q_pe, ckv_cache, kv_len, page_table)
         else:
             if kv_len is not None or page_table is not None:

@@ -31,6 +31,10 @@ def tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 
+def int32(values: list) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def arrays() -> dict[str, torch.Tensor]:
     """The first four arguments of `run`; the cache's two are slices of one tensor."""
     slots = torch.cat([tensor(CASE.ckv), tensor(CASE.kpe)], dim=-1)
@@ -104,13 +108,30 @@ def test_both_parts_in_one_array():
     cache = torch.cat([given["ckv_cache"], given["kpe_cache"]], dim=-1)
     for kv_cache in (cache, cache[:, None]):
         assert_result(planned().run(query=query, kv_cache=kv_cache, return_lse=True), oracle())
+    pairs = {"query": (given["q_nope"], given["q_pe"]), "kv_cache": (given["ckv_cache"], given["kpe_cache"])}
+    assert_result(planned().run(**pairs, return_lse=True), oracle())
 
 
 def test_a_dense_page_table():
-    names = ("kv_indptr", "kv_indices", "kv_len_arr", "qo_indptr")
-    dense = {"block_tables": torch.from_numpy(CASE.lookup_table.view(np.int32)), "seq_lens": tensor(CASE.lengths)}
-    wrapper = planned(**dict.fromkeys(names), **dense, cum_seq_lens_q=tensor(QO_INDPTR))
-    assert_result(wrapper.run(**arrays(), return_lse=True), oracle())
+    csr = {name: plan_arguments()[name] for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")}
+    dense = {
+        "cum_seq_lens_q": tensor(QO_INDPTR),
+        "block_tables": torch.from_numpy(CASE.lookup_table.view(np.int32)),
+        "seq_lens": tensor(CASE.lengths),
+    }
+    for given in (
+        dense,
+        {"metadata": mla.MLAPlanMetadata.dense(**dense)},
+        {"metadata": mla.MLAPlanMetadata.csr(**csr)},
+        {"metadata": mla.MLAPlanMetadata.dual(**csr, **dense)},
+    ):
+        wrapper = planned(**dict.fromkeys(csr), **given)
+        assert_result(wrapper.run(**arrays(), return_lse=True), oracle())
+    other = mla.MLAPlanMetadata.dual(**csr, **dense | {"seq_lens": int32([17, 0, 39, 5])})
+    with pytest.raises(PageTableError, match="other requests"):
+        planned(**dict.fromkeys(csr), metadata=other)
+    with pytest.raises(ContractError, match="index arrays are given beside it"):
+        planned(metadata=other)
 
 
 def test_everything_at_once():
@@ -144,8 +165,9 @@ def test_the_requests_live_in_buffers():
     buffers["kv_len_arr"][0] = 99
     with pytest.raises(PageTableError, match="request 0 has 99 tokens"):
         wrapper.run(**arrays())
+    one = {"qo_indptr": [0, 1], "kv_indptr": [0, 1], "kv_indices": [0], "kv_len_arr": [1]}
     with pytest.raises(ShapeError, match="kv_len_arr: a batch of 1"):
-        wrapper.plan(**plan_arguments(qo_indptr=[0, 1], kv_indptr=[0, 1], kv_indices=[0], kv_len_arr=[1]))
+        wrapper.plan(**plan_arguments(**{name: int32(values) for name, values in one.items()}))
 
 
 def test_a_cache_of_float8():
@@ -187,10 +209,10 @@ def test_appended_tokens_are_seen():
         ({"kv_indptr": [0, 4, 3, 12, 13]}, PageTableError, "decreases at request 1"),
         ({"qo_indptr": [0, 2, 3]}, ShapeError, "qo_indptr must have"),
         ({"qo_indptr": [0, 2, 1, 6, 7]}, PageTableError, "qo_indptr decreases"),
-        ({"qo_indptr": None}, ContractError, "qo_indptr or cum_seq_lens_q is needed"),
-        ({"cum_seq_lens_q": [0]}, ContractError, "one of them"),
+        ({"qo_indptr": None}, ContractError, "qo_indptr is needed"),
+        ({"cum_seq_lens_q": [0]}, ContractError, "say the requests already"),
         ({"kv_indices": None}, ContractError, "kv_indices is needed"),
-        ({"block_tables": [[0]]}, ContractError, "say the pages already"),
+        ({"block_tables": [[0]]}, ContractError, "say the requests already"),
         ({"head_dim_ckv": 12}, ShapeError, "head_dim_ckv"),
         ({"head_dim_kpe": 520}, ShapeError, "head_dim_kpe"),
         ({"head_dim_kpe": -8}, ContractError, "head_dim_kpe"),
@@ -206,11 +228,12 @@ def test_appended_tokens_are_seen():
         ({"use_profiler": True}, ContractError, "use_profiler"),
         ({"lse_mode": "e"}, ContractError, "lse_mode"),
         ({"skip_softmax": True}, ContractError, "skip_softmax"),
-        ({"metadata": 1}, ContractError, "metadata"),
+        ({"metadata": 1}, ContractTypeError, "metadata"),
     ],
 )
 def test_plans_that_are_refused(changes, error, words):
     wrapper = planned()
+    changes = {name: int32(value) if isinstance(value, list) else value for name, value in changes.items()}
     with pytest.raises(error, match=words):
         wrapper.plan(**plan_arguments(**changes))
     assert_result(wrapper.run(**arrays(), return_lse=True), oracle())  # by the former plan
@@ -238,7 +261,6 @@ def test_plans_that_are_refused(changes, error, words):
         (lambda _: {"kv_len": torch.ones(4)}, ContractError, "kv_len"),
         (lambda _: {"o_scale": 1.0}, ContractError, "o_scale"),
         (lambda _: {"bmm1_scale": 1.0}, ContractError, "bmm1_scale"),
-        (lambda _: {"return_lse": 3}, ContractTypeError, "return_lse"),
     ],
 )
 def test_runs_that_are_refused(change, error, words):

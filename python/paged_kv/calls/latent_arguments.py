@@ -2,26 +2,113 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from paged_kv.arguments import LARGEST_INDEX, integer
+import numpy as np
+
+from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays import devices
 from paged_kv.calls.attend_latent import LatentAttention, LatentPlan
-from paged_kv.calls.latent_requests import rows_of_dense
+from paged_kv.calls.latent_requests import LatentBatch, csr_of_dense, rows_of_dense
 from paged_kv.calls.rows import Rows
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from paged_kv.options import FLOAT8_DTYPES
 
 _DEEPSEEK_SCALE = (128 + 64) ** -0.5
 """What FlashInfer's "cutlass" form, which plans nothing, multiplies scores by."""
 
 
-def one_of(**arrays: Any) -> Any:
-    """The one of some arguments that is given; `ContractError` unless there is exactly one."""
-    given = [array for array in arrays.values() if array is not None]
-    if len(given) != 1:
-        raise ContractError(f"{' or '.join(arrays)} is needed, one of them")
-    return given[0]
+@dataclass(frozen=True, eq=False)
+class MLAPlanMetadata:
+    """The requests of a plan: offsets and lists of pages (`csr`), a dense page table (`dense`), or both (`dual`)."""
+
+    qo_indptr: Any = None
+    kv_indptr: Any = None
+    kv_indices: Any = None
+    kv_len_arr: Any = None
+    cum_seq_lens_q: Any = None
+    block_tables: Any = None
+    seq_lens: Any = None
+    max_q_len: int | None = None
+    """Without effect."""
+
+    @classmethod
+    def csr(cls, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any) -> MLAPlanMetadata:
+        """As the arguments of `plan` by these names."""
+        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+    @classmethod
+    def dense(
+        cls, cum_seq_lens_q: Any, block_tables: Any, seq_lens: Any, max_q_len: int | None = None
+    ) -> MLAPlanMetadata:
+        """As the arguments of `plan` by these names."""
+        return cls(None, None, None, None, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+
+    @classmethod
+    def dual(
+        cls,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        kv_indices: Any,
+        kv_len_arr: Any,
+        *,
+        cum_seq_lens_q: Any,
+        block_tables: Any,
+        seq_lens: Any,
+        max_q_len: int | None = None,
+    ) -> MLAPlanMetadata:
+        """Both, which must say the same."""
+        dense = (cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr, *dense)
+
+
+_CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+_DENSE = ("cum_seq_lens_q", "block_tables", "seq_lens")
+
+
+def index_arrays(flat: MLAPlanMetadata, metadata: Any, page_size: int) -> tuple[Any, ...]:
+    """The four arrays of `_CSR`, from the arguments of `plan` or from its `metadata`.
+
+    Raises:
+        ContractTypeError: `metadata` is no `MLAPlanMetadata`.
+        ContractError: an array is missing, or arrays of two forms are given where one is meant.
+        ShapeError, PageTableError: a dense table is inconsistent, or says something else than the other form.
+    """
+    if metadata is not None:
+        if not isinstance(metadata, MLAPlanMetadata):
+            raise ContractTypeError(f"metadata must be a MLAPlanMetadata, not {type(metadata).__name__}")
+        if any(getattr(flat, name) is not None for name in (*_CSR, *_DENSE)):
+            raise ContractError("metadata: index arrays are given beside it")
+    found = flat if metadata is None else metadata
+    forms = [any(getattr(found, name) is not None for name in names) for names in (_CSR, _DENSE)]
+    if forms == [True, True] and metadata is None:
+        raise ContractError("block_tables: qo_indptr, kv_indptr, kv_indices and kv_len_arr say the requests already")
+    for names in [names for names, given in zip((_CSR, _DENSE), forms, strict=True) if given or not any(forms)]:
+        for name in names:
+            if getattr(found, name) is None:
+                raise ContractError(f"{name} is needed")
+    csr = tuple(getattr(found, name) for name in _CSR)
+    if not forms[1]:
+        return csr
+    dense = (found.cum_seq_lens_q, *csr_of_dense(found.seq_lens, found.block_tables, page_size))
+    if forms[0]:
+        one, other = (LatentBatch.of(arrays, page_size, True).rows for arrays in (csr, dense))
+        same = (
+            (one.batch, other.batch),
+            (one.lengths, other.lengths),
+            (one.table.num_pages, other.table.num_pages),
+            (one.table.entries, other.table.entries),
+        )
+        if not all(np.array_equal(a, b) for a, b in same):
+            raise PageTableError("block_tables: the dense table says other requests than kv_indptr and kv_indices")
+    return dense
+
+
+def check_known(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    """Refuses a value that is none of those known."""
+    if not any(type(value) is type(one) and value == one for one in known):
+        raise ContractError(f"{name} must be {' or '.join(map(repr, known))}, not {shown(value)}")
 
 
 def scales(plan: LatentPlan, ckv_scale: Any, kpe_scale: Any) -> tuple[float, float]:
@@ -39,6 +126,10 @@ def scales(plan: LatentPlan, ckv_scale: Any, kpe_scale: Any) -> tuple[float, flo
 
 def parts(array: Any, name: str, ndim: int, plan: LatentPlan) -> tuple[Any, Any]:
     """Both parts of the queries, or of the cache, out of one array of the user's, in its kind."""
+    if isinstance(array, tuple | list):
+        if len(array) != 2:
+            raise ShapeError(f"{name}: a tuple must hold both parts, not {len(array)} arrays")
+        return array[0], array[1]
     shape = getattr(array, "shape", None)
     if shape is None:
         raise ContractTypeError(f"{name} must be an array, not {type(array).__name__}")

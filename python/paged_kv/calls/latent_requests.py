@@ -6,7 +6,7 @@ Letters in shapes: B requests, R query rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,7 +62,8 @@ class LatentBatch:
             ShapeError, PageTableError, ContractError: the arrays do not fit each other.
         """
         table = page_table_of_lengths(self.kv_indptr, self.kv_indices, self.kv_len_arr, self.page_size)
-        return RaggedBatch(self.qo_indptr, table, None, self.causal).requests().rows(False)
+        rows = RaggedBatch(self.qo_indptr, table, None, self.causal).requests().rows(False)
+        return replace(rows, table=replace(rows.table, name="kv_indices"))
 
     @property
     def arrays(self) -> tuple[Indices, ...]:
