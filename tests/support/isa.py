@@ -22,7 +22,8 @@ ISA_PATHS = {
 """One target for each path through the kernels that is not the best one of a recent CPU."""
 
 OP_TESTS = tuple(
-    f"ops/test_{name}_op.py" for name in ("linear", "attention", "prefill", "rotary", "extremes", "masked_attention")
+    f"ops/test_{name}_op.py"
+    for name in ("linear", "attention", "prefill", "rotary", "extremes", "masked_attention", "mla")
 )
 """The tests of what differs between instruction sets."""
 
