@@ -33,6 +33,8 @@ ASKED = {
     **ROTATED,
     "cascade-8": (None, {"ours-flat": 4}),
     "cascade-32": (None, {"ours-flat": 4}),
+    "mla-16": (None, {"vllm-mla": 1, "torch-mla torch-mla-sdpa": 2}),
+    "mla-64": (None, {"vllm-mla": 1, "torch-mla torch-mla-sdpa": 2}),
 }
 
 
