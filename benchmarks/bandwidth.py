@@ -18,7 +18,7 @@ from max.engine import InferenceSession, Model, read
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type, ops
 
 from paged_kv.benchmarks import bandwidth_op
-from paged_kv.benchmarks.cases import MIN_COPIES, MIN_ROTATED
+from paged_kv.benchmarks.case_kinds import MIN_COPIES, MIN_ROTATED
 from paged_kv.benchmarks.problems import Array
 from paged_kv.runtime.artefact_folder import user_artefacts
 from paged_kv.runtime.artefacts import export

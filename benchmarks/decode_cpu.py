@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paged_kv.benchmarks.cases import CASES, Case, Selection
+from paged_kv.benchmarks.case_kinds import Case
+from paged_kv.benchmarks.cases import CASES, Selection
 from paged_kv.benchmarks.compare import TOLERANCE, changes, check_family, print_changes, read_results, slower
 from paged_kv.benchmarks.targets import cases_of, cpu_family
 from paged_kv.errors import ContractError, PagedKVError, ToolchainError

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from max.driver import set_virtual_cpu_target
 
-from paged_kv.benchmarks.cases import CASES, AppendCase, Case, LatentCase
+from paged_kv.benchmarks.case_kinds import AppendCase, Case, LatentCase
+from paged_kv.benchmarks.cases import CASES
 from paged_kv.benchmarks.peers import make_peer
 from paged_kv.benchmarks.peers.base import Peer
 from paged_kv.benchmarks.problems import problem_of

@@ -14,7 +14,7 @@ from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import as_numpy, to_buffer, to_numpy
-from paged_kv.benchmarks.cases import Case, LatentCase
+from paged_kv.benchmarks.case_kinds import Case, LatentCase
 from paged_kv.benchmarks.ours import Ours, page_table
 from paged_kv.benchmarks.peers.base import Peer, repeat, torch_view
 from paged_kv.benchmarks.peers.vllm_cpu import library

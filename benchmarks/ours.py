@@ -15,7 +15,7 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.benchmarks.cases import Case, LinearCase
+from paged_kv.benchmarks.case_kinds import Case, LinearCase
 from paged_kv.benchmarks.peers.base import Peer, repeat
 from paged_kv.benchmarks.problems import (
     AppendProblem,

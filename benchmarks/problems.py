@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.benchmarks.cases import (
+from paged_kv.benchmarks.case_kinds import (
     AppendCase,
     AttentionCase,
     CascadeCase,

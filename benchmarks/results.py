@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from paged_kv.benchmarks.cases import AppendCase, AttentionCase, CascadeCase, Case, StepCase
+from paged_kv.benchmarks.case_kinds import AppendCase, AttentionCase, CascadeCase, Case, StepCase
 
 Row = dict[str, Any]
 """One case's results, ready for JSON: see `row_of`."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from paged_kv.benchmarks.cases import StepCase
+from paged_kv.benchmarks.case_kinds import StepCase
 from paged_kv.benchmarks.problems import StepProblem, llama_config
 from paged_kv.engine.demo import BOS_ID, CHAT_TEMPLATE, EOS_ID, PAD_ID, SPECIAL_TOKENS, byte_tokenizer
 from paged_kv.errors import ToolchainError

@@ -6,7 +6,8 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from paged_kv.benchmarks.cases import AMX, CASES, Case, Versus
+from paged_kv.benchmarks.case_kinds import Case, Versus
+from paged_kv.benchmarks.cases import AMX, CASES
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_target
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from paged_kv.benchmarks.cases import AttentionCase, Case
+from paged_kv.benchmarks.case_kinds import AttentionCase, Case
 from paged_kv.benchmarks.targets import cpu_family
 from paged_kv.benchmarks.tune_job import TUNE_CASES
 from paged_kv.benchmarks.tuning_table import Row, TuningTable, Values

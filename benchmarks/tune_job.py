@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from paged_kv.benchmarks.cases import CASES, AttentionCase, Case, LinearCase
+from paged_kv.benchmarks.case_kinds import AttentionCase, Case, LinearCase
+from paged_kv.benchmarks.cases import CASES
 from paged_kv.benchmarks.job import take_turns
 from paged_kv.benchmarks.ours import OursAttention, OursLinear
 from paged_kv.benchmarks.problems import problem_of

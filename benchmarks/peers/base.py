@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from paged_kv.benchmarks.cases import Case
+from paged_kv.benchmarks.case_kinds import Case
 from paged_kv.benchmarks.problems import Array, Problem, bits
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.benchmarks.cases import Case, StepCase
+from paged_kv.benchmarks.case_kinds import Case, StepCase
 from paged_kv.benchmarks.peers.base import Peer
 from paged_kv.benchmarks.problems import RMS_EPS, ROPE_THETA, Array, Problem, StepProblem, bits
 from paged_kv.engine.demo import BOS_ID, EOS_ID, SPECIAL_TOKENS

@@ -11,7 +11,7 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, ops
 
 from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.benchmarks.cases import AttentionCase, Case
+from paged_kv.benchmarks.case_kinds import AttentionCase, Case
 from paged_kv.benchmarks.peers.base import Peer, unequal
 from paged_kv.benchmarks.problems import Array, AttentionProblem, bits
 from paged_kv.runtime.cpu_target import apply_cpu_target

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.benchmarks.cases import AttentionCase, Case
+from paged_kv.benchmarks.case_kinds import AttentionCase, Case
 from paged_kv.benchmarks.peers.base import Peer, batched, repeat, unequal
 from paged_kv.benchmarks.problems import Array, AttentionProblem
 

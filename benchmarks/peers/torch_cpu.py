@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arrays.host import as_numpy
-from paged_kv.benchmarks.cases import AttentionCase, Case, LinearCase
+from paged_kv.benchmarks.case_kinds import AttentionCase, Case, LinearCase
 from paged_kv.benchmarks.peers.base import Peer, batched, repeat, torch_view, unequal
 from paged_kv.benchmarks.problems import Array, AttentionProblem, LinearProblem, bits
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arrays.host import as_numpy
-from paged_kv.benchmarks.cases import Case, StepCase
+from paged_kv.benchmarks.case_kinds import Case, StepCase
 from paged_kv.benchmarks.peers.base import Peer, torch_view
 from paged_kv.benchmarks.problems import Array, StepProblem, bits, llama_config
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arrays.host import as_numpy
-from paged_kv.benchmarks.cases import AttentionCase, Case
+from paged_kv.benchmarks.case_kinds import AttentionCase, Case
 from paged_kv.benchmarks.peers.base import Peer, repeat, torch_view
 from paged_kv.benchmarks.problems import Array, AttentionProblem
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, apply_cpu_target

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paged_kv.benchmarks.cases import Case, StepCase
+from paged_kv.benchmarks.case_kinds import Case, StepCase
 from paged_kv.benchmarks.peers.base import Peer, torch_view
 from paged_kv.benchmarks.problems import Array, Problem, StepProblem, llama_config
 

@@ -7,18 +7,16 @@ import pytest
 
 from paged_kv import reference
 from paged_kv.benchmarks import decode_cpu, job, ours
-from paged_kv.benchmarks.cases import (
-    CASES,
+from paged_kv.benchmarks.case_kinds import (
     MIN_BYTES,
     MIN_COPIES,
     MIN_ROTATED,
-    QUICK,
     AppendCase,
     AttentionCase,
     LinearCase,
-    Selection,
     StepCase,
 )
+from paged_kv.benchmarks.cases import CASES, QUICK, Selection
 from paged_kv.benchmarks.peers import PEERS, make_peer
 from paged_kv.benchmarks.peers.base import Peer
 from paged_kv.benchmarks.problems import numpy_dtype, problem_of

@@ -3,7 +3,7 @@
 import pytest
 
 from paged_kv.benchmarks.cascade import OursCascade, OursFlat
-from paged_kv.benchmarks.cases import CascadeCase
+from paged_kv.benchmarks.case_kinds import CascadeCase
 from paged_kv.benchmarks.problems import problem_of
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paged_kv.benchmarks.cases import PrefillCase
+from paged_kv.benchmarks.case_kinds import PrefillCase
 from paged_kv.benchmarks.prefill import OursPrefill
 from paged_kv.benchmarks.problems import problem_of
 from support import harness

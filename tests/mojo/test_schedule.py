@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from paged_kv.benchmarks.cases import CASES, AppendCase, AttentionCase, LinearCase
+from paged_kv.benchmarks.case_kinds import AppendCase, AttentionCase, LinearCase
+from paged_kv.benchmarks.cases import CASES
 from support.mojo_programs import run_program
 from support.schedule import Schedule, Segment, run_plan, run_tasks
 

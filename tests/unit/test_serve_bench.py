@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from paged_kv.benchmarks import serve_cpu, serve_report
-from paged_kv.benchmarks.cases import StepCase
+from paged_kv.benchmarks.case_kinds import StepCase
 from paged_kv.benchmarks.serve_cases import CASES, TOGETHER, VERSUS, ServeCase, fresh_turns
 from paged_kv.benchmarks.serve_checkpoint import Checkpoint, vocabulary, write_checkpoint
 from paged_kv.benchmarks.serve_client import Stream, WrongAnswer, ask_all, decode_rate, first_token_seconds, parse

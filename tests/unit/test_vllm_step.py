@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paged_kv.benchmarks.cases import StepCase
+from paged_kv.benchmarks.case_kinds import StepCase
 from paged_kv.benchmarks.peers import make_peer
 from paged_kv.benchmarks.peers.vllm_step import PYTHON, environment, write_checkpoint
 from paged_kv.benchmarks.problems import problem_of
