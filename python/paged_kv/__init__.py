@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         get_batch_indices_positions,
         get_seq_lens,
     )
-    from paged_kv.pool import PagePool
+    from paged_kv.pool import PagePool, PrefixCache
     from paged_kv.prefill import (
         BatchPrefillWithPagedKVCacheWrapper,
         BatchPrefillWithRaggedKVCacheWrapper,
@@ -67,6 +67,7 @@ __all__ = [
     "PagePool",
     "PagedKVCache",
     "PagedKVCacheManager",
+    "PrefixCache",
     "accepted_rows",
     "allocate_blocks",
     "append_kv",
@@ -116,7 +117,7 @@ _MODULES = {
         "get_batch_indices_positions",
         "get_seq_lens",
     ),
-    "pool": ("PagePool",),
+    "pool": ("PagePool", "PrefixCache"),
     "prefill": (
         "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper",

@@ -138,56 +138,56 @@ def test_numpy_counts_are_taken_as_ints():
 
 
 def _free_page_twice(pool):
-    pool._returned.append(pool._returned[0])
+    pool._state.returned.append(pool._state.returned[0])
 
 
 def _free_fresh_page(pool):
-    pool._returned.append(4)
+    pool._state.returned.append(4)
 
 
 def _own_page_twice(pool):
-    pages = pool._requests["a"].pages
+    pages = pool._state.requests["a"].pages
     pages[1] = pages[0]
 
 
 def _share_page(pool):
-    pool._requests["b"].pages[0] = pool._requests["a"].pages[0]
+    pool._state.requests["b"].pages[0] = pool._state.requests["a"].pages[0]
 
 
 def _own_free_page(pool):
-    pool._requests["b"].pages[0] = pool._returned[0]
+    pool._state.requests["b"].pages[0] = pool._state.returned[0]
 
 
 def _own_fresh_page(pool):
-    pool._requests["b"].pages[0] = 4
+    pool._state.requests["b"].pages[0] = 4
 
 
 def _leak_page(pool):
-    pool._returned.pop()
+    pool._state.returned.pop()
 
 
 def _leak_request(pool):
-    del pool._requests["a"]
+    del pool._state.requests["a"]
 
 
 def _invent_free_page(pool):
-    pool._returned.append(pool.num_pages)
+    pool._state.returned.append(pool.num_pages)
 
 
 def _invent_owned_page(pool):
-    pool._requests["a"].pages[0] = -1
+    pool._state.requests["a"].pages[0] = -1
 
 
 def _forget_tokens(pool):
-    pool._requests["a"].length = 2
+    pool._state.requests["a"].length = 2
 
 
 def _invent_tokens(pool):
-    pool._requests["a"].length = 5
+    pool._state.requests["a"].length = 5
 
 
 def _negative_length(pool):
-    pool._requests["empty"].length = -1
+    pool._state.requests["empty"].length = -1
 
 
 @pytest.mark.parametrize(

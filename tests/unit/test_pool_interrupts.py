@@ -28,8 +28,9 @@ def filled() -> PagePool:
 def state(pool: PagePool) -> Any:
     """All that a pool tells: what its requests hold, and the free pages in the order in which they are taken."""
     pool.check_integrity()
-    requests = {request_id: (length, tuple(pages)) for request_id, length, pages in pool._active()}
-    free = (*reversed(pool._returned), *range(pool._fresh, pool.num_pages))
+    inside = pool._state
+    requests = {request_id: (request.length, tuple(request.pages)) for request_id, request in inside.active()}
+    free = (*reversed(inside.returned), *range(inside.fresh, pool.num_pages))
     assert len(free) == pool.num_free
     return requests, free
 
@@ -92,10 +93,10 @@ def test_a_change_that_is_half_carried_out_counts_for_every_reader():
     ):
         pool = filled()
         pool.reserve("a", 1)
-        pool._commit = lambda change, pool=pool: setattr(pool, "_change", change)  # interrupted right after
-        with pytest.raises(AttributeError):
-            pool.reserve("a", 22)
-        del pool._commit
+        state = pool._state
+        state.commit = lambda change, state=state: setattr(state, "change", change)  # interrupted right after
+        pool.reserve("a", 22)
+        del pool._state.commit
         assert read(pool)
         pool.check_integrity()
 

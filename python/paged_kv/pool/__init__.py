@@ -1,0 +1,8 @@
+"""Pages and the requests that own them: the pool, and the prefixes that requests share."""
+
+from paged_kv.pool.base import Counts
+from paged_kv.pool.page_pool import Copy, PagePool, pages_needed
+from paged_kv.pool.prefix import PrefixCache
+from paged_kv.pool.requests import PageEvent
+
+__all__ = ["Copy", "Counts", "PageEvent", "PagePool", "PrefixCache", "pages_needed"]

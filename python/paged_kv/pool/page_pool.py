@@ -1,0 +1,285 @@
+"""The page pool: which requests own which pages, in which order. Pure Python: it handles page ids, never data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from paged_kv.arguments import integer
+from paged_kv.errors import ContractError
+from paged_kv.pool import requests
+from paged_kv.pool.base import Counts, PoolBase, operation
+from paged_kv.pool.requests import PageEvent, name_of
+from paged_kv.pool.state import Change, Contents, Request, Stored
+
+__all__ = ["Copy", "Counts", "PageEvent", "PagePool", "pages_needed"]
+
+_LARGEST_INT64 = 2**63 - 1
+_T = TypeVar("_T")
+
+Copy = Callable[[int, int], Any]
+"""Copies page `source` to page `target`: K, V and every layer."""
+
+
+def pages_needed(num_tokens: int, page_size: int) -> int:
+    """Pages that `num_tokens` tokens fill, the last one perhaps partly: `ceil(num_tokens / page_size)`.
+
+    Raises:
+        ContractTypeError: an argument is not an integer.
+        ContractError: `num_tokens` is negative or `page_size` is below 1.
+    """
+    return -(-integer("num_tokens", num_tokens, 0) // integer("page_size", page_size, 1))
+
+
+class PagePool(PoolBase):
+    """`num_pages` pages of `page_size` token slots each, handed to requests and taken back.
+
+    A request's length counts the tokens it has slots for: token j lives in page `pages(request_id)[j // page_size]`,
+    slot `j % page_size`. Several requests own one page after `fork`, and where a prompt begins as a known one does
+    (`prefix.PrefixCache`). Free pages are taken before cached ones, and of these the one used least recently.
+
+    Every operation does all it says, or raises and changes nothing; that holds for an exception that comes from
+    outside, KeyboardInterrupt for one: the pool is then as before the operation or as after it. Taking or returning a
+    page is O(1), and the page returned last is taken first.
+
+    Request ids are any hashable values that equal themselves. Threads may share a pool: an operation waits for the one
+    in progress. A pool that is copied or pickled is a pool of its own, without listeners.
+
+    Raises:
+        ContractTypeError: an argument is not an integer.
+        ContractError: `num_pages` is negative, `page_size` is below 1, or either is above 2^31 - 1. From any method:
+            the thread is inside another operation of this pool, in a signal handler or a request id's `__eq__`.
+    """
+
+    @operation
+    def start(
+        self,
+        request_id: Hashable,
+        num_tokens: int = 0,
+        find_prefix: Callable[[Mapping[int, Any]], Sequence[int]] | None = None,
+    ) -> tuple[int, ...]:
+        """Adds a request with a prompt of `num_tokens` tokens and returns its pages, in token order.
+
+        Args:
+            request_id: The request.
+            num_tokens: Its tokens.
+            find_prefix: For `PrefixCache`: chooses the pages that the request begins with, from the known pages and the
+                records of their content. It must not call the pool.
+
+        Raises:
+            RequestError: the request has been started and not freed.
+            PoolExhausted: the prompt needs more pages than are free or cached.
+            ContractTypeError: `num_tokens` is not an integer, or `request_id` is not hashable.
+            ContractError: `num_tokens` is negative, or `request_id` does not equal itself.
+        """
+        request, count = requests.new(self._state, request_id), _token_count(request_id, num_tokens)
+        prefix = tuple(find_prefix(self._state.known)) if find_prefix else ()
+        change = self._state.growth(name_of(request_id), request, count, prefix)
+        requests.register(self._state, request_id, request)
+        self._commit_growth(request_id, change, len(prefix))
+        return tuple(change.added)
+
+    @operation
+    def reserve(self, request_id: Hashable, num_tokens: int = 1, copy: Copy | None = None) -> tuple[int, ...]:
+        """Lengthens a request by `num_tokens` tokens and returns the pages this added, in token order; often none.
+
+        Args:
+            request_id: The request.
+            num_tokens: The new tokens.
+            copy: Called as `copy(source, target)` where the first new token goes to a page that other requests own
+                too: the request gets `target` in its place. It must not call the pool.
+
+        Raises:
+            RequestError: the request is unknown.
+            PoolExhausted: the tokens need more new pages than are free or cached.
+            ContractTypeError, ContractError: `num_tokens` is not an integer, or negative; or a page must be copied, and
+                there is no `copy`.
+        """
+        request, count = requests.find(self._state, request_id), _token_count(request_id, num_tokens)
+        change = self._state.growth(name_of(request_id), request, count)
+        if change.source is not None:
+            change = self._writable(request_id, request, count, copy, change)
+        self._commit_growth(request_id, change)
+        return tuple(change.added[change.source is not None :])
+
+    @operation
+    def extend(
+        self,
+        request_id: Hashable,
+        num_tokens: int,
+        write: Callable[[int, tuple[int, ...]], Any],
+        copy: Copy | None = None,
+    ) -> None:
+        """Lengthens a request, started where it is unknown, by tokens that `write` stores before they count.
+
+        Where `write` or `copy` raises, the pool stays as it was, but cached pages that it needed may be free instead.
+        Neither must call the pool.
+
+        Args:
+            request_id: The request.
+            num_tokens: The new tokens.
+            write: Called as `write(slot, pages)`: token j of the new ones goes to slot `(slot + j) % page_size` of page
+                `pages[(slot + j) // page_size]`.
+            copy: As of `reserve`; called before `write`.
+
+        Raises: as `start` and `reserve`, and what `write` raises.
+        """
+        state = self._state
+        request = requests.look_up(state, request_id) or requests.new(state, request_id)
+        count = _token_count(request_id, num_tokens)
+        change = state.growth(name_of(request_id), request, count)
+        change = self._writable(request_id, request, count, copy, change)
+        first, slot = divmod(request.length or 0, state.page_size)
+        write(slot, (*request.pages[first : change.held], *change.added))
+        requests.register(state, request_id, request)
+        self._commit_growth(request_id, change)
+
+    @operation
+    def fork(self, request_id: Hashable, new_id: Hashable) -> None:
+        """Starts request `new_id` with all tokens and pages of `request_id`; both own them.
+
+        Where the last page is not full, the first of them that lengthens gets a copy of it (`reserve`).
+
+        Raises:
+            RequestError: `request_id` is unknown, or `new_id` has been started.
+            ContractTypeError, ContractError: `new_id` is no request id.
+        """
+        state = self._state
+        parent, child = requests.find(state, request_id), requests.new(state, new_id)
+        owned = parent.owned()
+        owners = [(page, state.shared.get(page, 1) + 1) for page in owned]
+        change = state.change_of(
+            child,
+            added=tuple(parent.pages),
+            length=parent.length,
+            dropped=parent.dropped,
+            owners=owners,
+            stored=parent.stored,
+        )
+        requests.register(state, new_id, child)
+        state.commit(change)
+        self._events.add("shared", new_id, owned)
+
+    @operation
+    def shrink(self, request_id: Hashable, num_tokens: int) -> None:
+        """Takes a request's last `num_tokens` tokens back, and their pages: proposals that a model refused, say.
+
+        Raises:
+            RequestError: the request is unknown.
+            ContractTypeError, ContractError: `num_tokens` is not an integer, negative, or more than the request has in
+                pages that it still owns.
+        """
+        request = requests.find(self._state, request_id)
+        length, page_size = request.length or 0, self._state.page_size
+        most = max(length - request.dropped * page_size, 0)
+        length -= integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, most)
+        held = -(-length // page_size)
+        leaving = request.pages[held:]
+        # What is stored of it is found again where it is needed.
+        self._state.commit(self._state.release(request, leaving, held=held, length=length, stored=None))
+        self._events.add("released", request_id, leaving)
+
+    @operation
+    def drop(self, request_id: Hashable, num_tokens: int) -> int:
+        """Gives back the pages whose tokens are all among the first `num_tokens`: no layer's window reaches them.
+
+        The table keeps its holes: `pages` has `NO_PAGE`, 2^32 - 1, in their place, and tokens keep their positions.
+
+        Returns the number of pages that the request gave back.
+
+        Raises:
+            RequestError: the request is unknown.
+            ContractTypeError, ContractError: `num_tokens` is not an integer, negative, or more than the request has.
+        """
+        request = requests.find(self._state, request_id)
+        tokens = integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, request.length or 0)
+        end = max(tokens // self._state.page_size, request.dropped)
+        leaving = request.pages[request.dropped : end]
+        self._state.commit(self._state.release(request, leaving, dropped=end))
+        self._events.add("released", request_id, leaving)
+        return len(leaving)
+
+    @operation
+    def free(self, request_id: Hashable) -> None:
+        """Forgets a request. Pages that it alone owned return to the pool, its first page on top of the free list.
+
+        Raises:
+            RequestError: the request is unknown, or was freed before.
+            ContractTypeError: `request_id` is not hashable.
+        """
+        request = requests.find(self._state, request_id)
+        leaving = request.owned()
+        self._state.commit(self._state.release(request, leaving, held=0, length=None, dropped=0))
+        with suppress(Exception):  # of the id's own methods: the request is inactive as it is
+            self._state.requests.pop(request_id, None)
+        self._events.add("released", request_id, leaving)
+
+    @operation
+    def remember(
+        self, request_id: Hashable, choose: Callable[[Request, Mapping[int, Any]], tuple[Contents, Stored]]
+    ) -> int:
+        """Makes the content of some of a request's pages known. For `PrefixCache`.
+
+        Args:
+            request_id: The request.
+            choose: From the request and the known pages with their records: what is to be known, and how many of the
+                request's pages are known then. It must not call the pool.
+
+        Returns:
+            That number. Raises as `free`, and what `choose` raises.
+        """
+        request = requests.find(self._state, request_id)
+        contents, stored = choose(request, self._state.known)
+        self._state.commit(self._state.change_of(request, contents=contents, stored=stored))
+        self._events.add("stored", request_id, (page for page, _ in contents))
+        return 0 if stored is None else stored[0]
+
+    @operation
+    def look(self, function: Callable[[Mapping[int, Any]], _T]) -> _T:
+        """`function` of the known pages with their records. For `PrefixCache`."""
+        return function(self._state.known)
+
+    @operation
+    def forget(self) -> int:
+        """Forgets what is in the pages, where the weights have changed for one; cached pages become free.
+
+        Returns the number of pages whose content was known.
+        """
+        known = tuple(self._state.known)
+        self._state.commit(self._state.eviction(known))
+        self._events.add("evicted", None, known)
+        return len(known)
+
+    def _writable(
+        self, request_id: Hashable, request: Request, num_tokens: int, copy: Copy | None, change: Change
+    ) -> Change:
+        """A growth whose pages may be written before it is committed: none is known, a shared last page is copied."""
+        if change.source is not None and copy is None:
+            raise ContractError(
+                f"{name_of(request_id)}: the new tokens go to page {change.source}, which other requests own too: give"
+                f" copy, which copies it"
+            )
+        if change.forgotten:
+            self._state.commit(self._state.eviction(change.forgotten))
+            self._events.add("evicted", None, change.forgotten)
+            change = self._state.growth(name_of(request_id), request, num_tokens)
+        if change.source is not None and copy is not None:
+            copy(change.source, change.added[0])
+        return change
+
+    def _commit_growth(self, request_id: Hashable, change: Change, prefix: int = 0) -> None:
+        """Commits what `PoolState.growth` gave, for a request that begins with `prefix` known pages."""
+        self._state.commit(change)
+        if self._events.listeners:
+            copied = () if change.source is None else (change.source, change.added[0])
+            self._events.add("evicted", None, change.forgotten)
+            self._events.add("hit", request_id, change.added[:prefix])
+            self._events.add("copied", request_id, copied)
+            self._events.add("allocated", request_id, change.added[prefix + len(copied) // 2 :])
+
+
+def _token_count(request_id: Hashable, num_tokens: int) -> int:
+    if type(num_tokens) is int and 0 <= num_tokens <= _LARGEST_INT64:
+        return num_tokens
+    return integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, _LARGEST_INT64)

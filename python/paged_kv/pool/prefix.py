@@ -1,0 +1,234 @@
+"""Prefix sharing: a request whose prompt begins as a known one does owns the same pages, and computes only the rest.
+
+A full page is known by its tokens and by the page before it, so that a chain of records says all tokens from the first
+on. A record is found by a hash of the chain and counts only where its tokens are those that are looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.arguments import shown
+from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.pool.page_pool import PagePool
+from paged_kv.pool.requests import name_of
+from paged_kv.pool.state import Contents, Request, Stored
+
+HashFunction = Callable[[int, bytes], int]
+"""From the hash of the pages before, and a page's tokens as int64, to the hash of them all."""
+
+
+class _Namespace:
+    """Where the chains of one namespace begin."""
+
+    def __init__(self, name: Hashable) -> None:
+        self.hash = hash(("namespace", name))
+
+
+@dataclass(eq=False, slots=True)  # `frozen` would make one three times slower to create
+class _Record:
+    """The tokens of one known page, and of those before it by way of `before`."""
+
+    before: _Record | _Namespace
+    tokens: bytes
+    hash: int
+    page: int
+
+
+class PrefixCache:
+    """Finds and shares the pages of known prefixes of a pool.
+
+    Nothing is shared across namespaces: an adapter's name, a tenant's. Of a prompt at least the last token is left to
+    compute, because its logits are wanted. A known page that no request owns stays until its page is needed; pages in
+    use are never evicted, nor those that a request that starts has just found.
+
+    Threads may share it, as they may the pool.
+
+    Args:
+        pool: The pages. A pool has one prefix cache.
+        hash_function: Python's own hash where None, which differs from process to process.
+    """
+
+    def __init__(self, pool: PagePool, hash_function: HashFunction | None = None) -> None:
+        self._pool = pool
+        self._hash = hash_function or _default_hash
+        self._records: dict[int, _Record] = {}  # by hash; one counts while the pool holds it for its page
+        self._namespaces: WeakValueDictionary[Hashable, _Namespace] = WeakValueDictionary()
+
+    @property
+    def pool(self) -> PagePool:
+        """The pool whose pages it knows."""
+        return self._pool
+
+    def match(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
+        """How many of a prompt's leading tokens are known now: whole pages, and never all tokens.
+
+        Raises:
+            ContractTypeError: `tokens` is no list of integers, or `namespace` is not hashable.
+        """
+        start, prompt = self._namespace(namespace), _checked_tokens(tokens)
+        found = self._pool.look(lambda known: self._find(start, prompt, known))
+        return len(found) * self._pool.page_size
+
+    def start(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
+        """Starts a request with a prompt in the pool; it shares the pages of the longest known prefix.
+
+        Returns the number of leading tokens whose K and V are in the cache already: the rest is to be computed.
+
+        Raises:
+            RequestError, PoolExhausted, ContractTypeError, ContractError: as `PagePool.start`.
+        """
+        start, prompt = self._namespace(namespace), _checked_tokens(tokens)
+        found: list[_Record] = []
+
+        def find(known: Mapping[int, Any]) -> list[int]:
+            found[:] = self._find(start, prompt, known)
+            return [record.page for record in found]
+
+        self._pool.start(request_id, len(prompt), find)
+        return len(found) * self._pool.page_size
+
+    def hold(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
+        """Starts a request that has the known pages of a prompt and nothing else, so that they stay.
+
+        Unlike `start`, it may find all tokens. Returns how many it has. Raises as `start`.
+        """
+        start, prompt = self._namespace(namespace), _checked_tokens(tokens)
+        longer = np.append(prompt, 0)  # the last token of a prompt is never looked for
+        while True:
+            count = len(self._pool.look(lambda known: self._find(start, longer, known)))
+            found: list[int] = []
+
+            def find(known: Mapping[int, Any], found: list[int] = found, count: int = count) -> list[int]:
+                found[:] = [record.page for record in self._find(start, longer, known)[:count]]
+                return found
+
+            self._pool.start(request_id, count * self._pool.page_size, find)
+            if len(found) == count:
+                return count * self._pool.page_size
+            self._pool.free(request_id)  # some were evicted in between
+
+    def store(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
+        """Says that the request's first tokens are `tokens` and that their K and V are in its pages.
+
+        Full pages are known from then on. A request calls it again as it grows, with all its tokens; this looks at the
+        new pages alone. A page whose tokens are known in another page stays the request's own.
+
+        Returns the number of tokens in pages that are known now, of this request or another.
+
+        Raises:
+            RequestError: the request is unknown.
+            ContractError: it has fewer tokens, or other ones than were stored.
+            ContractTypeError: as `match`.
+        """
+        start, prompt = self._namespace(namespace), _checked_tokens(tokens)
+        done = self._pool.remember(
+            request_id, lambda request, known: self._new_records(request_id, request, start, prompt, known)
+        )
+        if len(self._records) > 2 * self._pool.num_pages + 64:
+            self._sweep()
+        return done * self._pool.page_size
+
+    def clear(self) -> int:
+        """Forgets all prefixes, as after a change of the weights; requests keep their pages.
+
+        Returns the number of pages that were known.
+        """
+        count = self._pool.forget()
+        self._sweep()
+        return count
+
+    def _find(self, start: _Namespace, prompt: npt.NDArray[np.int64], known: Mapping[int, Any]) -> list[_Record]:
+        """The records of the longest known prefix, but of the last token."""
+        size = self._pool.page_size
+        chain: list[_Record] = []
+        before: _Record | _Namespace = start
+        data, width = prompt.tobytes(), 8 * size
+        for at in range(0, (len(prompt) - 1) // size * width, width):
+            record = self._record(before, data[at : at + width], known)
+            if record is None:
+                break
+            chain.append(record)
+            before = record
+        return chain
+
+    def _record(self, before: _Record | _Namespace, tokens: bytes, known: Mapping[int, Any]) -> _Record | None:
+        """The record of a page of these tokens after `before`, where it is known."""
+        record = self._records.get(self._hash(before.hash, tokens))
+        if record is None or record.before is not before or record.tokens != tokens:
+            return None
+        return record if known.get(record.page) is record else None
+
+    def _new_records(
+        self,
+        request_id: Hashable,
+        request: Request,
+        start: _Namespace,
+        prompt: npt.NDArray[np.int64],
+        known: Mapping[int, Any],
+    ) -> tuple[Contents, Stored]:
+        """The request's full pages that are to be known, each with its record; and how many of its pages are then."""
+        size, length = self._pool.page_size, request.length or 0
+        if len(prompt) > length:
+            raise ContractError(f"{name_of(request_id)}: {len(prompt)} tokens to store, it has {length}")
+        data, width = prompt.tobytes(), 8 * size
+        done = 0
+        before: Any = start
+        if request.stored is not None:
+            done, before = request.stored
+        if done and data[(done - 1) * width : done * width] != before.tokens:
+            raise ContractError(f"{name_of(request_id)}: tokens {(done - 1) * size} on are not those stored before")
+        if done and known.get(before.page) is not before:  # evicted: it was in a page of another request
+            done, before = 0, start
+        contents = []
+        while (done + 1) * size <= len(prompt):
+            tokens = data[done * width : (done + 1) * width]
+            record = self._record(before, tokens, known)
+            if record is None:
+                page = request.pages[done]
+                if done < request.dropped or (page in known and known[page].tokens != tokens):
+                    break
+                record = _Record(before, tokens, self._hash(before.hash, tokens), page)
+                contents.append((page, record))
+                # It counts once the pool holds it, so it may be here before that.
+                self._records[record.hash] = record
+            before = record
+            done += 1
+        return contents, (done, before) if done else None
+
+    def _namespace(self, name: Hashable) -> _Namespace:
+        try:
+            found = self._namespaces.get(name)
+            if found is None:
+                found = self._namespaces.setdefault(name, _Namespace(name))
+        except Exception as error:  # its __hash__ or __eq__ may raise anything
+            raise ContractTypeError(f"namespace must be hashable, not {shown(name)}") from error
+        return found
+
+    def _sweep(self) -> None:
+        """Drops records that the pool holds no more."""
+        known = self._pool.look(lambda known: set(map(id, known.values())))
+        for key, record in list(self._records.items()):
+            if id(record) not in known:
+                self._records.pop(key, None)
+
+
+def _default_hash(before: int, tokens: bytes) -> int:
+    return hash((before, tokens))
+
+
+def _checked_tokens(tokens: Any) -> npt.NDArray[np.int64]:
+    """Token ids as an array, in int64."""
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, OverflowError, TypeError):
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or array.dtype == np.uint64:
+        raise ContractTypeError(f"tokens must be a list of integers below 2^63, not {shown(tokens)}")
+    return array.astype(np.int64)
