@@ -2,9 +2,16 @@
 
 import re
 import runpy
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from max.dtype import DType
+
+from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.source import open_source
+from paged_kv.engine.demo_model import FOLDER
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -43,10 +50,10 @@ BOUND = re.compile("<(.*?)>")
 
 def test_every_example_is_run_and_listed():
     found = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")}
-    assert found == set(SAYS)
+    assert found == {*SAYS, "train_demo_model.py"}
     for page in ("README.md", "docs/examples.md"):
         text = (EXAMPLES.parent / page).read_text()
-        assert [name for name in SAYS if f"examples/{name}" not in text] == []
+        assert [name for name in found if f"examples/{name}" not in text] == []
 
 
 @pytest.mark.parametrize(
@@ -61,3 +68,15 @@ def test_an_example_runs_and_is_right(name, capfd):
     assert match, printed
     for number, bound in zip(match.groups(), BOUND.findall(SAYS[name]), strict=True):
         assert float(number) <= float(bound)
+
+
+def test_the_demo_model_can_be_trained(tmp_path, monkeypatch):
+    """A few steps on a text of its own give a checkpoint that this package reads, of the kind that it ships."""
+    text = tmp_path / "text"
+    text.write_text("In the beginning God created the heaven and the earth.\n" * 400)
+    arguments = ["--out", str(tmp_path / "model"), "--text", str(text), "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["train_demo_model.py", *arguments])
+    runpy.run_path(str(EXAMPLES / "train_demo_model.py"), run_name="__main__")
+    made, shipped = load_config(tmp_path / "model"), load_config(FOLDER)
+    assert replace(made, vocab_size=shipped.vocab_size) == shipped
+    assert open_source(tmp_path / "model").load(DType.bfloat16)
