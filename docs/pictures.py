@@ -24,7 +24,7 @@ MODEL: list[Box] = [
     (0, 0, "prompt", "text", DATA),
     (1, 0, "tokenizer", "engine/tokenizer.py", PYTHON),
     (2, 0, "schedule a step", "engine/", PYTHON),
-    (3, 0, "page pool", "pool.py", PYTHON),
+    (3, 0, "page pool", "pool", PYTHON),
     (2, 1, "DecodeInputs", "graphs/inputs.py", DATA),
     (2, 2, "one model.execute", "graphs/models/", GRAPH),
     (0, 2, "project, rotate", "graphs/layers.py, mojo_ops/linear", GRAPH),

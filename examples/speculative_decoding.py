@@ -11,9 +11,9 @@ from max.dtype import DType
 
 from paged_kv import PagePool, accepted_rows
 from paged_kv.engine.demo import byte_tokenizer, write_demo_checkpoint
-from paged_kv.engine.engine import Generation
+from paged_kv.engine.engine import Engine
 from paged_kv.engine.model import DecoderModel
-from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.requests import Sampling
 from paged_kv.engine.tree_model import TreeModel
 
 PAGE_SIZE, NEW_TOKENS = 16, 48
@@ -61,7 +61,8 @@ def main() -> None:
         model = DecoderModel.from_folder(checkpoint, dtype=DType.float32, num_pages=16, page_size=PAGE_SIZE)
         tokenizer = byte_tokenizer()
         prompt = tokenizer.encode("the quick brown fox").ids
-        plain = [emitted.token for emitted in Generation(model, [prompt], NEW_TOKENS, Sampler())]
+        outputs = Engine(model).stream(prompt, Sampling(NEW_TOKENS))
+        plain = [token for output in outputs for token in output.tokens]
         text, added = generate(TreeModel(model, draft_layers=DRAFT_LAYERS), prompt)
         print(tokenizer.decode(text))
         print(f"{NEW_TOKENS} tokens in {len(added)} steps after the prompt, which added {added}")

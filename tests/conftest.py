@@ -19,6 +19,7 @@ FOLDERS = {
     "mojo": "the Mojo package's own tests",
     "isa": "the ops compiled for other CPU targets",
     "gpu_compile": "GPU kernels as compilers see them",
+    "browser": "pages that a browser shows",
     "gpu_sim": "GPU kernels on a model of the hardware",
     "gpu": "needs a GPU that MAX can use",
     "serve": "MAX Serve with these kernels; needs an environment of its own",

@@ -78,8 +78,8 @@ class Loop:
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
         """Prompts that are in the cache already, those of the last run, are not read again but for their last token."""
+        from paged_kv.engine.engine import MAX_STEP_TOKENS
         from paged_kv.engine.sampling import Sampler
-        from paged_kv.engine.scheduler import MAX_STEP_TOKENS
 
         sampler = Sampler()
         pages = [list(range(at * self._each, (at + 1) * self._each)) for at in range(len(prompts))]

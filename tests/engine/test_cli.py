@@ -14,8 +14,10 @@ import transformers
 
 import paged_kv
 from paged_kv.checkpoint.config import load_config
-from paged_kv.cli import DEMO_NEW_TOKENS, DEMO_PROMPTS, _run
+from paged_kv.cli import _run
+from paged_kv.commands.demo import ENDINGS, NEW_TOKENS
 from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.pool import pages_needed
 from paged_kv.runtime.cache_folder import cache_folder
@@ -29,7 +31,7 @@ pages: (\d+) used, of (\d+) \((\d+) tokens, (\d+) bytes each\)
 
 @pytest.fixture(scope="module")
 def folder():
-    """The demo's own checkpoint: whatever runs first compiles it for all."""
+    """A checkpoint of noise: whatever runs first compiles it for all."""
     return write_demo_checkpoint(cache_folder() / "demo")
 
 
@@ -80,13 +82,27 @@ def rewrite(file, **changes):
     file.write_text(json.dumps(values | changes))
 
 
-def test_demo_shows_that_the_paged_tokens_are_right(run):
+def test_demo_shows_what_paging_is_for_and_that_the_tokens_are_right(run):
     out, err = run("demo")
-    total = len(DEMO_PROMPTS) * DEMO_NEW_TOKENS
-    assert out.endswith(f"\n\npaged tokens equal to those of a recompute without a cache: {total} of {total}\n")
-    for index, prompt in enumerate(DEMO_PROMPTS, 1):
-        assert f"=== prompt {index}: {prompt}\n" in out
+    total = len(ENDINGS) * NEW_TOKENS
+    assert f"paged tokens equal to those of a recompute without a cache: {total} of {total}\n" in out
+    found, of = map(int, re.search(r"(\d+) of (\d+) prompt tokens were in the cache", out).groups())
+    assert 0.5 * of < found < of
+    assert int(re.search(r"Pages copied: (\d+)", out)[1]) > 0
+    assert int(re.search(r"(\d+) times a prompt gave its pages back", out)[1]) > 0
+    assert f"Texts that are the same: {len(ENDINGS)} of {len(ENDINGS)}" in out
+    assert all(f"   {ending}" in out for ending in ENDINGS)
     assert re.search(STATISTICS, err)
+
+
+def test_demo_speaks(run):
+    """Most words that it says are frequent ones of the text that it was trained on, which are tokens of their own."""
+    out, _ = run("demo")
+    vocabulary = json.loads((FOLDER / "tokenizer.json").read_text())["model"]["vocab"]
+    known = {token.removeprefix("Ġ").lower() for token in vocabulary if token.startswith("Ġ")}
+    said = re.findall("[a-z]+", out.split("2. Samples")[1].split("Pages copied")[0].lower())
+    assert len(said) > 60
+    assert sum(word in known for word in said) > 0.7 * len(said)
 
 
 def test_demo_fails_where_a_token_is_wrong(capsys, monkeypatch):
@@ -95,7 +111,7 @@ def test_demo_fails_where_a_token_is_wrong(capsys, monkeypatch):
     recompute = oracle.recompute
     monkeypatch.setattr(oracle, "recompute", lambda *args: np.roll(recompute(*args), 1, axis=0))
     assert _run(["demo"]) == 1
-    assert int(re.search(r"(\d+) of 192\n$", capsys.readouterr().out)[1]) < 100
+    assert int(re.search(r"(\d+) of 160\n", capsys.readouterr().out)[1]) < 100
 
 
 def test_one_prompt_gives_its_text_alone(generate, folder):

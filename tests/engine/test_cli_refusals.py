@@ -63,7 +63,7 @@ def read_tensors(file):
         (["--pages", "4"], ["--pages 4 is too few", "need 5 pages of 16"]),
         (["--pages", str(10**13)], [f"a cache of {10**13} pages of 16 tokens takes"]),
         (["--pages", str(10**22)], [f"a cache of {10**22} pages of 16 tokens takes"]),
-        (["--max-new-tokens", "0"], ["max_new_tokens must be at least 1, not 0"]),
+        (["--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, not 0"]),
         (["--temperature", "-0.1"], ["temperature", "-0.1"]),
         (["--temperature", "nan"], ["temperature", "nan"]),
         (["--top-p", "0"], ["top_p", "not 0.0"]),

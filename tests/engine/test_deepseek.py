@@ -6,8 +6,8 @@ import torch
 import transformers
 from max.dtype import DType
 
-from paged_kv.engine.engine import Generation
-from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.requests import Sampling
 from paged_kv.engine.tree_model import TreeModel
 from paged_kv.errors import ContractError
 from support.checkpoints import relative_error
@@ -58,8 +58,12 @@ def test_a_batch_of_prompts_in_chunks_gives_the_texts_of_transformers(folder, mo
     """Prompts prefill in pieces beside requests that decode; pages are reused as requests end."""
     poison(models[name])
     texts = [[] for _ in PROMPTS]
-    for emitted in Generation(models[name], PROMPTS, NEW_TOKENS, Sampler(), max_step_tokens=max_step_tokens):
-        texts[emitted.request].append(emitted.token)
+    engine = Engine(models[name], max_step_tokens=max_step_tokens)
+    for prompt in PROMPTS:
+        engine.add_request(prompt, Sampling(NEW_TOKENS, ignore_end=True))
+    while not engine.is_idle:
+        for output in engine.step():
+            texts[output.request] += output.tokens
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32).eval()
     for prompt, text in zip(PROMPTS, texts, strict=True):
         expected = model.generate(

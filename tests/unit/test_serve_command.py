@@ -11,6 +11,7 @@ import pytest
 from paged_kv import cli
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.serve import launch, memory
 from paged_kv.serve.launch import Request, check_environment, prepare, ready_lines
@@ -158,15 +159,12 @@ def test_one_folder_or_the_demo(capsys, server, monkeypatch, tmp_path, arguments
 
 
 @pytest.mark.usefixtures("request_")
-def test_what_follows_two_dashes_is_maxs(server, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_what_follows_two_dashes_is_maxs(server):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["serve", "--demo", "--port", "0", "--dtype", "float32", "--", "--max-length", "256"])
     assert not exit_.value.code
     (served,) = server
-    assert served == Request(
-        tmp_path / "paged-kv" / "demo", "127.0.0.1", 0, "float32", 16, 128, ("--max-length", "256")
-    )
+    assert served == Request(FOLDER, "127.0.0.1", 0, "float32", 16, 128, ("--max-length", "256"))
 
 
 def test_an_environment_without_the_server_is_refused_before_anything_else(capsys, monkeypatch, tmp_path):

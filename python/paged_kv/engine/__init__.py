@@ -1,0 +1,56 @@
+"""Runs models: requests in, tokens and texts out, over pages that requests share (docs/engine.md)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_kv.engine.async_engine import AsyncEngine
+    from paged_kv.engine.engine import Engine
+    from paged_kv.engine.requests import Output, Sampling
+
+__all__ = ["AsyncEngine", "Engine", "Output", "Sampling", "load"]
+
+_HOME = {"AsyncEngine": "async_engine", "Engine": "engine", "Output": "requests", "Sampling": "requests"}
+
+
+def load(
+    folder: Path | str, *, num_pages: int, page_size: int = 16, dtype: str | None = None, **options: Any
+) -> Engine:
+    """An engine with the model and the tokenizer of a checkpoint, on the CPU.
+
+    Args:
+        folder: A folder in Hugging Face format, or a GGUF file with the tokenizer beside it.
+        num_pages: Pages of the cache.
+        page_size: Tokens in a page.
+        dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
+        options: Of `Engine`.
+
+    Raises:
+        CheckpointError: there is no checkpoint that this package runs.
+        ContractTypeError, ContractError: a size or an option has the wrong type or is out of range.
+    """
+    from max.dtype import DType
+
+    from paged_kv.arguments import shown
+    from paged_kv.checkpoint.source import open_source
+    from paged_kv.engine.engine import Engine
+    from paged_kv.engine.model import DecoderModel
+    from paged_kv.engine.tokenizer import Tokenizer
+    from paged_kv.errors import ContractError
+
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ContractError(f"dtype must be 'float32' or 'bfloat16', not {shown(dtype)}")
+    source = open_source(folder)
+    kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
+    tokenizer = Tokenizer(source.folder, source.config)
+    model = DecoderModel.from_folder(folder, dtype=kind, num_pages=num_pages, page_size=page_size)
+    return Engine(model, tokenizer, **options)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paged_kv.engine' has no attribute {name!r}")
+    return getattr(import_module(f"paged_kv.engine.{_HOME[name]}"), name)

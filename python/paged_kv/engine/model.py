@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from max.engine import Model
 
 from paged_kv.arguments import integer, shown
 from paged_kv.arrays.dtypes import numpy_dtype
-from paged_kv.arrays.host import to_buffer
+from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import OnProgress
+from paged_kv.engine.prefix_file import Bits
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import decoder
@@ -110,6 +113,51 @@ class DecoderModel:
     def page_bytes(self) -> int:
         """Bytes of one page: K and V of all layers, or their latents."""
         return self._blocks.num_elements * self._blocks.dtype.size_in_bytes // max(self.num_pages, 1)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the weights and of the geometry, in hexadecimal: some 0.6 s a gigabyte, once."""
+        found = hashlib.sha256(f"{_geometry(self.config)} {self._blocks.dtype.name}".encode())
+        for name in sorted(self.weights):
+            array = to_numpy(self.weights[name])
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return found.hexdigest()
+
+    @property
+    def page_kind(self) -> tuple[str, tuple[int, ...]]:
+        """The dtype of a page's elements, and its shape."""
+        return self._blocks.dtype.name, tuple(self._blocks.shape)[1:]
+
+    def read_pages(self, pages: Sequence[int]) -> Bits:
+        """The bits of some pages as unsigned integers, `[n, ...]`."""
+        if self._device.is_host:
+            blocks = to_numpy(self._blocks)
+            return blocks.view(f"u{blocks.dtype.itemsize}")[list(pages)]
+        rows = [to_numpy(self._page(page).to(CPU())) for page in pages]
+        return np.concatenate([row.view(f"u{row.dtype.itemsize}") for row in rows])
+
+    def write_pages(self, pages: Sequence[int], bits: Bits) -> None:
+        """Replaces some pages by what `read_pages` gave. On a GPU not yet run."""
+        if self._device.is_host:
+            to_numpy(self._blocks).view(bits.dtype)[list(pages)] = bits
+            return
+        for page, row in zip(pages, bits, strict=True):
+            one = to_buffer(np.ascontiguousarray(row[None]).view(numpy_dtype(self._blocks.dtype)))
+            self._page(page).inplace_copy_from(one.to(self._device))
+            self._device.synchronize()  # the copy is enqueued, and its source ends here
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page, K and V of all layers, in place. On a GPU not yet run."""
+        if self._device.is_host:  # at once: MAX's own copy would only be enqueued
+            blocks = to_numpy(self._blocks)
+            blocks[target] = blocks[source]
+        else:
+            self._page(target).inplace_copy_from(self._page(source))
+
+    def _page(self, page: int) -> Buffer:
+        """One page of the storage, `[1, ...]`."""
+        return self._blocks[(slice(page, page + 1), *[slice(None)] * (self._blocks.rank - 1))]
 
     def step(
         self, tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]]

@@ -1,0 +1,117 @@
+"""`paged-kv generate`: continues prompts with a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from paged_kv.commands.options import device_option, load_model, print_statistics, threads_option
+from paged_kv.errors import ContractError, PagedKVError
+
+
+@click.command()
+@threads_option
+@click.option(
+    "--model", "folder", type=click.Path(path_type=Path), required=True, help="Checkpoint folder or GGUF file."
+)
+@click.option("--prompt", "prompts", multiple=True, help="Repeat it for a batch.")
+@click.option(
+    "--input", "source", metavar="FILE", help="JSON lines with a prompt and options each; - is stdin. Implies --json."
+)
+@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens after each prompt.")
+@click.option("--n", "samples", type=int, default=1, show_default=True, help="Samples of each prompt.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus sampling.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random streams: of prompt i, seed + i.")
+@click.option("--stop", multiple=True, help="A text that ends a sample; repeat it for several.")
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of quantised models the cache's. Default: its own."
+)
+@click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
+@click.option("--pages", type=int, help="Pages of the cache. Default: what these prompts can need.")
+@click.option("--max-step-tokens", type=int, default=2048, show_default=True, help="Tokens of one step at most.")
+@device_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends.")
+@click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write what happens to pages, for `paged-kv inspect`.")
+def generate(
+    folder: Path,
+    prompts: tuple[str, ...],
+    source: str | None,
+    max_new_tokens: int,
+    samples: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    stop: tuple[str, ...],
+    dtype: str | None,
+    page_size: int,
+    pages: int | None,
+    max_step_tokens: int,
+    device: str,
+    as_json: bool,
+    live: bool | None,
+    trace: Path | None,
+) -> int:
+    """Continue prompts with a checkpoint in Hugging Face format or a GGUF file, all of them as one batch.
+
+    A line of --input is an object with "prompt", a text or token ids, and perhaps "n", "max_tokens", "temperature",
+    "top_p", "seed", "stop", "stop_tokens", "ignore_end" and "namespace"; options say what a line leaves out. A line
+    that is malformed, or that the model cannot take, is an object with "error" and a line on stderr; the others go on,
+    and the exit status is 1.
+    """
+    from paged_kv.checkpoint.source import open_source
+    from paged_kv.commands.live import live_view
+    from paged_kv.commands.printing import Printer
+    from paged_kv.commands.prompts import Asked, Refused, encode, given, read
+    from paged_kv.commands.trace import traced
+    from paged_kv.engine.engine import Engine
+    from paged_kv.engine.requests import Sampling
+    from paged_kv.engine.tokenizer import Tokenizer
+
+    sizes = {"--page-size": page_size, "--pages": pages, "--n": samples, "--max-new-tokens": max_new_tokens}
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ContractError(f"{name} must be at least 1, not {value}")
+    if bool(prompts) == (source is not None):
+        raise ContractError("give prompts by --prompt or by --input, one of the two")
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed, stop)
+    opened = open_source(folder)
+    config = opened.config
+    tokenizer = Tokenizer(opened.folder, config)
+    lines = given(prompts, sampling, samples) if source is None else read(source, sampling, samples)
+    lines = encode(lines, tokenizer, config)
+    asked = [line for line in lines if isinstance(line, Asked)]
+    for line in lines:
+        if isinstance(line, Refused) and source is None:
+            raise ContractError(line.error)
+    each = [line.pages(config, page_size) for line in asked]
+    if pages is not None and source is None and max(each) > pages:
+        raise ContractError(
+            f"--pages {pages} is too few: a prompt and its new tokens need {max(each)} pages of {page_size}"
+        )
+    needed = sum(count * line.n for count, line in zip(each, asked, strict=True))
+    model = load_model(folder, config.dtype if dtype is None else dtype, pages or max(needed, 1), page_size, device)
+    engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens)
+    printer = Printer(as_json=as_json or source is not None)
+    for line in lines:
+        try:
+            if isinstance(line, Asked):
+                number = engine.add_request(line.tokens, line.sampling, line.n, namespace=line.namespace)
+                printer.expect(number, line)
+            else:
+                printer.refuse(line)
+        except PagedKVError as error:  # more pages or samples than there may be
+            if source is None:
+                raise
+            printer.refuse(Refused(line.index, str(error)))
+    shows = sys.stderr.isatty() and not sys.stdout.isatty() if live is None else live
+    with traced(engine.pool, trace), live_view(engine, shows):
+        printer.start()
+        while not engine.is_idle:
+            for output in engine.step():
+                printer.add(output)
+    print_statistics(engine.statistics, model)
+    return int(printer.failed)

@@ -1,0 +1,74 @@
+"""What several commands share: options, loading a model, and the lines about what was computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.output import say
+
+if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
+    from paged_kv.engine.interfaces import Statistics
+    from paged_kv.engine.model import DecoderModel
+
+
+def _set_threads(_context: click.Context, _option: click.Parameter, value: int | None) -> None:
+    """Sets the number of threads before a command's own code can use MAX."""
+    if value is not None:
+        from paged_kv.runtime.threads import set_num_threads
+
+        try:
+            set_num_threads(value)
+        except PagedKVError as error:
+            raise ContractError(f"--threads: {error}") from error
+
+
+threads_option = click.option(
+    "--threads",
+    type=int,
+    callback=_set_threads,
+    expose_value=False,
+    metavar="N",
+    help="Run on N threads of the CPU. Default: one a CPU that the process may run on.",
+)
+"""Of the commands that run kernels."""
+
+device_option = click.option(
+    "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs."
+)
+
+
+def load_model(folder: Path, dtype: str | None, num_pages: int, page_size: int, device: str) -> DecoderModel:
+    """The model of a checkpoint, with a bar for its weights; bfloat16 or else float32."""
+    from max.dtype import DType
+
+    from paged_kv.checkpoint.weights import progress_bar
+    from paged_kv.engine.model import DecoderModel
+    from paged_kv.runtime.session import runtime_on
+
+    runtime = runtime_on(0 if device == "gpu" else None)
+    with progress_bar("weights") as on_progress:
+        return DecoderModel.from_folder(
+            folder,
+            dtype=DType.bfloat16 if dtype == "bfloat16" else DType.float32,
+            num_pages=num_pages,
+            page_size=page_size,
+            on_progress=on_progress,
+            runtime=runtime,
+            on_compile=lambda: say("compiling the decode step: about a minute, once for this model and machine"),
+        )
+
+
+def print_statistics(statistics: Statistics, model: DecoderModel) -> None:
+    """Tokens, times and pages, on stderr."""
+
+    def rate(tokens: int, seconds: float) -> str:
+        return f"{tokens} tokens, {tokens / seconds:.1f} tokens/s" if seconds else f"{tokens} tokens"
+
+    say(f"prompt: {rate(statistics.prompt_tokens, statistics.prefill_seconds)}")
+    say(f"decode: {rate(statistics.decode_tokens, statistics.decode_seconds)}")
+    used = statistics.peak_pages
+    say(f"pages: {used} used, of {model.num_pages} ({model.page_size} tokens, {model.page_bytes} bytes each)")

@@ -1,0 +1,66 @@
+"""What the engine needs of a model and of a tokenizer, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.engine.prefix_file import PagedModel
+from paged_kv.engine.stop_text import Decoder
+from paged_kv.graphs.models.config import DecoderConfig
+
+
+class Model(PagedModel, Protocol):
+    """What the engine needs of a model (`model.DecoderModel`)."""
+
+    config: DecoderConfig
+    num_pages: int
+
+    def step(
+        self, tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]]
+    ) -> npt.NDArray[np.float32]:
+        """Appends new tokens of `B` requests to their pages; logits `[B, vocab]` after the last of each."""
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies a page: K and V of all layers."""
+        ...
+
+
+class TextCoder(Protocol):
+    """What the engine needs of a tokenizer (`tokenizer.Tokenizer`)."""
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens of a prompt."""
+        ...
+
+    def stream(self) -> Decoder:
+        """A decoder for the tokens of one sample."""
+        ...
+
+
+@dataclass
+class Statistics:
+    """What an engine did; times in seconds. A step that mixes prompts and decoding is shared by their tokens."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Tokens of prompts that were computed; those computed again after a preemption too."""
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    peak_pages: int = 0
+
+    def add_step(self, seconds: float, prompt_tokens: int, decode_tokens: int, pages: int) -> None:
+        """Counts a step that computed so many tokens while so many pages were used."""
+        total = prompt_tokens + decode_tokens
+        self.steps += 1
+        self.prompt_tokens += prompt_tokens
+        self.decode_tokens += decode_tokens
+        self.prefill_seconds += seconds * prompt_tokens / total
+        self.decode_seconds += seconds * decode_tokens / total
+        self.peak_pages = max(self.peak_pages, pages)

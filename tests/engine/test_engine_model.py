@@ -1,0 +1,101 @@
+"""The engine around a model that is compiled: sharing, forks, aborts and few pages change no token (float32)."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from max.dtype import DType
+
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.requests import Sampling
+from paged_kv.errors import RequestError
+from support.checkpoints import make_checkpoint
+from support.llama_family import Member, load_family, poison
+
+PAGE_SIZES = (1, 5, 16)
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 2}
+SLOTS = 400
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine") / "model"
+    make_checkpoint(folder, **SHAPE)
+    members = {f"pages_of_{size}": Member(folder, DType.float32, size, SLOTS // size) for size in PAGE_SIZES}
+    return load_family(members)
+
+
+def run(engine, found):
+    while not engine.is_idle:
+        step(engine, found)
+    assert engine.pool.num_used == 0
+
+
+def step(engine, found):
+    for output in engine.step():
+        found[output.request, output.sample] += output.tokens
+    engine.pool.check_integrity()
+
+
+def asked(rng):
+    """Prompts that begin alike, of greedy and of sampled requests."""
+    prefixes = [rng.integers(0, 256, 60).tolist() for _ in range(4)]
+    for _ in range(200):
+        prompt = prefixes[rng.integers(4)][: rng.integers(1, 61)] + rng.integers(0, 256, rng.integers(0, 20)).tolist()
+        temperature = float(rng.integers(0, 2))
+        sampling = Sampling(int(rng.integers(1, 16)), temperature, seed=int(rng.integers(1000)))
+        yield prompt, sampling, int(rng.choice([1, 1, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_200_requests_that_share_get_the_tokens_that_each_gets_alone(models, page_size):
+    model, rng = models[f"pages_of_{page_size}"], np.random.default_rng(page_size)
+    poison(model)
+    together, requests, aborted = defaultdict(list), list(asked(rng)), set()
+    engine = Engine(model, max_step_tokens=64, max_running=16)
+    for prompt, sampling, n in requests:
+        number = engine.add_request(prompt, sampling, n)
+        if rng.integers(3):
+            step(engine, together)
+        if number % 19 == 7:
+            try:
+                engine.abort(number - 2)
+                aborted.add(number - 2)
+            except RequestError:  # it has ended
+                pass
+    run(engine, together)
+    assert engine.preemptions > 0
+    assert engine.tokens_found > 2000
+
+    poison(model)
+    alone, single = defaultdict(list), Engine(model, share_prefixes=False)
+    for prompt, sampling, n in requests:
+        for sample in range(n):
+            # One sample at a time: sample i of a request draws from stream i.
+            number = single.add_request(prompt, sampling)
+            single._wanted[-1].index = sample
+            run(single, alone)
+            assert len(alone[number, sample]) == sampling.max_tokens
+    expected = iter(alone.values())
+    for number, (_, _, n) in enumerate(requests):
+        for sample in range(n):
+            tokens, whole = together[number, sample], next(expected)
+            assert tokens == (whole[: len(tokens)] if number in aborted else whole), (number, sample)
+
+
+def test_a_prefix_from_a_file_gives_the_tokens_of_one_that_was_computed(models, tmp_path):
+    model = models["pages_of_16"]
+    prompt = np.random.default_rng(3).integers(0, 256, 300).tolist()
+
+    def answer(engine):
+        return [token for output in engine.stream(prompt, Sampling(20)) for token in output.tokens]
+
+    poison(model)
+    first = Engine(model)
+    expected = answer(first)
+    assert first.save_prefix(tmp_path / "prefix", prompt) == 288
+    poison(model)
+    restarted = Engine(model)
+    assert restarted.load_prefix(tmp_path / "prefix") == 288
+    assert answer(restarted) == expected
+    assert restarted.statistics.prompt_tokens == 12

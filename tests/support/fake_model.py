@@ -1,0 +1,104 @@
+"""A model that needs no compiler: its next token depends on every token that it finds in the pages of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from paged_kv.engine.requests import Sampling
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.rope import Rope
+from paged_kv.options import NO_PAGE
+
+VOCAB = 23
+EMPTY = -1  # a slot that nothing was written to
+
+
+def fake_config(max_positions: int = 4096, window: int = -1) -> DecoderConfig:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"), 8)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1)
+    config = DecoderConfig(
+        **sizes,
+        **heads,
+        vocab_size=VOCAB,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=1e-5,
+        rope=Rope(8),
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_ids=(),
+        dtype=None,
+    )
+    return config if window < 0 else replace(config, windows=(window,) * 8)
+
+
+def logits_after(history: Sequence[int]) -> np.ndarray:
+    """Logits `[VOCAB]` that depend on every token and its position."""
+    state = 7
+    for token in history:
+        state = (state * 31 + int(token) + 1) % 1000003
+    return np.random.default_rng(state).standard_normal(VOCAB).astype(np.float32)
+
+
+def alone(prompt: Sequence[int], sampling: Sampling, sample: int = 0, window: int = -1) -> list[int]:
+    """The tokens of one sample, without any cache; it ends at its limit or at a stop token."""
+    sampler, tokens = sampling.sampler(), list(prompt)
+    while len(tokens) < len(prompt) + sampling.max_tokens:
+        seen = tokens if window < 0 else tokens[max(0, len(tokens) - 1 - window) :]
+        tokens.append(sampler(logits_after(seen)[None], [sample])[0])
+        if tokens[-1] in sampling.stop_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeModel:
+    """Keeps the tokens themselves in its pages, and reads a request's past from there alone."""
+
+    def __init__(self, num_pages: int, page_size: int, max_positions: int = 4096, window: int = -1) -> None:
+        self.config = fake_config(max_positions, window)
+        self.num_pages, self.page_size, self.window = num_pages, page_size, window
+        self.storage = np.full((num_pages, page_size), EMPTY, np.int32)
+        self.digest = "fake"
+        self.computed = 0
+        """Tokens of all steps."""
+        self.largest = 0
+        """Tokens of the largest step."""
+
+    def step(self, tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Any]) -> np.ndarray:
+        self.computed += sum(map(len, tokens))
+        self.largest = max(self.largest, sum(map(len, tokens)))
+        written = set()
+        for new, cached, mine in zip(tokens, cache_lengths, pages, strict=True):
+            assert len(new) > 0
+            for position, token in enumerate(new, cached):
+                at = mine[position // self.page_size], position % self.page_size
+                assert at not in written, "two requests write one slot"
+                written.add(at)
+                self.storage[at] = token
+        rows = []
+        for new, cached, mine in zip(tokens, cache_lengths, pages, strict=True):
+            length = cached + len(new)
+            assert length <= self.config.max_position_embeddings
+            first = 0 if self.window < 0 else max(0, length - 1 - self.window)
+            at = [(mine[j // self.page_size], j % self.page_size) for j in range(first, length)]
+            assert all(page != NO_PAGE for page, _ in at)
+            past = [self.storage[slot] for slot in at]
+            assert EMPTY not in past
+            rows.append(logits_after(past))
+        return np.array(rows)
+
+    @property
+    def page_kind(self) -> tuple[str, tuple[int, ...]]:
+        return "float32", (self.page_size,)
+
+    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
+        return self.storage.view(np.uint32)[list(pages)]
+
+    def write_pages(self, pages: Sequence[int], bits: np.ndarray) -> None:
+        self.storage.view(np.uint32)[list(pages)] = bits
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.storage[target] = self.storage[source]

@@ -1,0 +1,332 @@
+"""The engine around a model that needs no compiler: what is in a batch, preempted, forked or found changes no token."""
+
+import asyncio
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from paged_kv.engine.async_engine import AsyncEngine
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.requests import Output, Sampling
+from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
+from support.fake_model import VOCAB, FakeModel, alone, logits_after
+
+
+def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
+    """Steps until all requests ended; the tokens of each sample. The pool is empty then."""
+    tokens = defaultdict(list)
+    while not engine.is_idle:
+        before = engine.model.computed
+        for output in engine.step():
+            tokens[output.request, output.sample] += output.tokens
+        assert engine.model.computed > before or engine.is_idle
+        engine.pool.check_integrity()
+    assert engine.pool.num_used == 0
+    return dict(tokens)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(page_size, temperature):
+    """Shared prefixes, samples that fork, aborts, chunks and preemptions; each against its own run without a cache."""
+    rng = np.random.default_rng(page_size)
+    model = FakeModel(-(-170 // page_size), page_size)
+    engine = Engine(model, max_step_tokens=40, max_running=12)
+    prefixes = [rng.integers(0, VOCAB, 40).tolist() for _ in range(4)]
+    asked, aborted, found = {}, set(), defaultdict(list)
+    for turn in range(200):
+        shared = prefixes[rng.integers(4)][: rng.integers(1, 41)]
+        prompt = [*shared, *rng.integers(0, VOCAB, rng.integers(0, 30)).tolist()]
+        sampling = Sampling(int(rng.integers(1, 40)), temperature, seed=int(rng.integers(100)), stop_tokens=(3,))
+        n = int(rng.choice([1, 1, 2, 3]))
+        asked[engine.add_request(prompt, sampling, n)] = prompt, sampling, n
+        for _ in range(rng.integers(0, 3)):
+            for output in engine.step():
+                found[output.request, output.sample] += output.tokens
+            engine.pool.check_integrity()
+        if turn % 17 == 5:
+            try:
+                engine.abort(turn - 3)
+                aborted.add(turn - 3)
+            except RequestError:
+                assert turn - 3 in asked  # it has ended
+    for key, tokens in run(engine).items():
+        found[key] += tokens
+    assert engine.preemptions > 10
+    assert engine.tokens_found > 300
+    assert model.largest <= 40
+    assert len(aborted) > 3
+    for number, (prompt, sampling, n) in asked.items():
+        for sample in range(n):
+            expected = alone(prompt, sampling, sample)
+            if number in aborted:
+                assert found[number, sample] == expected[: len(found[number, sample])]
+            else:
+                assert found[number, sample] == expected, (number, sample)
+
+
+def test_a_known_prefix_is_not_computed_again():
+    model = FakeModel(400, 16)
+    engine = Engine(model)
+    prompt = np.random.default_rng(0).integers(0, VOCAB, 2000).tolist()
+    engine.add_request(prompt, Sampling(4))
+    first = run(engine)
+    cold = model.computed
+    engine.add_request(prompt, Sampling(4))
+    assert run(engine)[1, 0] == first[0, 0]
+    assert model.computed - cold == 2000 - 1984 + 3
+    engine.add_request(prompt, Sampling(4), namespace="other")
+    assert run(engine)[2, 0] == first[0, 0]
+    assert engine.tokens_found == 1984
+
+
+def test_prefixes_are_not_shared_where_that_is_not_wanted():
+    model = FakeModel(400, 16)
+    engine = Engine(model, share_prefixes=False)
+    for _ in range(2):
+        engine.add_request([1] * 100, Sampling(2))
+        run(engine)
+    assert model.computed == 2 * 101
+
+
+def test_a_prompt_is_cut_into_chunks_beside_samples_that_decode():
+    model = FakeModel(40, 8)
+    engine = Engine(model, max_step_tokens=10)
+    engine.add_request([1, 2, 3], Sampling(30))
+    engine.step()
+    engine.add_request([4] * 50, Sampling(2))
+    outputs = [[output.request for output in engine.step()] for _ in range(7)]
+    assert outputs == [[0]] * 5 + [[0, 1]] * 2  # nine tokens of the prompt in each of five steps, then five
+    assert model.largest == 10
+
+
+def test_the_first_request_goes_on_whatever_comes_after_it():
+    model = FakeModel(4, 4)  # one request needs all of it
+    engine = Engine(model)
+    order = []
+    for prompt in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
+        engine.add_request(prompt, Sampling(14))
+    while not engine.is_idle:
+        order += [output.request for output in engine.step() if output.finish]
+    assert order == [0, 1, 2]
+    assert engine.preemptions > 0
+
+
+@pytest.mark.parametrize("window", [0, 5, 16])
+def test_pages_outside_every_window_go_back_to_the_pool(window):
+    model = FakeModel(60, 4, window=window)
+    engine = Engine(model)
+    number = engine.add_request([1, 2, 3, 4, 5], Sampling(80))
+    tokens, most = [], 0
+    while not engine.is_idle:
+        for output in engine.step():
+            tokens += output.tokens
+        most = max(most, engine.pool.num_used)
+    assert tokens == alone([1, 2, 3, 4, 5], Sampling(80), window=window)
+    assert most <= window // 4 + 3
+    assert number == 0
+
+
+class Letters:
+    """A tokenizer of letters: token i is the i-th of the alphabet."""
+
+    def encode(self, prompt):
+        return [ord(letter) - ord("a") for letter in prompt]
+
+    def stream(self):
+        class Stream:
+            def push(self, token):
+                return chr(ord("a") + token)
+
+            def flush(self):
+                return ""
+
+        return Stream()
+
+
+def texts(outputs: list[Output]) -> tuple[str, str | None]:
+    return "".join(output.text for output in outputs), outputs[-1].finish
+
+
+def test_texts_end_before_a_stop_text_and_nothing_of_it_was_shown():
+    engine = Engine(FakeModel(40, 4), Letters())
+    whole, finish = texts(list(engine.stream("hello", Sampling(30))))
+    assert (len(whole), finish) == (30, "length")
+    for first, last in ((3, 5), (10, 14), (29, 30), (0, 1)):
+        stop = whole[first:last]
+        at = whole.index(stop)
+        shown = list(engine.stream("hello", Sampling(30, stop=[stop, "never"])))
+        assert texts(shown) == (whole[:at], "stop")
+    almost = whole[5:8] + ("z" if whole[8] != "z" else "y")
+    assert texts(list(engine.stream("hello", Sampling(30, stop=almost)))) == (whole, "length")
+    assert engine.pool.num_used == 0
+
+
+def test_end_tokens_of_the_model_end_a_sample_unless_they_are_ignored():
+    tokens = alone([1, 2], Sampling(20))
+    end = tokens[5]
+    model = FakeModel(40, 4)
+    object.__setattr__(model.config, "eos_token_ids", (end,))
+    engine = Engine(model)
+    (ended,) = [output for output in engine.stream([1, 2], Sampling(20)) if output.finish]
+    assert (ended.finish, ended.tokens) == ("stop", (end,))
+    assert len(list(engine.stream([1, 2], Sampling(20, ignore_end=True)))) == 20
+
+
+def test_samples_of_one_request_differ_and_share_the_pages_of_its_prompt():
+    model = FakeModel(100, 4)
+    engine = Engine(model)
+    engine.add_request(list(range(20)), Sampling(10, temperature=1.0, seed=5), n=4)
+    engine.step()
+    assert engine.pool.num_used == 5
+    assert model.computed == 20
+    tokens = run(engine)
+    engine.step()
+    assert [engine.num_running, engine.num_waiting] == [0, 0]
+    assert len({tuple(sample) for sample in tokens.values()}) == 4
+
+
+def test_streams_of_several_requests_share_their_steps():
+    model = FakeModel(100, 4)
+    engine = Engine(model)
+    streams = [engine.stream([i, i + 1], Sampling(8)) for i in range(3)]
+    collected = [[], [], []]
+    for turns in range(8):
+        for stream, tokens in zip(streams, collected, strict=True):
+            tokens += next(stream).tokens
+        assert engine.statistics.steps == turns + 1
+    assert collected == [alone([i, i + 1], Sampling(8)) for i in range(3)]
+    assert all(list(stream) == [] for stream in streams)
+    assert engine.is_idle
+
+
+def test_a_stream_that_is_closed_aborts_its_request():
+    engine = Engine(FakeModel(100, 4))
+    stream = engine.stream([1, 2, 3], Sampling(50), n=3)
+    next(stream)
+    stream.close()
+    engine.step()
+    assert engine.is_idle
+    assert engine.pool.num_used == 0
+
+
+class Broken(FakeModel):
+    """Logits of NaN after a history that begins with 9."""
+
+    def step(self, tokens, cache_lengths, pages):
+        logits = super().step(tokens, cache_lengths, pages)
+        for row, mine in zip(logits, pages, strict=True):
+            if self.storage[mine[0], 0] == 9:
+                row[3] = np.nan
+        return logits
+
+
+def test_what_goes_wrong_with_one_request_ends_it_alone():
+    engine = Engine(Broken(100, 4))
+    engine.add_request([1, 2], Sampling(5))
+    engine.add_request([9, 2], Sampling(5), n=2)
+    outputs = [output for _ in range(6) for output in engine.step()]
+    errors = [output for output in outputs if output.finish == "error"]
+    assert [(output.request, output.sample) for output in errors] == [(1, 0), (1, 1)]
+    assert "logits hold NaN" in errors[0].error
+    assert [output.tokens[0] for output in outputs if output.request == 0] == alone([1, 2], Sampling(5))
+    assert engine.is_idle
+    assert engine.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([],), ContractError, "prompt is empty"),
+        (("text",), ContractTypeError, "a text needs a tokenizer"),
+        (([1.5],), ContractTypeError, "prompt must be a list of token ids"),
+        ((7,), ContractTypeError, "prompt must be a list of token ids"),
+        (([VOCAB],), ContractError, f"token id {VOCAB} at position 0"),
+        (([-1],), ContractError, "token id -1"),
+        (([1] * 4097,), ContractError, "max_position_embeddings is 4096"),
+        (([1], Sampling(1), 0), ContractError, "n must be at least 1"),
+        (([1], Sampling(1), 257), ContractError, "n must be at most 256"),
+        (([1], 5), ContractTypeError, "sampling must be a Sampling"),
+        (([1], Sampling(stop="x")), ContractError, "stop: texts that end a sample need a tokenizer"),
+        (([1], Sampling(400)), PoolExhausted, r"needs 100 pages of 4, the pool has 40"),
+    ],
+)
+def test_bad_requests_are_refused_and_the_others_go_on(arguments, error, message):
+    engine = Engine(FakeModel(40, 4))
+    engine.add_request([1, 2], Sampling(3))
+    with pytest.raises(error, match=message):
+        engine.add_request(*arguments)
+    assert run(engine) == {(0, 0): alone([1, 2], Sampling(3))}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 1.5},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"seed": -1},
+        {"stop": [""]},
+        {"stop": [1]},
+        {"stop": 5},
+        {"stop_tokens": [-1]},
+        {"stop_tokens": "ab"},
+        {"stop_tokens": 3},
+    ],
+)
+def test_bad_sampling_is_refused(options):
+    with pytest.raises(PagedKVError, match=next(iter(options))):
+        Sampling(**options)
+
+
+def test_unknown_requests_cannot_be_aborted():
+    engine = Engine(FakeModel(40, 4))
+    number = engine.add_request([1], Sampling(2))
+    run(engine)
+    for wrong in (number, 99, None):
+        with pytest.raises(RequestError, match="unknown, or has ended"):
+            engine.abort(wrong)
+
+
+def test_asyncio_tasks_share_an_engine_and_cancel_what_they_asked_for():
+    engine = Engine(FakeModel(1000, 4))
+    server = AsyncEngine(engine)
+
+    async def ask(first: int, count: int) -> list[int]:
+        return [token async for output in server.generate([first], Sampling(count)) for token in output.tokens]
+
+    async def main() -> list[list[int]]:
+        slow = asyncio.create_task(ask(1, 3000))
+        quick = await asyncio.gather(*(ask(first, 20) for first in range(8)))
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        with pytest.raises(ContractError, match="prompt is empty"):
+            await anext(server.generate([]))
+        while not engine.is_idle:
+            await asyncio.sleep(0.01)
+        return quick
+
+    assert asyncio.run(main()) == [alone([first], Sampling(20)) for first in range(8)]
+    assert engine.pool.num_used == 0
+
+
+def test_an_error_of_the_model_reaches_every_task():
+    class Failing(FakeModel):
+        def step(self, *_):
+            raise MemoryError("no memory")
+
+    async def main() -> None:
+        server = AsyncEngine(Engine(Failing(40, 4)))
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="no memory"):
+                await anext(server.generate([1]))
+
+    asyncio.run(main())
+
+
+def test_the_fake_model_depends_on_every_token():
+    assert not np.array_equal(logits_after([1, 2, 3]), logits_after([2, 1, 3]))
