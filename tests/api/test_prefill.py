@@ -16,7 +16,7 @@ from paged_kv.prefill import (
     single_prefill_with_kv_cache_return_lse,
 )
 from support.cases import Cache, CacheCase, build, normal
-from support.compare import assert_close, assert_lse_close
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.decoding import csr, plan_sizes
 from support.prefilling import causal_masks, expected, flat, full_masks, load_variants, offsets, packed, queries
 from support.prefilling import random_masks as drawn_masks
@@ -108,6 +108,18 @@ def test_a_mask_counts_instead_of_causal_and_packed_instead_of_dense() -> None:
     other = flat(full_masks(Q_LENS, KV_LENS))
     wrapper = planned(custom_mask=other, packed_custom_mask=packed(masks), causal=True)
     assert_agrees(wrapper.run(Q, cache_of(CASE), return_lse=True), masks)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_of_one_token_may_be_without_that_dimension(layout: str) -> None:
+    lengths, q_lens = (9, 0, 20), (3, 0, 20)
+    cache = build(CacheCase(lengths, num_q_heads=4, num_kv_heads=2, head_dim=32, page_size=1, layout=layout, rank=5))
+    wrapper = planned(cache, q_lens, causal=True)
+    wanted = wrapper.run(queries(cache, q_lens), cache.k_blocks)
+    both = cache.k_blocks.squeeze(2 if layout == "NHD" else 3)
+    assert_close(wanted, expected(cache, queries(cache, q_lens), causal_masks(q_lens, lengths))[0], rel=1e-5, what="o")
+    for pages in (both, (both[:, 0], both[:, 1])):
+        assert_bits_equal(wrapper.run(queries(cache, q_lens), pages), wanted, what="o")
 
 
 def test_plan_keeps_nothing_of_the_callers() -> None:

@@ -34,6 +34,7 @@ def paged_views(
     device: ArrayDevice = HOST,
     writable: bool = False,
     same_width: bool = True,
+    one_slot: bool = False,
 ) -> tuple[Any, Any]:
     """K and V of a paged cache as `[page, slot, kv_head, head_dim]` views of its memory.
 
@@ -45,6 +46,7 @@ def paged_views(
         device: Where it lies.
         writable: Refuses memory that cannot be written, or in which two elements are one.
         same_width: Whether K and V must have one head_dim.
+        one_slot: Whether page_size is 1: the arrays may then be without that dimension.
 
     Raises:
         ContractTypeError: an array that `device.view` refuses, or K and V differ in dtype.
@@ -57,6 +59,8 @@ def paged_views(
             raise ShapeError(f"{name}: a tuple must hold K and V, not {len(paged_kv_cache)} arrays")
         names = (f"{name}[0]", f"{name}[1]")
         k, v = (device.view(array, of) for array, of in zip(paged_kv_cache, names, strict=True))
+        if one_slot:
+            k, v = (_with_slot(view, kv_layout) if view.ndim == 3 else view for view in (k, v))
         for view, of in ((k, names[0]), (v, names[1])):
             check_storage(device, view, of, 4, writable=writable)
         check_alike(v, k, names[1], f"{names[0]}'s", same_width)
@@ -64,11 +68,18 @@ def paged_views(
             check_apart(device, names[1], v, [(names[0], k)])
     else:
         both = device.view(paged_kv_cache, name)
+        if one_slot and both.ndim == 4:
+            both = _with_slot(both, kv_layout)
         check_storage(device, both, name, 5, writable=writable)
         if both.shape[1] != 2:
             raise ShapeError(f"{name}: dimension 1 must be 2 (K and V), its shape is {tuple(both.shape)}")
         k, v = both[:, 0], both[:, 1]
     return (k, v) if kv_layout == "NHD" else (k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+
+def _with_slot(view: Any, kv_layout: str) -> Any:
+    """A view with a dimension of page_size 1."""
+    return view[..., None, :, :] if kv_layout == "NHD" else view[..., None, :]
 
 
 def check_alike(view: Any, other: Any, name: str, others: str, same_width: bool = True) -> None:

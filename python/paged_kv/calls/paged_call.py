@@ -74,7 +74,8 @@ def attend_paged(
     """
     device = devices.device_of(q=q, paged_kv_cache=paged_kv_cache, out=out, lse=lse, sinks=sinks)
     plan = attention.plan
-    cache = paged_views(paged_kv_cache, kv_layout, device=device, same_width=plan.value_dim == plan.head_dim)
+    same_width, one_slot = plan.value_dim == plan.head_dim, plan.page_size == 1
+    cache = paged_views(paged_kv_cache, kv_layout, device=device, same_width=same_width, one_slot=one_slot)
     results = {"return_lse": return_lse, "out": out, "lse": lse, "lse_base": lse_base, "lse_layout": lse_layout}
     return attend_views(
         attention, rows, device, q, cache, scales, **results, sinks=sinks, window_left=window_left, buffers=buffers
