@@ -119,7 +119,7 @@ class TorchMatmul(_TorchLatent):
 class TorchSdpa(_TorchLatent):
     """`scaled_dot_product_attention` of one head whose query rows are the heads."""
 
-    name = "torch SDPA, contiguous"
+    name = "torch SDPA over latents, contiguous"
 
     def run(self, i: int) -> None:
         import torch

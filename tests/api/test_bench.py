@@ -26,6 +26,8 @@ BY_NAME = {case.name: case for case in CASES}
 
 # What is asked for: share of the bandwidth, and by which factor the fastest of these peers is to be beaten.
 ASKED = {
+    "mla-16": (None, {"torch-mla torch-mla-sdpa": 2, "vllm-mla": 1}),
+    "mla-64": (None, {"torch-mla torch-mla-sdpa": 2, "vllm-mla": 1}),
     "bf16": (0.85, {"vllm-16": 2.5, "vllm-amx-32 vllm-amx-64 vllm-amx-128": 1.2, "torch": 2.5, "gather": 20}),
     "f32": (0.85, {"vllm-16 vllm-32": 1.7, "max": 5, "ort": 2}),
     "f16": (0.85, {"ort": 3}),

@@ -108,7 +108,8 @@ def test_every_test_folder_is_run_by_ci():
     }
     of_the_readme = set(PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"])
     lines = re.findall(r"bin/(?:python -m )?pytest (?:-n0 )?(tests/.*)", (ROOT / ".ci" / "run").read_text())
-    others = [folder for line in lines for folder in line.split()]
+    named = [word for line in lines for word in line.split() if word.startswith("tests/")]
+    others = [word for word in named if not word.endswith(".py")]  # more cases of one file are of a folder that is run
     assert of_the_readme.isdisjoint(others)
     assert of_the_readme | set(others) == folders
 
