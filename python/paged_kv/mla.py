@@ -97,7 +97,8 @@ class BatchMLAPagedAttentionWrapper:
 
         Args:
             qo_indptr: `[B + 1]`, from 0: request b's query rows are `qo_indptr[b]` to `qo_indptr[b + 1]`.
-            kv_indptr: `[B + 1]`, from 0: request b owns the pages `kv_indices[kv_indptr[b]:kv_indptr[b + 1]]`.
+            kv_indptr: `[B + 1]` or longer, from 0: request b owns the pages
+                `kv_indices[kv_indptr[b]:kv_indptr[b + 1]]`.
             kv_indices: `[kv_indptr[B]]` page ids, or more.
             kv_len_arr: `[B]`: the tokens of each request, from 0 to what its pages hold.
             num_heads: H.

@@ -88,6 +88,12 @@ def test_it_is_the_oracle(causal, base_e):
     assert_result(found, oracle(causal), math.log(2) if base_e else 1.0)
 
 
+def test_offsets_past_the_last_request_do_not_count():
+    indptr, _ = CASE.csr
+    wrapper = planned(kv_indptr=torch.cat([tensor(indptr), int32([3, 10**6])]))
+    assert_result(wrapper.run(**arrays(), return_lse=True), oracle())
+
+
 def test_sinks():
     sinks = torch.linspace(-2, 2, HEADS)
     assert_result(planned().run(**arrays(), return_lse=True, sinks=sinks), oracle(sinks=sinks.numpy()))
@@ -204,7 +210,8 @@ def test_appended_tokens_are_seen():
     [
         ({"kv_len_arr": [18, 0, 40, 6]}, PageTableError, "request 3 has 6 tokens"),
         ({"kv_len_arr": [17, 0, -1, 5]}, PageTableError, "request 2 has -1 tokens"),
-        ({"kv_len_arr": [17, 0, 40]}, ShapeError, "kv_indptr must have"),
+        ({"kv_len_arr": [17, 0, 40]}, ShapeError, "qo_indptr must have"),
+        ({"kv_len_arr": [17, 0, 40, 5, 1]}, ShapeError, "kv_indptr must have"),
         ({"kv_indptr": [1, 4, 4, 12, 13]}, PageTableError, "must be 0"),
         ({"kv_indptr": [0, 4, 3, 12, 13]}, PageTableError, "decreases at request 1"),
         ({"qo_indptr": [0, 2, 3]}, ShapeError, "qo_indptr must have"),

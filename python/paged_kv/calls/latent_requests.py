@@ -52,7 +52,8 @@ class LatentBatch:
         for name, array in zip(NAMES, arrays, strict=True):
             devices.require_host(array, name, WHY_HOST)
             found.append(as_indices(array, name))
-        return LatentBatch(found[0], found[1], found[2], found[3], page_size, causal)
+        # Only so many offsets count as there are requests.
+        return LatentBatch(found[0], found[1][: len(found[3]) + 1], found[2], found[3], page_size, causal)
 
     @cached_property
     def rows(self) -> Rows:
