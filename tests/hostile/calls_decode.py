@@ -18,6 +18,7 @@ from paged_kv.decode import (
 )
 
 PAIRS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")]
+FLOATS, FLOAT8 = ("float32", "float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")
 State = dict[str, Any]
 
 
@@ -57,6 +58,20 @@ def options(rng: Rng) -> Arguments:
     return plain(**{name: value for name, value in found.items() if rng.random() < 0.5})
 
 
+def widened(q: np.ndarray, kv_dtype: np.dtype[Any]) -> np.ndarray:
+    """Float8 queries in the cache's dtype or in bfloat16, which is exact; others as they are."""
+    if q.dtype.name not in FLOAT8:
+        return q
+    with np.errstate(all="ignore"):
+        return q.astype(DTYPES["bfloat16"] if kv_dtype.name in FLOAT8 else kv_dtype)
+
+
+def narrow(o: Expected, dtype: np.dtype[Any]) -> None:
+    """Makes an output one of float8; its rounding, which saturates, is for other tests."""
+    if dtype.name in FLOAT8:
+        o.values, o.dtype = np.full_like(o.values, np.nan), dtype
+
+
 @dataclass
 class Single:
     """`single_decode_with_kv_cache`."""
@@ -83,10 +98,11 @@ class Single:
     def expected(self, given: Arguments, _: State) -> list[Expected]:
         layout = given["kv_layout"].value
         require(isinstance(layout, str) and layout in ("NHD", "HND"), "layout")
-        q = model.array(given["q"], None, None, dtypes=["float32", "float16", "bfloat16"])
+        q = model.array(given["q"], None, None, dtypes=[*FLOATS, *FLOAT8])
         k, v = model.array(given["k"], None, None, None), model.array(given["v"], None, None, None)
         require(k.shape == v.shape and k.dtype == v.dtype, "k and v")
-        require(k.dtype == q.dtype or k.dtype.name.startswith("float8"), "dtypes")
+        result_dtype, q = q.dtype, widened(q, k.dtype)
+        require(q.dtype.name in FLOATS and (k.dtype == q.dtype or k.dtype.name in FLOAT8), "dtypes")
         keys, vals = (x if layout == "NHD" else x.swapaxes(0, 1) for x in (k, v))
         require(len(keys) < 10**6 and keys.shape[1], "size")
         require(q.shape[0] and q.shape[0] % keys.shape[1] == 0 and keys.shape[2] == q.shape[1], "heads")
@@ -94,6 +110,7 @@ class Single:
         scales = tuple(given[name].value if name in given else None for name in ("q_scale", "k_scale", "v_scale"))
         o, lse = model.attention(q[None], [keys], [vals], Options.of(given), scales)
         o.values, o.tolerance, lse.values, lse.tolerance = o.values[0], o.tolerance[0], lse.values[0], lse.tolerance[0]
+        narrow(o, result_dtype)
         return [o, lse] if model.truth(given["return_lse"].value) else [o]
 
 
@@ -187,8 +204,8 @@ class Wrapper:
         require(heads % hk == 0 and 8 <= dim <= 512 and dim % 8 == 0, "sizes")
         dtypes = [dtype_named(given[name].value) for name in ("q_data_type", "kv_data_type")]
         dtypes[1] = dtypes[0] if given["kv_data_type"].value is None else dtypes[1]
-        require(dtypes[0] in ("float32", "float16", "bfloat16"), "q_data_type")
-        require(dtypes[1] == dtypes[0] or (dtypes[1] or "").startswith("float8"), "kv_data_type")
+        require(dtypes[0] in FLOATS + FLOAT8 and dtypes[1] in FLOATS + FLOAT8, "dtypes")
+        require(dtypes[1] == dtypes[0] or not set(dtypes) <= set(FLOATS), "dtypes")  # float8 goes with any
         state |= {"sizes": (heads, hk, dim, size), "dtypes": dtypes, "options": Options.of(given)}
         state["table"] = Table.csr(indptr, ids, last, size)
         if "indptr_buffer" in given:
@@ -222,7 +239,8 @@ class Wrapper:
             for side in (k, v)
         ]
         scales = tuple(given[name].value if name in given else None for name in SCALES)
-        o, lse = model.attention(q, *gathered, state["options"], scales, sinks)
+        o, lse = model.attention(widened(q, k.dtype), *gathered, state["options"], scales, sinks)
+        narrow(o, q.dtype)
         views = []
         for name, wanted in (("out", o), ("lse", lse)):
             if name in given and given[name].value is not None:

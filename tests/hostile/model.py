@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hostile.memory import DTYPES, Argument, overlaps_itself, share
+from hostile.memory import DTYPES, Argument, overlaps_itself, share, values
 
 LIMIT = 1e15
 """Merged rows with numbers past this are not compared: parts of them cancel."""
@@ -75,6 +75,18 @@ def number(value: Any, default: float, least: float = -math.inf) -> float:
     require(isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool), "no number")
     require(least <= value <= 3.4e38 and value >= -3.4e38, "range")
     return float(value)
+
+
+def scale_of(value: Any) -> float:
+    """A scale of q, k or v: a number, or a float array of one element."""
+    if isinstance(value, np.ndarray) or (hasattr(value, "__dlpack__") and not isinstance(value, type)):
+        try:
+            view = values(value)
+        except Exception:
+            raise Invalid("no array") from None
+        require(view.size == 1 and "float" in view.dtype.name, "no number")
+        value = float(view.reshape(()))
+    return number(value, 1.0)
 
 
 def truth(value: Any) -> bool:
@@ -172,7 +184,7 @@ def attention(
     sinks: np.ndarray | None = None,
 ) -> tuple[Expected, Expected]:
     """O `[B, Hq, D]` and the base-2 lse `[B, Hq]`; keys and values `[L, Hk, D]` of each request."""
-    q_scale, k_scale, v_scale = (number(scale, 1.0) for scale in scales)
+    q_scale, k_scale, v_scale = (scale_of(scale) for scale in scales)
     batch, heads, dim = q.shape
     require(
         abs((options.scale or 1) * q_scale) <= 3.4e38 and abs((options.scale or 1) * q_scale * k_scale) <= 3.4e38, ""
