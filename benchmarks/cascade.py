@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 
 
 class _OverSharedPages(Ours):
-    """Caches in which the pages of the shared tokens are there once, whoever reads them."""
+    """Caches that hold the pages of the shared prefix once, for all requests."""
 
     def prepare(self, problem: CascadeProblem, copies: int) -> None:
         flat, case = problem.case, problem.cascade
@@ -36,9 +37,9 @@ class _OverSharedPages(Ours):
                 bits(view)[rest] = by_page[:, shared:]
             self._wrappers.append(self._planned(prefix, rest))
 
+    @abstractmethod
     def _planned(self, shared: Array, own: Array) -> Any:
         """A wrapper that planned the requests' pages: `shared [n]` of all, `own [B, m]` of each."""
-        raise NotImplementedError
 
     def run(self, i: int) -> None:
         i %= len(self._wrappers)

@@ -71,7 +71,8 @@ def _experts(fields: Fields) -> Experts | None:
     fields.one_of("scoring_func", {"softmax": None})
     if fields.integer("moe_layer_freq", default=1) != 1:
         raise fields.error("moe_layer_freq", "only 1 is supported: experts in every layer from the first on")
-    # transformers does not norm the weights, DeepSeek's own code does; no published model asks for it.
+    # DeepSeek's own code divides the weights of the chosen experts by their sum, transformers does not; no published
+    # model sets it.
     fields.refuse("norm_topk_prob", "is not supported")
     limited = fields.one_of("topk_method", {"greedy": False, "group_limited_greedy": True})
     count, chosen = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")

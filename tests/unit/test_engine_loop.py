@@ -113,6 +113,16 @@ def test_the_first_request_goes_on_whatever_comes_after_it():
     assert engine.preemptions > 0
 
 
+def test_what_was_computed_of_a_preempted_sample_is_computed_again():
+    engine = Engine(FakeModel(6, 4), share_prefixes=False)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    for prompt in prompts:
+        engine.add_request(prompt, Sampling(14))
+    found = run(engine)
+    assert engine.preemptions > 0
+    assert found == {(i, 0): alone(prompt, Sampling(14)) for i, prompt in enumerate(prompts)}
+
+
 @pytest.mark.parametrize("window", [0, 5, 16])
 def test_pages_outside_every_window_go_back_to_the_pool(window):
     model = FakeModel(60, 4, window=window)

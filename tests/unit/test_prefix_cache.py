@@ -111,6 +111,16 @@ def test_a_page_that_was_just_found_is_not_evicted_for_the_same_request():
     shared.check_all()
 
 
+def test_a_found_page_is_not_evicted_though_it_was_used_least_recently():
+    shared = SharedPages(num_pages=4, page_size=2)
+    for request, tokens in (("a", [1, 1, 0]), ("b", [2, 2, 2, 2, 0])):
+        shared.start(request, tokens)
+        shared.free(request)
+    assert shared.pool.count() == (1, 3, 0)
+    assert shared.start("c", [1, 1, 9, 9, 9]) == 2  # needs two more pages: the free one, and one of b's
+    shared.check_all()
+
+
 def test_a_fork_copies_the_partial_page_when_one_of_them_writes():
     shared = SharedPages(num_pages=10, page_size=4)
     events = told(shared.pool)

@@ -78,7 +78,7 @@ def demo(device: str) -> int:
     click.echo(f"   {small.preemptions} times a prompt gave its pages back and was computed again later.")
     click.echo(f"   Texts that are the same: {same} of {len(alike.texts)}.\n")
 
-    click.echo("4. Every token against a recompute in NumPy, without pages and without a cache\n")
+    click.echo("4. The tokens of part 1 against a recompute in NumPy, without pages and without a cache\n")
     weights = {name: to_numpy(buffer) for name, buffer in model.weights.items()}
     equal = count = 0
     for prompt, new in zip(alike.prompts, alike.tokens.values(), strict=True):

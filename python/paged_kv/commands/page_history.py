@@ -42,7 +42,7 @@ class History:
 
     @property
     def free(self) -> npt.NDArray[np.int64]:
-        """`[N]` pages that nobody owns and nobody knows."""
+        """`[N]` pages that no request owns and the prefix cache has no record of."""
         return self.pages - self.used - self.cached
 
 

@@ -87,7 +87,7 @@ class PoolState:
         self.change: Change | None = None
 
     def num_free(self) -> int:
-        """Pages that nobody owns and whose content is not known."""
+        """Pages that no request owns and whose tokens are not known."""
         return self.num_pages - self.fresh + len(self.returned)
 
     def active(self) -> Iterator[tuple[Hashable, Request]]:
