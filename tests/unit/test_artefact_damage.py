@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -183,6 +184,16 @@ while True:
 """
 
 
+def end(child, number):
+    """Of some four hundred interrupts one arrives where Python itself drops it (in a destructor): then another."""
+    for _ in range(10):
+        child.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=10)
+            return
+    child.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_process_that_is_ended_in_the_middle_leaves_whole_files(folder, number):
     """At any moment: each name is one of the two files, and nothing that was begun is ever found."""
@@ -196,7 +207,7 @@ def test_a_process_that_is_ended_in_the_middle_leaves_whole_files(folder, number
         with child:
             child.stdout.readline()
             time.sleep(choose.uniform(0, 0.03))
-            child.send_signal(number)
+            end(child, number)
         assert child.returncode in (-number, 1)
         found = contents(folder, A) + contents(folder, B)
         assert len(found) == 2
