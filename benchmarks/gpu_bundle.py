@@ -21,10 +21,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from paged_kv.versions import PINNED, VERSION
+
 ROOT = Path(__file__).parents[1]
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-MAX = ("max==26.7.0", "max-core==26.7.0", "max-mojo-libs==26.7.0")
-MOJO = ("mojo-compiler==1.2.0", "mojo-compiler-mojo-libs==1.2.0")
+MAX = tuple(f"{name}=={PINNED['max']}" for name in ("max", "max-core", "max-mojo-libs"))
+MOJO = tuple(f"{name}=={PINNED['mojo']}" for name in ("mojo-compiler", "mojo-compiler-mojo-libs"))
 MAX_NEEDS = ("msgspec", "taskgroup", "exceptiongroup", "typing_extensions", "numpy>=2", "psutil")
 OURS_NEED = ("click", "ml_dtypes", "rich", "markdown-it-py", "mdurl", "pygments", "safetensors", "tokenizers")
 TESTS_NEED = (
@@ -125,7 +127,7 @@ def own_package(site: Path) -> None:
     for folder in ("graphs", "mojo_ops", "benchmarks"):
         shutil.copytree(ROOT / folder, package / folder, ignore=ignored)
     # The `mojo` command is not needed there (the compiler is in mojo-compiler), but its version is asked for.
-    for name, version in (("paged_kv", "0.1.0"), ("mojo", MOJO[0].partition("==")[2])):
+    for name, version in (("paged_kv", VERSION), ("mojo", PINNED["mojo"])):
         facts = site / f"{name}-{version}.dist-info"
         facts.mkdir(exist_ok=True)
         (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

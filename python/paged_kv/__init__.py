@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from paged_kv.versions import VERSION
+
 if TYPE_CHECKING:
     from paged_kv.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
     from paged_kv.cache import (
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from paged_kv.runtime.warmup import warmup
     from paged_kv.trees import accepted_rows, tree_mask, tree_positions
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BatchAttention",

@@ -7,7 +7,8 @@ import pytest
 
 from paged_kv.runtime import doctor
 from paged_kv.runtime.cpu_target import CpuInfo
-from paged_kv.runtime.doctor import PINNED, Report, collect, render
+from paged_kv.runtime.doctor import Report, collect, render
+from paged_kv.versions import PINNED
 
 
 def test_this_installation_is_well():

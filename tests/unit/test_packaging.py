@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.runtime.doctor import PINNED
+import paged_kv
+from paged_kv.versions import PINNED, VERSION
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -28,9 +29,18 @@ def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in requirements}
 
 
-def test_max_and_mojo_are_pinned_exactly_and_the_doctor_knows():
+def test_max_and_mojo_are_pinned_exactly():
     pins = dict(line.split("==") for line in PROJECT["dependencies"] if "==" in line)
     assert pins == PINNED
+
+
+def test_the_version_stands_in_one_place():
+    """What builds, installs or says it reads it from there."""
+    assert PROJECT["dynamic"] == ["version"]
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "paged_kv.versions.VERSION"}
+    code = [path for folder in ("python", "graphs", "benchmarks", ".ci") for path in (ROOT / folder).rglob("*.py")]
+    written = [path.relative_to(ROOT).as_posix() for path in code if f'"{VERSION}"' in path.read_text()]
+    assert written == ["python/paged_kv/versions.py"]
 
 
 def test_torch_and_transformers_are_in_extras_alone():
@@ -51,7 +61,7 @@ def test_the_server_is_of_the_pinned_max():
 
 
 def test_the_installed_distribution_says_the_same():
-    assert metadata.version("paged-kv") == PROJECT["version"]
+    assert metadata.version("paged-kv") == paged_kv.__version__ == VERSION
     (entry,) = metadata.entry_points(group="console_scripts", name="paged-kv")
     assert entry.value == "paged_kv.cli:main"
 

@@ -17,9 +17,7 @@ from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
 from paged_kv.runtime.kernel_choice import explain
 from paged_kv.runtime.threads import allowed_cpus, cgroup_quota, started_pool_threads
-
-PINNED = {"max": "26.7.0", "mojo": "1.2.0"}
-"""The versions that the Mojo sources are written for; pyproject.toml pins the same."""
+from paged_kv.versions import PINNED
 
 _TELLING_FLAGS = (
     "avx2 fma avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 asimd asimdhp bf16 sve"
