@@ -35,12 +35,20 @@ def test_max_and_mojo_are_pinned_exactly():
 
 
 def test_the_version_stands_in_one_place():
-    """What builds, installs or says it reads it from there."""
+    """What builds, installs or says it reads it from there; so with the versions of MAX and Mojo."""
     assert PROJECT["dynamic"] == ["version"]
     assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "paged_kv.versions.VERSION"}
     code = [path for folder in ("python", "graphs", "benchmarks", ".ci") for path in (ROOT / folder).rglob("*.py")]
-    written = [path.relative_to(ROOT).as_posix() for path in code if f'"{VERSION}"' in path.read_text()]
+    copies = re.compile("|".join(rf'["=]{re.escape(version)}\b' for version in (VERSION, *PINNED.values())))
+    written = [path.relative_to(ROOT).as_posix() for path in code if copies.search(path.read_text())]
     assert written == ["python/paged_kv/versions.py"]
+
+
+def test_every_requirement_of_max_and_mojo_has_the_pinned_version():
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+    pins = [re.fullmatch(r"(max|mojo)(?:\[\w+\])?==(.+)", line) for line in lines if names([line]) & {"max", "mojo"}]
+    assert len(pins) == 3
+    assert all(pin and pin[2] == PINNED[pin[1]] for pin in pins)
 
 
 def test_torch_and_transformers_are_in_extras_alone():
