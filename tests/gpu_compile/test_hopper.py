@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -72,6 +73,24 @@ def test_a_wait_and_a_fence_stand_where_they_must(kernels):
             assert after, text
         # The products of weights and values follow stores to shared memory: proxy fence, barrier, wgmma fence.
         assert any(before.split()[:2] == ["fence.proxy.async", "bar.sync"] for before, _, _ in batches), text
+
+
+def test_results_are_pinned_at_their_fence_and_after_the_wait(kernels):
+    """Nothing but a product names a result between its pin, right before the fence, and its pin after the wait."""
+    for ptx in kernels:
+        sections = ptx.split("wgmma.fence.sync.aligned;")
+        assert len(sections) == 3
+        for before, section in pairwise(sections):
+            started, after = section.split("wgmma.commit_group.sync.aligned;")
+            results = set(re.findall(r"%\w+", " ".join(re.findall(r"mma_async\S+ \{(.*?)\}", started))))
+            pinned = re.findall(r"// pinned (%\w+)", before.rsplit(";", 1)[1])
+            assert set(pinned) == results
+            assert len(pinned) == len(results) >= 4
+            others = "".join(line for line in started.splitlines() if "mma_async" not in line)
+            assert results.isdisjoint(re.findall(r"%\w+", others))
+            waited = after.split("wgmma.wait_group.sync.aligned 0;", 1)[1]
+            for register in results:
+                assert re.search(rf".*{register}\b", waited)[0].endswith(f"// pinned {register}")
 
 
 def test_ptxas_takes_every_variant_without_a_spill(kernels, tmp_path):

@@ -26,6 +26,7 @@ from .wgmma import (
     WGMMA_K,
     fragment_column,
     fragment_row,
+    pin_results,
     wait_for_products,
 )
 
@@ -119,6 +120,7 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
     @always_inline
     def multiply_keys(mut self, tile: Int):
         """S^T = K Q^T of the tile of K that lies at `tile`."""
+        pin_results(self.scores)
         wgmma_fence_aligned()
         comptime for step in range(Self.head_dim // WGMMA_K):
             self.scores = wgmma_async[
@@ -224,6 +226,8 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
     @always_inline
     def multiply_values(mut self, tile: Int):
         """O^T += V^T P^T of the tile of V that lies at `tile`."""
+        comptime for atom in range(Self.Map.ATOMS):
+            pin_results(self.acc[atom])
         wgmma_fence_aligned()
         comptime for step in range(WGMMA_TILE_TOKENS // WGMMA_K):
             comptime for atom in range(Self.Map.ATOMS):

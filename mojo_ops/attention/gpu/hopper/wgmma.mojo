@@ -65,9 +65,19 @@ def fragment_column(thread: Int, i: Int) -> Int:
 
 
 @always_inline
+def pin_results(mut results: SIMD[DType.float32, _]):
+    """Writes of the results that stand before this are not scheduled after it, uses that stand after it not before.
+
+    Call it before `wgmma_fence_aligned` for all results of the products to come: the fence orders the writes of these
+    registers before the products, but as an instruction that does not name them it holds no write back.
+    """
+    comptime for i in range(results.length):
+        # A comment for the assembler; for the compiler an instruction that reads and writes the register.
+        results[i] = inlined_assembly["// pinned $0", Float32, constraints="=f,0", has_side_effect=True](results[i])
+
+
+@always_inline
 def wait_for_products(mut results: SIMD[DType.float32, _]):
     """Waits for the products that were started; no use of the results may be scheduled before this."""
     wgmma_wait_group_sync[0]()
-    comptime for i in range(results.length):
-        # An empty instruction whose result is the register: every use of it comes after the wait.
-        results[i] = inlined_assembly["", Float32, constraints="=f,0", has_side_effect=True](results[i])
+    pin_results(results)
