@@ -15,7 +15,7 @@ from support import gpu_programs
 from support.hopper_variants import tensor_kernels, variant_of
 from support.ptx_machine import Machine
 from support.ptx_numbers import float8, halves, to_half
-from support.ptx_units import TensorMap
+from support.ptx_tensor_map import TensorMap
 
 pytestmark = pytest.mark.waits_for(gpu_programs.hopper)
 
@@ -102,9 +102,20 @@ class Call:
             machine.allocate(x) for x in (poison[0, :, 0], poison, poison[..., 0], poison[..., 0])
         )
         box = min(64, self.page_size & -self.page_size)
-        element = 1 if self.kv_dtype else 2
-        row = self.dim * element if self.kv_dtype else 128
-        maps = [TensorMap(x.view(np.uint8), box, row, element, not self.kv_dtype) for x in (keys, values)]
+        # [dim, head, slot, page], innermost first
+        of_box = (self.dim if self.kv_dtype else 64, 1, box, 1)
+        swizzle = 0 if self.kv_dtype else 128
+        maps = [
+            TensorMap(
+                machine.allocate(x),
+                "u8" if self.kv_dtype else self.dtype,
+                x.shape[::-1],
+                x.strides[-2::-1],
+                of_box,
+                swizzle,
+            ).encode()
+            for x in (keys, values)
+        ]
         pointers = [q, np.zeros(1, np.int32), np.array([self.length], np.int32), slopes, sinks]
         q_at, batch_at, lengths_at, slopes_at, sinks_at = (machine.allocate(x) for x in pointers)
         params = struct.pack(
@@ -224,19 +235,36 @@ def test_any_order_of_threads(variants, kv_dtype):
 
 
 FAULTS = {
-    "a proxy fence": r"fence\.proxy\.async\.shared::cta;",
-    "the barriers of the consumers": r"bar\.sync\s+1, 128;",
-    "the release of a stage": r"mbarrier\.arrive\.shared\.b64[^;]*;",
-    "the wait for a stage": r"mbarrier\.try_wait[^;]*;",
+    "a proxy fence": (r"fence\.proxy\.async\.shared::cta;", "", "without a fence"),
+    "the barriers of the consumers": (r"bar\.sync\s+1, 128;", "", None),
+    "the release of a stage": (r"mbarrier\.arrive\.shared\.b64[^;]*;", "", "deadlock"),
+    "the wait for a stage": (r"mbarrier\.try_wait[^;]*;", "", None),
+    "the fence of registers": (r"wgmma\.fence\.sync\.aligned;", "", "without a wgmma.fence"),
+    "a commit": (r"wgmma\.commit_group\.sync\.aligned;", "", "under way"),
+    "the wait for products": (r"wgmma\.wait_group\.sync\.aligned 0;", "", "under way"),
+    "the fence after the sums are rescaled": (
+        r"(bar\.sync\s+1, 128;\s+)wgmma\.fence\.sync\.aligned;",
+        r"\1",
+        "no wgmma.fence between",
+    ),
+    # The release of K's stage, with the barrier of the warp and the branch before it, goes before the wait.
+    "the wait before the release of a stage": (
+        r"(wgmma\.wait_group\.sync\.aligned 0;)((?:\s+//[^\n]*)*)(\s+bar\.warp\.sync[^;]*;\s+@%p\d+ bra\s+(\S+);[^:]*?"
+        r"mbarrier\.arrive\.shared\.b64[^;]*;\s+\4:)",
+        r"\3\n\1",
+        "overwritten before its wgmma.wait_group",
+    ),
 }
+"""What is missing: the part of the text, what stands there instead, and what the model says, where that is sure."""
 
 
 @pytest.mark.parametrize("missing", FAULTS)
 def test_a_kernel_fails_without(variants, missing):
     """A kernel without one of these fails, so that the tests above can fail."""
-    ptx, count = re.subn(FAULTS[missing], "", variants[64, 8, "bf16", ""])
+    pattern, by, message = FAULTS[missing]
+    ptx, count = re.subn(pattern, by, variants[64, 8, "bf16", ""])
     assert count > 0
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=message):
         any_order(Call(length=900, group=2), ptx, 4)
 
 

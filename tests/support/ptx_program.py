@@ -4,7 +4,7 @@ A run of instructions without a jump or a wait is one function: what only comput
 out in its source, everything else is a call of an operation.
 """
 
-# ruff: noqa: ARG001, ARG005 (an operation takes the machine and the thread, whether it needs them or not)
+# ruff: noqa: ARG005 (an operation takes the machine and the thread, whether it needs them or not)
 
 import re
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from support.ptx_numbers import HELPERS, MASK, conversion, expression, signed
+from support.ptx_wgmma import product_form, registers_of
 
 SHARED = 1024  # where shared memory starts: a multiple of 1024, but not 0
 PARAMETERS = 1 << 30
@@ -26,6 +27,8 @@ class Thread:
     grid: tuple[int, int, int] = (1, 1, 1)
     threads: int = 0
     registers: dict[str, int] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    """Registers of wgmmas that other instructions have accessed since the latest `wgmma.fence`."""
     pc: int = 0
     waits_for: tuple | None = None
     done: bool = False
@@ -49,7 +52,7 @@ SPECIAL: dict[str, Value] = {
     "%nctaid.z": lambda t: t.grid[2],
 }
 REGISTER = re.compile(r"%[a-z]+\d+|p|P1")
-WAITS = re.compile(r"bar|shfl|wgmma|ret|mbarrier\.try_wait")
+WAITS = re.compile(r"bar|shfl|wgmma|ret|setmaxnreg|mbarrier\.try_wait")
 """Instructions that may leave a thread waiting."""
 
 
@@ -79,6 +82,13 @@ class Program:
                 text = text[match.end() :]
             if text:
                 self.statements.append(text)
+        self.product_registers = {
+            register
+            for statement in self.statements
+            if "wgmma.mma_async" in statement
+            for operand in split_operands(statement.partition("wgmma.mma_async")[2].partition(" ")[2])
+            for register in registers_of(operand)
+        }
         self.blocks = self.compile()
 
     # Blocks
@@ -92,14 +102,24 @@ class Program:
         scope: dict[str, Any] = dict(HELPERS)
         lines = []
         for start in sorted(starts):
-            lines += [f"def block_{start}(m, t):", "    r = t.registers"]
-            at = start
+            body, touched, at = [], set(), start
             while at < len(self.statements) and (at == start or at not in starts):
-                lines += ["    " + line for line in self.source_of(at, scope)]
+                body += ["    " + line for line in self.source_of(at, scope)]
+                touched |= self.touched(self.statements[at])
                 at += 1
-            lines.append(f"    return {at}")
+            lines += [f"def block_{start}(m, t):", "    r = t.registers"]
+            if touched:
+                scope[f"touched_{start}"] = frozenset(touched)
+                lines.append(f"    t.touched.update(touched_{start})")
+            lines += [*body, f"    return {at}"]
         exec("\n".join(lines), scope)  # of our own making, from the compiler's output
         return {start: scope[f"block_{start}"] for start in starts}
+
+    def touched(self, statement: str) -> set[str]:
+        """The registers of wgmmas that another instruction accesses; of a guarded one, whether it runs or not."""
+        if not self.product_registers or "wgmma." in statement:
+            return set()
+        return self.product_registers.intersection(REGISTER.findall(statement))
 
     def source_of(self, at: int, scope: dict[str, Any]) -> list[str]:
         """Of one statement; what it needs besides registers is added to the scope."""
@@ -141,7 +161,7 @@ class Program:
 
     def computed(self, parts: list[str], operands: list[str], scope: dict[str, Any]) -> list[str]:
         """The source of an instruction that only computes; nothing for others."""
-        if parts[0] in ("bra", "ret", "wgmma", "mbarrier", "cp", "fence", "bar", "shfl", "ld", "st"):
+        if parts[0] in ("bra", "ret", "wgmma", "mbarrier", "cp", "fence", "bar", "shfl", "ld", "st", "setmaxnreg"):
             return []
         target = operands[0]
         if parts[0] == "mov" and (target.startswith("{") or operands[1].startswith("{")):
@@ -184,15 +204,19 @@ class Program:
             return self.wgmma(parts, operands)
         if name == "mbarrier":
             return self.mbarrier(opcode, operands)
-        if opcode.startswith("cp.async.bulk.tensor.4d"):
+        if opcode.startswith("cp.async.bulk.tensor"):
             return self.tensor_copy(operands)
         if name == "fence":
-            return (lambda m, t: m.fence(t.index)) if "proxy" in parts else (lambda m, t: None)
+            return (lambda m, t: m.fence_proxy(t.index)) if "proxy" in parts else (lambda m, t: None)
+        if name == "setmaxnreg":
+            return lambda m, t: ("aligned",)
         if name == "bar":
             if parts[1] == "warp":
                 return lambda m, t: ("warp",)
             barrier_id, count = self.value(operands[0]), self.value(operands[1]) if len(operands) > 1 else None
-            return lambda m, t: ("bar", barrier_id(t), count(t) if count else t.threads)
+            kind = "bar" if parts[1] == "sync" else "arrive"
+            assert parts[1] in ("sync", "arrive"), opcode
+            return lambda m, t: (kind, barrier_id(t), count(t) if count else t.threads)
         if name == "shfl":
             mode, target = parts[2], operands[0]
             source, argument = self.value(operands[1]), self.value(operands[2])
@@ -251,19 +275,12 @@ class Program:
 
     def wgmma(self, parts: list[str], operands: list[str]) -> Operation:
         if parts[1] != "mma_async":
-            # Products are made at once; a use of their results before the wait is ptxas's to see.
-            return lambda m, t: ("group", parts[1])
-        columns = int(re.fullmatch(r"m64n(\d+)k16", parts[4])[1])
-        registers = [x.strip() for x in operands[0].strip("{}").split(",")]
-        a, b, scale = self.value(operands[1]), self.value(operands[2]), operands[3]
-        a_transposed, b_transposed = operands[6] == "1", operands[7] == "1"
-        kind = parts[-1]
-
-        def multiply(m: Any, t: Thread) -> tuple:
-            key = (a(t), b(t), bool(t.registers[scale]))
-            return ("mma", key, registers, columns, kind, a_transposed, b_transposed)
-
-        return multiply
+            argument = int(operands[0]) if operands else 0
+            return lambda m, t: ("wgmma", parts[1], argument)
+        form = product_form(parts[4], parts[5:], operands)
+        a = None if form.a_registers else self.value(operands[1])
+        b, adds = self.value(operands[2]), operands[3]
+        return lambda m, t: ("mma", (a(t) if a else None, b(t), bool(t.registers[adds])), form)
 
 
 @cache

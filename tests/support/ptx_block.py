@@ -1,0 +1,293 @@
+"""A block (CTA) of a PTX kernel on a model of a Hopper multiprocessor: its threads, shared memory, barriers and copies.
+
+Threads run in random order, each until it has to wait. Modelled, each a failed assertion where a kernel breaks it:
+
+- Copies of the TMA unit arrive late and in any order; until then their target holds ones (NaN).
+- What a thread stored to shared memory is behind its `fence.proxy.async` before a copy or a wgmma touches it.
+- An `.aligned` instruction is met by all threads of a warp, a wgmma by all of a warpgroup, at the same place.
+- Products of wgmma are asynchronous (`ptx_wgmma.py`).
+
+Not modelled: clusters, cycles, races between threads that no order of their running shows.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from support.ptx_program import PARAMETER_BYTES, PARAMETERS, SHARED, Thread
+from support.ptx_tensor_map import TensorMap
+from support.ptx_units import Barrier, swizzled
+from support.ptx_wgmma import WARP_ROWS, Product, ProductForm, Products, operand_addresses
+
+if TYPE_CHECKING:
+    from support.ptx_machine import Machine
+
+ALIGNED = frozenset(("bar", "arrive", "wgmma", "mma", "aligned"))
+"""What a thread waits for at an `.aligned` instruction."""
+STEPS = 10_000
+"""Of a thread in one go: one that spins lets others run."""
+
+
+class Warp:
+    """32 threads and the matrix products that they have under way."""
+
+    def __init__(self, threads: list[Thread]) -> None:
+        self.threads = threads
+        self.products = Products([t.registers for t in threads])
+        self.touched = [t.touched for t in threads]
+
+
+class Block:
+    """A block of a grid. The machine has the program and global memory."""
+
+    def __init__(
+        self, machine: Machine, at: tuple[int, int, int], grid: tuple[int, int, int], threads: int, shared_bytes: int
+    ) -> None:
+        self.machine = machine
+        self.random: random.Random = machine.random
+        self.code = machine.program.blocks
+        self.shared = bytearray(b"\xff" * (shared_bytes + SHARED))
+        self.elements = np.frombuffer(self.shared, np.uint16)
+        self.unfenced = np.zeros(len(self.shared), np.int32)  # the thread that stored, plus 1
+        self.stored: dict[int, list[slice]] = {}  # by thread, since its latest fence
+        self.barriers: dict[int, Barrier] = {}
+        self.copies: list[tuple[TensorMap, tuple[int, ...], int, int]] = []
+        self.arrived: dict[int, int] = {}
+        """Threads that a `bar.arrive` counted, by named barrier."""
+        self.threads = [Thread(i, at, grid, threads) for i in range(threads)]
+        self.warps = [Warp(self.threads[i : i + 32]) for i in range(0, threads, 32)]
+
+    # Memory
+
+    def load(self, space: str, address: int, size: int) -> bytes | bytearray:
+        if space == "param":
+            index, at = divmod(address - PARAMETERS, PARAMETER_BYTES)
+            return self.machine.parameters[index][at : at + size]
+        assert address % size == 0, "unaligned load"
+        if space == "shared":
+            assert SHARED <= address <= len(self.shared) - size, "shared memory"
+            return self.shared[address : address + size]
+        return self.machine.load(address, size)
+
+    def store(self, space: str, address: int, raw: bytes, thread: int) -> None:
+        size = len(raw)
+        assert address % size == 0, "unaligned store"
+        if space == "shared":
+            assert SHARED <= address <= len(self.shared) - size, "shared memory"
+            span = slice(address, address + size)
+            self.shared[span] = raw
+            self.unfenced[span] = thread + 1
+            self.stored.setdefault(thread, []).append(span)
+        else:
+            self.machine.store(address, raw)
+
+    def fence_proxy(self, thread: int) -> None:
+        for span in self.stored.pop(thread, ()):
+            part = self.unfenced[span]
+            part[part == thread + 1] = 0
+
+    # mbarriers and copies
+
+    def start_barrier(self, address: int, count: int) -> None:
+        self.barriers[address] = Barrier(count, count)
+
+    def arrive(self, address: int, announced: int) -> None:
+        """Arrives at an mbarrier, and announces bytes that copies will bring."""
+        barrier = self.barriers[address]
+        barrier.bytes += announced
+        barrier.pending -= 1
+        barrier.settle()
+
+    def start_copy(self, which: int, target: int, coordinates: tuple[int, ...], barrier: int) -> None:
+        tensor_map = self.machine.tensor_map(which)
+        assert target % 128 == 0, "a copy's target"
+        assert len(coordinates) == len(tensor_map.dims), "coordinates of a copy"
+        # From now on until it has arrived, anything may be found there.
+        self.shared[target : target + tensor_map.box_bytes] = b"\xff" * tensor_map.box_bytes
+        self.copies.append((tensor_map, coordinates, target, barrier))
+
+    def finish_copy(self) -> None:
+        tensor_map, coordinates, target, barrier = self.copies.pop(self.random.randrange(len(self.copies)))
+        data = self.machine.box(tensor_map, coordinates)
+        at = swizzled(target + np.arange(data.size), tensor_map.swizzle)
+        assert not self.unfenced[at].any(), "a copy overwrites what was stored without a fence"
+        np.frombuffer(self.shared, np.uint8)[at] = data
+        self.barriers[barrier].bytes -= data.size
+        self.barriers[barrier].settle()
+
+    # Tensor cores
+
+    def operand(self, descriptor: int, rows: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
+        """[rows, 16]: an operand as bits, and the addresses of its elements."""
+        at = operand_addresses(descriptor, rows, transposed)
+        assert not self.unfenced[at].any(), "a wgmma reads what was stored without a fence"
+        assert not self.unfenced[at + 1].any(), "a wgmma reads what was stored without a fence"
+        return self.elements[at // 2], at
+
+    def multiply(self, warpgroup: list[Warp]) -> None:
+        """Issues a wgmma: each warp has 16 rows of it."""
+        threads = [t for warp in warpgroup for t in warp.threads]
+        _, key, form = threads[0].waits_for
+        assert isinstance(form, ProductForm)
+        assert all(t.waits_for[1] == key for t in threads), "descriptors differ inside a warpgroup"
+        a, b, adds = key
+        of_b = self.operand(b, form.columns, form.b_transposed)
+        of_a = None if a is None else self.operand(a, WARP_ROWS * len(warpgroup), form.a_transposed)
+        for i, warp in enumerate(warpgroup):
+            rows = slice(WARP_ROWS * i, WARP_ROWS * (i + 1))
+            part = (np.zeros(0, np.uint16), None) if of_a is None else (of_a[0][rows], of_a[1][rows])
+            warp.products.issue(Product(form, adds, *part, *of_b), warp.touched)
+
+    # Threads
+
+    @property
+    def done(self) -> bool:
+        return all(t.done for t in self.threads)
+
+    def turn(self) -> bool:
+        """Runs some of the threads, and perhaps a copy; whether anything moved."""
+        moved = False
+        for warp in self.random.sample(self.warps, len(self.warps)):
+            if self.random.random() < 0.3:
+                continue
+            for t in self.random.sample(warp.threads, 32):
+                moved |= self.advance(t)
+            moved |= self.release(warp, may_delay=True)
+        if self.copies and self.random.random() < 0.3:
+            self.finish_copy()
+            moved = True
+        if not moved and not self.copies:
+            for warp in self.warps:
+                for t in warp.threads:
+                    moved |= self.advance(t)
+                moved |= self.release(warp)
+            return moved
+        return True
+
+    def end(self) -> None:
+        """What must be over at the end of a block."""
+        assert not self.copies, "copies still under way at the end of a block"
+        for warp in self.warps:
+            warp.products.end()
+
+    def waits(self) -> list[tuple]:
+        """What some of the threads wait for."""
+        return [(t.index, t.waits_for[:2]) for t in self.threads if t.waits_for][:8]
+
+    def advance(self, t: Thread) -> bool:
+        """Runs a thread until it has to wait."""
+        if t.done:
+            return False
+        if t.waits_for:
+            if t.waits_for[0] != "wait" or self.barriers[t.waits_for[1]].completed & 1 == t.waits_for[2]:
+                return False
+            t.waits_for = None
+        code, answer = self.code, t.pc
+        try:
+            for _ in range(STEPS):
+                answer = code[answer](self, t)
+                if not isinstance(answer, int):
+                    break
+            else:
+                t.pc = answer
+                return True
+        except KeyError as error:
+            raise AssertionError(f"{error} has no value, or belongs to a wgmma that is under way") from error
+        t.done = answer[0] == "exit"
+        t.waits_for = None if t.done else answer
+        return True
+
+    def release(self, warp: Warp, may_delay: bool = False) -> bool:
+        """Releases threads that wait for each other and have all arrived, after this warp has run.
+
+        Args:
+            may_delay: A wait for products may last longer than this.
+        """
+        threads = warp.threads
+        kinds = {t.waits_for[0] if t.waits_for else None for t in threads}
+        if not kinds.isdisjoint(ALIGNED):
+            check_aligned(threads)
+        moved = False
+        if len(kinds) == 1:
+            (kind,) = kinds
+            if kind == "shfl":
+                assert len({t.pc for t in threads}) == 1, "a shuffle met another"
+                values = [t.waits_for[2] for t in threads]
+                for lane, t in enumerate(threads):
+                    _, mode, _, argument, target = t.waits_for
+                    t.registers[target] = values[source_lane(mode, lane, argument)]
+            elif kind == "wgmma":
+                if may_delay and warp.products.committed and self.random.random() < 0.5:
+                    return False
+                self.order_products(warp)
+            elif kind == "arrive":
+                barrier_id = threads[0].waits_for[1]
+                self.arrived[barrier_id] = self.arrived.get(barrier_id, 0) + len(threads)
+                moved = self.complete(barrier_id, threads[0].waits_for[2])
+            if kind in ("warp", "shfl", "wgmma", "arrive", "aligned"):
+                moved = go_on(threads)
+            elif kind == "mma":
+                moved = self.issue(warp)
+        for barrier_id, count in {t.waits_for[1:3] for t in threads if t.waits_for and t.waits_for[0] == "bar"}:
+            moved |= self.complete(barrier_id, count)
+        return moved
+
+    def order_products(self, warp: Warp) -> None:
+        """A fence, commit or wait of a warp."""
+        _, what, argument = warp.threads[0].waits_for
+        if what == "fence":
+            warp.products.fence(warp.touched)
+        elif what == "commit_group":
+            warp.products.commit()
+        else:
+            assert what == "wait_group", what
+            warp.products.wait(argument, self.elements)
+
+    def issue(self, warp: Warp) -> bool:
+        """A wgmma, once the four warps of the warpgroup have come to it."""
+        first = self.warps.index(warp) // 4 * 4
+        group = self.warps[first : first + 4]
+        threads = [t for each in group for t in each.threads]
+        if len(group) < 4 or any(not t.waits_for or t.waits_for[0] != "mma" for t in threads):
+            return False
+        assert len({t.pc for t in threads}) == 1, "a wgmma met another"
+        self.multiply(group)
+        return go_on(threads)
+
+    def complete(self, barrier_id: int, count: int) -> bool:
+        """Releases the threads at a named barrier if all have arrived."""
+        here = [t for t in self.threads if t.waits_for and t.waits_for[:2] == ("bar", barrier_id)]
+        arrived = len(here) + self.arrived.get(barrier_id, 0)
+        assert arrived <= count, "more threads at a barrier than it takes"
+        assert all(t.waits_for[2] == count for t in here), "a barrier met with different counts"
+        if arrived < count:
+            return False
+        self.arrived.pop(barrier_id, None)
+        return go_on(here)
+
+
+def check_aligned(threads: list[Thread]) -> None:
+    """Of a warp with a thread at an `.aligned` instruction: the others are there, or may still come."""
+    assert not any(t.done for t in threads), "threads of a warp have left before an .aligned instruction"
+    places = {t.pc for t in threads if t.waits_for and t.waits_for[0] != "wait"}
+    assert len(places) == 1, "threads of a warp at different instructions, one of them .aligned"
+
+
+def go_on(threads: list[Thread]) -> bool:
+    for t in threads:
+        t.waits_for = None
+    return True
+
+
+def source_lane(mode: str, lane: int, argument: int) -> int:
+    if mode == "bfly":
+        return lane ^ argument
+    if mode == "up":
+        return lane - argument if lane >= argument else lane
+    if mode == "down":
+        return lane + argument if lane + argument < 32 else lane
+    assert mode == "idx", mode
+    return argument & 31
