@@ -13,8 +13,8 @@ import pytest
 from support.generic_kernels import DeviceMemory
 from support.ptx_machine import Machine
 from support.ptx_numbers import halves, to_half
-from support.ptx_program import SHARED
 from support.ptx_tensor_map import TensorMap
+from support.ptx_units import SHARED
 
 Q = struct.Struct("<Q")
 A_AT, B_AT = SHARED + 1024, SHARED + 64 * 1024

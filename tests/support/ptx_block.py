@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from support.ptx_program import PARAMETER_BYTES, PARAMETERS, SHARED, Thread
+from support.ptx_shared import SharedMemory
 from support.ptx_tensor_map import TensorMap
-from support.ptx_units import Barrier, swizzled
-from support.ptx_wgmma import WARP_ROWS, Product, ProductForm, Products, operand_addresses
+from support.ptx_units import PARAMETER_BYTES, PARAMETERS, Barrier, Thread
+from support.ptx_wgmma import WARP_ROWS, Product, ProductForm, Products
 
 if TYPE_CHECKING:
     from support.ptx_machine import Machine
+    from support.ptx_operations import Semantics
+    from support.ptx_order import BlockOrder
 
 ALIGNED = frozenset(("bar", "arrive", "wgmma", "mma", "aligned"))
 """What a thread waits for at an `.aligned` instruction."""
@@ -44,15 +46,19 @@ class Block:
     """A block of a grid. The machine has the program and global memory."""
 
     def __init__(
-        self, machine: Machine, at: tuple[int, int, int], grid: tuple[int, int, int], threads: int, shared_bytes: int
+        self,
+        machine: Machine,
+        at: tuple[int, int, int],
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        order: BlockOrder | None = None,
     ) -> None:
         self.machine = machine
         self.random: random.Random = machine.random
         self.code = machine.program.blocks
-        self.shared = bytearray(b"\xff" * (shared_bytes + SHARED))
-        self.elements = np.frombuffer(self.shared, np.uint16)
-        self.unfenced = np.zeros(len(self.shared), np.int32)  # the thread that stored, plus 1
-        self.stored: dict[int, list[slice]] = {}  # by thread, since its latest fence
+        self.shared = SharedMemory(shared_bytes)
+        self.order = order
         self.barriers: dict[int, Barrier] = {}
         self.copies: list[tuple[TensorMap, tuple[int, ...], int, int]] = []
         self.arrived: dict[int, int] = {}
@@ -62,40 +68,51 @@ class Block:
 
     # Memory
 
-    def load(self, space: str, address: int, size: int) -> bytes | bytearray:
+    def load(
+        self, space: str, address: int, size: int, thread: int, semantics: Semantics | None = None
+    ) -> bytes | bytearray:
         if space == "param":
             index, at = divmod(address - PARAMETERS, PARAMETER_BYTES)
             return self.machine.parameters[index][at : at + size]
         assert address % size == 0, "unaligned load"
         if space == "shared":
-            assert SHARED <= address <= len(self.shared) - size, "shared memory"
-            return self.shared[address : address + size]
+            return self.shared.load(address, size)
+        if self.order is not None:
+            if semantics is None:
+                self.order.load(thread, address, size)
+            else:
+                self.order.strong_load(thread, address, semantics.acquire)
         return self.machine.load(address, size)
 
-    def store(self, space: str, address: int, raw: bytes, thread: int) -> None:
-        size = len(raw)
-        assert address % size == 0, "unaligned store"
+    def store(self, space: str, address: int, raw: bytes, thread: int, semantics: Semantics | None = None) -> None:
+        assert address % len(raw) == 0, "unaligned store"
         if space == "shared":
-            assert SHARED <= address <= len(self.shared) - size, "shared memory"
-            span = slice(address, address + size)
-            self.shared[span] = raw
-            self.unfenced[span] = thread + 1
-            self.stored.setdefault(thread, []).append(span)
-        else:
-            self.machine.store(address, raw)
+            self.shared.store(address, raw, thread)
+            return
+        if self.order is not None:
+            if semantics is None:
+                self.order.store(thread, address, len(raw))
+            else:
+                self.order.strong_store(thread, address, semantics.release)
+        self.machine.store(address, raw)
 
     def fence_proxy(self, thread: int) -> None:
-        for span in self.stored.pop(thread, ()):
-            part = self.unfenced[span]
-            part[part == thread + 1] = 0
+        self.shared.fence_proxy(thread)
+
+    def fence(self, thread: int) -> None:
+        """Of a scope that other blocks are in."""
+        if self.order is not None:
+            self.order.fence(thread)
 
     # mbarriers and copies
 
     def start_barrier(self, address: int, count: int) -> None:
         self.barriers[address] = Barrier(count, count)
 
-    def arrive(self, address: int, announced: int) -> None:
+    def arrive(self, thread: int, address: int, announced: int) -> None:
         """Arrives at an mbarrier, and announces bytes that copies will bring."""
+        if self.order is not None:
+            self.order.arrive(thread, address)
         barrier = self.barriers[address]
         barrier.bytes += announced
         barrier.pending -= 1
@@ -105,27 +122,17 @@ class Block:
         tensor_map = self.machine.tensor_map(which)
         assert target % 128 == 0, "a copy's target"
         assert len(coordinates) == len(tensor_map.dims), "coordinates of a copy"
-        # From now on until it has arrived, anything may be found there.
-        self.shared[target : target + tensor_map.box_bytes] = b"\xff" * tensor_map.box_bytes
+        self.shared.expect(target, tensor_map.box_bytes)
         self.copies.append((tensor_map, coordinates, target, barrier))
 
     def finish_copy(self) -> None:
         tensor_map, coordinates, target, barrier = self.copies.pop(self.random.randrange(len(self.copies)))
         data = self.machine.box(tensor_map, coordinates)
-        at = swizzled(target + np.arange(data.size), tensor_map.swizzle)
-        assert not self.unfenced[at].any(), "a copy overwrites what was stored without a fence"
-        np.frombuffer(self.shared, np.uint8)[at] = data
+        self.shared.copy(target, data, tensor_map.swizzle)
         self.barriers[barrier].bytes -= data.size
         self.barriers[barrier].settle()
 
     # Tensor cores
-
-    def operand(self, descriptor: int, rows: int, transposed: bool) -> tuple[np.ndarray, np.ndarray]:
-        """[rows, 16]: an operand as bits, and the addresses of its elements."""
-        at = operand_addresses(descriptor, rows, transposed)
-        assert not self.unfenced[at].any(), "a wgmma reads what was stored without a fence"
-        assert not self.unfenced[at + 1].any(), "a wgmma reads what was stored without a fence"
-        return self.elements[at // 2], at
 
     def multiply(self, warpgroup: list[Warp]) -> None:
         """Issues a wgmma: each warp has 16 rows of it."""
@@ -134,8 +141,8 @@ class Block:
         assert isinstance(form, ProductForm)
         assert all(t.waits_for[1] == key for t in threads), "descriptors differ inside a warpgroup"
         a, b, adds = key
-        of_b = self.operand(b, form.columns, form.b_transposed)
-        of_a = None if a is None else self.operand(a, WARP_ROWS * len(warpgroup), form.a_transposed)
+        of_b = self.shared.operand(b, form.columns, form.b_transposed)
+        of_a = None if a is None else self.shared.operand(a, WARP_ROWS * len(warpgroup), form.a_transposed)
         for i, warp in enumerate(warpgroup):
             rows = slice(WARP_ROWS * i, WARP_ROWS * (i + 1))
             part = (np.zeros(0, np.uint16), None) if of_a is None else (of_a[0][rows], of_a[1][rows])
@@ -184,6 +191,8 @@ class Block:
         if t.waits_for:
             if t.waits_for[0] != "wait" or self.barriers[t.waits_for[1]].completed & 1 == t.waits_for[2]:
                 return False
+            if self.order is not None:
+                self.order.wait(t.index, t.waits_for[1])
             t.waits_for = None
         code, answer = self.code, t.pc
         try:
@@ -225,8 +234,13 @@ class Block:
                 self.order_products(warp)
             elif kind == "arrive":
                 barrier_id = threads[0].waits_for[1]
+                if self.order is not None:
+                    for t in threads:
+                        self.order.arrive(t.index, ("bar", barrier_id))
                 self.arrived[barrier_id] = self.arrived.get(barrier_id, 0) + len(threads)
                 moved = self.complete(barrier_id, threads[0].waits_for[2])
+            if kind == "warp" and self.order is not None:
+                self.order.join([t.index for t in threads])
             if kind in ("warp", "shfl", "wgmma", "arrive", "aligned"):
                 moved = go_on(threads)
             elif kind == "mma":
@@ -244,7 +258,7 @@ class Block:
             warp.products.commit()
         else:
             assert what == "wait_group", what
-            warp.products.wait(argument, self.elements)
+            warp.products.wait(argument, self.shared.elements)
 
     def issue(self, warp: Warp) -> bool:
         """A wgmma, once the four warps of the warpgroup have come to it."""
@@ -266,6 +280,8 @@ class Block:
         if arrived < count:
             return False
         self.arrived.pop(barrier_id, None)
+        if self.order is not None:
+            self.order.join([t.index for t in here], ("bar", barrier_id))
         return go_on(here)
 
 

@@ -11,8 +11,10 @@ from functools import cache
 import numpy as np
 
 from support.ptx_block import Block
-from support.ptx_program import PARAMETER_BYTES, PARAMETERS, program_of
+from support.ptx_order import BlockOrder, Order
+from support.ptx_program import program_of
 from support.ptx_tensor_map import MAP_BYTES, TensorMap
+from support.ptx_units import PARAMETER_BYTES, PARAMETERS
 
 GLOBAL = 1 << 33
 
@@ -70,14 +72,20 @@ class Machine:
     # Blocks
 
     def launch(self, grid: tuple[int, int, int], threads: int, parameters: list[bytes], at_once: int = 1) -> None:
-        """Runs all blocks of a grid in random order, `at_once` of them interleaved."""
+        """Runs all blocks of a grid in random order, `at_once` of them interleaved.
+
+        Where several run at once, loads are held against the order of stores between blocks (`ptx_order.py`).
+        """
         self.parameters = list(parameters)
+        order = Order() if at_once > 1 else None
         indices = [(int(x), int(y), int(z)) for z, y, x in np.ndindex(*grid[::-1])]
         waiting = self.random.sample(indices, len(indices))
         running: list[Block] = []
         while waiting or running:
             while waiting and len(running) < at_once:
-                running.append(Block(self, waiting.pop(), grid, threads, self.shared_bytes))
+                at = waiting.pop()
+                of_block = None if order is None else BlockOrder(order, indices.index(at), threads)
+                running.append(Block(self, at, grid, threads, self.shared_bytes, of_block))
             moved = False
             for block in self.random.sample(running, len(running)):
                 moved |= block.turn()

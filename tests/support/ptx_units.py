@@ -1,8 +1,26 @@
-"""What works beside the threads of a multiprocessor: mbarriers, and the swizzle of shared memory."""
+"""The threads of a block, the addresses of what is not in global memory, mbarriers, and the swizzle."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+SHARED = 1024  # where shared memory starts: a multiple of 1024, but not 0
+PARAMETERS = 1 << 30
+PARAMETER_BYTES = 4096
+
+
+@dataclass
+class Thread:
+    index: int
+    block: tuple[int, int, int] = (0, 0, 0)
+    grid: tuple[int, int, int] = (1, 1, 1)
+    threads: int = 0
+    registers: dict[str, int] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    """Registers of wgmmas that other instructions have accessed since the latest `wgmma.fence`."""
+    pc: int = 0
+    waits_for: tuple | None = None
+    done: bool = False
 
 
 @dataclass

@@ -1,0 +1,234 @@
+"""The instructions of PTX that do more than to compute, as functions of a block and a thread."""
+
+# ruff: noqa: ARG005 (an operation takes the block and the thread, whether it needs them or not)
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from support.ptx_numbers import MASK, from_float, signed, to_float
+from support.ptx_units import Thread
+from support.ptx_wgmma import product_form
+
+Value = Callable[[Thread], int]
+Operation = Callable[[Any, Thread], int | tuple | None]
+"""Takes the block and a thread. Returns the statement to go to, what the thread waits for now, or None: go on."""
+
+SPECIAL: dict[str, Value] = {
+    "%laneid": lambda t: t.index % 32,
+    "%tid.x": lambda t: t.index,
+    "%tid.y": lambda t: 0,
+    "%tid.z": lambda t: 0,
+    "%ntid.x": lambda t: t.threads,
+    "%ctaid.x": lambda t: t.block[0],
+    "%ctaid.y": lambda t: t.block[1],
+    "%ctaid.z": lambda t: t.block[2],
+    "%nctaid.x": lambda t: t.grid[0],
+    "%nctaid.y": lambda t: t.grid[1],
+    "%nctaid.z": lambda t: t.grid[2],
+}
+REGISTER = re.compile(r"%[a-z]+\d+|p|P1")
+
+
+ATOMICS: dict[str, Callable[..., Any]] = {
+    "add": lambda old, x: old + x,
+    "inc": lambda old, x: 0 if old >= x else old + 1,
+    "dec": lambda old, x: x if old == 0 or old > x else old - 1,
+    "min": min,
+    "max": max,
+    "and": lambda old, x: old & x,
+    "or": lambda old, x: old | x,
+    "xor": lambda old, x: old ^ x,
+    "exch": lambda old, x: x,
+    "cas": lambda old, expected, x: x if old == expected else old,
+}
+STRONG = frozenset(("relaxed", "acquire", "release", "volatile"))
+BLOCK = frozenset(("cta", "cluster"))
+"""Scopes that order nothing between blocks."""
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """Of an access to memory that is not plain, as far as other blocks are concerned."""
+
+    acquire: bool
+    release: bool
+
+
+class Operations:
+    """Of a kernel's text.
+
+    Args:
+        symbols: The addresses of names.
+    """
+
+    def __init__(self, symbols: dict[str, int]) -> None:
+        self.symbols = symbols
+
+    def constant(self, text: str) -> int:
+        name, _, offset = text.partition("+")
+        if name in self.symbols:
+            return self.symbols[name] + int(offset or 0)
+        if text.startswith(("0f", "0d")):
+            return int(text[2:], 16)
+        return int(text.rstrip("U"), 0)
+
+    def value(self, text: str) -> Value:
+        """Of an operand, `register + offset` among them."""
+        text = text.strip().strip("[]")
+        if text in SPECIAL:
+            return SPECIAL[text]
+        base, _, offset = text.partition("+")
+        if REGISTER.fullmatch(base):
+            if not offset:
+                return lambda t: t.registers[base]
+            step = int(offset)
+            return lambda t: t.registers[base] + step
+        number = self.constant(text)
+        return lambda t: number
+
+    def operation(self, opcode: str, operands: list[str]) -> Operation:
+        """An instruction that does more than to compute."""
+        parts = opcode.split(".")
+        name = parts[0]
+        if name == "ret":
+            return lambda m, t: ("exit",)
+        if name == "wgmma":
+            return self.wgmma(parts, operands)
+        if name == "mbarrier":
+            return self.mbarrier(opcode, operands)
+        if opcode.startswith("cp.async.bulk.tensor"):
+            return self.tensor_copy(operands)
+        if name in ("fence", "membar"):
+            if "proxy" in parts:
+                return lambda m, t: m.fence_proxy(t.index)
+            return (lambda m, t: None) if BLOCK.intersection(parts) else (lambda m, t: m.fence(t.index))
+        if name == "setmaxnreg":
+            return lambda m, t: ("aligned",)
+        if name in ("bar", "barrier"):
+            if parts[1] == "warp":
+                return lambda m, t: ("warp",)
+            barrier_id, count = self.value(operands[0]), self.value(operands[1]) if len(operands) > 1 else None
+            kind = "bar" if parts[1] == "sync" else "arrive"
+            assert parts[1] in ("sync", "arrive"), opcode
+            return lambda m, t: (kind, barrier_id(t), count(t) if count else t.threads)
+        if name == "shfl":
+            mode, target = parts[2], operands[0]
+            source, argument = self.value(operands[1]), self.value(operands[2])
+            return lambda m, t: ("shfl", mode, source(t), argument(t), target)
+        if name == "ld":
+            return self.load(parts, operands)
+        if name == "st":
+            return self.store(parts, operands)
+        if name in ("atom", "red"):
+            return self.atomic(parts, operands)
+        raise NotImplementedError(f"the model has no {opcode}")
+
+    def load(self, parts: list[str], operands: list[str]) -> Operation:
+        registers = [register.strip() for register in operands[0].strip("{}").split(",")]
+        address = self.value(operands[1])
+        space, width, is_signed = memory_space(parts), int(parts[-1][1:]) // 8, parts[-1][0] == "s"
+        size, sem = width * len(registers), semantics(parts, plain=True)
+
+        def load(m: Any, t: Thread) -> None:
+            raw = m.load(space, address(t), size, t.index, sem)
+            for i, register in enumerate(registers):
+                x = int.from_bytes(raw[i * width : (i + 1) * width], "little")
+                t.registers[register] = signed(x, 8 * width) & MASK[64] if is_signed else x
+
+        return load
+
+    def store(self, parts: list[str], operands: list[str]) -> Operation:
+        address = self.value(operands[0])
+        values = [self.value(register) for register in operands[1].strip("{}").split(",")]
+        space, width = memory_space(parts), int(parts[-1][1:]) // 8
+        mask, sem = (1 << 8 * width) - 1, semantics(parts, plain=True)
+
+        def store(m: Any, t: Thread) -> None:
+            raw = b"".join((value(t) & mask).to_bytes(width, "little") for value in values)
+            m.store(space, address(t), raw, t.index, sem)
+
+        return store
+
+    def atomic(self, parts: list[str], operands: list[str]) -> Operation:
+        target = operands[0] if parts[0] == "atom" else None
+        address, *arguments = (self.value(operand) for operand in operands[target is not None :])
+        name = next(part for part in parts if part in ATOMICS)
+        change, kind = ATOMICS[name], parts[-1]
+        space, width, sem = memory_space(parts), int(kind[1:]), semantics(parts)
+        assert name != "cas" or len(arguments) == 2, operands
+
+        def atomic(m: Any, t: Thread) -> None:
+            old = m.load(space, address(t), width // 8, t.index, sem)
+            before = number(int.from_bytes(old, "little"), kind)
+            after = change(before, *(number(argument(t), kind) for argument in arguments))
+            m.store(space, address(t), pattern(after, kind).to_bytes(width // 8, "little"), t.index, sem)
+            if target:
+                t.registers[target] = int.from_bytes(old, "little")
+
+        return atomic
+
+    def tensor_copy(self, operands: list[str]) -> Operation:
+        target, barrier = self.value(operands[0]), self.value(operands[2])
+        map_text, coordinates = operands[1].strip("[]").split(",", 1)
+        which = self.value(map_text)
+        where = [self.value(x) for x in coordinates.strip(" {}").split(",")]
+        return lambda m, t: m.start_copy(which(t), target(t), tuple(signed(x(t), 32) for x in where), barrier(t))
+
+    def mbarrier(self, opcode: str, operands: list[str]) -> Operation:
+        address = self.value(next(x for x in operands if x.startswith("[")))
+        kind = opcode.split(".")[1]
+        if kind == "arrive" and ".expect_tx" not in opcode:
+            return lambda m, t: m.arrive(t.index, address(t), 0)
+        last = self.value(operands[-1])
+        if kind == "arrive":
+            return lambda m, t: m.arrive(t.index, address(t), last(t))
+        if kind == "init":
+            return lambda m, t: m.start_barrier(address(t), last(t))
+        assert kind == "try_wait", opcode
+        return lambda m, t: ("wait", address(t), last(t) & 1)
+
+    def wgmma(self, parts: list[str], operands: list[str]) -> Operation:
+        if parts[1] != "mma_async":
+            argument = int(operands[0]) if operands else 0
+            return lambda m, t: ("wgmma", parts[1], argument)
+        form = product_form(parts[4], parts[5:], operands)
+        a = None if form.a_registers else self.value(operands[1])
+        b, adds = self.value(operands[2]), operands[3]
+        return lambda m, t: ("mma", (a(t) if a else None, b(t), bool(t.registers[adds])), form)
+
+
+def semantics(parts: list[str], plain: bool = False) -> Semantics | None:
+    """Of an instruction; none for a plain access, if it may be one, and for one that is strong in its block alone."""
+    if BLOCK.intersection(parts) or (plain and not STRONG.intersection(parts)):
+        return None
+    return Semantics(not {"acquire", "acq_rel"}.isdisjoint(parts), not {"release", "acq_rel"}.isdisjoint(parts))
+
+
+def number(bits: int, kind: str) -> Any:
+    """What an atomic computes with."""
+    if kind == "f32":
+        return to_float(bits)
+    width = int(kind[1:])
+    return signed(bits, width) if kind[0] == "s" else bits & (1 << width) - 1
+
+
+def pattern(x: Any, kind: str) -> int:
+    return from_float(x) if kind == "f32" else x & (1 << int(kind[1:])) - 1
+
+
+def memory_space(parts: list[str]) -> str:
+    return "param" if "param::entry" in parts else next((s for s in ("shared", "global") if s in parts), "global")
+
+
+def split_operands(text: str) -> list[str]:
+    """At the commas outside of brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
