@@ -82,12 +82,12 @@ WRONG = {
 }
 
 
-def run(text: str, seed: int, at_once: int = BLOCKS) -> None:
+def run(text: str, seed: int, at_once: int = BLOCKS, follows: bool = False) -> None:
     memory = DeviceMemory()
     counter, sums = np.zeros(1, np.uint32), np.zeros(THREADS, np.int32)
     pointers = [memory.put(np.full(BLOCKS * THREADS, -(10**6), np.int32)), memory.put(counter), memory.put(sums)]
     parameters = [struct.pack("<Q", pointer) for pointer in pointers]
-    Machine(text, seed, memory.bytes).launch((BLOCKS, 1, 1), THREADS, parameters, at_once)
+    Machine(text, seed, memory.bytes).launch((BLOCKS, 1, 1), THREADS, parameters, at_once, follows)
     expected = (np.arange(BLOCKS * THREADS) + 1).reshape(BLOCKS, THREADS).sum(axis=0)
     np.testing.assert_array_equal(memory.get(pointers[2], sums), expected)
     assert memory.get(pointers[1], counter) == 0  # ready for the next launch
@@ -116,6 +116,18 @@ def test_a_missing_order_is_seen_at_once(fault):
     for seed in range(4):
         with pytest.raises(AssertionError, match="nothing orders it after the store"):
             run(text, seed)
+
+
+def test_a_grid_that_follows_another_waits_for_it():
+    """Before anything in global memory, and in every thread."""
+    run(KERNEL.replace("st.global.b32 [%rd4]", "griddepcontrol.wait; st.global.b32 [%rd4]"), 0, follows=True)
+    with pytest.raises(AssertionError, match="global memory before griddepcontrol"):
+        run(KERNEL, 0, follows=True)
+    late = KERNEL.replace("st.global.b32 [%rd4], %r5;", "st.global.b32 [%rd4], %r5; griddepcontrol.wait;")
+    with pytest.raises(AssertionError, match="global memory before griddepcontrol"):
+        run(late, 0, follows=True)
+    with pytest.raises(AssertionError, match="ends without griddepcontrol"):
+        run(".entry k(.param .b64 k_param_0)\n{\nret;", 0, follows=True)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import numpy as np
 
 from support.ptx_shared import SharedMemory
 from support.ptx_tensor_map import TensorMap
-from support.ptx_units import PARAMETER_BYTES, PARAMETERS, Barrier, Thread
+from support.ptx_units import PARAMETER_BYTES, PARAMETERS, Barrier, Thread, source_lane
 from support.ptx_wgmma import WARP_ROWS, Product, ProductForm, Products
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Block:
         threads: int,
         shared_bytes: int,
         order: BlockOrder | None = None,
+        admitted: bool = True,
     ) -> None:
         self.machine = machine
         self.random: random.Random = machine.random
@@ -63,7 +64,7 @@ class Block:
         self.copies: list[tuple[TensorMap, tuple[int, ...], int, int]] = []
         self.arrived: dict[int, int] = {}
         """Threads that a `bar.arrive` counted, by named barrier."""
-        self.threads = [Thread(i, at, grid, threads) for i in range(threads)]
+        self.threads = [Thread(i, at, grid, threads, admitted=admitted) for i in range(threads)]
         self.warps = [Warp(self.threads[i : i + 32]) for i in range(0, threads, 32)]
 
     # Memory
@@ -77,6 +78,7 @@ class Block:
         assert address % size == 0, "unaligned load"
         if space == "shared":
             return self.shared.load(address, size)
+        assert self.threads[thread].admitted, "global memory before griddepcontrol.wait"
         if self.order is not None:
             if semantics is None:
                 self.order.load(thread, address, size)
@@ -89,6 +91,7 @@ class Block:
         if space == "shared":
             self.shared.store(address, raw, thread)
             return
+        assert self.threads[thread].admitted, "global memory before griddepcontrol.wait"
         if self.order is not None:
             if semantics is None:
                 self.order.store(thread, address, len(raw))
@@ -104,6 +107,11 @@ class Block:
         if self.order is not None:
             self.order.fence(thread)
 
+    @staticmethod
+    def admit(t: Thread) -> None:
+        """The grid before this one has ended."""
+        t.admitted = True
+
     # mbarriers and copies
 
     def start_barrier(self, address: int, count: int) -> None:
@@ -118,7 +126,8 @@ class Block:
         barrier.pending -= 1
         barrier.settle()
 
-    def start_copy(self, which: int, target: int, coordinates: tuple[int, ...], barrier: int) -> None:
+    def start_copy(self, thread: int, which: int, target: int, coordinates: tuple[int, ...], barrier: int) -> None:
+        assert self.threads[thread].admitted, "global memory before griddepcontrol.wait"
         tensor_map = self.machine.tensor_map(which)
         assert target % 128 == 0, "a copy's target"
         assert len(coordinates) == len(tensor_map.dims), "coordinates of a copy"
@@ -206,6 +215,7 @@ class Block:
         except KeyError as error:
             raise AssertionError(f"{error} has no value, or belongs to a wgmma that is under way") from error
         t.done = answer[0] == "exit"
+        assert t.admitted or not t.done, "a thread that ends without griddepcontrol.wait"
         t.waits_for = None if t.done else answer
         return True
 
@@ -296,14 +306,3 @@ def go_on(threads: list[Thread]) -> bool:
     for t in threads:
         t.waits_for = None
     return True
-
-
-def source_lane(mode: str, lane: int, argument: int) -> int:
-    if mode == "bfly":
-        return lane ^ argument
-    if mode == "up":
-        return lane - argument if lane >= argument else lane
-    if mode == "down":
-        return lane + argument if lane + argument < 32 else lane
-    assert mode == "idx", mode
-    return argument & 31

@@ -71,10 +71,19 @@ class Machine:
 
     # Blocks
 
-    def launch(self, grid: tuple[int, int, int], threads: int, parameters: list[bytes], at_once: int = 1) -> None:
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        parameters: list[bytes],
+        at_once: int = 1,
+        follows: bool = False,
+    ) -> None:
         """Runs all blocks of a grid in random order, `at_once` of them interleaved.
 
-        Where several run at once, loads are held against the order of stores between blocks (`ptx_order.py`).
+        Where several run at once, loads are held against the order of stores between blocks (`ptx_order.py`). A grid
+        that `follows` another may begin before that one has ended: it touches no global memory before
+        `griddepcontrol.wait`, which all threads come to.
         """
         self.parameters = list(parameters)
         order = Order() if at_once > 1 else None
@@ -85,7 +94,7 @@ class Machine:
             while waiting and len(running) < at_once:
                 at = waiting.pop()
                 of_block = None if order is None else BlockOrder(order, indices.index(at), threads)
-                running.append(Block(self, at, grid, threads, self.shared_bytes, of_block))
+                running.append(Block(self, at, grid, threads, self.shared_bytes, of_block, admitted=not follows))
             moved = False
             for block in self.random.sample(running, len(running)):
                 moved |= block.turn()

@@ -94,6 +94,8 @@ class Operations:
         name = parts[0]
         if name == "ret":
             return lambda m, t: ("exit",)
+        if name == "griddepcontrol":
+            return (lambda m, t: m.admit(t)) if parts[1] == "wait" else (lambda m, t: None)
         if name == "wgmma":
             return self.wgmma(parts, operands)
         if name == "mbarrier":
@@ -174,7 +176,9 @@ class Operations:
         map_text, coordinates = operands[1].strip("[]").split(",", 1)
         which = self.value(map_text)
         where = [self.value(x) for x in coordinates.strip(" {}").split(",")]
-        return lambda m, t: m.start_copy(which(t), target(t), tuple(signed(x(t), 32) for x in where), barrier(t))
+        return lambda m, t: m.start_copy(
+            t.index, which(t), target(t), tuple(signed(x(t), 32) for x in where), barrier(t)
+        )
 
     def mbarrier(self, opcode: str, operands: list[str]) -> Operation:
         address = self.value(next(x for x in operands if x.startswith("[")))

@@ -13,7 +13,9 @@ from support.ptx_operations import REGISTER, SPECIAL, Operation, Operations, spl
 from support.ptx_units import PARAMETER_BYTES, PARAMETERS, SHARED
 from support.ptx_wgmma import registers_of
 
-COMPUTES_NOT = frozenset("bra ret wgmma mbarrier cp fence membar bar barrier shfl ld st setmaxnreg atom red".split())
+COMPUTES_NOT = frozenset(
+    "bra ret wgmma mbarrier cp fence membar bar barrier shfl ld st setmaxnreg atom red griddepcontrol".split()
+)
 WAITS = re.compile(r"bar|shfl|wgmma|ret|setmaxnreg|mbarrier\.try_wait")
 """Instructions that may leave a thread waiting."""
 

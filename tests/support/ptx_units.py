@@ -1,4 +1,4 @@
-"""The threads of a block, the addresses of what is not in global memory, mbarriers, and the swizzle."""
+"""Threads, the addresses of what is not in global memory, mbarriers, the swizzle, and the lanes of a shuffle."""
 
 from dataclasses import dataclass, field
 
@@ -21,6 +21,8 @@ class Thread:
     pc: int = 0
     waits_for: tuple | None = None
     done: bool = False
+    admitted: bool = True
+    """Whether the grid before this one has ended: after `griddepcontrol.wait`, where this one may begin earlier."""
 
 
 @dataclass
@@ -42,3 +44,15 @@ class Barrier:
 def swizzled(at: np.ndarray, span: int) -> np.ndarray:
     """Where the bytes at these addresses lie under the swizzle of rows of `span` bytes: 0 (none), 32, 64, 128."""
     return at ^ ((at >> 3) & (span - 16)) if span else at
+
+
+def source_lane(mode: str, lane: int, argument: int) -> int:
+    """The lane whose value a shuffle gives to `lane`."""
+    if mode == "bfly":
+        return lane ^ argument
+    if mode == "up":
+        return lane - argument if lane >= argument else lane
+    if mode == "down":
+        return lane + argument if lane + argument < 32 else lane
+    assert mode == "idx", mode
+    return argument & 31
