@@ -243,7 +243,7 @@ FAULTS = {
     "a commit": (r"wgmma\.commit_group\.sync\.aligned;", "", "under way"),
     "the wait for products": (r"wgmma\.wait_group\.sync\.aligned 0;", "", "under way"),
     "the fence after the sums are rescaled": (
-        r"(bar\.sync\s+1, 128;\s+)wgmma\.fence\.sync\.aligned;",
+        r"(bar\.sync\s+1, 128;(?:\s|//[^\n]*\n)*)wgmma\.fence\.sync\.aligned;",
         r"\1",
         "no wgmma.fence between",
     ),
