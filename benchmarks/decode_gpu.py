@@ -1,14 +1,19 @@
 """Decode attention on one GPU: this package's kernels and their peers against the speed of a device-to-device copy.
 
-    python benchmarks/decode_gpu.py [--csv] [--quick] [--only WORDS]
+    python benchmarks/decode_gpu.py [--points one|pages|few|all] [--csv [FILE]] [--only WORDS]
 
-Each figure is the median of `--repeats` runs (25), timed by CUDA events on the stream that the system works on, after
-a write of 512 MB that empties the L2 cache and covers what the host does to enqueue the run. The order of the systems
-alternates. Bytes are those of K and V that must be read; `share` is bytes / time over the bandwidth of a copy in the
-same run (bytes read and written). Every result is compared with torch's float32 attention over the gathered pages.
+Each figure is the median of `--repeats` runs (25), timed as `gpu_timing.py` says. The order of the systems alternates.
+Bytes are those of K and V that must be read; `share` is bytes / time over the bandwidth of a copy in the same run
+(bytes read and written). Every result is compared with torch's float32 attention over the gathered pages. A row is
+written the moment its point is measured; what fails has a row that says why, and costs the others nothing.
 
 Peers: MAX's own paged flash attention (pages of 128, its least), FlashInfer where it can be imported, and torch's
 scaled_dot_product_attention over contiguous K and V of equal lengths.
+
+MAX takes 90 % of a GPU's memory with its first context, and the others would find none: here it gets 10 %, unless
+MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT says otherwise.
+
+`--device cpu` runs a few small points on the CPU: it tries this program, and measures nothing of interest.
 """
 
 from __future__ import annotations
@@ -16,24 +21,37 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
-import statistics
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from paged_kv.benchmarks.gpu_systems import Point, Source
+    from paged_kv.benchmarks.gpu_timing import Clock, System
 
-from paged_kv.benchmarks.gpu_systems import FlashInfer, MaxFlashAttention, Ours, Point, Problem, Source, System, Torch
+MEMORY_PERCENT = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
+FIELDS = (
+    *("system", "batch", "length", "page_size", "heads", "kv_heads", "kv_dtype", "us", "GB/s", "share", "error"),
+    *("device", "date", "commit"),
+)
+POINTS = ("one", "pages", "few", "all")
 
-FLUSH_BYTES = 512 << 20
 
-
-def points(quick: bool) -> Iterator[Point]:
+def points(which: str, device: str = "cuda") -> Iterator[Point]:
     """What the targets speak of, and FlashInfer's own grid: pages of 16, groups of 4 and 8."""
-    yield from (Point(32, 4096), Point(32, 4096, 64), Point(1, 131072), Point(8, 1024))
-    yield Point(32, 4096, kv_dtype="float8_e4m3fn")
-    if quick:
+    from paged_kv.benchmarks.gpu_systems import Point
+
+    batch, length = (64, 4096) if device == "cuda" else (4, 1024)
+    if which == "one":
+        yield Point(batch, length)
+    elif which == "pages":
+        yield from (Point(batch, length, page_size) for page_size in (8, 16, 64, 128))
+    else:
+        yield from (Point(32, 4096), Point(32, 4096, 64), Point(1, 131072), Point(8, 1024))
+        yield Point(32, 4096, kv_dtype="float8_e4m3fn")
+    if which != "all":
         return
     for page_size in (16, 64):
         for batch in (32, 64, 128, 256):
@@ -47,105 +65,131 @@ def points(quick: bool) -> Iterator[Point]:
                 yield Point(batch, length, heads=heads)
 
 
-def copy_system() -> tuple[System, int]:
-    """A device-to-device copy of 2 GB, and the bytes that it reads and writes."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return System("copy", lambda: target.copy_(source), torch.cuda.current_stream(), lambda o: o), 2 * source.numel()
+def measure(point: Point, sources: Sequence[Source], repeats: int, clock: Clock, device: str) -> list[dict[str, Any]]:
+    """A row for each system that can do the point, and for each that failed; the first row is the copy."""
+    from paged_kv.benchmarks.gpu_systems import Problem, copy_system
+    from paged_kv.benchmarks.gpu_timing import medians_ms
 
-
-def medians_ms(systems: list[System], repeats: int) -> list[float]:
-    """Of each system, the median time of a run with a cold L2; forwards and backwards by turns."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    times: list[list[float]] = [[] for _ in systems]
-    for round_ in range(repeats + 3):
-        order = list(enumerate(systems))
-        for i, system in order if round_ % 2 else reversed(order):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(system.stream):
-                flush.fill_(round_ % 7)
-                begin.record()
-                kept = system.run()
-                end.record()
-            torch.cuda.synchronize()
-            del kept
-            if round_ >= 3:
-                times[i].append(begin.elapsed_time(end))
-    return [statistics.median(of) for of in times]
-
-
-def measure(point: Point, sources: Sequence[Source], repeats: int) -> list[dict[str, Any]]:
-    """A row for each system that can do the point; the first row is the copy."""
-    problem = Problem(point)
-    copy, copied = copy_system()
-    systems = [copy]
+    sizes = {name: getattr(point, name) for name in ("batch", "length", "page_size", "heads", "kv_heads", "kv_dtype")}
+    try:
+        problem = Problem(point, device)
+        copy, copied = copy_system(device)
+    except Exception as error:  # mostly of memory; whatever it is, the next point may do
+        return [{"system": "", **sizes, "error": reason(error)}]
+    systems: list[System] = [copy]
+    failed: list[tuple[str, Exception]] = []
     for source in sources:
         try:
             for system in source.systems(problem):
                 problem.check(system.name, system.result(system.run()))
                 systems.append(system)
-        except ImportError as error:
-            print(f"  {type(source).__name__}: not there ({error})")
-        except (RuntimeError, ValueError, AssertionError) as error:
-            print(f"  {type(source).__name__}: {str(error).splitlines()[0][:200]}")
-    times = medians_ms(systems, repeats)
-    ceiling = copied / times[0]
+        except Exception as error:  # a library that is not there or cannot do this: the others can
+            failed.append((type(source).__name__, error))
+    times = medians_ms(systems, repeats, clock)
     rows = []
     for system, time in zip(systems, times, strict=True):
-        bytes_moved = copied if system is copy else point.kv_bytes
+        if isinstance(time, Exception):
+            failed.append((system.name, time))
+            continue
+        speed = (copied if system is copy else point.kv_bytes) / time
+        share = "" if isinstance(times[0], Exception) else f"{speed / (copied / times[0]):.3f}"
         rows.append(
-            {
-                "system": system.name,
-                **{name: getattr(point, name) for name in ("batch", "length", "page_size", "heads", "kv_heads")},
-                "kv_dtype": point.kv_dtype,
-                "us": f"{time * 1e3:.1f}",
-                "GB/s": f"{bytes_moved / time / 1e6:.0f}",
-                "share": f"{bytes_moved / time / ceiling:.3f}",
-            }
+            {"system": system.name, **sizes, "us": f"{time * 1e3:.1f}", "GB/s": f"{speed / 1e6:.0f}", "share": share}
         )
-    return rows
+    return rows + [{"system": name, **sizes, "error": reason(error)} for name, error in failed]
 
 
-def provenance() -> dict[str, str]:
+def reason(error: Exception) -> str:
+    """An error in one line; one of memory with what there is of it and who may hold it."""
+    import torch
+
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:240]
+    words = text.lower()
+    if not isinstance(error, torch.cuda.OutOfMemoryError) and "memory" not in words:
+        return text
+    if not torch.cuda.is_available():
+        return f"does not fit: {text}"
+    free, total = torch.cuda.mem_get_info()
+    ours = torch.cuda.memory_reserved()
+    gib = [f"{number / 2**30:.1f}" for number in (free, total, ours, total - free - ours)]
+    held = "{} of {} GiB free, torch holds {}, MAX and the rest {}".format(*gib)
+    return f"does not fit: {held}; {MEMORY_PERCENT}={os.environ.get(MEMORY_PERCENT)}; {text}"
+
+
+def provenance(device: str) -> dict[str, str]:
+    import torch
+
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         written = Path(__file__).with_name("COMMIT")  # in a bundle
         commit = written.read_text().strip() if written.is_file() else ""
-    return {"gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "commit": commit}
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return {"device": name, "date": datetime.date.today().isoformat(), "commit": commit}
+
+
+class Table:
+    """The CSV file, to which rows are added as they come; None writes nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not self._path.exists()
+        with self._path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n", restval="")
+            if is_new:
+                writer.writeheader()
+            writer.writerows(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", action="store_true", help="also write results/decode_gpu.csv beside this script")
-    parser.add_argument("--quick", action="store_true", help="five points instead of all")
+    default = Path(__file__).parent / "results" / "decode_gpu.csv"
+    parser.add_argument("--csv", type=Path, nargs="?", const=default, help="also write a file; results/decode_gpu.csv")
+    parser.add_argument("--points", choices=POINTS, default="all")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--only", default="", help="of Ours, MaxFlashAttention, FlashInfer, Torch: those named")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    parser.add_argument("--cpu-target", help="what the host's code is compiled for, where that is not this CPU")
     arguments = parser.parse_args()
-    kinds = (Ours, MaxFlashAttention, FlashInfer, Torch)
+    os.environ.setdefault(MEMORY_PERCENT, "10")  # read when MAX makes its first context
+    if arguments.cpu_target:
+        from max.driver import set_virtual_cpu_target
+
+        set_virtual_cpu_target(arguments.cpu_target)
+    from paged_kv.benchmarks.gpu_systems import FlashInfer, MaxFlashAttention, Ours, Torch
+    from paged_kv.benchmarks.gpu_timing import clock_of
+
+    device = "cuda" if arguments.device == "gpu" else "cpu"
+    clock, facts, table = clock_of(device), provenance(device), Table(arguments.csv)
+    kinds = (Ours, MaxFlashAttention, FlashInfer, Torch) if device == "cuda" else (Ours, Torch)
     sources = [kind() for kind in kinds if not arguments.only or kind.__name__ in arguments.only]
-    facts = provenance()
-    rows: list[dict[str, Any]] = []
-    for point in points(arguments.quick):
-        print(point)
-        try:
-            found = measure(point, sources, arguments.repeats)
-        except torch.cuda.OutOfMemoryError:
-            print("  does not fit this GPU")
-            continue
-        finally:
-            torch.cuda.empty_cache()
-        for row in found:
-            print(f"  {row['system']:<26} {row['us']:>10} us {row['GB/s']:>6} GB/s  {row['share']}")
-        rows += [row | facts for row in found]
-    if arguments.csv and rows:
-        path = Path(__file__).parent / "results" / "decode_gpu.csv"
-        path.parent.mkdir(exist_ok=True)
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+    measured = 0
+    for point in points(arguments.points, device):
+        print(point, flush=True)
+        rows = measure(point, sources, arguments.repeats, clock, device)
+        table.add([row | facts for row in rows])
+        for row in rows:
+            figures = f"{row['us']:>10} us {row['GB/s']:>6} GB/s  {row['share']}" if "us" in row else row["error"]
+            print(f"  {row['system']:<26} {figures}", flush=True)
+            measured += "us" in row and row["system"].startswith("paged-kv")
+        empty_cache(device)
+    if not measured:
+        raise SystemExit("none of this package's kernels was measured")
+    print(f"{measured} figures of this package's kernels")
+
+
+def empty_cache(device: str) -> None:
+    """Gives back what torch keeps of a point's memory."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

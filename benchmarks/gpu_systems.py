@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from max.driver import Accelerator
+from max.driver import CPU, Accelerator
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, Module, TensorType
 
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.devices import gpu
+from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import to_buffer
-from paged_kv.graphs import ops
+from paged_kv.benchmarks import gpu_graphs
+from paged_kv.benchmarks.gpu_graphs import FLASH_PAGE
+from paged_kv.benchmarks.gpu_timing import System
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
@@ -42,21 +44,21 @@ class Point:
 
 
 class Problem:
-    """The arrays of a point, on the GPU: shuffled pages, one more page than needed, which holds NaN."""
+    """The arrays of a point, on "cuda" or "cpu": shuffled pages, one more page than needed, which holds NaN."""
 
-    def __init__(self, point: Point) -> None:
-        self.point = point
-        generator = torch.Generator("cuda").manual_seed(0)
+    def __init__(self, point: Point, device: str) -> None:
+        self.point, self.device = point, device
+        generator = torch.Generator(device).manual_seed(0)
         per_request = -(-point.length // point.page_size)
         self.num_pages = point.batch * per_request + 1
         page = (point.page_size, point.kv_heads, point.head_dim)
-        self.blocks = torch.empty(self.num_pages, 2, *page, device="cuda", dtype=getattr(torch, point.kv_dtype))
+        self.blocks = torch.empty(self.num_pages, 2, *page, device=device, dtype=getattr(torch, point.kv_dtype))
         for chunk in torch.split(self.blocks, 4096):  # in pieces: the float32 numbers need room too
-            chunk.copy_(torch.randn(chunk.shape, device="cuda", generator=generator))
-        order = torch.randperm(self.num_pages, device="cuda", generator=generator)
+            chunk.copy_(torch.randn(chunk.shape, device=device, generator=generator))
+        order = torch.randperm(self.num_pages, device=device, generator=generator)
         self.table = order[:-1].reshape(point.batch, per_request).int().contiguous()
         self.blocks[order[-1]] = float("nan")
-        q = torch.randn(point.batch, point.heads, point.head_dim, device="cuda", generator=generator)
+        q = torch.randn(point.batch, point.heads, point.head_dim, device=device, generator=generator)
         self.q = q.to(getattr(torch, point.dtype))
         self.scale = point.head_dim**-0.5
 
@@ -82,19 +84,13 @@ class Problem:
                 raise AssertionError(f"{name}: request {request} of {self.point} is off by {off:.2e}")
 
 
-def first_output(model: Any, inputs: list[Any]) -> Any:
-    """Runs a compiled model; its first output."""
-    return model.execute(*inputs)[0]
-
-
-@dataclass
-class System:
-    """Something to time: what it does, the stream it does it on, and the result of its last run."""
-
-    name: str
-    run: Callable[[], Any]
-    stream: Any
-    result: Callable[[Any], torch.Tensor]
+def copy_system(device: str) -> tuple[System, int]:
+    """A copy within the device's memory, 2 GB on a GPU, and the bytes that it reads and writes."""
+    size = 2 << 30 if device == "cuda" else 64 << 20
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    stream = torch.cuda.current_stream() if device == "cuda" else None
+    return System("copy", lambda: target.copy_(source), stream, lambda o: o), 2 * size
 
 
 class Source(Protocol):
@@ -110,28 +106,20 @@ def max_stream() -> Any:
 
 
 class Ours:
-    """This package's op, compiled once for each pair of dtypes and kernel."""
-
-    def __init__(self) -> None:
-        self._models: dict[tuple[str, str, str], Any] = {}
-
-    def model(self, q_dtype: str, kv_dtype: str, kernel: ops.GpuKernel) -> Any:
-        key = (q_dtype, kv_dtype, kernel)
-        if key not in self._models:
-            self._models[key] = _build(*key)
-        return self._models[key]
+    """This package's op: the graph that the API runs, and the kernel for any GPU."""
 
     def systems(self, problem: Problem) -> Iterator[System]:
-        point, device = problem.point, gpu(0)
+        point, where = problem.point, problem.device
+        on_gpu = where == "cuda"
+        device = gpu(0) if on_gpu else TorchArrays(CPU())
+        runtime = runtime_on(0 if on_gpu else None)
         k, v = paged_views(problem.blocks, "NHD", device=device)
         k_blocks, v_blocks, view = cache_operands(k, v, device)
-        none = torch.zeros(0, device="cuda")
-        lengths = torch.full((point.batch,), point.length, dtype=torch.int32, device="cuda")
-        rows = torch.arange(point.batch, dtype=torch.int32, device="cuda")
+        none = torch.zeros(0, device=where)
         inputs = [
             device.buffer(problem.q),
-            device.buffer(rows),
-            device.buffer(lengths),
+            device.buffer(torch.arange(point.batch, dtype=torch.int32, device=where)),
+            device.buffer(torch.full((point.batch,), point.length, dtype=torch.int32, device=where)),
             k_blocks,
             v_blocks,
             device.buffer(problem.table.view(torch.uint32)),
@@ -141,71 +129,37 @@ class Ours:
             to_buffer(np.array(-1, np.int32)),
             to_buffer(AttentionOptions().numbers(point.head_dim)),
         ]
-        torch.cuda.synchronize()
-        for name, kernel in (("paged-kv", "best"), ("paged-kv plain", "plain")):
-            model = self.model(point.dtype, point.kv_dtype, kernel)  # type: ignore[arg-type]
-            yield System(name, partial(first_output, model, inputs), max_stream(), torch.utils.dlpack.from_dlpack)
-
-
-def _build(q_dtype: str, kv_dtype: str, kernel: ops.GpuKernel) -> Any:
-    module, variant = Module(), Variant("attention", DType[q_dtype], DType[kv_dtype])
-    variant.build(module, DeviceRef.GPU(0), gpu_kernel=kernel)
-    return runtime_on(0).session.load_all(module, custom_extensions=[ops.kernels()])[variant.name]
+        dtypes = DType[point.dtype], DType[point.kv_dtype]
+        stream, result = max_stream() if on_gpu else None, torch.utils.dlpack.from_dlpack
+        if on_gpu:
+            torch.cuda.synchronize()
+        run = partial(runtime.execute, Variant("attention", *dtypes), *inputs)
+        yield System("paged-kv", run, stream, lambda outputs: result(outputs[0]))
+        if on_gpu:
+            plain = gpu_graphs.attention(runtime, *dtypes, gpu_kernel="plain").load(runtime)
+            yield System("paged-kv plain", partial(plain.execute, *inputs), stream, lambda outputs: result(outputs[0]))
 
 
 class MaxFlashAttention:
     """MAX's own paged flash attention, over pages of 128 tokens."""
 
-    PAGE = 128
-
-    def __init__(self) -> None:
-        self._models: dict[tuple[int, int, int, str], Any] = {}
-
-    def _model(self, point: Point) -> Any:
-        from max.graph import ops as graph_ops
-        from max.nn.attention.mask_config import MHAMaskVariant
-        from max.nn.kernels import flash_attention_ragged
-        from max.nn.kv_cache import MHAKVCacheParams
-
-        key = (point.heads, point.kv_heads, point.head_dim, point.dtype)
-        if key not in self._models:
-            device, dtype = DeviceRef.GPU(0), DType[point.dtype]
-            params = MHAKVCacheParams(
-                dtype=dtype,
-                head_dim=point.head_dim,
-                num_layers=1,
-                devices=[device],
-                page_size=self.PAGE,
-                n_kv_heads=point.kv_heads,
-            )
-            types = [
-                TensorType(dtype, ["n", point.heads, point.head_dim], device),
-                TensorType(DType.uint32, ["offsets"], device),
-                *params.flattened_kv_inputs(),
-            ]
-            with Graph("peer", input_types=types) as graph:
-                q, offsets, *kv = graph.inputs
-                cache = params.unflatten_kv_inputs(iter(kv))[0]
-                layer = graph_ops.constant(0, DType.uint32, DeviceRef.CPU())
-                mask = MHAMaskVariant.CAUSAL_MASK
-                arguments = (params, q.tensor, offsets.tensor, cache, layer, mask)
-                graph.output(flash_attention_ragged(*arguments, scale=point.head_dim**-0.5))
-            self._models[key] = ([kind.device for kind in types], runtime_on(0).session.load(graph))
-        return self._models[key]
-
     def systems(self, problem: Problem) -> Iterator[System]:
         point = problem.point
-        if point.kv_dtype != point.dtype or point.length % self.PAGE:
+        if point.kv_dtype != point.dtype or point.length % FLASH_PAGE:
             return
-        devices, model = self._model(point)
-        per_request = point.length // self.PAGE
+        runtime, dtype = runtime_on(0), DType[point.dtype]
+        sizes = (point.kv_heads, point.head_dim)
+        model = gpu_graphs.flash_attention(runtime, dtype, point.heads, *sizes).load(runtime)
+        kinds = gpu_graphs.flash_inputs(gpu_graphs.flash_params(dtype, *sizes, runtime.device), point.heads)
+        devices = [kind.device for kind in kinds]
+        per_request = point.length // FLASH_PAGE
         table = torch.randperm(point.batch * per_request, device="cuda").reshape(point.batch, per_request)
-        page = (self.PAGE, point.kv_heads, point.head_dim)
+        page = (FLASH_PAGE, point.kv_heads, point.head_dim)
         blocks = torch.empty(point.batch * per_request, 2, 1, *page, device="cuda", dtype=problem.blocks.dtype)
         for request in range(point.batch):
             for i, tokens in enumerate(problem.tokens(request)):
                 blocks[table[request], i, 0] = tokens.transpose(0, 1).reshape(per_request, *page).to(blocks.dtype)
-        size = 2 * self.PAGE * point.kv_heads * point.head_dim
+        size = 2 * FLASH_PAGE * point.kv_heads * point.head_dim
         arrays = [
             problem.q,
             np.arange(point.batch + 1, dtype=np.uint32),
@@ -222,9 +176,8 @@ class MaxFlashAttention:
             buffer = to_buffer(array) if isinstance(array, np.ndarray) else gpu(0).buffer(array)
             inputs.append(buffer if device.is_cpu() or isinstance(array, torch.Tensor) else buffer.to(Accelerator(0)))
         torch.cuda.synchronize()
-        yield System(
-            "MAX (pages of 128)", lambda: model.execute(*inputs)[0], max_stream(), torch.utils.dlpack.from_dlpack
-        )
+        result = torch.utils.dlpack.from_dlpack
+        yield System("MAX (pages of 128)", partial(model.execute, *inputs), max_stream(), lambda o: result(o[0]))
 
 
 class FlashInfer:
@@ -251,13 +204,14 @@ class Torch:
     """torch's attention over contiguous K and V."""
 
     def systems(self, problem: Problem) -> Iterator[System]:
-        point = problem.point
+        point, where = problem.point, problem.device
         if point.kv_dtype != point.dtype or point.kv_bytes > 24 << 30:
             return
         shape = (point.batch, point.kv_heads, point.length, point.head_dim)
-        keys, values = (torch.empty(shape, device="cuda", dtype=problem.q.dtype) for _ in range(2))
+        keys, values = (torch.empty(shape, device=where, dtype=problem.q.dtype) for _ in range(2))
         for request in range(point.batch):
             keys[request], values[request] = problem.tokens(request)
         attend = torch.nn.functional.scaled_dot_product_attention
         run = lambda: attend(problem.q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]  # noqa: E731
-        yield System("torch, contiguous", run, torch.cuda.current_stream(), lambda o: o)
+        stream = torch.cuda.current_stream() if where == "cuda" else None
+        yield System("torch, contiguous", run, stream, lambda o: o)

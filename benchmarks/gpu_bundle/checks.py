@@ -1,0 +1,199 @@
+"""Checks that the host runs, one a process: `python -m paged_kv.benchmarks.gpu_bundle.checks --device gpu|cpu NAME`.
+
+    hello       x + 1 by MAX
+    attention   decode attention of the API against float64: lengths at the edges of pages and tiles, unused slots NaN
+    float8      the same over a float8 cache
+    empty       a batch without requests, and a request without tokens
+    memory      what MAX holds of the GPU's memory once it has a context
+    launches    the kernels of one call: grid, block, shared memory, stream, as CUPTI saw them
+    assembler   the registers of every kernel in the artefacts; none may spill
+
+Each prints facts as JSON objects, one a line, and what it found as its last line; the exit status is 1 where it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from paged_kv.benchmarks.gpu_bundle.graphs import use_host_target
+from paged_kv.runtime.cache_folder import cache_path
+
+LENGTHS = (700, 1, 33, 64, 65, 127, 16)
+HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16
+
+
+def emit(**facts: Any) -> None:
+    """A row of the results."""
+    print(json.dumps(facts), flush=True)
+
+
+def hello(device: str) -> str:
+    from max.driver import CPU, Buffer
+
+    from paged_kv.benchmarks.gpu_graphs import add_one
+    from paged_kv.runtime.session import runtime_on
+
+    runtime = runtime_on(0 if device == "gpu" else None)
+    emit(check="hello", architecture=runtime.architecture or "cpu")
+    x = Buffer.from_numpy(np.arange(5, dtype=np.float32)).to(runtime.driver_device)
+    found = add_one(runtime).load(runtime).execute(x)[0].to(CPU()).to_numpy().tolist()
+    if found != [1, 2, 3, 4, 5]:
+        raise AssertionError(f"x + 1 is {found}")
+    return "MAX adds"
+
+
+def attention(device: str) -> str:
+    return _decode(device, "bfloat16", 1e-2)
+
+
+def float8(device: str) -> str:
+    return _decode(device, "float8_e4m3fn", 2e-2)
+
+
+def _decode(device: str, kv_dtype: str, tolerance: float) -> str:
+    wrapper, q, cache, expected = problem(device, kv_dtype)
+    o, lse = wrapper.run(q, cache, return_lse=True)
+    for name, found, reference in (("o", o, expected[0]), ("lse", lse, expected[1])):
+        numbers = found.float().cpu().numpy().astype(np.float64)
+        off = float(np.abs(numbers - reference).max() / np.abs(reference).max())
+        emit(check=f"attention over {kv_dtype}", output=name, off=off, tolerance=tolerance)
+        if not off <= tolerance:  # NaN too
+            raise AssertionError(f"{name} is off by {off:.1e}, more than {tolerance}")
+    return f"attention over {kv_dtype} is right"
+
+
+def problem(device: str, kv_dtype: str) -> tuple[Any, Any, Any, tuple[Any, Any]]:
+    """A planned wrapper, its queries and cache on the device, and o and lse in float64."""
+    import torch
+
+    from paged_kv import reference
+    from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
+
+    where = "cuda" if device == "gpu" else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    pages = [-(-length // PAGE) for length in LENGTHS]
+    order = torch.randperm(sum(pages) + 1, generator=generator).numpy()
+    indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
+    blocks = torch.full((sum(pages) + 1, 2, PAGE, KV_HEADS, DIM), float("nan"))
+    table = np.zeros((len(LENGTHS), max(pages)), np.uint32)
+    for i, length in enumerate(LENGTHS):
+        table[i, : pages[i]] = order[indptr[i] : indptr[i + 1]]
+        tokens = torch.randn(2, pages[i] * PAGE, KV_HEADS, DIM, generator=generator)
+        tokens[:, length:] = float("nan")
+        blocks[table[i, : pages[i]].astype(np.int64)] = tokens.reshape(2, pages[i], PAGE, KV_HEADS, DIM).swapaxes(0, 1)
+    # [pages, 2, page_size, Hk, D]
+    blocks = blocks.to(getattr(torch, kv_dtype))
+    q = torch.randn(len(LENGTHS), HEADS, DIM, generator=generator).bfloat16()
+    wide = blocks.float().numpy().astype(np.float64)
+    rows = (np.arange(len(LENGTHS), dtype=np.int32), np.array(LENGTHS, np.int32))
+    expected = reference.attention(q.float().numpy(), wide[:, 0], wide[:, 1], table, *rows)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+    last = np.array([(length - 1) % PAGE + 1 for length in LENGTHS], np.int32)
+    sizes = (HEADS, KV_HEADS, DIM, PAGE)
+    indices = order[: indptr[-1]].astype(np.int32)
+    wrapper.plan(indptr, indices, last, *sizes, q_data_type="bfloat16", kv_data_type=kv_dtype)
+    return wrapper, q.to(where), blocks.to(where), expected
+
+
+def empty(device: str) -> str:
+    import torch
+
+    from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
+
+    where = "cuda" if device == "gpu" else "cpu"
+    blocks = torch.full((3, 2, PAGE, KV_HEADS, DIM), float("nan"), dtype=torch.bfloat16, device=where)
+    for batch in (0, 2):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+        nothing = np.zeros(0, np.int32)
+        indptr, last = np.zeros(batch + 1, np.int32), np.zeros(batch, np.int32)
+        wrapper.plan(indptr, nothing, last, HEADS, KV_HEADS, DIM, PAGE, q_data_type="bfloat16")
+        q = torch.ones(batch, HEADS, DIM, dtype=torch.bfloat16, device=where)
+        o, lse = wrapper.run(q, blocks, return_lse=True)
+        if o.shape != q.shape or o.any() or not torch.isneginf(lse).all():
+            raise AssertionError(f"{batch} empty requests: o is not 0 or lse not -inf")
+    return "empty batches and requests give zeros"
+
+
+def memory(_: str) -> str:
+    import torch
+
+    from paged_kv.runtime.session import runtime_on
+
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    runtime_on(0)
+    after = torch.cuda.mem_get_info()[0]
+    emit(check="memory", total=total, before_max=total - free, held_by_max=free - after)
+    return f"MAX's context holds {(free - after) / 2**30:.1f} of {total / 2**30:.0f} GiB"
+
+
+def launches(_: str) -> str:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    wrapper, q, cache = problem("gpu", "bfloat16")[:3]
+    wrapper.run(q, cache)  # loads and places everything
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        wrapper.run(q, cache)
+        torch.cuda.synchronize()
+    with TemporaryDirectory() as folder:
+        written = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(written))
+        events = json.loads(written.read_text())["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    for event in sorted(kernels, key=lambda event: event["ts"]):
+        facts = event["args"]
+        kept = ("grid", "block", "registers per thread", "shared memory", "stream", "blocks per SM")
+        emit(check="launch", kernel=event["name"], us=event["dur"], **{name: facts.get(name) for name in kept})
+    if not kernels:
+        raise AssertionError("the trace has no kernel")
+    return f"{len(kernels)} kernels"
+
+
+def assembler(_: str) -> str:
+    cubins = import_module("support.cubins")  # of tests/
+    folder = cache_path() / "compiled"
+    kernels: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.graph")):
+        kernels |= {kernel.name: kernel for kernel in cubins.kernels(path.read_bytes())}
+    for kernel in kernels.values():
+        emit(check="kernel", kernel=kernel.name, registers=kernel.registers, stack_bytes=kernel.stack_bytes)
+    spilled = [kernel.name for kernel in kernels.values() if kernel.stack_bytes]
+    if spilled or not kernels:
+        raise AssertionError(f"{len(kernels)} kernels in {folder}, of which these have a stack: {spilled}")
+    return f"{len(kernels)} kernels, none has a stack"
+
+
+CHECKS: dict[str, Callable[[str], str]] = {
+    check.__name__: check for check in (hello, attention, float8, empty, memory, launches, assembler)
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("check", choices=CHECKS)
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
+    arguments = parser.parse_args()
+    use_host_target(arguments.device, virtual=False)
+    try:
+        print(CHECKS[arguments.check](arguments.device))
+    except Exception as error:  # anything may fail on a host that nothing has run on
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

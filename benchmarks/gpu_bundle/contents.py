@@ -1,0 +1,178 @@
+"""What goes into the bundle: of MAX what runs compiled graphs, this package, its tests, programs and graphs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from paged_kv.benchmarks.gpu_bundle import steps
+from paged_kv.errors import ToolchainError
+from paged_kv.versions import PINNED, VERSION
+
+ROOT = Path(__file__).parents[2]
+PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+LIBRARIES = (
+    *("libmax", "libMGPRT", "libnixl", "libAsyncRTMojoBindings"),
+    *("libAsyncRTRuntimeGlobals", "libKGENCompilerRTShared", "libMSupportGlobals"),
+)
+"""Those that a process with MAX has mapped. The compiler, the linker and the assembler are other files: 240 MB less."""
+NOT_TO_RUN = ("max/pipelines/", "max/serve/", "max/benchmark/", "max/include/", "max/_xgrammar/")
+"""Of MAX's Python: its models and its server."""
+PYTEST_INI = """\
+[pytest]
+pythonpath = tests
+addopts = --import-mode=importlib
+"""
+
+
+def max_runtime(site: Path, python: str, work: Path) -> None:
+    """MAX for the host's Python, without its compiler: libraries from this environment, the rest from its wheel."""
+    wheel = _download(f"max=={PINNED['max']}", python, work)
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            name = member.filename
+            if ".data/" in name:  # as an installer would lay it
+                kind, _, name = name.partition(".data/")[2].partition("/")
+                if kind not in ("platlib", "purelib"):
+                    continue
+            if name.startswith(NOT_TO_RUN) or name.endswith((".pyi", "/")):
+                continue
+            target = site / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(archive.read(member))
+    (site / "modular" / "lib").mkdir(parents=True, exist_ok=True)
+    for library in LIBRARIES:
+        shutil.copy(_installed("modular") / "lib" / f"{library}.so", site / "modular" / "lib")
+    for package in ("mojo", "_mojo"):
+        shutil.copytree(_installed(package), site / package, dirs_exist_ok=True, ignore=_CACHES)
+    distribution(site, "mojo", PINNED["mojo"])
+
+
+def own_package(site: Path) -> None:
+    """This package, laid out as the wheel has it: keys of compiled graphs have its sources in them."""
+    package = site / "paged_kv"
+    shutil.rmtree(package, ignore_errors=True)
+    shutil.copytree(ROOT / "python" / "paged_kv", package, ignore=_CACHES)
+    for folder in ("graphs", "mojo_ops", "benchmarks"):
+        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    (package / "benchmarks" / "COMMIT").write_text(f"{commit()}\n")
+    distribution(site, "paged_kv", VERSION)
+
+
+def tests(out: Path) -> None:
+    """The tests that the steps name, with settings of their own."""
+    shutil.rmtree(out / "tests", ignore_errors=True)
+    shutil.copytree(ROOT / "tests", out / "tests", ignore=shutil.ignore_patterns("__pycache__", "data", "results"))
+    (out / "tests" / "pytest.ini").write_text(PYTEST_INI)
+
+
+def scripts(out: Path) -> None:
+    """What runs the steps."""
+    shutil.copy(Path(__file__).with_name("run.py"), out)
+    (out / "steps.json").write_text(steps.as_json(commit()))
+
+
+def programs(out: Path) -> list[str]:
+    """Builds the Mojo programs for the GPU and the host's CPU; the names of those that did not build, with reasons."""
+    folder = out / "programs"
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = [f"--target-accelerator={steps.ARCHITECTURE}", f"--target-cpu={steps.CPU_TARGET}"]
+    failed = []
+    for name, source in steps.PROGRAMS.items():
+        command = [str(Path(sys.executable).with_name("mojo")), "build", *targets, "-I", str(ROOT)]
+        command += ["-o", str(folder / name), str(ROOT / "tests" / "mojo" / source)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            failed.append(f"{name}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return failed
+
+
+def compiled_graphs(out: Path, device: str) -> None:
+    """Compiles what is missing of the graphs of `device`, "gpu" or "cpu", in a process of its own.
+
+    Raises:
+        ToolchainError: a graph does not compile; those before it are kept.
+    """
+    cache = out / "cache"
+    (cache / "paged-kv").mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "paged_kv.benchmarks.gpu_bundle.graphs", device]
+    result = subprocess.run(command, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, check=False)
+    if result.returncode != 0:
+        raise ToolchainError(f"the graphs for the {device} do not compile (exit status {result.returncode})")
+
+
+def forget_older_graphs(out: Path) -> None:
+    """Removes what was compiled from older sources, and the Mojo package, which is for compilers."""
+    cache = out / "cache" / "paged-kv"
+    shutil.rmtree(cache / "kernels", ignore_errors=True)
+    current = {digest for listed in cache.glob("*.txt") for digest in listed.read_text().split()}
+    for path in (cache / "compiled").glob("*.graph"):
+        if path.stem not in current:
+            path.unlink()
+
+
+def wheels(out: Path, folder: Path) -> None:
+    """Unpacks wheels that the user wants on the host beside MAX, FlashInfer's for one."""
+    for wheel in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(out / "site")
+
+
+def distribution(site: Path, name: str, version: str) -> None:
+    """The metadata that says a package is installed: versions are in the keys of compiled graphs."""
+    facts = site / f"{name}-{version}.dist-info"
+    facts.mkdir(parents=True, exist_ok=True)
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def commit() -> str:
+    """The commit of the checkout; empty where there is none."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+_CACHES = shutil.ignore_patterns("__pycache__")
+
+
+def _installed(package: str) -> Path:
+    """The folder of a package of this environment.
+
+    Raises:
+        ToolchainError: it is not installed.
+    """
+    spec = find_spec(package)
+    folders = list((spec and spec.submodule_search_locations) or ())
+    if not folders:
+        raise ToolchainError(f"{package} is not installed here: the bundle takes MAX's libraries from this environment")
+    return Path(folders[0])
+
+
+def _download(requirement: str, python: str, folder: Path) -> Path:
+    """A wheel for the host's Python, from the package index.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:
+        command: Sequence[str] = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", fresh]
+        command = [*command, "--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
+        for platform in PLATFORMS:
+            command = [*command, "--platform", platform]
+        result = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+        found = list(Path(fresh).glob("*.whl"))
+        if result.returncode != 0 or len(found) != 1:
+            said = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ToolchainError(f"no wheel of {requirement} for Python {python}: {said}")
+        target = folder / found[0].name
+        found[0].replace(target)
+        return target
