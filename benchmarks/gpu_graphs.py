@@ -12,11 +12,10 @@ from pathlib import Path
 
 from max.dtype import DType
 from max.engine import Model
-from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
-from max.nn.kv_cache import MHAKVCacheParams
+from max.graph import DeviceRef, Graph, Module, TensorType
 
+from paged_kv.errors import ToolchainError
 from paged_kv.graphs.attention import ATTENTION, GpuKernel
-from paged_kv.graphs.ops import kernels
 from paged_kv.runtime import variants
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
@@ -28,6 +27,8 @@ _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 FLASH_PAGE = 128
 """Tokens in a page of MAX's own attention, which takes no smaller ones."""
+
+FLASH_HOST_INPUTS = 4
 
 
 @dataclass(frozen=True)
@@ -74,37 +75,32 @@ def attention(
     )
 
 
-def flash_params(dtype: DType, kv_heads: int, head_dim: int, device: DeviceRef) -> MHAKVCacheParams:
-    """The cache of MAX's own attention: one layer."""
-    return MHAKVCacheParams(
-        dtype=dtype, head_dim=head_dim, num_layers=1, devices=[device], page_size=FLASH_PAGE, n_kv_heads=kv_heads
-    )
-
-
-def flash_inputs(params: MHAKVCacheParams, heads: int) -> list[TensorType | BufferType]:
-    """What goes into `flash_attention`: q, the rows' offsets, and the cache as MAX has it."""
-    device = params.devices[0]
-    q = TensorType(params.dtype, ["n", heads, params.head_dim], device)
-    return [q, TensorType(DType.uint32, ["offsets"], device), *params.flattened_kv_inputs()]
-
-
 def flash_attention(runtime: Runtime, dtype: DType, heads: int, kv_heads: int, head_dim: int) -> GraphSpec:
-    """MAX's own paged flash attention, causal."""
+    """MAX's own paged flash attention, causal: q, the rows' offsets, and the cache as MAX has it, of which
+    `FLASH_HOST_INPUTS`, the last ones, lie on the host.
+    """
     name = f"max_flash_{dtype.name}_{heads}_{kv_heads}_{head_dim}"
 
     def build(module: Module) -> None:
         from max.graph import ops
         from max.nn.attention.mask_config import MHAMaskVariant
         from max.nn.kernels import flash_attention_ragged
+        from max.nn.kv_cache import MHAKVCacheParams  # compiled by MAX where it is first imported: not on the host
 
-        params = flash_params(dtype, kv_heads, head_dim, runtime.device)
-        with Graph(
-            name, input_types=flash_inputs(params, heads), custom_extensions=[kernels()], module=module
-        ) as graph:
-            q, offsets, *kv = graph.inputs
+        device = runtime.device
+        params = MHAKVCacheParams(
+            dtype=dtype, head_dim=head_dim, num_layers=1, devices=[device], page_size=FLASH_PAGE, n_kv_heads=kv_heads
+        )
+        q = TensorType(dtype, ["n", heads, head_dim], device)
+        types = [q, TensorType(DType.uint32, ["offsets"], device), *params.flattened_kv_inputs()]
+        on_host = [kind.device.is_cpu() for kind in types]
+        if on_host != [False] * (len(types) - FLASH_HOST_INPUTS) + [True] * FLASH_HOST_INPUTS:
+            raise ToolchainError(f"this MAX has other inputs of paged attention: {types}")
+        with Graph(name, input_types=types, module=module) as graph:
+            q_value, offsets, *kv = graph.inputs
             cache = params.unflatten_kv_inputs(iter(kv))[0]
             layer = ops.constant(0, DType.uint32, DeviceRef.CPU())
-            arguments = (params, q.tensor, offsets.tensor, cache, layer, MHAMaskVariant.CAUSAL_MASK)
+            arguments = (params, q_value.tensor, offsets.tensor, cache, layer, MHAMaskVariant.CAUSAL_MASK)
             graph.output(flash_attention_ragged(*arguments, scale=head_dim**-0.5))
 
     return GraphSpec(name, CompileKey(f"{name} {_SOURCE}", variants.__name__, (), runtime.architecture), build)

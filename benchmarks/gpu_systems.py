@@ -17,7 +17,7 @@ from paged_kv.arrays.devices import gpu
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import to_buffer
 from paged_kv.benchmarks import gpu_graphs
-from paged_kv.benchmarks.gpu_graphs import FLASH_PAGE
+from paged_kv.benchmarks.gpu_graphs import FLASH_HOST_INPUTS, FLASH_PAGE
 from paged_kv.benchmarks.gpu_timing import System
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.session import runtime_on
@@ -148,10 +148,8 @@ class MaxFlashAttention:
         if point.kv_dtype != point.dtype or point.length % FLASH_PAGE:
             return
         runtime, dtype = runtime_on(0), DType[point.dtype]
-        sizes = (point.kv_heads, point.head_dim)
-        model = gpu_graphs.flash_attention(runtime, dtype, point.heads, *sizes).load(runtime)
-        kinds = gpu_graphs.flash_inputs(gpu_graphs.flash_params(dtype, *sizes, runtime.device), point.heads)
-        devices = [kind.device for kind in kinds]
+        sizes = (point.heads, point.kv_heads, point.head_dim)
+        model = gpu_graphs.flash_attention(runtime, dtype, *sizes).load(runtime)
         per_request = point.length // FLASH_PAGE
         table = torch.randperm(point.batch * per_request, device="cuda").reshape(point.batch, per_request)
         page = (FLASH_PAGE, point.kv_heads, point.head_dim)
@@ -172,9 +170,13 @@ class MaxFlashAttention:
             np.zeros(4, np.int64),
         ]
         inputs = []
-        for array, device in zip(arrays, devices, strict=True):
-            buffer = to_buffer(array) if isinstance(array, np.ndarray) else gpu(0).buffer(array)
-            inputs.append(buffer if device.is_cpu() or isinstance(array, torch.Tensor) else buffer.to(Accelerator(0)))
+        for i, array in enumerate(arrays):
+            if isinstance(array, torch.Tensor):
+                inputs.append(gpu(0).buffer(array))
+            elif i < len(arrays) - FLASH_HOST_INPUTS:
+                inputs.append(to_buffer(array).to(Accelerator(0)))
+            else:
+                inputs.append(to_buffer(array))
         torch.cuda.synchronize()
         result = torch.utils.dlpack.from_dlpack
         yield System("MAX (pages of 128)", partial(model.execute, *inputs), max_stream(), lambda o: result(o[0]))

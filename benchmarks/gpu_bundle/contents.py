@@ -25,6 +25,8 @@ LIBRARIES = (
 """Those that a process with MAX has mapped. The compiler, the linker and the assembler are other files: 240 MB less."""
 NOT_TO_RUN = ("max/pipelines/", "max/serve/", "max/benchmark/", "max/include/", "max/_xgrammar/")
 """Of MAX's Python: its models and its server."""
+NEEDED = ("msgspec",)
+"""What MAX imports and a host with torch may lack; click, numpy, psutil, rich and typing_extensions it has."""
 PYTEST_INI = """\
 [pytest]
 pythonpath = tests
@@ -34,25 +36,19 @@ addopts = --import-mode=importlib
 
 def max_runtime(site: Path, python: str, work: Path) -> None:
     """MAX for the host's Python, without its compiler: libraries from this environment, the rest from its wheel."""
-    wheel = _download(f"max=={PINNED['max']}", python, work)
-    with zipfile.ZipFile(wheel) as archive:
-        for member in archive.infolist():
-            name = member.filename
-            if ".data/" in name:  # as an installer would lay it
-                kind, _, name = name.partition(".data/")[2].partition("/")
-                if kind not in ("platlib", "purelib"):
-                    continue
-            if name.startswith(NOT_TO_RUN) or name.endswith((".pyi", "/")):
-                continue
-            target = site / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(archive.read(member))
+    for requirement in (f"max=={PINNED['max']}", *NEEDED):
+        _unpack(_download(requirement, python, work), site)
     (site / "modular" / "lib").mkdir(parents=True, exist_ok=True)
     for library in LIBRARIES:
         shutil.copy(_installed("modular") / "lib" / f"{library}.so", site / "modular" / "lib")
     for package in ("mojo", "_mojo"):
         shutil.copytree(_installed(package), site / package, dirs_exist_ok=True, ignore=_CACHES)
     distribution(site, "mojo", PINNED["mojo"])
+    # MAX looks for its libraries beside the compiler's folder; and what would compile says why it cannot.
+    compiler = site / "modular" / "bin" / "mojo"
+    compiler.parent.mkdir(exist_ok=True)
+    compiler.write_text("#!/bin/sh\necho 'error: this bundle has no Mojo compiler' >&2\nexit 1\n")
+    compiler.chmod(0o755)
 
 
 def own_package(site: Path) -> None:
@@ -121,8 +117,7 @@ def forget_older_graphs(out: Path) -> None:
 def wheels(out: Path, folder: Path) -> None:
     """Unpacks wheels that the user wants on the host beside MAX, FlashInfer's for one."""
     for wheel in sorted(folder.glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(out / "site")
+        _unpack(wheel, out / "site")
 
 
 def distribution(site: Path, name: str, version: str) -> None:
@@ -155,6 +150,22 @@ def _installed(package: str) -> Path:
     if not folders:
         raise ToolchainError(f"{package} is not installed here: the bundle takes MAX's libraries from this environment")
     return Path(folders[0])
+
+
+def _unpack(wheel: Path, site: Path) -> None:
+    """Lays out a wheel as an installer would, but for what no step runs."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            name = member.filename
+            if ".data/" in name:
+                kind, _, name = name.partition(".data/")[2].partition("/")
+                if kind not in ("platlib", "purelib"):
+                    continue
+            if name.startswith(NOT_TO_RUN) or name.endswith((".pyi", "/")):
+                continue
+            target = site / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(archive.read(member))
 
 
 def _download(requirement: str, python: str, folder: Path) -> Path:

@@ -96,8 +96,8 @@ def run_step(step: Step, rows: Rows, log: BinaryIO, *, limit: float, env: Mappin
     if not reader.is_alive() and process.stdout is not None:
         process.stdout.close()
     seconds = round(time.monotonic() - started, 2)
-    detail = last[0] if status != "timeout" else f"ended after {limit:.0f} s; last line: {last[0]}"
-    rows.add(step=step.name, part=step.part, status=status, seconds=seconds, exit=code, detail=detail[-WIDTH:])
+    detail = last[0] if status != "timeout" else f"ended after {limit:.0f} s, after the line: {last[0]}"
+    rows.add(step=step.name, part=step.part, status=status, seconds=seconds, exit=code, detail=detail[:WIDTH])
     return status
 
 

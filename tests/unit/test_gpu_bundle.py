@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.benchmarks.gpu_bundle import install, run, steps
+from paged_kv.benchmarks.gpu_bundle import contents, install, run, steps
 from paged_kv.benchmarks.gpu_bundle.archive import PIECE_BYTES, TRANSFER_BYTES, pack, split, transfers
 from paged_kv.benchmarks.gpu_bundle.run import Rows, Step, run_steps
 from paged_kv.errors import ContractError
@@ -225,3 +225,51 @@ def test_the_hosts_environment(tmp_path, monkeypatch):
     assert env["MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"] == "10"
     assert env["XDG_CACHE_HOME"] == str(tmp_path / "cache")
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path / "site")
+
+
+KEYS = """
+import json, os, sys
+from paged_kv.benchmarks.gpu_bundle import graphs
+graphs.use_host_target(sys.argv[1], virtual=True)
+from paged_kv.benchmarks import gpu_graphs
+from paged_kv.runtime import artefacts, session
+from paged_kv.runtime.compile_key import Sources, toolchain
+
+asked = []
+def load_graphs(_, keys, *args, **kwargs):
+    asked.append({name: key.digest(Sources.installed(), toolchain()) for name, key in keys.items()})
+    return dict.fromkeys(keys)
+
+session.load_graphs = gpu_graphs.load_graphs = load_graphs
+for wanted in graphs.wanted(sys.argv[1]):
+    wanted.compile()
+    print(json.dumps([wanted.name, sorted(graphs.digests_of(wanted)), sorted(asked.pop().values())]))
+print(json.dumps([toolchain(), session.runtime_on(0 if sys.argv[1] == "gpu" else None).architecture, ""]), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("device", "architecture"), [("gpu", "cuda sm_90a 0"), ("cpu", "")])
+def test_the_hosts_processes_look_for_the_names_that_are_packed(device, architecture):
+    """A runtime asks for each graph under the digest that the bundle takes for it, for a CPU that any host has."""
+    command = [sys.executable, "-c", KEYS, device]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    *graphs, (tools, found, _) = map(json.loads, result.stdout.splitlines())
+    assert tools.endswith(" for haswell")
+    assert found == architecture
+    assert {"add_one", "attention_bfloat16_bfloat16"} <= {name for name, *_ in graphs}
+    for name, packed, asked in graphs:
+        assert packed == asked, name
+    assert len({digest for _, packed, _ in graphs for digest in packed}) == len(graphs)
+
+
+def test_graphs_of_older_sources_are_left_out(tmp_path):
+    cache = tmp_path / "cache" / "paged-kv"
+    (cache / "compiled").mkdir(parents=True)
+    for name in ("a" * 32, "b" * 32, "c" * 32):
+        (cache / "compiled" / f"{name}.graph").write_text(name)
+    (cache / "cpu.txt").write_text("a" * 32 + "\n")
+    (cache / "gpu.txt").write_text("c" * 32 + "\n")
+    contents.forget_older_graphs(tmp_path)
+    assert sorted(path.stem[0] for path in (cache / "compiled").iterdir()) == ["a", "c"]
