@@ -3,6 +3,7 @@
 MAX compiles a folder of Mojo sources again for every graph that names it, some 3.5 s each. Here the compiled package
 is kept on disk, named by the digest of its sources and the compilers' versions. It holds code that is not yet
 specialised: MAX generates instructions from it for the CPU or GPU target in force, so one file serves every target.
+A GPU's kernels are named after its file and their module, and are known by that name in a trace of launches.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from paged_kv.errors import ToolchainError
 from paged_kv.runtime.artefact_folder import ArtefactFolder
 from paged_kv.runtime.cache_folder import cache_path
 
+FILE = "mojo_ops.mojoc"
+"""The compiler takes a package's name from the file's, and cuts the names of kernels after some 30 characters."""
+
 _IN_A_SOURCE = re.compile(r"\.mojo:\d+")
 
 
@@ -32,11 +36,9 @@ def kernel_library(sources: Path) -> Path:
     """
     digest = _digest(sources)
     folder = ArtefactFolder(cache_path() / "kernels", "{}.kernels")
-    # The compiler takes a package's name from the file's: it has to be an identifier. It reads no file with a seal.
-    name = f"paged_kv_{digest}.mojoc"
 
     def compile_to(path: Path) -> None:
-        compiled = path.with_name(name)
+        compiled = path.with_name(FILE)
         try:
             subprocess_run_mojo(["precompile", str(sources), "-o", str(compiled)], capture_output=True, check=True)
         except CalledProcessError as error:
@@ -51,8 +53,10 @@ def kernel_library(sources: Path) -> Path:
 
     if not (found := folder.find([digest])) and folder.store([digest], compile_to) is None:
         found = folder.find([digest])
-    library = folder.plain(found[0], name) if found else None  # another process may have just emptied the cache
-    return library or sources
+    if not found:  # another process may have just emptied the cache
+        return sources
+    # The compiler reads no file with a seal.
+    return ArtefactFolder(folder.path / digest).plain(found[0], FILE) or sources
 
 
 def _digest(sources: Path) -> str:
