@@ -3,9 +3,12 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,10 @@ from paged_kv.benchmarks.gpu_bundle import contents, install, run, steps
 from paged_kv.benchmarks.gpu_bundle.archive import PIECE_BYTES, TRANSFER_BYTES, pack, split, transfers
 from paged_kv.benchmarks.gpu_bundle.run import Rows, Step, run_steps
 from paged_kv.errors import ContractError
+from paged_kv.versions import VERSION
 
 ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PIECE, TRANSFER = 100_000, 1_300_000
 
 
@@ -190,11 +195,7 @@ def test_the_steps_are_there_and_fit_their_calls():
                 assert (ROOT / word.removeprefix("{home}/")).is_file()
             if word.startswith("{home}/programs/"):
                 assert word.removeprefix("{home}/programs/") in steps.PROGRAMS
-            assert set(json.dumps(word).split("{")[1:]) <= {
-                part
-                for part in json.dumps(word).split("{")[1:]
-                if part.split("}")[0] in ("python", "home", "device", "results")
-            }
+            assert set(re.findall(r"\{(.*?)\}", word)) <= {"python", "home", "device", "results"}
     for source in steps.PROGRAMS.values():
         assert (ROOT / "tests" / "mojo" / source).is_file()
     for part in ("first", "correct"):
@@ -273,3 +274,34 @@ def test_graphs_of_older_sources_are_left_out(tmp_path):
     (cache / "gpu.txt").write_text("c" * 32 + "\n")
     contents.forget_older_graphs(tmp_path)
     assert sorted(path.stem[0] for path in (cache / "compiled").iterdir()) == ["a", "c"]
+
+
+def test_a_wheel_is_laid_out_without_what_no_step_runs(tmp_path):
+    (tmp_path / "wheels").mkdir()
+    names = (
+        "max/engine/api.py",
+        "max/engine/api.pyi",
+        "max/serve/api.py",
+        "max-1.data/platlib/max/core.so",
+        "max-1.data/data/x",
+    )
+    with zipfile.ZipFile(tmp_path / "wheels" / "max-1-py3-none-any.whl", "w") as wheel:
+        for name in names:
+            wheel.writestr(name, name)
+    contents.wheels(tmp_path, tmp_path / "wheels")
+    laid = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*") if path.is_file()}
+    assert laid == {"max/engine/api.py", "max/core.so"}
+
+
+def test_the_package_is_laid_out_as_it_is_installed(tmp_path):
+    """Every source is there, where imports find it: keys of compiled graphs are digests of these files."""
+    contents.own_package(tmp_path)
+    packages = PYPROJECT["tool"]["setuptools"]["package-dir"]
+    for package, folder in packages.items():
+        for source in (ROOT / folder).rglob("*"):
+            inner = source.relative_to(ROOT / folder)
+            if source.suffix in (".py", ".mojo") and "results" not in inner.parts:
+                assert (tmp_path.joinpath(*package.split("."), inner)).read_bytes() == source.read_bytes()
+    command = [sys.executable, "-c", "from importlib.metadata import version; print(version('paged_kv'))"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == VERSION
