@@ -137,7 +137,7 @@ def test_every_step_has_a_row_whatever_became_of_it(ran):
     assert rows[0]["detail"] == "all is well"
     assert "/nonexistent/program" in rows[2]["detail"]
     assert rows[3]["detail"].endswith("begun")
-    assert 1 <= rows[3]["seconds"] < 10
+    assert 1 <= rows[3]["seconds"] < 5
     assert all(row["device"] == "gpu" for row in rows)
     assert not passed
     assert "nothing is well" in log
@@ -181,7 +181,7 @@ def test_a_step_without_time_left_is_written_down(ran):
     slow, following = python("slow", "import time; time.sleep(60)", 1.0), python("next", "print(1)", 1.0)
     rows, passed, _ = ran(slow, following, seconds=1.5)
     assert [row["status"] for row in rows] == ["timeout", "not started"]
-    assert rows[0]["seconds"] < 10
+    assert rows[0]["seconds"] < 5
     assert not passed
 
 
