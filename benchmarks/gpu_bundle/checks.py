@@ -1,5 +1,6 @@
 """Checks that the host runs, one a process: `python -m paged_kv.benchmarks.gpu_bundle.checks --device gpu|cpu NAME`.
 
+    names       whether the host looks for the compiled graphs under the names that they have
     hello       x + 1 by MAX
     attention   decode attention of the API against float64: lengths at the edges of pages and tiles, unused slots NaN
     float8      the same over a float8 cache
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.benchmarks.gpu_bundle.graphs import use_host_target
+from paged_kv.benchmarks.gpu_bundle.graphs import adopt, use_host_target
 from paged_kv.runtime.cache_folder import cache_path
 
 LENGTHS = (700, 1, 33, 64, 65, 127, 16)
@@ -35,6 +37,10 @@ HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16
 def emit(**facts: Any) -> None:
     """A row of the results."""
     print(json.dumps(facts), flush=True)
+
+
+def names(device: str) -> str:
+    return adopt(device)
 
 
 def hello(device: str) -> str:
@@ -133,7 +139,8 @@ def memory(_: str) -> str:
     free, total = torch.cuda.mem_get_info()
     runtime_on(0)
     after = torch.cuda.mem_get_info()[0]
-    emit(check="memory", total=total, before_max=total - free, held_by_max=free - after)
+    percent = os.environ.get("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT")
+    emit(check="memory", percent=percent, total=total, before_max=total - free, held_by_max=free - after)
     return f"MAX's context holds {(free - after) / 2**30:.1f} of {total / 2**30:.0f} GiB"
 
 
@@ -177,7 +184,7 @@ def assembler(_: str) -> str:
 
 
 CHECKS: dict[str, Callable[[str], str]] = {
-    check.__name__: check for check in (hello, attention, float8, empty, memory, launches, assembler)
+    check.__name__: check for check in (names, hello, attention, float8, empty, memory, launches, assembler)
 }
 
 

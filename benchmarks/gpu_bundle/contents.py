@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -108,7 +109,8 @@ def forget_older_graphs(out: Path) -> None:
     """Removes what was compiled from older sources, and the Mojo package, which is for compilers."""
     cache = out / "cache" / "paged-kv"
     shutil.rmtree(cache / "kernels", ignore_errors=True)
-    current = {digest for listed in cache.glob("*.txt") for digest in listed.read_text().split()}
+    listed = [json.loads(path.read_text()) for path in cache.glob("*.json")]
+    current = {digest for graphs in listed for named in graphs.values() for digest in named.values()}
     for path in (cache / "compiled").glob("*.graph"):
         if path.stem not in current:
             path.unlink()

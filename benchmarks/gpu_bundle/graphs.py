@@ -9,11 +9,14 @@ those that the host will look for: the same sources, the same versions, the CPU 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from max import driver
 from max.dtype import DType
@@ -83,30 +86,64 @@ def wanted(device: str) -> list[Wanted]:
     ]
 
 
-def digests_of(graphs: Wanted) -> set[str]:
-    """The names of their files."""
+def digests_of(graphs: Wanted) -> dict[str, str]:
+    """The names of their files, by the names of the graphs."""
     sources, tools = Sources.installed(), toolchain()
-    return {key.digest(sources, tools) for key in graphs.keys.values()}
+    return {name: key.digest(sources, tools) for name, key in graphs.keys.items()}
 
 
 def is_kept(graphs: Wanted) -> bool:
     """Whether the cache folder has them."""
-    digests = digests_of(graphs)
+    digests = set(digests_of(graphs).values())
     return digests == {digest for artefact in user_artefacts().find(digests) for digest in artefact.digests}
 
 
-def main(arguments: Sequence[str]) -> None:
-    device, *names = arguments
-    use_host_target(device, virtual=True)
+def compile_missing(device: str, names: Sequence[str]) -> None:
+    """Compiles what the cache folder lacks, of some names or of all; and writes down which file is which graph."""
     every = wanted(device)
-    listed = sorted(digest for graphs in every for digest in digests_of(graphs))
-    (cache_folder() / f"{device}.txt").write_text("\n".join(listed) + "\n")  # all else in the folder is older
+    listed = {graphs.name: digests_of(graphs) for graphs in every}
+    _list_of(device).write_text(json.dumps(listed, indent=1))
     for graphs in every:
         if (names and graphs.name not in names) or is_kept(graphs):
             continue
         started = time.monotonic()
         graphs.compile()
         print(f"{device} {graphs.name}: {time.monotonic() - started:.1f} s", flush=True)
+
+
+def adopt(device: str) -> str:
+    """On a host that looks for other names than were packed, gives the files those names: its MAX may call the
+    architecture something else. What became of it, in words.
+    """
+    listed = json.loads(_list_of(device).read_text())
+    folder, missing, renamed = user_artefacts(), [], 0
+    for graphs in wanted(device):
+        for name, digest in digests_of(graphs).items():
+            if folder.find([digest]):
+                continue
+            found = folder.find([listed.get(graphs.name, {}).get(name, digest)])
+            if found:
+                folder.store([digest], partial(_write, found[0].content))
+                renamed += 1
+            else:
+                missing.append(graphs.name)
+    if missing:
+        return f"{renamed} graphs renamed; not in the bundle: {', '.join(missing)}"
+    return f"{renamed} graphs renamed" if renamed else "every graph has the name that this host looks for"
+
+
+def _write(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+def _list_of(device: str) -> Path:
+    return cache_folder() / f"{device}.json"
+
+
+def main(arguments: Sequence[str]) -> None:
+    device, *names = arguments
+    use_host_target(device, virtual=True)
+    compile_missing(device, names)
 
 
 if __name__ == "__main__":

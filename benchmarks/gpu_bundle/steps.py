@@ -55,6 +55,7 @@ STEPS = (
         ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv"),
         30,
     ),
+    Step("names", "first", _check("names"), 30, BOTH),
     Step("hello", "first", _check("hello"), 60, BOTH),
     Step("attention", "first", _check("attention"), 60, BOTH),
     Step("memory, capped", "first", _check("memory"), 60),

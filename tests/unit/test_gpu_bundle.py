@@ -1,22 +1,21 @@
-"""The bundle for a GPU host: pieces within their limits, unpacked as they were; steps that cannot take others along."""
+"""The bundle for a GPU host: pieces within their limits, unpacked as they were; graphs under names that it looks for."""
 
 import json
 import os
 import random
-import re
 import subprocess
 import sys
-import time
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from paged_kv.benchmarks.gpu_bundle import contents, install, run, steps
+from paged_kv.benchmarks.gpu_bundle import contents, graphs, install
 from paged_kv.benchmarks.gpu_bundle.archive import PIECE_BYTES, TRANSFER_BYTES, pack, split, transfers
-from paged_kv.benchmarks.gpu_bundle.run import Rows, Step, run_steps
+from paged_kv.benchmarks.gpu_bundle.graphs import Wanted
 from paged_kv.errors import ContractError
+from paged_kv.runtime.artefact_folder import user_artefacts
 from paged_kv.versions import VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -105,129 +104,6 @@ def test_a_piece_larger_than_a_transfer_is_refused(tmp_path):
         transfers([split(tmp_path / "large", 2 * PIECE)], tmp_path / "out", transfer_bytes=150_000)
 
 
-def python(name, code, seconds=20.0, **fields):
-    return Step(name, "first", (sys.executable, "-c", code), seconds, **fields)
-
-
-@pytest.fixture
-def ran(tmp_path):
-    """Runs steps; their rows, whether all passed, and the log."""
-
-    def go(*listed, seconds=60.0):
-        rows, log = Rows(tmp_path / "rows.jsonl", {"device": "gpu"}), tmp_path / "log.txt"
-        with log.open("ab") as file:
-            passed = run_steps(listed, rows, file, seconds=seconds, env=dict(os.environ))
-        return [json.loads(line) for line in rows.path.read_text().splitlines()], passed, log.read_text()
-
-    return go
-
-
-def test_every_step_has_a_row_whatever_became_of_it(ran):
-    rows, passed, log = ran(
-        python("good", "print('all is well')"),
-        python("bad", "print('nothing is well'); raise SystemExit(3)"),
-        Step("absent", "first", ("/nonexistent/program",), 5),
-        python("slow", "import time; print('begun', flush=True); time.sleep(60)", seconds=1.0),
-        python("last", "print('still here')"),
-    )
-    assert [(row["step"], row["status"]) for row in rows] == [
-        *(("good", "passed"), ("bad", "failed"), ("absent", "missing"), ("slow", "timeout"), ("last", "passed"))
-    ]
-    assert [row.get("exit") for row in rows[:2]] == [0, 3]
-    assert rows[0]["detail"] == "all is well"
-    assert "/nonexistent/program" in rows[2]["detail"]
-    assert rows[3]["detail"].endswith("begun")
-    assert 1 <= rows[3]["seconds"] < 5
-    assert all(row["device"] == "gpu" for row in rows)
-    assert not passed
-    assert "nothing is well" in log
-
-
-def test_what_a_step_prints_as_json_is_a_row_at_once(ran):
-    code = """
-import time
-print('{"us": 1.5}', flush=True)
-print('{not json}', flush=True)
-print('{"step": "another"}', flush=True)
-time.sleep(60)
-"""
-    rows, _, log = ran(python("measures", code, seconds=1.5))
-    assert rows[0] == {"step": "measures", "part": "first", "us": 1.5, "device": "gpu"}
-    assert [row["status"] for row in rows[1:]] == ["timeout"]
-    assert '{"us": 1.5}' in log
-
-
-def test_rows_are_on_disk_while_a_step_runs(tmp_path):
-    """Who loses the machine in the middle of a step has all rows before it."""
-    code = f"import time; print(open({str(tmp_path / 'rows.jsonl')!r}).read().count('passed')); time.sleep(0)"
-    rows = Rows(tmp_path / "rows.jsonl", {})
-    with (tmp_path / "log").open("ab") as log:
-        run_steps([python("a", "print(1)"), python("b", code)], rows, log, seconds=60, env=dict(os.environ))
-    found = [json.loads(line) for line in rows.path.read_text().splitlines()]
-    assert found[1]["detail"] == "1"
-
-
-def test_what_a_step_leaves_running_ends_with_it(ran, tmp_path):
-    left = tmp_path / "left"
-    child = f"import time; time.sleep(1); open({str(left)!r}, 'w')"
-    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.DEVNULL)"
-    rows, _, _ = ran(python("leaves", code))
-    assert rows[0]["status"] == "passed"
-    time.sleep(1.5)
-    assert not left.exists()
-
-
-def test_a_step_without_time_left_is_written_down(ran):
-    slow, following = python("slow", "import time; time.sleep(60)", 1.0), python("next", "print(1)", 1.0)
-    rows, passed, _ = ran(slow, following, seconds=1.5)
-    assert [row["status"] for row in rows] == ["timeout", "not started"]
-    assert rows[0]["seconds"] < 5
-    assert not passed
-
-
-def test_the_steps_are_there_and_fit_their_calls():
-    names = [step.name for step in steps.STEPS]
-    assert len(set(names)) == len(names)
-    for step in steps.STEPS:
-        assert step.part in ("first", "correct", "speed")
-        for word in step.command:
-            if word.startswith("{home}/tests/") and not word.endswith(".ini"):
-                assert (ROOT / word.removeprefix("{home}/")).is_file()
-            if word.startswith("{home}/programs/"):
-                assert word.removeprefix("{home}/programs/") in steps.PROGRAMS
-            assert set(re.findall(r"\{(.*?)\}", word)) <= {"python", "home", "device", "results"}
-    for source in steps.PROGRAMS.values():
-        assert (ROOT / "tests" / "mojo" / source).is_file()
-    for part in ("first", "correct"):
-        assert sum(step.seconds for step in steps.STEPS if step.part == part) <= 600
-    assert max(step.seconds for step in steps.STEPS) < 600
-
-
-def test_the_runner_reads_what_the_bundle_writes(tmp_path):
-    """With `--device cpu`, only steps for the CPU run; here their Python is a program that says its arguments."""
-    (tmp_path / "run.py").write_text(Path(run.__file__).read_text())
-    (tmp_path / "steps.json").write_text(steps.as_json("abc"))
-    script = tmp_path / "python"
-    script.write_text('#!/bin/sh\necho "$*"\n')
-    script.chmod(0o755)
-    command = [sys.executable, tmp_path / "run.py", "first", "--device", "cpu", "--results", tmp_path / "results"]
-    result = subprocess.run(command, env={**os.environ, "PYTHON": str(script)}, capture_output=True, check=False)
-    assert result.returncode == 0, result.stdout
-    rows = [json.loads(line) for line in (tmp_path / "results" / "rows.jsonl").read_text().splitlines()]
-    expected = [step.name for step in steps.STEPS if step.part == "first" and "cpu" in step.devices]
-    assert [row["step"] for row in rows] == expected
-    assert all((row["commit"], row["device"]) == ("abc", "cpu") for row in rows)
-    assert rows[0]["detail"].endswith("--device cpu hello")
-
-
-def test_the_hosts_environment(tmp_path, monkeypatch):
-    monkeypatch.delenv("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", raising=False)
-    env = run.environment(tmp_path)
-    assert env["MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"] == "10"
-    assert env["XDG_CACHE_HOME"] == str(tmp_path / "cache")
-    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path / "site")
-
-
 KEYS = """
 import json, os, sys
 from paged_kv.benchmarks.gpu_bundle import graphs
@@ -244,7 +120,7 @@ def load_graphs(_, keys, *args, **kwargs):
 session.load_graphs = gpu_graphs.load_graphs = load_graphs
 for wanted in graphs.wanted(sys.argv[1]):
     wanted.compile()
-    print(json.dumps([wanted.name, sorted(graphs.digests_of(wanted)), sorted(asked.pop().values())]))
+    print(json.dumps([wanted.name, sorted(graphs.digests_of(wanted).values()), sorted(asked.pop().values())]))
 print(json.dumps([toolchain(), session.runtime_on(0 if sys.argv[1] == "gpu" else None).architecture, ""]), flush=True)
 os._exit(0)
 """
@@ -256,13 +132,13 @@ def test_the_hosts_processes_look_for_the_names_that_are_packed(device, architec
     command = [sys.executable, "-c", KEYS, device]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    *graphs, (tools, found, _) = map(json.loads, result.stdout.splitlines())
+    *listed, (tools, found, _) = map(json.loads, result.stdout.splitlines())
     assert tools.endswith(" for haswell")
     assert found == architecture
-    assert {"add_one", "attention_bfloat16_bfloat16"} <= {name for name, *_ in graphs}
-    for name, packed, asked in graphs:
+    assert {"add_one", "attention_bfloat16_bfloat16"} <= {name for name, *_ in listed}
+    for name, packed, asked in listed:
         assert packed == asked, name
-    assert len({digest for _, packed, _ in graphs for digest in packed}) == len(graphs)
+    assert len({digest for _, packed, _ in listed for digest in packed}) == len(listed)
 
 
 def test_graphs_of_older_sources_are_left_out(tmp_path):
@@ -270,8 +146,8 @@ def test_graphs_of_older_sources_are_left_out(tmp_path):
     (cache / "compiled").mkdir(parents=True)
     for name in ("a" * 32, "b" * 32, "c" * 32):
         (cache / "compiled" / f"{name}.graph").write_text(name)
-    (cache / "cpu.txt").write_text("a" * 32 + "\n")
-    (cache / "gpu.txt").write_text("c" * 32 + "\n")
+    for device, letter in (("cpu", "a"), ("gpu", "c")):
+        (cache / f"{device}.json").write_text(json.dumps({"add_one": {"add_one": letter * 32}}))
     contents.forget_older_graphs(tmp_path)
     assert sorted(path.stem[0] for path in (cache / "compiled").iterdir()) == ["a", "c"]
 
@@ -305,3 +181,21 @@ def test_the_package_is_laid_out_as_it_is_installed(tmp_path):
     command = [sys.executable, "-c", "from importlib.metadata import version; print(version('paged_kv'))"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == VERSION
+
+
+def test_graphs_get_the_names_that_another_host_looks_for(tmp_path, monkeypatch):
+    """The same files serve where MAX calls the GPU's architecture something else."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(graphs, "digests_of", lambda wanted: wanted.keys)
+    packed = [Wanted("add_one", {"add_one": "a" * 32}, None), Wanted("plain", {"attention": "b" * 32}, None)]
+    monkeypatch.setattr(graphs, "wanted", lambda _: packed)
+    folder = user_artefacts()
+    folder.store(["a" * 32], lambda path: path.write_bytes(b"one"))
+    (tmp_path / "paged-kv" / "gpu.json").write_text(json.dumps({wanted.name: wanted.keys for wanted in packed}))
+    assert graphs.adopt("gpu") == "0 graphs renamed; not in the bundle: plain"
+    folder.store(["b" * 32], lambda path: path.write_bytes(b"two"))
+    assert graphs.adopt("gpu") == "every graph has the name that this host looks for"
+    there = [Wanted("add_one", {"add_one": "c" * 32}, None), Wanted("plain", {"attention": "d" * 32}, None)]
+    monkeypatch.setattr(graphs, "wanted", lambda _: there)
+    assert graphs.adopt("gpu") == "2 graphs renamed"
+    assert [artefact.content for artefact in folder.find(["c" * 32, "d" * 32])] == [b"one", b"two"]
