@@ -28,9 +28,8 @@ INSTALL = Path(__file__).with_name("install.py")
 def make(arguments: argparse.Namespace) -> list[Path]:
     """Writes everything; the folders to send."""
     out: Path = arguments.out.absolute()
-    home, runtime = out / "home", out / "max"
-    for folder in (home / "site", runtime):
-        folder.mkdir(parents=True, exist_ok=True)
+    home = out / "home"
+    (home / "site").mkdir(parents=True, exist_ok=True)
     _timed("this package, tests, scripts", lambda: _own(home))
     if not arguments.no_programs:
         failed = _timed("programs", lambda: contents.programs(home))
@@ -38,15 +37,10 @@ def make(arguments: argparse.Namespace) -> list[Path]:
     for device in () if arguments.no_graphs else ("cpu", "gpu"):
         _timed(f"graphs of the {device}", partial(contents.compiled_graphs, home, device))
     contents.forget_older_graphs(home)
-    packed = out / f"max-{PINNED['max']}-python{arguments.python}.tar.xz"
-    if not packed.exists():
-        _timed("MAX", lambda: contents.max_runtime(runtime / "site", arguments.python, out))
-        _timed("packing MAX", lambda: pack([(runtime / "site", "site")], packed.with_suffix(".new")))
-        packed.with_suffix(".new").rename(packed)
-        shutil.rmtree(runtime)
-    archives = [_copied_and_split(packed, arguments.piece_bytes)]
     ours = _timed("packing this package", lambda: pack([(home, ".")], out / "paged-kv.tar.xz"))
-    archives.insert(0, split(ours, arguments.piece_bytes))
+    archives = [split(ours, arguments.piece_bytes)]
+    if not arguments.no_max:
+        archives.append(_max_runtime(out, arguments.python, arguments.piece_bytes))
     if arguments.wheels is not None:
         extra = out / "wheels"
         contents.wheels(extra, arguments.wheels)
@@ -64,8 +58,16 @@ def _own(home: Path) -> None:
     contents.scripts(home)
 
 
-def _copied_and_split(packed: Path, piece_bytes: int) -> Archive:
-    copy = packed.with_name("max.tar.xz")
+def _max_runtime(out: Path, python: str, piece_bytes: int) -> Archive:
+    """MAX for the host, which is packed once for each version: it takes minutes."""
+    packed = out / f"max-{PINNED['max']}-python{python}.tar.xz"
+    if not packed.exists():
+        unpacked, unfinished = out / "max", packed.with_suffix(".new")
+        _timed("MAX", lambda: contents.max_runtime(unpacked / "site", python, out))
+        _timed("packing MAX", lambda: pack([(unpacked / "site", "site")], unfinished))
+        unfinished.rename(packed)
+        shutil.rmtree(unpacked)
+    copy = out / "max.tar.xz"
     shutil.copy(packed, copy)
     return split(copy, piece_bytes)
 
@@ -84,6 +86,9 @@ def main() -> int:
     parser.add_argument("--piece-bytes", type=int, default=PIECE_BYTES)
     parser.add_argument("--transfer-bytes", type=int, default=TRANSFER_BYTES)
     parser.add_argument("--wheels", type=Path, help="a folder of wheels that the host shall have too")
+    parser.add_argument(
+        "--no-max", action="store_true", help="this package alone, for a host that has the rest unpacked"
+    )
     parser.add_argument("--no-graphs", action="store_true", help="do not compile graphs that are missing")
     parser.add_argument("--no-programs", action="store_true", help="do not build the Mojo programs again")
     try:

@@ -1,4 +1,4 @@
-"""The bundle for a GPU host: pieces within their limits, unpacked as they were; graphs under names that it looks for."""
+"""The bundle for a GPU host: pieces within their limits, unpacked as they were; graphs under names that it knows."""
 
 import json
 import os
