@@ -110,6 +110,8 @@ def forget_older_graphs(out: Path) -> None:
     cache = out / "cache" / "paged-kv"
     shutil.rmtree(cache / "kernels", ignore_errors=True)
     listed = [json.loads(path.read_text()) for path in cache.glob("*.json")]
+    if len(listed) < 2:  # one for the CPU, one for the GPU: without both nothing is known to be old
+        return
     current = {digest for graphs in listed for named in graphs.values() for digest in named.values()}
     for path in (cache / "compiled").glob("*.graph"):
         if path.stem not in current:
