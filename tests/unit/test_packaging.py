@@ -19,7 +19,7 @@ PROJECT = PYPROJECT["project"]
 TEST_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest"
 DEMO_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/paged-kv demo"
 TOP_LEVEL = {
-    *("pyproject.toml", "pixi.toml", "mkdocs.yml", "LICENSE"),
+    *("pyproject.toml", "MANIFEST.in", "pixi.toml", "mkdocs.yml", "LICENSE"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
     *("mojo_ops", "python", "graphs", "tests", "benchmarks", "docs", "examples"),
 }

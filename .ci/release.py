@@ -1,0 +1,180 @@
+"""From a tag to files that can be published: sdist, wheel, wheels of compiled kernels, checksums, provenance.
+
+    .ci/release OUT_DIR [--kernels haswell,znver4,...] [--rehearse] [--demo]
+
+It publishes nothing. It refuses a checkout with changes, a commit without the tag of the version, and a CHANGELOG
+without the version's section; then it builds sdist and wheel twice, which must give the same bytes, installs the wheel
+in a fresh environment and runs `paged-kv doctor` and a decode call there. `--rehearse` says what it would refuse, and
+goes on. CONTRIBUTING.md says what comes before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zlib
+from pathlib import Path
+
+import changelog
+import reproducible
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUPTOOLS = "84.2.1"
+"""Another one may write other bytes."""
+
+
+def versions(root: Path = ROOT) -> dict[str, object]:
+    """What versions.py of a checkout says: VERSION and PINNED."""
+    values: dict[str, object] = {}
+    exec((root / "python" / "paged_kv" / "versions.py").read_text(), values)
+    return values
+
+
+def git(root: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
+
+
+def refusals(root: Path, version: str) -> list[str]:
+    """Why this checkout is no release, a line each."""
+    found = []
+    if changed := git(root, "status", "--porcelain").splitlines():
+        found.append(f"{len(changed)} files are not as committed, {changed[0].split()[-1]} first")
+    tags = [tag for tag in git(root, "tag", "--points-at", "HEAD").splitlines() if tag.startswith("v")]
+    if tags != [f"v{version}"]:
+        have = f"has {', '.join(tags)}" if tags else "has no tag"
+        found.append(f"versions.py says {version}, but the commit {have}: v{version} is needed, and no other")
+    try:
+        changelog.section((root / "CHANGELOG.md").read_text(), version)
+    except ValueError as error:
+        found.append(f"{error}: python .ci/changelog.py cut")
+    return found
+
+
+def copy_sources(root: Path, target: Path) -> None:
+    """The files of a checkout, without what git ignores."""
+    for name in git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0"):
+        if name and (root / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, target / name)
+
+
+def build(root: Path, out: Path, epoch: int, python: str = sys.executable) -> list[Path]:
+    """The sdist and the wheel of a checkout, in `out`.
+
+    Raises:
+        SystemExit: two builds differ.
+    """
+    built = []
+    with tempfile.TemporaryDirectory() as name:
+        for attempt in ("first", "second"):
+            source, folder = Path(name, attempt, "source"), Path(name, attempt, "out")
+            folder.mkdir(parents=True)
+            copy_sources(root, source)
+            built.append(reproducible.build(source, folder, epoch, python))
+        for one, other in zip(*built, strict=True):
+            if one.read_bytes() != other.read_bytes():
+                raise SystemExit(f"two builds of {one.name} differ")
+        return [Path(shutil.copy(path, out)) for path in built[0]]
+
+
+def make_environment(folder: Path, *packages: str | Path) -> Path:
+    """The Python of a new environment with these packages."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, timeout=1200)
+    return python
+
+
+def try_out(python: Path, folder: Path, *, demo: bool) -> None:
+    """What a user does first, in a folder and with a cache that know nothing of the checkout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["XDG_CACHE_HOME"] = str(folder / "cache")
+    command = python.with_name("paged-kv")
+    commands = [[command, "doctor"], [python, ROOT / ".ci" / "smoke.py"], *([[command, "demo"]] if demo else [])]
+    for arguments in commands:
+        subprocess.run(arguments, cwd=folder, env=environment, check=True, timeout=600)
+
+
+def build_kernels(python: Path, targets: str, out: Path) -> list[Path]:
+    """The wheels of kernels that are compiled ahead for some CPU targets, by the package that was just installed."""
+    before = set(out.iterdir())
+    command = [python, "-m", "paged_kv.build_kernels", "--targets", targets, "--out", out]
+    subprocess.run(command, cwd=out, check=True, timeout=7200)
+    return sorted(set(out.iterdir()) - before)
+
+
+def provenance(root: Path, files: list[Path], targets: list[str], *, rehearsed: bool) -> str:
+    """Where the files come from, as JSON. It holds no time but the commit's: made again, it is the same."""
+    found = versions(root)
+    epoch = int(git(root, "log", "-1", "--format=%ct"))
+    facts = {
+        "name": "paged-kv",
+        "version": found["VERSION"],
+        "commit": git(root, "rev-parse", "HEAD"),
+        "time_of_commit": datetime.datetime.fromtimestamp(epoch, datetime.UTC).isoformat(),
+        "rehearsal": rehearsed,
+        "needs": found["PINNED"],
+        "kernel_targets": targets,
+        "built_with": {
+            "python": platform.python_version(),
+            "setuptools": SETUPTOOLS,
+            "zlib": zlib.ZLIB_RUNTIME_VERSION,
+            "machine": platform.machine(),
+        },
+        "files": {path.name: {"sha256": digest(path), "bytes": path.stat().st_size} for path in files},
+    }
+    return json.dumps(facts, indent=2) + "\n"
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="a folder that is empty or not there")
+    parser.add_argument(
+        "--kernels", default="", metavar="TARGETS", help="CPU targets to compile kernels for, by commas"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="say what would be refused, and go on")
+    parser.add_argument("--demo", action="store_true", help="try `paged-kv demo` too")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    if out.is_dir() and any(out.iterdir()):
+        parser.error(f"{out} is not empty")
+    version = str(versions()["VERSION"])
+    for refusal in (refused := refusals(ROOT, version)):
+        print(f"{'would be refused' if arguments.rehearse else 'refused'}: {refusal}", file=sys.stderr)
+    if refused and not arguments.rehearse:
+        return 1
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        builder = make_environment(folder / "builder", f"setuptools=={SETUPTOOLS}")
+        files = build(ROOT, out, int(git(ROOT, "log", "-1", "--format=%ct")), str(builder))
+        python = make_environment(folder / "fresh", files[-1])
+        if arguments.kernels:
+            files += build_kernels(python, arguments.kernels, out)
+        try_out(python, folder, demo=arguments.demo)
+    targets = [target for target in arguments.kernels.split(",") if target]
+    facts = out / "provenance.json"
+    facts.write_text(provenance(ROOT, files, targets, rehearsed=arguments.rehearse))
+    sums = "".join(f"{digest(path)}  {path.name}\n" for path in (*files, facts))
+    (out / "SHA256SUMS").write_text(sums)
+    print(f"paged-kv {version} in {out}, not published:\n{sums}", end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
