@@ -28,7 +28,8 @@ FOLDERS = {
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
 ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve")
-"""Not spread over workers: jobs of `background.py` keep the other cores busy, a GPU one owner, a server all cores."""
+"""Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
+takes several GB. CI gives servers two workers, by `_server_of`."""
 
 LONGEST_FIRST = (
     *("engine/test_families.py", "engine/test_llama.py", "ops/test_graph_ops.py", "ops/test_append_op.py"),
@@ -104,9 +105,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         item.add_marker(folder)
+        if folder == "serve":
+            item.add_marker(pytest.mark.xdist_group(_server_of(item)))
         if folder in QUICK and item.get_closest_marker("slow") is None:
             item.add_marker("quick")
     items.sort(key=_start_order)
+
+
+def _server_of(item: pytest.Item) -> str:
+    """Tests that share a server, or a compiled step: they run in one process (`--dist=loadgroup`)."""
+    if item.path.stem == "test_families":
+        return f"family {item.callspec.params['checkpoint']}"  # type: ignore[attr-defined]
+    kept = "test_a_user_may_keep_the_compiled_graphs"  # compiles the step of test_api.py once more
+    return "server" if item.path.stem in ("test_api", "test_survival") or item.name == kept else item.path.stem
 
 
 def _start_order(item: pytest.Item) -> tuple[bool, int, int]:

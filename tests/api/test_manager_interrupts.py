@@ -86,8 +86,9 @@ def test_threads_share_a_manager():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(300)
     assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
     it.pool.check_integrity()
     assert it.pool.num_free == 60
 

@@ -121,7 +121,7 @@ def test_threads_share_a_wrapper_that_another_one_plans() -> None:
             planning = pool.submit(plan)
             counts = sum(pool.map(runs, range(4)), Counter())
             done.set()
-            planning.result()
+            planning.result(60)
     finally:
         sys.setswitchinterval(switch)
         done.set()

@@ -107,7 +107,7 @@ def in_threads(call: Callable[[int], Any], threads: int = THREADS) -> list[Any]:
     together = Barrier(threads)
 
     def begin(i: int) -> Any:
-        together.wait()
+        together.wait(60)
         return call(i)
 
     with ThreadPoolExecutor(threads) as pool:
@@ -193,7 +193,7 @@ load_graphs = session.load_graphs
 session.load_graphs = lambda *a, **k: (made.append("load"), load_graphs(*a, **k))[1]
 together = threading.Barrier(8)
 def first(i):
-    together.wait()
+    together.wait(60)
     q, kv = np.full((1, 32), i, np.float32), np.full((2, 5, 1, 32), i, np.float32)
     found.append(single_decode_with_kv_cache(q, *kv))
 threads = [threading.Thread(target=first, args=(i,)) for i in range(8)]

@@ -21,6 +21,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.pool import pages_needed
 from paged_kv.runtime.cache_folder import cache_folder
+from support.limits import SECONDS, limited
 
 PROMPTS = ("Once upon a time", "ü", "the sea, the sea, the open sea")
 STATISTICS = r"""prompt: (\d+) tokens, \d+\.\d tokens/s
@@ -65,7 +66,7 @@ def process(*args, **options):
     """The command in a process of its own, which takes SIGINT even where the tests were started in the background."""
     command = [sys.executable, "-c", "from paged_kv.cli import main; main()", *map(str, args)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, preexec_fn=take_interrupts, **pipes, **options)
+    return limited(subprocess.Popen(command, preexec_fn=take_interrupts, **pipes, **options))
 
 
 def take_interrupts():
@@ -207,7 +208,7 @@ def test_a_full_context_gives_one_token(generate, copy):
 def test_text_streams_in_a_process_of_its_own(folder, generate):
     prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
     with process("generate", "--model", folder, "--max-new-tokens", "20", *prompts) as child:
-        out, err = child.communicate()
+        out, err = child.communicate(timeout=SECONDS)
     assert (child.returncode, out) == (0, generate("--max-new-tokens", 20, prompts=PROMPTS)[0])
     assert re.fullmatch(STATISTICS, err)
 
@@ -232,7 +233,7 @@ def test_an_interrupted_run_says_so(folder):
 
 def test_bad_input_in_a_process_of_its_own(tmp_path):
     with process("generate", "--model", tmp_path / "none", "--prompt", "hello") as child:
-        out, err = child.communicate()
+        out, err = child.communicate(timeout=SECONDS)
     assert (child.returncode, out, err) == (2, "", f"error: {tmp_path}/none: no such folder\n")
 
 

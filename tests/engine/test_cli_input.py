@@ -113,6 +113,7 @@ def test_prompts_come_from_stdin(folder):
         input='{"prompt": "hello"}\n{"prompt": "again"}\n',
         capture_output=True,
         text=True,
+        timeout=600,
         check=True,
     )
     assert sorted(json.loads(line)["index"] for line in done.stdout.splitlines()) == [0, 1]

@@ -61,7 +61,7 @@ def peak_of(folder, cache_home):
     prompt = ["--prompt", "p" * 500, "--max-new-tokens", "4"]
     command = [sys.executable, "-c", PEAK, "generate", "--model", str(folder), *prompt]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache_home)}
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    child = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=True)
     pages, page_bytes = map(int, re.search(r"of (\d+) \(\d+ tokens, (\d+) bytes each", child.stderr).groups())
     return int(re.search(r"VmHWM:\s+(\d+) kB", child.stderr)[1]) * 1024, child.stderr, pages * page_bytes
 

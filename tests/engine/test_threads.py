@@ -16,7 +16,7 @@ CPUS = sorted(allowed_cpus())
 
 
 def run(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -69,7 +69,7 @@ def test_the_option_refuses_bad_numbers(command, capsys):
 
 def test_doctor_says_how_many_and_why():
     command = [sys.executable, "-c", "from paged_kv.cli import main; main(['doctor', '--threads', '1'])"]
-    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    output = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False).stdout
     assert f"\nthreads   1 ({len(CPUS)} of {os.cpu_count()} CPUs in the affinity mask" in output
 
 

@@ -60,7 +60,7 @@ def run(seed: int, first: int, last: int, log: Path) -> tuple[list[str], Counter
         hung = not ended(process, log)
         if hung:
             process.kill()
-        said = process.communicate()[1]
+        said = process.communicate(timeout=60)[1]
         records = [json.loads(line) for line in log.read_text().splitlines()]
         counts.update(record["was"] for record in records if "was" in record)
         wrong += [f"seed {seed}, case {r['number']}: {r['wrong']}" for r in records if "wrong" in r]

@@ -15,6 +15,7 @@ import tokenizers
 
 from paged_kv.engine.demo import write_demo_checkpoint
 from support import serving
+from support.limits import limited
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi", reason="the serving environment is not installed")
@@ -39,25 +40,26 @@ def test_it_says_when_it_is_ready_and_leaves_nothing_behind(tmp_path, end):
     environment = {name: value for name, value in os.environ.items() if name != "PATH"} | {"PATH": os.defpath}
     log = tmp_path / "log"
     with log.open("wb") as stderr:
-        server = subprocess.Popen(
+        started = subprocess.Popen(
             [*command, "--", *serving.SAMPLING], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
         )
-    try:
-        ready, request = server.stdout.readline().split(), server.stdout.readline()
-        assert ready[:4] == ["paged-kv:", "ready", "on", ready[3]], log.read_text()[-4000:]
-        address, metrics = ready[3], ready[5].rstrip(")")
-        words = shlex.split(request)
-        assert words[:2] == ["curl", f"{address}/v1/chat/completions"]
-        answers = [json.loads(get(words[1], words[-1])) for _ in range(2)]
-        assert answers[0]["choices"] == answers[1]["choices"]  # greedy: what a newcomer sees is what the docs show
-        assert answers[0]["usage"]["completion_tokens"] == 32
-        assert "maxserve_cache_num_total_blocks" in get(metrics)
-        processes = [str(server.pid), *children(server.pid)]
-        assert len(processes) >= 3  # the server, the metrics, the model
-        assert listening(processes) == {"127.0.0.1"}
-    finally:
-        server.send_signal(end)
-        status = server.wait(STOP_SECONDS)
+    with limited(started, serving.START_SECONDS + STOP_SECONDS) as server:
+        try:
+            ready, request = server.stdout.readline().split(), server.stdout.readline()
+            assert ready[:4] == ["paged-kv:", "ready", "on", ready[3]], log.read_text()[-4000:]
+            address, metrics = ready[3], ready[5].rstrip(")")
+            words = shlex.split(request)
+            assert words[:2] == ["curl", f"{address}/v1/chat/completions"]
+            answers = [json.loads(get(words[1], words[-1])) for _ in range(2)]
+            assert answers[0]["choices"] == answers[1]["choices"]  # greedy: what a newcomer sees is what the docs show
+            assert answers[0]["usage"]["completion_tokens"] == 32
+            assert "maxserve_cache_num_total_blocks" in get(metrics)
+            processes = [str(server.pid), *children(server.pid)]
+            assert len(processes) >= 3  # the server, the metrics, the model
+            assert listening(processes) == {"127.0.0.1"}
+        finally:
+            server.send_signal(end)
+            status = server.wait(STOP_SECONDS)
     assert status in (0, 130, 128 + end)
     assert "Traceback" not in log.read_text()
     deadline = time.monotonic() + STOP_SECONDS

@@ -1,6 +1,7 @@
 """What the server survives: it answers in the API's error shape, goes on, and its pages come back."""
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_a_step_that_raises_ends_its_own_request(strained_server):
             with pytest.raises(openai.InternalServerError) as refused:
                 text(strained_server, f"guilty {FAULT_CHARACTER}")
             assert refused.value.body["type"] == "api_error"
-        assert innocent.result() == alone
+        assert innocent.result(300) == alone
     assert strained_server.used_pages() == 0
 
 
@@ -140,7 +141,7 @@ def test_a_batch_whose_step_raises_is_run_one_at_a_time(strained_server):
             guilty = pool.submit(complete, strained_server, ["accomplice", f"guilty {FAULT_CHARACTER}", "accomplice"])
             innocent = pool.map(lambda prompt: text(strained_server, prompt, max_tokens=30), prompts)
             with pytest.raises(openai.InternalServerError):
-                guilty.result()
+                guilty.result(300)
             assert list(innocent) == alone
         if "run one at a time" in strained_server.log_text():
             break
@@ -157,7 +158,7 @@ def test_a_stream_whose_step_raises_ends_with_an_error(strained_server):
         pieces = []
         with pytest.raises(openai.APIError):
             pieces.extend(piece.choices[0].text for piece in stream)
-        assert innocent.result() == alone
+        assert innocent.result(300) == alone
     assert 0 < len("".join(pieces)) <= 9
     assert strained_server.used_pages() == 0
 
@@ -206,8 +207,10 @@ def test_sigterm_under_load_ends_every_process(strained_server):
     workers = _descendants(strained_server.process.pid)
     assert workers
 
+    given_up = threading.Event()
+
     def call_on(index):
-        while True:
+        while not given_up.is_set():
             text(strained_server, f"late {index}", max_tokens=100)
 
     def call(index):
@@ -217,9 +220,13 @@ def test_sigterm_under_load_ends_every_process(strained_server):
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(call, index) for index in range(8)]
         time.sleep(1)
-        assert strained_server.stop() == TERMINATED
-        for ended in calls:
-            ended.result()
+        try:
+            assert strained_server.stop() == TERMINATED
+            for ended in calls:
+                ended.result(300)
+        except BaseException:  # else the callers go on, and the pool waits for them
+            given_up.set()
+            raise
     deadline = time.monotonic() + 10  # Python's own helper process notices later that the others are gone
     while left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, left

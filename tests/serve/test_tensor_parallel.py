@@ -54,7 +54,7 @@ def test_heads_are_shared_and_sums_are_added_up(tmp_path):
     # What an engine in this process adds to the environment can lead another Python astray.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MODULAR"))}
     command = [sys.executable, "-c", BUILD, str(folder)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    built = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=900)
     assert built.returncode == 0, built.stderr[-4000:]
     text, layers = built.stdout, 2
     assert text.count("paged_kv_append") == text.count("paged_kv_attention") == 2 * layers

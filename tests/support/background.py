@@ -15,6 +15,9 @@ from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
 
+SECONDS = 3600
+"""Of a job and those before it in the queue; each limits its own processes."""
+
 _POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="background")
 _lock = threading.Lock()
 _running: set[subprocess.Popen[str]] = set()
@@ -39,7 +42,7 @@ class Job(Generic[Result]):
                 self._future.set_result(self._function())
             except BaseException as error:
                 self._future.set_exception(error)
-        return self._future.result()
+        return self._future.result(SECONDS)
 
 
 def run(

@@ -122,7 +122,7 @@ def serving(folder: Path, log: Path, *flags: str, architectures: str = "paged_kv
             server.stop()
         if process.poll() is None:
             process.kill()
-            process.wait()
+            process.wait(STOP_SECONDS)
 
 
 def memory_utilization(folder: Path, pages: int) -> float:

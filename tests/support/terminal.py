@@ -7,6 +7,7 @@ import struct
 import subprocess
 import termios
 
+from support.limits import limited
 from support.streams import COMMAND
 
 
@@ -17,7 +18,7 @@ def run_in_terminal(arguments, *, columns):
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     command = [*COMMAND, *map(str, arguments)]
     shown = b""
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as child:
+    with limited(subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)) as child:
         os.close(theirs)
         try:
             while part := os.read(ours, 65536):

@@ -12,6 +12,7 @@ import pytest
 
 from paged_kv.runtime.artefact_folder import ArtefactFolder
 from paged_kv.runtime.seal import sealed_content
+from support.limits import limited
 
 A, B, C = "a" * 32, "b" * 32, "0123456789abcdef" * 2
 CONTENT = bytes(random.Random(0).randbytes(5000))
@@ -199,12 +200,8 @@ def test_a_process_that_is_ended_in_the_middle_leaves_whole_files(folder, number
     """At any moment: each name is one of the two files, and nothing that was begun is ever found."""
     choose = random.Random(number)
     for _ in range(8):
-        child = subprocess.Popen(
-            [sys.executable, "-c", STORE, str(folder.path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        with child:
+        command = [sys.executable, "-c", STORE, str(folder.path)]
+        with limited(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)) as child:
             child.stdout.readline()
             time.sleep(choose.uniform(0, 0.03))
             end(child, number)

@@ -203,7 +203,7 @@ mount -t tmpfs -o size=8k none "$1" && cd "$1" && mkdir -m 700 -p paged-kv/compi
 def test_a_full_file_system(tmp_path):
     """One of 8 KB, in a mount namespace of its own."""
     namespace = ["unshare", "--mount", "bash", "-c", FULL, "-", str(tmp_path)]
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=60).returncode:
         pytest.skip("no mount namespaces here")
     body = f"""
 from paged_kv.runtime.artefact_folder import ArtefactFolder
@@ -212,7 +212,7 @@ folder = ArtefactFolder(Path({str(tmp_path)!r}, "paged-kv", "compiled"))
 print(folder.store(["a" * 32], lambda path: path.write_bytes(bytes(20_000))), list(folder.path.iterdir()))
 print(folder.store(["a" * 32], lambda path: path.write_bytes(bytes(100))), len(folder.find(["a" * 32])))
 """
-    done = subprocess.run([*namespace, sys.executable, "-c", body], capture_output=True, text=True)
+    done = subprocess.run([*namespace, sys.executable, "-c", body], capture_output=True, text=True, timeout=300)
     assert done.stdout == f"{tmp_path}/paged-kv/compiled: No space left on device []\nNone 1\n", done.stderr
 
 

@@ -114,6 +114,8 @@ def test_max_takes_the_target_of_this_machine():
         "assert get_virtual_cpu_target() == ''\n"
         "print(apply_cpu_target() or '', get_virtual_cpu_target(), sep=',')\n"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    ).stdout
     expected = choose_cpu_target(CpuInfo.read(Path("/proc/cpuinfo"))) or ""
     assert output.strip() == f"{expected},{expected}"

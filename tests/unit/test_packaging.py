@@ -104,7 +104,7 @@ def test_every_source_folder_is_shipped():
 @pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a git checkout")
 def test_the_top_level_is_the_house():
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    files = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
     top = {Path(file).parts[0] for file in files if (ROOT / file).exists()}
     assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
     assert TOP_LEVEL - {"benchmarks", "docs"} <= top
@@ -125,7 +125,7 @@ def test_every_test_folder_is_run_by_ci():
         f"tests/{path.parent.relative_to(ROOT / 'tests').parts[0]}" for path in ROOT.glob("tests/*/**/test_*.py")
     }
     of_the_readme = set(PYPROJECT["tool"]["pytest"]["ini_options"]["testpaths"])
-    lines = re.findall(r"bin/(?:python -m )?pytest (?:-n0 )?(tests/.*)", (ROOT / ".ci" / "run").read_text())
+    lines = re.findall(r"bin/(?:python -m )?pytest (?:-n\d )?(?:--dist=\w+ )?(tests/.*)", (ROOT / ".ci" / "run").read_text())
     named = [word for line in lines for word in line.split() if word.startswith("tests/")]
     others = [word for word in named if not word.endswith(".py")]  # more cases of one file are of a folder that is run
     assert of_the_readme.isdisjoint(others)

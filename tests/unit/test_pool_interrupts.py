@@ -45,7 +45,7 @@ def is_unlocked(pool: PagePool) -> bool:
 
     thread = threading.Thread(target=use)
     thread.start()
-    thread.join()
+    thread.join(60)
     return found == [True]
 
 
@@ -141,7 +141,7 @@ def in_threads(count: int, work: Callable[[int], Any]) -> None:
     barrier = threading.Barrier(count)
 
     def run(index: int) -> None:
-        barrier.wait()
+        barrier.wait(60)
         try:
             work(index)
         except BaseException as error:
@@ -151,9 +151,10 @@ def in_threads(count: int, work: Callable[[int], Any]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(300)
     if raised:
         raise raised[0]
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.usefixtures("switching")

@@ -87,7 +87,9 @@ def test_the_table_of_the_package_can_be_written(tmp_path):
     assert set(table.default.values) == set(table.fields)
     (tmp_path / "table.mojo").write_text(written)
     formatter = Path(sys.executable).with_name("mblack")
-    assert subprocess.run([formatter, "-q", "--check", "-l", "120", tmp_path / "table.mojo"]).returncode == 0
+    assert (
+        subprocess.run([formatter, "-q", "--check", "-l", "120", tmp_path / "table.mojo"], timeout=60).returncode == 0
+    )
 
 
 def test_candidates_are_of_fields_and_cases_that_exist():

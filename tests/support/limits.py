@@ -1,0 +1,34 @@
+"""A child process that ends in time, whatever happens: then each wait for it ends, and each read of what it writes."""
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+
+SECONDS = 600
+"""Of a child that may compile, on a machine that does other things too."""
+
+
+@contextmanager
+def limited(process: subprocess.Popen[Any], seconds: float = SECONDS) -> Iterator[subprocess.Popen[Any]]:
+    """As `with process`, but after `seconds` it is killed, with its descendants, who may hold its pipes."""
+
+    def end() -> None:
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            for child in family:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        with process:
+            yield process
+    finally:
+        timer.cancel()
