@@ -1,6 +1,6 @@
 """From a tag to files that can be published: sdist, wheel, wheels of compiled kernels, checksums, provenance.
 
-    .ci/release OUT_DIR [--kernels haswell,znver4,...] [--rehearse] [--demo]
+    .ci/release OUT_DIR [--kernels DIR [--targets haswell,znver4,...]] [--rehearse] [--demo]
 
 It publishes nothing. It refuses a checkout with changes, a commit without the tag of the version, and a CHANGELOG
 without the version's section; then it builds sdist and wheel twice, which must give the same bytes, installs the wheel
@@ -97,21 +97,29 @@ def make_environment(folder: Path, *packages: str | Path) -> Path:
 
 
 def try_out(python: Path, folder: Path, *, demo: bool) -> None:
-    """What a user does first, in a folder and with a cache that know nothing of the checkout."""
+    """What a user does first, in a new folder and with a cache that know nothing of the checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
+    folder.mkdir()
     command = python.with_name("paged-kv")
     commands = [[command, "doctor"], [python, ROOT / ".ci" / "smoke.py"], *([[command, "demo"]] if demo else [])]
     for arguments in commands:
         subprocess.run(arguments, cwd=folder, env=environment, check=True, timeout=600)
 
 
-def build_kernels(python: Path, targets: str, out: Path) -> list[Path]:
-    """The wheels of kernels that are compiled ahead for some CPU targets, by the package that was just installed."""
-    before = set(out.iterdir())
-    command = [python, "-m", "paged_kv.build_kernels", "--targets", targets, "--out", out]
-    subprocess.run(command, cwd=out, check=True, timeout=7200)
-    return sorted(set(out.iterdir()) - before)
+def build_kernels(python: Path, kernels: Path, targets: str, out: Path, epoch: int) -> list[Path]:
+    """The wheels of kernels that are compiled ahead, by the package that was just installed.
+
+    What lies in `kernels` and is whole is not compiled again.
+    """
+    chosen = ["--targets", targets] if targets else []
+    compile_ = [python, "-m", "paged_kv.build_kernels", "--out", kernels, *chosen]
+    subprocess.run(compile_, check=True, timeout=6 * 3600)
+    with tempfile.TemporaryDirectory() as name:
+        pack = [python, ROOT / ".ci" / "wheels.py", "--kernels", kernels, "--out", name]
+        subprocess.run(pack, env={**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}, check=True, timeout=1800)
+        built = sorted(path for path in Path(name).glob("*.whl") if not path.name.endswith("-none-any.whl"))
+        return [Path(shutil.copy(path, out)) for path in built]
 
 
 def provenance(root: Path, files: list[Path], targets: list[str], *, rehearsed: bool) -> str:
@@ -144,9 +152,8 @@ def digest(path: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="a folder that is empty or not there")
-    parser.add_argument(
-        "--kernels", default="", metavar="TARGETS", help="CPU targets to compile kernels for, by commas"
-    )
+    parser.add_argument("--kernels", type=Path, metavar="DIR", help="compile kernels ahead into DIR, and make wheels")
+    parser.add_argument("--targets", default="", help="CPUs of --kernels, with commas; default: those of build_kernels")
     parser.add_argument("--rehearse", action="store_true", help="say what would be refused, and go on")
     parser.add_argument("--demo", action="store_true", help="try `paged-kv demo` too")
     arguments = parser.parse_args()
@@ -159,15 +166,19 @@ def main() -> int:
     if refused and not arguments.rehearse:
         return 1
     out.mkdir(parents=True, exist_ok=True)
+    epoch = int(git(ROOT, "log", "-1", "--format=%ct"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         builder = make_environment(folder / "builder", f"setuptools=={SETUPTOOLS}")
-        files = build(ROOT, out, int(git(ROOT, "log", "-1", "--format=%ct")), str(builder))
+        files = build(ROOT, out, epoch, str(builder))
         python = make_environment(folder / "fresh", files[-1])
-        if arguments.kernels:
-            files += build_kernels(python, arguments.kernels, out)
-        try_out(python, folder, demo=arguments.demo)
-    targets = [target for target in arguments.kernels.split(",") if target]
+        try_out(python, folder / "sources", demo=arguments.demo)
+        if arguments.kernels is not None:
+            wheels = build_kernels(python, arguments.kernels.resolve(), arguments.targets, out, epoch)
+            whole = next(wheel for wheel in wheels if wheel.name.startswith("paged_kv-"))
+            try_out(make_environment(folder / "ahead", whole), folder / "kernels", demo=arguments.demo)
+            files += wheels
+    targets = sorted(path.name for path in arguments.kernels.iterdir() if path.is_dir()) if arguments.kernels else []
     facts = out / "provenance.json"
     facts.write_text(provenance(ROOT, files, targets, rehearsed=arguments.rehearse))
     sums = "".join(f"{digest(path)}  {path.name}\n" for path in (*files, facts))
