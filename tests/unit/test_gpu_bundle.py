@@ -43,7 +43,7 @@ def sent(tmp_path):
 
 def unpack(folder, target):
     command = [sys.executable, folder / "install.py", target]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_pieces_and_transfers_keep_their_limits(sent):
@@ -58,7 +58,7 @@ def test_pieces_and_transfers_keep_their_limits(sent):
 def test_the_limits_are_those_of_the_way():
     """Pieces of 29 MB, and 64 MiB a transfer together with the files of a checkout."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\0")
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False).stdout.split("\0")
     tracked = sum((ROOT / name).stat().st_size for name in listed if name and (ROOT / name).is_file())
     assert PIECE_BYTES <= 29_000_000
     assert TRANSFER_BYTES + tracked <= 64 << 20
@@ -76,7 +76,7 @@ def test_what_is_unpacked_is_what_was_packed(sent, tmp_path):
             unpacked = target / name / "inner" / file
             assert unpacked.read_bytes() == (tmp_path / name / "inner" / file).read_bytes()
         program = target / name / "inner" / "program"
-        assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == "it runs\n"
+        assert subprocess.run([program], capture_output=True, text=True, timeout=300, check=True).stdout == "it runs\n"
         assert not (target / name / "inner" / "__pycache__").exists()
     assert list((target / "pieces").iterdir()) == []
 
@@ -130,7 +130,7 @@ os._exit(0)
 def test_the_hosts_processes_look_for_the_names_that_are_packed(device, architecture):
     """A runtime asks for each graph under the digest that the bundle takes for it, for a CPU that any host has."""
     command = [sys.executable, "-c", KEYS, device]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     *listed, (tools, found, _) = map(json.loads, result.stdout.splitlines())
     assert tools.endswith(" for haswell")
@@ -182,7 +182,10 @@ def test_the_package_is_laid_out_as_it_is_installed(tmp_path):
                 assert (tmp_path.joinpath(*package.split("."), inner)).read_bytes() == source.read_bytes()
     command = [sys.executable, "-c", "from importlib.metadata import version; print(version('paged_kv'))"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == VERSION
+    assert (
+        subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout.strip()
+        == VERSION
+    )
 
 
 def test_graphs_get_the_names_that_another_host_looks_for(tmp_path, monkeypatch):

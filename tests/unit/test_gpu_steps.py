@@ -122,7 +122,9 @@ def test_the_runner_reads_what_the_bundle_writes(tmp_path):
     script.write_text('#!/bin/sh\necho "$*"\n')
     script.chmod(0o755)
     command = [sys.executable, tmp_path / "run.py", "first", "--device", "cpu", "--results", tmp_path / "results"]
-    result = subprocess.run(command, env={**os.environ, "PYTHON": str(script)}, capture_output=True, check=False)
+    result = subprocess.run(
+        command, env={**os.environ, "PYTHON": str(script)}, capture_output=True, check=False, timeout=60
+    )
     assert result.returncode == 0, result.stdout
     rows = [json.loads(line) for line in (tmp_path / "results" / "rows.jsonl").read_text().splitlines()]
     expected = [step.name for step in steps.STEPS if step.part == "first" and "cpu" in step.devices]
