@@ -69,6 +69,20 @@ def test_gpus_are_listed(monkeypatch):
     assert "gpu       H100 (cuda, sm_90a), H100 (cuda, sm_90a)" in render(collect())
 
 
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("sm_90a", "gpu/hopper, or gpu/generic where that takes no such call\n"),
+        ("gfx942", "gpu/generic\n"),
+        ("sm_120a", "gpu/generic, if it compiles: sm_120a is none of sm_80, sm_90a, sm_100a, gfx942\n"),
+    ],
+)
+def test_the_kernels_of_a_gpu_are_named(monkeypatch, architecture, said):
+    """A GPU that nobody compiled for is not passed over in silence."""
+    monkeypatch.setattr(doctor, "_gpus", lambda: [(f"GPU ({architecture})", architecture)] * 2)
+    assert f"\nattention {architecture}: {said}" in render(collect())
+
+
 def test_missing_kernels_are_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.resources, "files", lambda _: tmp_path)
     report = collect()

@@ -8,8 +8,11 @@ from max.driver import Accelerator, Buffer
 from paged_kv import page, reference
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractTypeError
+from paged_kv.runtime.launches import launched
+from support import gpu_harness
 from support.cases import CacheCase, build
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.gpu_rules import attention_kernel
 from support.stand_in import csr, storage_of, tensors
 
 CASE = CacheCase((700, 0, 33, 16), 8, 2, 128, 16, rank=5, dtype="bfloat16")
@@ -39,6 +42,19 @@ def test_run(planned):
     assert o.dtype == torch.bfloat16
     assert_close(numpy(o), expected[0], rel=1e-2, what="o")
     assert_lse_close(numpy(lse), expected[1], tol=1e-5, what="lse")
+
+
+def test_the_kernel_for_this_gpu_runs(planned):
+    """Not a plain one where there is a better one, except where keys are rotated."""
+    cache, wrapper, _ = planned
+    q, paged = on_gpu(tensors(cache.q)), on_gpu(storage_of(cache))
+    with launched() as launches:
+        wrapper.run(q, paged)
+    best = attention_kernel(Accelerator(0).architecture_name, "bfloat16", "bfloat16", 128, 4, 16)
+    gpu_harness.check_launches(launches, best)
+    with launched() as launches:
+        single_decode_with_kv_cache(q[0], paged[:, 0, 0], paged[:, 1, 0], pos_encoding_mode="ROPE_LLAMA")
+    gpu_harness.check_launches(launches, "gpu/generic")
 
 
 def test_out_and_lse_are_written(planned):

@@ -7,22 +7,11 @@ import pytest
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
 from paged_kv.runtime.doctor import explain_kernels
-from paged_kv.runtime.kernel_choice import explain
+from paged_kv.runtime.kernel_choice import ARCHITECTURES, explain, kernels_of
+from support import gpu_programs
 from support.dtype_pairs import PAIRS
+from support.gpu_rules import attention_kernel, hopper_refusal
 from support.mojo_programs import run_program
-
-
-def refusal_in_words(q_dtype: str, kv_dtype: str, head_dim: int, group: int, page_size: int) -> str:
-    """What the Hopper kernel's README says that it requires, in the order in which it is checked."""
-    if q_dtype == "float32" or (kv_dtype != q_dtype and not kv_dtype.startswith("float8")):
-        return f"it takes bfloat16 or float16 with a cache of the same or float8, not {q_dtype} with {kv_dtype}"
-    if head_dim not in (64, 128, 256):
-        return f"it takes head_dim 64, 128 and 256, not {head_dim}"
-    if group > 16:
-        return f"it takes up to 16 query heads a KV head, not {group}"
-    if page_size % 8:
-        return f"it copies 8 slots of a page and more at once; page_size {page_size} is no multiple of 8"
-    return "-"
 
 
 def test_hoppers_refusals():
@@ -33,7 +22,7 @@ def test_hoppers_refusals():
     taken = 0
     for line in lines:
         q_dtype, kv_dtype, head_dim, group, page_size, found = line.split(maxsplit=5)
-        assert found == refusal_in_words(q_dtype, kv_dtype, int(head_dim), int(group), int(page_size)), line
+        assert found == hopper_refusal(q_dtype, kv_dtype, int(head_dim), int(group), int(page_size)), line
         taken += found == "-"
     assert taken == 6 * 3 * 3 * 5  # dtype pairs, head_dims, groups and page sizes that the Hopper kernel serves
 
@@ -78,7 +67,7 @@ def test_every_pair_on_hopper():
     choices = explained("sm_90a", 128, 4, 16)
     assert list(choices) != []
     for pair in PAIRS:
-        refusal = refusal_in_words(*pair, 128, 4, 16)
+        refusal = hopper_refusal(*pair, 128, 4, 16)
         expected = "gpu/hopper: all that it requires holds" if refusal == "-" else f"not gpu/hopper: {refusal}"
         assert choices[pair].removeprefix("gpu/generic: ") == expected
 
@@ -103,3 +92,12 @@ def test_the_doctor_prints_a_block_for_each_device():
     blocks = text.strip().split("\n\n")
     assert [block.split(":")[0] for block in blocks] == ["cpu", "sm_90a"]
     assert all(len(block.splitlines()) == 1 + len(PAIRS) + 1 for block in blocks)
+
+
+@pytest.mark.parametrize("architecture", gpu_programs.ARCHITECTURES)
+def test_the_kernels_of_a_gpu_are_those_of_its_calls(architecture):
+    """What the doctor says of a GPU without compiling anything, and no GPU that is compiled for is left out."""
+    best = attention_kernel(architecture, *HALF, 128, 4, 16)
+    assert explained(architecture, 128, 4, 16)[HALF].startswith(f"{best}:")
+    assert kernels_of(architecture).startswith(best)
+    assert set(ARCHITECTURES) == set(gpu_programs.ARCHITECTURES)

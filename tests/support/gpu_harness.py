@@ -11,8 +11,10 @@ from max.graph import DeviceRef, Module
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.reference import cache_views
+from paged_kv.runtime.launches import ATTENTION, Launch, launched
 from paged_kv.runtime.session import Runtime, runtime_on
 from paged_kv.runtime.variants import Variant
+from support.gpu_rules import attention_kernel
 from support.harness import BITS, NONE
 
 
@@ -95,10 +97,29 @@ def attention(
         to_buffer(np.array(window_left, np.int32)),
         to_buffer(numbers),
     ]
-    model = attention_model(q.dtype.name, k_blocks.dtype.name, batch_invariant, gpu_kernel)
-    results = model.execute(*inputs)
+    dtypes = q.dtype.name, k_blocks.dtype.name
+    model = attention_model(*dtypes, batch_invariant, gpu_kernel)
+    with launched() as launches:
+        results = model.execute(*inputs)
+    keys, _ = cache_views(k_blocks, v_blocks, layout, layer)
+    page_size, kv_heads, head_dim = keys.shape[1:]
+    if len(q) and q.shape[1]:
+        sizes = (head_dim, q.shape[1] // kv_heads, page_size)
+        best = attention_kernel(device().architecture_name, *dtypes, *sizes, gpu_kernel)
+        check_launches(launches, best if len(keys) else "gpu/generic")
     o, lse = map(download, results)
     return o, lse
+
+
+BLOCKS = {"gpu/hopper": 160, "gpu/generic": 128, "gpu/latent": 128}
+"""Threads of a block."""
+
+
+def check_launches(launches: list[Launch], kernel: str) -> None:
+    """Asserts that the one attention kernel among these is the one that is expected, on one stream with the others."""
+    found = [launch for launch in launches if launch.kernel in ATTENTION]
+    assert [(launch.kernel, launch.block) for launch in found] == [(kernel, (BLOCKS[kernel], 1, 1))], launches
+    assert len({launch.stream for launch in launches}) == 1, launches
 
 
 def masked_attention(
@@ -122,16 +143,18 @@ def masked_attention(
     variant = Variant("masked_attention", DType[q.dtype.name], DType[k_blocks.dtype.name], DType[o_dtype])
     storage = Storage(k_blocks, v_blocks, "NHD", 0, bits=False)
     sight = (row_positions, token_offsets, mask, mask_starts, mask_firsts, np.zeros(v_blocks.shape[-1], np.int8))
-    results = runtime().execute(
-        variant,
-        *map(upload, (q, row_batch, row_lengths, *sight)),
-        *storage.blocks,
-        upload(lookup_table),
-        storage.view,
-        *map(upload, (NONE, NONE)),
-        to_buffer(np.array(window_left, np.int32)),
-        to_buffer(np.array([q.shape[-1] ** -0.5, 0, 1, rope_theta, 1], np.float32)),
-    )
+    with launched() as launches:
+        results = runtime().execute(
+            variant,
+            *map(upload, (q, row_batch, row_lengths, *sight)),
+            *storage.blocks,
+            upload(lookup_table),
+            storage.view,
+            *map(upload, (NONE, NONE)),
+            to_buffer(np.array(window_left, np.int32)),
+            to_buffer(np.array([q.shape[-1] ** -0.5, 0, 1, rope_theta, 1], np.float32)),
+        )
+    check_launches(launches, "gpu/generic")
     o, lse = map(download, results)
     return o, lse
 
@@ -150,15 +173,17 @@ def mla_attention(
     """As `reference_mla.mla_attention`."""
     kind = DType[ckv.dtype.name]
     storage = Storage(kpe[:, :, None], ckv[:, :, None], "NHD", 0, bits=False)
-    results = runtime().execute(
-        Variant("mla_attention", DType[q_nope.dtype.name], kind),
-        *map(upload, (q_nope, q_pe, row_batch, row_lengths)),
-        *storage.blocks,
-        upload(lookup_table),
-        storage.view,
-        upload(NONE),
-        to_buffer(np.array([sm_scale, 1, 1], np.float32)),
-    )
+    with launched() as launches:
+        results = runtime().execute(
+            Variant("mla_attention", DType[q_nope.dtype.name], kind),
+            *map(upload, (q_nope, q_pe, row_batch, row_lengths)),
+            *storage.blocks,
+            upload(lookup_table),
+            storage.view,
+            upload(NONE),
+            to_buffer(np.array([sm_scale, 1, 1], np.float32)),
+        )
+    check_launches(launches, "gpu/latent")
     o, lse = map(download, results)
     return o, lse
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
-from paged_kv.runtime.kernel_choice import explain
+from paged_kv.runtime.kernel_choice import explain, kernels_of
 from paged_kv.runtime.threads import allowed_cpus, cgroup_quota, started_pool_threads
 from paged_kv.versions import PINNED
 
@@ -98,6 +98,7 @@ def render(report: Report) -> str:
         "features": features or "none listed",
         "target": target,
         "gpu": ", ".join(report.gpus) or "none",
+        **_attention_on(report.architectures),
         "kernels": str(report.kernels or "not found"),
         "cache": str(report.cache or "none"),
     }
@@ -118,6 +119,12 @@ def explain_kernels(
             "\n".join([f"\n{architecture or 'cpu'}: attention with {sizes}", *(f"  {line}" for line in lines)])
         )
     return "\n".join(blocks)
+
+
+def _attention_on(architectures: Sequence[str]) -> dict[str, str]:
+    """The attention kernels of the GPUs; nothing where there is none."""
+    of_each = [f"{architecture}: {kernels_of(architecture)}" for architecture in dict.fromkeys(architectures)]
+    return {"attention": "; ".join(of_each)} if of_each else {}
 
 
 def _threads_in_words(report: Report) -> str:

@@ -14,6 +14,20 @@ from paged_kv.errors import ToolchainError
 
 _SECONDS = 120
 
+ARCHITECTURES = {
+    "sm_80": "gpu/generic",
+    "sm_90a": "gpu/hopper, or gpu/generic where that takes no such call",
+    "sm_100a": "gpu/generic",
+    "gfx942": "gpu/generic",
+}
+"""The GPUs that kernels are known to compile for, and the attention kernels of each."""
+
+
+def kernels_of(architecture: str) -> str:
+    """Which attention kernels a GPU gets, in words; of an unknown one that nobody knows."""
+    known = ARCHITECTURES.get(architecture)
+    return known or f"gpu/generic, if it compiles: {architecture} is none of {', '.join(ARCHITECTURES)}"
+
 
 def explain(
     architecture: str | None, head_dim: int, group: int, page_size: int, cpu_target: str | None = None
