@@ -93,6 +93,21 @@ def test_a_batch_invariant_row_is_the_same_alone(dtype):
             assert_bits_equal(single, whole[part], what=f"row {row} alone")
 
 
+def test_batch_invariant_rows_of_several_passes():
+    """1500 rows over a table for 131,072 tokens, three times what one pass has: most short, some split."""
+    cache = build(CacheCase((131_072, 700), 16, 2, 128, 16, dtype="bfloat16"))
+    rng = np.random.default_rng(4)
+    row_batch = np.ones(1500, np.int32)
+    row_lengths = rng.integers(0, 701, 1500).astype(np.int32)
+    row_batch[::100], row_lengths[::100] = 0, rng.integers(1025, 131_072, 15)
+    q = rng.standard_normal((1500, 16, 128), np.float32).astype(cache.q.dtype)
+    o, lse = compare(cache, (q, row_batch, row_lengths), batch_invariant=True)
+    for part in (slice(0, 1), slice(495, 510), slice(1499, 1500)):
+        alone = compare(cache, (q[part], row_batch[part], row_lengths[part]), batch_invariant=True)
+        assert_bits_equal(alone[0], o[part], what="o of rows alone")
+        assert_bits_equal(alone[1], lse[part], what="lse of rows alone")
+
+
 @pytest.mark.parametrize("gpu_kernel", ["best", "plain"])
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 32), ("bfloat16", 128)])
 def test_what_the_device_finds_wrong_is_nan_in_its_row_alone(dtype, head_dim, gpu_kernel):

@@ -3,8 +3,11 @@
 from std.random import random_si64, seed
 from std.testing import TestSuite, assert_equal, assert_true
 
+from mojo_ops.attention.gpu.params import GpuAttentionParams, rows_of
+from mojo_ops.attention.gpu.row_sight import GpuPlainSight
 from mojo_ops.attention.gpu.split_kv import (
     MAX_FIXED_ITEMS,
+    MAX_PASS_BYTES,
     INVALID_ROW,
     MIN_ITEM_TILES,
     NO_ROW,
@@ -16,7 +19,9 @@ from mojo_ops.attention.gpu.split_kv import (
     SplitItem,
     max_item_tiles,
     fixed_max_item_tiles,
+    rows_of_pass,
 )
+from support import untracked, untracked_mutable
 
 comptime CAPACITY = 1 << 20
 
@@ -168,6 +173,92 @@ def test_a_fixed_split_depends_on_the_row_alone() raises:
             var item = items[len(items) - len(alone) + i]
             assert_equal(item.begin, alone[i].begin)
             assert_equal(item.end, alone[i].end)
+
+
+def test_the_memory_of_a_pass_is_bounded() raises:
+    """Of any shapes; and no pass is smaller than it must be."""
+    for capacity in [1, 1024, 1025, 5000, 65536, 131072, CAPACITY]:
+        for heads in [1, 8, 32, 128]:
+            for dim in [8, 128, 512]:
+                var rows = rows_of_pass(capacity, heads, dim)
+                assert_true(rows >= 1)
+                if capacity <= 1024:
+                    assert_true(rows > 1 << 30)
+                    continue
+                var of_row = ScheduleBounds.of(1, capacity, 8, 132, True).partials * heads * (dim + 2) * 4
+                assert_equal(rows, max(1, MAX_PASS_BYTES // of_row))
+                var bounds = ScheduleBounds.of(rows, capacity, 8, 132, True)
+                assert_true(bounds.partials * heads * (dim + 2) * 4 <= max(MAX_PASS_BYTES, of_row))
+    # A batch that decodes is one pass.
+    assert_true(rows_of_pass(131072, 32, 128) >= 250)
+
+
+def test_passes_have_the_items_of_the_whole() raises:
+    seed(6)
+    var rows = List[RowTokens]()
+    for _ in range(50):
+        rows.append(tokens_of(Int(random_si64(0, Int64(1) << random_si64(0, 20)))))
+    var whole = check(rows, bounds_of(len(rows), True))
+    for at_once in [1, 7, 49, 50]:
+        var i = 0
+        for first in range(0, len(rows), at_once):
+            var part = List[RowTokens]()
+            for r in range(first, min(first + at_once, len(rows))):
+                part.append(rows[r])
+            var base = Int32(-1)
+            for item in check(part, bounds_of(len(part), True)):
+                assert_equal(item.row + Int32(first), whole[i].row)
+                assert_equal(item.begin, whole[i].begin)
+                assert_equal(item.end, whole[i].end)
+                assert_equal(item.partial == WHOLE_ROW, whole[i].partial == WHOLE_ROW)
+                if item.partial != WHOLE_ROW:
+                    # Partial results of a row lie in the same order.
+                    base = whole[i].partial - item.partial if base < 0 else base
+                    assert_equal(item.partial + base, whole[i].partial)
+                i += 1
+        assert_equal(i, len(whole))
+
+
+def test_rows_of_a_call_are_where_they_were() raises:
+    """A pass finds its rows' elements, and nothing else of the call differs."""
+    var numbers = List[Float32](length=4, fill=0)
+    var requests = List[Int32](length=4, fill=0)
+    var at = untracked(numbers)
+    var integers = untracked(requests)
+    var whole = GpuAttentionParams[DType.float32](
+        untracked_mutable(numbers),
+        untracked_mutable(numbers),
+        untracked_mutable(numbers),
+        integers,
+        integers,
+        at,
+        at,
+        num_rows=9,
+        num_heads=6,
+        head_dim=64,
+        batch=4,
+        capacity=100,
+        window_left=-1,
+        scale=1,
+        soft_cap=0,
+        v_scale=1,
+        has_alibi=1,
+        has_sinks=1,
+        sight=GpuPlainSight(),
+    )
+    for first in range(9):
+        var part = rows_of(whole, first, 2)
+        assert_equal(Int(part.q) - Int(whole.q), 4 * whole.element(Int32(first), 0, 0))
+        assert_equal(Int(part.o) - Int(whole.o), 4 * whole.o_element(Int32(first), 0, 0))
+        assert_equal(Int(part.lse) - Int(whole.lse), 4 * first * 6)
+        assert_equal(Int(part.row_batch) - Int(whole.row_batch), 4 * first)
+        assert_equal(Int(part.row_lengths) - Int(whole.row_lengths), 4 * first)
+        assert_equal(part.num_rows, 2)
+        assert_equal(Int(part.sinks), Int(whole.sinks))
+        assert_equal(Int(part.alibi_slopes), Int(whole.alibi_slopes))
+        assert_equal(part.num_heads, 6)
+        assert_equal(part.capacity, 100)
+    _ = (numbers^, requests^)
 
 
 def test_bounds_need_no_length() raises:

@@ -190,4 +190,19 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSig
         return (Int(row) * Int(self.num_heads) + Int(head)) * Int(self.value_dim()) + Int(dim)
 
 
+def rows_of[
+    dtype: DType, o_dtype: DType, //
+](params: GpuAttentionParams[dtype, o_dtype], first: Int, count: Int) -> GpuAttentionParams[dtype, o_dtype]:
+    """The call of some of a call's rows: `[first, first + count)`."""
+    var part = params
+    var heads = first * Int(params.num_heads)
+    part.q = params.q.unsafe_offset(heads * Int(params.head_dim))
+    part.o = params.o.unsafe_offset(heads * Int(params.value_dim()))
+    part.lse = params.lse.unsafe_offset(heads)
+    part.row_batch = params.row_batch.unsafe_offset(first)
+    part.row_lengths = params.row_lengths.unsafe_offset(first)
+    part.num_rows = Int32(count)
+    return part
+
+
 comptime NOT_A_NUMBER = nan[DType.float32]()

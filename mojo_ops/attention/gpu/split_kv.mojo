@@ -5,6 +5,7 @@ where its row ends. `scheduler.mojo` runs it on the device, tests/mojo/test_spli
 """
 
 from std.math import ceildiv
+from std.sys import size_of
 
 comptime SPLIT_TILE_TOKENS = 128
 """Tokens: items begin and end at multiples of it, but for the first and the last token of a row."""
@@ -16,6 +17,8 @@ comptime FIXED_ITEM_TILES = 8
 """The least length of an item where the split is batch-invariant."""
 comptime MAX_FIXED_ITEMS = 64
 """The most items of a row where the split is batch-invariant."""
+comptime MAX_PASS_BYTES = 1 << 28
+"""Of the partial results of a batch-invariant call at one time: the rows of a larger one go in several passes."""
 comptime NO_ROW: Int32 = -1
 comptime WHOLE_ROW: Int32 = -1
 """The `partial` of an item that is its row's only one: the item writes o and lse itself."""
@@ -124,6 +127,29 @@ def fixed_max_item_tiles(tiles: Int32) -> Int32:
     return max(Int32(FIXED_ITEM_TILES), ceildiv(tiles, Int32(MAX_FIXED_ITEMS)))
 
 
+@always_inline
+def max_fixed_items(capacity: Int) -> Int:
+    """The most items of a row of up to `capacity` tokens, whatever else is in the batch."""
+    return max(1, min(MAX_FIXED_ITEMS, ceildiv(ceildiv(capacity, SPLIT_TILE_TOKENS), FIXED_ITEM_TILES)))
+
+
+def rows_of_pass(capacity: Int, num_heads: Int, value_dim: Int) -> Int:
+    """The rows of a batch-invariant call that are attended to at one time; the next pass has the next ones.
+
+    Their partial results take up to `MAX_PASS_BYTES`, or they are one row. A row's items and the order in which its
+    partial results are merged depend on the row alone, so its bits do not depend on the pass that it is in.
+
+    Args:
+        capacity: `max_pages * page_size`.
+        num_heads: Query heads.
+        value_dim: Elements of a head of o.
+    """
+    var each = max_fixed_items(capacity)
+    if each == 1:
+        return Int(Int32.MAX)  # no row is split
+    return max(1, MAX_PASS_BYTES // (each * num_heads * (value_dim + 2) * size_of[DType.float32]()))
+
+
 @fieldwise_init
 struct ScheduleBounds(TrivialRegisterPassable):
     """The sizes of the schedule and of the partial results: known from shapes alone, for any lengths."""
@@ -148,7 +174,7 @@ struct ScheduleBounds(TrivialRegisterPassable):
             batch_invariant: Whether a row's split depends on its own length alone.
         """
         if batch_invariant:
-            var each = max(1, min(MAX_FIXED_ITEMS, ceildiv(ceildiv(capacity, SPLIT_TILE_TOKENS), FIXED_ITEM_TILES)))
+            var each = max_fixed_items(capacity)
             var splits = rows if each > 1 else 0
             return Self(0, rows * each, splits * each, splits, True)
         var wanted = max(1, ceildiv(multiprocessors * ITEMS_PER_SM, max(1, ctas_per_item)))
