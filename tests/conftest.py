@@ -96,6 +96,11 @@ def pytest_configure(config: pytest.Config) -> None:
         amx_emulation.install()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path.relative_to(TESTS).parts[0] == "serve":  # here: xdist reads it before a list can be changed
+        item.add_marker(pytest.mark.xdist_group(_server_of(item)))
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--emulate-amx"):
@@ -105,8 +110,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         item.add_marker(folder)
-        if folder == "serve":
-            item.add_marker(pytest.mark.xdist_group(_server_of(item)))
         if folder in QUICK and item.get_closest_marker("slow") is None:
             item.add_marker("quick")
     items.sort(key=_start_order)

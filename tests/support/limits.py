@@ -1,5 +1,7 @@
 """A child process that ends in time, whatever happens: then each wait for it ends, and each read of what it writes."""
 
+import ctypes
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -10,6 +12,16 @@ import psutil
 
 SECONDS = 600
 """Of a child that may compile, on a machine that does other things too."""
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """For `preexec_fn`: a process that outlives a test run that was ended would keep its memory and its port."""
+    if hasattr(_LIBC, "prctl"):  # Linux
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

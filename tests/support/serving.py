@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from support.limits import end_with_parent
+
 NEEDED = ("fastapi", "sse_starlette", "zmq", "openai", "transformers")
 MAX_LENGTH = 512
 """Of a request of these servers, in tokens."""
@@ -112,7 +114,9 @@ def serving(folder: Path, log: Path, *flags: str, architectures: str = "paged_kv
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     with log.open("wb") as output:
-        process = subprocess.Popen([*command, *flags], stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(
+            [*command, *flags], stdout=output, stderr=output, env=environment, preexec_fn=end_with_parent
+        )
     server = Server(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}", "demo", process, log)
     try:
         _wait_until_ready(server)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from support.limits import limited
@@ -65,6 +66,23 @@ def test_an_endless_wait_is_seen(text):
 @pytest.mark.parametrize("text", LIMITED)
 def test_a_limit_is_seen(text):
     assert endless(ast.parse(text)) == []
+
+
+def test_a_process_ends_with_the_one_that_started_it():
+    code = f"""
+import subprocess, sys
+sys.path.insert(0, {str(TESTS)!r})
+from support.limits import end_with_parent
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=end_with_parent)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with limited(subprocess.Popen([sys.executable, "-c", code], **pipes), seconds=60) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    psutil.wait_procs([child], timeout=10)
+    assert not child.is_running()
 
 
 def test_a_process_that_does_not_end_is_ended_with_its_children():
