@@ -36,6 +36,8 @@ FIELDS = (
     *("system", "batch", "length", "page_size", "heads", "kv_heads", "kv_dtype", "us", "GB/s", "share", "error"),
     *("device", "date", "commit"),
 )
+IMPOSSIBLE = 1.1
+"""A share of the copy's bandwidth that no run from cold caches reaches."""
 POINTS = ("one", "pages", "few", "all")
 
 
@@ -92,10 +94,13 @@ def measure(point: Point, sources: Sequence[Source], repeats: int, clock: Clock,
             failed.append((system.name, time))
             continue
         speed = (copied if system is copy else point.kv_bytes) / time
-        share = "" if isinstance(times[0], Exception) else f"{speed / (copied / times[0]):.3f}"
-        rows.append(
-            {"system": system.name, **sizes, "us": f"{time * 1e3:.1f}", "GB/s": f"{speed / 1e6:.0f}", "share": share}
-        )
+        row = {"system": system.name, **sizes, "us": f"{time * 1e3:.1f}", "GB/s": f"{speed / 1e6:.0f}"}
+        if not isinstance(times[0], Exception):
+            share = speed / (copied / times[0])
+            row["share"] = f"{share:.3f}"
+            if share > IMPOSSIBLE:
+                row["error"] = "faster than memory: was all of the run between the events?"
+        rows.append(row)
     return rows + [{"system": name, **sizes, "error": reason(error)} for name, error in failed]
 
 
@@ -175,8 +180,8 @@ def main() -> None:
         rows = measure(point, sources, arguments.repeats, clock, device)
         table.add([row | facts for row in rows])
         for row in rows:
-            figures = f"{row['us']:>10} us {row['GB/s']:>6} GB/s  {row['share']}" if "us" in row else row["error"]
-            print(f"  {row['system']:<26} {figures}", flush=True)
+            figures = f"{row['us']:>10} us {row['GB/s']:>6} GB/s  {row.get('share', '')}  " if "us" in row else ""
+            print(f"  {row['system']:<26} {figures}{row.get('error', '')}", flush=True)
             measured += "us" in row and row["system"].startswith("paged-kv")
         empty_cache(device)
     if not measured:

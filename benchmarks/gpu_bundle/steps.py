@@ -25,6 +25,9 @@ BOTH = ("gpu", "cpu")
 _MODULE = "paged_kv.benchmarks"
 
 
+_ROWS = f"{_MODULE}.gpu_bundle.pytest_rows"
+
+
 def _check(*words: str) -> tuple[str, ...]:
     return ("{python}", "-m", f"{_MODULE}.gpu_bundle.checks", "--device", "{device}", *words)
 
@@ -35,7 +38,19 @@ def _measure(*words: str) -> tuple[str, ...]:
 
 
 def _tests(*words: str) -> tuple[str, ...]:
-    command = ("{python}", "-m", "pytest", "-v", "-n0", "-p", "no:cacheprovider", "-c", "{home}/tests/pytest.ini")
+    command = (
+        "{python}",
+        "-m",
+        "pytest",
+        "-v",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        _ROWS,
+        "-c",
+        "{home}/tests/pytest.ini",
+    )
     return (*command, "--rootdir", "{home}", "--cpu-target", CPU_TARGET, *words)
 
 

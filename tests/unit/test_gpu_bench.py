@@ -109,6 +109,16 @@ def test_what_fails_has_a_row_with_its_reason(measured):
     assert all(row["length"] == 32 for row in rows)
 
 
+def test_a_figure_that_cannot_be_is_marked(monkeypatch, measured):
+    """Where a library enqueues its kernels after the second event, the time is that of nothing."""
+    from paged_kv.benchmarks import gpu_systems
+
+    monkeypatch.setattr(gpu_systems, "copy_system", lambda _: (system("2"), POINT.kv_bytes // 2))
+    assert "faster than memory" in measured(Fake(lambda: None))[1]["error"]
+    monkeypatch.setattr(gpu_systems, "copy_system", lambda _: (system("2"), POINT.kv_bytes))
+    assert "error" not in measured(Fake(lambda: None))[1]
+
+
 def test_a_problem_that_does_not_fit_is_a_row_of_its_own(monkeypatch, measured):
     from paged_kv.benchmarks import gpu_systems
 

@@ -139,3 +139,19 @@ def test_the_hosts_environment(tmp_path, monkeypatch):
     assert env["MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"] == "10"
     assert env["XDG_CACHE_HOME"] == str(tmp_path / "cache")
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path / "site")
+
+
+def test_each_test_of_a_step_is_a_row(ran, tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        "def test_good(): print('{\"us\": 1}')\n\ndef test_bad(): assert 1 == 2\n\ndef test_broken(no_fixture): pass\n"
+    )
+    plugins = ("-p", "no:cacheprovider", "-p", "paged_kv.benchmarks.gpu_bundle.pytest_rows")
+    command = (sys.executable, "-m", "pytest", "-v", "-n0", *plugins, "-c", str(tmp_path / "pytest.ini"), str(tmp_path))
+    *rows, whole = ran(Step("tests", "correct", command, 30))[0]
+    found = [(row["test"].partition("::")[2], row["outcome"]) for row in rows]
+    assert found == [("test_good", "passed"), ("test_bad", "failed"), ("test_broken", "failed")]
+    assert "assert 1 == 2" in rows[1]["reason"]
+    assert "fixture" in rows[2]["reason"]
+    assert whole["status"] == "failed"
+    assert "1 failed" in whole["detail"]
