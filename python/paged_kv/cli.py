@@ -58,14 +58,15 @@ def commands() -> None:
 
 @commands.command()
 @threads_option
+@click.option("--compiled", is_flag=True, help="Also list each kernel of the API, and where its code lies.")
 @click.option("--explain", is_flag=True, help="Also say which attention kernel each pair of dtypes gets, and why.")
 @click.option("--arch", help="With --explain: a GPU's architecture (sm_90a, gfx942, ...) instead of what is here.")
 @click.option("--head-dim", type=int, default=128, show_default=True, help="With --explain.")
 @click.option("--group", type=int, default=4, show_default=True, help="With --explain: query heads a KV head.")
 @click.option("--page-size", type=int, default=16, show_default=True, help="With --explain.")
-def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size: int) -> int:
-    """Print what was found: toolchain, CPU and its target, GPUs, cache folder."""
-    from paged_kv.runtime.doctor import collect, explain_kernels, render
+def doctor(compiled: bool, explain: bool, arch: str | None, head_dim: int, group: int, page_size: int) -> int:
+    """Print what was found: toolchain, CPU and its target, GPUs, cache folder, what is compiled for this CPU."""
+    from paged_kv.runtime.doctor import collect, explain_kernels, list_compiled, render
 
     for name, value in (("--group", group), ("--page-size", page_size)):
         if not 1 <= value < 2**31:
@@ -73,6 +74,8 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
     check_head_dim("--head-dim", head_dim)
     report = collect()
     click.echo(render(report))
+    if compiled:
+        click.echo(list_compiled(report))
     if explain:
         devices = report.architectures if arch is None else [arch]
         click.echo(explain_kernels(devices, head_dim, group, page_size, report.target))
@@ -82,12 +85,13 @@ def doctor(explain: bool, arch: str | None, head_dim: int, group: int, page_size
 @commands.command()
 @click.option("--q-dtype", "q_dtypes", multiple=True, help="Of queries; repeat it. Default: all.")
 @click.option("--kv-dtype", "kv_dtypes", multiple=True, help="Of caches; repeat it. Default: all.")
-def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...]) -> None:
+@click.option("--exact", is_flag=True, help="Compile for this very CPU what came with the package for a lower target.")
+def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...], exact: bool) -> None:
     """Compile the kernels now, so that the first call does not wait."""
     from paged_kv.runtime.warmup import warmup as compile_variants
 
     say("compiling what is missing: a minute or two for all dtypes")
-    for variant in compile_variants(q_dtypes or None, kv_dtypes or None):
+    for variant in compile_variants(q_dtypes or None, kv_dtypes or None, exact=exact):
         click.echo(f"ready: {variant}")
 
 

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_kv.runtime import doctor
+from paged_kv.runtime import compiled_ahead, doctor
+from paged_kv.runtime.api_variants import API_FAMILIES
 from paged_kv.runtime.cpu_target import CpuInfo
-from paged_kv.runtime.doctor import Report, collect, render
+from paged_kv.runtime.doctor import Report, collect, list_compiled, render
 from paged_kv.versions import PINNED
 
 
@@ -20,7 +21,7 @@ def test_this_installation_is_well():
     assert report.kernels is not None
     assert (report.kernels / "ops.mojo").is_file()
     text = render(report)
-    for name in ("max", "mojo", "python", "cpu", "features", "target", "gpu", "kernels", "cache"):
+    for name in ("max", "mojo", "python", "cpu", "features", "target", "gpu", "kernels", "cache", "compiled", "call"):
         assert f"\n{name} " in f"\n{text}"
     assert text.endswith("all is well")
 
@@ -81,6 +82,32 @@ def test_the_kernels_of_a_gpu_are_named(monkeypatch, architecture, said):
     """A GPU that nobody compiled for is not passed over in silence."""
     monkeypatch.setattr(doctor, "_gpus", lambda: [(f"GPU ({architecture})", architecture)] * 2)
     assert f"\nattention {architecture}: {said}" in render(collect())
+
+
+def test_what_is_compiled_is_counted_by_place():
+    """The numbers of a first call are measured: docs/getting-started.md."""
+    places = ["with the package, for znver4"] * 3 + ["in the cache, for znver5"] + [None] * 2
+    report = Report(CpuInfo("x86_64", "", frozenset()), 1, compiled=dict(zip("abcdef", places, strict=True)))
+    lines = render(report).splitlines()
+    assert "compiled  4 of 6 kernels of the API: 3 with the package, for znver4, 1 in the cache, for znver5" in lines
+    read = "call      the first one of a process waits 0.1 s where its kernel is compiled, "
+    assert f"{read}some 25 s for each of the other 2, once on this machine" in lines
+    report.compiled = dict.fromkeys("ab", "with the package, for znver4")
+    assert f"{read}as all are" in render(report).splitlines()
+    report.compiled["c"] = None
+    assert list_compiled(report).splitlines() == [
+        "  a: with the package, for znver4",
+        "  b: with the package, for znver4",
+        "  c: compiled by the first call",
+    ]
+
+
+def test_every_kernel_of_the_api_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled_ahead, "kernel_roots", list)
+    report = collect()
+    assert report.compiled == {variant.name: None for family in API_FAMILIES.values() for variant in family}
+    assert "\ncompiled  0 of 90 kernels of the API\n" in render(report)
 
 
 def test_missing_kernels_are_a_problem(tmp_path, monkeypatch):

@@ -1,25 +1,29 @@
 """Graphs that are compiled once and then read from disk in well under a second.
 
 MAX keeps a cache of its own, but a process that uses it still reads the Mojo package and builds every graph. Here a
-file holds the finished artefact, named by the digest of all that it depends on.
+file holds the finished artefact, named by the digest of all that it depends on. It lies in the user's cache folder, or
+came with the package (`compiled_ahead.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from max._mlir_context import ensure_default_mlir_context
+from max.driver import get_virtual_cpu_target
 from max.engine import CompiledModel, InferenceSession, Model, read
 from max.graph import Module
 
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
-from paged_kv.runtime.artefact_folder import user_artefacts, warn_not_kept
+from paged_kv.runtime.artefact_folder import ArtefactFolder, user_artefacts, warn_not_kept
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
+from paged_kv.runtime.compiled_ahead import TargetFolder, target_folders
+from paged_kv.runtime.cpu_target import CpuInfo, check_cpu_runs, usable_targets
 from paged_kv.runtime.kernel_library import kernel_library
 
 _COMPILING = Lock()
@@ -32,6 +36,7 @@ def load_graphs(
     *,
     weights: Mapping[str, Any] | None = None,
     on_compile: Callable[[], None] = lambda: None,
+    exact: bool = False,
 ) -> dict[str, Model]:
     """The models of some graphs, by graph name; those that are not on disk are compiled together.
 
@@ -41,13 +46,75 @@ def load_graphs(
         build: Adds the graphs of the given names to a module.
         weights: Values for the graphs' weights by name; an artefact holds none.
         on_compile: Called before a compile, which takes some 25 s or more.
+        exact: Compile rather than take what came with the package for a lower CPU target.
 
     Raises:
-        ToolchainError: there is no place for a cache folder, another user can write to its artefacts, or the Mojo
-            sources or graphs do not compile. That nothing can be written is a `RuntimeWarning`.
+        ToolchainError: the CPU lacks a feature of the target in force; there is no place for a cache folder, or
+            another user can write to its artefacts, and they are needed; or the Mojo sources or graphs do not compile.
+            That nothing can be written, or that a file of the package is damaged, is a `RuntimeWarning`.
     """
-    folder = user_artefacts()
-    digests = _digests(keys)
+    cpu = CpuInfo.read()
+    check_cpu_runs(get_virtual_cpu_target(), cpu)
+    sources = Sources.installed()
+    digests = _digests(keys, sources)
+    models: dict[str, Model] = {}
+    for target, found_in in _places(cpu, exact):
+        if len(models) == len(keys):
+            break
+        named = digests if target is None else _digests(keys, sources, target)
+        wanted = {name: digest for name, digest in named.items() if name not in models}
+        models |= _loaded(session, found_in, wanted, weights)
+    missing = [name for name in keys if name not in models]
+    if missing:
+        on_compile()
+        compiled = compile_graphs(session, missing, build)
+        # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not stored.
+        if _digests(keys, Sources.installed()) == digests:
+            reason = user_artefacts().store([digests[name] for name in missing], lambda path: export(compiled, path))
+            if reason is not None:
+                warn_not_kept(reason)
+        models |= _named(session.init_all(compiled, weights_registry=weights), missing)
+    return {name: models[name] for name in keys}
+
+
+def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
+    """Where `load_graphs` would take each graph from, in words; those that it would compile are left out.
+
+    Raises:
+        ToolchainError: as `load_graphs`.
+    """
+    cpu, sources, in_force = CpuInfo.read(), Sources.installed(), get_virtual_cpu_target()
+    check_cpu_runs(in_force, cpu)
+    found: dict[str, str] = {}
+    for target, folder in _places(cpu, exact=False):
+        origin = "with the package" if isinstance(folder, TargetFolder) else "in the cache"
+        named = _digests({name: key for name, key in keys.items() if name not in found}, sources, target)
+        whole = {digest for artefact in folder.find(named.values()) for digest in artefact.digests}
+        place = f"{origin}, for {target or in_force or 'this CPU'}"
+        found |= {name: place for name, digest in named.items() if digest in whole}
+    return found
+
+
+def _places(cpu: CpuInfo, exact: bool) -> Iterator[tuple[str | None, ArtefactFolder | TargetFolder]]:
+    """Where compiled graphs may lie, with the CPU target that they are for (None: the one in force), the best first.
+
+    What was compiled here for this very CPU is better than what came with the package for a lower target.
+    """
+    usable = usable_targets(get_virtual_cpu_target(), cpu)
+    for _, folder in target_folders(usable[:1], cpu):
+        yield None, folder
+    yield None, user_artefacts()
+    if not exact:
+        yield from target_folders(usable[1:], cpu)
+
+
+def _loaded(
+    session: InferenceSession,
+    folder: ArtefactFolder | TargetFolder,
+    digests: Mapping[str, str],
+    weights: Mapping[str, Any] | None,
+) -> dict[str, Model]:
+    """Those of the graphs that a folder has."""
     models: dict[str, Model] = {}
     for artefact in folder.find(digests.values()):
         try:
@@ -57,19 +124,9 @@ def load_graphs(
             continue
         # Graphs that were compiled together with these may have been built from other sources than today's.
         valid = artefact.digests
-        current = [name for name in keys if digests[name] in valid]
+        current = [name for name in digests if digests[name] in valid]
         models |= {name: model for name, model in _named(loaded, current).items() if digests.get(name) in valid}
-    missing = [name for name in keys if name not in models]
-    if missing:
-        on_compile()
-        compiled = compile_graphs(session, missing, build)
-        # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not stored.
-        if _digests(keys) == digests:
-            reason = folder.store([digests[name] for name in missing], lambda path: export(compiled, path))
-            if reason is not None:
-                warn_not_kept(reason)
-        models |= _named(session.init_all(compiled, weights_registry=weights), missing)
-    return {name: models[name] for name in keys}
+    return models
 
 
 def compile_graphs(
@@ -119,7 +176,7 @@ def _named(loaded: Mapping[str, Model], names: Sequence[str]) -> Mapping[str, Mo
     return loaded
 
 
-def _digests(keys: Mapping[str, CompileKey]) -> dict[str, str]:
-    """The name of each graph's artefact."""
-    sources, tools = Sources.installed(), toolchain()
+def _digests(keys: Mapping[str, CompileKey], sources: Sources, target: str | None = None) -> dict[str, str]:
+    """The name of each graph's artefact, for a CPU target (None: the one in force)."""
+    tools = toolchain(target)
     return {name: key.digest(sources, tools) for name, key in keys.items()}

@@ -70,9 +70,9 @@ class CompileKey:
         return digest.hexdigest()[:32]
 
 
-def toolchain() -> str:
-    """The versions of the compilers, and the CPU that they compile for."""
-    target = get_virtual_cpu_target()
+def toolchain(target: str | None = None) -> str:
+    """The versions of the compilers, and the CPU that they compile for: `target`, or the one in force."""
+    target = target or get_virtual_cpu_target()
     if not target:  # MAX chooses by itself, from what this CPU says
         cpu = CpuInfo.read()
         target = f"chosen by MAX on {cpu.machine} {cpu.model_name} {' '.join(sorted(cpu.flags))}"
@@ -104,6 +104,9 @@ class Sources:
     packages: Mapping[str, Path]
     _texts: dict[Path, str] = field(default_factory=dict, repr=False, compare=False)
     _modules: dict[str, list[str]] = field(default_factory=dict, repr=False, compare=False)
+    _reached: dict[tuple[str, tuple[str, ...] | None], list[str]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def installed(cls) -> Sources:
@@ -128,13 +131,15 @@ class Sources:
 
     def mojo(self, device: str, ops: Iterable[str] | None) -> list[str]:
         """The name and the text of every file in the rooms that `ops` (None: any) reach on a "cpu" or a "gpu"."""
-        rooms = self.rooms(device, ops)
-        return [
-            part
-            for room in sorted(rooms)
-            for file in sorted(room.glob("*.mojo"))
-            for part in (file.relative_to(self.mojo_root).as_posix(), self._read(file))
-        ]
+        asked = device, None if ops is None else tuple(sorted(ops))
+        if asked not in self._reached:
+            self._reached[asked] = [
+                part
+                for room in sorted(self.rooms(*asked))
+                for file in sorted(room.glob("*.mojo"))
+                for part in (file.relative_to(self.mojo_root).as_posix(), self._read(file))
+            ]
+        return self._reached[asked]
 
     def rooms(self, device: str, ops: Iterable[str] | None) -> set[Path]:
         """The folders that hold a file which `ops` reach by imports, that of the registered ops among them."""

@@ -10,6 +10,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from paged_kv.errors import ToolchainError
+
 
 def _flags(names: str) -> frozenset[str]:
     return frozenset(names.split())
@@ -89,6 +91,33 @@ def choose_cpu_target(cpu: CpuInfo) -> str | None:
     if cpu.machine.lower() not in ("x86_64", "amd64"):
         return None
     return next((target for target, required in REQUIRED_FLAGS.items() if required <= cpu.flags), None)
+
+
+def usable_targets(in_force: str | None, cpu: CpuInfo) -> list[str]:
+    """The targets whose code may run where `in_force` was chosen, the best first: it, then those that ask for less.
+
+    Empty where `cpu` lacks a flag of it, or what it asks for is not known.
+    """
+    claimed = REQUIRED_FLAGS.get(in_force or "")
+    if in_force is None or claimed is None or not claimed <= cpu.flags:
+        return []
+    return [in_force, *(name for name, required in REQUIRED_FLAGS.items() if required < claimed)]
+
+
+def check_cpu_runs(target: str | None, cpu: CpuInfo) -> None:
+    """Refuses code for a target that the CPU cannot run, which would end the process.
+
+    A target that is not listed here, and a CPU that says nothing of itself, are the user's own affair.
+
+    Raises:
+        ToolchainError: the CPU lacks a flag of the target.
+    """
+    lacking = REQUIRED_FLAGS.get(target or "", frozenset()) - cpu.flags
+    if lacking and cpu.flags:
+        raise ToolchainError(
+            f"CPU target {target} is in force, but this CPU does not report {', '.join(sorted(lacking))}: code that is"
+            " compiled for it would end the process"
+        )
 
 
 def apply_cpu_target() -> str | None:

@@ -1,4 +1,4 @@
-"""What `paged-kv doctor` finds: the toolchain, the CPU and its target, GPUs, the cache folder."""
+"""What `paged-kv doctor` finds: the toolchain, the CPU and its target, GPUs, the cache folder, what is compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, resources
 from pathlib import Path
@@ -49,6 +50,8 @@ class Report:
     kernels: Path | None = None
     """The folder of the Mojo sources."""
     cache: Path | None = None
+    compiled: dict[str, str | None] = field(default_factory=dict)
+    """Each kernel of the API, and where its code for this CPU lies, in words; None: a first call compiles it."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -75,6 +78,8 @@ def collect() -> Report:
     if report.versions["max"] is not None:
         report.target = attempt("CPU target", apply_cpu_target)
         report.threads = attempt("threads", started_pool_threads)
+        if report.cache is not None:  # without one it is said already that there is none
+            report.compiled = attempt("compiled kernels", _compiled) or {}
         found = attempt("GPU", _gpus) or []
         report.gpus = [name for name, _ in found]
         report.architectures = [architecture for _, architecture in found]
@@ -101,6 +106,8 @@ def render(report: Report) -> str:
         **_attention_on(report.architectures),
         "kernels": str(report.kernels or "not found"),
         "cache": str(report.cache or "none"),
+        "compiled": _compiled_in_words(report.compiled),
+        "call": _first_call_in_words(report.compiled),
     }
     lines = [f"{name:<10}{value}" for name, value in rows.items()]
     lines += [f"error: {problem}" for problem in report.problems] or ["all is well"]
@@ -125,6 +132,29 @@ def _attention_on(architectures: Sequence[str]) -> dict[str, str]:
     """The attention kernels of the GPUs; nothing where there is none."""
     of_each = [f"{architecture}: {kernels_of(architecture)}" for architecture in dict.fromkeys(architectures)]
     return {"attention": "; ".join(of_each)} if of_each else {}
+
+
+def list_compiled(report: Report) -> str:
+    """A line for each kernel of the API: where its code lies."""
+    return "\n".join(f"  {name}: {place or 'compiled by the first call'}" for name, place in report.compiled.items())
+
+
+def _compiled_in_words(compiled: Mapping[str, str | None]) -> str:
+    """How many kernels lie where."""
+    places = Counter(place for place in compiled.values() if place)
+    parts = ", ".join(f"{count} {place}" for place, count in places.items())
+    return f"{places.total()} of {len(compiled)} kernels of the API{': ' if parts else ''}{parts}"
+
+
+def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
+    """What the first call of a process waits for."""
+    read = "0.1 s where its kernel is compiled"
+    missing = sum(place is None for place in compiled.values())
+    if not compiled:
+        return "unknown"
+    if not missing:
+        return f"the first one of a process waits {read}, as all are"
+    return f"the first one of a process waits {read}, some 25 s for each of the other {missing}, once on this machine"
 
 
 def _threads_in_words(report: Report) -> str:
@@ -160,6 +190,17 @@ def _kernels() -> Path:
     if not (folder / "ops.mojo").is_file():
         raise FileNotFoundError(f"{folder / 'ops.mojo'} is missing; reinstall paged-kv")
     return folder
+
+
+def _compiled() -> dict[str, str | None]:
+    """Each kernel of the API, and where its code for this CPU lies."""
+    # Not at the top: this module has to work where MAX is not installed.
+    from paged_kv.runtime.api_variants import API_FAMILIES, variant_key
+    from paged_kv.runtime.artefacts import where_graphs_lie
+
+    keys = {variant.name: variant_key(variant) for family in API_FAMILIES.values() for variant in family}
+    found = where_graphs_lie(keys)
+    return {name: found.get(name) for name in keys}
 
 
 def _gpus() -> list[tuple[str, str]]:

@@ -40,7 +40,9 @@ def kernel_library(sources: Path) -> Path:
     def compile_to(path: Path) -> None:
         compiled = path.with_name(FILE)
         try:
-            subprocess_run_mojo(["precompile", str(sources), "-o", str(compiled)], capture_output=True, check=True)
+            # From its parent: the names of sources in the code are then the same wherever the package lies.
+            command = ["precompile", sources.name, "-o", str(compiled)]
+            subprocess_run_mojo(command, cwd=sources.parent, capture_output=True, check=True)
         except CalledProcessError as error:
             lines = error.stderr.decode(errors="replace").splitlines()
             reasons = [line for line in lines if "error:" in line]
@@ -62,7 +64,8 @@ def kernel_library(sources: Path) -> Path:
 def _digest(sources: Path) -> str:
     """32 hexadecimal digits, different where a source file or a compiler differs."""
     digest = hashlib.sha256()
-    parts = [version("max").encode(), version("mojo").encode()]
+    # The package's name is in what the compiler wrote: under another name it does not parse.
+    parts = [version("max").encode(), version("mojo").encode(), FILE.encode()]
     for file in sorted(sources.rglob("*.mojo")):
         parts += [file.relative_to(sources).as_posix().encode(), file.read_bytes()]
     for part in parts:

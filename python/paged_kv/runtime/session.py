@@ -14,10 +14,9 @@ from max.driver import CPU, Accelerator, Buffer, Device
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Module
 
-from paged_kv.errors import ToolchainError
-from paged_kv.runtime import variants
+from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.runtime.api_variants import API_VARIANTS, variant_key
 from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.cpu_target import apply_cpu_target
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.variants import Variant
@@ -58,16 +57,28 @@ class Runtime:
         self._models: dict[Variant, Model] = {}
         self._loading = Lock()
 
-    def load(self, wanted: Iterable[Variant]) -> None:
-        """Loads those of `wanted` that are missing, compiled together where the disk has them not."""
+    def load(self, wanted: Iterable[Variant], *, exact: bool = False) -> None:
+        """Loads those of `wanted` that are missing, compiled together where the disk has them not.
+
+        Args:
+            wanted: Of `API_VARIANTS`: what is compiled ahead is all that there is.
+            exact: Compile rather than take code that came with the package for a lower CPU target.
+
+        Raises:
+            ContractError: a variant is not of `API_VARIANTS`.
+            ToolchainError: as `load_graphs`.
+        """
         check_not_forked()  # first: the parent's lock may be held for ever here
         with self._loading:
-            self._load({variant for variant in wanted if variant not in self._models})
+            self._load({variant for variant in wanted if variant not in self._models}, exact)
 
-    def _load(self, wanted: set[Variant]) -> None:
+    def _load(self, wanted: set[Variant], exact: bool) -> None:
         missing = sorted(wanted, key=lambda variant: variant.name)
         if not missing:
             return
+        for variant in missing:
+            if variant not in API_VARIANTS:
+                raise ContractError(f"{variant} is no variant of the API")
 
         by_name = {variant.name: variant for variant in missing}
 
@@ -78,8 +89,9 @@ class Runtime:
         listed = ", ".join(str(variant) for variant in missing)
         models = load_graphs(
             self.session,
-            {name: self._key(variant) for name, variant in by_name.items()},
+            {name: variant_key(variant, self.architecture) for name, variant in by_name.items()},
             build,
+            exact=exact,
             on_compile=lambda: _announce(f"paged-kv: compiling {listed}: about 25 s, once on this machine"),
         )
         self._models.update({variant: models[variant.name] for variant in missing})
@@ -92,9 +104,6 @@ class Runtime:
             self.load(variant.family())
             model = self._models[variant]
         return model.execute(*inputs)
-
-    def _key(self, variant: Variant) -> CompileKey:
-        return CompileKey(variant.name, variants.__name__, (variants.REGISTERED[variant.op],), self.architecture)
 
 
 def _announce(line: str) -> None:

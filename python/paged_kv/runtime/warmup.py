@@ -13,13 +13,17 @@ from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
 
 
-def warmup(q_dtypes: Sequence[str] | None = None, kv_dtypes: Sequence[str] | None = None) -> list[str]:
+def warmup(
+    q_dtypes: Sequence[str] | None = None, kv_dtypes: Sequence[str] | None = None, *, exact: bool = False
+) -> list[str]:
     """Compiles, or reads from disk, every variant of append, gather and attention for the given dtypes.
 
     Args:
         q_dtypes: Of queries: "float32", "bfloat16", "float16"; all of them where None.
         kv_dtypes: Of caches: the same, "float8_e4m3fn" and "float8_e5m2"; all of them where None. A cache has its
             queries' dtype or a float8 one; other pairs are left out.
+        exact: Compile for this very CPU what came with the package for a lower target; later processes take that.
+            Call it before anything that runs the kernels.
 
     Returns:
         What is ready now, in words.
@@ -33,7 +37,7 @@ def warmup(q_dtypes: Sequence[str] | None = None, kv_dtypes: Sequence[str] | Non
     widths = {kv.size_in_bytes for kv in caches}
     copied = [bits for bits in BITS if bits.size_in_bytes in widths]
     variants += [variant for bits in copied for variant in Variant("append", bits, bits).family()]
-    default_runtime().load(variants)
+    default_runtime().load(variants, exact=exact)
     return [str(variant) for variant in variants]
 
 

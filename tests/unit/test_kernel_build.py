@@ -1,0 +1,128 @@
+"""Building kernels ahead, with a compiler that only writes files: what is made, made again, and refused."""
+
+import hashlib
+import json
+import lzma
+
+import pytest
+from click.testing import CliRunner
+
+from paged_kv import build_kernels
+from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.runtime import kernel_build
+from paged_kv.runtime.api_variants import API_FAMILIES
+from paged_kv.runtime.compile_key import Sources
+from paged_kv.runtime.compiled_ahead import INDEX, Index, TargetFolder
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
+from paged_kv.runtime.kernel_build import TARGETS, Piece, build
+from paged_kv.runtime.seal import write_seal
+from paged_kv.versions import PINNED, VERSION
+
+FEW = ("merges", "copies")
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """The pieces that were compiled, as (target, family)."""
+    done: list[tuple[str, str]] = []
+    sources = Sources.installed()
+
+    def write(piece, cache):  # noqa: ARG001
+        piece.path.write_bytes(lzma.compress(f"{piece.family} for {piece.target}".encode()))
+        write_seal(piece.path, list(piece.digests(sources).values()))
+        done.append((piece.target, piece.family))
+
+    monkeypatch.setattr(kernel_build, "_compile_in_a_process", write)
+    return done
+
+
+def test_every_family_of_every_target_is_compiled_and_found(tmp_path, compiles):
+    assert build(tmp_path) == []
+    assert sorted(compiles) == sorted((target, family) for target in TARGETS for family in API_FAMILIES)
+    sources = Sources.installed()
+    for target in TARGETS:
+        cpu = CpuInfo("x86_64", "", REQUIRED_FLAGS[target])
+        digests = [d for family in API_FAMILIES for d in Piece(tmp_path, target, family).digests(sources).values()]
+        found = TargetFolder(tmp_path / target, cpu).find(digests)
+        assert {artefact.content.decode() for artefact in found} == {f"{name} for {target}" for name in API_FAMILIES}
+        assert set().union(*(artefact.digests for artefact in found)) == set(digests)
+
+
+def test_an_index_says_what_the_files_are(tmp_path, compiles):  # noqa: ARG001
+    build(tmp_path, ["znver4"], families=FEW)
+    index = Index.read(tmp_path / "znver4" / INDEX)
+    assert (index.target, index.requires) == ("znver4", REQUIRED_FLAGS["znver4"])
+    assert index.versions == {"paged-kv": VERSION, **PINNED}
+    for name, facts in index.files.items():
+        content = (tmp_path / "znver4" / name).read_bytes()
+        assert facts == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert {graph["name"] for graph in index.graphs.values()} == {v.name for name in FEW for v in API_FAMILIES[name]}
+
+
+def test_what_is_whole_is_not_made_again(tmp_path, compiles):
+    build(tmp_path, ["haswell"], families=["merges"])
+    build(tmp_path, ["haswell", "znver5"], families=FEW)
+    assert len(compiles) == 4
+    assert set(compiles[1:]) == {("haswell", "copies"), *(("znver5", name) for name in FEW)}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    build(tmp_path, ["haswell", "znver5"], families=FEW)
+    assert len(compiles) == 4
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:9] + b"?" + data[10:], lambda _: b""])
+def test_what_is_damaged_is_made_again(tmp_path, compiles, damage):
+    build(tmp_path, ["haswell"], families=FEW)
+    path = tmp_path / "haswell" / "merges.graph.xz"
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    build(tmp_path, ["haswell"], families=FEW)
+    assert compiles[2:] == [("haswell", "merges")]
+    assert path.read_bytes() == whole
+
+
+def test_what_is_of_other_sources_is_made_again(tmp_path, compiles):
+    build(tmp_path, ["haswell"], families=["merges"])
+    path = tmp_path / "haswell" / "merges.graph.xz"
+    path.write_bytes(lzma.compress(b"older"))
+    write_seal(path, ["0" * 32])
+    build(tmp_path, ["haswell"], families=["merges"])
+    assert len(compiles) == 2
+
+
+def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles, monkeypatch):
+    write = kernel_build._compile_in_a_process
+    monkeypatch.setattr(
+        kernel_build,
+        "_compile_in_a_process",
+        lambda piece, cache: "no memory" if piece.family == "copies" else write(piece, cache),
+    )
+    assert build(tmp_path, ["haswell"], families=FEW) == ["haswell copies: no memory"]
+    index = json.loads((tmp_path / "haswell" / INDEX).read_text())
+    assert list(index["files"]) == ["merges.graph.xz"]
+    assert compiles == [("haswell", "merges")]
+
+
+def test_unknown_names_and_places_are_refused(tmp_path, compiles):
+    with pytest.raises(ContractError, match=r"^target 'pentium' is none of graniterapids, "):
+        build(tmp_path, ["haswell", "pentium"])
+    with pytest.raises(ContractError, match=r"^family 'all' is none of attention_float32_float32, "):
+        build(tmp_path, families=["all"])
+    (tmp_path / "file").touch()
+    with pytest.raises(ToolchainError, match=r"file: (File exists|Not a directory)$"):
+        build(tmp_path / "file", ["haswell"])
+    assert compiles == []
+
+
+def test_the_command(tmp_path, compiles):
+    def run(*arguments):
+        return CliRunner().invoke(build_kernels.build_kernels, [*arguments, "--out", str(tmp_path)])
+
+    result = run("--targets", "haswell,znver5", "--families", "merges", "--jobs", "1")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.splitlines()[0] == "0 of 2 files are there"
+    assert sorted(compiles) == [("haswell", "merges"), ("znver5", "merges")]
+    result = run("--targets", "haswell,pentium")
+    assert result.exit_code == 1
+    assert "target 'pentium' is none of" in result.stderr
+    assert run("--jobs", "0").exit_code == 2
