@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,9 +97,28 @@ def pytest_configure(config: pytest.Config) -> None:
         amx_emulation.install()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.path.relative_to(TESTS).parts[0] == "serve":  # here: xdist reads it before a list can be changed
-        item.add_marker(pytest.mark.xdist_group(_server_of(item)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of a run of tests/serve alone with workers (`-n2`): tests that share a server run in one of them."""
+    paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    if not all(path.is_relative_to(TESTS / "serve") for path in paths):
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Servers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _server_of(nodeid)
+
+    return Servers(config, log)
+
+
+def _server_of(nodeid: str) -> str:
+    """What a test of tests/serve shares with others: a server, or a compiled step."""
+    file, _, test = nodeid.rpartition("/")[2].partition("::")
+    if file == "test_families.py":
+        return test.partition("[")[2].rstrip("]").partition("-")[0]  # the family
+    kept = "test_a_user_may_keep_the_compiled_graphs"  # compiles the step of test_api.py once more
+    return "server" if file in ("test_api.py", "test_survival.py") or test == kept else file
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
@@ -113,14 +133,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if folder in QUICK and item.get_closest_marker("slow") is None:
             item.add_marker("quick")
     items.sort(key=_start_order)
-
-
-def _server_of(item: pytest.Item) -> str:
-    """Tests that share a server, or a compiled step: they run in one process (`--dist=loadgroup`)."""
-    if item.path.stem == "test_families":
-        return f"family {item.callspec.params['checkpoint']}"  # type: ignore[attr-defined]
-    kept = "test_a_user_may_keep_the_compiled_graphs"  # compiles the step of test_api.py once more
-    return "server" if item.path.stem in ("test_api", "test_survival") or item.name == kept else item.path.stem
 
 
 def _start_order(item: pytest.Item) -> tuple[bool, int, int]:
