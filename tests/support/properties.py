@@ -1,7 +1,7 @@
 """How many cases Hypothesis draws: a test says how many it needs, the run's profile scales that.
 
-`quick` draws a quarter, `default` what the tests say, `ci` four times as many, `million` 200 times: 100 cases of
-50 steps are then 10^6 steps.
+`quick` draws a quarter, `default` what the tests say, `ci` four times as many, `million` 200 times: a state machine of
+100 cases and 50 steps then takes 10^6 steps.
 """
 
 from hypothesis import settings
