@@ -223,6 +223,7 @@ FAULTS = {
         r"setp.eq.b32 %p2, %r1, 77; @%p2 bra OTHER; \1 bra RESULTS; OTHER: wgmma.wait_group.sync.aligned 0;",
         "different instructions",
     ),
+    "an mbarrier without a fence": (r"fence\.mbarrier_init[^;]*;", "", "not fenced after its init"),
     "lanes at barriers of their own": (
         r"LOADED:\s+bar\.sync 0;",
         r"bar.sync 0; bra GO; LOADED: bar.sync 0; GO:",

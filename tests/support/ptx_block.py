@@ -3,6 +3,7 @@
 Threads run in random order, each until it has to wait. Modelled, each a failed assertion where a kernel breaks it:
 
 - Copies of the TMA unit arrive late and in any order; until then their target holds ones (NaN).
+- An mbarrier is fenced after its init before a copy completes it.
 - What a thread stored to shared memory is behind its `fence.proxy.async` before a copy or a wgmma touches it.
 - An `.aligned` instruction is met by all threads of a warp, a wgmma by all of a warpgroup, at the same place.
 - Products of wgmma are asynchronous (`ptx_wgmma.py`).
@@ -19,7 +20,7 @@ import numpy as np
 
 from support.ptx_shared import SharedMemory
 from support.ptx_tensor_map import TensorMap
-from support.ptx_units import PARAMETER_BYTES, PARAMETERS, Barrier, Thread, source_lane
+from support.ptx_units import PARAMETER_BYTES, PARAMETERS, Barrier, Barriers, Thread, source_lane
 from support.ptx_wgmma import WARP_ROWS, Product, ProductForm, Products
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class Block:
         self.code = machine.program.blocks
         self.shared = SharedMemory(shared_bytes)
         self.order = order
-        self.barriers: dict[int, Barrier] = {}
-        self.copies: list[tuple[TensorMap, tuple[int, ...], int, int]] = []
+        self.barriers = Barriers()
+        self.copies: list[tuple[TensorMap, tuple[int, ...], int, Barrier]] = []
         self.arrived: dict[int, int] = {}
         """Threads that a `bar.arrive` counted, by named barrier."""
         self.threads = [Thread(i, at, grid, threads, admitted=admitted) for i in range(threads)]
@@ -101,6 +102,7 @@ class Block:
 
     def fence_proxy(self, thread: int) -> None:
         self.shared.fence_proxy(thread)
+        self.barriers.fence(thread)
 
     def fence(self, thread: int) -> None:
         """Of a scope that other blocks are in."""
@@ -113,9 +115,6 @@ class Block:
         t.admitted = True
 
     # mbarriers and copies
-
-    def start_barrier(self, address: int, count: int) -> None:
-        self.barriers[address] = Barrier(count, count)
 
     def arrive(self, thread: int, address: int, announced: int) -> None:
         """Arrives at an mbarrier, and announces bytes that copies will bring."""
@@ -132,14 +131,14 @@ class Block:
         assert target % 128 == 0, "a copy's target"
         assert len(coordinates) == len(tensor_map.dims), "coordinates of a copy"
         self.shared.expect(target, tensor_map.box_bytes)
-        self.copies.append((tensor_map, coordinates, target, barrier))
+        self.copies.append((tensor_map, coordinates, target, self.barriers.of_copy(barrier)))
 
     def finish_copy(self) -> None:
         tensor_map, coordinates, target, barrier = self.copies.pop(self.random.randrange(len(self.copies)))
         data = self.machine.box(tensor_map, coordinates)
         self.shared.copy(target, data, tensor_map.swizzle)
-        self.barriers[barrier].bytes -= data.size
-        self.barriers[barrier].settle()
+        barrier.bytes -= data.size
+        barrier.settle()
 
     # Tensor cores
 

@@ -105,6 +105,8 @@ class Operations:
         if name in ("fence", "membar"):
             if "proxy" in parts:
                 return lambda m, t: m.fence_proxy(t.index)
+            if "mbarrier_init" in parts:
+                return lambda m, t: m.barriers.fence(t.index)
             return (lambda m, t: None) if BLOCK.intersection(parts) else (lambda m, t: m.fence(t.index))
         if name == "setmaxnreg":
             return lambda m, t: ("aligned",)
@@ -189,7 +191,7 @@ class Operations:
         if kind == "arrive":
             return lambda m, t: m.arrive(t.index, address(t), last(t))
         if kind == "init":
-            return lambda m, t: m.start_barrier(address(t), last(t))
+            return lambda m, t: m.barriers.start(t.index, address(t), last(t))
         assert kind == "try_wait", opcode
         return lambda m, t: ("wait", address(t), last(t) & 1)
 

@@ -41,6 +41,32 @@ class Barrier:
             self.pending = self.count
 
 
+class Barriers:
+    """The mbarriers of a block, by address."""
+
+    def __init__(self) -> None:
+        self._barriers: dict[int, Barrier] = {}
+        self._unfenced: dict[int, int] = {}
+        """The thread that initialised each one of which the copy engine does not know yet."""
+
+    def start(self, thread: int, address: int, count: int) -> None:
+        self._barriers[address] = Barrier(count, count)
+        self._unfenced[address] = thread
+
+    def fence(self, thread: int) -> None:
+        """A `fence.mbarrier_init` or a proxy fence."""
+        self._unfenced = {address: other for address, other in self._unfenced.items() if other != thread}
+
+    def __getitem__(self, address: int) -> Barrier:
+        assert address in self._barriers, "an mbarrier before its init"
+        return self._barriers[address]
+
+    def of_copy(self, address: int) -> Barrier:
+        """The one that a copy completes."""
+        assert address not in self._unfenced, "a copy takes an mbarrier that was not fenced after its init"
+        return self[address]
+
+
 def swizzled(at: np.ndarray, span: int) -> np.ndarray:
     """Where the bytes at these addresses lie under the swizzle of rows of `span` bytes: 0 (none), 32, 64, 128."""
     return at ^ ((at >> 3) & (span - 16)) if span else at
