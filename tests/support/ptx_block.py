@@ -116,13 +116,13 @@ class Block:
 
     # mbarriers and copies
 
-    def arrive(self, thread: int, address: int, announced: int) -> None:
-        """Arrives at an mbarrier, and announces bytes that copies will bring."""
+    def arrive(self, thread: int, address: int, count: int, announced: int) -> None:
+        """Arrives at an mbarrier `count` times, and announces bytes that copies will bring."""
         if self.order is not None:
             self.order.arrive(thread, address)
         barrier = self.barriers[address]
         barrier.bytes += announced
-        barrier.pending -= 1
+        barrier.pending -= count
         barrier.settle()
 
     def start_copy(self, thread: int, which: int, target: int, coordinates: tuple[int, ...], barrier: int) -> None:

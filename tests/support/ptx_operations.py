@@ -183,13 +183,13 @@ class Operations:
         )
 
     def mbarrier(self, opcode: str, operands: list[str]) -> Operation:
-        address = self.value(next(x for x in operands if x.startswith("[")))
-        kind = opcode.split(".")[1]
-        if kind == "arrive" and ".expect_tx" not in opcode:
-            return lambda m, t: m.arrive(t.index, address(t), 0)
-        last = self.value(operands[-1])
+        place = next(i for i, x in enumerate(operands) if x.startswith("["))
+        address, last, kind = self.value(operands[place]), self.value(operands[-1]), opcode.split(".")[1]
+        if kind == "arrive" and ".expect_tx" in opcode:
+            return lambda m, t: m.arrive(t.index, address(t), 1, last(t))
         if kind == "arrive":
-            return lambda m, t: m.arrive(t.index, address(t), last(t))
+            count = last if len(operands) > place + 1 else lambda t: 1
+            return lambda m, t: m.arrive(t.index, address(t), count(t), 0)
         if kind == "init":
             return lambda m, t: m.barriers.start(t.index, address(t), last(t))
         assert kind == "try_wait", opcode
