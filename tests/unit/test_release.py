@@ -174,6 +174,33 @@ def test_provenance_is_of_the_commit(tools, repository, tmp_path):
     assert tools["release"].versions()["PINNED"] == PINNED
 
 
+FAKE = """#!/bin/sh
+echo "$SOURCE_DATE_EPOCH $*" >> {log}
+case "$*" in
+*wheels.py*)
+    for kind in paged_kv-1-py3-none-any paged_kv-1-py3-none-linux paged_kv_kernels-1-py3-none-linux; do
+        touch "$5/$kind.whl"
+    done ;;
+esac
+"""
+
+
+def test_the_wheels_of_kernels_are_those_of_their_own_tools(tools, tmp_path):
+    """The wheel without kernels is not taken: the release has its own, which was built twice."""
+    python, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "out"
+    python.write_text(FAKE.format(log=log))
+    python.chmod(0o755)
+    out.mkdir()
+    built = tools["release"].build_kernels(python, tmp_path / "kernels", "haswell,znver5", out, EPOCH)
+    assert [path.name for path in built] == ["paged_kv-1-py3-none-linux.whl", "paged_kv_kernels-1-py3-none-linux.whl"]
+    assert all(path.parent == out and path.is_file() for path in built)
+    compiled, packed = log.read_text().splitlines()
+    assert compiled.split()[-6:] == [
+        *("-m", "paged_kv.build_kernels", "--out", str(tmp_path / "kernels"), "--targets", "haswell,znver5")
+    ]
+    assert packed.startswith(f"{EPOCH} {ROOT / '.ci' / 'wheels.py'} --kernels {tmp_path / 'kernels'} --out ")
+
+
 def test_a_folder_with_files_is_refused(tmp_path):
     (tmp_path / "x").touch()
     done = subprocess.run(
