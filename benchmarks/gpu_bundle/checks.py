@@ -6,7 +6,8 @@
     float8      the same over a float8 cache
     empty       a batch without requests, and a request without tokens
     memory      what MAX holds of the GPU's memory once it has a context
-    launches    the kernels of one call: grid, block, shared memory, stream, as CUPTI saw them
+    launches    the kernels that one call gives the GPU, by MAX's list of launches
+    trace       the kernels that ran: their time, registers, blocks an SM, stream, as CUPTI saw them
     assembler   the registers of every kernel in the artefacts; none may spill
 
 Each prints facts as JSON objects, one a line, and what it found as its last line; the exit status is 1 where it fails.
@@ -20,6 +21,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -145,24 +147,39 @@ def memory(_: str) -> str:
 
 
 def launches(_: str) -> str:
+    from paged_kv.runtime.launches import launched
+
+    wrapper, q, cache = problem("gpu", "bfloat16")[:3]
+    wrapper.run(q, cache)  # loads and places everything
+    with launched() as found:
+        wrapper.run(q, cache)
+    for launch in found:
+        emit(check="launch", **asdict(launch))
+    kernels = [launch.kernel for launch in found]
+    if "gpu/hopper" not in kernels:
+        raise AssertionError(f"the Hopper kernel was not launched: {kernels}")
+    return f"launched: {', '.join(kernels)}"
+
+
+def trace(_: str) -> str:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     wrapper, q, cache = problem("gpu", "bfloat16")[:3]
-    wrapper.run(q, cache)  # loads and places everything
+    wrapper.run(q, cache)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
         wrapper.run(q, cache)
         torch.cuda.synchronize()
     with TemporaryDirectory() as folder:
         written = Path(folder, "trace.json")
-        trace.export_chrome_trace(str(written))
+        recorded.export_chrome_trace(str(written))
         events = json.loads(written.read_text())["traceEvents"]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     for event in sorted(kernels, key=lambda event: event["ts"]):
         facts = event["args"]
         kept = ("grid", "block", "registers per thread", "shared memory", "stream", "blocks per SM")
-        emit(check="launch", kernel=event["name"], us=event["dur"], **{name: facts.get(name) for name in kept})
+        emit(check="kernel", kernel=event["name"], us=event["dur"], **{name: facts.get(name) for name in kept})
     names = [event["name"] for event in kernels]
     if not any("attention_gpu_hopper" in name for name in names):
         raise AssertionError(f"the Hopper kernel did not run: {names}")
@@ -184,7 +201,7 @@ def assembler(_: str) -> str:
 
 
 CHECKS: dict[str, Callable[[str], str]] = {
-    check.__name__: check for check in (names, hello, attention, float8, empty, memory, launches, assembler)
+    check.__name__: check for check in (names, hello, attention, float8, empty, memory, launches, trace, assembler)
 }
 
 
