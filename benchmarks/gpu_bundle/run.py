@@ -110,7 +110,8 @@ def _follow(output: BinaryIO, step: Step, rows: Rows, log: BinaryIO, last: list[
             continue
         found = _json_object(text)
         if found is None:
-            last[0] = text
+            if "MODULAR_DEBUG=" not in text:  # MAX's advice, after what it says of an error
+                last[0] = text
         else:
             rows.add(step=step.name, part=step.part, **found)
 

@@ -36,7 +36,7 @@ def ran(tmp_path):
 def test_every_step_has_a_row_whatever_became_of_it(ran):
     rows, passed, log = ran(
         python("good", "print('all is well')"),
-        python("bad", "print('nothing is well'); raise SystemExit(3)"),
+        python("bad", "print('nothing is well'); print('To get more, set MODULAR_DEBUG=sync'); raise SystemExit(3)"),
         Step("absent", "first", ("/nonexistent/program",), 5),
         python("slow", "import time; print('begun', flush=True); time.sleep(60)", seconds=1.0),
         python("last", "print('still here')"),
@@ -46,6 +46,7 @@ def test_every_step_has_a_row_whatever_became_of_it(ran):
     ]
     assert [row.get("exit") for row in rows[:2]] == [0, 3]
     assert rows[0]["detail"] == "all is well"
+    assert rows[1]["detail"] == "nothing is well"
     assert "/nonexistent/program" in rows[2]["detail"]
     assert rows[3]["detail"].endswith("begun")
     assert 1 <= rows[3]["seconds"] < 5
