@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 HERE = Path(__file__).absolute().parent
+ADVICE = "To get more accurate error information"
+"""So begin lines of MAX after those that say what is wrong."""
 WIDTH = 400
 """Characters of a row's detail."""
 
@@ -110,7 +112,7 @@ def _follow(output: BinaryIO, step: Step, rows: Rows, log: BinaryIO, last: list[
             continue
         found = _json_object(text)
         if found is None:
-            if "MODULAR_DEBUG=" not in text:  # MAX's advice, after what it says of an error
+            if not text.startswith(ADVICE):
                 last[0] = text
         else:
             rows.add(step=step.name, part=step.part, **found)

@@ -36,7 +36,10 @@ def ran(tmp_path):
 def test_every_step_has_a_row_whatever_became_of_it(ran):
     rows, passed, log = ran(
         python("good", "print('all is well')"),
-        python("bad", "print('nothing is well'); print('To get more, set MODULAR_DEBUG=sync'); raise SystemExit(3)"),
+        python(
+            "bad",
+            "print('nothing is well'); print('To get more accurate error information, do that'); raise SystemExit(3)",
+        ),
         Step("absent", "first", ("/nonexistent/program",), 5),
         python("slow", "import time; print('begun', flush=True); time.sleep(60)", seconds=1.0),
         python("last", "print('still here')"),
