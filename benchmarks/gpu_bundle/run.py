@@ -148,7 +148,10 @@ def environment(home: Path) -> dict[str, str]:
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(home / "site"), str(home / "tests")])
     env["XDG_CACHE_HOME"] = str(home / "cache")
-    env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [str(home / "site/modular/lib"), env.get("LD_LIBRARY_PATH")]))
+    # The driver's libraries (libcuda, libnvidia-ml) may be mounted where the loader does not look.
+    mounted = [folder for folder in ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib") if Path(folder).is_dir()]
+    libraries = [str(home / "site/modular/lib"), env.get("LD_LIBRARY_PATH"), *mounted]
+    env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "MODULAR_TELEMETRY_ENABLED": "0"}
     # MAX takes 90 % of a GPU's memory with its first context; torch and other systems want room beside it.
     env.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "10")
