@@ -119,11 +119,12 @@ def test_threads_share_a_wrapper_that_another_one_plans() -> None:
     try:
         with ThreadPoolExecutor(5) as pool:
             planning = pool.submit(plan)
-            counts = sum(pool.map(runs, range(4)), Counter())
-            done.set()
+            try:
+                counts = sum(pool.map(runs, range(4)), Counter())
+            finally:
+                done.set()  # here: the pool waits for who plans
             planning.result(60)
     finally:
         sys.setswitchinterval(switch)
-        done.set()
     assert counts[-1] == 0
     assert set(counts) == {0, 1}
