@@ -24,7 +24,7 @@ from max.dtype import DType
 from paged_kv.benchmarks import gpu_graphs
 from paged_kv.benchmarks.gpu_bundle.steps import ARCHITECTURE, CPU_TARGET
 from paged_kv.benchmarks.gpu_graphs import GraphSpec
-from paged_kv.runtime import variants
+from paged_kv.runtime.api_variants import variant_key
 from paged_kv.runtime.artefact_folder import user_artefacts
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
@@ -57,8 +57,8 @@ def wanted(device: str) -> list[Wanted]:
 
     def api(op: Op, q: DType, kv: DType) -> Wanted:
         variant = Variant(op, q, kv)
-        key = CompileKey(variant.name, variants.__name__, (variants.REGISTERED[op],), runtime.architecture)
-        return Wanted(variant.name, {variant.name: key}, lambda: runtime.load([variant]))
+        key = variant_key(variant, runtime.architecture)
+        return Wanted(variant.name, {variant.name: key}, lambda: runtime.load([variant], exact=True))
 
     def graph(name: str, spec: GraphSpec) -> Wanted:
         return Wanted(name, {spec.name: spec.key}, lambda: spec.load(runtime))
