@@ -121,3 +121,4 @@ def test_an_empty_report_renders():
     text = render(Report(cpu=CpuInfo("aarch64", "", frozenset()), cores=1))
     assert "unknown model, aarch64, 1 core\n" in text
     assert "target    MAX's own choice\n" in text
+    assert "compiled  unknown\ncall      unknown\n" in text

@@ -103,6 +103,14 @@ def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles
     assert compiles == [("haswell", "merges")]
 
 
+def test_another_architecture_is_refused(tmp_path, compiles, monkeypatch):
+    monkeypatch.setattr(kernel_build.platform, "machine", lambda: "aarch64")
+    with pytest.raises(ToolchainError, match=r"^kernels are compiled ahead on x86-64, and this is aarch64$"):
+        build(tmp_path, ["haswell"])
+    assert compiles == []
+    assert not list(tmp_path.iterdir())
+
+
 def test_unknown_names_and_places_are_refused(tmp_path, compiles):
     with pytest.raises(ContractError, match=r"^target 'pentium' is none of graniterapids, "):
         build(tmp_path, ["haswell", "pentium"])

@@ -141,6 +141,8 @@ def list_compiled(report: Report) -> str:
 
 def _compiled_in_words(compiled: Mapping[str, str | None]) -> str:
     """How many kernels lie where."""
+    if not compiled:
+        return "unknown"
     places = Counter(place for place in compiled.values() if place)
     parts = ", ".join(f"{count} {place}" for place, count in places.items())
     return f"{places.total()} of {len(compiled)} kernels of the API{': ' if parts else ''}{parts}"

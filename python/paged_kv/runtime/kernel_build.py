@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import lzma
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -92,12 +93,14 @@ def build(
 
     Raises:
         ContractError: a target or a family is not known; another one would end the process.
-        ToolchainError: the folder cannot be written.
+        ToolchainError: the folder cannot be written, or this is no x86-64 machine.
     """
     for what, names, known in (("target", targets, REQUIRED_FLAGS), ("family", families, API_FAMILIES)):
         for name in names:
             if name not in known:
                 raise ContractError(f"{what} {name!r} is none of {', '.join(known)}")
+    if (machine := platform.machine().lower()) not in ("x86_64", "amd64"):
+        raise ToolchainError(f"kernels are compiled ahead on x86-64, and this is {machine}")
     sources = Sources.installed()
     pieces = [Piece(folder, target, family) for target in targets for family in families]
     try:
