@@ -55,23 +55,25 @@ hopper = job_of("compile_hopper_kernel.mojo", "sm_90a")
 probe = job_of("wgmma_probe.mojo", "sm_90a")
 
 
-def compile_api() -> tuple[str, list[Kernel]]:
-    """What the process prints, and the kernels in its artefact."""
+def compile_graphs(program: str) -> tuple[str, list[Kernel]]:
+    """What a program of this folder prints that compiles graphs for sm_90a, and the kernels in its artefact."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [MOJO, "precompile", ROOT / "mojo_ops", "-o", folder / "mojo_ops.mojoc"]
         result = background.run(command, timeout=300)
         assert result.returncode == 0, result.stderr
-        command = [sys.executable, Path(__file__).with_name("compile_gpu.py"), "sm_90a"]
+        command = [sys.executable, Path(__file__).with_name(program), "sm_90a"]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         result = background.run(
-            [*command, folder / "mojo_ops.mojoc", folder / "api.mef"],
-            timeout=600,
+            [*command, folder / "mojo_ops.mojoc", folder / "graphs.mef"],
+            timeout=900,
             env={**os.environ, "PYTHONPATH": path},
         )
         assert result.returncode == 0, result.stderr[-4000:]
-        return result.stdout, kernels((folder / "api.mef").read_bytes())
+        return result.stdout, kernels((folder / "graphs.mef").read_bytes())
 
 
-api = Job(compile_api)
+api = Job(lambda: compile_graphs("compile_gpu.py"))
 """All kernels of the API as MAX compiles them for sm_90a."""
+step = Job(lambda: compile_graphs("compile_step.py"))
+"""All kernels of a Llama step."""
