@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from max.dtype import DType
@@ -15,8 +15,9 @@ from max.engine import Model
 from max.graph import DeviceRef, Graph, Module, TensorType
 
 from paged_kv.errors import ToolchainError
-from paged_kv.graphs.attention import ATTENTION, GpuKernel
+from paged_kv.graphs.attention import GpuKernel
 from paged_kv.runtime import variants
+from paged_kv.runtime.api_variants import variant_key
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import Runtime
@@ -63,16 +64,19 @@ def attention(
     batch_invariant: bool = False,
     gpu_kernel: GpuKernel = "best",
 ) -> GraphSpec:
-    """The op of attention with options of a GPU's that the API does not have; inputs as `Variant.build` says."""
+    """The op of attention with options of a GPU's that the API does not have; without them it is the API's own graph.
+    Inputs as `Variant.build` says.
+    """
     variant = Variant("attention", q_dtype, kv_dtype)
 
     def build(module: Module) -> None:
         variant.build(module, runtime.device, batch_invariant=batch_invariant, gpu_kernel=gpu_kernel)
 
-    facts = f"{variant.name} {gpu_kernel}{' batch_invariant' if batch_invariant else ''}"
-    return GraphSpec(
-        variant.name, CompileKey(f"{facts} {_SOURCE}", variants.__name__, (ATTENTION,), runtime.architecture), build
-    )
+    key = variant_key(variant, runtime.architecture)
+    if batch_invariant or gpu_kernel != "best":
+        options = f"{gpu_kernel}{' batch_invariant' if batch_invariant else ''} {_SOURCE}"
+        key = replace(key, facts=f"{key.facts} {options}")
+    return GraphSpec(variant.name, key, build)
 
 
 def flash_attention(runtime: Runtime, dtype: DType, heads: int, kv_heads: int, head_dim: int) -> GraphSpec:

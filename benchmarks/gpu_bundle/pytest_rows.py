@@ -20,7 +20,8 @@ class TestRows:
         if report.when == "call" or report.outcome != "passed":
             row = {"test": report.nodeid.rpartition("/")[2], "outcome": report.outcome, "phase": report.when}
             if report.failed:
-                row["reason"] = " ".join(report.longreprtext.split())[-300:]
+                said = [line[1:] for line in report.longreprtext.splitlines() if line.startswith("E ")]
+                row["reason"] = " ".join(" ".join(said).split())[:300]
             reporter = self._plugins.get_plugin("terminalreporter")
             reporter.ensure_newline()
             reporter.write_line(json.dumps({**row, "seconds": round(report.duration, 2)}))

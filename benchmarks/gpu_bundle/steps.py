@@ -58,6 +58,9 @@ def _program(name: str) -> tuple[str, ...]:
     return ("{home}/programs/" + name,)
 
 
+OP_TESTS = "nothing_to_attend_to or (bfloat16 and (finds_wrong or permuting_pages))"
+"""Those of the graphs that the bundle has."""
+
 _NO_POOL = (("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "0"),)
 """Each allocation is the driver's own, so that an access past its end is seen."""
 _WHOLE_POOL = (("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "90"),)
@@ -86,6 +89,7 @@ STEPS = (
     Step("side streams", "correct", _tests("{home}/tests/gpu/test_gpu_api.py", "-k", "side_stream"), 60),
     Step("float8", "correct", _check("float8"), 40, BOTH),
     Step("empty", "correct", _check("empty"), 40, BOTH),
+    Step("op tests", "correct", _tests("{home}/tests/gpu/test_gpu_ops.py", "-k", OP_TESTS), 60),
     Step("API tests", "correct", _tests("{home}/tests/gpu/test_gpu_api.py"), 120),
     Step("one point", "speed", _measure("--points", "one"), 120, BOTH),
     Step("page sizes", "speed", _measure("--points", "pages"), 120, BOTH),

@@ -6,9 +6,9 @@ import numpy as np
 from max.driver import Accelerator, Buffer
 from max.dtype import DType
 from max.engine import Model
-from max.graph import DeviceRef, Module
 
 from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.benchmarks import gpu_graphs
 from paged_kv.graphs import ops
 from paged_kv.reference import cache_views
 from paged_kv.runtime.launches import ATTENTION, Launch, launched
@@ -191,9 +191,8 @@ def mla_attention(
 @cache
 def attention_model(q_dtype: str, kv_dtype: str, batch_invariant: bool, gpu_kernel: ops.GpuKernel) -> Model:
     """The graph of one variant; its inputs are those of `Variant.build`."""
-    module, variant = Module(), Variant("attention", DType[q_dtype], DType[kv_dtype])
-    variant.build(module, DeviceRef.GPU(0), batch_invariant=batch_invariant, gpu_kernel=gpu_kernel)
-    return runtime().session.load_all(module, custom_extensions=[ops.kernels()])[variant.name]
+    options = {"batch_invariant": batch_invariant, "gpu_kernel": gpu_kernel}
+    return gpu_graphs.attention(runtime(), DType[q_dtype], DType[kv_dtype], **options).load(runtime())
 
 
 def append(

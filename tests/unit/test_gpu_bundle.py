@@ -108,6 +108,7 @@ KEYS = """
 import json, os, sys
 from paged_kv.benchmarks.gpu_bundle import graphs
 graphs.use_host_target(sys.argv[1], virtual=True)
+from max.dtype import DType
 from paged_kv.benchmarks import gpu_graphs
 from paged_kv.runtime import artefacts, session
 from paged_kv.runtime.compile_key import Sources, toolchain
@@ -118,8 +119,12 @@ def load_graphs(_, keys, *args, **kwargs):
     return dict.fromkeys(keys)
 
 session.load_graphs = gpu_graphs.load_graphs = load_graphs
+runtime = session.runtime_on(0 if sys.argv[1] == "gpu" else None)
 for wanted in graphs.wanted(sys.argv[1]):
     wanted.compile()
+    if wanted.name == "attention_bfloat16_bfloat16":  # the harness of tests/gpu takes the API's graph
+        gpu_graphs.attention(runtime, DType.bfloat16, DType.bfloat16).load(runtime)
+        assert asked.pop() == asked[-1]
     print(json.dumps([wanted.name, sorted(graphs.digests_of(wanted).values()), sorted(asked.pop().values())]))
 print(json.dumps([toolchain(), session.runtime_on(0 if sys.argv[1] == "gpu" else None).architecture, ""]), flush=True)
 os._exit(0)
