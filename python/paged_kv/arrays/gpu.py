@@ -18,6 +18,7 @@ import numpy.typing as npt
 from max.driver import Buffer, Device
 
 from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.exchange import copied_to, to_max, to_torch, torch_name
 from paged_kv.arrays.host import HOST, check_storage_of, reason, to_buffer
 from paged_kv.arrays.streams import Streams
 from paged_kv.arrays.types import Shape
@@ -54,10 +55,10 @@ class TorchArrays:
         if isinstance(array, torch.Tensor):
             tensor = array.detach()
         else:
-            if isinstance(array, Buffer):
+            if buffer := isinstance(array, Buffer):
                 Streams(array.device).before_torch()
             try:
-                tensor = torch.from_dlpack(array)
+                tensor = to_torch(array, array.device) if buffer else torch.from_dlpack(array)
             except Exception as error:  # other people's code, which may raise anything
                 raise ContractTypeError(f"{name}: torch cannot view this array: {reason(error)}") from error
         if tensor.layout != torch.strided or tensor.is_nested:
@@ -122,7 +123,7 @@ class TorchArrays:
 
     def full(self, shape: Shape, value: float, dtype: npt.DTypeLike) -> Tensor:
         torch = import_module("torch")
-        return torch.full(tuple(shape), value, dtype=_torch_dtype(dtype), device=self._torch_device)
+        return torch.full(tuple(shape), value, dtype=_torch_dtype(dtype), device=torch_name(self.device))
 
     def write(self, view: Tensor, source: Any) -> None:
         tensor = sys.modules["torch"].from_numpy(np.array(source)) if isinstance(source, np.ndarray) else source
@@ -133,19 +134,19 @@ class TorchArrays:
         return self.full(shape, 0, dtype)
 
     def flat(self, view: Tensor, extent: int) -> Buffer:
-        return _tensor_buffer(view.as_strided((extent,), (1,), view.storage_offset()))
+        return to_max(view.as_strided((extent,), (1,), view.storage_offset()), self.device)
 
     def buffer(self, view: Any) -> Buffer:
-        return self.upload(to_buffer(view)) if isinstance(view, np.ndarray) else _tensor_buffer(view)
+        return self.upload(to_buffer(view)) if isinstance(view, np.ndarray) else to_max(view, self.device)
 
     def upload(self, buffer: Buffer) -> Buffer:
-        return buffer if self.device.is_host else buffer.to(self.device)
+        return buffer if self.device.is_host else copied_to(buffer, self.device)
 
     def ordered(self) -> AbstractContextManager[None]:
         return self.streams.ordered()
 
     def take(self, buffer: Buffer) -> Tensor:
-        return import_module("torch").from_dlpack(buffer)
+        return to_torch(buffer, self.device)
 
     def like(self, array: Any, view: Tensor) -> Any:
         """A MAX buffer where `array` is one, else the tensor itself."""
@@ -153,33 +154,11 @@ class TorchArrays:
             return view
         compact = view.contiguous()
         self.streams.after_torch()
-        return _tensor_buffer(compact)
-
-    @property
-    def _torch_device(self) -> str:
-        return "cpu" if self.device.is_host else f"cuda:{self.device.id}"
+        return to_max(compact, self.device)
 
 
 def _torch_dtype(dtype: npt.DTypeLike) -> Any:
     return getattr(import_module("torch"), np.dtype(dtype).name)
-
-
-class _Capsule:
-    """A tensor for a receiver that orders its stream by itself: DLPack's stream -1."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._tensor.__dlpack__() if self._tensor.device.type == "cpu" else self._tensor.__dlpack__(stream=-1)
-
-    def __dlpack_device__(self) -> Any:
-        return self._tensor.__dlpack_device__()
-
-
-def _tensor_buffer(tensor: Tensor) -> Buffer:
-    """A buffer over a contiguous tensor's memory; to be called inside `Streams.ordered`."""
-    return Buffer.from_dlpack(_Capsule(tensor))
 
 
 class _Span:
