@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from paged_kv.graphs.ops import BITS, DTYPES
+from paged_kv.runtime.launches import kernel_of
 from support import gpu_programs
 from support.cubins import Kernel
 from support.dtype_pairs import PAIRS
@@ -45,6 +46,17 @@ def test_every_kernel_of_the_api_is_there(sm90):
     trees = 3  # moves as page copies, and the rows
     others = len(DTYPES) + 1  # merges, ragged_rows
     assert len(sm90) == hopper + generic + schedule_and_combine + row_copies + page_copies + trees + others
+
+
+def test_a_trace_of_launches_tells_the_kernels_apart(sm90):
+    """As MAX names them: the Hopper kernels are known by their name, and no other kernel has it."""
+    assert {kernel_of(kernel.name) for kernel in sm90 if kernel.max_threads == HOPPER_THREADS} == {"gpu/hopper"}
+    found = Counter(kernel_of(kernel.name) for kernel in sm90)
+    assert found["gpu/hopper"] == sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90)
+    pairs = len(PAIRS) + 1
+    assert found["gpu/generic"] == pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES))
+    assert found["gpu/latent"] == pairs * LATENT_SIZES
+    assert found["gpu/schedule"] == found["gpu/combine"] > 0
 
 
 def test_no_kernel_spills(sm90):
