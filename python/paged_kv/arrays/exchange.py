@@ -36,7 +36,7 @@ def to_max(tensor: Tensor, device: Device) -> Buffer:
 
 def to_torch(buffer: Buffer, device: Device) -> Tensor:
     """A tensor over the memory of a buffer on `device`."""
-    torch = import_module("torch")
+    torch = sys.modules["torch"]
     if not buffer.num_elements:
         dtype = getattr(torch, numpy_dtype(buffer.dtype).name)
         return torch.empty(tuple(buffer.shape), dtype=dtype, device=torch_name(device))

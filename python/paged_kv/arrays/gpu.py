@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from max.driver import Buffer, Device
 
-from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.dtypes import DTYPES, dtype_of
 from paged_kv.arrays.exchange import copied_to, to_max, to_torch, torch_name
 from paged_kv.arrays.host import HOST, check_storage_of, reason, to_buffer
 from paged_kv.arrays.streams import Streams
@@ -51,7 +52,7 @@ class TorchArrays:
         Raises:
             ContractTypeError: it has no dense strided memory that torch can see, or an unsupported dtype.
         """
-        torch = import_module("torch")
+        torch = sys.modules["torch"]
         if isinstance(array, torch.Tensor):
             tensor = array.detach()
         else:
@@ -64,7 +65,8 @@ class TorchArrays:
         if tensor.layout != torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else tensor.layout
             raise ContractTypeError(f"{name}: a {kind} tensor has no strided memory")
-        dtype_of(tensor.dtype, name)
+        if tensor.dtype not in _dtypes():
+            dtype_of(tensor.dtype, name)
         check_storage_of(tensor, name)
         return tensor
 
@@ -84,10 +86,11 @@ class TorchArrays:
         return (tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor).long()
 
     def dtype(self, view: Tensor) -> np.dtype[Any]:
-        return dtype_of(view.dtype, "array")
+        return _dtypes()[view.dtype]
 
     def strides(self, view: Tensor) -> tuple[int, ...]:
-        return tuple(view.itemsize * step for step in view.stride())
+        size = view.itemsize
+        return tuple([size * step for step in view.stride()])
 
     def is_aligned(self, _: Tensor) -> bool:
         return True
@@ -155,6 +158,13 @@ class TorchArrays:
         compact = view.contiguous()
         self.streams.after_torch()
         return to_max(compact, self.device)
+
+
+@cache
+def _dtypes() -> dict[Any, np.dtype[Any]]:
+    """The NumPy (`ml_dtypes`) dtype of each torch dtype that comes in."""
+    torch = import_module("torch")
+    return {getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)}
 
 
 def _torch_dtype(dtype: npt.DTypeLike) -> Any:
