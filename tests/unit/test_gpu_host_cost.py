@@ -119,6 +119,13 @@ def test_what_is_kept_is_never_stale(executed):
     run((whole[:, 0], whole[:, 1]))
     run((whole[:, 1], whole[:, 0]))
     run((whole[::2, 0], whole[::2, 1]))  # other strides
+    keys, *values = torch.zeros(3, 4, PAGE, KV_HEADS, DIM)
+    run((keys, values[0]))
+    run((keys, values[1]))  # V alone is another
+    run((values[1], values[1]))
+    wide = torch.zeros(4, 2 * PAGE, KV_HEADS, DIM)
+    run((keys, wide[:, :PAGE]))
+    run((keys, wide.view(8, PAGE, KV_HEADS, DIM)[:4]))  # V's strides alone are others
     for _ in range(20):  # freed, so that the next may get its address
         run(torch.zeros(4, 2, PAGE, KV_HEADS, DIM))
     moved = torch.zeros(4, 2, PAGE, KV_HEADS, DIM)
