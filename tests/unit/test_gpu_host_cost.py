@@ -124,8 +124,10 @@ def test_what_is_kept_is_never_stale(executed):
     run((keys, values[1]))  # V alone is another
     run((values[1], values[1]))
     wide = torch.zeros(4, 2 * PAGE, KV_HEADS, DIM)
-    run((keys, wide[:, :PAGE]))
-    run((keys, wide.view(8, PAGE, KV_HEADS, DIM)[:4]))  # V's strides alone are others
+    for other in (wide[:, :PAGE], wide.view(8, PAGE, KV_HEADS, DIM)[:4]):  # V's strides alone are others
+        run((keys, other))
+    for other in (wide[:, :PAGE], wide.view(8, PAGE, KV_HEADS, DIM)[:4]):  # K's
+        run((other, keys))
     for _ in range(20):  # freed, so that the next may get its address
         run(torch.zeros(4, 2, PAGE, KV_HEADS, DIM))
     moved = torch.zeros(4, 2, PAGE, KV_HEADS, DIM)
