@@ -1,8 +1,12 @@
-"""The tensor map of a paged cache, through which Hopper's TMA unit copies boxes of a page to shared memory.
+"""The tensor maps of a paged cache, through which Hopper's TMA unit copies boxes of a page to shared memory.
 
-The map has four dimensions, innermost first: (dim, head, slot, page). A box is some slots of one page and one
-head, and as many dims as one swizzle atom holds; in shared memory it is `[slot, dim]`, one row an atom wide.
-Since slot is a dimension of its own, a box that reaches past its page is filled with zeros, not with a neighbour.
+`PageTensorMap`, for kernels of MAX's kind, has four dimensions, innermost first: (dim, head, slot, page). A box is some
+slots of one page and one head, and as many dims as one swizzle atom holds; in shared memory it is `[slot, dim]`, one row
+an atom wide. Since slot is a dimension of its own, a box that reaches past its page is filled with zeros, not with a
+neighbour.
+
+`PageBoxes`, for the kernels of this package, has five, so that one copy fetches whole heads of up to 64 slots:
+(dim of an atom, slot of 8, atom of a head, group of 8 slots, page). In shared memory a box is `[slots / 8, D / 64, 8, 64]`.
 """
 
 from std.sys import size_of
@@ -19,6 +23,10 @@ comptime MAP_ALIGNMENT = 16
 """Bytes: the hardware takes only addresses and strides that are multiples of this."""
 comptime MAX_BOX_SIDE = 256
 """The most slots, heads or elements along one side of a box."""
+comptime GROUP_SLOTS = 8
+"""Slots whose rows of an atom make one period of the swizzle: boxes of `PageBoxes` have whole groups."""
+comptime ATOM_BYTES = 128
+"""A row of a box of 16-bit elements: the widest swizzle."""
 comptime L2_PROMOTION = TensorMapL2Promotion.L2_128B
 
 
@@ -85,30 +93,75 @@ def create_tensor_map[
     )
 
 
+@fieldwise_init
+struct PageBoxes(TrivialRegisterPassable):
+    """The five dimensions of a map whose box holds a head of some slots of a page, innermost first; strides in elements.
+
+    | | extent | stride | box, 16-bit | box, 8-bit |
+    |---|---|---|---|---|
+    | dim | 64; D | 1 | 64: one swizzle atom | D, not swizzled |
+    | slot of a group | 8 | slot | 8: the period of the swizzle | 8 |
+    | atom; head | | 64; head | D / 64 | 1 |
+    | group of 8 slots | page / 8 | 8 slots | slots / 8 | slots / 8 |
+    | page | pages | page | 1 | 1 |
+
+    The third counts atoms of all heads: atom `a` of head `h` is `h * head_step + a`, which takes a head stride of whole
+    atoms, adjacent heads or not. Its extent may pass the stride of the dimensions after it (heads outside of slots).
+    The hardware takes any strides that are multiples of 16 bytes, in any order.
+    """
+
+    var shape: IndexList[5]
+    """Extents, outermost first, as of all lists here."""
+    var strides: IndexList[5]
+    var box: IndexList[5]
+    var head_step: Int
+    """From one head to the next in the third dimension."""
+
+    @staticmethod
+    def of(address: Int, shape: IndexList[4], strides: PageStrides, slots: Int, element_bytes: Int) raises -> Self:
+        """For a view `[page, slot, head, dim]` at `address`, boxes of `slots` and elements of 1 or 2 bytes.
+
+        Raises:
+            Where the hardware does not take it, the slots are no multiple of 8 that divides the page, or the heads of
+            16-bit elements lie no whole atoms apart.
+        """
+        check_tensor_map(address, shape, strides, element_bytes)
+        var is_swizzled = element_bytes > 1
+        var atom = ATOM_BYTES // element_bytes if is_swizzled else shape[3]
+        var atoms = shape[3] // atom
+        var stride = atom if is_swizzled else strides.head
+        if shape[2] > 1 and strides.head % stride != 0:
+            raise Error(t"create_tma_tile: the head stride of {strides.head} elements is no multiple of {atom}")
+        if slots % GROUP_SLOTS != 0 or shape[1] % slots != 0:
+            raise Error(t"create_tma_tile: boxes of {slots} slots do not fill pages of {shape[1]}")
+        if slots > MAX_BOX_SIDE or atom > MAX_BOX_SIDE:
+            raise Error(t"create_tma_tile: a box of {slots} slots and {atom} dims has over {MAX_BOX_SIDE} on a side")
+        var head_step = strides.head // stride
+        return Self(
+            IndexList[5](shape[0], shape[1] // GROUP_SLOTS, (shape[2] - 1) * head_step + atoms, GROUP_SLOTS, atom),
+            IndexList[5](strides.page, GROUP_SLOTS * strides.slot, stride, strides.slot, 1),
+            IndexList[5](1, slots // GROUP_SLOTS, atoms, GROUP_SLOTS, atom),
+            head_step,
+        )
+
+
 def create_box_descriptor[
     dtype: DType, //
-](
-    ctx: DeviceContext,
-    first: Pointer[Scalar[dtype], MutUntrackedOrigin],
-    shape: IndexList[4],
-    strides: PageStrides,
-    slots: Int,
-) raises -> TMADescriptor:
-    """The map of a view `[page, slot, head, dim]` with a box known at run time: one kernel serves every page size.
+](ctx: DeviceContext, first: Pointer[Scalar[dtype], MutUntrackedOrigin], boxes: PageBoxes) raises -> TMADescriptor:
+    """The map of a view whose element 0 is `first`; its boxes are known at run time, so that one kernel serves all.
 
-    `slots` divides the page, so that no box reaches past one. For 16-bit elements a box has one swizzle atom of dims,
-    `SWIZZLE_128B`; for 8-bit ones all dims, not swizzled. Raises as `create_tensor_map`.
+    Raises:
+        Where the driver refuses it.
     """
-    check_tensor_map(Int(first), shape, strides, size_of[dtype]())
     comptime swizzle = TensorMapSwizzle.SWIZZLE_NONE if size_of[dtype]() == 1 else TensorMapSwizzle.SWIZZLE_128B
-    var dims = shape[3] if size_of[dtype]() == 1 else atom_size[dtype, swizzle]()
     # Copied as bits: tensor maps have no float8.
     comptime bits_dtype = DType.uint8 if size_of[dtype]() == 1 else dtype
-    return create_tma_descriptor[bits_dtype, 4, swizzle, L2_PROMOTION](
+    return create_tma_descriptor[bits_dtype, 5, swizzle, L2_PROMOTION](
+        # The map takes the address alone from the buffer.
         DeviceBuffer[bits_dtype](ctx, first.unsafe_bitcast[Scalar[bits_dtype]](), 1, owning=False),
-        shape,
-        IndexList[4](strides.page, strides.slot, strides.head, 1),
-        IndexList[4](1, slots, 1, dims),
+        boxes.shape,
+        boxes.strides,
+        boxes.box,
     )
 
 
@@ -117,15 +170,18 @@ def copy_box(
     map: TMADescriptor,
     destination: Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
     barrier: Pointer[SharedMemBarrier, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
-    page: Int,
-    slot: Int,
-    head: Int,
-    dim: Int,
+    page: Int32,
+    first_slot: Int32,
+    first_atom: Int32,
 ):
-    """Starts the copy of one box; by one thread. The map must be a constant parameter of the kernel."""
+    """Starts the copy of the box that begins at a slot, a multiple of 8, and at a head's first atom.
+
+    Lanes of a warp may each start one. The map must be a constant parameter of the kernel.
+    """
     cp_async_bulk_tensor_shared_cluster_global(
         destination,
         Pointer(to=map).unsafe_bitcast[NoneType](),
         barrier,
-        IndexList[4](dim, head, slot, page),
+        # A shift: slots are not negative.
+        IndexList[5](0, 0, Int(first_atom), Int(first_slot >> 3), Int(page)),
     )

@@ -48,6 +48,9 @@ def of_dimensions(rank: int) -> bytes:
 
 # Innermost first. Addresses need not be anything's: the driver only writes them down.
 MAPS = [
+    # Boxes of whole heads of 128 of a page of 16 (page_boxes.py): heads inside of slots, and outside.
+    TensorMap(0x7F12_3456_7800, "bf16", (64, 8, 16, 2, 1000), (2048, 128, 16384, 65536), (64, 8, 2, 2, 1), 128),
+    TensorMap(0x7F12_3456_7800, "bf16", (64, 8, 226, 2, 1000), (256, 128, 2048, 65536), (64, 8, 2, 2, 1), 128),
     # A page of 16 slots, one head, a swizzle atom of dims; NHD: [dim, head, slot, page], and HND.
     TensorMap(0x7F12_3456_7800, "bf16", (128, 8, 16, 1000), (256, 2048, 65536), (64, 1, 16, 1), 128),
     TensorMap(0x7F12_3456_7800, "f16", (128, 8, 16, 1000), (4096, 256, 65536), (64, 1, 16, 1), 128),

@@ -61,6 +61,7 @@ class Call:
     layout: str = "NHD"
     options: dict[str, Any] = field(default_factory=dict)
     batch_invariant: bool = False
+    is_listed: bool = False
     dim: int = 0
     """head_dim, where it is not the greatest that the kernel takes."""
 
@@ -98,6 +99,7 @@ class Call:
             options,
             case.head_dim**-0.5,
             batch_invariant=self.batch_invariant,
+            is_listed=self.is_listed,
         )
         texts = ptx["schedule", "plain"], ptx[self.variant.shared], ptx["combine", "plain", SHORT[self.variant.dtype]]
         grid = (case.num_kv_heads, -(-self.group // self.variant.heads))
@@ -131,6 +133,8 @@ ALL = {
 CALLS = [
     Call(VARIANTS[0], (1, 270), 8, page_size=5, layout="HND"),
     Call(VARIANTS[0], (0, 33), 11),
+    Call(VARIANTS[1], (300, 40), 4, options=ALL, is_listed=True),
+    Call(VARIANTS[1], (1030,), 3, batch_invariant=True, is_listed=True),
     Call(VARIANTS[1], (300, 40), 4, options=ALL),
     Call(VARIANTS[1], (1030,), 3, batch_invariant=True),
     Call(VARIANTS[2], (9, 0), 6, page_size=1),

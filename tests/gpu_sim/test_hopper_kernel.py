@@ -5,7 +5,7 @@ Unused slots and pages are NaN, the page table is shuffled, threads run in rando
 
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 from support import gpu_programs
 from support.hopper_variants import tensor_kernels, variant_of
+from support.page_boxes import PageBoxes
 from support.ptx_machine import Machine
 from support.ptx_numbers import float8, halves, to_half
 from support.ptx_tensor_map import TensorMap
@@ -39,6 +40,16 @@ def float8_values(dtype: str) -> np.ndarray:
     return np.array([float8(byte, dtype) for byte in range(256)], np.float32)
 
 
+def tensor_map(machine: Machine, stored: np.ndarray, dtype: str, hnd: bool, slots: int) -> tuple[bytes, int]:
+    """Of a cache `[page, slot, head, dim]`, and from one head to the next in it; `hnd`: heads outside of slots."""
+    order = (0, 2, 1, 3) if hnd else (0, 1, 2, 3)
+    blocks = np.ascontiguousarray(stored.transpose(order))
+    boxes = PageBoxes.of(blocks.transpose(order), slots)
+    swizzle = 0 if dtype == "u8" else 128
+    found = TensorMap(machine.allocate(blocks), dtype, boxes.extents, boxes.strides, boxes.sides, swizzle)
+    return found.encode(), boxes.head_step
+
+
 @dataclass
 class Call:
     """One row over a paged cache, and the part of it that an item has."""
@@ -58,6 +69,9 @@ class Call:
     alibi: bool = False
     sinks: bool = False
     bad_page: int | None = None
+    hnd: bool = False
+    listed: bool = True
+    """Whether the item comes from a list; else from the lengths, and is the whole row."""
 
     def random_cache(self, rng: np.random.Generator, table: np.ndarray, pages: int) -> tuple[np.ndarray, np.ndarray]:
         """As stored, `[page, slot, head, dim]`, and the tokens' values, `[tokens, head, dim]`."""
@@ -102,20 +116,10 @@ class Call:
             machine.allocate(x) for x in (poison[0, :, 0], poison, poison[..., 0], poison[..., 0])
         )
         box = min(64, self.page_size & -self.page_size)
-        # [dim, head, slot, page], innermost first
-        of_box = (self.dim if self.kv_dtype else 64, 1, box, 1)
-        swizzle = 0 if self.kv_dtype else 128
-        maps = [
-            TensorMap(
-                machine.allocate(x),
-                "u8" if self.kv_dtype else self.dtype,
-                x.shape[::-1],
-                x.strides[-2::-1],
-                of_box,
-                swizzle,
-            ).encode()
-            for x in (keys, values)
-        ]
+        # The heads of V lie outside of its slots where those of K lie inside, and the other way round.
+        layouts = [(keys, self.hnd), (values, not self.hnd)]
+        dtype = "u8" if self.kv_dtype else self.dtype
+        maps, steps = zip(*(tensor_map(machine, blocks, dtype, hnd, box) for blocks, hnd in layouts), strict=True)
         pointers = [q, np.zeros(1, np.int32), np.array([self.length], np.int32), slopes, sinks]
         q_at, batch_at, lengths_at, slopes_at, sinks_at = (machine.allocate(x) for x in pointers)
         params = struct.pack(
@@ -131,10 +135,11 @@ class Call:
         )
         # A list of two items, the second one past the end.
         items = machine.allocate(np.array([0, self.begin, end, self.partial, -1, 0, 0, 0], np.int32))
-        schedule = struct.pack("<3Q4i", items, 0, 0, 2, 0, 0, 0)
+        schedule = struct.pack("<3Q5i4x", items if self.listed else 0, 0, 0, 2, 0, 1, 0, self.listed)
         sums = struct.pack("<3Q", acc, greatest, total)
-        parameters = [*maps, params, view, schedule, sums, struct.pack("<i", box.bit_length() - 1)]
-        machine.launch((2 * KV_HEADS, 1, 1), THREADS, parameters, at_once)
+        numbers = [struct.pack("<i", number) for number in (box.bit_length() - 1, *steps)]
+        parameters = [*maps, params, view, schedule, sums, *numbers]
+        machine.launch((2 * KV_HEADS, 1, 1), THREADS, parameters, at_once, follows=self.listed)
 
         found_o = halves(machine.array(o, np.uint16, heads * self.dim), self.dtype).reshape(heads, self.dim)
         found_lse = machine.array(lse, np.float32, heads)
@@ -194,6 +199,7 @@ def test_variants(variants, call):
 
 TOKEN_RANGES = [
     *(Call(page_size=page_size, length=200) for page_size in (8, 24, 32, 48, 64, 96, 128, 256)),
+    *(Call(128, page_size=page_size, length=90, hnd=True) for page_size in (8, 16, 128)),
     *(Call(length=length, group=3) for length in (1, 63, 64, 65, 128, 129)),
     *(Call(begin=begin, length=150, group=1) for begin in (1, 15, 16, 47, 63, 64, 149)),
     Call(page_size=256, begin=250, length=270),
@@ -204,6 +210,7 @@ TOKEN_RANGES = [
     Call(begin=0, end=-1),
     Call(bad_page=2),
     Call(bad_page=0, length=16),
+    Call(length=300, listed=False),
     Call(kv_dtype="e4m3", page_size=24, begin=29, length=131),
     Call(kv_dtype="e4m3", page_size=64, begin=63, length=130),
 ]
@@ -235,6 +242,7 @@ def test_any_order_of_threads(variants, kv_dtype):
 
 
 FAULTS = {
+    "the wait for the schedule": (r"griddepcontrol\.wait;", "", "griddepcontrol"),
     "a proxy fence": (r"fence\.proxy\.async\.shared::cta;", "", "without a fence"),
     "the barriers of the consumers": (r"bar\.sync\s+1, 128;", "", None),
     "the release of a stage": (r"mbarrier\.arrive\.shared\.b64[^;]*;", "", "deadlock"),
@@ -261,6 +269,22 @@ FAULTS = {
     ),
 }
 """What is missing: the part of the text, what stands there instead, and what the model says, where that is sure."""
+
+
+WRONG_MAPS = {
+    "heads": lambda boxes: replace(boxes, head_step=boxes.head_step + 1),
+    "rows": lambda boxes: replace(boxes, strides=(2 * boxes.strides[0], *boxes.strides[1:])),
+    "groups of rows": lambda boxes: replace(boxes, strides=(*boxes.strides[:2], boxes.strides[0], boxes.strides[3])),
+    "a group more": lambda boxes: replace(boxes, sides=(*boxes.sides[:3], boxes.sides[3] + 1, 1)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_MAPS)
+def test_a_wrong_map_shows(variants, monkeypatch, wrong):
+    of = PageBoxes.of
+    monkeypatch.setattr(PageBoxes, "of", lambda view, slots: WRONG_MAPS[wrong](of(view, slots)))
+    with pytest.raises(AssertionError):
+        Call(128).run(variants[128, 8, "bf16", ""])
 
 
 @pytest.mark.parametrize("missing", FAULTS)

@@ -7,6 +7,7 @@ Values are small integers, so that sums are exact.
 from std.math import isnan
 from std.memory import bitcast
 from std.random import random_si64, seed
+from std.sys import size_of
 from std.testing import TestSuite, assert_equal, assert_true
 from std.utils import IndexList
 from std.utils.numerics import nan
@@ -28,6 +29,7 @@ from mojo_ops.attention.gpu.hopper.wgmma import (
 )
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
+from mojo_ops.cache.tensor_map import PageBoxes
 from support import page_table_of, untracked, untracked_mutable
 
 comptime BASE = 3 * 1024
@@ -84,7 +86,7 @@ struct Block[kv_dtype: DType, head_dim: Int, heads: Int](Movable):
         self.memory[offset + 1] = UInt8(bits >> 8)
 
     def copy_box(mut self, offset: Int, values: List[Float32]):
-        """A box `[slots, 64]` of 16-bit elements, or `[slots, head_dim]` of 8-bit ones, arrives at `offset`."""
+        """A box of rows of 64 16-bit elements, or of `head_dim` 8-bit ones, arrives at `offset`."""
         for i in range(len(values)):
             comptime if Self.Map.WIDENED:
                 self.memory[offset + i] = STORED_NAN if isnan(values[i]) else UInt8(Int(values[i]) + 100)
@@ -118,12 +120,28 @@ struct Block[kv_dtype: DType, head_dim: Int, heads: Int](Movable):
                     result[row * Self.heads + column] += x * y
 
 
+def fetch_box(pool: List[BFloat16], boxes: PageBoxes, first: IndexList[5]) -> List[Float32]:
+    """What the copy engine fetches at the coordinates `first`, outermost first: innermost elements adjacent."""
+    var found = List[Float32]()
+    for i in range(boxes.box.flattened_length()):
+        var rest = i
+        var at = 0
+        var inside = True
+        for axis in reversed(range(5)):
+            var index = first[axis] + rest % boxes.box[axis]
+            rest //= boxes.box[axis]
+            inside = inside and index >= 0 and index < boxes.shape[axis]
+            at += index * boxes.strides[axis]
+        found.append(pool[at].cast[DType.float32]() if inside else 0)
+    return found^
+
+
 # One split item
 
 
 def attend_like_the_kernel[
     head_dim: Int, heads: Int, kv_dtype: DType = DType.bfloat16
-](page_size: Int, begin: Int, end: Int) raises:
+](page_size: Int, begin: Int, end: Int, hnd: Bool = False) raises:
     """K Q^T and V^T P^T of the tokens `[begin, end)`, P any function of the scores, against plain loops."""
     comptime Map = SharedMemoryMap[kv_dtype, head_dim, heads]
     comptime kv_heads = 3
@@ -142,7 +160,10 @@ def attend_like_the_kernel[
     var table = List[UInt32]()
     for i in range(requests * max_pages):
         table.append(UInt32(order[i]))
-    var strides = PageStrides(0, page_size * kv_heads * head_dim, kv_heads * head_dim, head_dim)
+    var page = page_size * kv_heads * head_dim
+    var strides = PageStrides(0, page, kv_heads * head_dim, head_dim)
+    if hnd:
+        strides = PageStrides(0, page, head_dim, page_size * head_dim)
     var k = List[BFloat16](length=pages * strides.page, fill=nan[DType.bfloat16]())
     var v = k.copy()
     var shape = IndexList[4](pages, page_size, kv_heads, head_dim)
@@ -167,6 +188,7 @@ def attend_like_the_kernel[
     var sums = List[Float32](length=head_dim * heads, fill=0)
     var box = CopyBox.of_page(page_size)
     assert_true(box.bits >= MIN_BOX_BITS, "a box of 8 slots or more")
+    var boxes = PageBoxes.of(0, shape, strides, Int(box.slots()), size_of[kv_dtype]())
     var tiles = ItemTiles.of(Int32(begin), Int32(end), box)
     var seen = 0
     for tile in range(tiles.count):
@@ -175,19 +197,12 @@ def attend_like_the_kernel[
         var v_stage = Ring[Map.STAGES].stage_of(2 * tile + 1)[1]
         for lane in range(valid.boxes(box)):
             var source = find_box(tiles, tile, lookup, box, lane)
-            comptime width = head_dim if Map.WIDENED else 64
-            for atom in range(head_dim // width):
-                var keys = List[Float32]()
-                var values = List[Float32]()
-                for s in range(Int(box.slots())):
-                    for dim in range(width):
-                        var at = cache.offset(Int(source.page), Int(source.slot) + s, kv_head, atom * width + dim)
-                        keys.append(k[at].cast[DType.float32]())
-                        values.append(v[at].cast[DType.float32]())
-                var offset = Map.box_offset(Int(lane << box.bits), atom)
-                assert_equal(offset % (CORE_MATRIX_BYTES if Map.WIDENED else SWIZZLE_PERIOD_BYTES), 0)
-                block.copy_box(k_stage * Map.STAGE_BYTES + offset, keys)
-                block.copy_box(v_stage * Map.STAGE_BYTES + offset, values)
+            # As `copy_box` has it.
+            var first = IndexList[5](Int(source.page), Int(source.slot) // 8, kv_head * boxes.head_step, 0, 0)
+            var offset = Map.box_offset(Int(lane << box.bits))
+            assert_equal(offset % (CORE_MATRIX_BYTES if Map.WIDENED else SWIZZLE_PERIOD_BYTES), 0)
+            block.copy_box(k_stage * Map.STAGE_BYTES + offset, fetch_box(k, boxes, first))
+            block.copy_box(v_stage * Map.STAGE_BYTES + offset, fetch_box(v, boxes, first))
 
         var k_tile = k_stage * Map.STAGE_BYTES
         var v_tile = v_stage * Map.STAGE_BYTES
@@ -263,6 +278,13 @@ def test_large_pages_through_shared_memory() raises:
     attend_like_the_kernel[64, 8](page_size=96, begin=1, end=65)
     attend_like_the_kernel[128, 8](page_size=256, begin=100, end=290)
     attend_like_the_kernel[256, 8](page_size=16, begin=10, end=75)
+
+
+def test_heads_outside_of_slots() raises:
+    seed(6)
+    attend_like_the_kernel[128, 8](page_size=8, begin=3, end=68, hnd=True)
+    attend_like_the_kernel[64, 8](page_size=48, begin=40, end=100, hnd=True)
+    attend_like_the_kernel[128, 8, DType.float8_e4m3fn](page_size=16, begin=5, end=70, hnd=True)
 
 
 def test_float8_through_shared_memory() raises:

@@ -21,8 +21,10 @@ def reason[
     pages: Int = 4,
     pad: Int = 0,
     shift: Int = 0,
+    head_pad: Int = 0,
 ) raises -> String:
-    """Of a call over an NHD cache whose slots are `pad` elements apart, `shift` bytes into aligned memory."""
+    """Of a call over an NHD cache, `shift` bytes into aligned memory: `pad` elements after each slot, `head_pad` after
+    each head."""
     var memory = List[UInt8](length=256, fill=0)
     var aligned = untracked_mutable(memory).unsafe_offset(-Int(memory.unsafe_ptr()) % 16)
     var numbers = aligned.unsafe_bitcast[Float32]()
@@ -49,11 +51,11 @@ def reason[
         has_sinks=0,
         sight=GpuPlainSight(),
     )
-    var slot = kv_heads * head_dim + pad
+    var slot = kv_heads * (head_dim + head_pad) + pad
     var cache = DynamicKVCache[kv_dtype](
         aligned.unsafe_offset(shift).unsafe_bitcast[Scalar[kv_dtype]](),
         IndexList[4](pages, page_size, kv_heads, head_dim),
-        PageStrides(0, page_size * slot, slot, head_dim),
+        PageStrides(0, page_size * slot, slot, head_dim + head_pad),
         ints.unsafe_bitcast[UInt32](),
         1,
         1,
@@ -73,6 +75,9 @@ def test_what_it_serves() raises:
     assert_equal(reason[DType.bfloat16, DType.float8_e4m3fn](), "")
     assert_equal(reason[DType.float16, DType.float8_e5m2](), "")
     assert_equal(reason(pad=8), "")
+    assert_equal(reason(head_pad=64), "")
+    assert_equal(reason(head_pad=8, kv_heads=1), "")
+    assert_equal(reason[DType.bfloat16, DType.float8_e4m3fn](head_pad=16), "")
 
 
 def test_what_it_refuses() raises:
@@ -86,6 +91,7 @@ def test_what_it_refuses() raises:
     assert_true("no page" in reason(pages=0))
     assert_true("address" in reason(shift=2))
     assert_true("a stride of" in reason(pad=1))
+    assert_true("has heads 272 bytes apart, no multiple of 128" in reason(head_pad=8))
 
 
 def test_the_dtypes_it_exists_for() raises:

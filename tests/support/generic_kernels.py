@@ -14,6 +14,7 @@ from support.ptx_machine import GLOBAL, Machine
 
 THREADS = 128
 SCHEDULE_THREADS = 1024
+MAX_SEARCHED_ROWS = 32
 WANTED_ITEMS = 3  # of the schedule: few, so that rows are split
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """PTX's names of the dtypes."""
@@ -105,6 +106,8 @@ class Call:
     sight: bytes = b""
     """The fields of a `GpuMaskedSight`."""
     batch_invariant: bool = False
+    is_listed: bool = False
+    """Whether the schedule is in memory however few the rows are."""
 
 
 def attend(
@@ -147,17 +150,22 @@ def attend(
     max_items = rows * 64 if call.batch_invariant else rows + WANTED_ITEMS
     max_splits = rows if call.batch_invariant else min(rows, WANTED_ITEMS)
     lists = [put(np.full(4 * max(1, count), 77, np.int32)) for count in (max_items, max_splits)]
-    schedule_bytes = struct.pack(
-        "<3Q4i", *lists, put(np.zeros(1, np.int32)), max_items, max_splits, WANTED_ITEMS, call.batch_invariant
-    )
-    partials = struct.pack("<3Q", put(nan), put(nan[..., 0]), put(nan[..., 0]))
+    bounds = (max_items, max_splits, WANTED_ITEMS, call.batch_invariant)
+    listed = struct.pack("<3Q5i4x", *lists, put(np.zeros(1, np.int32)), *bounds, 1)
+    sums = [put(nan), put(nan[..., 0]), put(nan[..., 0])]
+    partials = struct.pack("<3Q", *sums)
 
-    schedule.launch((1, 1, 1), SCHEDULE_THREADS, [params, schedule_bytes])
+    schedule.launch((1, 1, 1), SCHEDULE_THREADS, [params, listed])
     items = schedule.array(lists[0], np.int32, 4 * max_items).reshape(-1, 4)
     items = items[items[:, 0] >= 0]
     # The rest of the list is blocks that return at once.
     blocks = min(max_items, len(items) + 1)
     before, after = operands
-    attention.launch((blocks, *grid), THREADS, [params, *before, schedule_bytes, partials, *after])
-    combine.launch((max_splits, heads, 1), THREADS, [params, schedule_bytes, partials])
+    # Calls of few rows have no list: each warp finds its item.
+    is_listed = call.is_listed or rows > MAX_SEARCHED_ROWS
+    schedule_bytes = listed if is_listed else struct.pack("<3Q5i4x", 0, 0, 0, *bounds, 0)
+    operands_of_attention = [params, *before, schedule_bytes, partials, *after]
+    attention.launch((blocks, *grid), THREADS, operands_of_attention, follows=is_listed)
+    written = [range(at, at + array.nbytes) for at, array in zip(sums, (nan, nan[..., 0], nan[..., 0]), strict=True)]
+    combine.launch((max_splits, heads, 1), THREADS, [params, schedule_bytes, partials], follows=True, written=written)
     return memory.get(o_at, o), memory.get(lse_at, lse), items

@@ -79,7 +79,8 @@ class Block:
         assert address % size == 0, "unaligned load"
         if space == "shared":
             return self.shared.load(address, size)
-        assert self.threads[thread].admitted, "global memory before griddepcontrol.wait"
+        early = not self.threads[thread].admitted
+        assert not early or self.machine.may_load_early(address), "global memory before griddepcontrol.wait"
         if self.order is not None:
             if semantics is None:
                 self.order.load(thread, address, size)
@@ -128,7 +129,7 @@ class Block:
     def start_copy(self, thread: int, which: int, target: int, coordinates: tuple[int, ...], barrier: int) -> None:
         assert self.threads[thread].admitted, "global memory before griddepcontrol.wait"
         tensor_map = self.machine.tensor_map(which)
-        assert target % 128 == 0, "a copy's target"
+        assert target % (8 * tensor_map.swizzle or 128) == 0, "a copy's target"
         assert len(coordinates) == len(tensor_map.dims), "coordinates of a copy"
         self.shared.expect(target, tensor_map.box_bytes)
         self.copies.append((tensor_map, coordinates, target, self.barriers.of_copy(barrier)))

@@ -6,6 +6,7 @@ written from the PTX manual, not from the kernel.
 """
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -37,6 +38,7 @@ class Machine:
         self.memory = bytearray() if memory is None else memory
         self.shared_bytes = shared_bytes
         self.parameters: list[bytes] = []
+        self.written: Sequence[range] | None = None
 
     # Memory
 
@@ -53,6 +55,10 @@ class Machine:
         at = address - GLOBAL
         assert 0 <= at <= len(self.memory) - size, f"global address {address:x}"
         return self.memory[at : at + size]
+
+    def may_load_early(self, address: int) -> bool:
+        """Before the grid before has ended."""
+        return self.written is not None and not any(address in part for part in self.written)
 
     def store(self, address: int, raw: bytes) -> None:
         at = address - GLOBAL
@@ -78,14 +84,17 @@ class Machine:
         parameters: list[bytes],
         at_once: int = 1,
         follows: bool = False,
+        written: Sequence[range] | None = None,
     ) -> None:
         """Runs all blocks of a grid in random order, `at_once` of them interleaved.
 
         Where several run at once, loads are held against the order of stores between blocks (`ptx_order.py`). A grid
         that `follows` another may begin before that one has ended: it touches no global memory before
-        `griddepcontrol.wait`, which all threads come to.
+        `griddepcontrol.wait`, which all threads come to. With `written`, the addresses that the other one writes, it
+        may load from elsewhere.
         """
         self.parameters = list(parameters)
+        self.written = written
         order = Order() if at_once > 1 else None
         indices = [(int(x), int(y), int(z)) for z, y, x in np.ndindex(*grid[::-1])]
         waiting = self.random.sample(indices, len(indices))

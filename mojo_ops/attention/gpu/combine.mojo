@@ -5,6 +5,7 @@ from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
 
 from ..softmax import MINUS_INFINITY
+from .dependent_launch import follows_closely
 from .params import GpuAttentionParams
 from .row_sight import GpuRowSight
 from .scheduler import PartialOutputs, Schedule
@@ -27,6 +28,7 @@ def enqueue_combine[
             partials,
             grid_dim=(Int(schedule.max_splits), Int(params.num_heads)),
             block_dim=COMBINE_THREADS,
+            attributes=follows_closely(),
         )
 
 
@@ -38,7 +40,7 @@ def combine_rows[
     Every thread computes the state by itself, from the same numbers in the same order: the result depends on the
     partial results alone, bit for bit.
     """
-    var split_row = schedule.splits[unsafe_offset=Int(block_idx.x)]
+    var split_row = schedule.begin_combine(params, Int(block_idx.x))
     if split_row.row == NO_ROW:
         return
     var head = Int32(block_idx.y)

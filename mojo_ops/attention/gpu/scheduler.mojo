@@ -7,10 +7,13 @@ shapes alone (`ScheduleBounds`). Launches on one stream run in order; nothing he
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from max.gpu import barrier, thread_idx
 from max.gpu.host import DeviceAttribute, DeviceBuffer, DeviceContext
+from max.gpu.host.launch_attribute import LaunchAttribute
 from max.gpu.primitives import block
 
 from ...cache.pointers import untracked
+from .dependent_launch import admit_next_launch, await_launch_before, follows_closely
 from .params import GpuAttentionParams
+from .row_search import LaneRow, MAX_SEARCHED_ROWS
 from .row_sight import GpuRowSight
 from .split_kv import NO_ROW, RowPartition, SplitRow, ScheduleBounds, SplitItem, max_item_tiles, fixed_max_item_tiles
 
@@ -24,15 +27,17 @@ struct Schedule(DevicePassable, TrivialRegisterPassable):
     comptime device_type: AnyType = Self
 
     var items: Pointer[SplitItem, MutUntrackedOrigin]
-    """`[max_items]`, in the order of rows and tokens; from the list's end on, `row` is `NO_ROW`."""
+    """`[max_items]`, in the order of rows and tokens; from the list's end on, `row` is `NO_ROW`. With a list alone."""
     var splits: Pointer[SplitRow, MutUntrackedOrigin]
-    """`[max_splits]`: the rows of several items; from the end on, `row` is `NO_ROW`."""
+    """`[max_splits]`: the rows of several items; from the end on, `row` is `NO_ROW`. With a list alone."""
     var count: Pointer[Int32, MutUntrackedOrigin]
     """`[1]`: items in the list, for kernels that walk it with a fixed grid."""
     var max_items: Int32
     var max_splits: Int32
     var wanted_items: Int32
     var batch_invariant: Int32
+    var is_listed: Int32
+    """Whether `schedule_rows` writes the lists; without them each warp searches the rows (`row_search.mojo`)."""
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
@@ -46,8 +51,38 @@ struct Schedule(DevicePassable, TrivialRegisterPassable):
         return Self.get_type_name()
 
     @always_inline
-    def item(self, index: Int) -> SplitItem:
-        return self.items[unsafe_offset=index]
+    def begin_attention(self):
+        """By every thread of an attention kernel, before it touches memory."""
+        await_launch_before()
+        # Without a split row nothing of this package follows.
+        if self.max_splits > 0:
+            admit_next_launch()
+
+    @always_inline
+    def item[
+        dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
+    ](self, params: GpuAttentionParams[dtype, o_dtype, Sight], index: Int) -> SplitItem:
+        """The `index`-th item, below `max_items`; by whole warps, after `begin_attention`."""
+        if self.is_listed != 0:
+            return self.items[unsafe_offset=index]
+        return LaneRow(params, self.wanted_items, self.batch_invariant != 0).item(Int32(index))
+
+    @always_inline
+    def begin_combine[
+        dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
+    ](self, params: GpuAttentionParams[dtype, o_dtype, Sight], index: Int) -> SplitRow:
+        """The `index`-th row of several items, below `max_splits`. By every thread of the kernel that merges them."""
+        if self.is_listed != 0:
+            await_launch_before()
+            return self.splits[unsafe_offset=index]
+        # Attention, which does not write what the search reads, had no grid before it: lengths may be read at once.
+        var row = LaneRow(params, self.wanted_items, self.batch_invariant != 0).split_row(Int32(index))
+        await_launch_before()
+        return row
+
+    def attributes_of_attention(self) -> List[LaunchAttribute]:
+        """Of the launch of the attention kernel: behind `schedule_rows` it may start early."""
+        return follows_closely() if self.is_listed != 0 else List[LaunchAttribute]()
 
 
 @fieldwise_init
@@ -79,6 +114,7 @@ struct Workspace(Movable):
     """The device memory of one call. It is freed in stream order: kernels in flight may still use it."""
 
     var bounds: ScheduleBounds
+    var _is_listed: Bool
     var _items: DeviceBuffer[DType.int32]
     var _splits: DeviceBuffer[DType.int32]
     var _count: DeviceBuffer[DType.int32]
@@ -86,11 +122,14 @@ struct Workspace(Movable):
     var _state: DeviceBuffer[DType.float32]
     var _states: Int
 
-    def __init__(out self, ctx: DeviceContext, bounds: ScheduleBounds, num_heads: Int, head_dim: Int) raises:
+    def __init__(
+        out self, ctx: DeviceContext, bounds: ScheduleBounds, num_heads: Int, head_dim: Int, is_listed: Bool = True
+    ) raises:
         self.bounds = bounds
+        self._is_listed = is_listed
         # A buffer has at least one element.
-        self._items = ctx.enqueue_create_buffer[DType.int32](4 * max(1, bounds.items))
-        self._splits = ctx.enqueue_create_buffer[DType.int32](4 * max(1, bounds.splits))
+        self._items = ctx.enqueue_create_buffer[DType.int32](4 * bounds.items if is_listed else 1)
+        self._splits = ctx.enqueue_create_buffer[DType.int32](4 * max(1, bounds.splits) if is_listed else 1)
         self._count = ctx.enqueue_create_buffer[DType.int32](1)
         self._states = max(1, bounds.partials * num_heads)
         self._acc = ctx.enqueue_create_buffer[DType.float32](self._states * head_dim)
@@ -106,12 +145,18 @@ struct Workspace(Movable):
             Int32(self.bounds.splits),
             Int32(self.bounds.wanted_items),
             Int32(self.bounds.batch_invariant),
+            Int32(self._is_listed),
         )
 
     def partials(self) -> PartialOutputs:
         """The memory of the partial results; valid while the workspace lives."""
         var state = untracked(self._state.unsafe_ptr())
         return PartialOutputs(untracked(self._acc.unsafe_ptr()), state, state.unsafe_offset(self._states))
+
+
+def needs_list(rows: Int) -> Bool:
+    """Whether a call has more rows than a warp can search."""
+    return rows > MAX_SEARCHED_ROWS
 
 
 def multiprocessors(ctx: DeviceContext) raises -> Int:
@@ -122,15 +167,17 @@ def multiprocessors(ctx: DeviceContext) raises -> Int:
 def enqueue_schedule[
     dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
 ](ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule) raises:
-    """Fills `schedule` from the lengths as the device finds them."""
-    comptime kernel = schedule_rows[dtype, o_dtype, Sight]
-    ctx.enqueue_function[kernel](params, schedule, grid_dim=1, block_dim=SCHEDULE_THREADS)
+    """Fills the lists of `schedule`, where it has them, from the lengths as the device finds them."""
+    if schedule.is_listed != 0:
+        comptime kernel = schedule_rows[dtype, o_dtype, Sight]
+        ctx.enqueue_function[kernel](params, schedule, grid_dim=1, block_dim=SCHEDULE_THREADS)
 
 
 def schedule_rows[
     dtype: DType, o_dtype: DType, Sight: GpuRowSight
 ](params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule):
     """One CTA of `SCHEDULE_THREADS`: sums the tiles of all rows, then writes items and split rows by prefix sums."""
+    admit_next_launch()
     var thread = Int32(thread_idx.x)
     var longest = Int32(0)
     if schedule.batch_invariant == 0:
@@ -140,8 +187,8 @@ def schedule_rows[
         longest = max_item_tiles(block.sum[block_size=SCHEDULE_THREADS](mine), schedule.wanted_items)
         barrier()
 
+    # Of the rounds before.
     var items = Int32(0)
-    var partials = Int32(0)
     var splits = Int32(0)
     # Every thread takes part in every round: the prefix sums need them all.
     for first_row in range(Int32(0), params.num_rows, Int32(SCHEDULE_THREADS)):
@@ -152,23 +199,22 @@ def schedule_rows[
             split = RowPartition.of(
                 tokens, fixed_max_item_tiles(tokens.tiles()) if schedule.batch_invariant != 0 else longest
             )
-        var several = Int32(1) if split.count > 1 else Int32(0)
-        var at = items + block.prefix_sum[block_size=SCHEDULE_THREADS, exclusive=True](split.count)
+        # Items and split rows in one number, below 2^31 each: one sum serves both.
+        var both = Int64(split.count) | Int64(1 if split.count > 1 else 0) << 32
+        var before = block.prefix_sum[block_size=SCHEDULE_THREADS, exclusive=True](both)
         barrier()
-        var partial = partials + block.prefix_sum[block_size=SCHEDULE_THREADS, exclusive=True](several * split.count)
+        var all = block.sum[block_size=SCHEDULE_THREADS](both)
         barrier()
-        var split_at = splits + block.prefix_sum[block_size=SCHEDULE_THREADS, exclusive=True](several)
-        barrier()
+        var at = items + Int32(before & 0xFFFFFFFF)
+        var split_at = splits + Int32(before >> 32)
+        # Of the rows before this one, those that are not split have an item each and no partial result.
+        var partial = at - (row - split_at)
         for i in range(split.count):
             schedule.items[unsafe_offset=Int(at + i)] = split.item(row, i, partial)
-        if several != 0:
+        if split.count > 1:
             schedule.splits[unsafe_offset=Int(split_at)] = SplitRow(row, partial, split.count, 0)
-        items += block.sum[block_size=SCHEDULE_THREADS](split.count)
-        barrier()
-        partials += block.sum[block_size=SCHEDULE_THREADS](several * split.count)
-        barrier()
-        splits += block.sum[block_size=SCHEDULE_THREADS](several)
-        barrier()
+        items += Int32(all & 0xFFFFFFFF)
+        splits += Int32(all >> 32)
 
     for i in range(items + thread, schedule.max_items, Int32(SCHEDULE_THREADS)):
         schedule.items[unsafe_offset=Int(i)] = SplitItem(NO_ROW, 0, 0, 0)

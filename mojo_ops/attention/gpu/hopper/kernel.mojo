@@ -12,18 +12,19 @@ With the operands this way round, a group of up to 8 (or 16) query heads is padd
 sm_90a, not yet run on a GPU.
 """
 
+from std.sys import size_of
 from std.utils import StaticTuple
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, lane_id, thread_idx
 from max.gpu.host import DeviceContext, FuncAttribute
 from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.memory import AddressSpace, external_memory
 
 from ....cache.paged_kv_cache import DynamicKVCache
-from ....cache.tensor_map import create_box_descriptor
+from ....cache.tensor_map import PageBoxes, create_box_descriptor
 from ..combine import enqueue_combine
 from ..row_page_table import RowPageTable
 from ..params import GpuAttentionParams
-from ..scheduler import PartialOutputs, Schedule, Workspace, enqueue_schedule, multiprocessors
+from ..scheduler import PartialOutputs, Schedule, Workspace, enqueue_schedule, multiprocessors, needs_list
 from ..split_kv import NO_ROW, ScheduleBounds
 from .consumer import Consumer
 from .pipeline import BlockSharedMemory
@@ -93,12 +94,15 @@ def launch_hopper[
     Map.check()
     var kv_heads = k.num_heads()
     var box = CopyBox.of_page(k.slots())
-    var k_map = create_box_descriptor(ctx, k.blocks.ptr, k.shape(), k.strides(), Int(box.slots()))
-    var v_map = create_box_descriptor(ctx, v.blocks.ptr, v.shape(), v.strides(), Int(box.slots()))
+    var slots = Int(box.slots())
+    var k_boxes = PageBoxes.of(Int(k.blocks.ptr), k.shape(), k.strides(), slots, size_of[kv_dtype]())
+    var v_boxes = PageBoxes.of(Int(v.blocks.ptr), v.shape(), v.strides(), slots, size_of[kv_dtype]())
+    var k_map = create_box_descriptor(ctx, k.blocks.ptr, k_boxes)
+    var v_map = create_box_descriptor(ctx, v.blocks.ptr, v_boxes)
     var bounds = ScheduleBounds.of(
         Int(params.num_rows), Int(params.capacity), kv_heads, multiprocessors(ctx), batch_invariant
     )
-    var workspace = Workspace(ctx, bounds, Int(params.num_heads), head_dim)
+    var workspace = Workspace(ctx, bounds, Int(params.num_heads), head_dim, needs_list(Int(params.num_rows)))
     var schedule = workspace.schedule()
     var partials = workspace.partials()
     enqueue_schedule(ctx, params, schedule)
@@ -111,11 +115,14 @@ def launch_hopper[
         schedule,
         partials,
         box.bits,
+        Int32(k_boxes.head_step),
+        Int32(v_boxes.head_step),
         # The KV heads of an item are adjacent blocks: in the NHD layout they read the same range of memory.
         grid_dim=bounds.items * kv_heads,
         block_dim=BLOCK_THREADS,
         shared_mem_bytes=Map.BYTES,
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(Map.BYTES)),
+        attributes=schedule.attributes_of_attention(),
     )
     enqueue_combine(ctx, params, schedule, partials)
     _ = workspace^
@@ -140,29 +147,38 @@ def attend_item_on_hopper[
     schedule: Schedule,
     partials: PartialOutputs,
     box_bits: Int32,
+    k_head_step: Int32,
+    v_head_step: Int32,
 ):
     """One block: item `block_idx.x // kv_heads` of the schedule for KV head `block_idx.x % kv_heads`.
 
-    `cache` is K's view, for the page table and the sizes, which V shares.
+    `cache` is K's view, for the page table and the sizes, which V shares; the steps are those of `PageBoxes`.
     """
-    var kv_heads = UInt32(cache.num_heads())
-    var index = UInt32(block_idx.x) // kv_heads
-    var kv_head = Int32(UInt32(block_idx.x) - index * kv_heads)
-    var item = schedule.item(Int(index))
-    if item.row == NO_ROW:
-        return
     var memory = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=1024]()
     var shared = BlockSharedMemory[kv_dtype, head_dim, heads](memory)
     var ring = shared.ring()
     if thread_idx.x == 0:
         ring.init(CONSUMER_WARPS)
         shared.status()[] = 0
+    # What is above overlaps with the kernel that makes the schedule.
+    schedule.begin_attention()
+    var kv_heads = UInt32(cache.num_heads())
+    var index = UInt32(block_idx.x) // kv_heads
+    var kv_head = Int32(UInt32(block_idx.x) - index * kv_heads)
+    if thread_idx.x >= CONSUMER_THREADS:
+        # For all: the search for it would take registers that the consumers have not.
+        var found = schedule.item(params, Int(index))
+        if lane_id() == 0:
+            shared.item()[] = found
     barrier()
-
+    var item = shared.item()[]
+    if item.row == NO_ROW:
+        return
     var box = CopyBox(box_bits)
     var tiles = ItemTiles.of(item.begin, item.end, box)
     if thread_idx.x >= CONSUMER_THREADS:
-        produce(k_map, v_map, shared, ring, tiles, RowPageTable(item.row, params, cache), box, kv_head)
+        var pages = RowPageTable(item.row, params, cache)
+        produce(k_map, v_map, shared, ring, tiles, pages, box, kv_head * k_head_step, kv_head * v_head_step)
     else:
         var consumer = Consumer[dtype, o_dtype, kv_dtype, head_dim, heads](
             shared, params, item, kv_head, Int32(kv_heads)

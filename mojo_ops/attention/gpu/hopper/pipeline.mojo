@@ -17,6 +17,7 @@ from max.gpu.compute.mma import WGMMADescriptor
 from max.gpu.memory import AddressSpace, fence_async_view_proxy, fence_mbarrier_init
 from max.gpu.sync import mbarrier_arrive, syncwarp
 
+from ..split_kv import SplitItem
 from .shared_memory import SharedMemoryMap
 from .wgmma import MatrixOperand
 
@@ -139,6 +140,11 @@ struct BlockSharedMemory[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegi
     def status(self) -> Pointer[Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
         """Not 0 where a token's page is outside the pool."""
         return self.at[Int32](Self.Map.STATUS)
+
+    @always_inline
+    def item(self) -> Pointer[SplitItem, MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
+        """What the block serves."""
+        return self.at[SplitItem](Self.Map.ITEM)
 
     @always_inline
     def descriptor[dtype: DType](self, operand: MatrixOperand) -> WGMMADescriptor[dtype]:

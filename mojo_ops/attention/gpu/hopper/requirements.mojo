@@ -5,6 +5,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import H100
 
 from ....cache.paged_kv_cache import DynamicKVCache
+from ....cache.tensor_map import ATOM_BYTES, GROUP_SLOTS
 from ....isa.convert import is_float8
 from ..params import GpuAttentionParams
 from .tiles import CopyBox, MIN_BOX_BITS
@@ -50,11 +51,13 @@ def hopper_storage_refusal[kv_dtype: DType, //](what: StaticString, cache: Dynam
     comptime bytes = size_of[kv_dtype]()
     if Int(cache.blocks.ptr) % 16 != 0:
         return String(what, " begins at an address that is no multiple of 16 bytes")
-    for elements in [strides.page, strides.slot, strides.head]:
+    for elements in [strides.page, strides.slot, GROUP_SLOTS * strides.slot, strides.head]:
         if elements * bytes % 16 != 0:
             return String(what, " has a stride of ", elements * bytes, " bytes, no multiple of 16")
         if elements * bytes >= 1 << 40:
             return String(what, " has a stride of ", elements * bytes, " bytes, which takes more than 40 bits")
+    if bytes > 1 and cache.num_heads() > 1 and strides.head * bytes % ATOM_BYTES != 0:
+        return String(what, " has heads ", strides.head * bytes, " bytes apart, no multiple of ", ATOM_BYTES)
     return ""
 
 

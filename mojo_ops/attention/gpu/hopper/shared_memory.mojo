@@ -37,6 +37,8 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
                    | exchange  [CONSUMER_WARPS, heads] float32                      |
     STATUS         +----------------------------------------------------------------+
                    | status    int32, 4 bytes of padding                            |
+    ITEM           +----------------------------------------------------------------+
+                   | item      SplitItem, 16 bytes                                  |
     FULL           +----------------------------------------------------------------+
                    | full      [STAGES] mbarriers                                   |
     EMPTY          +----------------------------------------------------------------+
@@ -44,10 +46,11 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     BYTES          +----------------------------------------------------------------+
     ```
 
-    A tile that the tensor cores read is `[head_dim / 64, WGMMA_TILE_TOKENS, 64]` of 16-bit elements. Its rows of 128
-    bytes are swizzled: chunk c of row r, 16 bytes, lies at chunk c XOR (r modulo 8) of the row. The copy engine leaves
-    16-bit caches in the ring that way. A float8 tile lies there as plain `[WGMMA_TILE_TOKENS, head_dim]` and is widened
-    to `WIDENED_KEYS` or `WIDENED_VALUES`. Query and weights are whole 8 x 8 core matrices.
+    A tile that the tensor cores read is `[WGMMA_TILE_TOKENS / 8, head_dim / 64, 8, 64]` of 16-bit elements: groups of 8
+    tokens, of which a box of the cache is one or more. Rows of 128 bytes are swizzled: chunk c of row r, 16 bytes, lies at
+    chunk c XOR (r modulo 8) of the row. The copy engine leaves 16-bit caches in the ring that way. A float8 tile lies
+    there as plain `[WGMMA_TILE_TOKENS, head_dim]` and is widened to `WIDENED_KEYS` or `WIDENED_VALUES`. Query and weights
+    are whole 8 x 8 core matrices.
 
     Parameters:
         kv_dtype: A 16-bit type, which the query and the weights have too, or a float8: those have float16 then.
@@ -57,8 +60,9 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
 
     comptime WIDENED = size_of[Self.kv_dtype]() == 1
     comptime ATOMS = Self.head_dim // ATOM_ELEMENTS
-    comptime ATOM_BYTES = WGMMA_TILE_TOKENS * SWIZZLE_ROW_BYTES
-    comptime TILE_BYTES = Self.ATOMS * Self.ATOM_BYTES
+    comptime GROUP_BYTES = Self.ATOMS * SWIZZLE_PERIOD_BYTES
+    """Of 8 tokens in a tile that the tensor cores read: the stride of its operands."""
+    comptime TILE_BYTES = WGMMA_TILE_TOKENS // 8 * Self.GROUP_BYTES
     """Of a tile that the tensor cores read."""
     comptime STAGE_BYTES = WGMMA_TILE_TOKENS * Self.head_dim * size_of[Self.kv_dtype]()
 
@@ -77,7 +81,8 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     comptime WEIGHTS = Self.QUERY + Self.heads * Self.head_dim * 2
     comptime EXCHANGE = Self.WEIGHTS + Self.heads * WGMMA_TILE_TOKENS * 2
     comptime STATUS = Self.EXCHANGE + CONSUMER_WARPS * Self.heads * size_of[DType.float32]()
-    comptime FULL = Self.STATUS + 8
+    comptime ITEM = Self.STATUS + 8
+    comptime FULL = Self.ITEM + 16
     comptime EMPTY = Self.FULL + 8 * Self.STAGES
     comptime BYTES = Self.EMPTY + 8 * Self.STAGES
 
@@ -95,21 +100,18 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
 
     @staticmethod
     @always_inline
-    def box_offset(row: Int, copy: Int) -> Int:
-        """Where in a stage the `copy`-th part of a box begins whose first token is the tile's `row`-th.
+    def box_offset(row: Int) -> Int:
+        """Where in a stage a box begins whose first token is the tile's `row`-th, a multiple of 8.
 
-        Swizzled parts are one atom wide and begin at multiples of `SWIZZLE_PERIOD_BYTES`; a float8 box is one part.
+        A multiple of `SWIZZLE_PERIOD_BYTES` where the box is swizzled, of 128 bytes where it is float8.
         """
-        comptime if Self.WIDENED:
-            return row * Self.head_dim
-        else:
-            return copy * Self.ATOM_BYTES + row * SWIZZLE_ROW_BYTES
+        return row * Self.head_dim * size_of[Self.kv_dtype]()
 
     @staticmethod
     @always_inline
     def row_of_chunk(i: Int) -> Int:
         """The row of a swizzled tile's `i`-th 16 bytes: a swizzle permutes inside a row."""
-        return (i // (SWIZZLE_ROW_BYTES // CHUNK_BYTES)) % WGMMA_TILE_TOKENS
+        return i // (Self.GROUP_BYTES // CHUNK_BYTES) * 8 + (i // (SWIZZLE_ROW_BYTES // CHUNK_BYTES)) % 8
 
     @staticmethod
     @always_inline
@@ -117,8 +119,9 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
         """Where in a widened tile the 8 dims from `8 * chunk` on of a token go: the swizzle in software."""
         comptime chunks = SWIZZLE_ROW_BYTES // CHUNK_BYTES
         return (
-            (chunk // chunks) * Self.ATOM_BYTES
-            + token * SWIZZLE_ROW_BYTES
+            (token // 8) * Self.GROUP_BYTES
+            + (chunk // chunks) * SWIZZLE_PERIOD_BYTES
+            + (token % 8) * SWIZZLE_ROW_BYTES
             + ((chunk % chunks) ^ (token % 8)) * CHUNK_BYTES
         )
 
@@ -152,7 +155,7 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
         # Inside an atom the start advances along the row; the swizzle takes its row bits from the address, so that
         # an offset below 128 bytes leaves them unchanged.
         return MatrixOperand(
-            tile + (step // steps) * Self.ATOM_BYTES + (step % steps) * 2 * CHUNK_BYTES, 0, SWIZZLE_PERIOD_BYTES, True
+            tile + (step // steps) * SWIZZLE_PERIOD_BYTES + (step % steps) * 2 * CHUNK_BYTES, 0, Self.GROUP_BYTES, True
         )
 
     @staticmethod
@@ -166,9 +169,9 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     def value_operand(tile: Int, atom: Int, step: Int) -> MatrixOperand:
         """A of O^T: `[64 dims of an atom, 16 tokens from 16 * step on]`, dims adjacent."""
         return MatrixOperand(
-            tile + atom * Self.ATOM_BYTES + step * WGMMA_K * SWIZZLE_ROW_BYTES,
-            Self.ATOM_BYTES,
+            tile + atom * SWIZZLE_PERIOD_BYTES + step * WGMMA_K // 8 * Self.GROUP_BYTES,
             SWIZZLE_PERIOD_BYTES,
+            Self.GROUP_BYTES,
             True,
         )
 

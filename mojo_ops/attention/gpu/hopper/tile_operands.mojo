@@ -32,16 +32,23 @@ def widen_tile[
     """
     comptime Map = SharedMemoryMap[kv_dtype, head_dim, heads]
     comptime per_token = head_dim // 16
-    comptime assert WGMMA_TILE_TOKENS * per_token % CONSUMER_THREADS == 0, "every thread takes as many pieces"
-    comptime for round in range(WGMMA_TILE_TOKENS * per_token // CONSUMER_THREADS):
-        var i = round * CONSUMER_THREADS + Int(thread_idx.x)
-        var token, piece = divmod(i, per_token)
-        var stored = shared.at[Scalar[kv_dtype]](stage * Map.STAGE_BYTES + i * 16).unsafe_load[width=16, alignment=16]()
+    comptime rows = CONSUMER_THREADS // per_token
+    """Tokens a round: whole groups of 8, so that a thread's addresses of one round are those of another, moved."""
+    comptime assert rows % 8 == 0 and WGMMA_TILE_TOKENS % rows == 0, "whole groups of rows in as many rounds"
+    var thread = Int(thread_idx.x)
+    var first, piece = divmod(thread, per_token)
+    var source = stage * Map.STAGE_BYTES + thread * 16
+    var low = to + Map.widened_offset(first, 2 * piece)
+    var high = to + Map.widened_offset(first, 2 * piece + 1)
+    comptime for round in range(WGMMA_TILE_TOKENS // rows):
+        comptime step = round * rows // 8 * Map.GROUP_BYTES
+        var stored = shared.at[Scalar[kv_dtype]](source + round * CONSUMER_THREADS * 16).unsafe_load[
+            width=16, alignment=16
+        ]()
         var widened = stored.cast[DType.float16]()
         comptime if is_value:
-            if Int32(token) < valid.begin or Int32(token) >= valid.end:
+            var token = Int32(round * rows + first)
+            if token < valid.begin or token >= valid.end:
                 widened = 0
-        comptime for half in range(2):
-            shared.at[Float16](to + Map.widened_offset(token, 2 * piece + half)).unsafe_store[alignment=CHUNK_BYTES](
-                widened.slice[8, offset=half * 8]()
-            )
+        shared.at[Float16](low + step).unsafe_store[alignment=CHUNK_BYTES](widened.slice[8]())
+        shared.at[Float16](high + step).unsafe_store[alignment=CHUNK_BYTES](widened.slice[8, offset=8]())
