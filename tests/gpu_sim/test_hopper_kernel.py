@@ -72,6 +72,8 @@ class Call:
     hnd: bool = False
     listed: bool = True
     """Whether the item comes from a list; else from the lengths, and is the whole row."""
+    rows_before: int = 0
+    """Rows of padding before this one, where there is no list."""
 
     def random_cache(self, rng: np.random.Generator, table: np.ndarray, pages: int) -> tuple[np.ndarray, np.ndarray]:
         """As stored, `[page, slot, head, dim]`, and the tokens' values, `[tokens, head, dim]`."""
@@ -111,21 +113,23 @@ class Call:
 
         machine = Machine(ptx, seed)
         poison = np.full((3, heads, self.dim), np.nan, np.float32)
-        o = machine.allocate(np.full((heads, self.dim), 0x7FFF, np.uint16))
-        lse, acc, greatest, total = (
-            machine.allocate(x) for x in (poison[0, :, 0], poison, poison[..., 0], poison[..., 0])
-        )
+        before = self.rows_before
+        o = machine.allocate(np.full((before + 1, heads, self.dim), 0x7FFF, np.uint16))
+        lse = machine.allocate(np.full((before + 1, heads), np.nan, np.float32))
+        acc, greatest, total = (machine.allocate(x) for x in (poison, poison[..., 0], poison[..., 0]))
         box = min(64, self.page_size & -self.page_size)
         # The heads of V lie outside of its slots where those of K lie inside, and the other way round.
         layouts = [(keys, self.hnd), (values, not self.hnd)]
         dtype = "u8" if self.kv_dtype else self.dtype
         maps, steps = zip(*(tensor_map(machine, blocks, dtype, hnd, box) for blocks, hnd in layouts), strict=True)
-        pointers = [q, np.zeros(1, np.int32), np.array([self.length], np.int32), slopes, sinks]
+        queries = np.concatenate([np.full((before, *q.shape), 0x7FFF, np.uint16), q[None]])
+        requests, lengths = [-1] * before + [0], [0] * before + [self.length]
+        pointers = [queries, np.array(requests, np.int32), np.array(lengths, np.int32), slopes, sinks]
         q_at, batch_at, lengths_at, slopes_at, sinks_at = (machine.allocate(x) for x in pointers)
         params = struct.pack(
             "<7Q6i3f2i4x",
             *(q_at, o, lse, batch_at, lengths_at, slopes_at, sinks_at),
-            *(1, heads, self.dim, 1, max_pages * self.page_size, -1),
+            *(before + 1, heads, self.dim, 1, max_pages * self.page_size, -1),
             *(scale, self.soft_cap, self.v_scale, self.alibi, self.sinks),
         )
         view = struct.pack(
@@ -135,14 +139,16 @@ class Call:
         )
         # A list of two items, the second one past the end.
         items = machine.allocate(np.array([0, self.begin, end, self.partial, -1, 0, 0, 0], np.int32))
-        schedule = struct.pack("<3Q5i4x", items if self.listed else 0, 0, 0, 2, 0, 1, 0, self.listed)
+        schedule = struct.pack("<3Q5i4x", items if self.listed else 0, 0, 0, before + 2, 0, 1, 0, self.listed)
         sums = struct.pack("<3Q", acc, greatest, total)
         numbers = [struct.pack("<i", number) for number in (box.bit_length() - 1, *steps)]
         parameters = [*maps, params, view, schedule, sums, *numbers]
-        machine.launch((2 * KV_HEADS, 1, 1), THREADS, parameters, at_once, follows=self.listed)
+        machine.launch(((before + 2) * KV_HEADS, 1, 1), THREADS, parameters, at_once, follows=self.listed)
 
-        found_o = halves(machine.array(o, np.uint16, heads * self.dim), self.dtype).reshape(heads, self.dim)
-        found_lse = machine.array(lse, np.float32, heads)
+        found_o = halves(machine.array(o, np.uint16, (before + 1) * heads * self.dim), self.dtype)
+        assert not found_o[: before * heads * self.dim].any()
+        found_o = found_o[before * heads * self.dim :].reshape(heads, self.dim)
+        found_lse = machine.array(lse, np.float32, (before + 1) * heads)[before * heads :]
         states = [machine.array(x, np.float32, poison.size // self.dim).reshape(3, heads) for x in (greatest, total)]
         found_acc = machine.array(acc, np.float32, poison.size).reshape(poison.shape)
         for head in range(heads):
@@ -210,7 +216,7 @@ TOKEN_RANGES = [
     Call(begin=0, end=-1),
     Call(bad_page=2),
     Call(bad_page=0, length=16),
-    Call(length=300, listed=False),
+    *(Call(length=300, listed=False, rows_before=count) for count in (0, 3)),
     Call(kv_dtype="e4m3", page_size=24, begin=29, length=131),
     Call(kv_dtype="e4m3", page_size=64, begin=63, length=130),
 ]

@@ -107,7 +107,7 @@ class Call:
     """The fields of a `GpuMaskedSight`."""
     batch_invariant: bool = False
     is_listed: bool = False
-    """Whether the schedule is in memory however few the rows are."""
+    """Whether the merge reads the schedule in memory however few the rows are."""
 
 
 def attend(
@@ -161,11 +161,10 @@ def attend(
     # The rest of the list is blocks that return at once.
     blocks = min(max_items, len(items) + 1)
     before, after = operands
-    # Calls of few rows have no list: each warp finds its item.
+    # In calls of few rows the merge needs no list: each warp finds its row.
     is_listed = call.is_listed or rows > MAX_SEARCHED_ROWS
     schedule_bytes = listed if is_listed else struct.pack("<3Q5i4x", 0, 0, 0, *bounds, 0)
-    operands_of_attention = [params, *before, schedule_bytes, partials, *after]
-    attention.launch((blocks, *grid), THREADS, operands_of_attention, follows=is_listed)
+    attention.launch((blocks, *grid), THREADS, [params, *before, listed, partials, *after])
     written = [range(at, at + array.nbytes) for at, array in zip(sums, (nan, nan[..., 0], nan[..., 0]), strict=True)]
     combine.launch((max_splits, heads, 1), THREADS, [params, schedule_bytes, partials], follows=True, written=written)
     return memory.get(o_at, o), memory.get(lse_at, lse), items

@@ -18,7 +18,7 @@ from .params import GpuAttentionParams, NOT_A_NUMBER
 from .rope import RotaryFrequencies, rotation_angle
 from .row_page_table import RowPageTable
 from .row_sight import GpuRowSight, RowMask
-from .scheduler import PartialOutputs, Schedule, Workspace, enqueue_schedule, multiprocessors, needs_list
+from .scheduler import PartialOutputs, Schedule, Workspace, enqueue_schedule, multiprocessors
 from .split_kv import INVALID_ROW, NO_ROW, ScheduleBounds
 from .teams import THREADS, TeamState, sum_of_team
 
@@ -108,23 +108,13 @@ def launch_generic[
     var bounds = ScheduleBounds.of(
         Int(params.num_rows), Int(params.capacity), k.num_heads() * parts, multiprocessors(ctx), batch_invariant
     )
-    var workspace = Workspace(
-        ctx, bounds, Int(params.num_heads), Int(params.value_dim()), needs_list(Int(params.num_rows))
-    )
+    var workspace = Workspace(ctx, bounds, Int(params.num_heads), Int(params.value_dim()))
     var schedule = workspace.schedule()
     var partials = workspace.partials()
     enqueue_schedule(ctx, params, schedule)
     comptime kernel = attend_item_on_any_gpu[dtype, o_dtype, Sight, kv_dtype, DIM, HEADS, ROTARY]
     ctx.enqueue_function[kernel](
-        params,
-        k,
-        v,
-        schedule,
-        partials,
-        rotary,
-        grid_dim=(bounds.items, k.num_heads(), parts),
-        block_dim=THREADS,
-        attributes=schedule.attributes_of_attention(),
+        params, k, v, schedule, partials, rotary, grid_dim=(bounds.items, k.num_heads(), parts), block_dim=THREADS
     )
     enqueue_combine(ctx, params, schedule, partials)
     _ = workspace^
@@ -152,8 +142,7 @@ def attend_item_on_any_gpu[
     comptime TOKENS = Shape.TOKENS
     comptime Vector = SIMD[DType.float32, WIDTH]
 
-    schedule.begin_attention()
-    var item = schedule.item(params, Int(block_idx.x))
+    var item = schedule.item(Int(block_idx.x))
     if item.row == NO_ROW:
         return
     var group = params.num_heads // Int32(k.num_heads())

@@ -15,7 +15,7 @@ from ..softmax import MINUS_INFINITY
 from .combine import enqueue_combine
 from .params import GpuAttentionParams, NOT_A_NUMBER
 from .row_page_table import RowPageTable
-from .scheduler import PartialOutputs, Schedule, Workspace, enqueue_schedule, multiprocessors, needs_list
+from .scheduler import PartialOutputs, Schedule, Workspace, enqueue_schedule, multiprocessors
 from .split_kv import INVALID_ROW, NO_ROW, ScheduleBounds
 from .teams import THREADS, TeamState, sum_of_team
 
@@ -88,23 +88,13 @@ def launch_latent[
     var bounds = ScheduleBounds.of(
         Int(params.num_rows), Int(params.capacity), parts, multiprocessors(ctx), batch_invariant
     )
-    var workspace = Workspace(
-        ctx, bounds, Int(params.num_heads), Int(params.head_dim), needs_list(Int(params.num_rows))
-    )
+    var workspace = Workspace(ctx, bounds, Int(params.num_heads), Int(params.head_dim))
     var schedule = workspace.schedule()
     var partials = workspace.partials()
     enqueue_schedule(ctx, params, schedule)
     comptime kernel = attend_latent_item[dtype, o_dtype, kv_dtype, ROTARY_DIM, HEADS]
     ctx.enqueue_function[kernel](
-        params,
-        rotary,
-        latent,
-        rotary_keys,
-        schedule,
-        partials,
-        grid_dim=(bounds.items, parts),
-        block_dim=THREADS,
-        attributes=schedule.attributes_of_attention(),
+        params, rotary, latent, rotary_keys, schedule, partials, grid_dim=(bounds.items, parts), block_dim=THREADS
     )
     enqueue_combine(ctx, params, schedule, partials)
     _ = workspace^
@@ -132,8 +122,7 @@ def attend_latent_item[
     comptime Vector = State.Vector
     comptime ROTARY_PARTS = ceildiv(ROTARY_DIM, WIDTH * LANES)
 
-    schedule.begin_attention()
-    var item = schedule.item(params, Int(block_idx.x))
+    var item = schedule.item(Int(block_idx.x))
     if item.row == NO_ROW:
         return
     var first_head = Int32(Int(block_idx.y) * HEADS)

@@ -52,19 +52,24 @@ struct Schedule(DevicePassable, TrivialRegisterPassable):
 
     @always_inline
     def begin_attention(self):
-        """By every thread of an attention kernel, before it touches memory."""
+        """By every thread of a kernel launched with `attributes_of_attention`, before it touches memory."""
         await_launch_before()
         # Without a split row nothing of this package follows.
         if self.max_splits > 0:
             admit_next_launch()
 
     @always_inline
-    def item[
+    def item(self, index: Int) -> SplitItem:
+        """The `index`-th item of the list, below `max_items`."""
+        return self.items[unsafe_offset=index]
+
+    @always_inline
+    def find_item[
         dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
     ](self, params: GpuAttentionParams[dtype, o_dtype, Sight], index: Int) -> SplitItem:
-        """The `index`-th item, below `max_items`; by whole warps, after `begin_attention`."""
+        """The `index`-th item, below `max_items`, with a list or without; by whole warps, after `begin_attention`."""
         if self.is_listed != 0:
-            return self.items[unsafe_offset=index]
+            return self.item(index)
         return LaneRow(params, self.wanted_items, self.batch_invariant != 0).item(Int32(index))
 
     @always_inline

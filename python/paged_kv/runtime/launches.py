@@ -2,7 +2,7 @@
 
     with launched() as launches:
         wrapper.run(q, cache)
-    [launch.kernel for launch in launches]      # ["gpu/hopper", "gpu/combine"]; over 32 rows: a schedule first
+    [launch.kernel for launch in launches]      # ["gpu/hopper", "gpu/combine"]; over 32 rows: gpu/schedule first
 
 The device is not waited for. A graph that comes out of a cache launches like one that was just compiled; the replay of
 a captured graph launches none of its own.

@@ -167,7 +167,7 @@ def attend_item_on_hopper[
     var kv_head = Int32(UInt32(block_idx.x) - index * kv_heads)
     if thread_idx.x >= CONSUMER_THREADS:
         # For all: the search for it would take registers that the consumers have not.
-        var found = schedule.item(params, Int(index))
+        var found = schedule.find_item(params, Int(index))
         if lane_id() == 0:
             shared.item()[] = found
     barrier()
