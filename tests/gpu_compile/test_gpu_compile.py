@@ -16,6 +16,7 @@ from support.dtype_pairs import PAIRS
 pytestmark = pytest.mark.waits_for(gpu_programs.api, *gpu_programs.generic.values())
 
 HOPPER_THREADS = 160  # a producer warp and four consumer warps
+MANY_ROWS_THREADS = 384  # a warpgroup with the producer warp and two of consumers
 SHARED_BYTES = 227 * 1024
 
 # Sizes that `launch_generic_for_group` in generic.mojo compiles: (head_dim up to, query heads).
@@ -23,6 +24,7 @@ GENERIC_SIZES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4,
 MASKED_SIZES = [(128, 1), (128, 8), (512, 4)]
 LATENT_SIZES = 2  # rotary parts up to 128, and wider ones
 ROTARY_SIZES = [(128, 4), (512, 2)]
+MANY_ROWS_SIZES = 2  # head_dim 64 and 128
 HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
 
 
@@ -38,6 +40,8 @@ def test_every_kernel_of_the_api_is_there(sm90):
     """As many as the sources instantiate: none is dropped, none falls back to the host."""
     pairs = len(PAIRS) + 1  # the last one with o of another dtype
     hopper = (sum(q_dtype != "float32" for q_dtype, _ in PAIRS) + 1) * len(HOPPER_SIZES)
+    same = sum(q_dtype != "float32" and kv_dtype == q_dtype for q_dtype, kv_dtype in PAIRS) + 1
+    many_rows = same * (MANY_ROWS_SIZES + 1)  # attention of each head_dim, and the schedule
     generic = pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES) + LATENT_SIZES)
     schedule_and_combine = 2 * 2 * (len({q_dtype for q_dtype, _ in PAIRS}) + 1)  # with masks and without
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
@@ -45,7 +49,8 @@ def test_every_kernel_of_the_api_is_there(sm90):
     page_copies = 2  # 16 bytes or an element at once
     trees = 3  # moves as page copies, and the rows
     others = len(DTYPES) + 1  # merges, ragged_rows
-    assert len(sm90) == hopper + generic + schedule_and_combine + row_copies + page_copies + trees + others
+    assert sum(kernel.max_threads == MANY_ROWS_THREADS for kernel in sm90) == same * MANY_ROWS_SIZES
+    assert len(sm90) == hopper + many_rows + generic + schedule_and_combine + row_copies + page_copies + trees + others
 
 
 def test_a_trace_of_launches_tells_the_kernels_apart(sm90):

@@ -105,13 +105,14 @@ def attention(
     page_size, kv_heads, head_dim = keys.shape[1:]
     if len(q) and q.shape[1]:
         sizes = (head_dim, q.shape[1] // kv_heads, page_size)
-        best = attention_kernel(device().architecture_name, *dtypes, *sizes, gpu_kernel)
+        share = 0 if batch_invariant else len(q) / max(1, len(lookup_table))
+        best = attention_kernel(device().architecture_name, *dtypes, *sizes, gpu_kernel, share)
         check_launches(launches, best if len(keys) else "gpu/generic")
     o, lse = map(download, results)
     return o, lse
 
 
-BLOCKS = {"gpu/hopper": 160, "gpu/generic": 128, "gpu/latent": 128}
+BLOCKS = {"gpu/hopper": 160, "gpu/many_rows": 384, "gpu/generic": 128, "gpu/latent": 128}
 """Threads of a block."""
 
 

@@ -14,10 +14,39 @@ def hopper_refusal(q_dtype: str, kv_dtype: str, head_dim: int, group: int, page_
     return "-"
 
 
+def many_rows_refusal(q_dtype: str, kv_dtype: str, head_dim: int) -> str:
+    """What the README of the kernel for many rows says that it requires of a call of the Hopper kernel; else "-"."""
+    if kv_dtype != q_dtype:
+        return f"it takes a cache of q's dtype, not {kv_dtype} with {q_dtype}"
+    if head_dim > 128:
+        return f"it takes head_dim 64 and 128, not {head_dim}"
+    return "-"
+
+
 def attention_kernel(
-    architecture: str, q_dtype: str, kv_dtype: str, head_dim: int, group: int, page_size: int, gpu_kernel: str = "best"
+    architecture: str,
+    q_dtype: str,
+    kv_dtype: str,
+    head_dim: int,
+    group: int,
+    page_size: int,
+    gpu_kernel: str = "best",
+    rows_per_request: float = 1,
 ) -> str:
-    """The kernel of a call without masks and rotary keys, over storage whose pages begin at multiples of 16 bytes."""
+    """The kernel of a call without masks and rotary keys, over storage whose pages begin at multiples of 16 bytes.
+
+    Args:
+        architecture: Of the GPU.
+        q_dtype: Of q.
+        kv_dtype: Of the cache.
+        head_dim: D.
+        group: Query heads a KV head.
+        page_size: Slots of a page.
+        gpu_kernel: "best" or "plain".
+        rows_per_request: On average; 0 for a batch-invariant call, which has no use for more.
+    """
     refusal = hopper_refusal(q_dtype, kv_dtype, head_dim, group, page_size)
-    takes = architecture == "sm_90a" and gpu_kernel == "best" and refusal == "-"
-    return "gpu/hopper" if takes else "gpu/generic"
+    if architecture != "sm_90a" or gpu_kernel != "best" or refusal != "-":
+        return "gpu/generic"
+    has_many = rows_per_request >= 2 and many_rows_refusal(q_dtype, kv_dtype, head_dim) == "-"
+    return "gpu/many_rows" if has_many else "gpu/hopper"

@@ -8,7 +8,7 @@ The rules are the kernels' own, for the CPU target and the accelerator that this
 from std.sys import argv
 
 from mojo_ops.attention.cpu.kernel_choice import cpu_kernel
-from mojo_ops.attention.gpu.dispatch import generic_reason
+from mojo_ops.attention.gpu.dispatch import generic_reason, many_rows_choice
 
 
 @fieldwise_init
@@ -25,7 +25,9 @@ struct Call(TrivialRegisterPassable):
 def gpu_choice(dtype: DType, kv_dtype: DType, call: Call, rotates: Bool) -> String:
     """The GPU kernel of a call, and the reason."""
     var reason = generic_reason(dtype, kv_dtype, call.head_dim, call.group, call.page_size, rotates)
-    return String("gpu/generic: not gpu/hopper: ", reason) if reason else "gpu/hopper: all that it requires holds"
+    if reason:
+        return String("gpu/generic: not gpu/hopper: ", reason)
+    return String("gpu/hopper: all that it requires holds; ", many_rows_choice(dtype, kv_dtype, call.head_dim))
 
 
 def padded(dtype: DType, length: Int) -> String:
