@@ -133,9 +133,11 @@ struct Batch[dtype: DType]:
             total += exp2((x - greatest) * LOG2E)
         for d in range(dim):
             o[d] = 0
-            for i in range(len(scores)):
-                var weight = exp2((scores[i] - greatest) * LOG2E) / total
-                o[d] += weight * self.v[self.element(request, first + i) + at + d].cast[DType.float64]()
+        for i in range(len(scores)):
+            var weight = exp2((scores[i] - greatest) * LOG2E) / total
+            var values = self.element(request, first + i) + at
+            for d in range(dim):
+                o[d] += weight * self.v[values + d].cast[DType.float64]()
         return greatest * LOG2E + log2(total)
 
 
