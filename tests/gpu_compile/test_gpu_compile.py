@@ -25,6 +25,7 @@ MASKED_SIZES = [(128, 1), (128, 8), (512, 4)]
 LATENT_SIZES = 2  # rotary parts up to 128, and wider ones
 ROTARY_SIZES = [(128, 4), (512, 2)]
 MANY_ROWS_SIZES = 2  # head_dim 64 and 128
+MANY_ROWS_DTYPES = sum(q_dtype != "float32" and kv_dtype == q_dtype for q_dtype, kv_dtype in PAIRS) + 1  # another o
 HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
 
 
@@ -40,8 +41,7 @@ def test_every_kernel_of_the_api_is_there(sm90):
     """As many as the sources instantiate: none is dropped, none falls back to the host."""
     pairs = len(PAIRS) + 1  # the last one with o of another dtype
     hopper = (sum(q_dtype != "float32" for q_dtype, _ in PAIRS) + 1) * len(HOPPER_SIZES)
-    same = sum(q_dtype != "float32" and kv_dtype == q_dtype for q_dtype, kv_dtype in PAIRS) + 1
-    many_rows = same * (MANY_ROWS_SIZES + 1)  # attention of each head_dim, and the schedule
+    many_rows = MANY_ROWS_DTYPES * (MANY_ROWS_SIZES + 1)  # attention of each head_dim, and the schedule
     generic = pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES) + LATENT_SIZES)
     schedule_and_combine = 2 * 2 * (len({q_dtype for q_dtype, _ in PAIRS}) + 1)  # with masks and without
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
@@ -49,7 +49,7 @@ def test_every_kernel_of_the_api_is_there(sm90):
     page_copies = 2  # 16 bytes or an element at once
     trees = 3  # moves as page copies, and the rows
     others = len(DTYPES) + 1  # merges, ragged_rows
-    assert sum(kernel.max_threads == MANY_ROWS_THREADS for kernel in sm90) == same * MANY_ROWS_SIZES
+    assert sum(kernel.max_threads == MANY_ROWS_THREADS for kernel in sm90) == MANY_ROWS_DTYPES * MANY_ROWS_SIZES
     assert len(sm90) == hopper + many_rows + generic + schedule_and_combine + row_copies + page_copies + trees + others
 
 
@@ -61,7 +61,8 @@ def test_a_trace_of_launches_tells_the_kernels_apart(sm90):
     pairs = len(PAIRS) + 1
     assert found["gpu/generic"] == pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES))
     assert found["gpu/latent"] == pairs * LATENT_SIZES
-    assert found["gpu/schedule"] == found["gpu/combine"] > 0
+    assert found["gpu/many_rows"] == MANY_ROWS_DTYPES * MANY_ROWS_SIZES
+    assert found["gpu/schedule"] - MANY_ROWS_DTYPES == found["gpu/combine"] > 0
 
 
 def test_no_kernel_spills(sm90):
