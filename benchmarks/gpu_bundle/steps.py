@@ -84,7 +84,7 @@ STEPS = (
     Step("hopper", "first", _program("hopper"), 120),
     Step("launches", "first", _check("launches"), 40),
     Step("trace", "first", _check("trace"), 40),
-    Step("many_rows", "correct", _program("many_rows"), 90),
+    Step("many_rows", "correct", _program("many_rows"), 40),
     Step("assembler", "correct", _check("assembler"), 30, BOTH),
     Step("memcheck", "correct", (*_SANITIZER, "--tool", "memcheck", *_check("attention")), 90, env=_NO_POOL),
     Step("racecheck", "correct", (*_SANITIZER, "--tool", "racecheck", *_check("attention")), 120, env=_NO_POOL),
