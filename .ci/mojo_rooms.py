@@ -1,6 +1,6 @@
 """Which room of mojo_ops may know which: checks the relative imports of every Mojo file.
 
-    ops, attention_ops, linear_ops, tree_ops, latent_ops -> transfer, attention, linear -> cache, isa
+    ops, attention_ops, layer_ops, linear_ops, tree_ops, latent_ops -> transfer, attention, layers, linear -> cache, isa
 
 `attention/cpu` and `attention/gpu` do not know each other. In no folder do files and subfolders import in a circle.
 Exit status 1 where an import breaks a rule.
@@ -18,9 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1] / "mojo_ops"
 
 BASE = frozenset({"cache", "isa"})
-MIDDLE = frozenset({"transfer", "attention", "linear"})
+MIDDLE = frozenset({"transfer", "attention", "layers", "linear"})
 MAY_KNOW: dict[str, frozenset[str]] = {
     "ops": MIDDLE | BASE,
+    "layer_ops": MIDDLE | BASE,
     "linear_ops": MIDDLE | BASE,
     "attention_ops": MIDDLE | BASE,
     "tree_ops": MIDDLE | BASE,

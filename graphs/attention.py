@@ -68,6 +68,7 @@ def attention(
         row_batch,
         row_lengths,
         **option_values(cache, q, options, alibi_slopes, sinks),
+        may_rotate_keys=rope_theta is not None,
         layer=layer,
         o_dtype=o_dtype,
         batch_invariant=batch_invariant,
@@ -85,6 +86,7 @@ def attention_at_run_time(
     sinks: TensorValue,
     window_left: TensorValue,
     options: TensorValue,
+    may_rotate_keys: bool = True,
     layer: int = 0,
     o_dtype: DType | None = None,
     batch_invariant: bool = False,
@@ -93,7 +95,8 @@ def attention_at_run_time(
     """`attention` with its options as values of the graph.
 
     `options` `[5]` float32 is `AttentionOptions.numbers`, `window_left` an int32 scalar, both on the host;
-    `alibi_slopes` and `sinks` have `[Hq]` or no entries and lie with the cache.
+    `alibi_slopes` and `sinks` have `[Hq]` or no entries and lie with the cache. Where `may_rotate_keys` is False it
+    compiles in less time, and on the CPU refuses a rope_theta other than 0.
     """
     if gpu_kernel not in get_args(GpuKernel):
         raise ContractError(f"gpu_kernel must be 'best' or 'plain', not {gpu_kernel!r}")
@@ -112,6 +115,7 @@ def attention_at_run_time(
         ],
         parameters={
             "kv_layout": cache.kv_layout,
+            "may_rotate_keys": may_rotate_keys,
             "batch_invariant": batch_invariant,
             "gpu_kernel": gpu_kernel,
         },

@@ -77,6 +77,7 @@ def masked_attention(
         mask_firsts=absent[np.int32] if mask_firsts is None else mask_firsts,
         head_dim_vo=head_dim_vo,
         **option_values(cache, q, options, alibi_slopes, sinks),
+        may_rotate_keys=rope_theta is not None,
         layer=layer,
         o_dtype=o_dtype,
     )
@@ -98,6 +99,7 @@ def masked_attention_at_run_time(
     window_left: TensorValue,
     options: TensorValue,
     head_dim_vo: Dim | str | int | None = None,
+    may_rotate_keys: bool = True,
     layer: int = 0,
     o_dtype: DType | None = None,
 ) -> tuple[TensorValue, TensorValue]:
@@ -126,6 +128,6 @@ def masked_attention_at_run_time(
             TensorType(o_dtype or q.dtype, [rows, heads, value_dim], cache.device),
             TensorType(DType.float32, [rows, heads], cache.device),
         ],
-        parameters={"kv_layout": cache.kv_layout},
+        parameters={"kv_layout": cache.kv_layout, "may_rotate_keys": may_rotate_keys},
     )
     return o.tensor, lse.tensor

@@ -26,23 +26,50 @@ from paged_kv.graphs.latent_ops import (
     mla_attention,
     mla_attention_at_run_time,
 )
+from paged_kv.graphs.layer_ops import (
+    ADD_SCALED,
+    GATE_UNITS,
+    RMS_NORM,
+    ROTARY_TABLES,
+    ROTATE,
+    STEP_ROWS,
+    TAKE_ROWS,
+    WIDEN,
+    add_scaled,
+    gate_units,
+    lengths_and_last_rows,
+    rms_norm,
+    rotary_tables,
+    rotate,
+    take_rows,
+    widened,
+)
 from paged_kv.graphs.linear_ops import EXPERT_LINEAR, LINEAR, expert_linear, linear, linear_group
 from paged_kv.graphs.masked_attention import MASKED_ATTENTION, masked_attention, masked_attention_at_run_time
 from paged_kv.graphs.paged_cache import BITS, DTYPES, KV_DTYPES, KVLayout, PagedCache
 
 __all__ = [
+    "ADD_SCALED",
     "ATTENTION",
     "BITS",
     "DTYPES",
     "EXPERT_LINEAR",
+    "GATE_UNITS",
     "KV_DTYPES",
     "LINEAR",
     "MASKED_ATTENTION",
     "MLA_ATTENTION",
+    "RMS_NORM",
+    "ROTARY_TABLES",
+    "ROTATE",
+    "STEP_ROWS",
+    "TAKE_ROWS",
+    "WIDEN",
     "GpuKernel",
     "KVLayout",
     "LatentCache",
     "PagedCache",
+    "add_scaled",
     "append",
     "append_latent",
     "attention",
@@ -50,8 +77,10 @@ __all__ = [
     "compiled_kernels",
     "copy_pages",
     "expert_linear",
+    "gate_units",
     "gather",
     "kernels",
+    "lengths_and_last_rows",
     "linear",
     "linear_group",
     "masked_attention",
@@ -60,6 +89,11 @@ __all__ = [
     "mla_attention",
     "mla_attention_at_run_time",
     "ragged_rows",
+    "rms_norm",
+    "rotary_tables",
+    "rotate",
+    "take_rows",
+    "widened",
 ]
 
 APPEND = "paged_kv_append"

@@ -35,6 +35,7 @@ struct Attention:
     or of length 0 gives o = 0, lse = -inf.
     alibi_slopes, sinks: `[Hq]` float32, or `[0]` for none. options `[5]` float32: sm_scale (q and k scales in
     it), logits_soft_cap, v_scale, rope_theta (0 = keys are stored as they are used), rope_scale.
+    may_rotate_keys: whether rope_theta may be other than 0; the CPU's kernels that rotate take half of a compile's time.
     batch_invariant: on a GPU, whether a row's result may depend on nothing but the row; the CPU has no such mode.
     gpu_kernel: "best", or "plain" to compare with; without effect on the CPU.
     """
@@ -48,6 +49,7 @@ struct Attention:
         //,
         target: StaticString,
         kv_layout: StaticString,
+        may_rotate_keys: Bool,
         batch_invariant: Bool,
         gpu_kernel: StaticString,
     ](
@@ -88,8 +90,11 @@ struct Attention:
             # slower otherwise (Zen 5, 2026-11-22).
             if not rotates_keys(rows.rope_theta):
                 attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
-            else:
+                return
+            comptime if may_rotate_keys:
                 attend_on_cpu[rotates=True](rows, pair.k, pair.v, logits, parallelism_level(None))
+            else:
+                raise Error("options: rope_theta is ", rows.rope_theta, ", the op is compiled without rotation of keys")
 
 
 @extensibility.register("paged_kv_masked_attention")
@@ -116,6 +121,7 @@ struct MaskedAttention:
         //,
         target: StaticString,
         kv_layout: StaticString,
+        may_rotate_keys: Bool,
     ](
         o: OutputTensor[dtype=o_dtype, rank=3, ...],
         lse: OutputTensor[dtype=DType.float32, rank=2, ...],
@@ -161,8 +167,11 @@ struct MaskedAttention:
             check_masks(rows.row_batch, rows.row_lengths, rows.num_rows, batch, sight)
             if not rotates_keys(rows.rope_theta):
                 attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
-            else:
+                return
+            comptime if may_rotate_keys:
                 attend_on_cpu[rotates=True](rows, pair.k, pair.v, logits, parallelism_level(None))
+            else:
+                raise Error("options: rope_theta is ", rows.rope_theta, ", the op is compiled without rotation of keys")
 
 
 @extensibility.register("paged_kv_merge_states")

@@ -18,7 +18,7 @@ from paged_kv.graphs.layers import Rotary, StepRows
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.experts import chosen_experts
 from paged_kv.graphs.models.latent import latent_attention
-from paged_kv.graphs.models.parameters import Parameters, times
+from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.tensors import NORMS
 from paged_kv.graphs.ops import LatentCache, PagedCache, kernels
 from paged_kv.graphs.rope import Rope
@@ -26,7 +26,7 @@ from paged_kv.graphs.rope import Rope
 STEP = "decoder_step"
 
 
-def cache_shape(config: DecoderConfig, pages: int | str, page_size: int) -> list[int | str]:
+def cache_shape(config: DecoderConfig, pages: int | str, page_size: int | str) -> list[int | str]:
     """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer.
 
     With latent attention `[pages, layers, page_size, width]`: one latent a token, and the rotated part beside it.
@@ -47,7 +47,7 @@ class DeviceStep:
     """Of the KV heads that the device has; changed in place."""
     rows: StepRows
     wanted: TensorValue | None
-    """`[N]` int64: the rows whose hidden states are of use; all of them where it is None."""
+    """`[N]` int32: the rows whose hidden states are of use; all of them where it is None."""
 
 
 AddUp = Callable[[list[TensorValue]], list[TensorValue]]
@@ -75,7 +75,7 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
             _attention(step, y, rotary[rope], layer, rows)
             for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
         ]
-        xs = [x if rows is None else ops.gather(x, rows, axis=0) for x, rows in zip(xs, of_use, strict=True)]
+        xs = [x if rows is None else paged.take_rows(x, rows) for x, rows in zip(xs, of_use, strict=True)]
         xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
         ys = _normed(steps, layer, mlp_in, xs)
         parts = [_feed_forward(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
@@ -91,7 +91,7 @@ def _normed(steps: Sequence[DeviceStep], layer: int, name: str | None, xs: list[
 
 
 def _plus(config: DecoderConfig, xs: list[TensorValue], ys: list[TensorValue]) -> list[TensorValue]:
-    return [x + times(y, config.residual_multiplier) for x, y in zip(xs, ys, strict=True)]
+    return [paged.add_scaled(x, y, config.residual_multiplier) for x, y in zip(xs, ys, strict=True)]
 
 
 def _rotaries(step: DeviceStep) -> dict[Rope, Rotary]:
@@ -107,7 +107,7 @@ def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
     y = parameters.linear(parameters.norm("model.norm", x), head)[0]
     if config.logits_divisor != 1:
         y = y / config.logits_divisor
-    return ops.cast(y, DType.float32)
+    return paged.widened(y)
 
 
 def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wanted: TensorValue | None) -> TensorValue:
@@ -136,12 +136,12 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
         keys = config.num_key_value_heads * config.head_dim
         sizes = [config.num_attention_heads * config.head_dim, keys, keys]
         q, k, v = ops.split(parameters.linear(x, f"{at}.qkv_proj")[0], sizes, axis=-1)
-        q = q if wanted is None else ops.gather(q, wanted, axis=0)
+        q = q if wanted is None else paged.take_rows(q, wanted)
     elif wanted is None:
         q, k, v = parameters.linear(x, *(f"{at}.{name}_proj" for name in "qkv"))
     else:
         k, v = parameters.linear(x, *(f"{at}.{name}_proj" for name in "kv"))
-        q = parameters.linear(ops.gather(x, wanted, axis=0), f"{at}.q_proj")[0]
+        q = parameters.linear(paged.take_rows(x, wanted), f"{at}.q_proj")[0]
     if wanted is not None:
         of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
     k, v = (ops.cast(y, cache.dtype) for y in (rotary(heads(k, "k")), split_heads(v)))
@@ -174,14 +174,13 @@ def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
         gate, up = ops.split(gate_up, [int(gate_up.shape[1]) // 2] * 2, axis=-1)
     else:
         gate, up = parameters.linear(x, f"{at}.gate_proj", f"{at}.up_proj")
-    gate = ops.silu(gate) if config.activation == "silu" else ops.gelu(gate, approximate="tanh")
-    return parameters.linear(gate * up, f"{at}.down_proj")[0]
+    units = paged.gate_units(gate, up, "silu" if config.activation == "silu" else "gelu_tanh")
+    return parameters.linear(units, f"{at}.down_proj")[0]
 
 
 def build_step(
     config: DecoderConfig,
     dtype: DType,
-    page_size: int,
     module: Module,
     device: DeviceRef | None = None,
     *,
@@ -190,20 +189,18 @@ def build_step(
 ) -> None:
     """Adds the graph `name` to `module`: `DecodeInputs` -> logits `[B, vocab]` float32 after each request's last token.
 
-    Batch, tokens and lengths are symbolic. `dtype` is that of weights, activations and cache, of quantised models that
-    of the cache alone. Weights are bound when the model is initialised, from the host's memory, by their checkpoint
-    names after `weight_prefix`. All inputs and the logits lie on `device`, the CPU where it is None; on a GPU linear
-    layers are MAX's matmul.
+    Batch, tokens, lengths and the page size are symbolic. `dtype` is that of weights, activations and cache, of
+    quantised models that of the cache alone. Weights are bound when the model is initialised, from the host's memory,
+    by their checkpoint names after `weight_prefix`. All inputs and the logits lie on `device`, the CPU where it is
+    None; on a GPU linear layers are MAX's matmul.
     """
     device = device or DeviceRef.CPU()
-    types = input_types(dtype, cache_shape(config, "pages", page_size), device)
+    types = input_types(dtype, cache_shape(config, "pages", "page_size"), device)
     with Graph(name, input_types=types.flatten(), custom_extensions=[kernels()], module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
         step = graph_inputs(graph.inputs)
         storage = PagedCache.of if config.latent is None else LatentCache
         cache = storage(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
-        last = ops.cast(step.row_offsets[1:], DType.int64) - 1  # [B]: the last row of each request
-        last = last.rebind(step.cache_lengths.shape)
-        (x,) = decode([DeviceStep(parameters, step.tokens, cache, rows, last)])  # [B, hidden]
+        (x,) = decode([DeviceStep(parameters, step.tokens, cache, rows, rows.last)])  # [B, hidden]
         graph.output(logits(parameters, x))

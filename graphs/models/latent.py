@@ -42,7 +42,7 @@ def latent_attention(
         q, kv = parameters.linear(x, q_proj, f"{at}.kv_a_proj_with_mqa")
     else:
         (kv,) = parameters.linear(x, f"{at}.kv_a_proj_with_mqa")
-        (q,) = parameters.linear(ops.gather(x, wanted, axis=0), q_proj)
+        (q,) = parameters.linear(paged.take_rows(x, wanted), q_proj)
         of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
 
     c, k_rope = ops.split(kv, [latent.kv_rank, latent.rope_dim], axis=-1)

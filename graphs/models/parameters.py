@@ -10,7 +10,6 @@ from max.graph import DeviceRef, Graph, TensorValue, Weight, ops
 
 from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
-from paged_kv.graphs.layers import rms_norm
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
@@ -74,15 +73,15 @@ class Parameters:
         """The RMS norm of the last axis; with the configuration's `eps` where it is None."""
         config = self.config
         weight, eps = self.values[f"{name}.weight"], config.rms_norm_eps if eps is None else eps
-        return rms_norm(x, weight, eps, offset=config.norm_offset, rounds_once=config.norm_rounds_once)
+        return paged.rms_norm(x, weight, eps, offset=config.norm_offset, rounds_once=config.norm_rounds_once)
 
     def embed(self, tokens: TensorValue) -> TensorValue:
-        """Token ids `[T]` -> `[T, hidden]`."""
+        """Token ids `[T]`, int32 or int64 -> `[T, hidden]`."""
         weight = self._matrix("model.embed_tokens.weight")
         if isinstance(weight, QuantisedWeight):
             x = quantised_rows(weight, tokens)
         else:
-            x = ops.gather(weight, tokens, axis=0)
+            x = paged.take_rows(weight, tokens if tokens.dtype == DType.int32 else ops.cast(tokens, DType.int32))
         return times(x, self.config.embedding_multiplier)
 
     def _matrix(self, name: str) -> TensorValue | QuantisedWeight:

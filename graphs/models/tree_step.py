@@ -54,7 +54,6 @@ class TreeStepRows(StepRows):
 def build_tree_step(
     config: DecoderConfig,
     dtype: DType,
-    page_size: int,
     module: Module,
     device: DeviceRef | None = None,
     *,
@@ -70,7 +69,7 @@ def build_tree_step(
     reads and writes the K and V of these layers, which are the model's own. All else is as in `decoder.build_step`.
     """
     device = device or DeviceRef.CPU()
-    inputs = input_types(dtype, decoder.cache_shape(config, "pages", page_size), device)
+    inputs = input_types(dtype, decoder.cache_shape(config, "pages", "page_size"), device)
     types = [*inputs.flatten(), TensorType(DType.int32, ["T"], device)]
     config = replace(config, num_hidden_layers=layers or config.num_hidden_layers)
     with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
@@ -86,14 +85,14 @@ def build_tree_step(
 
 
 def build_moves(
-    config: DecoderConfig, dtype: DType, page_size: int, module: Module, device: DeviceRef | None = None, *, name: str
+    config: DecoderConfig, dtype: DType, module: Module, device: DeviceRef | None = None, *, name: str
 ) -> None:
     """Adds the graph `name` to `module`: `move_tokens` in a cache.
 
     Its inputs are requests, sources and targets (each `[N]` int32), the lookup table and the cache.
     """
     device = device or DeviceRef.CPU()
-    inputs = input_types(dtype, decoder.cache_shape(config, "pages", page_size), device)
+    inputs = input_types(dtype, decoder.cache_shape(config, "pages", "page_size"), device)
     number = TensorType(DType.int32, ["N"], device)
     types: list[TensorType | BufferType] = [number, number, number, inputs.lookup_table, inputs.blocks]
     with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:

@@ -72,6 +72,7 @@ def check_masks(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, b
             )
 
 
+@no_inline
 def check_heads(q_heads: Int, kv_heads: Int, q_dim: Int, kv_dim: Int) raises:
     """Checks that q has whole groups of query heads, and the head_dim of the cache, 8 to 512 in multiples of 8."""
     if kv_heads < 1 or q_heads % kv_heads != 0:
@@ -80,11 +81,13 @@ def check_heads(q_heads: Int, kv_heads: Int, q_dim: Int, kv_dim: Int) raises:
     check_dim("head_dim", kv_dim)
 
 
+@no_inline
 def check_dim(what: StaticString, dim: Int) raises:
     if dim < 8 or dim > 512 or dim % 8 != 0:
         raise Error(what, " must be a multiple of 8 from 8 to 512, not ", dim)
 
 
+@no_inline
 def check_width(query: StaticString, query_dim: Int, cache: StaticString, dim: Int) raises:
     """Checks that a part of q has the width of its part of the cache."""
     if query_dim != dim:

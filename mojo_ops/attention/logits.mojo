@@ -28,6 +28,7 @@ struct Logits(TrivialRegisterPassable):
     """Natural-log scores that are added to the denominator alone."""
     var has_sinks: Bool
 
+    @no_inline
     def check(self) raises:
         if not isfinite(self.scale):
             raise Error("sm_scale must be finite, not ", self.scale)

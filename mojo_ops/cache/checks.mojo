@@ -8,6 +8,7 @@ from std.utils import IndexList
 from .strides import PageStrides
 
 
+@no_inline
 def check_same_cache[rank: Int](k_shape: IndexList[rank], v_shape: IndexList[rank], k_at: Int, v_at: Int) raises:
     """K and V have one shape; only arrays that hold both (rank 5, 6) may be, and must be, the same."""
     if k_shape != v_shape:
@@ -19,6 +20,7 @@ def check_same_cache[rank: Int](k_shape: IndexList[rank], v_shape: IndexList[ran
             raise Error("v_blocks: a cache that holds K and V is passed twice, but these are two arrays")
 
 
+@no_inline
 def check_view(what: StaticString, shape: IndexList[4], strides: PageStrides, size: Int) raises:
     """A strided view `[page, slot, head, dim]` lies within its `size` elements."""
     var is_empty = False
@@ -40,6 +42,7 @@ def check_view(what: StaticString, shape: IndexList[4], strides: PageStrides, si
         left -= last * steps[axis]
 
 
+@no_inline
 def check_equal(what: StaticString, found: Int, expected: Int) raises:
     if found != expected:
         raise Error(what, " is ", found, ", expected ", expected)

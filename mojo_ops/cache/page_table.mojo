@@ -18,6 +18,7 @@ struct PageTable(TrivialRegisterPassable):
     var num_pages: Int
     var page_size: Int
 
+    @no_inline
     def check_shape(self) raises:
         if self.page_size < 1:
             raise Error("page_size must be at least 1, the cache has ", self.page_size)
@@ -39,6 +40,7 @@ struct PageTable(TrivialRegisterPassable):
             )
         return page
 
+    @no_inline
     def check_tokens(self, what: StaticString, request: Int, first: Int, length: Int) raises:
         """Refuses a request whose tokens `[first, length)` do not all lie in pages of the pool."""
         var used = ceildiv(length, self.page_size)

@@ -21,6 +21,7 @@ comptime PACKED_ROWS = 512
 comptime Bf16Members = Pointer[LinearMember[DType.bfloat16, DType.bfloat16], MutUntrackedOrigin]
 
 
+@no_inline
 def linear_bf16_dot(members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k: Int, workers: Int):
     """Computes every member's `y = x w^T` on up to `workers` threads: x `[m, k]`."""
     if m <= 1:

@@ -43,6 +43,7 @@ comptime PANEL_BYTES = 2**14
 """Bytes of a block of the panel, so that it stays in the first-level cache."""
 
 
+@no_inline
 def linear_vectors[
     dtype: DType, weight_dtype: DType, //
 ](

@@ -8,6 +8,7 @@ from ..cache.page_table import PageTable
 from ..cache.pointers import RowPointer, TablePointer
 
 
+@no_inline
 def check_append(table: PageTable, batch_indices: RowPointer, positions: RowPointer, num_rows: Int) raises:
     """Checks the rows of an append: requests, positions, their pages, and that no two rows share a slot."""
     table.check_shape()
@@ -62,6 +63,7 @@ def check_append(table: PageTable, batch_indices: RowPointer, positions: RowPoin
         seen[probe] = key
 
 
+@no_inline
 def check_gather(table: PageTable, indptr: RowPointer, num_rows: Int) raises:
     """Checks `indptr` `[batch + 1]` and every page that a gather reads."""
     table.check_shape()
@@ -75,6 +77,7 @@ def check_gather(table: PageTable, indptr: RowPointer, num_rows: Int) raises:
     check_equal("indptr: its last entry", Int(indptr[unsafe_offset=table.batch]), num_rows)
 
 
+@no_inline
 def check_offsets(row_offsets: TablePointer, batch: Int, num_rows: Int) raises:
     """Row offsets `[batch + 1]` start at 0, never decrease, and end within the rows."""
     if row_offsets[unsafe_offset=0] != 0:

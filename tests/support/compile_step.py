@@ -31,7 +31,7 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
     module = Module()
     with tempfile.TemporaryDirectory() as folder, compiled_kernels(Path(kernels)):
         config = read_config(Path(folder) / "model", num_hidden_layers=1)
-        build_step(config, DType.float16, 16, module, DeviceRef.GPU(0))
+        build_step(config, DType.float16, module, DeviceRef.GPU(0))
     session = InferenceSession(devices=[CPU(), Accelerator()])
     session.compile(module, custom_extensions=[Path(kernels)]).export_mef(artefact)
 

@@ -39,14 +39,12 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
     def build(module, names):
         for name in names:
             member = members[name]
-            decoder.build_step(
-                configs[name], member.dtype, member.page_size, module, name=name, weight_prefix=f"{name}/"
-            )
+            decoder.build_step(configs[name], member.dtype, module, name=name, weight_prefix=f"{name}/")
 
     graphs = load_graphs(
         default_runtime().session,
         {
-            name: CompileKey(f"{name} {configs[name]} {member.dtype} {member.page_size}", decoder.__name__)
+            name: CompileKey(f"{name} {configs[name]} {member.dtype}", decoder.__name__)
             for name, member in members.items()
         },
         build,

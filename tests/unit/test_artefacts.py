@@ -5,57 +5,20 @@ import stat
 import pytest
 
 from paged_kv.errors import ToolchainError
-from paged_kv.graphs import ops
 from paged_kv.runtime import artefacts
 from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
-
-NAMES = ("first", "second", "third")
-
-
-class Compiled:
-    def __init__(self, names):
-        self.names = names
-
-    def export_mef(self, path):
-        with open(path, "w") as file:
-            file.write(" ".join(self.names))
-
-
-class Session:
-    """Compiles and loads lists of names; a file of anything else is damaged."""
-
-    def __init__(self):
-        self.compiles = []
-
-    def compile(self, module, custom_extensions):  # noqa: ARG002
-        self.compiles.append(list(module))
-        return Compiled(module)
-
-    def init_all(self, compiled, weights_registry):  # noqa: ARG002
-        return {name: f"model {name}" for name in compiled.names}
+from support.fake_compiler import NAMES, Session, build, install, keys
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    def read(file):
-        names = file.read().decode().split()
-        if not names or not set(names) <= set(NAMES):
-            raise RuntimeError("damaged")
-        return Compiled(names)
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(artefacts, "read", read)
-    monkeypatch.setattr(artefacts, "Module", list)
-    monkeypatch.setattr(artefacts, "kernel_library", lambda sources: sources)
-    return tmp_path / "paged-kv" / "compiled"
+    return install(monkeypatch, tmp_path)
 
 
 def load(*names, facts=""):
     """The lists of names that had to be compiled."""
     session = Session()
-    keys = {name: CompileKey(name + facts, ops.__name__) for name in names}
-    models = load_graphs(session, keys, lambda module, missing: module.extend(missing))
+    models = load_graphs(session, keys(names, facts), build)
     assert models == {name: f"model {name}" for name in names}
     return session.compiles
 
@@ -79,8 +42,7 @@ def test_a_graph_whose_key_changed_is_not_taken_from_the_file_of_the_others(fold
     """All three lie in one file; the name of one that is up to date does not make the others valid."""
     load(*NAMES)
     session = Session()
-    keys = {name: CompileKey(name + ("" if name == "first" else " changed"), ops.__name__) for name in NAMES}
-    load_graphs(session, keys, lambda module, missing: module.extend(missing))
+    load_graphs(session, keys(["first"]) | keys(["second", "third"], " changed"), build)
     assert session.compiles == [["second", "third"]]
     assert len(list(folder.iterdir())) == 5
 

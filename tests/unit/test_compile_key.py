@@ -239,6 +239,8 @@ def test_every_registered_op_has_a_text_of_its_own():
         blocks |= of_file
     registered = {*variants.REGISTERED.values(), ops.COPY_PAGES, ops.RAGGED_ROWS, ops.LINEAR, ops.EXPERT_LINEAR}
     registered |= {trees.TREE_ROWS, trees.MOVE_TOKENS}
+    registered |= {ops.TAKE_ROWS, ops.RMS_NORM, ops.ROTATE, ops.ROTARY_TABLES, ops.ADD_SCALED, ops.GATE_UNITS}
+    registered |= {ops.WIDEN, ops.STEP_ROWS}
     assert set(blocks) == registered
     assert all(text.count("def execute") == 1 for text in blocks.values())
 

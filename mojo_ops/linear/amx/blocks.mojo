@@ -40,6 +40,7 @@ comptime COPY_PITCH = (BLOCK_STEPS + 1) * AMX_TILE_K
 sets."""
 
 
+@no_inline
 def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k: Int, workers: Int):
     """Computes `y = x w^T` on up to `workers` threads: y `[m, n]`, x `[m, k]`, w `[n, k]`."""
     var steps = ceildiv(k, AMX_TILE_K)

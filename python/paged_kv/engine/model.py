@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.engine.prefix_file import Bits
+from paged_kv.engine.step import Step
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
 
@@ -43,6 +42,7 @@ class DecoderModel:
         num_pages: int,
         page_size: int,
         on_compile: Callable[[], None] = lambda: None,
+        compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
     ) -> None:
         """Compiles the step, or reads it from disk, and binds `weights` without copying them.
@@ -52,12 +52,14 @@ class DecoderModel:
             dtype: Of weights, activations and cache; of the cache alone where weights are quantised.
             num_pages: Pages of the cache; memory is used as pages are first written.
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
+            compiled_ahead: A folder of `paged-kv compile`, which is searched before the cache folder.
             runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
                 copies them to a GPU. For a GPU the graph is built in the tests, and not yet run.
 
         Raises:
             ContractTypeError: `num_pages` or `page_size` is no integer.
             ContractError: one of them is negative, or the pages do not fit into memory.
+            ToolchainError: as `load_graphs`.
         """
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
         self.config = config
@@ -66,18 +68,16 @@ class DecoderModel:
         self.page_size = page_size
         runtime = runtime or default_runtime()
         self._device = runtime.driver_device
-        self.geometry = geometry = _geometry(config)
+        step = Step.of(config, dtype)
+        self.geometry = step.geometry
         self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)
         models = load_graphs(
             runtime.session,
-            {
-                decoder.STEP: CompileKey(
-                    f"{dtype.name} page_size={page_size} {geometry}", decoder.__name__, device=runtime.architecture
-                )
-            },
-            lambda module, _: decoder.build_step(geometry, dtype, page_size, module, runtime.device),
+            step.keys(runtime.architecture),
+            lambda module, _: step.build(module, runtime.device),
             weights=weights,
             on_compile=on_compile,
+            compiled_ahead=compiled_ahead,
         )
         self._model: Model = models[decoder.STEP]
 
@@ -91,6 +91,7 @@ class DecoderModel:
         page_size: int = 16,
         on_progress: OnProgress | None = None,
         on_compile: Callable[[], None] = lambda: None,
+        compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
     ) -> DecoderModel:
         """The model of a Hugging Face folder or a GGUF file, its weights memory-mapped and converted only where they
@@ -101,8 +102,16 @@ class DecoderModel:
         """
         source = open_source(folder)
         weights = source.load(dtype, on_progress)
-        sizes = {"num_pages": num_pages, "page_size": page_size}
-        return cls(source.config, weights, dtype=dtype, **sizes, on_compile=on_compile, runtime=runtime)
+        return cls(
+            source.config,
+            weights,
+            dtype=dtype,
+            num_pages=num_pages,
+            page_size=page_size,
+            on_compile=on_compile,
+            compiled_ahead=compiled_ahead,
+            runtime=runtime,
+        )
 
     @property
     def blocks(self) -> Buffer:
@@ -117,7 +126,7 @@ class DecoderModel:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights and of the geometry, in hexadecimal: some 0.6 s a gigabyte, once."""
-        found = hashlib.sha256(f"{_geometry(self.config)} {self._blocks.dtype.name}".encode())
+        found = hashlib.sha256(f"{self.geometry} {self._blocks.dtype.name}".encode())
         for name in sorted(self.weights):
             array = to_numpy(self.weights[name])
             found.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -206,8 +215,3 @@ def _new_cache(config: DecoderConfig, num_pages: int, page_size: int, dtype: DTy
         size = shown(math.prod(shape) * dtype.size_in_bytes)
         pages = f"{shown(num_pages)} pages of {shown(page_size)} tokens"
         raise ContractError(f"a cache of {pages} takes {size} bytes: more than there are") from None
-
-
-def _geometry(config: DecoderConfig) -> DecoderConfig:
-    """`config` without what the compiled step does not depend on."""
-    return replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)

@@ -57,22 +57,21 @@ class TreeModel:
             raise ContractError("model: trees run over pages of K and V, not of latents")
         largest_tree = integer("largest_tree", largest_tree, 1)
         self.model = model
-        config, dtype, page_size = model.geometry, model.blocks.dtype, model.page_size
+        config, dtype = model.geometry, model.blocks.dtype
         runtime = runtime or default_runtime()
         layers: dict[str, int | None] = {_STEP: None}
         if draft_layers is not None:
             layers[_DRAFT] = integer("draft_layers", draft_layers, 1, config.num_hidden_layers)
-        facts = f"{dtype.name} page_size={page_size} largest_tree={largest_tree} {config}"
+        facts = f"{dtype.name} largest_tree={largest_tree} {config}"
 
         def build(module: Module, names: Sequence[str]) -> None:
             for name in names:
                 if name == _MOVES:
-                    tree_step.build_moves(config, dtype, page_size, module, runtime.device, name=name)
+                    tree_step.build_moves(config, dtype, module, runtime.device, name=name)
                 else:
                     tree_step.build_tree_step(
                         config,
                         dtype,
-                        page_size,
                         module,
                         runtime.device,
                         name=name,

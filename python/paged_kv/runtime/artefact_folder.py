@@ -56,13 +56,14 @@ class ArtefactFolder:
     Args:
         path: The folder, made where it is missing and that can be done.
         pattern: The name of a file, with `{}` for the digest.
+        hidden: Whether other users may not read it. A folder that the user named keeps its mode.
 
     Raises:
         ToolchainError: the folder is not the user's own (the message has path, owner and mode), or its place is taken
             by something else.
     """
 
-    def __init__(self, path: Path, pattern: str = "{}.graph") -> None:
+    def __init__(self, path: Path, pattern: str = "{}.graph", *, hidden: bool = True) -> None:
         self.path = path
         self._pattern = pattern
         self._missing: OSError | None = None  # why there is no folder
@@ -82,7 +83,7 @@ class ArtefactFolder:
                 f" code to run, so it must be a folder of user {os.geteuid()} that no other user can write to;"
                 " remove it, or set XDG_CACHE_HOME to another folder"
             )
-        if status.st_mode & 0o077:
+        if hidden and status.st_mode & 0o077:
             with suppress(OSError):  # a file system that cannot be written
                 path.chmod(stat.S_IMODE(status.st_mode) & 0o700)
 
@@ -90,7 +91,7 @@ class ArtefactFolder:
         """The whole files under these names, each once. Those that are not whole are removed."""
         found: dict[tuple[int, int], Artefact] = {}
         for digest in digests:
-            path = self._path_of(digest)
+            path = self.path_of(digest)
             with _opened(path) as file:
                 if file is None:
                     continue
@@ -103,7 +104,7 @@ class ArtefactFolder:
             artefact.digests.add(digest)
         return list(found.values())
 
-    def store(self, digests: Sequence[str], write: Callable[[Path], None]) -> str | None:
+    def store(self, digests: Sequence[str], write: Callable[[Path], object]) -> str | None:
         """Puts one file under several names, each of which appears when the file is whole and sealed.
 
         Another process may store the same names at the same time: each name is one of the two whole files.
@@ -115,7 +116,7 @@ class ArtefactFolder:
         Returns:
             None, or in words why nothing is kept: the disk is full, the folder cannot be written.
         """
-        paths = [self._path_of(digest) for digest in digests]
+        paths = [self.path_of(digest) for digest in digests]
         try:
             with tempfile.TemporaryDirectory(dir=self.path, prefix=".", ignore_cleanup_errors=True) as unfinished:
                 whole = Path(unfinished, paths[0].name)
@@ -160,7 +161,8 @@ class ArtefactFolder:
         with suppress(OSError):  # another process has done it, or the folder cannot be written
             path.unlink()
 
-    def _path_of(self, digest: str) -> Path:
+    def path_of(self, digest: str) -> Path:
+        """Where the file of a digest lies, or would."""
         if not _DIGEST.fullmatch(digest):
             raise ContractError(f"an artefact is named by 32 hexadecimal digits, not {digest!r}")
         return self.path / self._pattern.format(digest)

@@ -7,7 +7,8 @@ came with the package (`compiled_ahead.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -37,6 +38,7 @@ def load_graphs(
     weights: Mapping[str, Any] | None = None,
     on_compile: Callable[[], None] = lambda: None,
     exact: bool = False,
+    compiled_ahead: Path | None = None,
 ) -> dict[str, Model]:
     """The models of some graphs, by graph name; those that are not on disk are compiled together.
 
@@ -47,18 +49,20 @@ def load_graphs(
         weights: Values for the graphs' weights by name; an artefact holds none.
         on_compile: Called before a compile, which takes some 25 s or more.
         exact: Compile rather than take what came with the package for a lower CPU target.
+        compiled_ahead: A folder of `compile_ahead`, which is searched first.
 
     Raises:
         ToolchainError: the CPU lacks a feature of the target in force; there is no place for a cache folder, or
-            another user can write to its artefacts, and they are needed; or the Mojo sources or graphs do not compile.
-            That nothing can be written, or that a file of the package is damaged, is a `RuntimeWarning`.
+            another user can write to its artefacts, and they are needed; another user can write to `compiled_ahead`;
+            or the Mojo sources or graphs do not compile. That nothing can be written, or that a file of the package
+            is damaged, is a `RuntimeWarning`.
     """
     cpu = CpuInfo.read()
     check_cpu_runs(get_virtual_cpu_target(), cpu)
     sources = Sources.installed()
     digests = _digests(keys, sources)
     models: dict[str, Model] = {}
-    for target, found_in in _places(cpu, exact):
+    for target, found_in in _places(cpu, exact, compiled_ahead):
         if len(models) == len(keys):
             break
         named = digests if target is None else _digests(keys, sources, target)
@@ -95,12 +99,18 @@ def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
     return found
 
 
-def _places(cpu: CpuInfo, exact: bool) -> Iterator[tuple[str | None, ArtefactFolder | TargetFolder]]:
+def _places(
+    cpu: CpuInfo, exact: bool, compiled_ahead: Path | None = None
+) -> Iterator[tuple[str | None, ArtefactFolder | TargetFolder]]:
     """Where compiled graphs may lie, with the CPU target that they are for (None: the one in force), the best first.
 
-    What was compiled here for this very CPU is better than what came with the package for a lower target.
+    A folder that the user names comes first. What was compiled here for this very CPU is better than what came with the
+    package for a lower target.
     """
     usable = usable_targets(get_virtual_cpu_target(), cpu)
+    if compiled_ahead is not None:
+        folder_of_user = ahead_folder(compiled_ahead)
+        yield from ((target, folder_of_user) for target in (None, *([] if exact else usable[1:])))
     for _, folder in target_folders(usable[:1], cpu):
         yield None, folder
     yield None, user_artefacts()
@@ -127,6 +137,56 @@ def _loaded(
         current = [name for name in digests if digests[name] in valid]
         models |= {name: model for name, model in _named(loaded, current).items() if digests.get(name) in valid}
     return models
+
+
+def compile_ahead(
+    session: InferenceSession,
+    keys: Mapping[str, CompileKey],
+    build: Callable[[Module, Sequence[str]], None],
+    folder: Path | None,
+) -> list[Path]:
+    """Compiles those of the graphs that `folder` (None: the cache folder) has not, without their weights.
+
+    What the cache folder has is copied from there.
+
+    Returns:
+        The file of each graph.
+
+    Raises:
+        ToolchainError: as `load_graphs`; or a file cannot be written.
+    """
+    kept = user_artefacts() if folder is None else ArtefactFolder(folder, hidden=False)
+    digests = _digests(keys, Sources.installed())
+
+    def missing() -> list[str]:
+        found = {digest for artefact in kept.find(digests.values()) for digest in artefact.digests}
+        return [name for name in keys if digests[name] not in found]
+
+    def store(names: Iterable[str], write: Callable[[Path], object]) -> None:
+        reason = kept.store(sorted(names), write)
+        if reason is not None:
+            raise ToolchainError(f"the compiled graphs cannot be kept: {reason}")
+
+    if folder is not None:
+        for artefact in user_artefacts().find(digests[name] for name in missing()):
+            store(artefact.digests, partial(Path.write_bytes, data=artefact.content))
+    if names := missing():
+        compiled = compile_graphs(session, names, build)
+        if _digests(keys, Sources.installed()) != digests:
+            raise ToolchainError("a source was edited while it was compiled: try again")
+        store([digests[name] for name in names], partial(export, compiled))
+    return [kept.path_of(digest) for digest in digests.values()]
+
+
+def ahead_folder(folder: Path) -> ArtefactFolder:
+    """A folder of `compile_ahead` that is there.
+
+    Raises:
+        ToolchainError: it is not, or another user can write to it.
+    """
+    if not folder.is_dir():
+        raise ToolchainError(f"{folder} is no folder of compiled steps: make it by paged-kv compile --out")
+    return ArtefactFolder(folder, hidden=False)
 
 
 def compile_graphs(

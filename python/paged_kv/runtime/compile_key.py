@@ -32,8 +32,8 @@ ROOT = "paged_kv"
 UNRELATED = frozenset({"paged_kv", "paged_kv.arguments", "paged_kv.errors"})
 """Modules that put nothing into a graph: the table of public names, checks of arguments, and the exceptions."""
 
-OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "linear"})}
-"""Folders that registered ops import for the other kind of device; `linear` is the CPU's, a GPU has MAX's matmul."""
+OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "layers", "linear"})}
+"""Folders that registered ops import for the other kind of device; `layers` and `linear` are the CPU's."""
 
 _OPS = "*ops.mojo"
 """The files at the top of `mojo_root` that register ops."""

@@ -76,10 +76,8 @@ class ServedStep:
         steps = []
         for parameters, kv, device in zip(shares, caches, self.devices, strict=True):
             here, offsets = tokens.to(device), row_offsets.to(device)
-            last = None
-            if self.return_logits == ReturnLogits.LAST_TOKEN:
-                last = (ops.cast(offsets[1:], DType.int64) - 1).rebind(kv.cache_lengths.shape)  # [B]
             rows = StepRows.of(offsets, kv.cache_lengths, here)
+            last = rows.last if self.return_logits == ReturnLogits.LAST_TOKEN else None
             steps.append(DeviceStep(parameters, here, PagedCache.of(kv.kv_blocks, kv.lookup_table), rows, last))
         return steps
 

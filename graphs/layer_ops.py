@@ -1,0 +1,218 @@
+"""The wrappers of ops over rows of activations: taken, normed, rotated, added, gated. On a GPU they are MAX's own.
+
+On the CPU this package's ops compile in a fraction of the time: MAX makes a kernel of each chain of its ops, again for
+each shape.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from max.dtype import DType
+from max.graph import Dim, TensorType, TensorValue, ops
+
+from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.graphs.checks import check_tensor, check_value, names
+from paged_kv.graphs.paged_cache import DTYPES, constant
+
+TAKE_ROWS = "paged_kv_take_rows"
+RMS_NORM = "paged_kv_rms_norm"
+ROTATE = "paged_kv_rotate"
+ROTARY_TABLES = "paged_kv_rotary_tables"
+ADD_SCALED = "paged_kv_add_scaled"
+GATE_UNITS = "paged_kv_gate_units"
+WIDEN = "paged_kv_widen"
+STEP_ROWS = "paged_kv_step_rows"
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def take_rows(x: TensorValue, rows: TensorValue) -> TensorValue:
+    """`x[rows]`: x `[M, ...]`, rows `[N]` int32; `[N, ...]` in x's dtype.
+
+    On the CPU a row that is none of x's is an error (`ValueError`) when the graph runs.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument.
+    """
+    check_tensor("x", x)
+    if x.rank < 1:
+        raise ShapeError("x: rank 0, expected at least 1")
+    check_value("rows", rows, DType.int32, [None], x.device)
+    if x.device.is_gpu():
+        return ops.gather(x, rows, axis=0)
+    flat = x if x.rank == 2 else ops.reshape(x, [x.shape[0], -1])
+    kind = TensorType(x.dtype, [rows.shape[0], flat.shape[1]], x.device)
+    (y,) = ops.custom(TAKE_ROWS, device=x.device, values=[flat, rows], out_types=[kind])
+    return y.tensor if x.rank == 2 else ops.reshape(y.tensor, [rows.shape[0], *x.shape[1:]])
+
+
+def rms_norm(
+    x: TensorValue, weight: TensorValue, eps: float, *, offset: float = 0.0, rounds_once: bool = False
+) -> TensorValue:
+    """`(offset + weight) * x / sqrt(mean(x^2) + eps)` over the last axis of x `[..., D]`, in float32.
+
+    It is rounded to x's dtype before the weight `[D]`, and after it; only after it where `rounds_once` is true.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument.
+    """
+    for name, value in (("x", x), ("weight", weight)):
+        check_tensor(name, value)
+        if value.dtype not in DTYPES:
+            raise ContractTypeError(f"{name}: dtype {value.dtype.name} is none of {names(DTYPES)}")
+    if x.rank < 2:
+        raise ShapeError(f"x: rank {x.rank}, expected at least 2")
+    check_value("weight", weight, weight.dtype, [x.shape[-1]], x.device)
+    if x.device.is_gpu():
+        return _rms_norm_of_ops(x, weight, eps, offset, rounds_once)
+    flat = x if x.rank == 2 else ops.reshape(x, [-1, x.shape[-1]])
+    (y,) = ops.custom(
+        RMS_NORM,
+        device=x.device,
+        values=[flat, weight, constant(np.array([eps, offset], np.float32))],
+        out_types=[flat.type],
+        parameters={"rounds_once": rounds_once},
+    )
+    return y.tensor if x.rank == 2 else ops.reshape(y.tensor, x.shape)
+
+
+def _rms_norm_of_ops(x: TensorValue, weight: TensorValue, eps: float, offset: float, rounds_once: bool) -> TensorValue:
+    wide = ops.cast(x, DType.float32)
+    scaled = wide * ops.rsqrt(ops.mean(wide * wide, axis=-1) + eps)
+    if rounds_once:
+        return ops.cast((ops.cast(weight, DType.float32) + offset) * scaled, x.dtype)
+    if offset:
+        weight = weight + offset
+    return ops.cast(weight, x.dtype) * ops.cast(scaled, x.dtype)
+
+
+def rotate(x: TensorValue, cos: TensorValue, sin: TensorValue) -> TensorValue:
+    """Rotates the halves of the first `2 C` dimensions of every head of x `[N, H, D]` (rotate_half), in float32.
+
+    cos, sin `[N, C]` float32: of the angle by which dimensions `i` and `C + i` of a row turn.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of an argument.
+    """
+    check_tensor("x", x)
+    if x.dtype not in DTYPES:
+        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(DTYPES)}")
+    if x.rank != 3:
+        raise ShapeError(f"x: rank {x.rank}, expected 3")
+    check_value("cos", cos, DType.float32, [x.shape[0], None], x.device)
+    check_value("sin", sin, DType.float32, list(cos.shape), x.device)
+    if x.device.is_gpu():
+        return _rotate_of_ops(x, cos, sin)
+    (y,) = ops.custom(ROTATE, device=x.device, values=[x, cos, sin], out_types=[x.type])
+    return y.tensor
+
+
+def _rotate_of_ops(x: TensorValue, cos: TensorValue, sin: TensorValue) -> TensorValue:
+    half = int(cos.shape[1])
+    cos, sin = ops.unsqueeze(cos, 1), ops.unsqueeze(sin, 1)
+    wide = ops.cast(x, DType.float32)
+    a, b = wide[:, :, :half], wide[:, :, half : 2 * half]
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    if 2 * half < int(x.shape[-1]):
+        parts.append(wide[:, :, 2 * half :])
+    return ops.cast(ops.concat(parts, -1), x.dtype)
+
+
+def rotary_tables(
+    positions: TensorValue,
+    frequencies: np.ndarray,
+    *,
+    amplitude: float = 1.0,
+    past: tuple[int, np.ndarray] | None = None,
+) -> tuple[TensorValue, TensorValue]:
+    """Cosines and sines, times `amplitude`, of positions `[N]` int32 times frequencies `[C]`: `[N, C]` float32 each.
+
+    Args:
+        past: A position, and the frequencies from it on.
+
+    Raises:
+        ContractError, ContractTypeError, ShapeError: device, dtype or shape of positions.
+    """
+    check_tensor("positions", positions)
+    check_value("positions", positions, DType.int32, [None], positions.device)
+    if positions.device.is_gpu():
+        return _rotary_tables_of_ops(positions, frequencies, amplitude, past)
+    start, others = past or (np.inf, frequencies)
+    (count,) = frequencies.shape
+    kind = TensorType(DType.float32, [positions.shape[0], count], positions.device)
+    cos, sin = ops.custom(
+        ROTARY_TABLES,
+        device=positions.device,
+        values=[
+            positions,
+            constant(np.stack([frequencies, others]).astype(np.float32)),
+            constant(np.array([amplitude, start], np.float32)),
+        ],
+        out_types=[kind, kind],
+    )
+    return cos.tensor, sin.tensor
+
+
+def _rotary_tables_of_ops(
+    positions: TensorValue, frequencies: np.ndarray, amplitude: float, past: tuple[int, np.ndarray] | None
+) -> tuple[TensorValue, TensorValue]:
+    def angles(of: np.ndarray) -> TensorValue:
+        return wide * ops.constant(of.reshape(1, -1), DType.float32, positions.device)
+
+    wide = ops.cast(ops.reshape(positions, [-1, 1]), DType.float32)
+    turned = angles(frequencies)
+    if past is not None:
+        start, others = past
+        turned = ops.where(ops.broadcast_to(wide >= float(start), turned.shape), angles(others), turned)
+    cos, sin = ops.cos(turned), ops.sin(turned)
+    return (cos, sin) if amplitude == 1 else (cos * amplitude, sin * amplitude)
+
+
+def add_scaled(x: TensorValue, y: TensorValue, factor: float = 1.0) -> TensorValue:
+    """`x + factor y`, `[N, D]` each; of another dtype than x's than y, as MAX promotes them."""
+    if x.device.is_gpu() or x.dtype != y.dtype or x.dtype not in DTYPES or x.rank != 2 or x.shape != y.shape:
+        return x + (y if factor == 1 else y * factor)
+    values = [x, y, constant(np.array([factor], np.float32))]
+    (total,) = ops.custom(ADD_SCALED, device=x.device, values=values, out_types=[x.type])
+    return total.tensor
+
+
+def gate_units(gate: TensorValue, up: TensorValue, activation: Activation) -> TensorValue:
+    """`activation(gate) up`, `[N, D]`: SiLU, or GELU by its tanh approximation."""
+    if gate.device.is_gpu() or gate.dtype not in DTYPES:
+        return (ops.silu(gate) if activation == "silu" else ops.gelu(gate, approximate="tanh")) * up
+    check_value("up", up, gate.dtype, list(gate.shape), gate.device)
+    (y,) = ops.custom(
+        GATE_UNITS,
+        device=gate.device,
+        values=[gate, up],
+        out_types=[gate.type],
+        parameters={"activation": activation},
+    )
+    return y.tensor
+
+
+def widened(x: TensorValue) -> TensorValue:
+    """X `[N, D]` as float32."""
+    if x.dtype == DType.float32 or x.device.is_gpu() or x.dtype not in DTYPES:
+        return ops.cast(x, DType.float32)
+    kind = TensorType(DType.float32, x.shape, x.device)
+    (y,) = ops.custom(WIDEN, device=x.device, values=[x], out_types=[kind])
+    return y.tensor
+
+
+def lengths_and_last_rows(
+    positions: TensorValue, row_offsets: TensorValue, batch: Dim | str | int
+) -> tuple[TensorValue, TensorValue]:
+    """The tokens that each row sees `[N]`, from its position `[N]` int32, and the last row of each of `batch` requests
+    `[B]`, from row offsets `[B + 1]` uint32; both int32.
+    """
+    device = positions.device
+    if device.is_gpu():
+        last = ops.cast(row_offsets[1:], DType.int32) - 1
+        return positions + 1, last.rebind([batch])
+    kinds = [positions.type, TensorType(DType.int32, [batch], device)]
+    lengths, last_rows = ops.custom(STEP_ROWS, device=device, values=[positions, row_offsets], out_types=kinds)
+    return lengths.tensor, last_rows.tensor

@@ -1,0 +1,86 @@
+"""Operations on each element of activations: residual sums, gated units, logits as float32. All in float32."""
+
+from std.math import exp, tanh
+
+from ..isa.convert import FloatVector, LANES, narrow, widen
+from .rms_norm import rounded
+from .tasks import for_rows
+
+comptime SILU: StaticString = "silu"
+comptime GELU_TANH: StaticString = "gelu_tanh"
+
+
+@always_inline
+def for_vectors[Part: def[width: Int](Int) -> None, //](part: Part, count: Int, workers: Int):
+    """Calls `part[width](at)` for ranges of `width` elements that make up `count` of them."""
+
+    def task(begin: Int, end: Int) {ref part, var count}:
+        for i in range(begin, end):
+            if (i + 1) * LANES <= count:
+                part[LANES](i * LANES)
+            else:
+                for at in range(i * LANES, count):
+                    part[1](at)
+
+    for_rows(task, (count + LANES - 1) // LANES, LANES, workers)
+
+
+@no_inline
+def add_scaled[
+    dtype: DType, //
+](
+    sum: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    y: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    factor: Float32,
+    count: Int,
+    workers: Int,
+):
+    """`sum = x + factor y`; the product is rounded to `dtype`, and then the sum."""
+
+    def part[width: Int](at: Int) {var sum, var x, var y, var factor}:
+        var scaled = rounded[dtype](widen[width](y.unsafe_offset(at)) * factor)
+        sum.unsafe_store(at, narrow[dtype](widen[width](x.unsafe_offset(at)) + scaled))
+
+    for_vectors(part, count, workers)
+
+
+@no_inline
+def gate_units[
+    dtype: DType, //, activation: StaticString
+](
+    y: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    gate: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    up: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    count: Int,
+    workers: Int,
+):
+    """`y = activation(gate) up`; the activation is rounded to `dtype`, and then the product."""
+
+    def part[width: Int](at: Int) {var y, var gate, var up}:
+        var active = rounded[dtype](activated[activation](widen[width](gate.unsafe_offset(at))))
+        y.unsafe_store(at, narrow[dtype](active * widen[width](up.unsafe_offset(at))))
+
+    for_vectors(part, count, workers)
+
+
+@always_inline
+def activated[activation: StaticString](x: SIMD[DType.float32, _]) -> type_of(x):
+    """SiLU, `x / (1 + exp(-x))`, or GELU by its tanh approximation."""
+    comptime if activation == SILU:
+        return x / (1 + exp(-x))
+    else:
+        comptime assert activation == GELU_TANH, "the activation is silu or gelu_tanh"
+        return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@no_inline
+def widen_all[
+    dtype: DType, //
+](y: Pointer[Float32, MutUntrackedOrigin], x: Pointer[Scalar[dtype], MutUntrackedOrigin], count: Int, workers: Int):
+    """`y = x`, as float32."""
+
+    def part[width: Int](at: Int) {var y, var x}:
+        y.unsafe_store(at, widen[width](x.unsafe_offset(at)))
+
+    for_vectors(part, count, workers)

@@ -1,0 +1,39 @@
+"""Some rows of a matrix: embeddings of tokens, the last row of each request."""
+
+from std.memory import unsafe_memcpy
+
+from ..cache.pointers import RowPointer
+from .tasks import for_rows
+
+comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
+
+
+@fieldwise_init
+struct RowSelection(TrivialRegisterPassable):
+    """`y[i] = x[rows[i]]`, rows of `row_bytes` bytes."""
+
+    var y: BytePointer
+    var x: BytePointer
+    var rows: RowPointer
+    var count: Int
+    var row_bytes: Int
+
+    @no_inline
+    def copy(self, workers: Int):
+        """Copies them on up to `workers` threads. The rows were checked."""
+
+        def task(begin: Int, end: Int) {var self}:
+            for i in range(begin, end):
+                var source = self.x.unsafe_offset(Int(self.rows[unsafe_offset=i]) * self.row_bytes)
+                unsafe_memcpy(dest=self.y.unsafe_offset(i * self.row_bytes), src=source, count=self.row_bytes)
+
+        for_rows(task, self.count, self.row_bytes, workers)
+
+
+@no_inline
+def check_selection(selection: RowSelection, available: Int) raises:
+    """Refuses a row that is none of x's."""
+    for i in range(selection.count):
+        var row = Int(selection.rows[unsafe_offset=i])
+        if row < 0 or row >= available:
+            raise Error("rows: entry ", i, " is ", row, ", x has ", available, " rows")

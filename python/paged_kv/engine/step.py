@@ -1,0 +1,84 @@
+"""The compiled step of a checkpoint: what it depends on, how it is built, and how it is compiled ahead of its use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from max.driver import set_virtual_cpu_target
+from max.dtype import DType
+from max.graph import DeviceRef, Module
+
+from paged_kv.arguments import shown
+from paged_kv.checkpoint.source import open_source
+from paged_kv.errors import ContractError
+from paged_kv.graphs.models import decoder
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.runtime.artefacts import compile_ahead
+from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
+from paged_kv.runtime.session import default_runtime
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of all models of one geometry. Batch, lengths, page size and number of pages are run-time values."""
+
+    geometry: DecoderConfig
+    dtype: DType
+
+    @staticmethod
+    def of(config: DecoderConfig, dtype: DType) -> Step:
+        """Without what of the configuration the step does not depend on."""
+        geometry = replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)
+        return Step(geometry, dtype)
+
+    def keys(self, architecture: str) -> dict[str, CompileKey]:
+        """What the graph depends on, by its name; `architecture` is a GPU's, as in `Runtime`."""
+        facts = f"{self.dtype.name} {self.geometry}"
+        return {decoder.STEP: CompileKey(facts, decoder.__name__, device=architecture)}
+
+    def build(self, module: Module, device: DeviceRef) -> None:
+        """Adds the graph to `module`."""
+        decoder.build_step(self.geometry, self.dtype, module, device)
+
+
+def compile_checkpoint(checkpoint: Path, dtype: str | None, target: str | None, out: Path | None) -> Path:
+    """Compiles the step of a checkpoint, or finds it compiled; returns its file.
+
+    MAX's target is one for the process: a process that compiles for another CPU does nothing else.
+
+    Args:
+        checkpoint: A Hugging Face folder, or a GGUF file.
+        dtype: "float32" or "bfloat16"; the checkpoint's own where None.
+        target: The CPU to compile for, one of `REQUIRED_FLAGS`; this one where None.
+        out: The folder to keep it in, the cache folder where None.
+
+    Raises:
+        ContractError: the target is unknown.
+        CheckpointError: there is no checkpoint that this package runs.
+        ToolchainError: it cannot be compiled or kept.
+    """
+    check_target(target)
+    config = open_source(checkpoint).config
+    step = Step.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32)
+    if target is not None:
+        set_virtual_cpu_target(target)
+    runtime = default_runtime()
+
+    def build(module: Module, _: Sequence[str]) -> None:
+        step.build(module, runtime.device)
+
+    (path,) = compile_ahead(runtime.session, step.keys(runtime.architecture), build, out)
+    return path
+
+
+def check_target(target: str | None) -> None:
+    """Refuses a name that MAX would abort the process for.
+
+    Raises:
+        ContractError: it is none of `REQUIRED_FLAGS`.
+    """
+    if target is not None and target not in REQUIRED_FLAGS:
+        raise ContractError(f"target must be one of {', '.join(REQUIRED_FLAGS)}, not {shown(target)}")

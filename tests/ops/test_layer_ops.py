@@ -1,0 +1,200 @@
+"""The ops over rows of activations against NumPy float64: norms, rotation, tables, sums, gated units, chosen rows."""
+
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import DeviceRef, Graph, TensorType
+
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.graphs import ops
+from support import op_graphs
+from support.compare import assert_bits_equal
+
+CPU = DeviceRef.CPU()
+DTYPES = ("float32", "bfloat16", "float16")
+TOLERANCE = {"float32": 1e-6, "bfloat16": 3 * 2**-8, "float16": 3 * 2**-11}
+"""Relative to the largest element of a row: three roundings."""
+EPS, OFFSET, FACTOR = 1e-5, 1.0, 0.22
+AMPLITUDE, START = 1.25, 40
+FREQUENCIES = (10000.0 ** -(np.arange(20) / 20)).astype(np.float32)
+STRETCHED = (FREQUENCIES / np.float32(4)).astype(np.float32)
+SIZES = [(1, 8), (3, 17), (7, 64), (300, 200)]
+
+
+@op_graphs.add
+def build(module):
+    def add(title, make, *types):
+        with Graph(title, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+            outputs = make(*(value.tensor for value in graph.inputs))
+            graph.output(*(outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    def kind(dtype, *shape):
+        return TensorType(DType[dtype], shape, CPU)
+
+    rows = kind("int32", "N")
+    for dtype in DTYPES:
+        x, y, weight = kind(dtype, "T", "D"), kind(dtype, "T", "D"), kind(dtype, "D")
+        heads, table = kind(dtype, "T", "H", "D"), kind("float32", "T", "C")
+        add(f"layer_take_{dtype}", ops.take_rows, x, rows)
+        for name, options in (("plain", {}), ("offset", {"offset": OFFSET}), ("once", {"rounds_once": True})):
+            add(f"layer_norm_{name}_{dtype}", lambda x, w, o=options: ops.rms_norm(x, w, EPS, **o), x, weight)
+        add(f"layer_norm_heads_{dtype}", lambda x, w: ops.rms_norm(x, w, EPS), heads, weight)
+        add(f"layer_rotate_{dtype}", ops.rotate, heads, table, table)
+        add(f"layer_add_{dtype}", lambda x, y: ops.add_scaled(x, y, FACTOR), x, y)
+        for activation in ("silu", "gelu_tanh"):
+            add(f"layer_{activation}_{dtype}", lambda x, y, a=activation: ops.gate_units(x, y, a), x, y)
+        add(f"layer_widen_{dtype}", ops.widened, x)
+    add("layer_take_heads_float32", ops.take_rows, kind("float32", "T", 2, 3), rows)
+    past = (START, STRETCHED)
+    add("layer_tables", lambda p: ops.rotary_tables(p, FREQUENCIES, amplitude=AMPLITUDE, past=past), kind("int32", "T"))
+    requests = kind("uint32", "B")
+    step = [kind("int32", "T"), kind("uint32", "O"), requests]
+    add("layer_step_rows", lambda p, offsets, of: ops.lengths_and_last_rows(p, offsets, of.shape[0]), *step)
+
+
+def execute(name, *arrays):
+    results = [
+        to_numpy(result).copy() for result in op_graphs.models()[f"layer_{name}"].execute(*map(to_buffer, arrays))
+    ]
+    return results[0] if len(results) == 1 else results
+
+
+def sample(dtype, *shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def assert_near(found, exact, dtype):
+    assert found.dtype == np.dtype(dtype)
+    assert found.shape == exact.shape
+    scale = np.abs(exact).max(axis=-1, keepdims=True) + 1e-30
+    assert (np.abs(found.astype(np.float64) - exact) / scale).max() < TOLERANCE[np.dtype(dtype).name]
+
+
+def wide(*arrays):
+    return [array.astype(np.float64) for array in arrays]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SIZES)
+def test_rows_are_taken_to_the_bit(dtype, shape):
+    x = sample(dtype, *shape)
+    rows = np.random.default_rng(1).integers(0, shape[0], 2 * shape[0]).astype(np.int32)
+    assert_bits_equal(execute(f"take_{dtype}", x, rows), x[rows], what="y")
+    assert execute(f"take_{dtype}", x, rows[:0]).shape == (0, shape[1])
+
+
+def test_rows_of_heads_are_taken():
+    x = sample("float32", 5, 2, 3)
+    rows = np.array([4, 0, 4], np.int32)
+    assert_bits_equal(execute("take_heads_float32", x, rows), x[rows], what="y")
+
+
+@pytest.mark.parametrize("row", [-1, 3, 2**31 - 1])
+def test_a_row_that_is_not_there_is_refused(row):
+    with pytest.raises(ValueError, match=f"rows: entry 1 is {row}, x has 3 rows"):
+        execute("take_float32", sample("float32", 3, 4), np.array([2, row], np.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["plain", "offset", "once"])
+@pytest.mark.parametrize("shape", SIZES)
+def test_norms(dtype, name, shape):
+    x, weight = sample(dtype, *shape), sample(dtype, shape[1], seed=1)
+    found = execute(f"norm_{name}_{dtype}", x, weight)
+    x64, weight64 = wide(x, weight)
+    exact = (weight64 + (OFFSET if name == "offset" else 0)) * x64 / np.sqrt((x64**2).mean(-1, keepdims=True) + EPS)
+    assert_near(found, exact, dtype)
+    if name == "once":  # one rounding: half a unit in the last place
+        nearest = exact.astype(dtype).astype(np.float64)
+        assert (np.abs(found.astype(np.float64) - nearest) <= np.abs(nearest) * TOLERANCE[dtype]).all()
+
+
+def test_a_norm_of_a_quiet_row_is_finite():
+    x = np.zeros((2, 24), np.float32)
+    x[1] = 1e-20
+    assert_bits_equal(execute("norm_plain_float32", x, np.ones(24, np.float32))[0], x[0], what="y")
+    assert np.isfinite(execute("norm_plain_float32", x, np.ones(24, np.float32))).all()
+
+
+def test_a_norm_of_heads_is_that_of_its_rows():
+    x, weight = sample("bfloat16", 3, 2, 40), sample("bfloat16", 40, seed=1)
+    rows = execute("norm_plain_bfloat16", x.reshape(6, 40), weight)
+    assert_bits_equal(execute("norm_heads_bfloat16", x, weight), rows.reshape(x.shape), what="y")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "heads", "dim", "half"), [(1, 1, 8, 4), (3, 2, 40, 20), (5, 3, 40, 7), (200, 8, 64, 32)]
+)
+def test_rotation(dtype, rows, heads, dim, half):
+    x, angles = sample(dtype, rows, heads, dim), sample("float32", rows, half, seed=1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    found = execute(f"rotate_{dtype}", x, cos, sin)
+    x64, cos64, sin64 = wide(x, cos[:, None], sin[:, None])
+    a, b = x64[..., :half], x64[..., half : 2 * half]
+    exact = np.concatenate([a * cos64 - b * sin64, b * cos64 + a * sin64, x64[..., 2 * half :]], -1)
+    assert_near(found, exact, dtype)
+    assert_bits_equal(found[..., 2 * half :], x[..., 2 * half :], what="the dimensions that are not rotated")
+
+
+def test_a_table_wider_than_half_a_head_is_refused():
+    table = sample("float32", 2, 5)
+    with pytest.raises(ValueError, match="cos: its 5 columns are too many for heads of 8"):
+        execute("rotate_float32", sample("float32", 2, 1, 8), table, table)
+
+
+def test_tables_change_where_the_original_context_ends():
+    positions = np.array([0, 1, START - 1, START, 4000, 100_000], np.int32)
+    found = execute("tables", positions)
+    angles = np.where(
+        (positions >= START)[:, None], positions[:, None] * STRETCHED, positions[:, None] * FREQUENCIES
+    ).astype(np.float32)  # as the op has them, in float32
+    for table, function in zip(found, (np.cos, np.sin), strict=True):
+        assert np.abs(table - AMPLITUDE * function(angles.astype(np.float64))).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SIZES)
+def test_sums_and_gated_units(dtype, shape):
+    x, y = sample(dtype, *shape), sample(dtype, *shape, seed=1)
+    x64, y64 = wide(x, y)
+    assert_near(execute(f"add_{dtype}", x, y), x64 + np.float64(np.float32(FACTOR)) * y64, dtype)
+    assert_near(execute(f"silu_{dtype}", x, y), x64 / (1 + np.exp(-x64)) * y64, dtype)
+    gelu = 0.5 * x64 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x64 + 0.044715 * x64**3)))
+    assert_near(execute(f"gelu_tanh_{dtype}", x, y), gelu * y64, dtype)
+    assert_bits_equal(execute(f"widen_{dtype}", x), x.astype(np.float32), what="y")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_units_far_from_zero_are_finite(activation):
+    gate = np.array([[-1e4, -100, -0.0, 0, 100, 1e4]], np.float32)
+    found = execute(f"{activation}_float32", gate, np.ones_like(gate))
+    assert_near(found, np.maximum(gate, 0).astype(np.float64), "float32")
+
+
+def test_lengths_and_last_rows():
+    positions = np.array([4, 5, 6, 0, 9, 0], np.int32)  # the last one is padding
+    lengths, last = execute("step_rows", positions, np.array([0, 3, 4, 5], np.uint32), np.zeros(3, np.uint32))
+    assert lengths.tolist() == [5, 6, 7, 1, 10, 1]
+    assert last.tolist() == [2, 3, 4]
+
+
+X, ROWS, TABLE = TensorType(DType.float32, ["T", 8], CPU), TensorType(DType.int32, ["N"], CPU), ["T", 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "types", "error", "words"),
+    [
+        (ops.take_rows, [X, TensorType(DType.int64, ["N"], CPU)], ContractTypeError, "rows"),
+        (lambda x, w: ops.rms_norm(x, w, EPS), [X, TensorType(DType.float32, [7], CPU)], ShapeError, "weight"),
+        (lambda x, w: ops.rms_norm(x, w, EPS), [ROWS, X], ContractTypeError, "x: dtype int32"),
+        (lambda x, c: ops.rotate(x, c, c), [X, TensorType(DType.float32, TABLE, CPU)], ShapeError, "x: rank 2"),
+        (lambda x, y: ops.gate_units(x, y, "silu"), [X, TensorType(DType.float32, ["T", 9], CPU)], ShapeError, "up"),
+        (lambda p: ops.rotary_tables(p, FREQUENCIES), [X], ContractTypeError, "positions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_while_the_graph_is_built(make, types, error, words):
+    assert issubclass(error, (ContractError, ContractTypeError))
+    with Graph("refused", input_types=types) as graph, pytest.raises(error, match=words):
+        make(*(value.tensor for value in graph.inputs))
