@@ -1,4 +1,4 @@
-"""The command line: `paged-kv demo | generate | inspect | serve | warmup | doctor | bench`.
+"""The command line: `paged-kv compile | demo | generate | inspect | serve | warmup | doctor | bench`.
 
 stdout carries results alone; progress, statistics and errors go to stderr. Bad input is one line and exit status 2.
 """
@@ -15,6 +15,7 @@ import click
 from paged_kv import __version__
 from paged_kv.arguments import shown
 from paged_kv.benchmarks.decode_cpu import bench
+from paged_kv.commands.compile import compile_command
 from paged_kv.commands.demo import demo
 from paged_kv.commands.generate import generate
 from paged_kv.commands.inspect import inspect
@@ -116,6 +117,7 @@ def serve_command(arguments: tuple[str, ...], use_demo: bool, **options: Any) ->
 
 
 commands.add_command(bench)
+commands.add_command(compile_command)
 commands.add_command(demo)
 commands.add_command(generate)
 commands.add_command(inspect)

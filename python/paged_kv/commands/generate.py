@@ -33,6 +33,9 @@ from paged_kv.errors import ContractError, PagedKVError
 @click.option("--pages", type=int, help="Pages of the cache. Default: what these prompts can need.")
 @click.option("--max-step-tokens", type=int, default=2048, show_default=True, help="Tokens of one step at most.")
 @device_option
+@click.option(
+    "--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Where paged-kv compile --out kept the step."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends.")
 @click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write what happens to pages, for `paged-kv inspect`.")
@@ -51,6 +54,7 @@ def generate(
     pages: int | None,
     max_step_tokens: int,
     device: str,
+    compiled: Path | None,
     as_json: bool,
     live: bool | None,
     trace: Path | None,
@@ -93,7 +97,8 @@ def generate(
             f"--pages {pages} is too few: a prompt and its new tokens need {max(each)} pages of {page_size}"
         )
     needed = sum(count * line.n for count, line in zip(each, asked, strict=True))
-    model = load_model(folder, config.dtype if dtype is None else dtype, pages or max(needed, 1), page_size, device)
+    dtype = config.dtype if dtype is None else dtype
+    model = load_model(folder, dtype, pages or max(needed, 1), page_size, device, compiled)
     engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens)
     printer = Printer(as_json=as_json or source is not None)
     for line in lines:

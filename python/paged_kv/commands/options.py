@@ -41,7 +41,9 @@ device_option = click.option(
 )
 
 
-def load_model(folder: Path, dtype: str | None, num_pages: int, page_size: int, device: str) -> DecoderModel:
+def load_model(
+    folder: Path, dtype: str | None, num_pages: int, page_size: int, device: str, compiled_ahead: Path | None = None
+) -> DecoderModel:
     """The model of a checkpoint, with a bar for its weights; bfloat16 or else float32."""
     from max.dtype import DType
 
@@ -57,8 +59,9 @@ def load_model(folder: Path, dtype: str | None, num_pages: int, page_size: int, 
             num_pages=num_pages,
             page_size=page_size,
             on_progress=on_progress,
+            compiled_ahead=compiled_ahead,
             runtime=runtime,
-            on_compile=lambda: say("compiling the decode step: about a minute, once for this model and machine"),
+            on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
         )
 
 

@@ -1,0 +1,37 @@
+"""`paged-kv compile`: a checkpoint's step, compiled before anybody waits for it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import click
+
+from paged_kv.output import say
+
+
+@click.command("compile")
+@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="As for generate. Default: its own.")
+@click.option("--target", "targets", multiple=True, help="A CPU to compile for, as LLVM names it. Default: this one.")
+@click.option("--out", type=click.Path(path_type=Path), help="A folder for generate --compiled. Default: the cache.")
+def compile_command(checkpoint: Path, dtype: str | None, targets: tuple[str, ...], out: Path | None) -> None:
+    """Compile the step of a checkpoint folder or GGUF file ahead: `generate` then starts without a compile.
+
+    A step serves all models of one shape (layers, sizes, kinds of weights), dtype and CPU target, on any prompts,
+    lengths, page sizes and numbers of pages. Another version of paged-kv, MAX or Mojo needs another one. A step in the
+    cache folder is found by itself; a folder of --out may go to other machines, where `generate --compiled` names it.
+    It holds machine code: take none from people whose programs you would not run.
+    """
+    from paged_kv.engine.step import check_target, compile_checkpoint
+
+    for name in targets:
+        check_target(name)
+    say("compiling what is missing: half a minute for each target")
+    # A process for each target: MAX's is one for the process.
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+        wanted: tuple[str | None, ...] = targets or (None,)
+        for target in wanted:
+            path = processes.submit(compile_checkpoint, checkpoint, dtype, target, out).result()
+            click.echo(f"ready{'' if target is None else f' for {target}'}: {path}")

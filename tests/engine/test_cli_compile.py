@@ -1,0 +1,61 @@
+"""`paged-kv compile` from end to end: what it makes is found by `generate`, which then compiles nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paged_kv.cli import _run
+from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.runtime.cache_folder import cache_folder
+from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
+
+COMPILING = "compiling the decode step"
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """The checkpoint of test_cli.py: whatever runs first compiles it for all."""
+    return write_demo_checkpoint(cache_folder() / "demo")
+
+
+def generate(folder, caches, *args):
+    """What a process with a cache folder of its own says on stdout and stderr."""
+    command = [sys.executable, "-c", "from paged_kv.cli import main; main()", "generate", "--model", folder]
+    command += ["--prompt", "Once upon a time", "--max-new-tokens", "8", *args]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(caches), "MODULAR_CACHE_DIR": str(caches / "max")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_a_step_that_was_compiled_ahead_is_found(folder, tmp_path, capsys):
+    target = choose_cpu_target(CpuInfo.read())
+    targets = () if target is None else ("--target", target)
+    assert _run(["compile", str(folder), "--out", str(tmp_path / "ahead"), *targets]) == 0
+    out, _ = capsys.readouterr()
+    (file,) = (tmp_path / "ahead").iterdir()
+    assert out == f"ready{f' for {target}' if target else ''}: {file}\n"
+    for name, size in (("one", "16"), ("other", "5")):  # any page size
+        text, messages = generate(folder, tmp_path / name, "--compiled", tmp_path / "ahead", "--page-size", size)
+        assert text
+        assert COMPILING not in messages
+        assert not list((tmp_path / name / "paged-kv" / "compiled").iterdir())
+
+
+def test_what_cannot_be_compiled_is_refused(folder, tmp_path, capsys):
+    for arguments, words in (
+        ([folder, "--target", "pentium"], "target must be one of"),
+        ([tmp_path / "none"], "none"),
+    ):
+        assert _run(["compile", *map(str, arguments)]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ")
+        assert words in error
+
+
+def test_a_folder_that_is_missing_is_refused(folder, tmp_path, capsys):
+    arguments = ["generate", "--model", str(folder), "--prompt", "a", "--compiled", str(tmp_path / "none")]
+    assert _run(arguments) == 2
+    assert "is no folder of compiled steps" in capsys.readouterr().err
