@@ -51,10 +51,10 @@ def test_the_kernel_for_this_gpu_runs(planned):
     with launched() as launches:
         wrapper.run(q, paged)
     best = attention_kernel(Accelerator(0).architecture_name, "bfloat16", "bfloat16", 128, 4, 16)
-    gpu_harness.check_launches(launches, best)
+    gpu_harness.check_launches(launches, best, "bfloat16")
     with launched() as launches:
         single_decode_with_kv_cache(q[0], paged[:, 0, 0], paged[:, 1, 0], pos_encoding_mode="ROPE_LLAMA")
-    gpu_harness.check_launches(launches, "gpu/generic")
+    gpu_harness.check_launches(launches, "gpu/generic", "bfloat16")
 
 
 def test_out_and_lse_are_written(planned):

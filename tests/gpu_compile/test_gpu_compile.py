@@ -12,10 +12,12 @@ from paged_kv.runtime.launches import kernel_of
 from support import gpu_programs
 from support.cubins import Kernel
 from support.dtype_pairs import PAIRS
+from support.gpu_rules import block_threads
 
 pytestmark = pytest.mark.waits_for(gpu_programs.api, *gpu_programs.generic.values())
 
-HOPPER_THREADS = 160  # a producer warp and four consumer warps
+HOPPER_THREADS = block_threads("gpu/hopper", float8=False)
+FLOAT8_THREADS = block_threads("gpu/hopper", float8=True)
 MANY_ROWS_THREADS = 384  # a warpgroup with the producer warp and two of consumers
 SHARED_BYTES = 227 * 1024
 
@@ -41,11 +43,13 @@ def test_every_kernel_of_the_api_is_there(sm90):
     """As many as the sources instantiate: none is dropped, none falls back to the host."""
     pairs = len(PAIRS) + 1  # the last one with o of another dtype
     hopper = (sum(q_dtype != "float32" for q_dtype, _ in PAIRS) + 1) * len(HOPPER_SIZES)
+    float8 = sum(q_dtype != "float32" and kv_dtype != q_dtype for q_dtype, kv_dtype in PAIRS) * len(HOPPER_SIZES)
     many_rows = MANY_ROWS_DTYPES * (MANY_ROWS_SIZES + 1)  # attention of each head_dim, and the schedule
     generic = pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES) + LATENT_SIZES)
     schedule_and_combine = 2 * 2 * (len({q_dtype for q_dtype, _ in PAIRS}) + 1)  # with masks and without
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
-    assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper
+    assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper - float8
+    assert sum(kernel.max_threads == FLOAT8_THREADS for kernel in sm90) == float8
     page_copies = 2  # 16 bytes or an element at once
     trees = 3  # moves as page copies, and the rows
     others = len(DTYPES) + 1  # merges, ragged_rows
@@ -55,9 +59,10 @@ def test_every_kernel_of_the_api_is_there(sm90):
 
 def test_a_trace_of_launches_tells_the_kernels_apart(sm90):
     """As MAX names them: the Hopper kernels are known by their name, and no other kernel has it."""
-    assert {kernel_of(kernel.name) for kernel in sm90 if kernel.max_threads == HOPPER_THREADS} == {"gpu/hopper"}
+    hopper = [kernel_of(kernel.name) for kernel in sm90 if kernel.max_threads in (HOPPER_THREADS, FLOAT8_THREADS)]
+    assert set(hopper) == {"gpu/hopper"}
     found = Counter(kernel_of(kernel.name) for kernel in sm90)
-    assert found["gpu/hopper"] == sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90)
+    assert found["gpu/hopper"] == len(hopper)
     pairs = len(PAIRS) + 1
     assert found["gpu/generic"] == pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES))
     assert found["gpu/latent"] == pairs * LATENT_SIZES

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from support import gpu_programs
-from support.hopper_variants import products, tensor_kernels
+from support.gpu_rules import block_threads
+from support.hopper_variants import products, tensor_kernels, variant_of
 from support.mojo_programs import run_program
 
 pytestmark = pytest.mark.waits_for(gpu_programs.hopper, gpu_programs.probe)
@@ -63,7 +64,9 @@ def test_tma_copies_tiles_for_the_tensor_cores(kernels):
 
 def test_a_wait_and_a_fence_stand_where_they_must(kernels):
     """In the order of the text: each batch of products is fenced before, committed and waited for after."""
-    order = re.compile(r"wgmma\.(fence|mma_async|commit_group|wait_group)|(fence\.proxy\.async)|(bar\.sync)\s+1, 128")
+    order = re.compile(
+        r"wgmma\.(fence|mma_async|commit_group|wait_group)|(fence\.proxy\.async)|(bar\.sync)\s+[12], 128"
+    )
     for ptx in kernels:
         steps = ["".join(filter(None, match)) for match in order.findall(ptx)]
         text = " ".join(steps)
@@ -116,9 +119,11 @@ def test_ptxas_takes_every_variant_without_a_spill(kernels, tmp_path):
         assert "serialized" not in said, said
         registers = int(re.search(r"Used (\d+) registers", said).group(1))
         blocks = int(re.search(r"\.minnctapersm (\d)", ptx).group(1))
-        # A quarter of an SM has 16,384 registers; five warps a block spread over the quarters.
-        warps_of_a_quarter = -(-5 * blocks // 4)
-        assert registers * 32 * warps_of_a_quarter <= 16384
+        threads = int(re.search(r"\.maxntid (\d+)", ptx).group(1))
+        assert threads == block_threads("gpu/hopper", float8=variant_of(ptx)[3] != "")
+        # A quarter of an SM has 16,384 registers, given out by 8 a thread; a block's warps spread over the quarters.
+        warps = blocks * threads // 32
+        assert -(-registers // 8) * 8 * 32 * -(-warps // 4) <= 16384
 
 
 def test_the_probe_multiplies_as_the_kernel_does():

@@ -204,6 +204,7 @@ def attend_like_the_kernel[
             block.copy_box(k_stage * Map.STAGE_BYTES + offset, fetch_box(k, boxes, first))
             block.copy_box(v_stage * Map.STAGE_BYTES + offset, fetch_box(v, boxes, first))
 
+        var buffer = Int(tile) % Map.BUFFERS
         var k_tile = k_stage * Map.STAGE_BYTES
         var v_tile = v_stage * Map.STAGE_BYTES
         comptime if Map.WIDENED:
@@ -229,7 +230,7 @@ def attend_like_the_kernel[
                     assert_equal(dots[row * heads + column], dot)
                     weight = weight_of(dot)
                     seen += 1
-                block.write(Map.weight_offset(row, column), weight)
+                block.write(Map.weight_offset(row, column, buffer), weight)
         for i in range(Map.ATOMS * WGMMA_TILE_TOKENS * (SWIZZLE_ROW_BYTES // CHUNK_BYTES)):
             var row = Map.row_of_chunk(i)
             if Int32(row) < valid.begin or Int32(row) >= valid.end:
@@ -238,7 +239,8 @@ def attend_like_the_kernel[
         for atom in range(Map.ATOMS):
             var part = List[Float32](length=64 * heads, fill=0)
             for step in range(WGMMA_TILE_TOKENS // WGMMA_K):
-                block.multiply(part, Map.value_operand(v_tile, atom, step), Map.weight_operand(step), False, False)
+                var weights = Map.weight_operand(step, buffer)
+                block.multiply(part, Map.value_operand(v_tile, atom, step), weights, False, False)
             for thread in range(CONSUMER_THREADS):
                 for i in range(heads // 2):
                     var row = fragment_row(thread, i)

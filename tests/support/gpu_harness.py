@@ -14,7 +14,7 @@ from paged_kv.reference import cache_views
 from paged_kv.runtime.launches import ATTENTION, Launch, launched
 from paged_kv.runtime.session import Runtime, runtime_on
 from paged_kv.runtime.variants import Variant
-from support.gpu_rules import attention_kernel
+from support.gpu_rules import attention_kernel, block_threads
 from support.harness import BITS, NONE
 
 
@@ -107,19 +107,16 @@ def attention(
         sizes = (head_dim, q.shape[1] // kv_heads, page_size)
         share = 0 if batch_invariant else len(q) / max(1, len(lookup_table))
         best = attention_kernel(device().architecture_name, *dtypes, *sizes, gpu_kernel, share)
-        check_launches(launches, best if len(keys) else "gpu/generic")
+        check_launches(launches, best if len(keys) else "gpu/generic", dtypes[1])
     o, lse = map(download, results)
     return o, lse
 
 
-BLOCKS = {"gpu/hopper": 160, "gpu/many_rows": 384, "gpu/generic": 128, "gpu/latent": 128}
-"""Threads of a block."""
-
-
-def check_launches(launches: list[Launch], kernel: str) -> None:
+def check_launches(launches: list[Launch], kernel: str, kv_dtype: str) -> None:
     """Asserts that the one attention kernel among these is the one that is expected, on one stream with the others."""
     found = [launch for launch in launches if launch.kernel in ATTENTION]
-    assert [(launch.kernel, launch.block) for launch in found] == [(kernel, (BLOCKS[kernel], 1, 1))], launches
+    block = (block_threads(kernel, float8=kv_dtype.startswith("float8")), 1, 1)
+    assert [(launch.kernel, launch.block) for launch in found] == [(kernel, block)], launches
     assert len({launch.stream for launch in launches}) == 1, launches
 
 
@@ -155,7 +152,7 @@ def masked_attention(
             to_buffer(np.array(window_left, np.int32)),
             to_buffer(np.array([q.shape[-1] ** -0.5, 0, 1, rope_theta, 1], np.float32)),
         )
-    check_launches(launches, "gpu/generic")
+    check_launches(launches, "gpu/generic", k_blocks.dtype.name)
     o, lse = map(download, results)
     return o, lse
 
@@ -184,7 +181,7 @@ def mla_attention(
             upload(NONE),
             to_buffer(np.array([sm_scale, 1, 1], np.float32)),
         )
-    check_launches(launches, "gpu/latent")
+    check_launches(launches, "gpu/latent", ckv.dtype.name)
     o, lse = map(download, results)
     return o, lse
 

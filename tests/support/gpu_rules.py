@@ -23,6 +23,19 @@ def many_rows_refusal(q_dtype: str, kv_dtype: str, head_dim: int) -> str:
     return "-"
 
 
+def block_threads(kernel: str, *, float8: bool) -> int:
+    """Threads of a block of an attention kernel.
+
+    Args:
+        kernel: As `attention_kernel` has it, or "gpu/latent".
+        float8: Whether the cache is one of float8.
+    """
+    if kernel == "gpu/hopper":
+        # A producer warp, and a warpgroup of consumers; for float8 one for K and one for V.
+        return 32 + 128 * (2 if float8 else 1)
+    return 384 if kernel == "gpu/many_rows" else 128
+
+
 def attention_kernel(
     architecture: str,
     q_dtype: str,

@@ -67,6 +67,7 @@ class Block:
         """Threads that a `bar.arrive` counted, by named barrier."""
         self.threads = [Thread(i, at, grid, threads, admitted=admitted) for i in range(threads)]
         self.warps = [Warp(self.threads[i : i + 32]) for i in range(0, threads, 32)]
+        self.slow = None if machine.slow_warp is None else self.warps[machine.slow_warp]
 
     # Memory
 
@@ -167,7 +168,7 @@ class Block:
         """Runs some of the threads, and perhaps a copy; whether anything moved."""
         moved = False
         for warp in self.random.sample(self.warps, len(self.warps)):
-            if self.random.random() < 0.3:
+            if self.random.random() < (0.3 if warp is not self.slow else 0.97):
                 continue
             for t in self.random.sample(warp.threads, 32):
                 moved |= self.advance(t)

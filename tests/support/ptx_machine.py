@@ -28,15 +28,22 @@ class Machine:
         seed: Of the order in which threads and blocks run.
         memory: Global memory, where several kernels share it.
         shared_bytes: Of shared memory of a block.
+        slow_warp: Of each block: it seldom runs while another one can.
     """
 
     def __init__(
-        self, ptx: str, seed: int = 0, memory: bytearray | None = None, shared_bytes: int = 227 * 1024
+        self,
+        ptx: str,
+        seed: int = 0,
+        memory: bytearray | None = None,
+        shared_bytes: int = 227 * 1024,
+        slow_warp: int | None = None,
     ) -> None:
         self.program = program_of(ptx)
         self.random = random.Random(seed)
         self.memory = bytearray() if memory is None else memory
         self.shared_bytes = shared_bytes
+        self.slow_warp = slow_warp
         self.parameters: list[bytes] = []
         self.written: Sequence[range] | None = None
 

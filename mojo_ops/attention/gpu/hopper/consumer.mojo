@@ -1,6 +1,7 @@
 """The consumers of the Hopper kernel: the warpgroup that computes with K and V once they are in shared memory.
 
-`kernel.mojo` explains the scheme, `shared_memory.mojo` draws the memory.
+`kernel.mojo` explains the scheme, `shared_memory.mojo` draws the memory. With a float8 cache two warpgroups share this
+work (`float8_consumers.mojo`).
 """
 
 from std.math import exp2
@@ -16,8 +17,8 @@ from ..scheduler import PartialOutputs
 from ..split_kv import INVALID_ROW, WHOLE_ROW, SplitItem
 from .pipeline import BlockSharedMemory, Ring
 from .shared_memory import SharedMemoryMap
-from .tile_operands import zero_other_rows, widen_tile
-from .tiles import ItemTiles, WGMMA_TILE_TOKENS
+from .tile_operands import zero_other_rows
+from .tiles import ItemTiles, TileRows, WGMMA_TILE_TOKENS
 from .wgmma import (
     ATOM_ELEMENTS,
     CHUNK_BYTES,
@@ -31,11 +32,11 @@ from .wgmma import (
 )
 
 comptime CONSUMER_BARRIER: Int32 = 1
-"""Barrier 0 is the whole block's."""
+"""Of the warpgroup, of the keys' where there are two; 0 is the whole block's."""
 
 
 struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
-    """A thread of the warpgroup that computes.
+    """A thread of a warpgroup that computes.
 
     A wgmma's result is `[64, heads]`: tokens for the scores, dims for the sums. A thread holds `WIDTH` numbers of it,
     in `COLUMNS` columns, the same ones for both: a head's state is in the threads of its scores and its sums.
@@ -55,6 +56,7 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
     """Query heads of the KV head; further columns are padding."""
     var first_head: Int32
     var thread: Int
+    """In the warpgroup."""
     var scores: Self.Fragment
     """One tile's scores, then weights; rows are tokens."""
     var acc: Array[Self.Fragment, Self.Map.ATOMS]
@@ -79,6 +81,8 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
         self.group = params.num_heads // kv_heads
         self.first_head = kv_head * self.group
         self.thread = Int(thread_idx.x)
+        comptime if Self.Map.WARPGROUPS > 1:
+            self.thread %= CONSUMER_THREADS
         self.scores = 0
         self.acc = Array[Self.Fragment, Self.Map.ATOMS](fill=0)
         self.greatest = Array[Float32, Self.COLUMNS](fill=MINUS_INFINITY)
@@ -142,20 +146,23 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
     def score_tile(mut self, ring: Ring[Self.Map.STAGES], tiles: ItemTiles, tile: Int32):
         """One tile's weights and their reference; rescales the sums of the tiles before."""
         var valid = tiles.valid_rows(tile)
-        comptime if Self.Map.WIDENED:
-            with ring.consume(2 * tile) as stage:
-                widen_tile[is_value=False](self.shared, stage, Self.Map.WIDENED_KEYS, valid)
-            fence_async_view_proxy()
-            named_barrier[Int32(CONSUMER_THREADS)](CONSUMER_BARRIER)
-            self.multiply_keys(Self.Map.WIDENED_KEYS)
-        else:
-            with ring.consume(2 * tile) as stage:
-                self.multiply_keys(stage * Self.Map.STAGE_BYTES)
+        with ring.consume(2 * tile) as stage:
+            self.multiply_keys(stage * Self.Map.STAGE_BYTES)
+        _ = self.weigh(tiles.token(tile), valid)
+
+    @always_inline
+    def weigh(mut self, token: Int32, valid: TileRows) -> Array[Float32, Self.COLUMNS]:
+        """From scores to weights and their reference, in a tile whose row 0 is `token`.
+
+        Returns:
+            The factor of each column for the sums of the tiles before; where this warpgroup has them, they are rescaled.
+        """
+        var factors = Array[Float32, Self.COLUMNS](fill=1)
         var highest = Array[Float32, Self.COLUMNS](fill=MINUS_INFINITY)
         comptime for i in range(Self.WIDTH):
             comptime c = Self.column(i)
             var row = Int32(fragment_row(self.thread, i))
-            var score = self.params.score(self.scores[i], self.slope[c], tiles.token(tile) + row)
+            var score = self.params.score(self.scores[i], self.slope[c], token + row)
             # A select, not a sum with -inf: a row that is not valid may hold NaN.
             self.scores[i] = score if row >= valid.begin and row < valid.end else MINUS_INFINITY
             highest[c] = max(highest[c], self.scores[i])
@@ -172,15 +179,25 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
                 comptime if Self.column(i) == c:
                     self.scores[i] = exp2(self.scores[i] - reference)
                     self.total[c] += self.scores[i]
-                    comptime for atom in range(Self.Map.ATOMS):
-                        self.acc[atom][i] *= factor
+            comptime if Self.Map.WARPGROUPS == 1:
+                self.rescale[c](factor)
+            factors[c] = factor
+        return factors^
+
+    @always_inline
+    def rescale[c: Int](mut self, factor: Float32):
+        """Multiplies the sums of the `c`-th column."""
+        comptime for i in range(Self.WIDTH):
+            comptime if Self.column(i) == c:
+                comptime for atom in range(Self.Map.ATOMS):
+                    self.acc[atom][i] *= factor
 
     @always_inline
     def reduce_over_tile[*, greatest: Bool](self, mut x: Array[Float32, Self.COLUMNS]):
         """The greatest, or the sum, over all rows of a tile; the same bits in every thread.
 
-        `exchange` may be overwritten: since its last reads there was another barrier of the consumers (in `add_values`
-        or `load_query`).
+        `exchange` may be overwritten: since its last reads there was another barrier of the warpgroup (in `add_values`,
+        `load_query` or `float8_consumers.mojo`).
         """
         comptime for c in range(Self.COLUMNS):
             # The lanes of a warp that hold the same columns are 4 apart.
@@ -202,30 +219,28 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
         """Adds one tile's weighted values."""
         # The weights of the last tile are no longer read: every warp has since waited for its products
         # (`wait_for_products`), then passed the barrier in `reduce_over_tile`.
-        comptime for i in range(0, Self.WIDTH, 2):
-            var pair = SIMD[DType.float32, 2](self.scores[i], self.scores[i + 1]).cast[Self.compute]()
-            var at = Self.Map.weight_offset(fragment_row(self.thread, i), fragment_column(self.thread, i))
-            self.shared.at[Scalar[Self.compute]](at).unsafe_store[alignment=4](pair)
-        # Weights, zeros and widened values are written by ordinary stores and read by the tensor cores: each time a
-        # fence, then the barrier. The fence also orders the zeros before the copy that fills this stage next.
+        self.store_weights()
+        # Weights and zeros are written by ordinary stores and read by the tensor cores: each time a fence, then the
+        # barrier. The fence also orders the zeros before the copy that fills this stage next.
         var valid = tiles.valid_rows(tile)
-        comptime if Self.Map.WIDENED:
-            with ring.consume(2 * tile + 1) as stage:
-                widen_tile[is_value=True](self.shared, stage, Self.Map.WIDENED_VALUES, valid)
+        with ring.consume(2 * tile + 1) as stage:
+            if not valid.all():
+                zero_other_rows(self.shared, stage, valid)
             fence_async_view_proxy()
             named_barrier[Int32(CONSUMER_THREADS)](CONSUMER_BARRIER)
-            self.multiply_values(Self.Map.WIDENED_VALUES)
-        else:
-            with ring.consume(2 * tile + 1) as stage:
-                if not valid.all():
-                    zero_other_rows(self.shared, stage, valid)
-                fence_async_view_proxy()
-                named_barrier[Int32(CONSUMER_THREADS)](CONSUMER_BARRIER)
-                self.multiply_values(stage * Self.Map.STAGE_BYTES)
+            self.multiply_values(stage * Self.Map.STAGE_BYTES)
 
     @always_inline
-    def multiply_values(mut self, tile: Int):
-        """O^T += V^T P^T of the tile of V that lies at `tile`."""
+    def store_weights(self, buffer: Int = 0):
+        """The tile's weights to shared memory, in the operands' dtype."""
+        comptime for i in range(0, Self.WIDTH, 2):
+            var pair = SIMD[DType.float32, 2](self.scores[i], self.scores[i + 1]).cast[Self.compute]()
+            var at = Self.Map.weight_offset(fragment_row(self.thread, i), fragment_column(self.thread, i), buffer)
+            self.shared.at[Scalar[Self.compute]](at).unsafe_store[alignment=4](pair)
+
+    @always_inline
+    def multiply_values(mut self, tile: Int, buffer: Int = 0):
+        """O^T += V^T P^T of the tile of V that lies at `tile` and the weights in `buffer`."""
         comptime for atom in range(Self.Map.ATOMS):
             pin_results(self.acc[atom])
         wgmma_fence_aligned()
@@ -242,7 +257,7 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
                     layout_b="row",
                 ](
                     self.shared.descriptor[Self.compute](Self.Map.value_operand(tile, atom, step)),
-                    self.shared.descriptor[Self.compute](Self.Map.weight_operand(step)),
+                    self.shared.descriptor[Self.compute](Self.Map.weight_operand(step, buffer)),
                     self.acc[atom],
                 )
         wgmma_commit_group_sync()
@@ -256,6 +271,11 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
         """Writes o and lse, or the partial result."""
         var totals = self.total.copy()
         self.reduce_over_tile[greatest=False](totals)
+        self.write_result(partials, totals)
+
+    @always_inline
+    def write_result(self, partials: PartialOutputs, totals: Array[Float32, Self.COLUMNS]):
+        """Writes o and lse, or the partial result, from the weights of all rows."""
         var is_nan = self.item.end == INVALID_ROW or self.shared.status()[] != 0
         comptime for c in range(Self.COLUMNS):
             if self.head(c) < self.group:

@@ -1,11 +1,13 @@
 """Attention on Hopper (sm_90a): TMA copies pages, and K and V are the large operand of the tensor cores.
 
-A block of five warps serves one split item for one KV head, in tiles of 64 tokens:
+A block of five warps (nine for a float8 cache) serves one split item for one KV head, in tiles of 64 tokens:
 
     producer, 1 warp     page table -> boxes of K and V -> ring of stages in shared memory
     consumers, 4 warps   S^T [64 tokens, heads] = K Q^T       wgmma, both operands in shared memory
                          P = 2^(score - greatest)             in registers; the warps exchange their greatest
                          O^T [head_dim, heads] += V^T P^T     wgmma, P is stored to shared memory
+
+With a float8 cache another 4 warps have V, and the first ones K alone (`float8_consumers.mojo`).
 
 With the operands this way round, a group of up to 8 (or 16) query heads is padded to 8 (or 16) and not to 64.
 `shared_memory.mojo` draws the memory, `pipeline.mojo` explains the ring; `README.md` describes the whole. Compiled for
@@ -27,14 +29,18 @@ from ..params import GpuAttentionParams
 from ..scheduler import PartialOutputs, Schedule, Workspace, enqueue_schedule, multiprocessors, needs_list
 from ..split_kv import NO_ROW, ScheduleBounds
 from .consumer import Consumer
+from .float8_consumers import attend_keys, attend_values
 from .pipeline import BlockSharedMemory
 from .producer import produce
 from .shared_memory import SharedMemoryMap
 from .tiles import CopyBox, ItemTiles
 from .wgmma import CONSUMER_THREADS, CONSUMER_WARPS
 
-comptime BLOCK_THREADS = CONSUMER_THREADS + 32
-"""The consumer warpgroup and the producer warp."""
+
+@always_inline
+def block_threads(warpgroups: Int) -> Int:
+    """The consumer warpgroups and the producer warp."""
+    return warpgroups * CONSUMER_THREADS + 32
 
 
 # On the host
@@ -119,7 +125,7 @@ def launch_hopper[
         Int32(v_boxes.head_step),
         # The KV heads of an item are adjacent blocks: in the NHD layout they read the same range of memory.
         grid_dim=bounds.items * kv_heads,
-        block_dim=BLOCK_THREADS,
+        block_dim=block_threads(Map.WARPGROUPS),
         shared_mem_bytes=Map.BYTES,
         func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(Map.BYTES)),
         attributes=schedule.attributes_of_attention(),
@@ -132,7 +138,9 @@ def launch_hopper[
 
 
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(BLOCK_THREADS)),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](
+        Int32(block_threads(SharedMemoryMap[kv_dtype, head_dim, heads].WARPGROUPS))
+    ),
     `nvvm.minctasm`=SIMDLength(SharedMemoryMap[kv_dtype, head_dim, heads].BLOCKS_PER_SM),
 )
 @__llvm_arg_metadata(k_map, `nvvm.grid_constant`)
@@ -154,18 +162,22 @@ def attend_item_on_hopper[
 
     `cache` is K's view, for the page table and the sizes, which V shares; the steps are those of `PageBoxes`.
     """
+    comptime Map = SharedMemoryMap[kv_dtype, head_dim, heads]
+    comptime consumers = Map.WARPGROUPS * CONSUMER_THREADS
     var memory = external_memory[UInt8, address_space=AddressSpace.SHARED, alignment=1024]()
     var shared = BlockSharedMemory[kv_dtype, head_dim, heads](memory)
     var ring = shared.ring()
     if thread_idx.x == 0:
         ring.init(CONSUMER_WARPS)
+        comptime if Map.WARPGROUPS > 1:
+            shared.buffers().init(CONSUMER_WARPS, CONSUMER_WARPS)
         shared.status()[] = 0
     # What is above overlaps with the kernel that makes the schedule.
     schedule.begin_attention()
     var kv_heads = UInt32(cache.num_heads())
     var index = UInt32(block_idx.x) // kv_heads
     var kv_head = Int32(UInt32(block_idx.x) - index * kv_heads)
-    if thread_idx.x >= CONSUMER_THREADS:
+    if thread_idx.x >= consumers:
         # For all: the search for it would take registers that the consumers have not.
         var found = schedule.find_item(params, Int(index))
         if lane_id() == 0:
@@ -176,15 +188,21 @@ def attend_item_on_hopper[
         return
     var box = CopyBox(box_bits)
     var tiles = ItemTiles.of(item.begin, item.end, box)
-    if thread_idx.x >= CONSUMER_THREADS:
+    if thread_idx.x >= consumers:
         var pages = RowPageTable(item.row, params, cache)
         produce(k_map, v_map, shared, ring, tiles, pages, box, kv_head * k_head_step, kv_head * v_head_step)
     else:
         var consumer = Consumer[dtype, o_dtype, kv_dtype, head_dim, heads](
             shared, params, item, kv_head, Int32(kv_heads)
         )
-        consumer.load_query()
-        for tile in range(tiles.count):
-            consumer.score_tile(ring, tiles, tile)
-            consumer.add_values(ring, tiles, tile)
-        consumer.finish(partials)
+        comptime if Map.WARPGROUPS > 1:
+            if thread_idx.x < CONSUMER_THREADS:
+                attend_keys(consumer, tiles)
+            else:
+                attend_values(consumer, tiles, partials)
+        else:
+            consumer.load_query()
+            for tile in range(tiles.count):
+                consumer.score_tile(ring, tiles, tile)
+                consumer.add_values(ring, tiles, tile)
+            consumer.finish(partials)

@@ -1,14 +1,17 @@
-"""The ring of stages between the producer warp and the consumer warpgroup, and pointers to the rest of shared memory.
+"""The ring of stages between the producer warp and the consumers, and pointers to the rest of shared memory.
 
 A stage holds one tile of K or V and has two mbarriers. A barrier counts its completions (phases); a wait names the
 parity of one of them.
 
     full[s]   completes when all bytes of a fill have arrived       1 arrival (the producer's) + its bytes
-    empty[s]  completes when every consumer warp has released it    1 arrival a warp
+    empty[s]  completes when each warp that reads it has released it  1 arrival a warp
 
 Fill `i` (0, 1, ...) of the ring goes to stage `i % stages` and is that stage's `n`-th, n = i // stages. Its data is
 complete with the n-th completion of `full`. It may begin after the (n - 1)-th of `empty`; for n = 0 that is the one
 before the first, which a fresh barrier counts as done.
+
+The weights of a float8 cache go from one warpgroup to the other through a ring of two stages, in which `full[s]`
+completes with one arrival of each warp that writes.
 """
 
 from layout.tma_async import SharedMemBarrier
@@ -27,7 +30,7 @@ comptime SharedBarriers = Pointer[SharedMemBarrier, MutUntrackedOrigin, address_
 
 @fieldwise_init
 struct Ring[stages: Int](TrivialRegisterPassable):
-    """The barriers of a ring; used only through `with ring.produce(...)` and `with ring.consume(...)`."""
+    """The barriers of a ring; used only through `with ring.produce(...)`, `ring.write(...)` and `ring.consume(...)`."""
 
     var full: SharedBarriers
     """`[stages]`."""
@@ -35,10 +38,15 @@ struct Ring[stages: Int](TrivialRegisterPassable):
     """`[stages]`."""
 
     @always_inline
-    def init(self, consumer_warps: Int):
-        """By one thread, before a barrier of the whole block."""
+    def init(self, consumer_warps: Int, writer_warps: Int = 1):
+        """By one thread, before a barrier of the whole block.
+
+        Args:
+            consumer_warps: That read a stage.
+            writer_warps: That `write` to it; 1 where one warp has copies made.
+        """
         comptime for stage in range(Self.stages):
-            self.full[unsafe_offset=stage].init(1)
+            self.full[unsafe_offset=stage].init(Int32(writer_warps))
             self.empty[unsafe_offset=stage].init(Int32(consumer_warps))
         fence_mbarrier_init()
         # The copy engine, too, must see the initialised barriers.
@@ -57,8 +65,13 @@ struct Ring[stages: Int](TrivialRegisterPassable):
         return ProducerStage[Self.stages](self, fill, bytes)
 
     @always_inline
+    def write(self, fill: Int32) -> WriterStage[Self.stages]:
+        """`with ring.write(i) as stage:` store to the stage. By all writer warps."""
+        return WriterStage[Self.stages](self, fill)
+
+    @always_inline
     def consume(self, fill: Int32) -> ConsumerStage[Self.stages]:
-        """`with ring.consume(i) as stage:` read the stage. By all consumer warps; all reads are done at the end."""
+        """`with ring.consume(i) as stage:` read the stage. By all warps that read it; reads are done at the end."""
         return ConsumerStage[Self.stages](self, fill)
 
 
@@ -99,6 +112,28 @@ struct ProducerStage[stages: Int](TrivialRegisterPassable):
 
 
 @fieldwise_init
+struct WriterStage[stages: Int](TrivialRegisterPassable):
+    """Waits until the stage is empty; at the end it is full of what this warp stores."""
+
+    var ring: Ring[Self.stages]
+    var fill: Int32
+
+    @always_inline
+    def __enter__(self) -> Int:
+        var n, stage = self.ring.stage_of(self.fill)
+        self.ring.empty[unsafe_offset=stage].wait((n & 1) ^ 1)
+        return stage
+
+    @always_inline
+    def __exit__(self):
+        # Each lane's stores are seen by the tensor cores of those who wait for the arrival.
+        fence_async_view_proxy()
+        syncwarp()
+        if lane_id() == 0:
+            _ = mbarrier_arrive(self.ring.full.unsafe_offset(self.ring.stage_of(self.fill)[1]))
+
+
+@fieldwise_init
 struct ConsumerStage[stages: Int](TrivialRegisterPassable):
     """Waits until the stage is full; releases it at the end."""
 
@@ -134,6 +169,13 @@ struct BlockSharedMemory[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegi
     def ring(self) -> Ring[Self.Map.STAGES]:
         return Ring[Self.Map.STAGES](
             self.at[SharedMemBarrier](Self.Map.FULL), self.at[SharedMemBarrier](Self.Map.EMPTY)
+        )
+
+    @always_inline
+    def buffers(self) -> Ring[Self.Map.BUFFERS]:
+        """Of weights and factors, from the keys' warpgroup to the values' (float8 caches only)."""
+        return Ring[Self.Map.BUFFERS](
+            self.at[SharedMemBarrier](Self.Map.BUFFERS_FULL), self.at[SharedMemBarrier](Self.Map.BUFFERS_EMPTY)
         )
 
     @always_inline

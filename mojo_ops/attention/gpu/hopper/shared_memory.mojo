@@ -32,9 +32,11 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     QUERY          +----------------------------------------------------------------+
                    | query     [head_dim / 8, heads, 8]                             |
     WEIGHTS        +----------------------------------------------------------------+
-                   | weights   [heads / 8, WGMMA_TILE_TOKENS, 8]                    |
+                   | weights   [BUFFERS, heads / 8, WGMMA_TILE_TOKENS, 8]           |
     EXCHANGE       +----------------------------------------------------------------+
                    | exchange  [CONSUMER_WARPS, heads] float32                      |
+    FACTORS        +----------------------------------------------------------------+
+                   | factors   [BUFFERS, heads] float32 (float8 caches only)        |
     STATUS         +----------------------------------------------------------------+
                    | status    int32, 4 bytes of padding                            |
     ITEM           +----------------------------------------------------------------+
@@ -43,6 +45,8 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
                    | full      [STAGES] mbarriers                                   |
     EMPTY          +----------------------------------------------------------------+
                    | empty     [STAGES] mbarriers                                   |
+    BUFFERS_FULL   +----------------------------------------------------------------+
+                   | full, then empty: [BUFFERS] mbarriers (float8 caches only)     |
     BYTES          +----------------------------------------------------------------+
     ```
 
@@ -50,7 +54,8 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     tokens, of which a box of the cache is one or more. Rows of 128 bytes are swizzled: chunk c of row r, 16 bytes, lies at
     chunk c XOR (r modulo 8) of the row. The copy engine leaves 16-bit caches in the ring that way. A float8 tile lies
     there as plain `[WGMMA_TILE_TOKENS, head_dim]` and is widened to `WIDENED_KEYS` or `WIDENED_VALUES`. Query and weights
-    are whole 8 x 8 core matrices.
+    are whole 8 x 8 core matrices. With a float8 cache the warpgroup of the keys leaves a tile's weights, and the factors
+    of the sums before it, in one of two buffers for the warpgroup of the values (`float8_consumers.mojo`).
 
     Parameters:
         kv_dtype: A 16-bit type, which the query and the weights have too, or a float8: those have float16 then.
@@ -59,6 +64,10 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     """
 
     comptime WIDENED = size_of[Self.kv_dtype]() == 1
+    comptime WARPGROUPS = 2 if Self.WIDENED else 1
+    """Of consumers: with a float8 cache one for the keys and one for the values."""
+    comptime BUFFERS = Self.WARPGROUPS
+    """Of weights: with two warpgroups, the one that the other reads, and the one that is written meanwhile."""
     comptime ATOMS = Self.head_dim // ATOM_ELEMENTS
     comptime GROUP_BYTES = Self.ATOMS * SWIZZLE_PERIOD_BYTES
     """Of 8 tokens in a tile that the tensor cores read: the stride of its operands."""
@@ -79,12 +88,16 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     comptime STAGES = (Self.KV_BYTES - (2 * Self.TILE_BYTES if Self.WIDENED else 0)) // Self.STAGE_BYTES
     comptime QUERY = Self.KV_BYTES
     comptime WEIGHTS = Self.QUERY + Self.heads * Self.head_dim * 2
-    comptime EXCHANGE = Self.WEIGHTS + Self.heads * WGMMA_TILE_TOKENS * 2
-    comptime STATUS = Self.EXCHANGE + CONSUMER_WARPS * Self.heads * size_of[DType.float32]()
+    comptime WEIGHTS_BYTES = Self.heads * WGMMA_TILE_TOKENS * 2
+    comptime EXCHANGE = Self.WEIGHTS + Self.BUFFERS * Self.WEIGHTS_BYTES
+    comptime FACTORS = Self.EXCHANGE + CONSUMER_WARPS * Self.heads * size_of[DType.float32]()
+    comptime STATUS = Self.FACTORS + (Self.BUFFERS * Self.heads * size_of[DType.float32]() if Self.WIDENED else 0)
     comptime ITEM = Self.STATUS + 8
     comptime FULL = Self.ITEM + 16
     comptime EMPTY = Self.FULL + 8 * Self.STAGES
-    comptime BYTES = Self.EMPTY + 8 * Self.STAGES
+    comptime BUFFERS_FULL = Self.EMPTY + 8 * Self.STAGES
+    comptime BUFFERS_EMPTY = Self.BUFFERS_FULL + 8 * Self.BUFFERS
+    comptime BYTES = Self.BUFFERS_FULL + (2 * 8 * Self.BUFFERS if Self.WIDENED else 0)
 
     @staticmethod
     def check():
@@ -135,9 +148,20 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
 
     @staticmethod
     @always_inline
-    def weight_offset(token: Int, head: Int) -> Int:
+    def weight_offset(token: Int, head: Int, buffer: Int = 0) -> Int:
         """Where the weight of a tile's token lies for a head."""
-        return Self.WEIGHTS + ((head // 8) * WGMMA_TILE_TOKENS + token) * CHUNK_BYTES + (head % 8) * 2
+        return (
+            Self.WEIGHTS
+            + buffer * Self.WEIGHTS_BYTES
+            + ((head // 8) * WGMMA_TILE_TOKENS + token) * CHUNK_BYTES
+            + (head % 8) * 2
+        )
+
+    @staticmethod
+    @always_inline
+    def factor_offset(head: Int, buffer: Int) -> Int:
+        """Where the factor of a head's sums lies."""
+        return Self.FACTORS + (buffer * Self.heads + head) * size_of[DType.float32]()
 
     @staticmethod
     @always_inline
@@ -177,8 +201,9 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
 
     @staticmethod
     @always_inline
-    def weight_operand(step: Int) -> MatrixOperand:
+    def weight_operand(step: Int, buffer: Int = 0) -> MatrixOperand:
         """B of O^T: `[heads, 16 tokens from 16 * step on]`, heads adjacent."""
         # With 8 heads there is no second group of heads: the stride between groups is then unused.
         comptime between_groups = WGMMA_TILE_TOKENS * CHUNK_BYTES if Self.heads > 8 else CORE_MATRIX_BYTES
-        return MatrixOperand(Self.weight_offset(step * WGMMA_K, 0), CORE_MATRIX_BYTES, between_groups, False)
+        var start = Self.weight_offset(step * WGMMA_K, 0, buffer)
+        return MatrixOperand(start, CORE_MATRIX_BYTES, between_groups, False)

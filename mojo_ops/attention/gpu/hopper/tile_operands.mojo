@@ -25,17 +25,17 @@ def zero_other_rows[
 @always_inline
 def widen_tile[
     kv_dtype: DType, head_dim: Int, heads: Int, //, *, is_value: Bool
-](shared: BlockSharedMemory[kv_dtype, head_dim, heads], stage: Int, to: Int, valid: TileRows):
+](shared: BlockSharedMemory[kv_dtype, head_dim, heads], thread: Int, stage: Int, to: Int, valid: TileRows):
     """A float8 tile to float16, swizzled; the values of rows that are not valid become 0, as in `zero_other_rows`.
 
-    The last products that read `to` are complete: barriers of the consumers lie in between (as for the weights).
+    By a warpgroup, of which this is the `thread`-th. The last products that read `to` are complete in all of it: since
+    then it has met at a barrier.
     """
     comptime Map = SharedMemoryMap[kv_dtype, head_dim, heads]
     comptime per_token = head_dim // 16
     comptime rows = CONSUMER_THREADS // per_token
     """Tokens a round: whole groups of 8, so that a thread's addresses of one round are those of another, moved."""
     comptime assert rows % 8 == 0 and WGMMA_TILE_TOKENS % rows == 0, "whole groups of rows in as many rounds"
-    var thread = Int(thread_idx.x)
     var first, piece = divmod(thread, per_token)
     var source = stage * Map.STAGE_BYTES + thread * 16
     var low = to + Map.widened_offset(first, 2 * piece)
