@@ -39,14 +39,30 @@ def versions(root: Path = ROOT) -> dict[str, object]:
     return values
 
 
+NOT_SOURCES = ("build", "dist", "site", "*.egg-info", "__pycache__", ".*")
+"""Of a copy of the sources without git, which a rehearsal takes, too."""
+EARLIEST = 315532800
+"""1980, the first time that a zip file can hold: that of a copy without git."""
+
+
 def git(root: Path, *arguments: str) -> str:
     return subprocess.run(
         ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
 
 
+def commit(root: Path) -> tuple[str, int]:
+    """The commit of a checkout and its time; of a copy without git, "unknown" and EARLIEST."""
+    try:
+        return git(root, "rev-parse", "HEAD"), int(git(root, "log", "-1", "--format=%ct"))
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", EARLIEST
+
+
 def refusals(root: Path, version: str) -> list[str]:
     """Why this checkout is no release, a line each."""
+    if commit(root)[0] == "unknown":
+        return ["git finds no commit here"]
     found = []
     if changed := git(root, "status", "--porcelain").splitlines():
         found.append(f"{len(changed)} files are not as committed, {changed[0].split()[-1]} first")
@@ -63,6 +79,9 @@ def refusals(root: Path, version: str) -> list[str]:
 
 def copy_sources(root: Path, target: Path) -> None:
     """The files of a checkout, without what git ignores."""
+    if commit(root)[0] == "unknown":
+        shutil.copytree(root, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+        return
     for name in git(root, "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0"):
         if name and (root / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -125,11 +144,11 @@ def build_kernels(python: Path, kernels: Path, targets: str, out: Path, epoch: i
 def provenance(root: Path, files: list[Path], targets: list[str], *, rehearsed: bool) -> str:
     """Where the files come from, as JSON. It holds no time but the commit's: made again, it is the same."""
     found = versions(root)
-    epoch = int(git(root, "log", "-1", "--format=%ct"))
+    name, epoch = commit(root)
     facts = {
         "name": "paged-kv",
         "version": found["VERSION"],
-        "commit": git(root, "rev-parse", "HEAD"),
+        "commit": name,
         "time_of_commit": datetime.datetime.fromtimestamp(epoch, datetime.UTC).isoformat(),
         "rehearsal": rehearsed,
         "needs": found["PINNED"],
@@ -166,7 +185,7 @@ def main() -> int:
     if refused and not arguments.rehearse:
         return 1
     out.mkdir(parents=True, exist_ok=True)
-    epoch = int(git(ROOT, "log", "-1", "--format=%ct"))
+    _, epoch = commit(ROOT)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         builder = make_environment(folder / "builder", f"setuptools=={SETUPTOOLS}")

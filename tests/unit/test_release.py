@@ -174,6 +174,17 @@ def test_provenance_is_of_the_commit(tools, repository, tmp_path):
     assert tools["release"].versions()["PINNED"] == PINNED
 
 
+def test_a_rehearsal_takes_a_copy_without_git(tools, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    for name in ("python/a.py", "build/b.py", ".venv/c.py", "python/a.egg-info/d", "python/__pycache__/e"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+    assert tools["release"].commit(source) == ("unknown", tools["release"].EARLIEST)
+    assert tools["release"].refusals(source, "1.2.3") == ["git finds no commit here"]
+    tools["release"].copy_sources(source, target)
+    assert [path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()] == ["python/a.py"]
+
+
 FAKE = """#!/bin/sh
 echo "$SOURCE_DATE_EPOCH $*" >> {log}
 case "$*" in
