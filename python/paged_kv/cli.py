@@ -98,7 +98,7 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...], exact: bool) -
 
 @commands.command("serve")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[DIR] [-- MAX'S OWN FLAGS]")
-@click.option("--demo", "use_demo", is_flag=True, help="Serve a small model that comes along; no DIR then.")
+@click.option("--demo", "use_demo", is_flag=True, help="Serve the small model in the package; no DIR then.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0 is any that is free.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)

@@ -1,4 +1,4 @@
-"""Which artefact a CPU takes: one for this very CPU, then one that came along for a lower target, then a compile."""
+"""Which artefact a CPU takes: one for its own target, then an installed one for a lower target, then a compile."""
 
 import lzma
 
@@ -17,7 +17,7 @@ KEY = CompileKey("graph", ops.__name__)
 SOURCES = Sources.installed()
 """Read once."""
 LEVELS = ("haswell", "skylake-avx512", "znver4", "znver5", "sapphirerapids")
-"""What came along."""
+"""What the package contains."""
 
 
 class Compiled:

@@ -1,4 +1,4 @@
-"""Every variant that the array API may ask for: what is compiled ahead.
+"""Every variant that the array API loads: these are compiled ahead.
 
 A float8 query is widened before the op and a float8 output rounded after it, so queries and outputs are of three
 dtypes here; a cache has its queries' dtype or a float8 one.

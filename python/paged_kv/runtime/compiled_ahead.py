@@ -4,7 +4,7 @@
     TARGET/FAMILY.graph.xz        a compressed artefact of some graphs, sealed under their digests (`seal.py`)
 
 `python -m paged_kv.build_kernels` makes them. They lie in `paged_kv/kernels` or in a distribution of their own,
-`paged-kv-kernels`, and are trusted as the package's code is, whoever owns it; a file that is not whole is not read. A
+`paged-kv-kernels`, and are trusted as the package's code is: their owner is not checked. A damaged file is not read. A
 digest has the sources, the versions of MAX and Mojo and the target in it, so what was compiled from other sources or
 for another CPU has another one, and is not found.
 """
@@ -86,14 +86,14 @@ class Index:
 
 
 class TargetFolder:
-    """The compiled graphs of one CPU target, for the CPU at hand."""
+    """The compiled graphs of one CPU target, for a CPU that reports `cpu.flags`."""
 
     def __init__(self, path: Path, cpu: CpuInfo) -> None:
         self.path = path
         self._cpu = cpu
 
     def index(self) -> Index | None:
-        """What the folder holds; None where it is not there, is damaged, or asks for a flag that the CPU lacks."""
+        """What the folder holds; None where it is not there, is damaged, or requires a flag that the CPU does not report."""
         if not self.path.is_dir():
             return None
         try:
