@@ -93,7 +93,7 @@ class TargetFolder:
         self._cpu = cpu
 
     def index(self) -> Index | None:
-        """What the folder holds; None where it is not there, is damaged, or requires a flag that the CPU does not report."""
+        """What the folder holds; None where it is not there, is damaged, or requires a flag that this CPU lacks."""
         if not self.path.is_dir():
             return None
         try:

@@ -11,7 +11,7 @@ import ctypes
 import os
 
 from paged_kv.errors import ToolchainError
-from paged_kv.runtime.threads import pool_threads
+from paged_kv.runtime.threads import pool_has_started
 
 
 class _Forks:
@@ -24,7 +24,9 @@ class _Forks:
             os.register_at_fork(before=self._before, after_in_child=self._in_child)
 
     def _before(self) -> None:
-        self._parent_has_threads = pool_threads() != 0  # where the system does not list threads: there may be some
+        self._parent_has_threads = (
+            pool_has_started() is not False
+        )  # where the system does not list threads: there may be some
 
     def _in_child(self) -> None:
         if self._parent_has_threads and not self.lost_threads:

@@ -8,10 +8,12 @@ ends the process, since a device that exists has another number. So the process'
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paged_kv.arguments import integer
 from paged_kv.errors import ContractError, ToolchainError
@@ -20,8 +22,12 @@ _TASKS = Path("/proc/self/task")
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
 _POOL_NAME = "🔥 Thread"
-_SETTLE_SECONDS = 0.02
-"""Threads give themselves their names a moment after they start."""
+_MAX_MODULE = "max._core"
+"""Without it in the process nothing has started the pool."""
+_YOUNG_SECONDS = 0.05
+"""MAX's threads give themselves their names within this time of their start, if a CPU is free for them."""
+_SETTLE_SECONDS = 2.0
+"""No thread is waited for longer."""
 
 
 def allowed_cpus() -> set[int]:
@@ -49,10 +55,28 @@ def cgroup_quota(files: tuple[Path, Path] = _QUOTA) -> float | None:
 
 
 def pool_threads() -> int | None:
-    """The threads of MAX's pool; 0 before it has started, None where the system does not list threads."""
+    """The threads of MAX's pool; 0 before it has started, None where the system does not list threads.
+
+    Threads that are too new to have a name are waited for.
+    """
     if not _TASKS.is_dir():
         return None
-    return len(_pool_tasks())
+    if _MAX_MODULE not in sys.modules:
+        return 0
+    return sum(task.is_of_pool for task in _settled(lambda tasks: not any(task.may_take_a_name for task in tasks)))
+
+
+def pool_has_started() -> bool | None:
+    """Whether MAX's pool runs; None where the system does not list threads. Waits as `pool_threads`."""
+    if not _TASKS.is_dir():
+        return None
+    if _MAX_MODULE not in sys.modules:
+        return False
+
+    def known(tasks: list[_Task]) -> bool:
+        return any(task.is_of_pool for task in tasks) or not any(task.may_take_a_name for task in tasks)
+
+    return any(task.is_of_pool for task in _settled(known))
 
 
 def started_pool_threads() -> int | None:
@@ -61,7 +85,7 @@ def started_pool_threads() -> int | None:
     from max.driver import CPU
 
     CPU()
-    return _settled(pool_threads)
+    return pool_threads()
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -82,9 +106,9 @@ def set_num_threads(num_threads: int) -> None:
     cpus = allowed_cpus()
     if count > len(cpus):
         raise ContractError(f"num_threads is {count}, this process may run on {len(cpus)} CPUs")
-    if pool_threads() is None or not hasattr(os, "sched_setaffinity"):
+    running = pool_threads()
+    if running is None or not hasattr(os, "sched_setaffinity"):
         raise ToolchainError("num_threads can be set on Linux only")
-    running = _settled(pool_threads) if _pool_may_run() else 0
     if not running:
         running = _start_pool(count, cpus)
         if running != count:
@@ -124,27 +148,49 @@ def _one_a_core(cpus: list[int]) -> list[int]:
     return sorted(cpus, key=rank)
 
 
-def _pool_may_run() -> bool:
-    return len(list(_TASKS.iterdir())) > 1
+@dataclass(frozen=True)
+class _Task:
+    """A thread of this process, as the system describes it."""
+
+    name: str
+    state: str
+    ticks: int
+    """Of a CPU's time, so far."""
+    age: float
+    """Seconds since it started."""
+
+    @staticmethod
+    def of(folder: Path, now: float) -> _Task:
+        name, _, rest = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
+        fields = rest.split()
+        user, system, start = int(fields[11]), int(fields[12]), int(fields[19])
+        return _Task(name.partition("(")[2], fields[0], user + system, now - start / os.sysconf("SC_CLK_TCK"))
+
+    @property
+    def is_of_pool(self) -> bool:
+        return self.name.startswith(_POOL_NAME)
+
+    @property
+    def may_take_a_name(self) -> bool:
+        """Whether it has only just started, or waits for a CPU since it did."""
+        return not self.is_of_pool and (self.age < _YOUNG_SECONDS or (self.state in "RD" and not self.ticks))
 
 
-def _pool_tasks() -> list[str]:
-    names = []
-    for task in _TASKS.iterdir():
-        try:
-            names.append((task / "comm").read_text(encoding="utf-8", errors="replace"))
-        except OSError:  # it has ended
+def _tasks() -> list[_Task]:
+    found, now = [], time.clock_gettime(time.CLOCK_BOOTTIME)
+    for folder in _TASKS.iterdir():
+        if folder.name == str(os.getpid()):  # the first thread of all is none of the pool's
             continue
-    return [name for name in names if name.startswith(_POOL_NAME)]
+        with suppress(OSError):  # it has ended
+            found.append(_Task.of(folder, now))
+    return found
 
 
-def _settled(count: Callable[[], Any]) -> Any:
-    """What `count` says twice in a row."""
-    last = count()
-    for _ in range(50):
-        time.sleep(_SETTLE_SECONDS)
-        now = count()
-        if now == last:
-            break
-        last = now
-    return last
+def _settled(known: Callable[[list[_Task]], bool]) -> list[_Task]:
+    """This process's threads once they tell what is asked, or when they have been given time enough."""
+    end = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        tasks = _tasks()
+        if known(tasks) or time.monotonic() > end:
+            return tasks
+        time.sleep(0.001)
