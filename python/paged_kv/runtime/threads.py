@@ -22,7 +22,7 @@ _TASKS = Path("/proc/self/task")
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
 _POOL_NAME = "🔥 Thread"
-_MAX_MODULE = "max._core"
+_MAX_MODULE = "max.driver"
 """Without it in the process nothing has started the pool."""
 _YOUNG_SECONDS = 0.05
 """MAX's threads give themselves their names within this time of their start, if a CPU is free for them."""
