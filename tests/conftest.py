@@ -52,6 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=CPU_TARGETS,
         help="compile the kernels for this LLVM target instead of the best that this CPU can run",
     )
+    parser.addoption(
+        "--compiled-kernels",
+        type=Path,
+        metavar="DIR",
+        help="take kernels from a folder of build_kernels, with a compiler that refuses; for tests/api",
+    )
     parser.addoption("--hostile-seed", type=int, default=0, help="what the cases of tests/hostile are drawn from")
     parser.addoption("--hostile-cases", type=int, default=1250, help="how many cases of tests/hostile there are")
     parser.addoption(
@@ -95,6 +101,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from support import amx_emulation
 
         amx_emulation.install()
+    if (folder := config.getoption("--compiled-kernels")) is not None:
+        from support import compiled_kernels
+
+        compiled_kernels.install(folder, in_worker=hasattr(config, "workerinput"))
 
 
 @pytest.hookimpl(optionalhook=True)
