@@ -4,6 +4,7 @@ import ctypes
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -30,6 +31,7 @@ def limited(process: subprocess.Popen[Any], seconds: float = SECONDS) -> Iterato
 
     def end() -> None:
         with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP)  # or it might start another child meanwhile
             family = psutil.Process(process.pid).children(recursive=True)
             process.kill()
             for child in family:
@@ -44,3 +46,16 @@ def limited(process: subprocess.Popen[Any], seconds: float = SECONDS) -> Iterato
             yield process
     finally:
         timer.cancel()
+
+
+def has_ended(pid: int, seconds: float = 120) -> bool:
+    """Whether a process ends within `seconds`, or has ended though who inherited it has not looked at it yet."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False

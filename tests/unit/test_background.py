@@ -29,11 +29,11 @@ def test_a_failure_is_raised_wherever_the_result_is_asked_for():
 def test_a_job_that_waits_in_the_queue_is_done_by_who_asks(monkeypatch):
     monkeypatch.setattr(background, "_POOL", background.ThreadPoolExecutor(1))
     release, begun = threading.Event(), threading.Event()
-    first = Job(lambda: begun.set() or release.wait(10))
+    first = Job(lambda: begun.set() or release.wait(120))
     second = Job(lambda: threading.current_thread().name)
     first.start()
     second.start()
-    assert begun.wait(10)
+    assert begun.wait(120)
     assert second() == threading.current_thread().name
     release.set()
     assert first() is True
@@ -41,6 +41,6 @@ def test_a_job_that_waits_in_the_queue_is_done_by_who_asks(monkeypatch):
 
 def test_a_process_that_takes_too_long_is_ended():
     with pytest.raises(background.subprocess.TimeoutExpired):
-        background.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.5)
-    done = background.run([sys.executable, "-c", "print(7); raise SystemExit(3)"], timeout=60)
+        background.run([sys.executable, "-c", "import time; time.sleep(600)"], timeout=0.5)
+    done = background.run([sys.executable, "-c", "print(7); raise SystemExit(3)"], timeout=300)
     assert (done.returncode, done.stdout) == (3, "7\n")

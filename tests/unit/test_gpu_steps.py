@@ -6,25 +6,53 @@ import re
 import subprocess
 import sys
 import time
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paged_kv.benchmarks.gpu_bundle import run, steps
 from paged_kv.benchmarks.gpu_bundle.run import Rows, Step, run_steps
+from support.limits import has_ended
 
 ROOT = Path(__file__).parents[2]
 
 
-def python(name, code, seconds=20.0, **fields):
+SECONDS = 120.0
+"""More than any step here takes that ends by itself."""
+LAST_WORDS = b"and now it hangs"
+HANGS = f"""
+import time
+print({LAST_WORDS.decode()!r}, flush=True)
+time.sleep(600)
+"""
+
+
+def python(name, code, seconds=SECONDS, **fields):
     return Step(name, "first", (sys.executable, "-c", code), seconds, **fields)
+
+
+@pytest.fixture(autouse=True)
+def _time_begins_when_a_step_hangs(tmp_path, monkeypatch):
+    """The time limit of a step that hangs counts from its last words: Python may take a while to start."""
+
+    class Hanging(subprocess.Popen):
+        def wait(self, timeout=None):
+            log, end = tmp_path / "log.txt", time.monotonic() + SECONDS
+            while HANGS in self.args[-1] and LAST_WORDS + b"\n" not in log.read_bytes() and time.monotonic() < end:
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    # Of `run` alone, whose other names are those of the module.
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Hanging}))
 
 
 @pytest.fixture
 def ran(tmp_path):
     """Runs steps; their rows, whether all passed, and the log."""
 
-    def go(*listed, seconds=60.0):
+    def go(*listed, seconds=10 * SECONDS):
         rows, log = Rows(tmp_path / "rows.jsonl", {"device": "gpu"}), tmp_path / "log.txt"
         with log.open("ab") as file:
             passed = run_steps(listed, rows, file, seconds=seconds, env=dict(os.environ))
@@ -41,7 +69,7 @@ def test_every_step_has_a_row_whatever_became_of_it(ran):
             "print('nothing is well'); print('To get more accurate error information, do that'); raise SystemExit(3)",
         ),
         Step("absent", "first", ("/nonexistent/program",), 5),
-        python("slow", "import time; print('begun', flush=True); time.sleep(60)", seconds=1.0),
+        python("slow", HANGS, seconds=0.5),
         python("last", "print('still here')"),
     )
     assert [(row["step"], row["status"]) for row in rows] == [
@@ -51,8 +79,8 @@ def test_every_step_has_a_row_whatever_became_of_it(ran):
     assert rows[0]["detail"] == "all is well"
     assert rows[1]["detail"] == "nothing is well"
     assert "/nonexistent/program" in rows[2]["detail"]
-    assert rows[3]["detail"].endswith("begun")
-    assert 1 <= rows[3]["seconds"] < 5
+    assert rows[3]["detail"].endswith(LAST_WORDS.decode())
+    assert 0.5 <= rows[3]["seconds"] < 600  # it was ended
     assert all(row["device"] == "gpu" for row in rows)
     assert not passed
     assert "nothing is well" in log
@@ -60,13 +88,11 @@ def test_every_step_has_a_row_whatever_became_of_it(ran):
 
 def test_what_a_step_prints_as_json_is_a_row_at_once(ran):
     code = """
-import time
 print('{"us": 1.5}', flush=True)
 print('{not json}', flush=True)
 print('{"step": "another"}', flush=True)
-time.sleep(60)
 """
-    rows, _, log = ran(python("measures", code, seconds=1.5))
+    rows, _, log = ran(python("measures", code + HANGS, seconds=0.1))
     assert rows[0] == {"step": "measures", "part": "first", "us": 1.5, "device": "gpu"}
     assert [row["status"] for row in rows[1:]] == ["timeout"]
     assert '{"us": 1.5}' in log
@@ -77,26 +103,34 @@ def test_rows_are_on_disk_while_a_step_runs(tmp_path):
     code = f"import time; print(open({str(tmp_path / 'rows.jsonl')!r}).read().count('passed')); time.sleep(0)"
     rows = Rows(tmp_path / "rows.jsonl", {})
     with (tmp_path / "log").open("ab") as log:
-        run_steps([python("a", "print(1)"), python("b", code)], rows, log, seconds=60, env=dict(os.environ))
+        run_steps([python("a", "print(1)"), python("b", code)], rows, log, seconds=10 * SECONDS, env=dict(os.environ))
     found = [json.loads(line) for line in rows.path.read_text().splitlines()]
     assert found[1]["detail"] == "1"
 
 
 def test_what_a_step_leaves_running_ends_with_it(ran, tmp_path):
     left = tmp_path / "left"
-    child = f"import time; time.sleep(1); open({str(left)!r}, 'w')"
-    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.DEVNULL)"
+    child = f"import os, time; open({str(left)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(600)"
+    code = f"""
+import pathlib, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.DEVNULL)
+left = pathlib.Path({str(left)!r})
+while not left.exists() or not left.read_text().endswith("\\n"):
+    time.sleep(0.01)
+"""
     rows, _, _ = ran(python("leaves", code))
     assert rows[0]["status"] == "passed"
-    time.sleep(1.5)
-    assert not left.exists()
+    assert has_ended(int(left.read_text()))
 
 
-def test_a_step_without_time_left_is_written_down(ran):
-    slow, following = python("slow", "import time; time.sleep(60)", 1.0), python("next", "print(1)", 1.0)
+def test_a_step_without_time_left_is_written_down(ran, monkeypatch):
+    # At the start of all, before the first step, at its start; then it has taken 1.25 s.
+    times = chain([0.0] * 3, repeat(1.25))
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    slow, following = python("slow", HANGS, 1.0), python("next", "print(1)", 1.0)
     rows, passed, _ = ran(slow, following, seconds=1.5)
     assert [row["status"] for row in rows] == ["timeout", "not started"]
-    assert rows[0]["seconds"] < 5
+    assert rows[0]["seconds"] == 1.25
     assert not passed
 
 
@@ -127,7 +161,7 @@ def test_the_runner_reads_what_the_bundle_writes(tmp_path):
     script.chmod(0o755)
     command = [sys.executable, tmp_path / "run.py", "first", "--device", "cpu", "--results", tmp_path / "results"]
     result = subprocess.run(
-        command, env={**os.environ, "PYTHON": str(script)}, capture_output=True, check=False, timeout=60
+        command, env={**os.environ, "PYTHON": str(script)}, capture_output=True, check=False, timeout=300
     )
     assert result.returncode == 0, result.stdout
     rows = [json.loads(line) for line in (tmp_path / "results" / "rows.jsonl").read_text().splitlines()]
@@ -152,7 +186,7 @@ def test_each_test_of_a_step_is_a_row(ran, tmp_path):
     )
     plugins = ("-p", "no:cacheprovider", "-p", "paged_kv.benchmarks.gpu_bundle.pytest_rows")
     command = (sys.executable, "-m", "pytest", "-v", "-n0", *plugins, "-c", str(tmp_path / "pytest.ini"), str(tmp_path))
-    *rows, whole = ran(Step("tests", "correct", command, 30))[0]
+    *rows, whole = ran(Step("tests", "correct", command, SECONDS))[0]
     found = [(row["test"].partition("::")[2], row["outcome"]) for row in rows]
     assert found == [("test_good", "passed"), ("test_bad", "failed"), ("test_broken", "failed")]
     assert "assert 1 == 2" in rows[1]["reason"]

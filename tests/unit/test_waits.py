@@ -6,10 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from support.limits import limited
+from support.limits import has_ended, limited
 
 TESTS = Path(__file__).parents[1]
 WAITS = {"wait", "join", "communicate", "result"}
@@ -73,21 +72,20 @@ def test_a_process_ends_with_the_one_that_started_it():
 import subprocess, sys
 sys.path.insert(0, {str(TESTS)!r})
 from support.limits import end_with_parent
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=end_with_parent)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], preexec_fn=end_with_parent)
 print(child.pid, flush=True)
 sys.stdin.read()
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with limited(subprocess.Popen([sys.executable, "-c", code], **pipes), seconds=60) as parent:
-        child = psutil.Process(int(parent.stdout.readline()))
+    with limited(subprocess.Popen([sys.executable, "-c", code], **pipes), seconds=300) as parent:
+        child = int(parent.stdout.readline())
         parent.kill()
-    psutil.wait_procs([child], timeout=10)
-    assert not child.is_running()
+    assert has_ended(child)
 
 
 def test_a_process_that_does_not_end_is_ended_with_its_children():
     """The child has the pipe too: reading ends once both are gone."""
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with limited(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE), seconds=1) as child:
         assert child.stdout.read() == b""
     assert child.returncode == -signal.SIGKILL
