@@ -73,6 +73,7 @@ def load(*names):
     keys = {name: CompileKey(name, ops.__name__) for name in names or ("graph",)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # garbage of other tests, collected meanwhile
         models = load_graphs(session, keys, lambda module, missing: module.extend(missing))
     assert models == {name: f"model {name}" for name in keys}
     return session.compiles, [str(warning.message) for warning in caught]

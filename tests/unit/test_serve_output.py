@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+import threading
 import time
 from types import ModuleType
 
@@ -45,7 +46,7 @@ def serve(tmp_path, monkeypatch):
 
 def wait():
     """Passes an interrupt on."""
-    time.sleep(20)
+    time.sleep(300)
     raise AssertionError("the server was not told to stop")
 
 
@@ -62,6 +63,22 @@ def test_a_server_that_cannot_say_that_it_is_ready_leaves(serve, server, monkeyp
         serve(server)
 
 
-def test_a_server_that_can_goes_on(serve, capsys):
-    serve(lambda: time.sleep(0.3))
-    assert capsys.readouterr().out.startswith("paged-kv: ready on http://127.0.0.1:")
+def test_a_server_that_can_goes_on(serve, monkeypatch):
+    said = threading.Event()
+
+    class Stdout(io.StringIO):
+        def flush(self):
+            if self.getvalue():
+                said.set()
+
+    stdout, ended = Stdout(), []
+    monkeypatch.setattr("sys.stdout", stdout)
+
+    def server():
+        assert said.wait(300)
+        time.sleep(0.1)  # nobody tells it to stop
+        ended.append(True)
+
+    serve(server)
+    assert ended
+    assert stdout.getvalue().startswith("paged-kv: ready on http://127.0.0.1:")
