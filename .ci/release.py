@@ -123,7 +123,7 @@ def try_out(python: Path, folder: Path, *, demo: bool) -> None:
     command = python.with_name("paged-kv")
     commands = [[command, "doctor"], [python, ROOT / ".ci" / "smoke.py"], *([[command, "demo"]] if demo else [])]
     for arguments in commands:
-        subprocess.run(arguments, cwd=folder, env=environment, check=True, timeout=600)
+        subprocess.run(arguments, cwd=folder, env=environment, check=True, timeout=1800)
 
 
 def build_kernels(python: Path, kernels: Path, targets: str, out: Path, epoch: int) -> list[Path]:

@@ -9,8 +9,8 @@ import pytest
 from support.decoding import load_variants
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forking.py"
-SECONDS = 60
-"""Of one program; it takes two to four. A child without MAX's threads would wait for ever."""
+SECONDS = 300
+"""Of one program, which takes two to four. A child without MAX's threads would wait for ever."""
 
 REFUSED = "ToolchainError: this process was forked after MAX had started its threads"
 RIGHT = "128.0"

@@ -205,7 +205,7 @@ print(sorted(float(o.mean()) for o in found), made)
 
 def test_the_first_calls_of_a_process() -> None:
     """One session is made, and one kernel loaded, for all threads."""
-    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == f"{[float(i) for i in range(8)]} [None, 'load']"
 
 

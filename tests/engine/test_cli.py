@@ -62,15 +62,18 @@ def generate(run, folder):
     return generate
 
 
-def process(*args, **options):
-    """The command in a process of its own, which takes SIGINT even where the tests were started in the background."""
-    command = [sys.executable, "-c", "from paged_kv.cli import main; main()", *map(str, args)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return limited(subprocess.Popen(command, preexec_fn=take_interrupts, **pipes, **options))
+COMMAND = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests were started in the background
+from paged_kv.cli import main
+main()
+"""
 
 
-def take_interrupts():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def process(*args):
+    """The command in a process of its own."""
+    command = [sys.executable, "-c", COMMAND, *map(str, args)]
+    return limited(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
 
 
 def tokens_of(folder, *texts):

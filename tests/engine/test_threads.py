@@ -25,7 +25,12 @@ USED = """
 import os
 from paged_kv.runtime.threads import started_pool_threads
 threads, mask = started_pool_threads(), os.sched_getaffinity(0)
-print(threads, all(os.sched_getaffinity(int(task)) == mask for task in os.listdir("/proc/self/task")))
+def has_mask(task):
+    try:
+        return os.sched_getaffinity(int(task)) == mask
+    except ProcessLookupError:  # it has ended
+        return True
+print(threads, all(map(has_mask, os.listdir("/proc/self/task"))))
 """
 
 

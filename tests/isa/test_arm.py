@@ -26,7 +26,7 @@ def compile_for(cpu: str) -> str:
         output = Path(folder) / "kernels.s"
         target = ["--target-triple", TARGETS[cpu], "--target-cpu", cpu, "--emit", "asm", "-o", output]
         command = [MOJO, "build", "-I", ROOT, "-I", TESTS, *target, TESTS / "compile_cpu_kernels.mojo"]
-        result = background.run(command, timeout=300)
+        result = background.run(command, timeout=1200)
         assert result.returncode == 0, result.stderr
         return output.read_text()
 

@@ -56,7 +56,7 @@ def call(kernels, cache, *masked):
     """What a process of its own, whose CPU lacks the flags `masked`, says of its first call."""
     command = [sys.executable, "-c", CALL, str(kernels), " ".join(masked)]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip(), done.stderr
 

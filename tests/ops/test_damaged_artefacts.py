@@ -21,7 +21,7 @@ def test_damaged_artefacts_are_made_again(tmp_path):
 
     def call():
         command = [sys.executable, "-W", "error", "-c", CALL]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
         assert done.returncode == 0, done.stderr[-2000:]
         files = [path for path in (tmp_path / "paged-kv").rglob("*") if path.is_file()]
         return {path: path.read_bytes() for path in files}

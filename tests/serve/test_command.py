@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -15,12 +14,10 @@ import tokenizers
 
 from paged_kv.engine.demo import write_demo_checkpoint
 from support import serving
-from support.limits import limited
+from support.limits import has_ended, limited
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("fastapi", reason="the serving environment is not installed")
-
-STOP_SECONDS = 30
 
 
 def get(url, body=None):
@@ -43,7 +40,7 @@ def test_it_says_when_it_is_ready_and_leaves_nothing_behind(tmp_path, end):
         started = subprocess.Popen(
             [*command, "--", *serving.SAMPLING], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
         )
-    with limited(started, serving.START_SECONDS + STOP_SECONDS) as server:
+    with limited(started, serving.START_SECONDS + serving.STOP_SECONDS) as server:
         try:
             ready, request = server.stdout.readline().split(), server.stdout.readline()
             assert ready[:4] == ["paged-kv:", "ready", "on", ready[3]], log.read_text()[-4000:]
@@ -59,13 +56,10 @@ def test_it_says_when_it_is_ready_and_leaves_nothing_behind(tmp_path, end):
             assert listening(processes) == {"127.0.0.1"}
         finally:
             server.send_signal(end)
-            status = server.wait(STOP_SECONDS)
+            status = server.wait(serving.STOP_SECONDS)
     assert status in (0, 130, 128 + end)
     assert "Traceback" not in log.read_text()
-    deadline = time.monotonic() + STOP_SECONDS
-    while left := [pid for pid in processes if Path("/proc", pid).exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    assert all(has_ended(int(pid)) for pid in processes)
 
 
 def test_a_user_may_keep_the_compiled_graphs(checkpoint, tmp_path):

@@ -16,7 +16,7 @@ def compile_program(program: str, architecture: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         target = ["--target-accelerator", architecture, "--emit", "asm", "-o", Path(folder) / "host.s"]
         command = [MOJO, "build", "--Werror", "-I", ROOT, *target, TESTS / program]
-        result = background.run(command, timeout=300)
+        result = background.run(command, timeout=1200)
         assert result.returncode == 0, result.stderr
         suffix = "*.ptx" if architecture.startswith("sm_") else "*.amdgcn"
         return {path.name: path.read_text() for path in Path(folder).glob(suffix)}
@@ -62,13 +62,13 @@ def compile_graphs(program: str) -> tuple[str, list[Kernel]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [MOJO, "precompile", ROOT / "mojo_ops", "-o", folder / "mojo_ops.mojoc"]
-        result = background.run(command, timeout=300)
+        result = background.run(command, timeout=1200)
         assert result.returncode == 0, result.stderr
         command = [sys.executable, Path(__file__).with_name(program), "sm_90a"]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         result = background.run(
             [*command, folder / "mojo_ops.mojoc", folder / "graphs.mef"],
-            timeout=900,
+            timeout=3600,
             env={**os.environ, "PYTHONPATH": path},
         )
         assert result.returncode == 0, result.stderr[-4000:]

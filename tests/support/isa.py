@@ -38,7 +38,7 @@ def can_run(target: str, cpu: CpuInfo | None = None) -> bool:
     return can_run("x86-64", cpu) and REQUIRED_FLAGS[target] <= cpu.flags
 
 
-def run_tests(target: str | None, *arguments: str, timeout: int = 1200) -> str:
+def run_tests(target: str | None, *arguments: str, timeout: int = 3600) -> str:
     """What pytest prints when it runs `arguments` (modules of this folder, `-k` ...) for `target`; all must pass.
 
     None is the target that this CPU runs by default.

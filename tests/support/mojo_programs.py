@@ -12,7 +12,7 @@ TESTS = ROOT / "tests" / "mojo"
 MOJO = Path(sys.executable).parent / "mojo"
 
 
-def mojo(*arguments: str | Path, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+def mojo(*arguments: str | Path, timeout: int = 1200) -> subprocess.CompletedProcess[str]:
     return subprocess.run([MOJO, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -62,7 +62,7 @@ def outcomes() -> tuple[dict[tuple[str, str], str], str]:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "all_tests.mojo"
         program.write_text("\n".join(lines))
-        result = mojo("run", "--Werror", "-I", package(), "-I", TESTS, program, timeout=900)
+        result = mojo("run", "--Werror", "-I", package(), "-I", TESTS, program, timeout=3600)
     output = result.stdout + result.stderr
     found: dict[tuple[str, str], str] = {}
     for part in result.stdout.split("file ")[1:]:

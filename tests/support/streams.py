@@ -11,7 +11,7 @@ reader."""
 _SHELL = {"closed": "{}>&-", "full": "{}>/dev/full", "limited": '{}>"${{STREAM}}{}"'}
 
 
-def run(arguments, tmp_path, *, command=COMMAND, stdout=None, stderr=None, timeout=120, **environment):
+def run(arguments, tmp_path, *, command=COMMAND, stdout=None, stderr=None, timeout=600, **environment):
     """Exit status, stdout and stderr; a stream that is one of `BROKEN` is empty."""
     broken = {1: stdout, 2: stderr}
     # A shell prepares the streams: Python would have to fork for it, which threads of other tests do not survive.

@@ -204,7 +204,7 @@ mount -t tmpfs -o size=8k none "$1" && cd "$1" && mkdir -m 700 -p paged-kv/compi
 def test_a_full_file_system(tmp_path):
     """One of 8 KB, in a mount namespace of its own."""
     namespace = ["unshare", "--mount", "bash", "-c", FULL, "-", str(tmp_path)]
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=60).returncode:
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=300).returncode:
         pytest.skip("no mount namespaces here")
     body = f"""
 from paged_kv.runtime.artefact_folder import ArtefactFolder

@@ -104,7 +104,7 @@ def test_every_source_folder_is_shipped():
 @pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.which("git"), reason="not a git checkout")
 def test_the_top_level_is_the_house():
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
-    files = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    files = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
     top = {Path(file).parts[0] for file in files if (ROOT / file).exists()}
     assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
     assert TOP_LEVEL - {"benchmarks", "docs"} <= top

@@ -41,7 +41,7 @@ def repository(tmp_path):
     versions.parent.mkdir(parents=True)
     versions.write_text('VERSION = "1.2.3"\nPINNED = {"max": "1"}\n')
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m c", "tag v1.2.3"):
-        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True, timeout=60)
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True, timeout=300)
     return tmp_path
 
 
@@ -68,7 +68,7 @@ def test_a_tagged_clean_commit_is_released(tools, repository):
     ],
 )
 def test_what_is_refused(tools, repository, command, words):
-    subprocess.run(["bash", "-c", command], cwd=repository, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run(["bash", "-c", command], cwd=repository, check=True, stdout=subprocess.DEVNULL, timeout=300)
     found = tools["release"].refusals(repository, "1.2.3")
     assert any(words in line for line in found), found
 
@@ -167,7 +167,7 @@ def test_provenance_is_of_the_commit(tools, repository, tmp_path):
     file = tmp_path / "a.whl"
     file.write_bytes(b"abc")
     facts = json.loads(tools["release"].provenance(repository, [file], ["znver5"], rehearsed=False))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, timeout=60)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, timeout=300)
     assert (facts["version"], facts["commit"], facts["needs"]) == ("1.2.3", commit.stdout.strip(), {"max": "1"})
     assert facts["files"] == {"a.whl": {"sha256": hashlib.sha256(b"abc").hexdigest(), "bytes": 3}}
     assert facts["kernel_targets"] == ["znver5"]
@@ -219,7 +219,7 @@ def test_a_folder_with_files_is_refused(tmp_path):
         env=os.environ | {"PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2
