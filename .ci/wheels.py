@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
-from paged_kv.runtime.api_variants import API_FAMILIES
+from paged_kv.build_kernels import graph_families
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.runtime.compiled_ahead import DISTRIBUTION, INDEX, SUFFIX, Index
 from paged_kv.runtime.kernel_build import Piece
@@ -84,11 +84,12 @@ def read_kernels(folder: Path, sources: Sources) -> Files:
     if not targets:
         sys.exit(f"{folder} has no kernels: make them by python -m paged_kv.build_kernels --out {folder}")
     files: Files = {}
+    families = graph_families()
     for target in targets:
         index = Index.read(target / INDEX)
-        for family in API_FAMILIES:
+        for family, graphs in families.items():
             name = f"{family}{SUFFIX}"
-            if name not in index.files or not Piece(folder, target.name, family).is_whole(sources):
+            if name not in index.files or not Piece(folder, target.name, family, graphs).is_whole(sources):
                 sys.exit(f"{target / name} is missing, damaged or of other sources: run build_kernels again")
             content = (target / name).read_bytes()
             if hashlib.sha256(content).hexdigest() != index.files[name]["sha256"]:

@@ -1,13 +1,27 @@
-"""`python -m paged_kv.build_kernels`: every variant of the array API, compiled ahead for the CPUs that people have."""
+"""`python -m paged_kv.build_kernels`: the array API and the demo's step, compiled ahead for the CPUs of most people."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from paged_kv.errors import PagedKVError
 from paged_kv.output import say
+
+if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
+    from paged_kv.runtime.graph_family import GraphFamily
+
+DEMO_STEP = "demo_step"
+
+
+def graph_families() -> dict[str, GraphFamily]:
+    """All that a wheel of kernels holds, by the name of the file."""
+    from paged_kv.engine.step import demo_family
+    from paged_kv.runtime.graph_family import api_families
+
+    return {**api_families(), DEMO_STEP: demo_family()}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,22 +30,21 @@ from paged_kv.output import say
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Gets a folder for each target.")
 @click.option("--jobs", type=click.IntRange(1), help="Compiles at a time, 1.5 GB each. Default: one a core.")
-@click.option("--families", help="Only these files, with commas: attention_float32_float32, copies, merges, ...")
+@click.option("--families", help="Only these files, with commas: attention_float32_float32, copies, demo_step, ...")
 def build_kernels(targets: str | None, out: Path, jobs: int | None, families: str | None) -> None:
-    """Compile every variant of the array API ahead, for CPUs that need not be here.
+    """Compile every variant of the array API and the demo's step ahead, for CPUs that need not be here.
 
     What lies in --out and is whole is not compiled again, so the command may be stopped and run again. An installation
     finds them in the package's folder `kernels`; .ci/wheels.py makes wheels of them.
     """
-    # Not at the top: --help needs no MAX.
     from paged_kv.runtime import kernel_build
-    from paged_kv.runtime.api_variants import API_FAMILIES
 
     try:
         failures = kernel_build.build(
+            graph_families(),
             out,
             targets.split(",") if targets is not None else kernel_build.TARGETS,
-            families=families.split(",") if families is not None else tuple(API_FAMILIES),
+            only=families.split(",") if families is not None else None,
             jobs=jobs,
             report=say,
         )

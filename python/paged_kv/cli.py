@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +23,9 @@ from paged_kv.commands.options import threads_option
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.options import check_head_dim
 from paged_kv.output import say, with_streams
+
+if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
+    from paged_kv.runtime.compile_key import CompileKey
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -73,7 +76,7 @@ def doctor(compiled: bool, explain: bool, arch: str | None, head_dim: int, group
         if not 1 <= value < 2**31:
             raise ContractError(f"{name} must be at least 1 and below 2^31, not {shown(value)}")
     check_head_dim("--head-dim", head_dim)
-    report = collect()
+    report = collect(_steps)
     click.echo(render(report))
     if compiled:
         click.echo(list_compiled(report))
@@ -81,6 +84,14 @@ def doctor(compiled: bool, explain: bool, arch: str | None, head_dim: int, group
         devices = report.architectures if arch is None else [arch]
         click.echo(explain_kernels(devices, head_dim, group, page_size, report.target))
     return report.exit_status
+
+
+def _steps() -> dict[str, CompileKey]:
+    """What the step of each model in the package depends on, by the command that runs it."""
+    from paged_kv.engine.step import demo_family
+
+    (key,) = demo_family().keys.values()
+    return {"demo": key}
 
 
 @commands.command()

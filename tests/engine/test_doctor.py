@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paged_kv.cli import _run
 from paged_kv.runtime import compiled_ahead, doctor
 from paged_kv.runtime.api_variants import API_FAMILIES
 from paged_kv.runtime.cpu_target import CpuInfo
@@ -105,12 +106,39 @@ def test_what_is_compiled_is_counted_by_place():
     ]
 
 
+def test_a_step_has_a_row_of_its_own():
+    report = Report(CpuInfo("x86_64", "", frozenset()), 1, compiled={"a": None})
+    assert "\ndemo " not in render(report)
+    report.steps = {"demo": "with the package, for haswell"}
+    lines = render(report).splitlines()
+    assert "demo      reads its step in 0.1 s: with the package, for haswell" in lines
+    assert "compiled  0 of 1 kernels of the API" in lines
+    report.steps = {"demo": None}
+    assert "demo      compiles its step for half a minute, once on this machine" in render(report).splitlines()
+
+
 def test_every_kernel_of_the_api_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled_ahead, "kernel_roots", list)
     report = collect()
     assert report.compiled == {variant.name: None for family in API_FAMILIES.values() for variant in family}
     assert "\ncompiled  0 of 90 kernels of the API\n" in render(report)
+
+
+def test_the_command_looks_for_the_demo_s_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled_ahead, "kernel_roots", list)
+    assert _run(["doctor"]) == 0
+    assert "\ndemo      compiles its step for half a minute" in capsys.readouterr().out
+
+
+def test_steps_that_cannot_be_asked_for_are_a_problem():
+    def fail():
+        raise OSError("no\nconfig.json")
+
+    report = collect(fail)
+    assert report.problems == ["compiled kernels: no config.json"]
+    assert (report.compiled, report.steps) == ({}, {})
 
 
 def test_missing_kernels_are_a_problem(tmp_path, monkeypatch):

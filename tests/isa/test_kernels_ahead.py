@@ -1,34 +1,21 @@
 """Kernels compiled ahead for two CPUs by a real compiler: loaded and run without a compile, on the CPUs that can."""
 
 import os
-import subprocess
 import sys
 
 import pytest
 
+from paged_kv.build_kernels import DEMO_STEP, graph_families
+from paged_kv.cli import _run
 from paged_kv.runtime.compiled_ahead import read_compressed
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 from paged_kv.runtime.kernel_build import build
+from support import kernels_ahead
 from support.isa import can_run
 
 LOWER, FOREIGN = "haswell", "sapphirerapids"
 
 CALL = """
-import sys, warnings
-from pathlib import Path
-from paged_kv.runtime import artefacts, compiled_ahead
-from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
-roots, masked = [Path(sys.argv[1])], sys.argv[2].split()
-cpu = CpuInfo.read()
-CpuInfo.read = lambda: CpuInfo(cpu.machine, cpu.model_name, cpu.flags - set(masked))
-compiled_ahead.kernel_roots = lambda: roots
-
-class Compiles(Exception): ...
-
-def refuse(*_):
-    raise Compiles
-
-artefacts.compile_graphs = refuse
 import numpy as np
 import paged_kv
 from max.driver import get_virtual_cpu_target
@@ -48,17 +35,15 @@ else:
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
-    assert build(folder, [LOWER, FOREIGN], families=["merges"], jobs=1) == []
+    for target, names in ((LOWER, ["merges", DEMO_STEP]), (FOREIGN, ["merges"])):
+        assert build(graph_families(), folder, [target], only=names, jobs=1) == []
     return folder
 
 
 def call(kernels, cache, *masked):
     """What a process of its own, whose CPU lacks the flags `masked`, says of its first call."""
-    command = [sys.executable, "-c", CALL, str(kernels), " ".join(masked)]
-    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip(), done.stderr
+    out, messages = kernels_ahead.run(CALL, kernels, cache, *masked)
+    return out.strip(), messages
 
 
 @pytest.mark.skipif(not can_run(LOWER), reason=f"the CPU cannot run {LOWER}")
@@ -78,8 +63,17 @@ def test_a_first_call_takes_what_came_along(kernels, tmp_path):
     assert f"{path} is not read (it is damaged): reinstall it" in warning
 
 
+@pytest.mark.skipif(not can_run(LOWER), reason=f"the CPU cannot run {LOWER}")
+def test_the_demo_takes_the_step_that_came_along(kernels, tmp_path, capsys):
+    text, messages = kernels_ahead.run(kernels_ahead.DEMO, kernels, tmp_path)
+    assert "compiling" not in messages
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert _run(["demo"]) == 0
+    assert capsys.readouterr().out == text
+
+
 def test_no_path_of_this_machine_is_in_the_code(kernels):
-    for target in (LOWER, FOREIGN):
-        content = read_compressed(kernels / target / "merges.graph.xz").content
+    for path in (*kernels.glob("*/merges.graph.xz"), kernels / LOWER / f"{DEMO_STEP}.graph.xz"):
+        content = read_compressed(path).content
         for place in (str(kernels), sys.prefix, os.getcwd(), os.path.expanduser("~/")):
             assert place.encode() not in content

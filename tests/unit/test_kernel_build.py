@@ -3,14 +3,16 @@
 import hashlib
 import json
 import lzma
+import pickle
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from paged_kv import build_kernels
+from paged_kv.build_kernels import graph_families
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.runtime import kernel_build
-from paged_kv.runtime.api_variants import API_FAMILIES
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.runtime.compiled_ahead import INDEX, Index, TargetFolder
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
@@ -18,75 +20,88 @@ from paged_kv.runtime.kernel_build import TARGETS, Piece, build
 from paged_kv.runtime.seal import write_seal
 from paged_kv.versions import PINNED, VERSION
 
+FAMILIES = graph_families()
 FEW = ("merges", "copies")
 
 
 @pytest.fixture
 def compiles(monkeypatch):
-    """The pieces that were compiled, as (target, family)."""
+    """The pieces that were compiled, as (target, name)."""
     done: list[tuple[str, str]] = []
     sources = Sources.installed()
 
     def write(piece, cache):  # noqa: ARG001
-        piece.path.write_bytes(lzma.compress(f"{piece.family} for {piece.target}".encode()))
+        piece.path.write_bytes(lzma.compress(f"{piece.name} for {piece.target}".encode()))
         write_seal(piece.path, list(piece.digests(sources).values()))
-        done.append((piece.target, piece.family))
+        done.append((piece.target, piece.name))
 
     monkeypatch.setattr(kernel_build, "_compile_in_a_process", write)
     return done
 
 
 def test_every_family_of_every_target_is_compiled_and_found(tmp_path, compiles):
-    assert build(tmp_path) == []
-    assert sorted(compiles) == sorted((target, family) for target in TARGETS for family in API_FAMILIES)
+    assert build(FAMILIES, tmp_path) == []
+    assert sorted(compiles) == sorted((target, name) for target in TARGETS for name in FAMILIES)
     sources = Sources.installed()
     for target in TARGETS:
         cpu = CpuInfo("x86_64", "", REQUIRED_FLAGS[target])
-        digests = [d for family in API_FAMILIES for d in Piece(tmp_path, target, family).digests(sources).values()]
+        digests = [d for item in FAMILIES.items() for d in Piece(tmp_path, target, *item).digests(sources).values()]
         found = TargetFolder(tmp_path / target, cpu).find(digests)
-        assert {artefact.content.decode() for artefact in found} == {f"{name} for {target}" for name in API_FAMILIES}
+        assert {artefact.content.decode() for artefact in found} == {f"{name} for {target}" for name in FAMILIES}
         assert set().union(*(artefact.digests for artefact in found)) == set(digests)
 
 
+def test_another_process_gets_the_whole_piece():
+    """By pickle: a name would not tell it the demo's step."""
+    sources = Sources.installed()
+    for name, family in FAMILIES.items():
+        piece = Piece(Path("folder"), "haswell", name, family)
+        sent = pickle.loads(pickle.dumps(piece))
+        assert (sent.path, sent.digests(sources)) == (piece.path, piece.digests(sources))
+        assert sent.family.weights().keys() == family.weights().keys()
+        build_there, build_here = sent.family.build, family.build
+        assert (build_there.func, build_there.args) == (build_here.func, build_here.args)
+
+
 def test_an_index_says_what_the_files_are(tmp_path, compiles):  # noqa: ARG001
-    build(tmp_path, ["znver4"], families=FEW)
+    build(FAMILIES, tmp_path, ["znver4"], only=FEW)
     index = Index.read(tmp_path / "znver4" / INDEX)
     assert (index.target, index.requires) == ("znver4", REQUIRED_FLAGS["znver4"])
     assert index.versions == {"paged-kv": VERSION, **PINNED}
     for name, facts in index.files.items():
         content = (tmp_path / "znver4" / name).read_bytes()
         assert facts == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert {graph["name"] for graph in index.graphs.values()} == {v.name for name in FEW for v in API_FAMILIES[name]}
+    assert {graph["name"] for graph in index.graphs.values()} == {key for name in FEW for key in FAMILIES[name].keys}
 
 
 def test_what_is_whole_is_not_made_again(tmp_path, compiles):
-    build(tmp_path, ["haswell"], families=["merges"])
-    build(tmp_path, ["haswell", "znver5"], families=FEW)
+    build(FAMILIES, tmp_path, ["haswell"], only=["merges"])
+    build(FAMILIES, tmp_path, ["haswell", "znver5"], only=FEW)
     assert len(compiles) == 4
     assert set(compiles[1:]) == {("haswell", "copies"), *(("znver5", name) for name in FEW)}
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    build(tmp_path, ["haswell", "znver5"], families=FEW)
+    build(FAMILIES, tmp_path, ["haswell", "znver5"], only=FEW)
     assert len(compiles) == 4
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:9] + b"?" + data[10:], lambda _: b""])
 def test_what_is_damaged_is_made_again(tmp_path, compiles, damage):
-    build(tmp_path, ["haswell"], families=FEW)
+    build(FAMILIES, tmp_path, ["haswell"], only=FEW)
     path = tmp_path / "haswell" / "merges.graph.xz"
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
-    build(tmp_path, ["haswell"], families=FEW)
+    build(FAMILIES, tmp_path, ["haswell"], only=FEW)
     assert compiles[2:] == [("haswell", "merges")]
     assert path.read_bytes() == whole
 
 
 def test_what_is_of_other_sources_is_made_again(tmp_path, compiles):
-    build(tmp_path, ["haswell"], families=["merges"])
+    build(FAMILIES, tmp_path, ["haswell"], only=["merges"])
     path = tmp_path / "haswell" / "merges.graph.xz"
     path.write_bytes(lzma.compress(b"older"))
     write_seal(path, ["0" * 32])
-    build(tmp_path, ["haswell"], families=["merges"])
+    build(FAMILIES, tmp_path, ["haswell"], only=["merges"])
     assert len(compiles) == 2
 
 
@@ -95,9 +110,9 @@ def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles
     monkeypatch.setattr(
         kernel_build,
         "_compile_in_a_process",
-        lambda piece, cache: "no memory" if piece.family == "copies" else write(piece, cache),
+        lambda piece, cache: "no memory" if piece.name == "copies" else write(piece, cache),
     )
-    assert build(tmp_path, ["haswell"], families=FEW) == ["haswell copies: no memory"]
+    assert build(FAMILIES, tmp_path, ["haswell"], only=FEW) == ["haswell copies: no memory"]
     index = json.loads((tmp_path / "haswell" / INDEX).read_text())
     assert list(index["files"]) == ["merges.graph.xz"]
     assert compiles == [("haswell", "merges")]
@@ -106,19 +121,19 @@ def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles
 def test_another_architecture_is_refused(tmp_path, compiles, monkeypatch):
     monkeypatch.setattr(kernel_build.platform, "machine", lambda: "aarch64")
     with pytest.raises(ToolchainError, match=r"^kernels are compiled ahead on x86-64, and this is aarch64$"):
-        build(tmp_path, ["haswell"])
+        build(FAMILIES, tmp_path, ["haswell"])
     assert compiles == []
     assert not list(tmp_path.iterdir())
 
 
 def test_unknown_names_and_places_are_refused(tmp_path, compiles):
     with pytest.raises(ContractError, match=r"^target 'pentium' is none of graniterapids, "):
-        build(tmp_path, ["haswell", "pentium"])
+        build(FAMILIES, tmp_path, ["haswell", "pentium"])
     with pytest.raises(ContractError, match=r"^family 'all' is none of attention_float32_float32, "):
-        build(tmp_path, families=["all"])
+        build(FAMILIES, tmp_path, only=["all"])
     (tmp_path / "file").touch()
     with pytest.raises(ToolchainError, match=r"file: (File exists|Not a directory)$"):
-        build(tmp_path / "file", ["haswell"])
+        build(FAMILIES, tmp_path / "file", ["haswell"])
     assert compiles == []
 
 

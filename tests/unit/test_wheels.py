@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.runtime.api_variants import API_FAMILIES
+from paged_kv.build_kernels import graph_families
 from paged_kv.runtime.compile_key import Sources
+from paged_kv.runtime.compiled_ahead import SUFFIX
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.kernel_build import Piece, _write_index
 from paged_kv.runtime.seal import write_seal
@@ -21,6 +22,7 @@ from paged_kv.versions import PINNED, VERSION
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "wheels.py"
 SOURCES = Sources.installed()
+FAMILIES = graph_families()
 PLATFORM = "manylinux_2_34_x86_64"
 EPOCH = 1_700_000_001
 PURE = {
@@ -47,11 +49,11 @@ def kernels(tmp_path):
     """A folder as build_kernels leaves it, but for what the files hold."""
     for target in ("haswell", "znver5"):
         (tmp_path / "kernels" / target).mkdir(parents=True)
-        for family in API_FAMILIES:
-            piece = Piece(tmp_path / "kernels", target, family)
-            piece.path.write_bytes(lzma.compress(f"{family} {target}".encode()))
+        pieces = [Piece(tmp_path / "kernels", target, name, family) for name, family in FAMILIES.items()]
+        for piece in pieces:
+            piece.path.write_bytes(lzma.compress(f"{piece.name} {target}".encode()))
             write_seal(piece.path, list(piece.digests(SOURCES).values()))
-        _write_index(tmp_path / "kernels", target, SOURCES)
+        _write_index(pieces, SOURCES)
     return tmp_path / "kernels"
 
 
@@ -77,7 +79,7 @@ def test_a_wheel_with_kernels(wheels, kernels, tmp_path):
     assert_record(written)
     assert set(PURE) < set(written)
     for target in ("haswell", "znver5"):
-        for family in API_FAMILIES:
+        for family in FAMILIES:
             name = f"{target}/{family}.graph.xz"
             assert written[f"paged_kv/kernels/{name}"] == (kernels / name).read_bytes()
         assert written[f"paged_kv/kernels/{target}/index.json"] == (kernels / target / "index.json").read_bytes()
@@ -122,20 +124,21 @@ def test_provenance_says_what_the_kernels_are_made_of(wheels, kernels, monkeypat
     assert content["versions"] == {"paged-kv": VERSION, **PINNED}
     assert content["targets"] == {name: sorted(REQUIRED_FLAGS[name]) for name in ("haswell", "znver5")}
     assert content["sha256"] == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    assert len(files) == 2 * (len(API_FAMILIES) + 1)
+    assert len(files) == 2 * (len(FAMILIES) + 1)
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("family", "damage", "said"),
     [
-        (lambda path: path.unlink(), "is missing, damaged or of other sources"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is missing, damaged or of other sources"),
-        (lambda path: write_seal_of_others(path), "is missing, damaged or of other sources"),
-        (lambda path: rewrite(path), "is not the file of"),
+        ("merges", lambda path: path.unlink(), "is missing, damaged or of other sources"),
+        ("demo_step", lambda path: path.unlink(), "is missing, damaged or of other sources"),
+        ("merges", lambda path: path.write_bytes(path.read_bytes()[:-1]), "is missing, damaged or of other sources"),
+        ("merges", lambda path: write_seal_of_others(path), "is missing, damaged or of other sources"),
+        ("merges", lambda path: rewrite(path), "is not the file of"),
     ],
 )
-def test_kernels_that_are_not_whole_make_no_wheel(wheels, kernels, damage, said):
-    damage(kernels / "znver5" / "merges.graph.xz")
+def test_kernels_that_are_not_whole_make_no_wheel(wheels, kernels, family, damage, said):
+    damage(kernels / "znver5" / f"{family}.graph.xz")
     with pytest.raises(SystemExit, match=said):
         wheels.read_kernels(kernels, SOURCES)
 
@@ -147,7 +150,8 @@ def write_seal_of_others(path):
 
 def rewrite(path):
     """As another build leaves it: whole, but not what the index lists."""
-    piece = Piece(path.parents[1], path.parent.name, "merges")
+    name = path.name.removesuffix(SUFFIX)
+    piece = Piece(path.parents[1], path.parent.name, name, FAMILIES[name])
     path.write_bytes(lzma.compress(b"another build"))
     write_seal(path, list(piece.digests(SOURCES).values()))
 

@@ -47,12 +47,13 @@ def demo(device: str) -> int:
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.recompute import recompute
     from paged_kv.engine.requests import Sampling
+    from paged_kv.engine.step import DEMO_DTYPE
     from paged_kv.engine.tokenizer import Tokenizer
 
     say("a Llama of 2 million parameters, trained on the King James Bible (examples/train_demo_model.py)")
     config = load_config(FOLDER)
     tokenizer = Tokenizer(FOLDER, config)
-    model = load_model(FOLDER, "float32", PAGES, PAGE_SIZE, device)
+    model = load_model(FOLDER, DEMO_DTYPE.name, PAGES, PAGE_SIZE, device)
     greedy = Sampling(NEW_TOKENS)
 
     engine = Engine(model, tokenizer)

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from max.driver import set_virtual_cpu_target
+from max.driver import Buffer, set_virtual_cpu_target
 from max.dtype import DType
 from max.graph import DeviceRef, Module
 
 from paged_kv.arguments import shown
+from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
+from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
+from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.runtime.session import default_runtime
+
+DEMO_DTYPE = DType.float32
+"""In which `paged-kv demo` runs its model."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,20 @@ class Step:
     def build(self, module: Module, device: DeviceRef) -> None:
         """Adds the graph to `module`."""
         decoder.build_step(self.geometry, self.dtype, module, device)
+
+
+def demo_family() -> GraphFamily:
+    """The step of `paged-kv demo`, which is compiled ahead with the kernels of the array API."""
+    step = Step.of(load_config(FOLDER), DEMO_DTYPE)
+    return GraphFamily(step.keys(""), partial(_build_on_cpu, step), _demo_weights)
+
+
+def _build_on_cpu(step: Step, module: Module, _names: Sequence[str]) -> None:
+    step.build(module, DeviceRef.CPU())
+
+
+def _demo_weights() -> dict[str, Buffer]:
+    return open_source(FOLDER).load(DEMO_DTYPE)
 
 
 def compile_checkpoint(checkpoint: Path, dtype: str | None, target: str | None, out: Path | None) -> Path:

@@ -12,13 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
 from paged_kv.runtime.kernel_choice import explain, kernels_of
 from paged_kv.runtime.threads import allowed_cpus, cgroup_quota, started_pool_threads
 from paged_kv.versions import PINNED
+
+if TYPE_CHECKING:  # this module has to work where MAX is not installed
+    from paged_kv.runtime.compile_key import CompileKey
 
 _TELLING_FLAGS = (
     "avx2 fma avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 asimd asimdhp bf16 sve"
@@ -52,6 +55,8 @@ class Report:
     cache: Path | None = None
     compiled: dict[str, str | None] = field(default_factory=dict)
     """Each kernel of the API, and where its code for this CPU lies, in words; None: a first call compiles it."""
+    steps: dict[str, str | None] = field(default_factory=dict)
+    """Each step of a model that was asked for, and where its code lies, likewise."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -60,8 +65,12 @@ class Report:
         return 1 if self.problems else 0
 
 
-def collect() -> Report:
-    """Looks at this machine and installation. Never raises: what goes wrong becomes a problem in the report."""
+def collect(steps: Callable[[], Mapping[str, CompileKey]] = dict) -> Report:
+    """Looks at this machine and installation. Never raises: what goes wrong becomes a problem in the report.
+
+    Args:
+        steps: What the steps of some models depend on, by what the report calls them; called where MAX is installed.
+    """
     report = Report(cpu=CpuInfo.read(), cores=len(allowed_cpus()), quota=cgroup_quota())
 
     def attempt(what: str, find: Callable[[], T]) -> T | None:
@@ -79,7 +88,7 @@ def collect() -> Report:
         report.target = attempt("CPU target", apply_cpu_target)
         report.threads = attempt("threads", started_pool_threads)
         if report.cache is not None:  # without one it is said already that there is none
-            report.compiled = attempt("compiled kernels", _compiled) or {}
+            report.compiled, report.steps = attempt("compiled kernels", lambda: _compiled(steps())) or ({}, {})
         found = attempt("GPU", _gpus) or []
         report.gpus = [name for name, _ in found]
         report.architectures = [architecture for _, architecture in found]
@@ -108,6 +117,7 @@ def render(report: Report) -> str:
         "cache": str(report.cache or "none"),
         "compiled": _compiled_in_words(report.compiled),
         "call": _first_call_in_words(report.compiled),
+        **{name: _step_in_words(place) for name, place in report.steps.items()},
     }
     lines = [f"{name:<10}{value}" for name, value in rows.items()]
     lines += [f"error: {problem}" for problem in report.problems] or ["all is well"]
@@ -159,6 +169,13 @@ def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
     return f"the first one of a process waits {read}, some 25 s for each of the other {missing}, once on this machine"
 
 
+def _step_in_words(place: str | None) -> str:
+    """What a command waits for before its model's first step."""
+    if place is None:
+        return "compiles its step for half a minute, once on this machine"
+    return f"reads its step in 0.1 s: {place}"
+
+
 def _threads_in_words(report: Report) -> str:
     """How many threads the ops run on, and why."""
     total = os.cpu_count() or report.cores
@@ -194,15 +211,15 @@ def _kernels() -> Path:
     return folder
 
 
-def _compiled() -> dict[str, str | None]:
-    """Each kernel of the API, and where its code for this CPU lies."""
+def _compiled(steps: Mapping[str, CompileKey]) -> tuple[dict[str, str | None], dict[str, str | None]]:
+    """Each kernel of the API, and each of some steps, and where its code for this CPU lies."""
     # Not at the top: this module has to work where MAX is not installed.
-    from paged_kv.runtime.api_variants import API_FAMILIES, variant_key
     from paged_kv.runtime.artefacts import where_graphs_lie
+    from paged_kv.runtime.graph_family import api_families
 
-    keys = {variant.name: variant_key(variant) for family in API_FAMILIES.values() for variant in family}
-    found = where_graphs_lie(keys)
-    return {name: found.get(name) for name in keys}
+    kernels = {name: key for family in api_families().values() for name, key in family.keys.items()}
+    found = where_graphs_lie({**kernels, **steps})
+    return {name: found.get(name) for name in kernels}, {name: found.get(name) for name in steps}
 
 
 def _gpus() -> list[tuple[str, str]]:

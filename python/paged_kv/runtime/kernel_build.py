@@ -1,4 +1,4 @@
-"""Compiling the API's variants ahead, for CPUs that need not be here: what `python -m paged_kv.build_kernels` does.
+"""Compiling families of graphs ahead, for CPUs that need not be here: what `python -m paged_kv.build_kernels` does.
 
 A process compiles for one target, so each family of each target gets a process of its own. A family that lies there
 whole, under today's digests, is not compiled again.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import lzma
 import os
+import pickle
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import BytesIO
@@ -21,14 +22,13 @@ from pathlib import Path
 
 from max.driver import CPU, set_virtual_cpu_target
 from max.engine import InferenceSession, read
-from max.graph import DeviceRef, Module
 
 from paged_kv.errors import ContractError, ToolchainError
-from paged_kv.runtime.api_variants import API_FAMILIES, variant_key
 from paged_kv.runtime.artefacts import compile_graphs, export
 from paged_kv.runtime.compile_key import Sources, toolchain
 from paged_kv.runtime.compiled_ahead import INDEX, SUFFIX, Index, read_compressed
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
+from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.runtime.seal import write_seal
 from paged_kv.versions import PINNED, VERSION
 
@@ -46,16 +46,18 @@ class Piece:
 
     folder: Path
     target: str
-    family: str
+    name: str
+    """Of the family."""
+    family: GraphFamily
 
     @property
     def path(self) -> Path:
-        return self.folder / self.target / f"{self.family}{SUFFIX}"
+        return self.folder / self.target / f"{self.name}{SUFFIX}"
 
     def digests(self, sources: Sources) -> dict[str, str]:
         """Of its graphs, by name."""
         tools = toolchain(self.target)
-        return {variant.name: variant_key(variant).digest(sources, tools) for variant in API_FAMILIES[self.family]}
+        return {name: key.digest(sources, tools) for name, key in self.family.keys.items()}
 
     def is_whole(self, sources: Sources) -> bool:
         """Whether it lies there, compiled from these sources."""
@@ -72,19 +74,21 @@ def default_jobs() -> int:
 
 
 def build(
+    families: Mapping[str, GraphFamily],
     folder: Path,
     targets: Sequence[str] = TARGETS,
     *,
-    families: Sequence[str] = tuple(API_FAMILIES),
+    only: Sequence[str] | None = None,
     jobs: int | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
     """Compiles what `folder` lacks, and writes the index of each target.
 
     Args:
+        families: All that the folder may hold, by the name of the file.
         folder: Gets a folder for each target; made where it is missing.
         targets: LLVM's names, of `REQUIRED_FLAGS`.
-        families: Of `API_FAMILIES`.
+        only: Names of the families to compile; all of them where None.
         jobs: Compiles at a time.
         report: Gets a line for each file.
 
@@ -95,14 +99,15 @@ def build(
         ContractError: a target or a family is not known; another one would end the process.
         ToolchainError: the folder cannot be written, or this is no x86-64 machine.
     """
-    for what, names, known in (("target", targets, REQUIRED_FLAGS), ("family", families, API_FAMILIES)):
+    chosen = tuple(families) if only is None else only
+    for what, names, known in (("target", targets, REQUIRED_FLAGS), ("family", chosen, families)):
         for name in names:
             if name not in known:
                 raise ContractError(f"{what} {name!r} is none of {', '.join(known)}")
     if (machine := platform.machine().lower()) not in ("x86_64", "amd64"):
         raise ToolchainError(f"kernels are compiled ahead on x86-64, and this is {machine}")
     sources = Sources.installed()
-    pieces = [Piece(folder, target, family) for target in targets for family in families]
+    pieces = [Piece(folder, target, name, families[name]) for target in targets for name in chosen]
     try:
         for piece in pieces:
             piece.path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +115,7 @@ def build(
         report(f"{len(pieces) - len(missing)} of {len(pieces)} files are there")
         failures = list(_compile_all(missing, default_jobs() if jobs is None else jobs, report))
         for target in targets:
-            _write_index(folder, target, sources)
+            _write_index([Piece(folder, target, name, family) for name, family in families.items()], sources)
     except OSError as error:
         raise ToolchainError(f"{folder}: {error.strerror or error}") from error
     return failures
@@ -125,9 +130,9 @@ def _compile_all(pieces: Sequence[Piece], jobs: int, report: Callable[[str], Non
             for done, future in enumerate(as_completed(running), 1):
                 piece, failure = running[future], future.result()
                 size = "failed" if failure else f"{piece.path.stat().st_size} bytes"
-                report(f"{done} of {len(pieces)}: {piece.target} {piece.family}, {size}")
+                report(f"{done} of {len(pieces)}: {piece.target} {piece.name}, {size}")
                 if failure:
-                    yield f"{piece.target} {piece.family}: {failure}"
+                    yield f"{piece.target} {piece.name}: {failure}"
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -135,15 +140,19 @@ def _compile_all(pieces: Sequence[Piece], jobs: int, report: Callable[[str], Non
 
 def _compile_in_a_process(piece: Piece, cache: str) -> str | None:
     """Compiles one piece; the reason in words where that failed."""
-    command = [sys.executable, "-m", __name__, str(piece.folder), piece.target, piece.family]
+    command = [sys.executable, "-m", __name__]
     environment = {**os.environ, "MODULAR_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
+    pickled = pickle.dumps(piece)
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, env=environment, input=pickled, capture_output=True, timeout=_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"not compiled in {_SECONDS} s"
     if done.returncode == 0:
         return None
-    said = [" ".join(line.split()) for line in done.stderr.splitlines() if line.strip()]
+    lines = done.stderr.decode(errors="replace").splitlines()
+    said = [" ".join(line.split()) for line in lines if line.strip()]
     return said[-1] if said else f"the compiler ended with status {done.returncode}"
 
 
@@ -156,22 +165,15 @@ def compile_piece(piece: Piece) -> None:
     """
     set_virtual_cpu_target(piece.target)
     session = InferenceSession(devices=[CPU()])
-    variants = {variant.name: variant for variant in API_FAMILIES[piece.family]}
     digests = piece.digests(Sources.installed())
-
-    def add(module: Module, names: Sequence[str]) -> None:
-        for name in names:
-            variants[name].build(module, DeviceRef.CPU())
-
-    compiled = compile_graphs(session, list(variants), add)
+    compiled = compile_graphs(session, list(digests), piece.family.build)
     with tempfile.TemporaryDirectory(dir=piece.path.parent, prefix=".") as unfinished:
         plain, whole = Path(unfinished, "plain"), Path(unfinished, "whole")
         export(compiled, plain)
-        content = plain.read_bytes()
-        names = set(
-            session.init_all(read(BytesIO(content)))
-        )  # loaded, not run: this CPU may lack the target's features
-        if names != set(variants):
+        content, weights = plain.read_bytes(), piece.family.weights()
+        # Loaded, not run: this CPU may lack the target's features.
+        names = set(session.init_all(read(BytesIO(content)), weights_registry=weights))
+        if names != set(digests):
             raise ToolchainError(f"MAX calls the graphs {', '.join(sorted(names))}")
         if piece.digests(Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled")
@@ -181,12 +183,12 @@ def compile_piece(piece: Piece) -> None:
         os.replace(whole, piece.path)
 
 
-def _write_index(folder: Path, target: str, sources: Sources) -> None:
-    """Lists the files that are whole."""
+def _write_index(pieces: Sequence[Piece], sources: Sources) -> None:
+    """Lists the files of one target that are whole."""
+    folder, target = pieces[0].folder, pieces[0].target
     graphs: dict[str, dict[str, str]] = {}
     files = {}
-    for family in API_FAMILIES:
-        piece = Piece(folder, target, family)
+    for piece in pieces:
         if not piece.is_whole(sources):
             continue
         content = piece.path.read_bytes()
@@ -199,10 +201,9 @@ def _write_index(folder: Path, target: str, sources: Sources) -> None:
 
 
 def main() -> None:
-    """`python -m paged_kv.runtime.kernel_build FOLDER TARGET FAMILY`: one file."""
-    folder, target, family = sys.argv[1:]
+    """`python -m paged_kv.runtime.kernel_build`: compiles the piece that its parent pickled to stdin."""
     try:
-        compile_piece(Piece(Path(folder), target, family))
+        compile_piece(pickle.load(sys.stdin.buffer))
     except (ToolchainError, OSError) as error:
         sys.exit(str(error))
 
