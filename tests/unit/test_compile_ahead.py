@@ -134,7 +134,8 @@ def test_a_folder_that_cannot_be_written_is_read(ahead):
 
 def test_a_named_folder_keeps_its_mode(tmp_path):
     folder = tmp_path / "ahead"
-    folder.mkdir(mode=0o755)
+    folder.mkdir()
+    folder.chmod(0o755)
     compile_ahead(Session(), keys(NAME), build, folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
