@@ -100,6 +100,7 @@ def test_rows_that_the_table_has_not_are_marked() raises:
     assert_equal(RowTokens.of(-2, 5, 4, 100, -1).end, INVALID_ROW)
     assert_equal(RowTokens.of(4, 5, 4, 100, -1).end, INVALID_ROW)
     assert_equal(RowTokens.of(3, -1, 4, 100, -1).end, INVALID_ROW)
+    assert_equal(RowTokens.of(3, -7, 4, 100, -1).end, INVALID_ROW)
     assert_equal(RowTokens.of(3, 101, 4, 100, -1).end, INVALID_ROW)
     assert_equal(RowTokens.of(3, 100, 4, 100, -1).end, 100)
     assert_equal(RowTokens.of(4, 5, 4, 100, -1).tiles(), 0)
@@ -130,6 +131,13 @@ def test_edges() raises:
         for window_left in [-1, 0, 1, SPLIT_TILE_TOKENS, 77 * SPLIT_TILE_TOKENS + 5]:
             _ = check([tokens_of(length, window_left)], bounds_of(1))
             _ = check([tokens_of(length, window_left)], bounds_of(1, True))
+
+
+def test_items_of_a_row_are_of_even_size() raises:
+    """One token more than an item may have makes two halves, not an item and a token."""
+    var split = RowPartition.of(tokens_of(16 * SPLIT_TILE_TOKENS + 1), 16)
+    assert_equal(split.count, 2)
+    assert_equal(split.size, 9)
 
 
 def test_short_rows_stay_whole() raises:
@@ -175,9 +183,18 @@ def test_a_fixed_split_depends_on_the_row_alone() raises:
             assert_equal(item.end, alone[i].end)
 
 
+def test_a_row_as_long_as_the_table_keeps_the_fixed_bounds() raises:
+    """What shapes alone give is enough for the longest row of each capacity, and for all of a batch of them."""
+    for tiles in range(1, 1200):
+        var length = tiles * SPLIT_TILE_TOKENS - tiles % 3
+        for rows in [1, 3]:
+            var bounds = ScheduleBounds.of(rows, length, 8, 132, True)
+            _ = check(List[RowTokens](length=rows, fill=tokens_of(length)), bounds)
+
+
 def test_the_memory_of_a_pass_is_bounded() raises:
     """Of any shapes; and no pass is smaller than it must be."""
-    for capacity in [1, 1024, 1025, 5000, 65536, 131072, CAPACITY]:
+    for capacity in [0, 1, 1024, 1025, 5000, 65536, 131072, CAPACITY]:
         for heads in [1, 8, 32, 128]:
             for dim in [8, 128, 512]:
                 var rows = rows_of_pass(capacity, heads, dim)
@@ -189,8 +206,10 @@ def test_the_memory_of_a_pass_is_bounded() raises:
                 assert_equal(rows, max(1, MAX_PASS_BYTES // of_row))
                 var bounds = ScheduleBounds.of(rows, capacity, 8, 132, True)
                 assert_true(bounds.partials * heads * (dim + 2) * 4 <= max(MAX_PASS_BYTES, of_row))
-    # A batch that decodes is one pass.
-    assert_true(rows_of_pass(131072, 32, 128) >= 250)
+    # A batch that decodes is one pass, of 64 partial results of 130 numbers for each row and head.
+    assert_equal(rows_of_pass(131072, 32, 128), 256 * 1024 * 1024 // (64 * 32 * 130 * 4))
+    # A row whose partial results take more than that is a pass by itself.
+    assert_equal(rows_of_pass(CAPACITY, 4096, 512), 1)
 
 
 def test_passes_have_the_items_of_the_whole() raises:
@@ -266,6 +285,8 @@ def test_bounds_need_no_length() raises:
     var many = ScheduleBounds.of(1, 1 << 30, 8, 132, False)
     assert_equal(few.items, many.items)
     assert_equal(few.partials, many.partials)
+    for ctas in range(1, 40):  # at least four CTAs a multiprocessor
+        assert_true(ScheduleBounds.of(1, 16, ctas, 132, False).wanted_items * ctas >= 4 * 132)
     assert_equal(ScheduleBounds.of(7, 1024, 8, 132, True).partials, 0)
     assert_equal(ScheduleBounds.of(7, 1025, 8, 132, True).partials, 14)
     assert_equal(NO_ROW, -1)
