@@ -4,6 +4,7 @@ import hashlib
 import json
 import lzma
 import pickle
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,25 @@ def test_another_process_gets_the_whole_piece():
         assert sent.family.weights().keys() == family.weights().keys()
         build_there, build_here = sent.family.build, family.build
         assert (build_there.func, build_there.args) == (build_here.func, build_here.args)
+
+
+def test_no_compile_sees_the_cache_of_another(tmp_path, monkeypatch):
+    """MAX takes functions of other graphs from one; the Mojo package is shared."""
+    seen = []
+
+    def run(_, env, **__):
+        (folder := Path(env["MODULAR_CACHE_DIR"])).joinpath("left").touch()
+        seen.append((folder, len(list(folder.iterdir())), env["XDG_CACHE_HOME"]))
+        return subprocess.CompletedProcess("", 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for name in FEW:
+        assert (
+            kernel_build._compile_in_a_process(Piece(tmp_path, "haswell", name, FAMILIES[name]), str(tmp_path)) is None
+        )
+    folders, files, caches = zip(*seen, strict=True)
+    assert (len(set(folders)), files, set(caches)) == (2, (1, 1), {str(tmp_path)})
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_an_index_says_what_the_files_are(tmp_path, compiles):  # noqa: ARG001
