@@ -115,6 +115,9 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...], exact: bool) -
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--max-batch-size", type=int, default=16, show_default=True, help="Requests that decode together.")
 @click.option("--page-size", type=int, default=128, show_default=True, help="Tokens in a page of the cache.")
+@click.option(
+    "--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Of paged-kv compile --serve --out."
+)
 def serve_command(arguments: tuple[str, ...], use_demo: bool, **options: Any) -> None:
     """Serve a checkpoint folder with MAX Serve, for OpenAI's clients. `max serve --help` lists MAX's own flags."""
     from paged_kv.engine.demo_model import FOLDER

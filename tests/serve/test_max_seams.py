@@ -9,13 +9,13 @@ from support import serving
 
 serving.require()
 
-from paged_kv.serve import config, graph, model, pipeline, tokenizer  # noqa: E402
+from paged_kv.serve import ahead, compiled_graphs, config, graph, model, pipeline, tokenizer  # noqa: E402
 from support.max_seams import SERVER, find, seams, takes  # noqa: E402
 
 SEAMS = [seam for title in SERVER for seam in seams(title)]
 OURS = [
     value
-    for module in (config, graph, model, pipeline, tokenizer)
+    for module in (ahead, compiled_graphs, config, graph, model, pipeline, tokenizer)
     for value in vars(module).values()
     if inspect.isclass(value) and value.__module__ == module.__name__
 ]

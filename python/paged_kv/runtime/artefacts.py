@@ -17,12 +17,12 @@ from typing import Any
 from max._mlir_context import ensure_default_mlir_context
 from max.driver import get_virtual_cpu_target
 from max.engine import CompiledModel, InferenceSession, Model, read
-from max.graph import Module
+from max.graph import Graph, Module
 
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
 from paged_kv.runtime.artefact_folder import ArtefactFolder, user_artefacts, warn_not_kept
-from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
+from paged_kv.runtime.compile_key import Key, Sources, toolchain
 from paged_kv.runtime.compiled_ahead import TargetFolder, target_folders
 from paged_kv.runtime.cpu_target import CpuInfo, check_cpu_runs, usable_targets
 from paged_kv.runtime.kernel_library import kernel_library
@@ -32,7 +32,7 @@ _COMPILING = Lock()
 
 def load_graphs(
     session: InferenceSession,
-    keys: Mapping[str, CompileKey],
+    keys: Mapping[str, Key],
     build: Callable[[Module, Sequence[str]], None],
     *,
     weights: Mapping[str, Any] | None = None,
@@ -81,7 +81,21 @@ def load_graphs(
     return {name: models[name] for name in keys}
 
 
-def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
+def find_graph(key: Key, compiled_ahead: Path | None = None) -> bytes | None:
+    """The artefact of one graph, for a reader that loads it itself: where `load_graphs` looks for it, or None.
+
+    Raises:
+        ToolchainError: as `load_graphs`.
+    """
+    cpu, sources = CpuInfo.read(), Sources.installed()
+    check_cpu_runs(get_virtual_cpu_target(), cpu)
+    for target, folder in _places(cpu, exact=False, compiled_ahead=compiled_ahead):
+        for artefact in folder.find([key.digest(sources, toolchain(target))]):
+            return artefact.content
+    return None
+
+
+def where_graphs_lie(keys: Mapping[str, Key]) -> dict[str, str]:
     """Where `load_graphs` would take each graph from, in words; those that it would compile are left out.
 
     Raises:
@@ -141,13 +155,13 @@ def _loaded(
 
 def compile_ahead(
     session: InferenceSession,
-    keys: Mapping[str, CompileKey],
-    build: Callable[[Module, Sequence[str]], None],
+    keys: Mapping[str, Key],
+    build: Callable[[Module, Sequence[str]], None] | Graph,
     folder: Path | None,
 ) -> list[Path]:
     """Compiles those of the graphs that `folder` (None: the cache folder) has not, without their weights.
 
-    What the cache folder has is copied from there.
+    What the cache folder has is copied from there. A graph that somebody else built stands for the builder of one.
 
     Returns:
         The file of each graph.
@@ -190,21 +204,26 @@ def ahead_folder(folder: Path) -> ArtefactFolder:
 
 
 def compile_graphs(
-    session: InferenceSession, names: Sequence[str], build: Callable[[Module, Sequence[str]], None]
+    session: InferenceSession, names: Sequence[str], build: Callable[[Module, Sequence[str]], None] | Graph
 ) -> CompiledModel:
     """Builds and compiles the graphs of the given names, in whatever thread; one thread at a time.
+
+    A graph that is built already knows its own extensions.
 
     Raises:
         ToolchainError: the Mojo sources do not compile, or MAX cannot compile the graphs (its own cache is on a disk
             that is full).
     """
     with _COMPILING, ensure_default_mlir_context():  # MAX has entered it in the main thread alone
-        library = kernel_library(kernels())
-        module = Module()
-        with compiled_kernels(library):
-            build(module, names)
+        module: Module | Graph
+        if isinstance(build, Graph):
+            module, extensions = build, []
+        else:
+            module, extensions = Module(), [kernel_library(kernels())]
+            with compiled_kernels(extensions[0]):
+                build(module, names)
         try:
-            return session.compile(module, custom_extensions=[library])
+            return session.compile(module, custom_extensions=extensions)
         except RuntimeError as error:
             raise ToolchainError(f"MAX cannot compile {', '.join(names)}: {_reason(error)}") from error
 
@@ -236,7 +255,7 @@ def _named(loaded: Mapping[str, Model], names: Sequence[str]) -> Mapping[str, Mo
     return loaded
 
 
-def _digests(keys: Mapping[str, CompileKey], sources: Sources, target: str | None = None) -> dict[str, str]:
+def _digests(keys: Mapping[str, Key], sources: Sources, target: str | None = None) -> dict[str, str]:
     """The name of each graph's artefact, for a CPU target (None: the one in force)."""
     tools = toolchain(target)
     return {name: key.digest(sources, tools) for name, key in keys.items()}

@@ -22,6 +22,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from typing import Protocol
 
 from max.driver import get_virtual_cpu_target
 
@@ -43,6 +44,13 @@ _PLAIN_IMPORT = re.compile(r"^[ \t]*import[ \t]+([\w., \t]+)", re.MULTILINE)
 _DOCSTRING = re.compile(r'""".*?"""', re.DOTALL)
 _COMMENT = re.compile(r"#[^\n]*")
 _WORD = re.compile(r"\w+")
+
+
+class Key(Protocol):
+    """What a graph depends on."""
+
+    def digest(self, sources: Sources, toolchain: str) -> str:
+        """32 hexadecimal digits, different where anything that the graph depends on differs."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def _allow_bfloat16_on_the_cpu() -> None:
         devices["bfloat16"] = ("cpu", *devices["bfloat16"])
 
 
-# MAX imports this module in every process, before it looks at a device or an encoding.
+# MAX's server imports this module before it looks at a device or an encoding; its process for the model does not.
 _allow_bfloat16_on_the_cpu()
 apply_cpu_target()
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import pairwise
@@ -23,10 +23,10 @@ from pathlib import Path
 from paged_kv.arguments import shown
 from paged_kv.checkpoint.gguf import GgufCheckpoint
 from paged_kv.checkpoint.gguf_folder import model_folder
-from paged_kv.checkpoint.source import open_source
+from paged_kv.checkpoint.source import Source, open_source
 from paged_kv.errors import CheckpointError, ContractError, ToolchainError
 from paged_kv.runtime.cache_folder import cache_folder
-from paged_kv.serve.memory import ServerMemory, free_memory
+from paged_kv.serve.memory import CachePlan, ServerMemory, free_memory
 
 PAGE_SIZE = 128
 """MAX's pool has pages of a multiple of this."""
@@ -44,6 +44,8 @@ _OURS = {
     "--devices": "run `max serve` itself",
 }
 """MAX's flags that may not be handed on, and what to do instead."""
+COMPILED = "PAGED_KV_COMPILED"
+"""The variable that hands `Request.compiled` to the model's process."""
 _METRICS_PORT = "MAX_SERVE_METRICS_ENDPOINT_PORT"
 
 
@@ -61,6 +63,8 @@ class Request:
     page_size: int = PAGE_SIZE
     flags: tuple[str, ...] = ()
     """MAX's own, as they were given."""
+    compiled: Path | None = None
+    """A folder of graphs that were compiled ahead."""
 
 
 def serve(request: Request) -> None:
@@ -69,10 +73,15 @@ def serve(request: Request) -> None:
     Raises:
         CheckpointError: the folder holds no model that this package runs.
         ContractError: an argument is bad, the port is taken, or the cache does not fit into memory.
-        ToolchainError: the environment lacks what MAX's server needs.
+        ToolchainError: the environment lacks what MAX's server needs, or the folder of compiled graphs cannot be used.
         OSError: stdout cannot be written when the server is ready.
     """
     check_environment()
+    if request.compiled is not None:
+        from paged_kv.runtime.artefacts import ahead_folder
+
+        # The process of the model gets MAX's configuration, which has no room for this, and the environment.
+        os.environ[COMPILED] = str(ahead_folder(request.compiled).path.resolve())
     from max._entrypoints.allocator import reexec_with_jemalloc
     from max._entrypoints.pipelines import main
 
@@ -101,26 +110,46 @@ def prepare(request: Request) -> tuple[list[str], int]:
     Raises:
         CheckpointError, ContractError: as `serve`.
     """
+    source = _checked(request)
+    port = free_port(request.host, request.port)
+    of_model = _model_arguments(request, source, lambda memory: memory.plan(request.page_size, free_memory()))
+    return ["serve", "--host", request.host, "--port", str(port), *of_model], port
+
+
+def arguments_ahead(request: Request) -> list[str]:
+    """Those of MAX's `warm-cache`, which makes what the server would run and ends; address and port are not used.
+
+    Raises:
+        CheckpointError, ContractError: as `serve`.
+    """
+    return _model_arguments(request, _checked(request), lambda memory: memory.least(request.page_size))
+
+
+def _checked(request: Request) -> Source:
+    """The checkpoint of a request that can be served."""
     source = open_source(request.folder)
     if source.config.latent is not None:
         raise CheckpointError(
             f"{source.folder}: the pages of MAX Serve hold K and V of heads, not latents: run it with paged-kv generate"
         )
-    given = _names(request.flags)
-    for name in given & _OURS.keys():
+    for name in _names(request.flags) & _OURS.keys():
         raise ContractError(f"{name} cannot be handed on to MAX: {_OURS[name]}")
     if request.page_size < 1 or request.page_size % PAGE_SIZE:
         raise ContractError(f"--page-size must be a multiple of {PAGE_SIZE} (MAX's pool), not {request.page_size}")
     if not 1 <= request.max_batch_size < 2**31:
         problem = f"must be at least 1 and below 2^31, not {shown(request.max_batch_size)}"
         raise ContractError(f"--max-batch-size {problem}")
-    port = free_port(request.host, request.port)
+    return source
+
+
+def _model_arguments(request: Request, source: Source, plan_of: Callable[[ServerMemory], CachePlan]) -> list[str]:
+    """What MAX is told of the model and its cache: what was chosen for the user, and what the user chose."""
+    given = _names(request.flags)
     gguf = source.checkpoint if isinstance(source.checkpoint, GgufCheckpoint) else None
     quantised = gguf.main_encoding if gguf else None
     encoding = _value(request.flags, "--quantization-encoding") or (quantised or request.dtype).lower()
     cache_format = _value(request.flags, "--kv-cache-format") or (request.dtype if quantised else None)
-    memory = ServerMemory.of(source.config, gguf.header.file if gguf else source.folder, encoding, cache_format)
-    plan = memory.plan(request.page_size, free_memory())
+    plan = plan_of(ServerMemory.of(source.config, gguf.header.file if gguf else source.folder, encoding, cache_format))
     chosen = {
         "--quantization-encoding": encoding,
         "--max-length": str(plan.max_length),
@@ -133,13 +162,12 @@ def prepare(request: Request) -> tuple[list[str], int]:
     if quantised:
         chosen["--kv-cache-format"] = cache_format
     folder = model_folder(gguf, cache_folder() / "gguf") if gguf else source.folder
-    arguments = ["serve", "--model-path", str(folder), "--devices", "cpu"]
-    arguments += ["--custom-architectures", "paged_kv.serve", "--host", request.host, "--port", str(port)]
+    arguments = ["--model-path", str(folder), "--devices", "cpu", "--custom-architectures", "paged_kv.serve"]
     arguments += ["--max-batch-size", str(request.max_batch_size), "--kv-cache-page-size", str(request.page_size)]
     for name, value in chosen.items():
         if name not in given and name.replace("--enable", "--no-enable") not in given:
             arguments += [name] if value is None else [name, value]
-    return [*arguments, *request.flags], port
+    return [*arguments, *request.flags]
 
 
 def check_environment() -> None:

@@ -53,6 +53,12 @@ class ServerMemory:
         wide = _BYTES.get(cache_format or encoding, 4)
         return cls(files if quantised else values * _BYTES[encoding], files, kv * wide, config.max_position_embeddings)
 
+    def least(self, page_size: int) -> CachePlan:
+        """Room for a request of one page: for a server that is made without being asked anything."""
+        memory = _memory_of_max()
+        share = min(memory, self.files + 4 * page_size * self.token) / memory
+        return CachePlan(min(self.longest, page_size), min(0.95, share + 1e-4))  # MAX is told four digits of it
+
     def plan(self, page_size: int, free: int) -> CachePlan:
         """The cache gets `SHARE` of what the weights leave of `free` bytes; one request may fill it.
 

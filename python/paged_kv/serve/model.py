@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -23,13 +22,11 @@ from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.weights import open_files
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.ops import kernels
-from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
 from paged_kv.serve import graph as graph_module
+from paged_kv.serve.compiled_graphs import CompiledGraphs
 from paged_kv.serve.config import ServedConfig, gguf_file
 from paged_kv.serve.graph import ServedStep
-
-logger = logging.getLogger("paged_kv.serve")
 
 
 class ServedModel(LlamaModelBase):
@@ -62,7 +59,6 @@ class ServedModel(LlamaModelBase):
     def load_graphs(self, session: InferenceSession) -> dict[str, Model]:
         """The step, compiled or read from disk, with its weights bound."""
         config = self.arch_config_as(ServedConfig)
-        self._load_state_dict()
         if self.pipeline_config.runtime.precompiled_mefs or self.pipeline_config.runtime.export_mefs:
             return self._load_kept_graphs(session, config)
         step, name, types = self._step(config)
@@ -70,18 +66,14 @@ class ServedModel(LlamaModelBase):
         def build(module: Module, _: Sequence[str]) -> None:
             step.trace(*types, name=name, module=module, custom_extensions=[kernels()])
 
-        models = load_graphs(
-            session,
-            {name: CompileKey(name, graph_module.__name__)},
-            build,
-            weights=self.state_dict,
-            on_compile=lambda: logger.info("compiling the step: about a minute, once for this model and machine"),
-        )
-        self._wire_batch_processor(models[name], config)
-        return {GraphRole.DECODER: models[name]}
+        key = CompileKey(name, graph_module.__name__)
+        model = CompiledGraphs.in_force().load_step(session, name, key, build, self._load_state_dict)
+        self._wire_batch_processor(model, config)
+        return {GraphRole.DECODER: model}
 
     def _load_kept_graphs(self, session: InferenceSession, config: ServedConfig) -> dict[str, Model]:
         """The step, where the user keeps the artefacts: MAX reads and writes them."""
+        self._load_state_dict()
         specs = self.graph_specs(config)
         self.compiled_artifacts = compile_graphs(session, specs)
         artifact, weights = self.compiled_artifacts.artifact(GraphRole.DECODER), specs[GraphRole.DECODER].weights

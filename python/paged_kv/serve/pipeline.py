@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 from max.pipelines.context import GenerationStatus, LogProbabilities, TextContext, TextGenerationOutput
-from max.pipelines.lib import TextGenerationPipeline
+from max.pipelines.lib import PipelineConfig, TextGenerationPipeline
 from max.pipelines.modeling.types import RequestID, TextGenerationInputs
 
+from paged_kv.runtime.cpu_target import apply_cpu_target
+from paged_kv.serve.compiled_graphs import asked_by_max
 from paged_kv.serve.tokenizer import FAILED_TOKEN
 
 logger = logging.getLogger("max.pipelines")
@@ -27,6 +30,12 @@ class ServedPipeline(TextGenerationPipeline[TextContext]):
     grammars and the prefix cache advance only once a step is done. A request that raises alone is answered with the
     API's error 500, and the scheduler frees its pages. It needs `ServedTokenizer` in the API process.
     """
+
+    def __init__(self, pipeline_config: PipelineConfig, *others: Any, **named: Any) -> None:
+        apply_cpu_target()  # the process of the model does not import `architectures.py`
+        on_the_cpu = all(device.device_type == "cpu" for device in pipeline_config.model.device_specs)
+        with asked_by_max(on_the_cpu):
+            super().__init__(pipeline_config, *others, **named)
 
     def execute(self, inputs: TextGenerationInputs[TextContext]) -> dict[RequestID, TextGenerationOutput]:
         requests = inputs.flat_batch

@@ -1,0 +1,83 @@
+"""`paged-kv compile --serve`: MAX makes its pipeline as in the server, and what it asks for is compiled and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from max.driver import set_virtual_cpu_target
+from max.engine import InferenceSession, Model
+from max.graph import Graph, Module
+
+from paged_kv.errors import ContractError
+from paged_kv.runtime.artefact_folder import ArtefactFolder
+from paged_kv.runtime.artefacts import compile_ahead
+from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.serve.compiled_graphs import CompiledGraphs, GraphOfMax, session_of_cpu
+from paged_kv.serve.launch import Request, arguments_ahead, check_environment
+
+
+class GraphsAhead(CompiledGraphs):
+    """Compiles what MAX and `ServedModel` ask for, and keeps it in a folder (None: the cache folder).
+
+    The CPU target may be another machine's: code is loaded, as MAX does with what it compiles, and not run.
+    """
+
+    def __init__(self, folder: Path | None, copies: Path) -> None:
+        super().__init__(folder, copies)
+        self.files: list[Path] = []
+        """Of the graphs, in the order in which they were asked for."""
+
+    def load_step(
+        self,
+        session: InferenceSession,
+        name: str,
+        key: CompileKey,
+        build: Callable[[Module, Sequence[str]], None],
+        weights: Callable[[], Mapping[str, Any]],
+    ) -> Model:
+        """Nothing that runs: no weights are read."""
+        del weights
+        self.files += compile_ahead(session, {name: key}, build, self._folder)
+        return cast(Model, None)
+
+    def claim_import(self, graph: Graph) -> Path | None:
+        key = GraphOfMax.of(graph)
+        if key is None:
+            return None
+        (file,) = compile_ahead(session_of_cpu(), {graph.name: key}, graph, self._folder)
+        self.files.append(file)
+        (artefact,) = ArtefactFolder(file.parent, hidden=False).find([file.stem])
+        return self.copy(graph.name, artefact.content)
+
+
+def compile_for_server(request: Request, target: str | None, out: Path | None) -> list[Path]:
+    """Compiles, or finds compiled, what a server of this request loads; returns the files.
+
+    MAX makes its whole pipeline, as in the server, but for the weights. It and its target are one for the process: a
+    process that compiles for a server does nothing else.
+
+    Args:
+        request: As for `serve`; its address and its number of requests do not matter.
+        target: The CPU to compile for, one of `REQUIRED_FLAGS`; this one where None.
+        out: The folder to keep it in, the cache folder where None.
+
+    Raises:
+        CheckpointError, ContractError: as `serve`.
+        ToolchainError: the environment lacks what MAX's server needs, or a graph cannot be compiled or kept.
+    """
+    check_environment()
+    import click
+    from max._entrypoints.pipelines import cli_warm_cache
+
+    if target is not None:
+        set_virtual_cpu_target(target)
+    with TemporaryDirectory(prefix="paged-kv-") as copies:
+        graphs = InferenceSession.default_mef_store = GraphsAhead(out, Path(copies))
+        try:
+            cli_warm_cache.main(arguments_ahead(request), "paged-kv compile --serve --", standalone_mode=False)
+        except click.ClickException as error:
+            raise ContractError(error.format_message()) from None  # it travels to another process
+    return graphs.files
