@@ -171,8 +171,10 @@ def _rotary_tables_of_ops(
 
 
 def add_scaled(x: TensorValue, y: TensorValue, factor: float = 1.0) -> TensorValue:
-    """`x + factor y`, `[N, D]` each; of another dtype than x's than y, as MAX promotes them."""
+    """`x + factor y`, `[N, D]` each; the product is rounded to y's dtype. Of two dtypes, the sum has MAX's choice."""
     if x.device.is_gpu() or x.dtype != y.dtype or x.dtype not in DTYPES or x.rank != 2 or x.shape != y.shape:
+        if factor != 1 and y.dtype in DTYPES:  # of `y * factor` MAX rounds the factor to y's dtype first
+            return x + ops.cast(ops.cast(y, DType.float32) * factor, y.dtype)
         return x + (y if factor == 1 else y * factor)
     values = [x, y, constant(np.array([factor], np.float32))]
     (total,) = ops.custom(ADD_SCALED, device=x.device, values=values, out_types=[x.type])

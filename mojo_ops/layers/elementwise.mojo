@@ -36,7 +36,7 @@ def add_scaled[
     count: Int,
     workers: Int,
 ):
-    """`sum = x + factor y`; the product is rounded to `dtype`, and then the sum."""
+    """`sum = x + factor y`; the product is rounded to `dtype`, and then the sum. Of float32 it may be one rounding."""
 
     def part[width: Int](at: Int) {var sum, var x, var y, var factor}:
         var scaled = rounded[dtype](widen[width](y.unsafe_offset(at)) * factor)

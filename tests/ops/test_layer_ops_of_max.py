@@ -12,7 +12,7 @@ from paged_kv.graphs import ops
 from support import op_graphs
 from support.compare import assert_bits_equal
 
-EPS, FACTOR, START, AMPLITUDE = 1e-5, 0.25, 40, 1.25
+EPS, FACTOR, START, AMPLITUDE = 1e-5, 0.22, 40, 1.25
 FREQUENCIES = (10000.0 ** -(np.arange(6) / 6)).astype(np.float32)
 ROWS, HEADS, DIM = 5, 2, 16
 POSITIONS = np.array([0, 3, START - 1, START, 5000], np.int32)
