@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import signal
 import sys
 import threading
 import time
@@ -35,13 +36,15 @@ def serve(tmp_path, monkeypatch):
     allocator.reexec_with_jemalloc = lambda: None
     monkeypatch.setitem(sys.modules, "max._entrypoints.allocator", allocator)
     monkeypatch.setitem(sys.modules, "max._entrypoints.pipelines", pipelines)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
     request = Request(write_demo_checkpoint(tmp_path / "demo"), "127.0.0.1", 0, "bfloat16", 16)
 
     def serve(server):
         pipelines.main = lambda **_: server()
         launch.serve(request)
 
-    return serve
+    yield serve
+    signal.signal(signal.SIGINT, interrupt)
 
 
 def wait():
