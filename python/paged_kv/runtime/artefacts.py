@@ -199,7 +199,9 @@ def ahead_folder(folder: Path) -> ArtefactFolder:
         ToolchainError: it is not, or another user can write to it.
     """
     if not folder.is_dir():
-        raise ToolchainError(f"{folder} is no folder of compiled steps: make it by paged-kv compile --out")
+        raise ToolchainError(
+            f"{folder} is no folder of compiled steps: make it by paged-kv compile --out, with --serve for a server"
+        )
     return ArtefactFolder(folder, hidden=False)
 
 
