@@ -37,15 +37,10 @@ def ahead(checkpoint, tmp_path_factory):
     command = [COMMAND, "compile", str(checkpoint), "--serve", *OPTIONS, "--out", str(folder), *FLAGS]
     # Python's view of the environment: MAX, where it is imported, names another Python in the process's own.
     environment = dict(os.environ)
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=end_with_parent,
-    ) as started:
-        out, messages = started.communicate(timeout=serving.START_SECONDS)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = subprocess.Popen(command, **pipes, text=True, env=environment, preexec_fn=end_with_parent)
+    with limited(started, serving.START_SECONDS):
+        out, messages = started.communicate(timeout=serving.START_SECONDS + 60)
     assert started.returncode == 0, messages
     files = sorted(folder.iterdir())
     assert len(files) == 3  # the step, the sampler, the log-probabilities
