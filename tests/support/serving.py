@@ -154,9 +154,9 @@ def _wait_until_ready(server: Server) -> None:
 
 
 def _free_ports() -> tuple[int, int]:
-    """Two ports that nothing listens on, of those that the system gives to nobody who does not ask for them.
+    """Two free ports outside the range of ephemeral ports.
 
-    Servers bind them a minute later: a port that the system gave might be a client's by then, or another server's.
+    Servers bind them up to minutes later: an ephemeral port might be a client's by then, or another server's.
     """
     dice, found = random.SystemRandom(), set[int]()
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

@@ -62,8 +62,9 @@ def wait_and_return():
 @pytest.mark.parametrize("server", [wait, wait_and_return])
 def test_a_server_that_cannot_say_that_it_is_ready_leaves(serve, server, monkeypatch):
     monkeypatch.setattr("sys.stdout", Full())
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match="No space left on device") as raised:
         serve(server)
+    assert not isinstance(raised.value.__context__, AssertionError)  # of `wait`
 
 
 def test_a_server_that_can_goes_on(serve, monkeypatch):

@@ -1,4 +1,4 @@
-"""Graphs that are compiled ahead together and lie in one file: of the array API, or a model's step."""
+"""Graphs that are compiled together and lie in one file: of the array API, or a model's step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paged_kv.runtime.variants import Variant
 
 @dataclass(frozen=True)
 class GraphFamily:
-    """Graphs for the CPU. Another process compiles them: all that is in it can be pickled."""
+    """What a compile and a load need. `kernel_build` sends it to another process, so there all of it can be pickled."""
 
     keys: Mapping[str, CompileKey]
     """What each graph depends on, by its name."""

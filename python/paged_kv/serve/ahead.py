@@ -1,26 +1,25 @@
-"""`paged-kv compile --serve`: MAX makes its pipeline as in the server, and what it asks for is compiled and kept."""
+"""`paged-kv compile --serve`: builds MAX's pipeline as the server does, and keeps each graph that it compiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import cast
 
 from max.driver import set_virtual_cpu_target
 from max.engine import InferenceSession, Model
-from max.graph import Graph, Module
+from max.graph import Graph
 
 from paged_kv.errors import ContractError
 from paged_kv.runtime.artefact_folder import ArtefactFolder
 from paged_kv.runtime.artefacts import compile_ahead
-from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.serve.compiled_graphs import CompiledGraphs, GraphOfMax, session_of_cpu
 from paged_kv.serve.launch import Request, arguments_ahead, check_environment
 
 
 class GraphsAhead(CompiledGraphs):
-    """Compiles what MAX and `ServedModel` ask for, and keeps it in a folder (None: the cache folder).
+    """Compiles each graph that MAX or `ServedModel` is about to load, into a folder (None: the cache folder).
 
     The CPU target may be another machine's: code is loaded, as MAX does with what it compiles, and not run.
     """
@@ -30,17 +29,9 @@ class GraphsAhead(CompiledGraphs):
         self.files: list[Path] = []
         """Of the graphs, in the order in which they were asked for."""
 
-    def load_step(
-        self,
-        session: InferenceSession,
-        name: str,
-        key: CompileKey,
-        build: Callable[[Module, Sequence[str]], None],
-        weights: Callable[[], Mapping[str, Any]],
-    ) -> Model:
+    def load_step(self, session: InferenceSession, step: GraphFamily) -> Model:
         """Nothing that runs: no weights are read."""
-        del weights
-        self.files += compile_ahead(session, {name: key}, build, self._folder)
+        self.files += compile_ahead(session, step.keys, step.build, self._folder)
         return cast(Model, None)
 
     def claim_import(self, graph: Graph) -> Path | None:

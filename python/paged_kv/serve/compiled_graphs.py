@@ -10,20 +10,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from max.driver import CPU
 from max.engine import InferenceSession, MefStore, Model
-from max.graph import Graph, Module
+from max.graph import Graph
 
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime.artefacts import compile_ahead, find_graph, load_graphs
-from paged_kv.runtime.compile_key import CompileKey, Sources
+from paged_kv.runtime.compile_key import Sources
+from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.serve.launch import COMPILED
 
 logger = logging.getLogger("paged_kv.serve")
@@ -66,14 +66,7 @@ class CompiledGraphs(MefStore):
         store = InferenceSession.default_mef_store
         return store if isinstance(store, CompiledGraphs) else CompiledGraphs()
 
-    def load_step(
-        self,
-        session: InferenceSession,
-        name: str,
-        key: CompileKey,
-        build: Callable[[Module, Sequence[str]], None],
-        weights: Callable[[], Mapping[str, Any]],
-    ) -> Model:
+    def load_step(self, session: InferenceSession, step: GraphFamily) -> Model:
         """The step with its weights, compiled where it is nowhere.
 
         Raises:
@@ -83,8 +76,10 @@ class CompiledGraphs(MefStore):
         def say() -> None:
             logger.info("compiling the step: about a minute, once for this model and machine")
 
-        found = load_graphs(session, {name: key}, build, weights=weights(), on_compile=say, compiled_ahead=self._folder)
-        return found[name]
+        (model,) = load_graphs(
+            session, step.keys, step.build, weights=step.weights(), on_compile=say, compiled_ahead=self._folder
+        ).values()
+        return model
 
     def claim_import(self, graph: Graph) -> Path | None:
         """A file of the graph for MAX to read; None where MAX is to compile it, since nothing can be kept.

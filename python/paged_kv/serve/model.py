@@ -23,6 +23,7 @@ from paged_kv.checkpoint.weights import open_files
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
+from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.serve import graph as graph_module
 from paged_kv.serve.compiled_graphs import CompiledGraphs
 from paged_kv.serve.config import ServedConfig, gguf_file
@@ -66,8 +67,9 @@ class ServedModel(LlamaModelBase):
         def build(module: Module, _: Sequence[str]) -> None:
             step.trace(*types, name=name, module=module, custom_extensions=[kernels()])
 
-        key = CompileKey(name, graph_module.__name__)
-        model = CompiledGraphs.in_force().load_step(session, name, key, build, self._load_state_dict)
+        keys = {name: CompileKey(name, graph_module.__name__)}
+        family = GraphFamily(keys, build, self._load_state_dict)
+        model = CompiledGraphs.in_force().load_step(session, family)
         self._wire_batch_processor(model, config)
         return {GraphRole.DECODER: model}
 
