@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ FLAGS = ("--", *serving.SAMPLING)
 REFUSAL = "nothing may be compiled here"
 REFUSES = f"""
 from pathlib import Path
+from types import SimpleNamespace
 from max.engine import InferenceSession
 load = InferenceSession.compile_async
 def compile_async(self, model, **options):
@@ -111,3 +113,17 @@ def test_what_needs_another_graph_is_compiled_and_the_log_says_so(ahead, serve, 
             server.terminate()
     assert words in log.read_text()
     assert REFUSAL in log.read_text()
+
+
+def test_the_process_of_the_model_chooses_the_cpu_target_before_max_compiles(monkeypatch):
+    """It does not import `architectures.py`, which does so for the server's own process."""
+    from max.pipelines.lib import TextGenerationPipeline
+
+    from paged_kv.serve import pipeline
+
+    done = []
+    monkeypatch.setattr(pipeline, "apply_cpu_target", lambda: done.append("target"))
+    monkeypatch.setattr(TextGenerationPipeline, "__init__", lambda *_, **__: done.append("pipeline"))
+    config = SimpleNamespace(model=SimpleNamespace(device_specs=[SimpleNamespace(device_type="cpu")]))
+    pipeline.ServedPipeline(config)
+    assert done == ["target", "pipeline"]
