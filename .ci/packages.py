@@ -30,6 +30,13 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield name, file.relative_to(ROOT)
 
 
+def benchmarks() -> Iterator[tuple[str, Path]]:
+    """The same of `benchmarks`, which is not installed."""
+    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
+        path = file.relative_to(ROOT)
+        yield ".".join(path.with_suffix("").parts).removesuffix(".__init__"), path
+
+
 def lay_out(folder: Path) -> None:
     """Copies every module into `folder` as it is installed, for programs that find packages by their folders."""
     for name, path in modules():

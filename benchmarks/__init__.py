@@ -1,1 +1,6 @@
-"""One script per question: `decode_cpu`, what decoding costs on the CPU; `api_overhead`, what the API itself costs."""
+"""What this repository measures beside `paged-kv bench`, a script a question; none of it is in the wheel.
+
+Run them from the root of the checkout, `python -m benchmarks.NAME`: `api_overhead`, `pool_cpu` and `prefix_cpu` (what
+the Python layers cost), `serve_cpu` (servers in turns), `tune` (the choices of a CPU family), `decode_gpu` and
+`gpu_bundle` (a GPU, here or on a bare host), `pages` (the tables of README.md and docs/performance.md).
+"""

@@ -1,6 +1,6 @@
 """What the API itself costs on the CPU: `plan` over large page tables, and `run` where there is little to attend to.
 
-    python benchmarks/api_overhead.py [--csv] [--repeats N]
+    python -m benchmarks.api_overhead [--csv] [--repeats N]
 
 `plan`: 256 requests of up to 32,768 tokens, pages of 16 (524,288 page ids where all are full), checks included.
 `run`: one request of 16 tokens, 8 query and 2 KV heads of 128. Its overhead is what it costs beyond the compiled
@@ -23,7 +23,7 @@ from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import as_numpy, to_buffer
-from paged_kv.benchmarks.provenance import provenance
+from paged_kv.bench.provenance import provenance
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.session import default_runtime

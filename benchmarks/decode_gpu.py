@@ -1,6 +1,6 @@
 """Decode attention on one GPU: this package's kernels and their peers against the speed of a device-to-device copy.
 
-    python benchmarks/decode_gpu.py [--points one|pages|few|all] [--csv [FILE]] [--only WORDS]
+    python -m benchmarks.decode_gpu [--points one|pages|few|all] [--csv [FILE]] [--only WORDS]
 
 Each figure is the median of `--repeats` runs (25), timed as `gpu_timing.py` says. The order of the systems alternates.
 Bytes are those of K and V that must be read; `share` is bytes / time over the bandwidth of a copy in the same run
@@ -22,14 +22,15 @@ import argparse
 import csv
 import datetime
 import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paged_kv.bench.provenance import commit
+
 if TYPE_CHECKING:
-    from paged_kv.benchmarks.gpu_systems import Point, Source
-    from paged_kv.benchmarks.gpu_timing import Clock, System
+    from benchmarks.gpu_systems import Point, Source
+    from benchmarks.gpu_timing import Clock, System
 
 MEMORY_PERCENT = "MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT"
 FIELDS = (
@@ -43,7 +44,7 @@ POINTS = ("one", "pages", "few", "all")
 
 def points(which: str, device: str = "cuda") -> Iterator[Point]:
     """What the targets speak of, and FlashInfer's own grid: pages of 16, groups of 4 and 8."""
-    from paged_kv.benchmarks.gpu_systems import Point
+    from benchmarks.gpu_systems import Point
 
     batch, length = (64, 4096) if device == "cuda" else (4, 1024)
     if which == "one":
@@ -69,8 +70,8 @@ def points(which: str, device: str = "cuda") -> Iterator[Point]:
 
 def measure(point: Point, sources: Sequence[Source], repeats: int, clock: Clock, device: str) -> list[dict[str, Any]]:
     """A row for each system that can do the point, and for each that failed; the first row is the copy."""
-    from paged_kv.benchmarks.gpu_systems import Problem, copy_system
-    from paged_kv.benchmarks.gpu_timing import medians_ms
+    from benchmarks.gpu_systems import Problem, copy_system
+    from benchmarks.gpu_timing import medians_ms
 
     sizes = {name: getattr(point, name) for name in ("batch", "length", "page_size", "heads", "kv_heads", "kv_dtype")}
     try:
@@ -124,14 +125,10 @@ def reason(error: Exception) -> str:
 def provenance(device: str) -> dict[str, str]:
     import torch
 
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        written = Path(__file__).with_name("COMMIT")  # in a bundle
-        commit = written.read_text().strip() if written.is_file() else ""
+    written = Path(__file__).with_name("COMMIT")  # in a bundle
+    found = written.read_text().strip() if written.is_file() else commit()
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    return {"device": name, "date": datetime.date.today().isoformat(), "commit": commit}
+    return {"device": name, "date": datetime.date.today().isoformat(), "commit": found}
 
 
 class Table:
@@ -167,8 +164,8 @@ def main() -> None:
         from max.driver import set_virtual_cpu_target
 
         set_virtual_cpu_target(arguments.cpu_target)
-    from paged_kv.benchmarks.gpu_systems import FlashInfer, MaxFlashAttention, Ours, Torch
-    from paged_kv.benchmarks.gpu_timing import clock_of
+    from benchmarks.gpu_systems import FlashInfer, MaxFlashAttention, Ours, Torch
+    from benchmarks.gpu_timing import clock_of
 
     device = "cuda" if arguments.device == "gpu" else "cpu"
     clock, facts, table = clock_of(device), provenance(device), Table(arguments.csv)

@@ -12,24 +12,17 @@ from pathlib import Path
 
 from max.dtype import DType
 from max.engine import Model
-from max.graph import DeviceRef, Graph, Module, TensorType
+from max.graph import Graph, Module, TensorType
 
-from paged_kv.errors import ToolchainError
+from paged_kv.bench.peers import max_flash
 from paged_kv.graphs.attention import GpuKernel
-from paged_kv.runtime import variants
-from paged_kv.runtime.api_variants import variant_key
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import Runtime
 from paged_kv.runtime.variants import Variant
 
-_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+_SOURCE = hashlib.sha256(b"".join(Path(name).read_bytes() for name in (__file__, max_flash.__file__))).hexdigest()[:16]
 """What builds these graphs, for their keys."""
-
-FLASH_PAGE = 128
-"""Tokens in a page of MAX's own attention, which takes no smaller ones."""
-
-FLASH_HOST_INPUTS = 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ def add_one(runtime: Runtime) -> GraphSpec:
         with Graph("add_one", input_types=[kind], module=module) as graph:
             graph.output(graph.inputs[0].tensor + 1)
 
-    return GraphSpec("add_one", CompileKey(f"add_one {_SOURCE}", variants.__name__, (), runtime.architecture), build)
+    return GraphSpec("add_one", CompileKey(f"add_one {_SOURCE}", (), runtime.architecture), build)
 
 
 def attention(
@@ -72,7 +65,7 @@ def attention(
     def build(module: Module) -> None:
         variant.build(module, runtime.device, batch_invariant=batch_invariant, gpu_kernel=gpu_kernel)
 
-    key = variant_key(variant, runtime.architecture)
+    key = variant.key(runtime.architecture)
     if batch_invariant or gpu_kernel != "best":
         options = f"{gpu_kernel}{' batch_invariant' if batch_invariant else ''} {_SOURCE}"
         key = replace(key, facts=f"{key.facts} {options}")
@@ -80,31 +73,10 @@ def attention(
 
 
 def flash_attention(runtime: Runtime, dtype: DType, heads: int, kv_heads: int, head_dim: int) -> GraphSpec:
-    """MAX's own paged flash attention, causal: q, the rows' offsets, and the cache as MAX has it, of which
-    `FLASH_HOST_INPUTS`, the last ones, lie on the host.
-    """
+    """MAX's own paged flash attention: inputs as `max_flash.flash_graph` says."""
     name = f"max_flash_{dtype.name}_{heads}_{kv_heads}_{head_dim}"
 
     def build(module: Module) -> None:
-        from max.graph import ops
-        from max.nn.attention.mask_config import MHAMaskVariant
-        from max.nn.kernels import flash_attention_ragged
-        from max.nn.kv_cache import MHAKVCacheParams  # compiled by MAX where it is first imported: not on the host
+        max_flash.flash_graph(name, dtype, heads, kv_heads, head_dim, runtime.device, module)
 
-        device = runtime.device
-        params = MHAKVCacheParams(
-            dtype=dtype, head_dim=head_dim, num_layers=1, devices=[device], page_size=FLASH_PAGE, n_kv_heads=kv_heads
-        )
-        q = TensorType(dtype, ["n", heads, head_dim], device)
-        types = [q, TensorType(DType.uint32, ["offsets"], device), *params.flattened_kv_inputs()]
-        on_host = [kind.device.is_cpu() for kind in types]
-        if on_host != [False] * (len(types) - FLASH_HOST_INPUTS) + [True] * FLASH_HOST_INPUTS:
-            raise ToolchainError(f"this MAX has other inputs of paged attention: {types}")
-        with Graph(name, input_types=types, module=module) as graph:
-            q_value, offsets, *kv = graph.inputs
-            cache = params.unflatten_kv_inputs(iter(kv))[0]
-            layer = ops.constant(0, DType.uint32, DeviceRef.CPU())
-            arguments = (params, q_value.tensor, offsets.tensor, cache, layer, MHAMaskVariant.CAUSAL_MASK)
-            graph.output(flash_attention_ragged(*arguments, scale=head_dim**-0.5))
-
-    return GraphSpec(name, CompileKey(f"{name} {_SOURCE}", variants.__name__, (), runtime.architecture), build)
+    return GraphSpec(name, CompileKey(f"{name} {_SOURCE}", (), runtime.architecture), build)

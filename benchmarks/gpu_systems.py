@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +13,13 @@ import torch
 from max.driver import CPU, Accelerator
 from max.dtype import DType
 
+from benchmarks import gpu_graphs
+from benchmarks.gpu_timing import System
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.devices import gpu
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import to_buffer
-from paged_kv.benchmarks import gpu_graphs
-from paged_kv.benchmarks.gpu_graphs import FLASH_HOST_INPUTS, FLASH_PAGE
-from paged_kv.benchmarks.gpu_timing import System
+from paged_kv.bench.peers.max_flash import HOST_INPUTS, PAGE_SIZE, flash_inputs
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
@@ -145,38 +146,23 @@ class MaxFlashAttention:
 
     def systems(self, problem: Problem) -> Iterator[System]:
         point = problem.point
-        if point.kv_dtype != point.dtype or point.length % FLASH_PAGE:
+        if point.kv_dtype != point.dtype or point.length % PAGE_SIZE:
             return
         runtime, dtype = runtime_on(0), DType[point.dtype]
         sizes = (point.heads, point.kv_heads, point.head_dim)
         model = gpu_graphs.flash_attention(runtime, dtype, *sizes).load(runtime)
-        per_request = point.length // FLASH_PAGE
+        per_request = point.length // PAGE_SIZE
         table = torch.randperm(point.batch * per_request, device="cuda").reshape(point.batch, per_request)
-        page = (FLASH_PAGE, point.kv_heads, point.head_dim)
+        page = (PAGE_SIZE, point.kv_heads, point.head_dim)
         blocks = torch.empty(point.batch * per_request, 2, 1, *page, device="cuda", dtype=problem.blocks.dtype)
         for request in range(point.batch):
             for i, tokens in enumerate(problem.tokens(request)):
                 blocks[table[request], i, 0] = tokens.transpose(0, 1).reshape(per_request, *page).to(blocks.dtype)
-        size = 2 * FLASH_PAGE * point.kv_heads * point.head_dim
-        arrays = [
-            problem.q,
-            np.arange(point.batch + 1, dtype=np.uint32),
-            blocks,
-            np.full(point.batch, point.length - 1, np.uint32),
-            table.cpu().numpy().astype(np.uint32),
-            np.array([1], np.uint32),
-            np.array([point.length], np.uint32),
-            np.array([size], np.int64),
-            np.zeros(4, np.int64),
-        ]
-        inputs = []
-        for i, array in enumerate(arrays):
-            if isinstance(array, torch.Tensor):
-                inputs.append(gpu(0).buffer(array))
-            elif i < len(arrays) - FLASH_HOST_INPUTS:
-                inputs.append(to_buffer(array).to(Accelerator(0)))
-            else:
-                inputs.append(to_buffer(array))
+        others = flash_inputs(table.cpu().numpy(), point.length, 1, 2 * math.prod(page))
+        on_device = [to_buffer(array).to(Accelerator(0)) for array in others[:-HOST_INPUTS]]
+        on_host = [to_buffer(array) for array in others[-HOST_INPUTS:]]
+        offsets, *lengths = on_device
+        inputs = [gpu(0).buffer(problem.q), offsets, gpu(0).buffer(blocks), *lengths, *on_host]
         torch.cuda.synchronize()
         result = torch.utils.dlpack.from_dlpack
         yield System("MAX (pages of 128)", partial(model.execute, *inputs), max_stream(), lambda o: result(o[0]))

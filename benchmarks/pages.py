@@ -1,20 +1,41 @@
-"""The results as sections of docs/performance.md and README.md: the CPU families side by side, then each by itself."""
+"""The results of `paged-kv bench` as sections of README.md and docs/performance.md, and as the README's picture.
+
+    python -m benchmarks.pages [FOLDER]
+
+FOLDER has a file of each CPU family; benchmarks/results/decode_cpu is the default. `paged-kv bench --update-readme`
+does it after a run.
+"""
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paged_kv.benchmarks.report import share_cell, versus_lines
-from paged_kv.benchmarks.results import Row
+from paged_kv.bench.compare import read_results
+from paged_kv.bench.report import share_cell, versus_lines
+from paged_kv.bench.results import Row
+from paged_kv.bench.roofline import OURS, THEIRS
 
+CHECKOUT = Path(__file__).resolve().parents[1]
+BARS = "docs/pictures/decode_cpu_bars.png"
 MARK = "decode_cpu"
-"""What stands in a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written by
-`--update-readme`."""
+"""What stands in a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written here."""
+LONGEST = 8.0
+"""Longer bars are cut here, and say so: the axis begins at 0, so that lengths can be compared."""
 Results = Mapping[str, Any]
 """Of one CPU family, as its file has them."""
+
+
+def write(folder: Path) -> None:
+    """The sections of both pages and the picture, from every family's file in a folder of this checkout."""
+    families = [read_results(path) for path in sorted(folder.glob("*.json"))]
+    draw(families, CHECKOUT / BARS)
+    update_page(CHECKOUT / "README.md", summary(families, BARS))
+    section = markdown(families, f"../{folder.relative_to(CHECKOUT).as_posix()}/{{family}}.png")
+    update_page(CHECKOUT / "docs" / "performance.md", section)
 
 
 def markdown(families: Sequence[Results], pictures: str) -> str:
@@ -119,3 +140,59 @@ def _where(results: Results) -> str:
 def _three(value: float) -> str:
     """Three digits, never as a power of ten."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def draw(families: Sequence[Results], path: Path) -> None:
+    """Writes a PNG: how many times as long as paged-kv other systems take, case by case, a panel a CPU family."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = {name: rows for name, rows in by_case(families).items() if any(row and ratios(row) for row in rows)}
+    others = {
+        name: dict.fromkeys(label for row in rows if row for label in ratios(row)) for name, rows in cases.items()
+    }
+    bars = sum(1 + len(labels) for labels in others.values())
+    figure, panels = pyplot.subplots(
+        1, len(families), figsize=(5 + 4 * len(families), 1 + 0.18 * (bars + len(cases))), dpi=100, squeeze=False
+    )
+    for at, (results, axes) in enumerate(zip(families, panels[0], strict=True)):
+        y, ticks = 0.0, []
+        for name, rows in cases.items():
+            ticks.append(y)
+            row = rows[at]
+            for label in (None, *others[name]):
+                if row is not None:
+                    _bar(axes, y, row, label)
+                y += 1
+            y += 0.8
+        titles = (
+            [next(row["title"] for row in rows if row) for rows in cases.values()] if at == 0 else [""] * len(cases)
+        )
+        axes.set_yticks(ticks, titles, fontsize=8)
+        axes.set_ylim(y, -1)
+        axes.set_xlim(0, LONGEST + 4.5)
+        axes.set_xticks(range(int(LONGEST) + 1))
+        dates = sorted(row["date"] for rows in cases.values() if (row := rows[at]))
+        axes.set_title(f"{results['family']}, {dates[-1] if dates else ''}", fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("time in units of paged-kv's in the same run; // = longer than the picture", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _bar(axes: Any, y: float, row: Row, label: str | None) -> None:
+    """Ours (None), or the other system of that label where it was measured."""
+    found = 1.0 if label is None else ratios(row).get(label)
+    if found is None:
+        return
+    text = f"{row['ms']:.3g} ms  paged-kv" if label is None else f"{found:.2g}x  {label}"
+    axes.barh(y, min(found, LONGEST), color=OURS if label is None else THEIRS, height=0.8)
+    text = f"// {text}" if found > LONGEST else text
+    axes.annotate(text, (min(found, LONGEST), y), (4, 0), textcoords="offset points", va="center", fontsize=7)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]).resolve() if sys.argv[1:] else CHECKOUT / "benchmarks" / "results" / "decode_cpu")

@@ -1,6 +1,6 @@
 """How long page management takes: this package's pool and prefix cache against vLLM's block pool and cache manager.
 
-    PAGED_KV_VLLM_PYTHON=VENV/bin/python python -m paged_kv.benchmarks.pool_cpu [--out FILE.json]
+    PAGED_KV_VLLM_PYTHON=VENV/bin/python python -m benchmarks.pool_cpu [--out FILE.json]
 
 Pages of 16 tokens. Both run in processes of their own, in turns; figures are medians. What is timed:
 
@@ -176,7 +176,7 @@ def main() -> None:
     for system, times in found.items():
         print(system.ljust(12) + "".join(f"{times[step]:9.3f}" for step in STEPS))
     if options.out:
-        from paged_kv.benchmarks.provenance import provenance
+        from paged_kv.bench.provenance import provenance
 
         options.out.write_text(json.dumps({"provenance": provenance(), "ms": found}, indent=1) + "\n")
 

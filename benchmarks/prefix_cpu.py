@@ -1,6 +1,6 @@
 """The time to the first token of a prompt that is not known, and of one whose prefix is.
 
-    python -m paged_kv.benchmarks.prefix_cpu --model DIR [--length 2000] [--out FILE.json]
+    python -m benchmarks.prefix_cpu --model DIR [--length 2000] [--out FILE.json]
 
 Each turn takes a prompt of its own: first nothing of it is known, then all but its last tokens, then it is read from a
 file into an engine that has forgotten it. Medians of the turns, after one that is not counted.
@@ -56,7 +56,7 @@ def main() -> None:
     for step, seconds in found.items():
         print(f"{step:32} {1e3 * seconds:9.1f} ms  {found[STEPS[0]] / seconds:6.1f}x")
     if options.out:
-        from paged_kv.benchmarks.provenance import provenance
+        from paged_kv.bench.provenance import provenance
 
         record = {"provenance": provenance(), "length": options.length, "seconds": found}
         options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from paged_kv.benchmarks.case_kinds import StepCase
-from paged_kv.benchmarks.problems import StepProblem, llama_config
+from paged_kv.bench.case_kinds import StepCase
+from paged_kv.bench.problems import StepProblem, llama_config
 from paged_kv.engine.demo import BOS_ID, CHAT_TEMPLATE, EOS_ID, PAD_ID, SPECIAL_TOKENS, byte_tokenizer
 from paged_kv.errors import ToolchainError
 
@@ -74,7 +74,7 @@ def write_checkpoint(case: StepCase, root: Path, seed: int = 0) -> Checkpoint:
             if not folder.exists():
                 _write_folder(problem, folder, dtype)
         if checkpoint.bfloat16_gguf in wanted and not checkpoint.bfloat16_gguf.exists():
-            from paged_kv.benchmarks.peers.llama_cpp import write_gguf
+            from paged_kv.bench.peers.llama_cpp import write_gguf
 
             part = _part(checkpoint.bfloat16_gguf)
             write_gguf(problem, part, vocabulary(case.vocab))

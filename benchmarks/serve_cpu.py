@@ -1,6 +1,6 @@
 """Servers on the CPU, in turns: tokens a second of decoding and time to the first token, streamed over HTTP.
 
-    python -m paged_kv.benchmarks.serve_cpu [--models small|large] [--cases NAME]... [--groups NAME]... [--turns N]
+    python -m benchmarks.serve_cpu [--models small|large] [--cases NAME]... [--groups NAME]... [--turns N]
                                             [--folder DIR] [--out DIR] [--update-pages] [--list]
 
 MAX Serve with paged-kv's architectures and with its own, vLLM's server, llama.cpp's server, and for comparison the
@@ -16,7 +16,7 @@ What is not installed is left out, and the results say so:
     MAX Serve           pip install 'paged-kv[serve]' for the interpreter that runs this
     vLLM                peers/vllm_step.py says how; PAGED_KV_VLLM_PYTHON names the interpreter of its environment
     llama.cpp           `llama-server` with `llama-quantize` beside it, by PAGED_KV_LLAMA_SERVER or on the PATH;
-                        servers/llama_server.py says how to build them. GGUF files are written with pip install gguf
+                        servers/http.py says how to build them. GGUF files are written with pip install gguf
     the picture         pip install matplotlib
 
 A group takes up to 8 GB of memory with the small model and 16 GB with the large one, and some minutes.
@@ -35,18 +35,19 @@ from typing import Any
 
 import click
 
-from paged_kv.benchmarks import report, serve_report
-from paged_kv.benchmarks.decode_cpu import HERE
-from paged_kv.benchmarks.pages import update_page
-from paged_kv.benchmarks.provenance import provenance
-from paged_kv.benchmarks.serve_cases import CASES, MODELS, TOGETHER
-from paged_kv.benchmarks.serve_checkpoint import write_checkpoint
-from paged_kv.benchmarks.serve_results import Row, merged, row_of
-from paged_kv.benchmarks.serve_run import Group
-from paged_kv.benchmarks.targets import cpu_family
+from benchmarks import serve_report
+from benchmarks.pages import CHECKOUT, update_page
+from benchmarks.serve_cases import CASES, MODELS, TOGETHER
+from benchmarks.serve_checkpoint import write_checkpoint
+from benchmarks.serve_results import Row, merged, row_of
+from benchmarks.serve_run import Group
+from paged_kv.bench import report
+from paged_kv.bench.provenance import provenance
+from paged_kv.bench.targets import cpu_family
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.runtime.cache_folder import cache_folder
 
+RESULTS = CHECKOUT / "benchmarks" / "results" / "serve_cpu"
 PICTURE = "docs/pictures/serve_cpu_bars.png"
 GROUPS = tuple(dict.fromkeys(name for groups in TOGETHER.values() for name in groups))
 
@@ -59,7 +60,9 @@ GROUPS = tuple(dict.fromkeys(name for groups in TOGETHER.values() for name in gr
     "--turns", type=click.IntRange(min=0), default=5, show_default=True, help="Of each case; 0: measure nothing."
 )
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where the checkpoints are kept.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the JSON file.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, help="Folder for the JSON file."
+)
 @click.option("--update-pages", is_flag=True, help="Also write this checkout's table and picture.")
 @click.option("--list", "only_list", is_flag=True, help="Name the cases and the groups.")
 def serve_cpu(
@@ -68,7 +71,7 @@ def serve_cpu(
     groups: tuple[str, ...],
     turns: int,
     folder: Path | None,
-    out: Path | None,
+    out: Path,
     update_pages: bool,
     only_list: bool,
 ) -> None:
@@ -83,9 +86,6 @@ def serve_cpu(
     unknown = set(names) - {case.name for case in CASES}
     if unknown:
         raise ContractError(f"--cases: {min(unknown)!r} is none of {', '.join(case.name for case in CASES)}")
-    out = out or default_folder()
-    if update_pages and not (HERE.parent / "README.md").is_file():
-        raise ContractError("--update-pages needs a checkout")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{cpu_family()}.json"
     for model, together in TOGETHER.items():
@@ -103,7 +103,7 @@ def serve_cpu(
                     write(path, [row], alive.versions)  # after every case: a run that is broken off is not in vain
                     click.echo(serve_report.text([row]))
     if update_pages:
-        write_pages(out, HERE.parent)
+        write_pages(out, CHECKOUT)
 
 
 def write(path: Path, rows: list[Row], versions: dict[str, str]) -> None:
@@ -119,12 +119,6 @@ def write_pages(folder: Path, checkout: Path) -> None:
     serve_report.draw(families, checkout / PICTURE)
     section = f"![Tokens a second of servers](pictures/{Path(PICTURE).name})\n\n{serve_report.markdown(families)}"
     update_page(checkout / "docs" / "performance.md", section, serve_report.MARK)
-
-
-def default_folder() -> Path:
-    """`benchmarks/results/serve_cpu` of a checkout; elsewhere a folder where the command was given."""
-    inside = HERE / "results"
-    return inside / "serve_cpu" if inside.is_dir() else Path("paged-kv-bench")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paged_kv.benchmarks.roofline import OURS, THEIRS
-from paged_kv.benchmarks.serve_cases import MODELS, ServeCase
-from paged_kv.benchmarks.serve_results import Row, by_case, systems_of
-from paged_kv.benchmarks.servers import SYSTEMS
+from benchmarks.serve_cases import MODELS, ServeCase
+from benchmarks.serve_results import Row, by_case, systems_of
+from benchmarks.servers import SYSTEMS
+from paged_kv.bench.roofline import OURS, THEIRS
 
 Results = Mapping[str, Any]
 """Of one CPU family, as its file has them."""
@@ -77,12 +77,6 @@ def markdown(families: Sequence[Results]) -> str:
         notes = {f"{one['name']}: {one['note']}" for row in rows for one in row["systems"].values() if one["note"]}
         lines += ["", *(f"- {note}" for note in sorted(notes)), ""]
     return "\n".join(lines).rstrip()
-
-
-def summary(families: Sequence[Results], picture: str) -> str:
-    """The README's section: the picture, and where it was measured."""
-    lines = [f"![Tokens a second of servers on a CPU]({picture})", ""]
-    return "\n".join(lines + [f"- {_where(results)}" for results in families])
 
 
 def draw(families: Sequence[Results], path: Path) -> None:

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from paged_kv.benchmarks.serve_cases import CASES, ENGINE, TOGETHER, VERSUS, ServeCase, Versus
-from paged_kv.benchmarks.serve_run import Figures
+from benchmarks.serve_cases import CASES, ENGINE, TOGETHER, VERSUS, ServeCase, Versus
+from benchmarks.serve_run import Figures
 
 Row = dict[str, Any]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.benchmarks.serve_cases import MAX_BATCH, MAX_LENGTH, MODELS, ServeCase, fresh_turns
-from paged_kv.benchmarks.serve_checkpoint import Checkpoint
-from paged_kv.benchmarks.serve_client import WrongAnswer, decode_rate, first_token_seconds
-from paged_kv.benchmarks.servers import make_system
-from paged_kv.benchmarks.servers.base import NotMeasured, System
+from benchmarks.serve_cases import MAX_BATCH, MAX_LENGTH, MODELS, ServeCase, fresh_turns
+from benchmarks.serve_checkpoint import Checkpoint
+from benchmarks.serve_client import WrongAnswer, decode_rate, first_token_seconds
+from benchmarks.servers import make_system
+from benchmarks.servers.base import NotMeasured, System
 
 Prompts = list[list[int]]
 Figures = dict[str, dict[str, Any]]

@@ -1,6 +1,6 @@
 """Finds the values of `CpuTuning` that are fastest on the CPU of this machine, and writes them into the table.
 
-    python -m paged_kv.benchmarks.tune [--field NAME]... [--repeats N] [--dry-run] [--prefix COMMAND]
+    python -m benchmarks.tune [--field NAME]... [--repeats N] [--dry-run] [--prefix COMMAND]
 
 One field after the other, each candidate value against the present one, by turns in one process; a value is taken where
 it is faster over the cases that decide the field, and a second round looks again at what the first one changed. The row
@@ -25,10 +25,11 @@ from typing import Any
 
 import click
 
-from paged_kv.benchmarks.case_kinds import AttentionCase, Case
-from paged_kv.benchmarks.targets import cpu_family
-from paged_kv.benchmarks.tune_job import TUNE_CASES
-from paged_kv.benchmarks.tuning_table import Row, TuningTable, Values
+from benchmarks.tune_job import TUNE_CASES
+from benchmarks.tuning_table import Row, TuningTable, Values
+from paged_kv.bench.case_kinds import AttentionCase, Case
+from paged_kv.bench.provenance import provenance
+from paged_kv.bench.targets import cpu_family
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "mojo_ops"
@@ -49,7 +50,8 @@ class Choice:
 CHOICES: dict[str, Choice] = {
     "fast_bf16_dot": Choice(("False", "True"), ("linear-1", "linear-8", "bf16", "group8", "prefill")),
     "interleaves_page": Choice(("False", "True"), ("page128",)),
-    "linear_streams": Choice(("1", "2", "4", "8"), ("linear-1", "linear-4")),
+    "linear_row_streams": Choice(("1", "2", "4", "8"), ("linear-1",)),
+    "linear_streams": Choice(("1", "2", "4", "8"), ("linear-4",)),
     "linear_prefetch": Choice(("False", "True"), ("linear-1", "linear-4")),
 }
 """By field of `CpuTuning`, in the order in which they are tried."""
@@ -143,8 +145,8 @@ class Builds:
         result = self._folder / "result.json"
         result.unlink(missing_ok=True)
         arguments = [case, str(repeats), str(result), *(str(self._build(row)) for row in rows)]
-        command = [*self._prefix, sys.executable, "-m", "paged_kv.benchmarks.tune_job", *arguments]
-        done = subprocess.run(command, capture_output=True, timeout=JOB_SECONDS)
+        command = [*self._prefix, sys.executable, "-m", "benchmarks.tune_job", *arguments]
+        done = subprocess.run(command, capture_output=True, cwd=HERE.parent, timeout=JOB_SECONDS)
         if done.returncode or not result.exists():
             lines = [line for line in done.stderr.decode(errors="replace").splitlines() if "error" in line.lower()]
             click.echo(f"  {case}: failed: {lines[0][:200] if lines else done.returncode}", err=True)
@@ -176,8 +178,6 @@ def graph_of(case: Case) -> str:
 @click.option("--prefix", default="", metavar="COMMAND", help="Put before every job's command: `numactl -N 0`.")
 def tune(fields: tuple[str, ...], repeats: int, rounds: int, dry_run: bool, prefix: str) -> None:
     """Measure the values of CpuTuning on this CPU, and write its family's row."""
-    from paged_kv.benchmarks.provenance import provenance
-
     table, family, facts = TuningTable.read(SOURCES / TABLE), cpu_family(), provenance()
     choices = {name: choice for name, choice in CHOICES.items() if name in table.fields and name in (fields or CHOICES)}
     for name in sorted((set(fields) | set(table.fields)) - set(choices)):

@@ -1,6 +1,6 @@
 """Several builds of the kernels on one case, in turns, in one process and over the same memory.
 
-    python -m paged_kv.benchmarks.tune_job CASE REPEATS RESULT.json FOLDER...
+    python -m benchmarks.tune_job CASE REPEATS RESULT.json FOLDER...
 
 Each FOLDER is a copy of the Mojo package; the first is what the others are held against. With REPEATS 0 they are only
 compiled.
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from paged_kv.benchmarks.case_kinds import AttentionCase, Case, LinearCase
-from paged_kv.benchmarks.cases import CASES
-from paged_kv.benchmarks.job import take_turns
-from paged_kv.benchmarks.ours import OursAttention, OursLinear
-from paged_kv.benchmarks.problems import problem_of
+from paged_kv.bench.case_kinds import AttentionCase, Case, LinearCase
+from paged_kv.bench.cases import CASES
+from paged_kv.bench.job import take_turns
+from paged_kv.bench.ours import OursAttention, OursLinear
+from paged_kv.bench.problems import problem_of
 from paged_kv.graphs import ops
 
 TUNE_CASES: dict[str, Case] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, Unpack, get_args
 
 import numpy as np
 from max.dtype import DType
@@ -11,7 +11,7 @@ from max.graph import DeviceRef, Dim, StaticDim, TensorType, TensorValue, ops
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_tensor, check_value, names
 from paged_kv.graphs.paged_cache import DTYPES, KV_DTYPES, PagedCache, constant
-from paged_kv.options import HEAD_DIMS, AttentionOptions, is_head_dim
+from paged_kv.options import HEAD_DIMS, AttentionArguments, AttentionOptions, is_head_dim
 
 GpuKernel = Literal["best", "plain"]
 
@@ -25,19 +25,12 @@ def attention(
     row_lengths: TensorValue,
     *,
     layer: int = 0,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    q_scale: float = 1.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    rope_theta: float | None = None,
-    rope_scale: float = 1.0,
     alibi_slopes: TensorValue | None = None,
     sinks: TensorValue | None = None,
     o_dtype: DType | None = None,
     batch_invariant: bool = False,
     gpu_kernel: GpuKernel = "best",
+    **arguments: Unpack[AttentionArguments],
 ) -> tuple[TensorValue, TensorValue]:
     """Attention of `R` query rows over the pages of their requests: decode and causal prefill alike.
 
@@ -45,13 +38,13 @@ def attention(
     (both `[R]` int32); a decode step has one row a request, a prefill one row a token.
 
     Args:
-        sm_scale, window_left, logits_soft_cap, q_scale, k_scale, v_scale, rope_theta, rope_scale: see
-            `paged_kv.options.AttentionOptions`, which also checks them.
         alibi_slopes: `[Hq]` float32: adds `slope * token` to a scaled score.
         sinks: `[Hq]` float32: natural-log scores that join the softmax's denominator alone, and so the lse.
         o_dtype: Of o: float32, float16 or bfloat16; q's where it is None.
         batch_invariant: Makes a row's result depend on nothing but the row, to the bit. GPU only.
         gpu_kernel: "best" is what `paged-kv doctor --explain` says, "plain" the kernel for any GPU, to compare with.
+        arguments: `sm_scale`, `window_left`, `logits_soft_cap`, `q_scale`, `k_scale`, `v_scale`, `rope_theta` and
+            `rope_scale`, as `paged_kv.options.AttentionOptions` has and checks them.
 
     A GPU cannot refuse bad requests, lengths and pages, which stay on the device: o and lse of such a row are NaN.
 
@@ -59,16 +52,14 @@ def attention(
         o `[R, Hq, D]` in `o_dtype` and the base-2 lse `[R, Hq]` float32. A row of request -1 or of length 0
         has o = 0 and lse = -inf.
     """
-    options = AttentionOptions(
-        sm_scale, window_left, logits_soft_cap, q_scale, k_scale, v_scale, rope_theta, rope_scale
-    )
+    options = AttentionOptions(**arguments)
     return attention_at_run_time(
         cache,
         q,
         row_batch,
         row_lengths,
         **option_values(cache, q, options, alibi_slopes, sinks),
-        may_rotate_keys=rope_theta is not None,
+        may_rotate_keys=options.rope_theta is not None,
         layer=layer,
         o_dtype=o_dtype,
         batch_invariant=batch_invariant,

@@ -76,10 +76,17 @@ class StepRows:
         return StepRows(*(paged.take_rows(x, rows) for x in (self.batch, self.positions, self.lengths)))
 
     def attend(
-        self, cache: PagedCache, q: TensorValue, *, layer: int, sm_scale: float | None, window_left: int
+        self,
+        cache: PagedCache,
+        q: TensorValue,
+        *,
+        layer: int,
+        sm_scale: float | None,
+        window_left: int,
+        sinks: TensorValue | None = None,
     ) -> TensorValue:
-        """Attention of the rows' q `[T, Hq, D]` over what each sees in a layer, as `q`."""
+        """Attention of the rows' q `[T, Hq, D]` over what each sees in a layer, as `q`; `sinks` are `[Hq]` float32."""
         o, _ = paged.attention(
-            cache, q, self.batch, self.lengths, layer=layer, sm_scale=sm_scale, window_left=window_left
+            cache, q, self.batch, self.lengths, layer=layer, sm_scale=sm_scale, window_left=window_left, sinks=sinks
         )
         return o

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import numpy as np
 from max.dtype import DType
 from max.graph import Dim, TensorType, TensorValue, ops
 
 from paged_kv.graphs.attention import check_operands, check_optional, option_values
 from paged_kv.graphs.paged_cache import PagedCache, constant
-from paged_kv.options import AttentionOptions
+from paged_kv.options import AttentionArguments, AttentionOptions
 
 MASKED_ATTENTION = "paged_kv_masked_attention"
 
@@ -26,17 +28,10 @@ def masked_attention(
     mask_firsts: TensorValue | None = None,
     head_dim_vo: Dim | str | int | None = None,
     layer: int = 0,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    q_scale: float = 1.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    rope_theta: float | None = None,
-    rope_scale: float = 1.0,
     alibi_slopes: TensorValue | None = None,
     sinks: TensorValue | None = None,
     o_dtype: DType | None = None,
+    **arguments: Unpack[AttentionArguments],
 ) -> tuple[TensorValue, TensorValue]:
     """`attention` in which rows have masks, and rows and tokens stand anywhere: trees, cascades, any prefill.
 
@@ -61,9 +56,7 @@ def masked_attention(
         o `[R, Hq, head_dim_vo]` in `o_dtype` and the base-2 lse `[R, Hq]` float32. A row that sees no token has o = 0
         and lse = -inf, whatever its sink.
     """
-    options = AttentionOptions(
-        sm_scale, window_left, logits_soft_cap, q_scale, k_scale, v_scale, rope_theta, rope_scale
-    )
+    options = AttentionOptions(**arguments)
     absent = {dtype: constant(np.zeros(0, dtype), cache.device) for dtype in (np.int32, np.int64, np.uint8)}
     return masked_attention_at_run_time(
         cache,
@@ -77,7 +70,7 @@ def masked_attention(
         mask_firsts=absent[np.int32] if mask_firsts is None else mask_firsts,
         head_dim_vo=head_dim_vo,
         **option_values(cache, q, options, alibi_slopes, sinks),
-        may_rotate_keys=rope_theta is not None,
+        may_rotate_keys=options.rope_theta is not None,
         layer=layer,
         o_dtype=o_dtype,
     )

@@ -1,15 +1,9 @@
-"""Linear layers and embeddings whose weights stay in GGUF's blocks, by MAX's own kernels of the CPU.
+"""Linear layers and embeddings whose weights stay in GGUF's blocks, by this package's kernels. On the CPU alone.
 
-A quantised weight `[N, K]` is a uint8 tensor `[N, bytes]`: along each row, blocks of 32 (Q4_0) or 256 (Q4_K, Q6_K)
-elements with their scales. MAX packs it once, when the model is bound to its weights, and multiplies it by activations
-that it rounds to int8: symmetrically, one float32 scale (the largest magnitude / 127) for 32 (Q4_0) or 256 activations
-of a row, products summed in int32 and scaled in float32. Each activation is thus off by half a scale at most.
-
-What MAX's kernels do wrong is done around them here:
-- packing takes rows in groups of two vectors and does not check N: other N write past the end (Q4_K, Q6_K) or are
-  refused when the graph runs (Q4_0). Rows are filled up with zero blocks, and their results cut off.
-- `ggml_q4_0_dequantize` of `[T, bytes]` writes K rows, whatever T is: with fewer tokens it writes past its output, with
-  more it leaves rows as they were. Q4_0 embeddings are computed by ordinary graph operations instead.
+A quantised weight `[N, K]` is a uint8 tensor `[N, bytes]`, as the file stores it: along each row, blocks of 32 or 256
+elements with their scales. The activations that it multiplies are rounded to int8 as llama.cpp rounds them: 32 to a
+float16 scale beside Q4_0, Q8_0 and IQ4_NL, 256 to a float32 scale beside the others
+([how](../mojo_ops/linear/quantised/README.md)). Each activation is thus off by about half a scale at most.
 """
 
 from __future__ import annotations
@@ -17,25 +11,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import numpy as np
 from max.dtype import DType
-from max.graph import StaticDim, TensorValue, ops
-from max.graph.quantization import QuantizationEncoding
+from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.graphs.checks import check_value
+from paged_kv.graphs.checks import check_value, names
 
-Encoding = Literal["Q4_0", "Q4_K", "Q6_K"]
+Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-"""Of GGUF's encodings, those that MAX multiplies by."""
+"""Of GGUF's encodings, those that the kernels multiply by, in the order of their indices there."""
 
-ROW_GROUP = 32
-"""MAX packs rows by groups of two float32 vectors: 32 with AVX-512, 16 with AVX2, 8 with NEON. All divide this."""
+QUANTISED_LINEAR = "paged_kv_quantised_linear"
+QUANTISED_ROWS = "paged_kv_quantised_rows"
+
+_BLOCKS: dict[Encoding, tuple[int, int]] = {
+    "Q4_0": (32, 18), "Q8_0": (32, 34), "IQ4_NL": (32, 18),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_XS": (256, 136),
+}  # fmt: skip
+"""Elements and bytes of a block."""
+_DTYPES = (DType.float32, DType.bfloat16)
+_MOST_WEIGHTS = 15
+"""Of one op: their indices are 4 bits each of one number."""
 
 
 def block_elements(encoding: Encoding) -> int:
     """Elements of a row in one block."""
-    return QuantizationEncoding(encoding).elements_per_block
+    return _BLOCKS[encoding][0]
+
+
+def block_bytes(encoding: Encoding) -> int:
+    """Bytes of a block."""
+    return _BLOCKS[encoding][1]
 
 
 def row_bytes(encoding: Encoding, elements: int) -> int:
@@ -44,10 +50,10 @@ def row_bytes(encoding: Encoding, elements: int) -> int:
     Raises:
         ShapeError: the row does not end with a block.
     """
-    kind = QuantizationEncoding(encoding)
-    if elements % kind.elements_per_block:
-        raise ShapeError(f"{elements} elements are no multiple of the {kind.elements_per_block} of a {encoding} block")
-    return elements // kind.elements_per_block * kind.block_size
+    size = block_elements(encoding)
+    if elements % size:
+        raise ShapeError(f"{elements} elements are no multiple of the {size} of a {encoding} block")
+    return elements // size * block_bytes(encoding)
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class QuantisedWeight:
     """A weight `[N, K]` in GGUF's blocks."""
 
     blocks: TensorValue
-    """uint8 `[N, row_bytes(encoding, K)]`, N and bytes static."""
+    """uint8 `[N, row_bytes(encoding, K)]`. Symbolic sizes are checked when the graph runs."""
     encoding: Encoding
 
     def __post_init__(self) -> None:
@@ -64,72 +70,66 @@ class QuantisedWeight:
         check_value("blocks", self.blocks, DType.uint8, [None, None], self.blocks.device)
         if self.blocks.device.is_gpu():
             raise ContractError("blocks: quantised weights run on the CPU alone")
-        for axis, size in enumerate(self.blocks.shape):
-            if not isinstance(size, StaticDim):
-                raise ShapeError(f"blocks: dimension {axis} is {size}, a static size is expected")
-        block = QuantizationEncoding(self.encoding).block_size
-        if int(self.blocks.shape[1]) % block:
-            raise ShapeError(f"blocks: rows of {self.blocks.shape[1]} bytes, no multiple of a block's {block}")
+        size, block = self.blocks.shape[1], block_bytes(self.encoding)
+        if isinstance(size, StaticDim) and int(size) % block:
+            raise ShapeError(f"blocks: rows of {size} bytes, no multiple of a block's {block}")
 
     @property
-    def rows(self) -> int:
-        """N."""
-        return int(self.blocks.shape[0])
-
-    @property
-    def elements(self) -> int:
-        """K."""
-        kind = QuantizationEncoding(self.encoding)
-        return int(self.blocks.shape[1]) // kind.block_size * kind.elements_per_block
+    def elements(self) -> StaticDim | None:
+        """K, None where it is symbolic."""
+        size = self.blocks.shape[1]
+        if not isinstance(size, StaticDim):
+            return None
+        return StaticDim(int(size) // block_bytes(self.encoding) * block_elements(self.encoding))
 
 
-def quantised_linear(x: TensorValue, weight: QuantisedWeight) -> TensorValue:
-    """`x w^T`: x `[M, K]` float32, which is rounded to int8 by blocks; `[M, N]` float32.
+def quantised_linear(x: TensorValue, *weights: QuantisedWeight) -> list[TensorValue]:
+    """`x w^T` for each weight: x `[M, K]` float32 or bfloat16, `[M, N]` in its dtype. x is rounded once for all.
 
     Raises:
-        ContractTypeError, ShapeError: x is not float32, or not `[M, K]`.
+        ContractError: there is no weight, or there are more than 15.
+        ContractTypeError, ShapeError: x is neither float32 nor bfloat16, or not `[M, K]`.
     """
-    check_value("x", x, DType.float32, [None, StaticDim(weight.elements)], weight.blocks.device)
-    missing = -weight.rows % ROW_GROUP
-    blocks = weight.blocks
-    if missing:  # a block of zeros has scale 0: its elements are 0
-        zeros = ops.constant(np.zeros((missing, int(blocks.shape[1])), np.uint8), DType.uint8, blocks.device)
-        blocks = ops.concat([blocks, zeros], axis=0)
-    y = ops.qmatmul(QuantizationEncoding(weight.encoding), None, x, blocks)
-    return y[:, : weight.rows] if missing else y
+    if not 1 <= len(weights) <= _MOST_WEIGHTS:
+        raise ContractError(f"weights: {len(weights)}, from 1 to {_MOST_WEIGHTS} are multiplied at once")
+    if x.dtype not in _DTYPES:
+        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(_DTYPES)}")
+    for weight in weights:
+        check_value("x", x, x.dtype, [None, weight.elements], weight.blocks.device)
+    ys = ops.custom(
+        QUANTISED_LINEAR,
+        device=x.device,
+        values=[x, *(weight.blocks for weight in weights)],
+        out_types=[TensorType(x.dtype, [x.shape[0], weight.blocks.shape[0]], x.device) for weight in weights],
+        parameters={"encodings": sum(_index(weight.encoding) << 4 * i for i, weight in enumerate(weights))},
+    )
+    return [y.tensor for y in ys]
 
 
-def quantised_rows(weight: QuantisedWeight, rows: TensorValue) -> TensorValue:
-    """The rows of `weight` that `rows` `[T]` (an integer dtype) names: `[T, K]` float32, exactly."""
+def quantised_rows(weight: QuantisedWeight, rows: TensorValue, elements: Dim | int | None = None) -> TensorValue:
+    """The rows of `weight` that `rows` `[T]` (an integer dtype) names: `[T, K]` float32, exactly.
+
+    Args:
+        weight: The matrix.
+        rows: A row that the weight does not have is an error (`ValueError`) when the graph runs.
+        elements: K, where the weight's size is symbolic.
+    """
     if rows.rank != 1:
         raise ShapeError(f"rows: rank {rows.rank}, expected 1")
     if not rows.dtype.is_integral():
         raise ContractTypeError(f"rows: dtype {rows.dtype.name}, expected integers")
-    blocks = ops.gather(weight.blocks, rows, axis=0)
-    if weight.encoding == "Q4_0":
-        return _dequantise_q4_0(blocks, weight.elements)
-    return ops.dequantize(QuantizationEncoding(weight.encoding), blocks)
+    size = weight.elements or elements
+    if size is None:
+        raise ShapeError("elements: the weight's size is symbolic, and so they are needed")
+    (y,) = ops.custom(
+        QUANTISED_ROWS,
+        device=weight.blocks.device,
+        values=[weight.blocks, rows if rows.dtype == DType.int32 else ops.cast(rows, DType.int32)],
+        out_types=[TensorType(DType.float32, [rows.shape[0], size], weight.blocks.device)],
+        parameters={"encoding": _index(weight.encoding)},
+    )
+    return y.tensor
 
 
-def _dequantise_q4_0(blocks: TensorValue, elements: int) -> TensorValue:
-    """`[T, bytes]` -> `[T, K]`. A block is a float16 scale and 16 bytes: elements 0 to 15 in their low halves, 16 to 31
-    in their high ones, each 8 too large. All numbers below are integers that float32 holds.
-    """
-    tokens = blocks.shape[0]
-    parts = ops.cast(ops.reshape(blocks, [tokens, elements // 32, 18]), DType.float32)
-    low, high, pairs = parts[:, :, 0:1], parts[:, :, 1:2], parts[:, :, 2:]
-    second = ops.floor(pairs / 16)
-    quants = ops.concat([pairs - 16 * second, second], axis=-1) - 8  # [T, K / 32, 32]
-    return ops.reshape(quants * _float16(low, high), [tokens, elements])
-
-
-def _float16(low: TensorValue, high: TensorValue) -> TensorValue:
-    """The finite float16 whose two bytes these are, as float32: sign, 5 bits of exponent, 10 of mantissa."""
-    negative = ops.floor(high / 128)
-    exponent = ops.floor((high - 128 * negative) / 4)
-    mantissa = low + 256 * (high - 4 * ops.floor(high / 4))
-    # Exponent 0 has no leading one, and the scale of exponent 1.
-    powers = ops.constant(np.exp2(np.maximum(np.arange(32), 1) - 25.0).astype(np.float32), DType.float32, low.device)
-    scale = ops.gather(powers, ops.cast(exponent, DType.int32), axis=0)
-    leading = 1024 * ops.min(exponent, 1)
-    return (1 - 2 * negative) * (mantissa + leading) * scale
+def _index(encoding: Encoding) -> int:
+    return ENCODINGS.index(encoding)

@@ -17,10 +17,10 @@ from .attention.gpu.dispatch import attend_on_gpu
 from .attention.gpu.generic import attend_generic
 from .attention.gpu.params import GpuAttentionParams
 from .attention.gpu.rope import RotaryFrequencies
-from .attention.gpu.row_sight import GpuMaskedSight, GpuPlainSight
+from .attention.gpu.row_masks import GpuCustomMasks, GpuNoMasks
 from .attention.merge_states import States, merge_on_cpu, merge_on_gpu
-from .attention.operands import AttentionOperands, masked_sight
-from .attention.row_sight import MaskedSight, PlainSight
+from .attention.operands import AttentionOperands, custom_masks
+from .attention.row_masks import CustomMasks, NoMasks
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair
 from .cache.pointers import untracked, untracked_immutable
@@ -69,8 +69,8 @@ struct Attention:
         ctx: DeviceContext,
     ) raises:
         var pair = KVCachePair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
-        var call = AttentionOperands[dtype, o_dtype, PlainSight].of(
-            o, lse, q, row_batch, row_lengths, PlainSight(), alibi_slopes, sinks, window_left, options
+        var call = AttentionOperands[dtype, o_dtype, NoMasks].of(
+            o, lse, q, row_batch, row_lengths, NoMasks(), alibi_slopes, sinks, window_left, options
         )
         var rows = call.rows
         var logits = call.logits
@@ -80,12 +80,12 @@ struct Attention:
         comptime if is_gpu[target]():
             pair.table.check_shape()
             var params = GpuAttentionParams[dtype, o_dtype].of(
-                rows, logits, pair.table, pair.k.head_dim(), GpuPlainSight()
+                rows, logits, pair.table, pair.k.head_dim(), GpuNoMasks()
             )
             var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
             attend_on_gpu[gpu_kernel](ctx, params, pair.k, pair.v, rotary, batch_invariant)
         else:
-            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits)
+            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.masks, logits)
             # The common case first, its operands unpacked inline: the generated code of attention over float8 was 5 %
             # slower otherwise (Zen 5, 2026-11-22).
             if not rotates_keys(rows.rope_theta):
@@ -145,9 +145,9 @@ struct MaskedAttention:
     ) raises:
         var pair = KVCachePair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         var batch = pair.table.batch
-        var sight = masked_sight(q.dim_size(0), batch, row_positions, token_offsets, mask, mask_starts, mask_firsts)
-        var call = AttentionOperands[dtype, o_dtype, MaskedSight].of(
-            o, lse, q, row_batch, row_lengths, sight, alibi_slopes, sinks, window_left, options
+        var masks = custom_masks(q.dim_size(0), batch, row_positions, token_offsets, mask, mask_starts, mask_firsts)
+        var call = AttentionOperands[dtype, o_dtype, CustomMasks].of(
+            o, lse, q, row_batch, row_lengths, masks, alibi_slopes, sinks, window_left, options
         )
         var rows = call.rows
         var logits = call.logits
@@ -157,14 +157,14 @@ struct MaskedAttention:
         check_equal("o: its head_dim", o.dim_size(2), pair.v.head_dim())
         comptime if is_gpu[target]():
             pair.table.check_shape()
-            var params = GpuAttentionParams[dtype, o_dtype, GpuMaskedSight].of(
-                rows, logits, pair.table, pair.k.head_dim(), GpuMaskedSight.of(sight, pair.v.head_dim())
+            var params = GpuAttentionParams[dtype, o_dtype, GpuCustomMasks].of(
+                rows, logits, pair.table, pair.k.head_dim(), GpuCustomMasks.of(masks, pair.v.head_dim())
             )
             var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
             attend_generic(ctx, params, pair.k, pair.v, rotary, batch_invariant=False)
         else:
-            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, sight, logits)
-            check_masks(rows.row_batch, rows.row_lengths, rows.num_rows, batch, sight)
+            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, masks, logits)
+            check_masks(rows.row_batch, rows.row_lengths, rows.num_rows, batch, masks)
             if not rotates_keys(rows.rope_theta):
                 attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
                 return

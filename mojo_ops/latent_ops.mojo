@@ -15,7 +15,7 @@ from .attention.checks import check_dim, check_rows, check_width
 from .attention.cpu.dispatch import attend_on_cpu
 from .attention.gpu.latent import RotaryQuery, attend_latent
 from .attention.gpu.params import GpuAttentionParams
-from .attention.gpu.row_sight import GpuPlainSight
+from .attention.gpu.row_masks import GpuNoMasks
 from .attention.operands import latent_operands
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair
@@ -73,10 +73,10 @@ struct LatentAttention:
             var latent_rows = rows
             latent_rows.q = rows.q_latent
             var params = GpuAttentionParams[dtype, o_dtype].of(
-                latent_rows, logits, pair.table, pair.v.head_dim(), GpuPlainSight()
+                latent_rows, logits, pair.table, pair.v.head_dim(), GpuNoMasks()
             )
             var rotary = RotaryQuery[dtype](rows.q, Int32(pair.k.head_dim()), rows.latent_scale)
             attend_latent(ctx, params, rotary, pair.v, pair.k, batch_invariant=False)
         else:
-            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits)
+            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.masks, logits)
             attend_on_cpu[latent=True](rows, pair.k, pair.v, logits, parallelism_level(None))

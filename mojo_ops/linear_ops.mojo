@@ -11,7 +11,23 @@ from .cache.operands import row_pointer
 from .cache.pointers import untracked
 from .linear.dispatch import linear
 from .linear.experts import check_experts, linear_experts
+from .layers.take_rows import RowSelection, check_selection
 from .linear.member import LinearMember
+from .linear.quantised.encodings import (
+    ENCODING_COUNT,
+    IQ4_NL,
+    IQ4_XS,
+    Q4_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    check_row_bytes,
+    encoding_of,
+    encodings_mask,
+)
+from .linear.quantised.product import QuantisedMember, linear_quantised
+from .linear.quantised.rows import QuantisedRows
 
 
 @extensibility.register("paged_kv_linear")
@@ -76,3 +92,82 @@ struct ExpertLinear:
             x.dim_size(1),
             parallelism_level(None),
         )
+
+
+@extensibility.register("paged_kv_quantised_linear")
+struct QuantisedLinear:
+    """Computes `y_i = x w_i^T` for one or more weights in GGUF's blocks (`linear/quantised/README.md`). CPU only.
+
+    x `[M, K]`, w_i uint8 `[N_i, bytes of a row]`, y_i `[M, N_i]` in x's dtype. `encodings` has 4 bits for each weight,
+    the first in the lowest: the index of its encoding.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, //, encodings: Int, target: StaticString
+    ](
+        ys: OutputVariadicTensors[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=2, ...],
+        ws: InputVariadicTensors[dtype=DType.uint8, rank=2, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_quantised_linear runs on the CPU alone")
+        comptime mask = encodings_mask(encodings, ws.size)
+        comptime assert mask < 1 << ENCODING_COUNT, "an encoding that is not known"
+        var k = x.dim_size(1)
+        var members = Array[QuantisedMember[dtype], ws.size](uninitialized=True)
+        comptime for i in range(ws.size):
+            comptime encoding = encoding_of(encodings, i)
+            check_row_bytes(ws[i].dim_size(1), encoding, k)
+            members[i] = QuantisedMember(
+                untracked(ys[i].unsafe_ptr()),
+                untracked(ws[i].unsafe_ptr()),
+                ws[i].dim_size(0),
+                ws[i].dim_size(1),
+                encoding,
+            )
+        linear_quantised[mask](members, untracked(x.unsafe_ptr()), x.dim_size(0), k, parallelism_level(None))
+
+
+@extensibility.register("paged_kv_quantised_rows")
+struct QuantisedRowsLayer:
+    """`y[i] = w[rows[i]]` in float32, of weights in GGUF's blocks. CPU only.
+
+    w uint8 `[N, bytes of a row]`; rows `[T]` int32; y `[T, K]`. `encoding` is the index of w's.
+    """
+
+    @staticmethod
+    def execute[
+        encoding: Int, target: StaticString
+    ](
+        y: OutputTensor[dtype=DType.float32, rank=2, ...],
+        w: InputTensor[dtype=DType.uint8, rank=2, ...],
+        rows: InputTensor[dtype=DType.int32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_quantised_rows runs on the CPU alone")
+        check_equal("y: its number of rows", y.dim_size(0), rows.dim_size(0))
+        check_row_bytes(w.dim_size(1), encoding, y.dim_size(1))
+        var bytes = untracked(w.unsafe_ptr())
+        check_selection(RowSelection(bytes, bytes, row_pointer(rows), rows.dim_size(0), w.dim_size(1)), w.dim_size(0))
+        var chosen = QuantisedRows(
+            untracked(y.unsafe_ptr()), bytes, row_pointer(rows), rows.dim_size(0), y.dim_size(1), w.dim_size(1)
+        )
+        var workers = parallelism_level(None)
+        comptime if encoding == Q4_0.INDEX:
+            chosen.unpack[Q4_0](workers)
+        elif encoding == Q8_0.INDEX:
+            chosen.unpack[Q8_0](workers)
+        elif encoding == IQ4_NL.INDEX:
+            chosen.unpack[IQ4_NL](workers)
+        elif encoding == Q4_K.INDEX:
+            chosen.unpack[Q4_K](workers)
+        elif encoding == Q5_K.INDEX:
+            chosen.unpack[Q5_K](workers)
+        elif encoding == Q6_K.INDEX:
+            chosen.unpack[Q6_K](workers)
+        else:
+            comptime assert encoding == IQ4_XS.INDEX, "an encoding that is not known"
+            chosen.unpack[IQ4_XS](workers)

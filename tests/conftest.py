@@ -33,10 +33,10 @@ ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve")
 takes several GB. CI gives servers two workers, by `_server_of`."""
 
 LONGEST_FIRST = (
-    *("engine/test_families.py", "engine/test_llama.py", "ops/test_graph_ops.py", "ops/test_append_op.py"),
-    *("engine/test_shares.py", "engine/test_cli.py", "mojo/test_mojo.py", "engine/test_memory.py"),
-    *("engine/test_gguf.py", "ops/test_quantised.py", "ops/test_linear_op.py", "api/test_examples.py"),
-    *("api/test_readme.py", "engine/test_weights_memory.py"),
+    *("engine/test_families.py", "engine/test_mixtures.py", "engine/test_llama.py", "ops/test_graph_ops.py"),
+    *("ops/test_append_op.py", "engine/test_shares.py", "engine/test_cli.py", "mojo/test_mojo.py"),
+    *("engine/test_memory.py", "engine/test_gguf.py", "ops/test_quantised.py", "ops/test_linear_op.py"),
+    *("api/test_examples.py", "api/test_readme.py", "engine/test_weights_memory.py"),
 )
 """Files that compile before their first test start first. Two that compile the same family never stand side by side."""
 
@@ -124,7 +124,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _server_of(nodeid: str) -> str:
     """What a test of tests/serve shares with others: a server, or a compiled step."""
-    file, _, test = nodeid.rpartition("/")[2].partition("::")
+    path, _, test = nodeid.partition("::")  # parameters may have slashes
+    file = path.rpartition("/")[2]
     if file == "test_families.py":
         return test.partition("[")[2].rstrip("]").partition("-")[0]  # the family
     kept = "test_a_user_may_keep_the_compiled_graphs"  # compiles the step of test_api.py once more

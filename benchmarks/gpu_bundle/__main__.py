@@ -1,4 +1,4 @@
-"""Makes the bundle: python -m paged_kv.benchmarks.gpu_bundle OUT [options]; README.md here says how it is used.
+"""Makes the bundle: python -m benchmarks.gpu_bundle OUT [options]; README.md here says how it is used.
 
 `OUT/home` is what the host unpacks, `OUT/call1`, `OUT/call2`, ... are what is sent. What is there already and is not
 out of date is kept: MAX by its version, graphs by their keys.
@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from paged_kv.benchmarks.gpu_bundle import contents
-from paged_kv.benchmarks.gpu_bundle.archive import PIECE_BYTES, TRANSFER_BYTES, Archive, pack, split, transfers
+from benchmarks.gpu_bundle import contents
+from benchmarks.gpu_bundle.archive import PIECE_BYTES, TRANSFER_BYTES, Archive, pack, split, transfers
 from paged_kv.errors import PagedKVError
 from paged_kv.versions import PINNED
 
@@ -80,7 +80,7 @@ def _timed(what: str, do: Callable[[], Result]) -> Result:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m paged_kv.benchmarks.gpu_bundle", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_bundle", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--python", default="3.12", help="the host's")
     parser.add_argument("--piece-bytes", type=int, default=PIECE_BYTES)

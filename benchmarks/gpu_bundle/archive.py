@@ -31,10 +31,6 @@ class Archive:
     name: str
     pieces: tuple[Path, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.stat().st_size for piece in self.pieces)
-
 
 def pack(folders: Iterable[tuple[Path, str]], target: Path) -> Path:
     """Writes folders, each under a name of its own, to one `.tar.xz`; caches of Python are left out."""

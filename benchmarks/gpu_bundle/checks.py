@@ -1,4 +1,4 @@
-"""Checks that the host runs, one a process: `python -m paged_kv.benchmarks.gpu_bundle.checks --device gpu|cpu NAME`.
+"""Checks that the host runs, one a process: `python -m benchmarks.gpu_bundle.checks --device gpu|cpu NAME`.
 
     names       whether the host looks for the compiled graphs under the names that they have
     hello       x + 1 by MAX
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.benchmarks.gpu_bundle.graphs import adopt, use_host_target
+from benchmarks.gpu_bundle.graphs import adopt, use_host_target
 from paged_kv.runtime.cache_folder import cache_path
 
 LENGTHS = (700, 1, 33, 64, 65, 127, 16)
@@ -48,7 +48,7 @@ def names(device: str) -> str:
 def hello(device: str) -> str:
     from max.driver import CPU, Buffer
 
-    from paged_kv.benchmarks.gpu_graphs import add_one
+    from benchmarks.gpu_graphs import add_one
     from paged_kv.runtime.session import runtime_on
 
     runtime = runtime_on(0 if device == "gpu" else None)

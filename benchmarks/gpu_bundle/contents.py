@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from paged_kv.benchmarks.gpu_bundle import steps
+from benchmarks.gpu_bundle import steps
+from paged_kv.bench.provenance import CHECKOUT as ROOT
+from paged_kv.bench.provenance import commit
 from paged_kv.errors import ToolchainError
 from paged_kv.versions import PINNED, VERSION
 
-ROOT = Path(__file__).parents[2]
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LIBRARIES = (
     *("libmax", "libMGPRT", "libnixl", "libAsyncRTMojoBindings"),
@@ -53,13 +54,16 @@ def max_runtime(site: Path, python: str, work: Path) -> None:
 
 
 def own_package(site: Path) -> None:
-    """This package, laid out as the wheel has it: keys of compiled graphs have its sources in them."""
+    """This package as the wheel has it, for its sources are in the keys of compiled graphs; benchmarks beside it."""
     package = site / "paged_kv"
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(ROOT / "python" / "paged_kv", package, ignore=_CACHES)
-    for folder in ("graphs", "mojo_ops", "benchmarks"):
-        shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    (package / "benchmarks" / "COMMIT").write_text(f"{commit()}\n")
+    for folder in ("graphs", "mojo_ops"):
+        shutil.copytree(ROOT / folder, package / folder, ignore=_CACHES)
+    benchmarks = site / "benchmarks"
+    shutil.rmtree(benchmarks, ignore_errors=True)
+    shutil.copytree(ROOT / "benchmarks", benchmarks, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    (benchmarks / "COMMIT").write_text(f"{commit()}\n")
     distribution(site, "paged_kv", VERSION)
 
 
@@ -99,8 +103,8 @@ def compiled_graphs(out: Path, device: str) -> None:
     """
     cache = out / "cache"
     (cache / "paged-kv").mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "paged_kv.benchmarks.gpu_bundle.graphs", device]
-    result = subprocess.run(command, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, check=False)
+    command = [sys.executable, "-m", "benchmarks.gpu_bundle.graphs", device]
+    result = subprocess.run(command, cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, check=False)
     if result.returncode != 0:
         raise ToolchainError(f"the graphs for the {device} do not compile (exit status {result.returncode})")
 
@@ -129,15 +133,6 @@ def distribution(site: Path, name: str, version: str) -> None:
     facts = site / f"{name}-{version}.dist-info"
     facts.mkdir(parents=True, exist_ok=True)
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-
-
-def commit() -> str:
-    """The commit of the checkout; empty where there is none."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        return ""
 
 
 _CACHES = shutil.ignore_patterns("__pycache__")

@@ -1,6 +1,6 @@
 """Compiles the graphs that a host will run, for a device that need not be here, into a cache folder.
 
-    XDG_CACHE_HOME=FOLDER python -m paged_kv.benchmarks.gpu_bundle.graphs gpu|cpu [NAME...]
+    XDG_CACHE_HOME=FOLDER python -m benchmarks.gpu_bundle.graphs gpu|cpu [NAME...]
 
 A process for each kind of device: MAX takes virtual devices only before its first use. The names of the files are
 those that the host will look for: the same sources, the same versions, the CPU target and the GPU's architecture of
@@ -21,14 +21,14 @@ from pathlib import Path
 from max import driver
 from max.dtype import DType
 
-from paged_kv.benchmarks import gpu_graphs
-from paged_kv.benchmarks.gpu_bundle.steps import ARCHITECTURE, CPU_TARGET
-from paged_kv.benchmarks.gpu_graphs import GraphSpec
-from paged_kv.runtime.api_variants import variant_key
-from paged_kv.runtime.artefact_folder import user_artefacts
+from benchmarks import gpu_graphs
+from benchmarks.gpu_bundle.steps import ARCHITECTURE, CPU_TARGET
+from benchmarks.gpu_graphs import GraphSpec
+from paged_kv.runtime import compile_key
 from paged_kv.runtime.cache_folder import cache_folder
-from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
+from paged_kv.runtime.compile_key import CompileKey, Sources
 from paged_kv.runtime.session import runtime_on
+from paged_kv.runtime.store import user_store
 from paged_kv.runtime.variants import Op, Variant
 
 
@@ -57,7 +57,7 @@ def wanted(device: str) -> list[Wanted]:
 
     def api(op: Op, q: DType, kv: DType) -> Wanted:
         variant = Variant(op, q, kv)
-        key = variant_key(variant, runtime.architecture)
+        key = variant.key(runtime.architecture)
         return Wanted(variant.name, {variant.name: key}, lambda: runtime.load([variant], exact=True))
 
     def graph(name: str, spec: GraphSpec) -> Wanted:
@@ -88,14 +88,13 @@ def wanted(device: str) -> list[Wanted]:
 
 def digests_of(graphs: Wanted) -> dict[str, str]:
     """The names of their files, by the names of the graphs."""
-    sources, tools = Sources.installed(), toolchain()
-    return {name: key.digest(sources, tools) for name, key in graphs.keys.items()}
+    return compile_key.digests_of(graphs.keys, Sources.installed())
 
 
 def is_kept(graphs: Wanted) -> bool:
     """Whether the cache folder has them."""
     digests = set(digests_of(graphs).values())
-    return digests == {digest for artefact in user_artefacts().find(digests) for digest in artefact.digests}
+    return digests == {digest for artefact in user_store().find(digests) for digest in artefact.digests}
 
 
 def compile_missing(device: str, names: Sequence[str]) -> None:
@@ -116,14 +115,14 @@ def adopt(device: str) -> str:
     architecture something else. What became of it, in words.
     """
     listed = json.loads(_list_of(device).read_text())
-    folder, missing, renamed = user_artefacts(), [], 0
+    folder, missing, renamed = user_store(), [], 0
     for graphs in wanted(device):
         for name, digest in digests_of(graphs).items():
             if folder.find([digest]):
                 continue
             found = folder.find([listed.get(graphs.name, {}).get(name, digest)])
             if found:
-                folder.store([digest], partial(_write, found[0].content))
+                folder.keep([digest], partial(_write, found[0].content))
                 renamed += 1
             else:
                 missing.append(graphs.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from paged_kv.benchmarks.gpu_bundle.run import Step
+from benchmarks.gpu_bundle.run import Step
 
 CPU_TARGET = "haswell"
 """What the bundle's host code is compiled for; the host's CPU needs AVX2, and may be older than the one it was
@@ -23,7 +23,7 @@ PROGRAMS = {
 }
 """Mojo programs of tests/mojo that the host runs as they are built here."""
 BOTH = ("gpu", "cpu")
-_MODULE = "paged_kv.benchmarks"
+_MODULE = "benchmarks"
 
 
 _ROWS = f"{_MODULE}.gpu_bundle.pytest_rows"

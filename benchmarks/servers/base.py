@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, ClassVar
 
-from paged_kv.benchmarks.serve_checkpoint import Checkpoint
-from paged_kv.benchmarks.serve_client import Stream, ask_all
+from benchmarks.serve_checkpoint import Checkpoint
+from benchmarks.serve_client import Stream, ask_all
 
 HOST = "127.0.0.1"
 READY_SECONDS = 420

@@ -1,6 +1,6 @@
 """The small engine's steps as `paged-kv generate` runs them, without a server: what serving is held against.
 
-A child process, `python -m paged_kv.benchmarks.servers.engine_steps FOLDER BATCH LENGTH`: each line on stdin is a JSON
+A child process, `python -m benchmarks.servers.engine_steps FOLDER BATCH LENGTH`: each line on stdin is a JSON
 object (prompts, new_tokens) and is answered by one on stdout.
 """
 
@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from paged_kv.benchmarks.serve_checkpoint import Checkpoint
-from paged_kv.benchmarks.serve_client import Stream
-from paged_kv.benchmarks.servers.base import NotMeasured, System, last_line
+from benchmarks.serve_checkpoint import Checkpoint
+from benchmarks.serve_client import Stream
+from benchmarks.servers.base import NotMeasured, System, last_line
 
 PAGE_SIZE = 128
 """As MAX's pages, so that the attention of both is the same work."""
@@ -79,11 +79,11 @@ class Loop:
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
         """Prompts that are in the cache already, those of the last run, are not read again but for their last token."""
         from paged_kv.engine.engine import MAX_STEP_TOKENS
-        from paged_kv.engine.sampling import Sampler
+        from paged_kv.engine.sampling import Choice, History, Sampling, choose
 
-        sampler = Sampler()
         pages = [list(range(at * self._each, (at + 1) * self._each)) for at in range(len(prompts))]
         requests = list(range(len(prompts)))
+        histories = [History(Sampling(), 0, request, prompt, len(prompt)) for request, prompt in enumerate(prompts)]
         sent = time.perf_counter()
         if prompts != self._prompts:
             for prompt, own in zip(prompts, pages, strict=True):
@@ -94,7 +94,8 @@ class Loop:
         arrivals = []
         for _ in range(new_tokens):
             logits = self._model.step([[token] for token in tokens], lengths, pages)
-            tokens = list(sampler(logits, requests))
+            choices = choose(logits, requests, histories)
+            tokens = [choice.token for choice in choices if isinstance(choice, Choice)]
             lengths = [length + 1 for length in lengths]
             arrivals.append(time.perf_counter())
         return {"sent": sent, "arrivals": [arrivals] * len(prompts)}

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from paged_kv.graphs.models import deepseek_v2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3
+from paged_kv.graphs.models import (
+    deepseek_v2,
+    gemma3,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.fields import Fields
 
@@ -21,7 +33,19 @@ class Family(Protocol):
         """The model that a `config.json` describes; raises `CheckpointError` for what would be computed wrongly."""
 
 
-_MODULES: tuple[Family, ...] = (llama, mistral, qwen2, qwen3, olmo2, granite, phi3, gemma3, deepseek_v2)
+_MODULES: tuple[Family, ...] = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    olmo2,
+    granite,
+    phi3,
+    gemma3,
+    deepseek_v2,
+    qwen3_moe,
+    gpt_oss,
+)
 
 ENGINE_ONLY = frozenset({deepseek_v2.ARCHITECTURE})
 """The architectures whose pages hold latents: MAX Serve's hold K and V of heads."""

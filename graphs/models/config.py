@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from max.dtype import DType
 
 from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.quantised import Encoding
 from paged_kv.graphs.rope import Linear, Llama3, LongRope, Rope, Scaling, Yarn
 from paged_kv.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, Q_DTYPES, is_head_dim
@@ -23,7 +24,7 @@ _STRETCH = (1e-9, 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentSizes:
     """Multi-head latent attention (DeepSeek-V2): the K and V of all heads come from one latent a token."""
 
     q_rank: int | None
@@ -38,25 +39,6 @@ class LatentAttention:
 
     NORM_EPS: ClassVar[float] = 1e-6
     """Of the norms of latents, whatever `rms_norm_eps` is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """A mixture of experts in place of the MLP: some for each token, and one, of shared experts, for all."""
-
-    count: int
-    chosen: int
-    """Of each token."""
-    inner: int
-    """The inner dimension of each expert."""
-    shared_inner: int
-    first_layer: int
-    """The layers before it have an MLP."""
-    groups: int
-    """Experts are chosen from the `chosen_groups` groups that have the greatest scores."""
-    chosen_groups: int
-    scale: float
-    """Of the weights of the chosen experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +84,9 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
-    latent: LatentAttention | None = None
+    sinks: bool = False
+    """Each head has a score that joins the softmax's denominator alone."""
+    latent: LatentSizes | None = None
     experts: Experts | None = None
     encodings: tuple[tuple[str, Encoding], ...] = ()
     """GGUF's encoding of each weight that stays in its blocks, by checkpoint name."""
@@ -113,7 +97,7 @@ class DecoderConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer is a mixture of experts."""
-        return self.experts is not None and layer >= self.experts.first_layer
+        return self.experts is not None and self.experts.layers[layer]
 
     def computed_in(self, dtype: DType) -> DType:
         """The dtype of activations where `dtype` is asked for: quantised weights multiply float32 alone."""

@@ -152,6 +152,7 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
         layer=layer,
         sm_scale=config.sm_scale,
         window_left=config.window_left(layer),
+        sinks=ops.cast(parameters.values[f"{at}.sinks"], DType.float32) if config.sinks else None,
     )
     return parameters.linear(
         ops.reshape(o, [o.shape[0], config.num_attention_heads * config.head_dim]), f"{at}.o_proj"
@@ -163,7 +164,8 @@ def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorV
     at, config = f"model.layers.{layer}.mlp", parameters.config
     if config.experts is None or not config.has_experts(layer):
         return _mlp(parameters, x, at)
-    return chosen_experts(parameters, x, at) + _mlp(parameters, x, f"{at}.shared_experts")
+    y = chosen_experts(parameters, x, at)
+    return y + _mlp(parameters, x, f"{at}.shared_experts") if config.experts.shared_inner else y
 
 
 def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:

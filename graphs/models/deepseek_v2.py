@@ -4,8 +4,9 @@ layers.
 
 from __future__ import annotations
 
-from paged_kv.graphs.models.config import DecoderConfig, Experts, LatentAttention, read_config, read_rope
+from paged_kv.graphs.models.config import DecoderConfig, LatentSizes, read_config, read_rope
 from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.mixture import COUNT_KEYS, Experts, read_experts
 from paged_kv.graphs.rope import Rope, Yarn
 from paged_kv.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 
@@ -36,7 +37,7 @@ def read(fields: Fields) -> DecoderConfig:
     )
 
 
-def _latent(fields: Fields) -> LatentAttention:
+def _latent(fields: Fields) -> LatentSizes:
     # Without the key there is a latent of the queries, with null there is none.
     has_q_rank = fields.values.get("q_lora_rank", 1536) is not None
     sizes = {
@@ -55,7 +56,7 @@ def _latent(fields: Fields) -> LatentAttention:
         if size % HEAD_DIM_MULTIPLE or size > most:
             raise fields.error(name, f"must be a multiple of {HEAD_DIM_MULTIPLE} and at most {most}", size)
     kv_rank, nope_dim, rope_dim, v_dim = sizes.values()
-    return LatentAttention(
+    return LatentSizes(
         q_rank=fields.integer("q_lora_rank", default=1536) if has_q_rank else None,
         kv_rank=kv_rank,
         nope_dim=nope_dim,
@@ -66,34 +67,17 @@ def _latent(fields: Fields) -> LatentAttention:
 
 def _experts(fields: Fields) -> Experts | None:
     first = 0 if fields.get("first_k_dense_replace") in (None, 0) else fields.integer("first_k_dense_replace")
-    if first >= fields.layers():
+    layers = fields.layers()
+    if first >= layers:
         return None
-    fields.one_of("scoring_func", {"softmax": None})
     if fields.integer("moe_layer_freq", default=1) != 1:
         raise fields.error("moe_layer_freq", "only 1 is supported: experts in every layer from the first on")
     # DeepSeek's own code divides the weights of the chosen experts by their sum, transformers does not; no published
     # model sets it.
     fields.refuse("norm_topk_prob", "is not supported")
-    limited = fields.one_of("topk_method", {"greedy": False, "group_limited_greedy": True})
-    count, chosen = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
-    groups = fields.integer("n_group") if limited else 1
-    chosen_groups = fields.integer("topk_group", most=groups) if limited else 1
-    if count % groups:
-        raise fields.error("n_group", f"does not divide n_routed_experts = {count}")
-    if chosen > count // groups * chosen_groups:
-        problem = f"more than the {count // groups * chosen_groups} experts that a token chooses from"
-        raise fields.error("num_experts_per_tok", problem)
-    inner = fields.integer("moe_intermediate_size")
-    return Experts(
-        count=count,
-        chosen=chosen,
-        inner=inner,
-        shared_inner=inner * fields.integer("n_shared_experts", default=2),
-        first_layer=first,
-        groups=groups,
-        chosen_groups=chosen_groups,
-        scale=fields.number("routed_scaling_factor", default=1.0),
-    )
+    shared_inner = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", default=2)
+    mixtures = [index >= first for index in range(layers)]
+    return read_experts(fields, mixtures, count_keys=COUNT_KEYS[:1], shared_inner=shared_inner)
 
 
 def _sharpening(fields: Fields, rope: Rope) -> float:

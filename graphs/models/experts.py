@@ -7,7 +7,7 @@ from max.dtype import DType
 from max.graph import TensorValue, ops
 
 from paged_kv.graphs import ops as paged
-from paged_kv.graphs.models.config import Experts
+from paged_kv.graphs.models.mixture import ClampedUnits, Experts
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.paged_cache import constant
 
@@ -20,7 +20,7 @@ def chosen_experts(parameters: Parameters, x: TensorValue, at: str) -> TensorVal
     experts = parameters.config.experts
     assert experts is not None
     # The router is float32, whatever the model's dtype.
-    scores = ops.softmax(parameters.linear(ops.cast(x, DType.float32), f"{at}.gate")[0])  # [N, E]
+    scores = ops.softmax(parameters.linear(ops.cast(x, DType.float32), f"{at}.{experts.router}")[0])  # [N, E]
     weights, chosen = choose(scores, experts)
     of_each = _expert_mlps(parameters, x, chosen, f"{at}.experts")  # [N, chosen, hidden]
     weighted = ops.cast(of_each, DType.float32) * ops.unsqueeze(weights, -1)
@@ -32,6 +32,8 @@ def choose(scores: TensorValue, experts: Experts) -> tuple[TensorValue, TensorVa
     if experts.groups > 1:
         scores = _of_greatest_groups(scores, experts)
     weights, chosen = ops.top_k(scores, experts.chosen, axis=-1)
+    if experts.sums_to_one:
+        weights = weights / ops.sum(weights, axis=-1)
     return weights * experts.scale, ops.cast(chosen, DType.int32)
 
 
@@ -48,6 +50,23 @@ def _of_greatest_groups(scores: TensorValue, experts: Experts) -> TensorValue:
 
 
 def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at: str) -> TensorValue:
-    gate_up = paged.expert_linear(x, parameters.values[f"{at}.gate_up_proj.weight"], chosen)
+    gate_up = _expert_linear(parameters, x, chosen, f"{at}.gate_up_proj")
     gate, up = ops.split(gate_up, [int(gate_up.shape[2]) // 2] * 2, axis=-1)
-    return paged.expert_linear(ops.silu(gate) * up, parameters.values[f"{at}.down_proj.weight"], chosen)
+    assert parameters.config.experts is not None
+    units = parameters.config.experts.units
+    gated = ops.silu(gate) * up if units is None else _clamped(gate, up, units)
+    return _expert_linear(parameters, gated, chosen, f"{at}.down_proj")
+
+
+def _expert_linear(parameters: Parameters, x: TensorValue, chosen: TensorValue, name: str) -> TensorValue:
+    y = paged.expert_linear(x, parameters.values[f"{name}.weight"], chosen)
+    bias = parameters.values.get(f"{name}.bias")
+    return y if bias is None else y + ops.gather(bias, chosen, axis=0)
+
+
+def _clamped(gate: TensorValue, up: TensorValue, units: ClampedUnits) -> TensorValue:
+    """The units in float32, rounded once."""
+    gate, up, dtype = ops.cast(gate, DType.float32), ops.cast(up, DType.float32), gate.dtype
+    limit = constant(np.array([units.limit], np.float32), gate.device)
+    gate, up = ops.min(gate, limit), ops.max(ops.min(up, limit), -limit)
+    return ops.cast((up + 1.0) * gate * ops.sigmoid(gate * units.alpha), dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 from paged_kv.arguments import printable
 from paged_kv.errors import CheckpointError
+from paged_kv.files import read_regular
 
 MAX_SIZE = 2**31 - 1
 """The largest integer of a configuration: token ids and positions are int32."""
@@ -40,9 +41,7 @@ class Fields:
         if not file.is_file():
             raise CheckpointError(f"{file}: no such file")
         try:
-            if file.stat().st_size > _MAX_BYTES:
-                raise CheckpointError(f"{file}: {file.stat().st_size} bytes: no configuration is that large")
-            values = json.loads(file.read_bytes())
+            values = json.loads(read_regular(file, _MAX_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
         if not isinstance(values, dict):

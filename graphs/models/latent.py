@@ -12,7 +12,7 @@ from max.graph import TensorValue, ops
 
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.layers import Rotary, StepRows
-from paged_kv.graphs.models.config import LatentAttention
+from paged_kv.graphs.models.config import LatentSizes
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.ops import LatentCache
 from paged_kv.graphs.paged_cache import constant
@@ -46,13 +46,13 @@ def latent_attention(
         of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
 
     c, k_rope = ops.split(kv, [latent.kv_rank, latent.rope_dim], axis=-1)
-    c = parameters.norm(f"{at}.kv_a_layernorm", c, LatentAttention.NORM_EPS)
+    c = parameters.norm(f"{at}.kv_a_layernorm", c, LatentSizes.NORM_EPS)
     k_rope = rotary.of_pairs(ops.unsqueeze(k_rope, 1))[:, 0]
     c, k_rope = (ops.cast(y, cache.dtype) for y in (c, k_rope))
     paged.append_latent(cache, c, k_rope, rows.batch, rows.slots, layer=layer)
 
     if latent.q_rank is not None:
-        q = parameters.norm(f"{at}.q_a_layernorm", q, LatentAttention.NORM_EPS)
+        q = parameters.norm(f"{at}.q_a_layernorm", q, LatentSizes.NORM_EPS)
         (q,) = parameters.linear(q, f"{at}.q_b_proj")
     heads = config.num_attention_heads
     q = ops.reshape(q, [q.shape[0], heads, config.head_dim])

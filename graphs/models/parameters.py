@@ -64,8 +64,10 @@ class Parameters:
         """`x` `[M, in]` through several linear layers: `[M, out]` each."""
         weights = [self._matrix(f"{name}.weight") for name in names]
         dense = [weight for weight in weights if not isinstance(weight, QuantisedWeight)]
+        quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
         products = iter(paged.linear_group(x, dense) if dense else [])
-        ys = [quantised_linear(x, w) if isinstance(w, QuantisedWeight) else next(products) for w in weights]
+        of_blocks = iter(quantised_linear(x, *quantised) if quantised else [])
+        ys = [next(of_blocks if isinstance(weight, QuantisedWeight) else products) for weight in weights]
         biases = [self.values.get(f"{name}.bias") for name in names]
         return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
 

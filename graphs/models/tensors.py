@@ -6,10 +6,11 @@ is loaded: each from rows of several tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.mixture import BLOCK, Experts
 
 Shape = tuple[int, ...]
 
@@ -27,17 +28,23 @@ NORMS = {
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows of a checkpoint's tensor that are a part of an assembled weight `[count, rows, columns]`."""
+class TensorPart:
+    """Rows of a checkpoint's tensor that are a part of an assembled weight `[count, rows, ...]`."""
 
     name: str
     """The tensor's."""
-    rows: tuple[int, int]
-    """The first of its rows that are taken, and the one after the last."""
     at: tuple[int, int]
     """Their place: the index in the stack, and the first row there."""
+    rows: tuple[int, int] | None = None
+    """The first of its rows that are taken, and the one after the last; all where it is None."""
+    index: int | None = None
+    """The tensor is a stack `[count, rows, ...]`, and its rows are those of this entry."""
+    scales: str | None = None
+    """The tensor is a stack of MXFP4 blocks `[count, rows, columns / 32, 16]`, and this the one of their scales."""
     transposed: bool = False
     """The rows become columns."""
+    alternating: bool = False
+    """At last, rows 0, 2, 4, ... come first, then rows 1, 3, 5, ..."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,10 @@ class Assembled:
 
     sources: Mapping[str, Shape]
     """Their names and shapes."""
-    pieces: Callable[[], Iterator[Piece]]
+    pieces: Callable[[], Iterator[TensorPart]]
     """Made when the tensors are known to be there: as many as a configuration says, whatever it says."""
+    is_packed: bool = False
+    """The sources are bytes: MXFP4 blocks and scales."""
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
@@ -66,21 +75,33 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     return tensors
 
 
-def assembled_tensors(config: DecoderConfig) -> dict[str, Assembled]:
-    """The weights of the step that a checkpoint does not have as they are."""
+def assembled_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dict[str, Assembled]:
+    """The weights of the step that a checkpoint does not have as they are; `stored` are the names that it has.
+
+    By these alone it shows whether experts lie apart, in stacks or in MXFP4 blocks.
+    """
     found: dict[str, Assembled] = {}
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
         if config.latent is not None:
             found |= _heads(config, f"{layer}.self_attn")
         if config.has_experts(index):
-            found |= _stacks(config, f"{layer}.mlp.experts")
+            found |= _stacks(config, f"{layer}.mlp.experts", stored)
     return found
 
 
-def checkpoint_tensors(config: DecoderConfig) -> dict[str, Shape]:
-    """Hugging Face's name and shape of every tensor that a checkpoint must have."""
-    assembled = assembled_tensors(config)
+def least_tensors(config: DecoderConfig, stored: Container[str]) -> int:
+    """Tensors that a checkpoint of `stored` ones has at least: one a layer, and those of experts that lie apart."""
+    if config.experts is None:
+        return config.num_hidden_layers
+    layers = [index for index in range(config.num_hidden_layers) if config.has_experts(index)]
+    apart = sum(not _is_stacked(config.experts, f"model.layers.{index}.mlp.experts", stored) for index in layers)
+    return max(config.num_hidden_layers, 3 * config.experts.count * apart)
+
+
+def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dict[str, Shape]:
+    """Hugging Face's name and shape of every tensor that a checkpoint must have; `stored` are the names that it has."""
+    assembled = assembled_tensors(config, stored)
     tensors: dict[str, Shape] = {}
     for name, shape in expected_tensors(config).items():
         tensors |= assembled[name].sources if name in assembled else {name: shape}
@@ -94,12 +115,14 @@ def _layer(config: DecoderConfig, has_experts: bool) -> dict[str, Shape]:
     linear |= {f"self_attn.{name}": shape for name, shape in _projections(config).items()}
     linear |= _experts(config) if has_experts else _gate_and_up(config, "mlp", config.intermediate_size)
     layer: dict[str, Shape] = {f"{name}.weight": shape for name, shape in linear.items()}
-    layer |= {f"{name}.bias": shape[:1] for name, shape in linear.items() if _has_bias(config, name)}
+    layer |= {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
     layer |= {f"{name}.weight": (hidden,) for name in NORMS[config.norm_place] if name is not None}
     if latent is not None:
         layer["self_attn.kv_a_layernorm.weight"] = (latent.kv_rank,)
         if latent.q_rank is not None:
             layer["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
+    if config.sinks:
+        layer["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm is not None:
         sizes = (config.head_dim,) * 2 if config.qk_norm == "head" else _queries_and_keys(config)
         layer |= {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", sizes, strict=True)}
@@ -138,16 +161,21 @@ def _gate_and_up(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]
 def _experts(config: DecoderConfig) -> dict[str, Shape]:
     assert config.experts is not None
     experts, hidden, shared = config.experts, config.hidden_size, "mlp.shared_experts"
-    return {
-        "mlp.gate": (experts.count, hidden),
+    layers: dict[str, Shape] = {
+        f"mlp.{experts.router}": (experts.count, hidden),
         "mlp.experts.gate_up_proj": (experts.count, 2 * experts.inner, hidden),
         "mlp.experts.down_proj": (experts.count, hidden, experts.inner),
-        f"{shared}.down_proj": (hidden, experts.shared_inner),
-        **_gate_and_up(config, shared, experts.shared_inner),
     }
+    if experts.shared_inner:
+        layers[f"{shared}.down_proj"] = (hidden, experts.shared_inner)
+        layers |= _gate_and_up(config, shared, experts.shared_inner)
+    return layers
 
 
 def _has_bias(config: DecoderConfig, name: str) -> bool:
+    experts = config.experts
+    if experts is not None and name.startswith((f"mlp.{experts.router}", "mlp.experts.")):
+        return experts.bias
     if name.startswith("mlp."):
         return config.mlp_bias
     return config.o_bias if name == "self_attn.o_proj" else config.qkv_bias
@@ -164,37 +192,74 @@ def _heads(config: DecoderConfig, at: str) -> dict[str, Assembled]:
     name = f"{at}.kv_b_proj.weight"
     sources = {name: (heads * rows, latent.kv_rank)}
 
-    def keys() -> Iterator[Piece]:
+    def keys() -> Iterator[TensorPart]:
         for head in range(heads):
-            yield Piece(name, (head * rows, head * rows + latent.nope_dim), (head, 0), transposed=True)
+            yield TensorPart(name, (head, 0), (head * rows, head * rows + latent.nope_dim), transposed=True)
 
-    def values() -> Iterator[Piece]:
+    def values() -> Iterator[TensorPart]:
         for head in range(heads):
-            yield Piece(name, (head * rows + latent.nope_dim, (head + 1) * rows), (head, 0))
+            yield TensorPart(name, (head, 0), (head * rows + latent.nope_dim, (head + 1) * rows))
 
     return {f"{at}.k_up_proj.weight": Assembled(sources, keys), f"{at}.v_up_proj.weight": Assembled(sources, values)}
 
 
-def _stacks(config: DecoderConfig, at: str) -> dict[str, Assembled]:
+def _is_stacked(experts: Experts, at: str, stored: Container[str]) -> bool:
+    """Whether a checkpoint has the experts of a mixture in tensors of all of them."""
+    return experts.alternating or f"{at}.gate_up_proj" in stored
+
+
+def _stacks(config: DecoderConfig, at: str, stored: Container[str]) -> dict[str, Assembled]:
     """The experts of a layer: gate and up of each one below the other, and down."""
-    assert config.experts is not None
-    inner, hidden, count = config.experts.inner, config.hidden_size, config.experts.count
+    experts = config.experts
+    assert experts is not None
+    sizes = {"gate_up": (2 * experts.inner, config.hidden_size), "down": (config.hidden_size, experts.inner)}
+    found = {}
+    for part, (rows, columns) in sizes.items():
+        name, alternates = f"{at}.{part}_proj", experts.alternating and part == "gate_up"
+        if experts.mxfp4 and f"{name}_blocks" in stored:
+            found[f"{name}.weight"] = _of_blocks(name, experts.count, rows, columns, alternates)
+        elif _is_stacked(experts, at, stored):
+            shape = (columns, rows) if experts.alternating else (rows, columns)
+            found[f"{name}.weight"] = _of_stack(name, (experts.count, *shape), experts.alternating, alternates)
+        else:
+            apart = ("gate", "up") if part == "gate_up" else ("down",)
+            found[f"{name}.weight"] = _of_each(at, apart, experts.count, (rows // len(apart), columns))
+        if experts.bias:
+            found[f"{name}.bias"] = _of_stack(f"{name}_bias", (experts.count, rows), False, alternates)
+    return found
 
-    def stack(parts: Mapping[str, Shape]) -> Assembled:
-        def name(expert: int, part: str) -> str:
-            return f"{at}.{expert}.{part}_proj.weight"
 
-        def pieces() -> Iterator[Piece]:
-            for expert in range(count):
-                first = 0
-                for part, shape in parts.items():
-                    yield Piece(name(expert, part), (0, shape[0]), (expert, first))
-                    first += shape[0]
+def _of_each(at: str, parts: Sequence[str], count: int, shape: Shape) -> Assembled:
+    """A stack of weights of which each expert has its own: those named `parts`, one below the other."""
 
-        sources = {name(expert, part): shape for expert in range(count) for part, shape in parts.items()}
-        return Assembled(sources, pieces)
+    def name(expert: int, part: str) -> str:
+        return f"{at}.{expert}.{part}_proj.weight"
 
-    return {
-        f"{at}.gate_up_proj.weight": stack({"gate": (inner, hidden), "up": (inner, hidden)}),
-        f"{at}.down_proj.weight": stack({"down": (hidden, inner)}),
-    }
+    def pieces() -> Iterator[TensorPart]:
+        for expert in range(count):
+            for index, part in enumerate(parts):
+                yield TensorPart(name(expert, part), (expert, index * shape[0]))
+
+    return Assembled({name(expert, part): shape for expert in range(count) for part in parts}, pieces)
+
+
+def _of_stack(name: str, shape: Shape, transposed: bool, alternating: bool) -> Assembled:
+    """A stack that the checkpoint has as one tensor, in another order."""
+
+    def pieces() -> Iterator[TensorPart]:
+        for index in range(shape[0]):
+            yield TensorPart(name, (index, 0), index=index, transposed=transposed, alternating=alternating)
+
+    return Assembled({name: shape}, pieces)
+
+
+def _of_blocks(name: str, count: int, rows: int, columns: int, alternating: bool) -> Assembled:
+    """A stack that the checkpoint has as MXFP4 blocks of 32 values, and a scale for each."""
+    blocks, scales = f"{name}_blocks", f"{name}_scales"
+    shape = (count, rows, columns // BLOCK)
+
+    def pieces() -> Iterator[TensorPart]:
+        for index in range(count):
+            yield TensorPart(blocks, (index, 0), index=index, scales=scales, alternating=alternating)
+
+    return Assembled({blocks: (*shape, BLOCK // 2), scales: shape}, pieces, is_packed=True)

@@ -45,9 +45,16 @@ class TreeStepRows(StepRows):
         return next(iter(self.by_window.values())).slots
 
     def attend(
-        self, cache: PagedCache, q: TensorValue, *, layer: int, sm_scale: float | None, window_left: int
+        self,
+        cache: PagedCache,
+        q: TensorValue,
+        *,
+        layer: int,
+        sm_scale: float | None,
+        window_left: int,
+        sinks: TensorValue | None = None,
     ) -> TensorValue:
-        o, _ = tree_attention(cache, q, self.by_window[window_left], layer=layer, sm_scale=sm_scale)
+        o, _ = tree_attention(cache, q, self.by_window[window_left], layer=layer, sm_scale=sm_scale, sinks=sinks)
         return o
 
 

@@ -8,12 +8,12 @@ from ..cache.page_table import PageTable
 from ..cache.pointers import RowPointer
 from .logits import Logits
 from .params import first_in_window
-from .row_sight import MaskedSight, RowSight
+from .row_masks import CustomMasks, RowMasks
 
 
 def check_rows[
-    Sight: RowSight, //
-](table: PageTable, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, sight: Sight, logits: Logits) raises:
+    Masks: RowMasks, //
+](table: PageTable, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, masks: Masks, logits: Logits) raises:
     """Checks the rows of an attention call and every page that they read."""
     table.check_shape()
     var first = List[Int](length=table.batch, fill=Int.MAX)
@@ -26,7 +26,7 @@ def check_rows[
         if length < 0:
             raise Error("row_lengths: row ", row, " (request ", request, ") has length ", length)
         if request >= 0 and length > 0:
-            var begin = first_in_window(sight, row, request, length, logits)
+            var begin = first_in_window(masks, row, request, length, logits)
             if begin < length:
                 first[request] = min(first[request], begin)
                 longest[request] = max(longest[request], length)
@@ -35,29 +35,29 @@ def check_rows[
             table.check_tokens("row_lengths", request, first[request], longest[request])
 
 
-def check_masks(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, batch: Int, sight: MaskedSight) raises:
+def check_masks(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, batch: Int, masks: CustomMasks) raises:
     """Checks the offsets of requests, and that each row's mask has a bit for every token that it covers."""
-    if sight.has_offsets:
+    if masks.has_offsets:
         for request in range(batch):
-            if sight.offset(request) < 0:
-                raise Error("token_offsets: request ", request, " has ", sight.offset(request))
+            if masks.offset(request) < 0:
+                raise Error("token_offsets: request ", request, " has ", masks.offset(request))
     for row in range(num_rows):
         var request = Int(row_batch[unsafe_offset=row])
         var length = Int(row_lengths[unsafe_offset=row])
         if request < 0 or length == 0:
             continue
-        if sight.offset(request) + length > Int(Int32.MAX):
+        if masks.offset(request) + length > Int(Int32.MAX):
             raise Error("token_offsets: the last token of row ", row, " (request ", request, ") is past 2^31 - 1")
-        var start = sight.mask_start(row)
+        var start = masks.mask_start(row)
         if start == -1:
             continue
         if start < -1:
             raise Error("mask_starts: row ", row, " (request ", request, ") has ", start)
-        var first = sight.first_masked(row)
+        var first = masks.first_masked(row)
         if first < 0:
             raise Error("mask_firsts: row ", row, " (request ", request, ") has ", first)
         # A start near 2^63 must not pass 64 bits.
-        if max(0, length - first) > 8 * sight.mask_bytes - start:
+        if max(0, length - first) > 8 * masks.mask_bytes - start:
             raise Error(
                 "mask: row ",
                 row,
@@ -68,7 +68,7 @@ def check_masks(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, b
                 " bits from bit ",
                 start,
                 " on, it has ",
-                8 * sight.mask_bytes,
+                8 * masks.mask_bytes,
             )
 
 

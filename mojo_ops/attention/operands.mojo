@@ -7,14 +7,14 @@ from ..cache.operands import row_pointer
 from ..cache.pointers import untracked, untracked_immutable
 from .logits import Logits
 from .params import AttentionRows
-from .row_sight import MaskedSight, PlainSight, RowSight
+from .row_masks import CustomMasks, NoMasks, RowMasks
 
 
 @fieldwise_init
-struct AttentionOperands[dtype: DType, o_dtype: DType, Sight: RowSight](TrivialRegisterPassable):
+struct AttentionOperands[dtype: DType, o_dtype: DType, Masks: RowMasks](TrivialRegisterPassable):
     """The rows of a call and what is done to their scores, checked against each other."""
 
-    var rows: AttentionRows[Self.dtype, Self.o_dtype, Self.Sight]
+    var rows: AttentionRows[Self.dtype, Self.o_dtype, Self.Masks]
     var logits: Logits
 
     @staticmethod
@@ -25,7 +25,7 @@ struct AttentionOperands[dtype: DType, o_dtype: DType, Sight: RowSight](TrivialR
         q: InputTensor[dtype=Self.dtype, rank=3, ...],
         row_batch: InputTensor[dtype=DType.int32, rank=1, ...],
         row_lengths: InputTensor[dtype=DType.int32, rank=1, ...],
-        sight: Self.Sight,
+        masks: Self.Masks,
         alibi_slopes: InputTensor[dtype=DType.float32, rank=1, ...],
         sinks: InputTensor[dtype=DType.float32, rank=1, ...],
         window_left: Int32,
@@ -43,7 +43,7 @@ struct AttentionOperands[dtype: DType, o_dtype: DType, Sight: RowSight](TrivialR
             sinks=untracked_immutable(sinks.unsafe_ptr()),
             has_sinks=sinks.dim_size(0) > 0,
         )
-        var rows = AttentionRows[Self.dtype, Self.o_dtype, Self.Sight](
+        var rows = AttentionRows[Self.dtype, Self.o_dtype, Self.Masks](
             untracked(q.unsafe_ptr()),
             untracked(o.unsafe_ptr()),
             untracked(lse.unsafe_ptr()),
@@ -54,7 +54,7 @@ struct AttentionOperands[dtype: DType, o_dtype: DType, Sight: RowSight](TrivialR
             v_scale=option[unsafe_offset=2],
             rope_theta=option[unsafe_offset=3],
             rope_scale=option[unsafe_offset=4],
-            sight=sight,
+            masks=masks,
             q_latent=untracked(q.unsafe_ptr()),
             latent_scale=1,
         )
@@ -68,7 +68,7 @@ struct AttentionOperands[dtype: DType, o_dtype: DType, Sight: RowSight](TrivialR
         return Self(rows, logits)
 
 
-def masked_sight(
+def custom_masks(
     num_rows: Int,
     batch: Int,
     row_positions: InputTensor[dtype=DType.int32, rank=1, ...],
@@ -76,13 +76,13 @@ def masked_sight(
     mask: InputTensor[dtype=DType.uint8, rank=1, ...],
     mask_starts: InputTensor[dtype=DType.int64, rank=1, ...],
     mask_firsts: InputTensor[dtype=DType.int32, rank=1, ...],
-) raises -> MaskedSight:
+) raises -> CustomMasks:
     """From the operands of `paged_kv_masked_attention`; refuses lengths that are neither 0 nor what they should be."""
     check_length("row_positions: its length", row_positions.dim_size(0), num_rows)
     check_length("token_offsets: its length", token_offsets.dim_size(0), batch)
     check_length("mask_starts: its length", mask_starts.dim_size(0), num_rows)
     check_length("mask_firsts: its length", mask_firsts.dim_size(0), num_rows)
-    return MaskedSight(
+    return CustomMasks(
         row_pointer(row_positions),
         row_positions.dim_size(0) > 0,
         row_pointer(token_offsets),
@@ -113,7 +113,7 @@ def latent_operands[
     row_lengths: InputTensor[dtype=DType.int32, rank=1, ...],
     sinks: InputTensor[dtype=DType.float32, rank=1, ...],
     options: InputTensor[dtype=DType.float32, rank=1, ...],
-) raises -> AttentionOperands[dtype, o_dtype, PlainSight]:
+) raises -> AttentionOperands[dtype, o_dtype, NoMasks]:
     """From the operands of `paged_kv_mla_attention` (`../latent_ops.mojo`); refuses those that do not fit."""
     check_equal("options: its length", options.dim_size(0), 3)
     var option = options.unsafe_ptr()
@@ -138,7 +138,7 @@ def latent_operands[
         v_scale=option[unsafe_offset=2],
         rope_theta=0,
         rope_scale=1,
-        sight=PlainSight(),
+        masks=NoMasks(),
         q_latent=untracked(q_nope.unsafe_ptr()),
         latent_scale=option[unsafe_offset=1],
     )
@@ -149,4 +149,4 @@ def latent_operands[
     check_equal("row_batch: its length", row_batch.dim_size(0), rows.num_rows)
     check_equal("row_lengths: its length", row_lengths.dim_size(0), rows.num_rows)
     rows.check()
-    return AttentionOperands[dtype, o_dtype, PlainSight](rows, logits)
+    return AttentionOperands[dtype, o_dtype, NoMasks](rows, logits)

@@ -4,17 +4,17 @@ from std.utils.numerics import isfinite
 
 from ..cache.pointers import RowPointer
 from .logits import Logits
-from .row_sight import MASK_TOKENS, PlainSight, RowSight, bits_between
+from .row_masks import MASK_TOKENS, NoMasks, RowMasks, bits_between
 
 
 @fieldwise_init
-struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Sight: RowSight = PlainSight](TrivialRegisterPassable):
+struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Masks: RowMasks = NoMasks](TrivialRegisterPassable):
     """The rows of one call: the queries, their requests and lengths, and their outputs.
 
     Parameters:
         dtype: Of q.
         o_dtype: Of o.
-        Sight: What rows see of their tokens beside their lengths.
+        Masks: What rows see of their tokens beside their lengths.
     """
 
     var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
@@ -36,7 +36,7 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Sight: RowSight = Pla
     """Base of the rotary embedding of q and of the cached keys; 0 = none."""
     var rope_scale: Float32
     """Divides the rotary frequencies."""
-    var sight: Self.Sight
+    var masks: Self.Masks
     var q_latent: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[R, Hq, Dv]`: in latent attention, the part of each query that meets V; else not read."""
     var latent_scale: Float32
@@ -59,19 +59,19 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Sight: RowSight = Pla
     def position(self, row: Int) -> Int:
         """The position of a row's token."""
         var request = Int(self.row_batch[unsafe_offset=row])
-        return self.sight.position(row, request, Int(self.row_lengths[unsafe_offset=row]))
+        return self.masks.position(row, request, Int(self.row_lengths[unsafe_offset=row]))
 
     @always_inline
     def first_token(self, row: Int, logits: Logits) -> Int:
         """The first token inside the window of a row that is not padding."""
         var request = Int(self.row_batch[unsafe_offset=row])
-        return first_in_window(self.sight, row, request, Int(self.row_lengths[unsafe_offset=row]), logits)
+        return first_in_window(self.masks, row, request, Int(self.row_lengths[unsafe_offset=row]), logits)
 
     @always_inline
     def seen_bits(self, row: Int, token: Int, logits: Logits) -> UInt32:
         """Bit `i` says whether a row that is not padding sees `token + i`."""
         var range = bits_between(token, self.first_token(row, logits), Int(self.row_lengths[unsafe_offset=row]))
-        return range & self.sight.mask_bits(row, token) if range != 0 else 0
+        return range & self.masks.mask_bits(row, token) if range != 0 else 0
 
     @always_inline
     def sees(self, row: Int, token: Int, logits: Logits) -> Bool:
@@ -81,7 +81,7 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Sight: RowSight = Pla
     def sees_any(self, row: Int, logits: Logits) -> Bool:
         """Whether a row sees a token."""
         var length = self.length(row)
-        comptime if not Self.Sight.has_masks:
+        comptime if not Self.Masks.has_masks:
             return length > 0
         else:
             if length > 0:
@@ -92,10 +92,10 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Sight: RowSight = Pla
 
 
 @always_inline
-def first_in_window[Sight: RowSight, //](sight: Sight, row: Int, request: Int, length: Int, logits: Logits) -> Int:
+def first_in_window[Masks: RowMasks, //](masks: Masks, row: Int, request: Int, length: Int, logits: Logits) -> Int:
     """The first token inside the window of a row of `length` tokens; `length` where there is none."""
-    comptime if Sight.has_masks:
+    comptime if Masks.has_masks:
         # The window counts back from the row's position, which the pages need not reach.
-        return min(length, logits.first_token(sight.position(row, request, length) + 1 - sight.offset(request)))
+        return min(length, logits.first_token(masks.position(row, request, length) + 1 - masks.offset(request)))
     else:
         return logits.first_token(length)

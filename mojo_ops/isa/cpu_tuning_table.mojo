@@ -10,8 +10,10 @@ struct CpuTuning(TrivialRegisterPassable):
     has it."""
     var interleaves_page: Bool
     """Whether decode attention reads 8 runs of one page side by side, where pages are longer than a run of 16 tokens."""
+    var linear_row_streams: Int
+    """Rows of w that the linear layer reads side by side for one row of x, where the memory is the limit."""
     var linear_streams: Int
-    """Rows of w that the linear layer reads side by side for few rows of x, where the memory is the limit."""
+    """The same for 2 to 4 rows of x."""
     var linear_prefetch: Bool
     """Whether each such group of rows prefetches the next."""
 
@@ -23,28 +25,32 @@ def tuning_of(family: StringSlice) -> CpuTuning:
         return CpuTuning(
             fast_bf16_dot=True,
             interleaves_page=False,
+            linear_row_streams=1,
             linear_streams=1,
             linear_prefetch=True,
         )
-    # Not measured.
+    # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-23
     if family == "znver4":
         return CpuTuning(
             fast_bf16_dot=True,
-            interleaves_page=False,
-            linear_streams=1,
-            linear_prefetch=True,
+            interleaves_page=True,
+            linear_row_streams=1,
+            linear_streams=8,
+            linear_prefetch=False,
         )
-    # Not measured.
+    # Intel Xeon without AMX (Emerald Rapids), 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-23
     if family == "cooperlake":
         return CpuTuning(
-            fast_bf16_dot=True,
+            fast_bf16_dot=False,
             interleaves_page=True,
+            linear_row_streams=8,
             linear_streams=8,
             linear_prefetch=True,
         )
     return CpuTuning(
         fast_bf16_dot=False,
         interleaves_page=True,
+        linear_row_streams=8,
         linear_streams=8,
         linear_prefetch=True,
     )

@@ -4,7 +4,7 @@ from std.math import exp, tanh
 
 from ..isa.convert import FloatVector, LANES, narrow, widen
 from .rms_norm import rounded
-from .tasks import for_rows
+from ..isa.threads import for_rows
 
 comptime SILU: StaticString = "silu"
 comptime GELU_TANH: StaticString = "gelu_tanh"

@@ -3,7 +3,7 @@
 from std.math import sqrt
 
 from ..isa.convert import FloatVector, LANES, narrow, widen
-from .tasks import for_rows
+from ..isa.threads import for_rows
 
 
 @fieldwise_init

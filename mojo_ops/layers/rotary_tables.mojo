@@ -5,7 +5,7 @@ from std.math import cos, sin
 from ..cache.pointers import RowPointer
 from ..isa.convert import LANES
 from ..isa.memory import FloatPointer
-from .tasks import for_rows
+from ..isa.threads import for_rows
 
 
 @fieldwise_init

@@ -2,7 +2,7 @@
 
 from ..isa.convert import LANES, narrow, widen
 from ..isa.memory import FloatPointer
-from .tasks import for_rows
+from ..isa.threads import for_rows
 
 
 @fieldwise_init

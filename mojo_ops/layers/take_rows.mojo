@@ -3,7 +3,7 @@
 from std.memory import unsafe_memcpy
 
 from ..cache.pointers import RowPointer
-from .tasks import for_rows
+from ..isa.threads import for_rows
 
 comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
 

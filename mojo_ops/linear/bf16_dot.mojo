@@ -14,7 +14,7 @@ from ..isa.line_counter import LineCounter
 from ..isa.memory import Bf16Pointer, align_to_line
 from .bf16_dot_section import DotLinear, PANEL_ROWS, SECTION_ROWS, STEP, pack_panel
 from .member import LinearMember
-from .tasks import run_tasks
+from ..isa.threads import run_tasks
 
 comptime PACKED_ROWS = 512
 """Rows of x that are packed at once."""

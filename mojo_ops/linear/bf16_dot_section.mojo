@@ -61,7 +61,8 @@ struct DotLinear[rows: Int](TrivialRegisterPassable):
     var k: Int
     var panels: Int
 
-    comptime W_ROWS = PANEL_W_ROWS if Self.rows == PANEL_ROWS else min(CPU_TUNING.linear_streams, 24 // Self.rows)
+    comptime STREAMS = CPU_TUNING.linear_row_streams if Self.rows == 1 else CPU_TUNING.linear_streams
+    comptime W_ROWS = PANEL_W_ROWS if Self.rows == PANEL_ROWS else min(Self.STREAMS, 24 // Self.rows)
     """Rows of w in a group. They are read side by side."""
     comptime K_BLOCK = PANEL_K if Self.rows == PANEL_ROWS else NARROW_PANEL_BYTES // (2 * Self.rows)
     """Elements of K after which the section's next group of rows follows."""

@@ -13,7 +13,7 @@ from ..cache.pointers import RowPointer, untracked
 from ..isa.line_counter import LineCounter
 from .dispatch import linear
 from .member import LinearMember
-from .tasks import run_tasks
+from ..isa.threads import run_tasks
 
 comptime COPIED_ROWS = 64
 """Rows that one task copies."""

@@ -11,7 +11,7 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 from ..cache.pointers import untracked
 from ..isa.line_counter import LineCounter
 from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
-from .tasks import run_tasks
+from ..isa.threads import run_tasks
 from .vector_operands import (
     CHUNK,
     FLOAT_LANES,

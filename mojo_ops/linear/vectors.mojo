@@ -16,7 +16,7 @@ from ..cache.pointers import untracked
 from ..isa.cpu_tuning import CPU_TUNING
 from ..isa.line_counter import LineCounter
 from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
-from .tasks import run_tasks
+from ..isa.threads import run_tasks
 from .vector_blocks import PANEL_ROWS, BlockLinear
 from .vector_operands import (
     CHUNK,
@@ -140,7 +140,10 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
     var n: Int
     var k: Int
 
-    comptime STREAMS = max(FEWEST_STREAMS if Self.rows <= 2 else GROUP_REUSE, CPU_TUNING.linear_streams)
+    comptime STREAMS = max(
+        FEWEST_STREAMS if Self.rows <= 2 else GROUP_REUSE,
+        CPU_TUNING.linear_row_streams if Self.rows == 1 else CPU_TUNING.linear_streams,
+    )
     """Rows of w that are read side by side."""
     comptime W_ROWS = min(Self.STREAMS, block_w_rows(Self.rows))
     """Rows of w in a block of sums."""

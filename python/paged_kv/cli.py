@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from paged_kv import __version__
 from paged_kv.arguments import shown
-from paged_kv.benchmarks.decode_cpu import bench
+from paged_kv.commands.bench import bench
 from paged_kv.commands.compile import compile_command
 from paged_kv.commands.demo import demo
 from paged_kv.commands.generate import generate
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
     from paged_kv.runtime.compile_key import CompileKey
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 0 fine, 1 a check or stdout failed, 2 bad input, 130 interrupted."""
     sys.exit(with_streams(lambda: _run(args)))
 
@@ -118,16 +118,25 @@ def warmup(q_dtypes: tuple[str, ...], kv_dtypes: tuple[str, ...], exact: bool) -
 @click.option(
     "--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Of paged-kv compile --serve --out."
 )
+@click.option(
+    "--api-key", help="What clients must send; `ps` shows it: PAGED_KV_API_KEY in the environment does the same."
+)
+@click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="The key is this file's text.")
+@click.option("--allow-unauthenticated", is_flag=True, help="Without a key, on a --host that other machines reach.")
+@click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Of Host and Origin; repeat it.")
+@click.option("--operator-routes", is_flag=True, help="Serve /reset_prefix_cache, /docs, /metrics and the like too.")
+@click.option("--max-body-bytes", type=int, help="Of a request.  [default: 262144, or 16 a token of the longest]")
+@click.option("--max-connections", type=int, default=256, show_default=True, help="At a time.")
 def serve_command(arguments: tuple[str, ...], use_demo: bool, **options: Any) -> None:
     """Serve a checkpoint folder with MAX Serve, for OpenAI's clients. `max serve --help` lists MAX's own flags."""
     from paged_kv.engine.demo_model import FOLDER
-    from paged_kv.serve.launch import Request, serve
+    from paged_kv.serve.launch import Serving, serve
 
     folders, flags = ((), arguments) if use_demo else (arguments[:1], arguments[1:])
     if (not use_demo and not folders) or not all(flag.startswith("-") for flag in flags[:1]):
         raise ContractError("name one folder or --demo; MAX's own flags follow after --")
     folder = Path(folders[0]) if folders else FOLDER
-    serve(Request(folder, flags=flags, **options))
+    serve(Serving(folder, flags=flags, **options))
 
 
 commands.add_command(bench)

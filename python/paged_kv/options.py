@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,19 @@ def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:
     return np.array(slopes, np.float32)
 
 
+class AttentionArguments(TypedDict, total=False):
+    """The fields of `AttentionOptions` as keyword arguments of a function."""
+
+    sm_scale: float | None
+    window_left: int
+    logits_soft_cap: float
+    q_scale: float
+    k_scale: float
+    v_scale: float
+    rope_theta: float | None
+    rope_scale: float
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """What happens between q . k and the output; the formula is in `mojo_ops/attention/README.md`.
@@ -93,10 +106,10 @@ class AttentionOptions:
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                raise ContractTypeError(f"{field.name} must be a number, not {type(value).__name__}")
-            if field.name != "window_left":
-                _check_float32(field.name, value)
+            if field.name == "window_left":
+                _check_is_number("window_left", value)
+            else:
+                check_number(field.name, value)
         if isinstance(self.window_left, float | np.floating):
             raise ContractTypeError(f"window_left must be an integer, not {self.window_left}")
         if not -1 <= self.window_left < 2**31:
@@ -159,10 +172,7 @@ class LatentOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                raise ContractTypeError(f"{field.name} must be a number, not {type(value).__name__}")
-            _check_float32(field.name, value)
+            check_number(field.name, getattr(self, field.name))
         for name in ("ckv_scale", "kpe_scale"):
             if getattr(self, name) <= 0:
                 raise ContractError(f"{name} must be positive, not {getattr(self, name)}")
@@ -180,12 +190,22 @@ class LatentOptions:
             ("ckv_scale / kpe_scale", ckv_scale / kpe_scale),
         ):
             if sm_scale != 0 or "/" in name:
-                _check_float32(name, value)
+                check_number(name, value)
         return np.array([sm_scale * kpe_scale, ckv_scale / kpe_scale, ckv_scale], np.float32)
 
 
-def _check_float32(name: str, value: float | np.integer[Any] | np.floating[Any]) -> None:
-    """Refuses a number that is not finite, or that float32 has neither as a normal number nor as 0."""
+def _check_is_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ContractTypeError(f"{name} must be a number, not {type(value).__name__}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuses what is no number, and one that float32 has neither as a normal number nor as 0.
+
+    Raises:
+        ContractTypeError, ContractError: as said; the message calls it `name`.
+    """
+    _check_is_number(name, value)
     number = value if isinstance(value, int) else float(value)
     if LEAST_NORMAL <= abs(number) <= LARGEST or number == 0:
         return

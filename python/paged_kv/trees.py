@@ -9,17 +9,19 @@ Letters in shapes: B requests, R rows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.arguments import LARGEST_INDEX, integer
+from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.types import ArrayDevice, ArrayT, SupportsDLPack
 from paged_kv.calls.page_table import check_count, check_offsets
-from paged_kv.errors import ContractError, PageTableError, ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 
 Indices = npt.NDArray[np.int32]
 _NAMES = ("qo_indptr", "cache_lengths")
@@ -101,9 +103,13 @@ def accepted_rows(parents: Sequence[int], tokens: Sequence[int], sampled: Sequen
         sampled: What the model samples after each row.
 
     Raises:
+        ContractTypeError: an argument is no sequence of integers.
         ShapeError: the three have different lengths, or none.
         PageTableError: `parents[0]` is not -1, or another parent is no earlier row.
     """
+    parents, tokens, sampled = (
+        _integers(name, given) for name, given in (("parents", parents), ("tokens", tokens), ("sampled", sampled))
+    )
     if not len(parents) == len(tokens) == len(sampled) > 0:
         raise ShapeError(
             f"parents, tokens and sampled must have one length of at least 1, not {len(parents)}, {len(tokens)} and"
@@ -118,6 +124,16 @@ def accepted_rows(parents: Sequence[int], tokens: Sequence[int], sampled: Sequen
         if parent == rows[-1] and token == sampled[parent]:
             rows.append(i)
     return rows
+
+
+def _integers(name: str, given: Any) -> list[int]:
+    """The integers of a list, a tuple or an array."""
+    try:
+        if isinstance(given, str | bytes | dict | set):
+            raise TypeError
+        return [operator.index(entry) for entry in given]
+    except Exception as error:  # an object's own methods may raise anything
+        raise ContractTypeError(f"{name} must be a sequence of integers, not {shown(given)}") from error
 
 
 def _checked(

@@ -1,6 +1,6 @@
 """The decode API's own behaviour: defaults, spellings, what it keeps and when, and what it answers with.
 
-That the numbers are right over the whole space of options is the business of test_decode_properties.py.
+That the numbers are right over the whole space of options is the business of test_drawn.py.
 """
 
 import math
@@ -17,11 +17,9 @@ from paged_kv.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     single_decode_with_kv_cache,
 )
-from paged_kv.errors import ContractError, PageTableError
 from support.cases import GROUPS, PAGE_SIZES, CacheCase, build, edge_lengths, permuted
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.decoding import assert_decodes, csr, load_variants, oracle, paged_cache, plan_sizes, planned, to_kind
-from support.kinds import WRITABLE, bytes_of, kind_of
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))
 EMPTY_TABLE = [np.zeros(n, np.int32) for n in (1, 0, 0)]
@@ -79,50 +77,6 @@ def test_nothing_to_do() -> None:
         o, lse = single_decode_with_kv_cache(CASE.q[0], empty, empty, layout, return_lse=True)
         assert not o.any()
         assert np.isneginf(lse).all()
-
-
-@pytest.mark.parametrize("kind", WRITABLE)
-def test_results_have_the_kind_of_q(kind: str) -> None:
-    o, lse = planned(CASE).run_return_lse(to_kind(CASE.q, kind), paged_cache(CASE))
-    assert kind_of(o) == kind_of(lse) == kind
-    assert_decodes((o, lse), CASE)
-
-
-def test_results_are_fresh_arrays() -> None:
-    wrapper = planned(CASE)
-    first = wrapper.run(CASE.q, paged_cache(CASE))
-    kept = first.copy()
-    wrapper.run(-CASE.q, paged_cache(CASE))
-    assert_bits_equal(first, kept, what="the first result after a second run")
-
-
-@pytest.mark.parametrize("kind", WRITABLE)
-def test_results_are_written_where_asked(kind: str) -> None:
-    out, lse = (to_kind(np.full(shape, np.nan, np.float32), kind) for shape in (CASE.q.shape, CASE.q.shape[:2]))
-    wrapper = planned(CASE)
-    found = wrapper.run(CASE.q, paged_cache(CASE), return_lse=True, out=out, lse=lse)
-    assert found[0] is out
-    assert found[1] is lse
-    assert_decodes((out, lse), CASE)
-    assert wrapper.run(-CASE.q, paged_cache(CASE), out=out) is out
-    assert_bits_equal(as_numpy(out, "o"), wrapper.run(-CASE.q, paged_cache(CASE)), what="out")
-
-
-def test_results_may_be_strided_parts() -> None:
-    out, lse = np.zeros((4, 4, 64), np.float32), np.zeros((4, 9), np.float32)
-    planned(CASE).run(CASE.q, paged_cache(CASE), out=out[..., ::2], lse=lse[:, 1:5])
-    assert_decodes((out[..., ::2], lse[:, 1:5]), CASE)
-    assert not out[..., 1::2].any()
-    assert not lse[:, 5:].any()
-
-
-def test_arguments_are_left_alone() -> None:
-    arguments = (CASE.q, CASE.k_blocks, *csr(CASE), np.ones(4, np.float32))
-    before = bytes_of(arguments)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
-    wrapper.plan(*arguments[2:5], *plan_sizes(CASE), q_data_type="float32", pos_encoding_mode="ROPE_LLAMA")
-    wrapper.run(CASE.q, CASE.k_blocks, sinks=arguments[5])
-    assert bytes_of(arguments) == before
 
 
 def test_queries_of_any_strides() -> None:
@@ -234,26 +188,6 @@ def test_spellings_of_data_types(names: dict[str, Any]) -> None:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
     wrapper.plan(*csr(CASE), *plan_sizes(CASE), **names)
     assert_decodes(wrapper.run_return_lse(CASE.q, paged_cache(CASE)), CASE)
-
-
-def test_a_plan_keeps_no_hold_of_its_arrays() -> None:
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
-    table = csr(CASE)
-    wrapper.plan(*table, *plan_sizes(CASE), q_data_type="float32")
-    for array in table:
-        array[...] = 10**6
-    assert_decodes(wrapper.run_return_lse(CASE.q, paged_cache(CASE)), CASE)
-    with pytest.raises(PageTableError, match="holds page id"):
-        wrapper.run(CASE.q, paged_cache(CASE)[:4])
-
-
-def test_a_plan_that_fails_leaves_the_former_one() -> None:
-    wrapper = planned(CASE)
-    indptr, indices, last = csr(CASE)
-    for table, sizes in (((indptr, indices, last + 16), plan_sizes(CASE)), ((indptr, indices, last), (5, 2, 32, 16))):
-        with pytest.raises(ContractError):
-            wrapper.plan(*table, *sizes, q_data_type="float16")
-        assert_decodes(wrapper.run_return_lse(CASE.q, paged_cache(CASE)), CASE)
 
 
 def test_replanning() -> None:

@@ -10,7 +10,8 @@ from paged_kv.arrays.host import as_numpy
 from support.compare import assert_close
 from support.prefilling import load_variants
 
-NUM_LAYERS = 32
+NUM_LAYERS = 4
+"""The documentation has 32."""
 
 
 @pytest.fixture(autouse=True, scope="module")

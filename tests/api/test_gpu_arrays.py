@@ -1,6 +1,7 @@
-"""The Python side of a GPU call, without one: the same code over torch tensors on the CPU, which stands in as a place.
+"""What is special to arrays on a GPU, without one: torch tensors on the CPU stand in for them.
 
-What only a GPU can show (streams, kernels) is in tests/gpu.
+What a GPU shares with the host is tried there too by the tests of tests/api whose parameter is "gpu", and by
+test_drawn.py. What only a GPU can show (streams, kernels) is in tests/gpu; the kernels run in tests/gpu_sim.
 """
 
 from types import SimpleNamespace
@@ -10,53 +11,30 @@ import pytest
 import torch
 from max.driver import Buffer
 
-from paged_kv import page, reference
+from paged_kv import page
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.streams import Streams
-from paged_kv.calls.buffers import PageTableBuffers
+from paged_kv.arrays.types import ArrayDevice
+from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv, init_paged_kv_cache
+from paged_kv.calls.buffers import FixedBuffers
 from paged_kv.calls.page_table import PageTable
+from paged_kv.calls.rows import DecodeBatch
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
-from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
-from support.cases import CacheCase, build
-from support.compare import assert_close, assert_lse_close
-from support.stand_in import STAND_IN, OnGpu, csr, stand_in, storage_of, tensors
-
-__all__ = ["stand_in"]  # the fixture
-
-CASES = [
-    CacheCase((33, 0, 7), rank=5, page_size=16, dtype="float32"),
-    CacheCase((20, 5), rank=5, page_size=5, layout="HND", dtype="bfloat16"),
-    CacheCase((64, 1), rank=4, page_size=16, dtype="float16"),
-]
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError, ToolchainError
+from paged_kv.flashinfer import decode
+from paged_kv.page import PagedKVCacheManager
+from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
+from support.compare import assert_bits_equal
+from support.decoding import load_variants
+from support.refusing import refuses
+from support.stand_in import STAND_IN, OnGpu, tensors
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.usefixtures("stand_in")
-def test_run_over_tensors_is_the_oracles(case):
-    cache = build(case)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None, case.layout)
-    sizes = (case.num_q_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    wrapper.plan(*csr(cache), *sizes, q_data_type=case.dtype, window_left=17)
-    sinks = torch.linspace(-1, 1, case.num_q_heads, dtype=torch.float16)
-    out = torch.empty(cache.q.shape, dtype=getattr(torch, case.dtype))
-    o, lse = wrapper.run(tensors(cache.q), storage_of(cache), v_scale=0.5, return_lse=True, out=out, sinks=sinks)
-    assert o is out
-    assert isinstance(lse, torch.Tensor)
-    expected = reference.attention(
-        cache.q,
-        *cache.pages,
-        *cache.decode_rows,
-        **cache.storage,
-        window_left=17,
-        v_scale=0.5,
-        sinks=sinks.float().numpy(),
-    )
-    assert_close(
-        as_numpy(o, "o"), expected[0], rel={"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[case.dtype], what="o"
-    )
-    assert_lse_close(lse.numpy(), expected[1], tol=1e-5, what="lse")
+@pytest.fixture(autouse=True, scope="module")
+def _variants() -> None:
+    load_variants()
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -89,43 +67,20 @@ def test_cache_operands_describe_the_same_memory(layout):
             np.testing.assert_array_equal(elements[begin : begin + dim], view[at])
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_append_with_indices_on_the_device():
-    """Rows land where the host's own arithmetic puts them; rows without a place are skipped."""
-    rng = np.random.default_rng(3)
-    pages, size, heads, dim = 6, 4, 2, 8
-    indptr, indices, last = np.array([0, 2, 2, 5]), np.array([4, 1, 0, 5, 2]), np.array([4, 0, 1])
-    batch = np.array([0, 2, -1, 0, 2, 1, 3, 0])
-    positions = np.array([7, 8, 0, 0, 5, 0, 0, 8])  # the last three have no place
-    k, v = (rng.standard_normal((len(batch), heads, dim), np.float32) for _ in range(2))
-    cache = np.full((pages, 2, size, heads, dim), np.nan, np.float32)
-    expected = cache.copy()
-    page.append_paged_kv_cache(k[:5], v[:5], batch[:5], positions[:5], expected, indices, indptr, last)
-    found = torch.from_numpy(cache)
-    index = [torch.from_numpy(array) for array in (batch, positions)]
-    table = [torch.from_numpy(array) for array in (indices, indptr, last)]
-    page.append_paged_kv_cache(torch.from_numpy(k), torch.from_numpy(v), *index, found, *table)
-    np.testing.assert_array_equal(found.numpy(), expected)
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_append_with_indices_on_the_host_checks_them():
-    cache = torch.zeros(3, 2, 4, 2, 8)
-    rows = torch.ones(1, 2, 8)
-    table = np.array([1]), np.array([0, 1]), np.array([2])
-    with pytest.raises(PageTableError, match="position 9"):
-        page.append_paged_kv_cache(rows, rows, np.array([0]), np.array([9]), cache, *table)
-    assert not cache.any()
-    page.append_paged_kv_cache(rows, rows, np.array([0]), np.array([1]), cache, *table)
-    assert cache[1, :, 1].eq(1).all()
-    assert cache.sum() == 2 * 2 * 8
-
-
 def test_plan_refuses_arrays_on_a_gpu():
     wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
     indices, last = np.array([0]), np.array([1])
     with pytest.raises(ContractTypeError, match=r"indptr is on a GPU.*indptr\.cpu\(\)"):
         wrapper.plan(OnGpu(), indices, last, 2, 1, 8, 4)
+
+
+def test_a_mask_on_a_gpu_is_refused():
+    """Its bits are packed on the host, as the page table is made there."""
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(None)
+    table = (np.array([0, 1]), np.array([0, 1]), np.array([0]), np.array([1]))
+    for name in ("custom_mask", "packed_custom_mask"):
+        with pytest.raises(ContractTypeError, match=f"{name} is on a GPU.*packed on the host"):
+            wrapper.plan(*table, 2, 1, 8, 4, **{name: OnGpu()})
 
 
 @pytest.mark.parametrize("other", [np.zeros(1), OnGpu(1)], ids=["host", "second GPU"])
@@ -138,56 +93,21 @@ def test_host_arrays_are_on_the_host():
     assert devices.device_of(q=np.zeros(1), k=torch.zeros(1), v=None) is HOST
 
 
-def test_a_gpu_that_max_has_not_is_named():
-    with pytest.raises(Exception, match="GPU 63"):
-        devices.gpu(63)
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_rotary_keys_go_to_a_gpu_too():
-    q, k, v = torch.randn(4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
-    options = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 500.0}
-    found = single_decode_with_kv_cache(q, k, v, **options)
-    expected = single_decode_with_kv_cache(q.numpy(), k.numpy(), v.numpy(), **options)
-    np.testing.assert_array_equal(found.numpy(), expected)
-    assert not np.allclose(found.numpy(), single_decode_with_kv_cache(q, k, v).numpy(), atol=1e-3)
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_shapes_and_dtypes_are_checked_on_a_gpu():
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
-    wrapper.plan(np.array([0, 1]), np.array([0]), np.array([1]), 2, 1, 8, 4, q_data_type="float32")
-    q, cache = torch.zeros(1, 2, 8), torch.zeros(1, 2, 4, 1, 8)
-    for wrong, error in (
-        ((q.half(), cache), ContractTypeError),
-        ((q[:, :1], cache), ShapeError),
-        ((q, cache.double()), ContractTypeError),
-        ((q, cache[:, :, :3]), ShapeError),
-        ((q, cache[:, :1]), ShapeError),
-        ((q, cache[..., ::2]), ContractError),
-        ((q, cache[:0]), PageTableError),
-    ):
-        with pytest.raises(error):
-            wrapper.run(*wrong)
-    with pytest.raises(ShapeError, match="sinks"):
-        wrapper.run(q, cache, sinks=torch.zeros(3))
-
-
 def test_buffers_on_a_gpu_are_written_by_plan_and_not_read(monkeypatch):
     """The three buffers hold what was planned, and the rows are those of the plan."""
     monkeypatch.setattr("paged_kv.calls.buffers.device_of", lambda **_: STAND_IN)
     buffers = [torch.zeros(3, dtype=torch.int32), torch.full((5,), -7), torch.zeros(2, dtype=torch.int32)]
-    fixed = PageTableBuffers(*buffers)
+    fixed = FixedBuffers([decode._BUFFERS], buffers, "the page table lives")
     with pytest.raises(ContractError, match="nothing is planned"):
         fixed.read()
     table = PageTable.of(np.array([0, 2, 3]), np.array([9, 1, 4]), np.array([2, 4]), 4)
-    fixed.fill(table)
+    fixed.fill(DecodeBatch(table, 1))
     assert [buffer.tolist() for buffer in buffers] == [[0, 2, 3], [9, 1, 4, -7, -7], [2, 4]]
     buffers[0].zero_()
     assert fixed.read().lengths.tolist() == [6, 4]
     too_long = PageTable.of(np.array([0, 2, 6]), np.arange(6), np.array([2, 4]), 4)
     with pytest.raises(ShapeError, match="6 page ids, paged_kv_indices_buffer holds 5"):
-        fixed.fill(too_long)
+        fixed.fill(DecodeBatch(too_long, 1))
     assert fixed.read().lengths.tolist() == [6, 4]
 
 
@@ -226,3 +146,118 @@ def test_a_dtype_that_is_not_supported_is_refused_by_name():
     k = torch.zeros(9, 2, 16)
     with pytest.raises(ContractTypeError, match=r"v: torch\.complex64 is none of"):
         single_decode_with_kv_cache(torch.zeros(4, 16), k, k.to(torch.complex64))
+
+
+def rows_of(shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_rows_without_a_place_are_skipped():
+    """Of index arrays on a GPU: a full last page, a page that the pool has not, more rows than tokens."""
+    rows = torch.ones(3, 2, 8)
+    cache = torch.zeros(6, 2, 4, 2, 8)
+    table = torch.tensor([[4, 1, -1], [6, -1, -1], [-1, -1, -1]])
+    page.append_paged_kv_cache(rows, rows, cache, table, torch.tensor([4, 1, 0]), 4)
+    assert not cache.any()
+    indptr, indices, last = (
+        torch.from_numpy(array) for array in (np.array([0, 2, 2, 5]), np.array([4, 1, 0, 5, 2]), np.array([1, 0, 1]))
+    )
+    page.append_paged_kv_cache(rows, rows, torch.tensor([0, 0, 2, 3]), cache, indices, indptr, last)
+    assert cache.sum() == 2 * 2 * 8  # K and V of request 2's token 8; request 1 has no page for its two
+    assert cache[2, :, 0].eq(1).all()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_offsets_past_the_page_ids_read_nothing_there():
+    """Of index arrays on a GPU, whose values stay unread: a row that the table sends past `kv_indices` is skipped."""
+    rows = torch.ones(3, 2, 8)
+    cache = torch.zeros(6, 2, 4, 2, 8)
+    table = [torch.tensor(values) for values in ([4, 1], [0, 9, -3], [4, 4])]  # indices, indptr, last_page_len
+    page.append_paged_kv_cache(rows, rows, torch.tensor([0, 0, 1]), torch.tensor([5, 30, 0]), cache, *table)
+    assert cache.sum() == 2 * 2 * 8  # token 5 of request 0 alone
+    assert cache[1, :, 1].eq(1).all()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_shapes_of_index_arrays_are_checked_where_their_values_are_not_read():
+    rows, cache = torch.ones(3, 2, 8), torch.zeros(6, 2, 4, 2, 8)
+    two, three = torch.ones(2).int(), torch.ones(3).int()
+    table = [torch.tensor(values) for values in ([4, 1, 5], [0, 1, 2, 3], [1, 1, 1])]
+    for call, said in (
+        (lambda: page.append_paged_kv_cache(rows, rows, two, cache, *table), "append_indptr must have B + 1 = 4"),
+        (lambda: page.append_paged_kv_cache(rows, rows, three, two, cache, *table), "positions has 2 entries"),
+        (lambda: page.append_paged_kv_cache(rows, rows, cache, three[:, None], two, 4), "last_page_len has 2 entries"),
+        (lambda: page.get_batch_indices_positions(three, three, 6), "append_indptr must have B + 1 = 4 entries"),
+        (lambda: page.get_seq_lens(two, three, 4), "kv_indptr must have B + 1 = 4 entries"),
+    ):
+        refuses(call, ShapeError, said, cache)
+    floats = [rows, rows, three.float(), three, cache, *table]
+    refuses(lambda: page.append_paged_kv_cache(*floats), ContractTypeError, "batch_indices: dtype must be an integer")
+    counted = (three[:, None], three, 4)
+    refuses(lambda: page.get_batch_indices_positions(*counted), ContractTypeError, "page_table is on a GPU: how many")
+
+
+def on_host(device: object) -> ArrayDevice:
+    assert device in ("cuda:1", None)
+    return devices.HOST if device is None else STAND_IN
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_functional_cache(monkeypatch):
+    monkeypatch.setattr(devices, "device_named", on_host)
+    sizes = {"num_blocks": 7, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
+    found = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:1")
+    expected = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16")
+    assert isinstance(found.key_pool, torch.Tensor)
+    empty = found
+    for sequence, count, free in ((1, 6, [5, 2]), (0, 3, [0]), (1, 4, [6])):
+        keys, values = rows_of((count, 2, 8)), rows_of((count, 2, 8)) - 1
+        found, consumed = allocate_blocks(
+            found, sequence_idx=sequence, num_new_tokens=count, free_block_ids=np.array(free)
+        )
+        assert consumed == len(free)
+        expected, _ = allocate_blocks(
+            expected, sequence_idx=sequence, num_new_tokens=count, free_block_ids=np.array(free)
+        )
+        found = append_kv(found, sequence, torch.from_numpy(keys), torch.from_numpy(values))
+        expected = append_kv(expected, sequence, keys, values)
+    assert not empty.key_pool.any()
+    np.testing.assert_array_equal(found.key_pool.numpy(), expected.key_pool)
+    for sequence in (0, 1):
+        gathered, wanted = gather_kv(found, sequence), gather_kv(expected, sequence)
+        assert gathered[2] == wanted[2]
+        for tensor, array in zip(gathered[:2], wanted[:2], strict=True):
+            assert isinstance(tensor, torch.Tensor)
+            np.testing.assert_array_equal(tensor.numpy(), array)
+    assert gather_kv(empty, 0)[0].shape == (0, 2, 8)
+
+
+def test_books_on_a_gpu_are_refused():
+    pool = np.zeros((2, 4, 2, 8), np.float32)
+    cache = PagedKVCache(pool, pool, OnGpu(), np.zeros(1, np.int32))
+    with pytest.raises(ContractTypeError, match=r"block_table is on a GPU.*block_table\.cpu\(\)"):
+        gather_kv(cache, 0)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_manager(monkeypatch):
+    monkeypatch.setattr(devices, "device_named", on_host)
+    found = PagedKVCacheManager(5, 4, 2, 8, "bfloat16", device="cuda:1")
+    expected = PagedKVCacheManager(5, 4, 2, 8, "bfloat16", kind="numpy")
+    for request, count in (("a", 3), ("b", 5), ("a", 2)):
+        k, v = rows_of((count, 2, 8), "bfloat16"), rows_of((count, 2, 8), "bfloat16")
+        found.append(request, tensors(k), tensors(v))
+        expected.append(request, k, v)
+    assert_bits_equal(as_numpy(found.kv_cache, "found"), expected.kv_cache, what="the manager's cache")
+    assert found.get_page_table("b").tolist() == expected.get_page_table("b").tolist()
+    with pytest.raises(ContractError, match="kind must be 'torch'"):
+        PagedKVCacheManager(5, 4, 2, 8, device="cuda:1", kind="numpy")
+
+
+def test_a_gpu_that_is_not_there():
+    sizes = {"num_blocks": 7, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
+    with pytest.raises(ToolchainError, match="GPU 63: MAX finds no such device"):
+        init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:63")
+    with pytest.raises(ContractError, match="not 'metal'"):
+        init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="metal")

@@ -16,9 +16,7 @@ from paged_kv.arrays.host import as_numpy
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.mla import BatchMLAPagedAttentionWrapper
 from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
-from support.stand_in import STAND_IN, stand_in, tensors
-
-__all__ = ["stand_in"]  # the fixture
+from support.stand_in import STAND_IN, tensors
 
 pytestmark = pytest.mark.usefixtures("stand_in", "strict")
 

@@ -15,7 +15,7 @@ from paged_kv.page import (
     get_seq_lens,
 )
 from support.cases import STORAGES, CacheCase, build, emptied, normal
-from support.kinds import WRITABLE, bytes_of, make
+from support.kinds import PLACED, bytes_of, make
 from support.paging import all_tokens, blocks, csr, expected_blocks
 from support.properties import examples
 
@@ -58,9 +58,10 @@ def appends(draw: st.DrawFn, min_length: int = 0):
     return cache, (k[chosen], v[chosen], batch, positions[chosen])
 
 
-@settings(max_examples=examples(200), derandomize=True, deadline=None)
-@given(appends(), st.sampled_from(WRITABLE), st.sampled_from(INDICES[:2]), st.booleans())
-def test_any_append_is_the_oracles(drawn, kind, index_dtype, by_name):
+@pytest.mark.parametrize("kind", PLACED)
+@settings(max_examples=examples(60), derandomize=True, deadline=None)
+@given(appends(), st.sampled_from(INDICES[:2]), st.booleans(), st.booleans())
+def test_any_append_is_the_oracles(kind, drawn, index_dtype, by_name, host_indices):
     cache, rows = drawn
     expected = expected_blocks(cache, *rows)
     storage = made(kind, blocks(cache))
@@ -68,8 +69,9 @@ def test_any_append_is_the_oracles(drawn, kind, index_dtype, by_name):
         "append_key append_value batch_indices positions paged_kv_cache kv_indices kv_indptr kv_last_page_len".split()
     )
     k, v, batch, positions = rows
-    given_rows = [k, v, batch.astype(index_dtype), positions.astype(index_dtype)]
-    arguments = [*(make(kind, a) for a in given_rows), storage, *(make(kind, a) for a in csr(cache, index_dtype))]
+    indices = [array.astype(index_dtype) for array in (batch, positions, *csr(cache))]
+    at_batch, at, *table = (make("numpy" if host_indices else kind, array) for array in indices)
+    arguments = [make(kind, k), make(kind, v), at_batch, at, storage, *table]
     before = bytes_of([*arguments[:4], *arguments[5:]])
     if by_name:
         append_paged_kv_cache(**dict(zip(names, arguments, strict=True)), kv_layout=cache.case.layout)
@@ -79,9 +81,10 @@ def test_any_append_is_the_oracles(drawn, kind, index_dtype, by_name):
     assert bytes_of([*arguments[:4], *arguments[5:]]) == before
 
 
-@settings(max_examples=examples(150), derandomize=True, deadline=None)
-@given(appends(), st.data(), st.sampled_from(WRITABLE), st.sampled_from(INDICES))
-def test_the_older_form_appends_the_last_tokens(drawn, data, kind, index_dtype):
+@pytest.mark.parametrize("kind", PLACED)
+@settings(max_examples=examples(50), derandomize=True, deadline=None)
+@given(appends(), st.data(), st.sampled_from(INDICES))
+def test_the_older_form_appends_the_last_tokens(kind, drawn, data, index_dtype):
     cache, _ = drawn
     counts = [data.draw(st.integers(0, length)) for length in cache.case.lengths]
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -104,9 +107,10 @@ def test_the_older_form_appends_the_last_tokens(drawn, data, kind, index_dtype):
     assert as_numpy(positions, "p").tolist() == [*rows[1].tolist(), 0, 0, 0]
 
 
-@settings(max_examples=examples(100), derandomize=True, deadline=None)
-@given(appends(min_length=1), st.sampled_from(WRITABLE), st.sampled_from(INDICES), st.booleans())
-def test_the_dense_form_appends_one_token_each(drawn, kind, index_dtype, by_name):
+@pytest.mark.parametrize("kind", PLACED)
+@settings(max_examples=examples(40), derandomize=True, deadline=None)
+@given(appends(min_length=1), st.sampled_from(INDICES), st.booleans())
+def test_the_dense_form_appends_one_token_each(kind, drawn, index_dtype, by_name):
     cache, _ = drawn
     before = cache.lengths - 1  # the last token is the one that comes
     size = cache.case.page_size
@@ -125,6 +129,7 @@ def test_the_dense_form_appends_one_token_each(drawn, kind, index_dtype, by_name
     else:
         append_paged_kv_cache(*arguments[0], storage, *arguments[1], size, cache.case.layout)
     assert bytes_of(storage) == bytes_of(expected)
+    assert as_numpy(get_seq_lens(*arguments[1], size), "lengths").tolist() == before.tolist()
 
 
 def test_one_layer_of_a_buffer_of_all_layers():
@@ -135,7 +140,9 @@ def test_one_layer_of_a_buffer_of_all_layers():
     assert bytes_of(target.k_blocks) == bytes_of(expected)
 
 
-def test_rows_that_lie_in_the_cache_are_read_before_they_are_overwritten():
+@pytest.mark.parametrize("kind", ["torch", "gpu"])
+def test_rows_that_lie_in_the_cache_are_read_before_they_are_overwritten(kind):
+    del kind  # where the tensors lie
     k_cache, v_cache = (torch.arange(first, first + 4.0).reshape(4, 1, 1, 1) for first in (0, 10))
     page_table, empty = torch.tensor([[1], [2], [3]]), torch.zeros(3, dtype=torch.int32)
     append_paged_kv_cache(k_cache[:3, 0], v_cache[:3, 0], (k_cache, v_cache), page_table, empty, 1)
@@ -143,7 +150,7 @@ def test_rows_that_lie_in_the_cache_are_read_before_they_are_overwritten():
     assert v_cache.flatten().tolist() == [10, 10, 11, 12]
 
 
-@pytest.mark.parametrize("kind", WRITABLE)
+@pytest.mark.parametrize("kind", PLACED)
 def test_nothing_to_append_is_nothing_done(kind):
     rows, none = make(kind, np.zeros((0, 2, 8), np.float16)), make(kind, np.zeros(0, np.int32))
     cache = make(kind, np.ones((3, 2, 4, 2, 8), np.float16))
@@ -162,9 +169,10 @@ def test_nothing_to_append_is_nothing_done(kind):
     assert as_numpy(get_seq_lens(make(kind, np.zeros(1, np.int32)), none, 16), "lengths").shape == (0,)
 
 
-@settings(max_examples=examples(60), derandomize=True, deadline=None)
-@given(appends(), st.integers(1, 70), st.sampled_from(WRITABLE), st.booleans())
-def test_mla_rows_of_two_widths(drawn, kpe_width, kind, one_array):
+@pytest.mark.parametrize("kind", PLACED)
+@settings(max_examples=examples(20), derandomize=True, deadline=None)
+@given(appends(), st.integers(1, 70), st.booleans())
+def test_mla_rows_of_two_widths(kind, drawn, kpe_width, one_array):
     cache, (_, _, batch, positions) = drawn
     size, width, dtype = cache.case.page_size, cache.case.head_dim, cache.case.dtype
     rng = np.random.default_rng(0)
@@ -175,6 +183,7 @@ def test_mla_rows_of_two_widths(drawn, kpe_width, kind, one_array):
         reference.append(row[:, None], row[:, None], batch, positions, *[target[:, :, None]] * 2, cache.lookup_table)
     if one_array:  # as the latent and the rotary part of one storage: strided
         both = np.concatenate(caches, axis=2)
+        both = both if kind != "gpu" else make(kind, both)
         targets = [both[..., :width], both[..., width:]]
     else:
         targets = [make(kind, c) for c in caches]
@@ -185,7 +194,9 @@ def test_mla_rows_of_two_widths(drawn, kpe_width, kind, one_array):
 
 @pytest.mark.parametrize("widths", [(128, 128), (512, 64)])
 @pytest.mark.parametrize("heads", [None, 3])
-def test_the_dense_mla_form_fills_one_cache_with_both(heads, widths):
+@pytest.mark.parametrize("kind", ["torch", "gpu"])
+def test_the_dense_mla_form_fills_one_cache_with_both(kind, heads, widths):
+    del kind  # where the tensors lie
     between = () if heads is None else (heads,)
     cache = torch.zeros(6, 4, *between, sum(widths), dtype=torch.bfloat16)
     k, v = (torch.randn(2, *between, width).bfloat16() for width in widths)

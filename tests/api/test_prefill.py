@@ -122,16 +122,6 @@ def test_pages_of_one_token_may_be_without_that_dimension(layout: str) -> None:
         assert_bits_equal(wrapper.run(queries(cache, q_lens), pages), wanted, what="o")
 
 
-def test_plan_keeps_nothing_of_the_callers() -> None:
-    masks = drawn_masks(np.random.default_rng(7), Q_LENS, KV_LENS)
-    arrays = [offsets(Q_LENS), *csr(CASE), packed(masks)]
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(None)
-    wrapper.plan(*arrays[:4], *plan_sizes(CASE), packed_custom_mask=arrays[4], q_data_type="float32")
-    for array in arrays:
-        array[:] = 0
-    assert_agrees(wrapper.run(Q, cache_of(CASE), return_lse=True), masks)
-
-
 def test_windows_at_run_and_forward() -> None:
     wrapper = planned(causal=True, window_left=50)
     causal = causal_masks(Q_LENS, KV_LENS)

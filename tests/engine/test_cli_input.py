@@ -4,11 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 from paged_kv.cli import _run
 from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.engine.sampling import Sampling
 from paged_kv.runtime.cache_folder import cache_folder
 
 
@@ -52,6 +54,37 @@ def test_every_line_has_its_own_options(lines):
     assert [again[0, sample]["text"] for sample in (0, 1)] == [found[1, sample]["text"] for sample in (0, 1)]
 
 
+def test_options_and_lines_say_the_same_of_every_field_of_sampling(lines):
+    """Each field, given as an option and in a line, gives one text, which is not the text without it."""
+    base = {"temperature": 1.0, "seed": 4, "max_tokens": 24}
+    values = {"temperature": 0.6, "top_p": 0.5, "seed": 5, "top_k": 2, "min_p": 0.5, "repetition_penalty": 1.8,
+              "presence_penalty": 2, "frequency_penalty": 2, "max_tokens": 9}  # fmt: skip
+    values |= {"logit_bias": {"64": -100, "68": 100}, "stop_tokens": [68], "stop": "e"}
+    (plain,) = lines([{"prompt": "the sea"} | base])[1]
+    in_lines = by_sample(lines([{"prompt": "the sea"} | base | {name: value} for name, value in values.items()])[1])
+    given = {"max_tokens": "--max-new-tokens", "stop_tokens": "--stop-token"}
+    for index, (name, value) in enumerate(values.items()):
+        assert in_lines[index, 0]["text"] != plain["text"], name
+        if name == "logit_bias":
+            value = [f"{token}={bias}" for token, bias in value.items()]
+        option = given.get(name, f"--{name.replace('_', '-')}")
+        record = {key: number for key, number in base.items() if key != name}
+        arguments = [part for each in (value if isinstance(value, list) else [value]) for part in (option, each)]
+        (by_option,) = lines([{"prompt": "the sea"} | record], *arguments)[1]
+        assert by_option["text"] == in_lines[index, 0]["text"], name
+    assert {*base, *values, "ignore_end", "logprobs"} == {each.name for each in fields(Sampling)}
+
+
+def test_log_probabilities_are_part_of_a_record(lines):
+    (without, record) = by_sample(lines([{"prompt": "the sea"}, {"prompt": "the sea", "logprobs": 2}])[1]).values()
+    assert "logprobs" not in without
+    assert len(record["logprobs"]) == record["tokens"]
+    for each in record["logprobs"]:
+        (first, second) = each["top_logprobs"].items()
+        assert (int(first[0]), first[1]) == (each["token"], each["logprob"])  # greedy
+        assert second[1] <= first[1] < 0
+
+
 def test_a_stop_text_ends_a_sample_before_it(lines):
     (whole,) = lines([{"prompt": "the sea"}], "--max-new-tokens", 30)[1]
     stop = whole["text"][10:13]
@@ -74,6 +107,9 @@ def test_bad_lines_are_told_and_the_others_go_on(lines):
         (json.dumps({"prompt": [5] * 5000}), "max_position_embeddings is 4096"),
         ('{"prompt": "x", "namespace": [1]}', "namespace must be a text"),
         ('{"prompt": "x", "seed": "1"}', "seed must be an integer"),
+        ('{"prompt": "x", "top_k": 1.5}', "top_k must be an integer"),
+        ('{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias: a token must be an integer"),
+        ('{"prompt": "x", "logit_bias": {"300": 1}}', "logit_bias has token id 300; the vocabulary is 0 to 258"),
         ("\x00", "no JSON"),
     ]
     records = [f"{line}\n" for line, _ in bad]

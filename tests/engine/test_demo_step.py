@@ -8,13 +8,12 @@ from max.driver import get_virtual_cpu_target
 from paged_kv.build_kernels import DEMO_STEP, graph_families
 from paged_kv.cli import _run
 from paged_kv.engine import model
-from paged_kv.runtime.artefact_folder import user_artefacts
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.kernel_build import Piece, _write_index
-from paged_kv.runtime.seal import write_seal
+from paged_kv.runtime.kernel_build import KernelFile, _write_index
 from paged_kv.runtime.session import default_runtime
+from paged_kv.runtime.store import seal, user_store
 from support import kernels_ahead
 
 FAMILY = graph_families()[DEMO_STEP]
@@ -28,13 +27,13 @@ def piece(tmp_path_factory):
     session, target = default_runtime().session, get_virtual_cpu_target()
     if target is None:
         pytest.skip("no target is known that this CPU can run")
-    piece = Piece(tmp_path_factory.mktemp("kernels"), target, DEMO_STEP, FAMILY)
+    piece = KernelFile(tmp_path_factory.mktemp("kernels"), target, DEMO_STEP, FAMILY)
     compile_ahead(session, FAMILY.keys, FAMILY.build, None)
     digests = list(piece.digests(Sources.installed()).values())
-    (artefact,) = user_artefacts().find(digests)
+    (artefact,) = user_store().find(digests)
     piece.path.parent.mkdir()
     piece.path.write_bytes(lzma.compress(artefact.content))
-    write_seal(piece.path, digests)
+    seal(piece.path, digests)
     _write_index([piece], Sources.installed())
     return piece
 

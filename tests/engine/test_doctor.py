@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from paged_kv.cli import _run
-from paged_kv.runtime import compiled_ahead, doctor
-from paged_kv.runtime.api_variants import API_FAMILIES
+from paged_kv.runtime import doctor, installed
 from paged_kv.runtime.cpu_target import CpuInfo
 from paged_kv.runtime.doctor import Report, collect, list_compiled, render
+from paged_kv.runtime.graph_family import API_FAMILIES
 from paged_kv.versions import PINNED
 
 
@@ -119,7 +119,7 @@ def test_a_step_has_a_row_of_its_own():
 
 def test_every_kernel_of_the_api_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled_ahead, "kernel_roots", list)
+    monkeypatch.setattr(installed, "kernel_roots", list)
     report = collect()
     assert report.compiled == {variant.name: None for family in API_FAMILIES.values() for variant in family}
     assert "\ncompiled  0 of 90 kernels of the API\n" in render(report)
@@ -127,7 +127,7 @@ def test_every_kernel_of_the_api_is_looked_for(tmp_path, monkeypatch):
 
 def test_the_command_looks_for_the_demo_s_step(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled_ahead, "kernel_roots", list)
+    monkeypatch.setattr(installed, "kernel_roots", list)
     assert _run(["doctor"]) == 0
     assert "\ndemo      compiles its step for half a minute" in capsys.readouterr().out
 

@@ -7,7 +7,7 @@ import pytest
 from max.dtype import DType
 
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.requests import Sampling
+from paged_kv.engine.requests import Sample, Sampling
 from paged_kv.errors import RequestError
 from support.checkpoints import make_checkpoint
 from support.llama_family import Member, load_family, poison
@@ -73,7 +73,9 @@ def test_200_requests_that_share_get_the_tokens_that_each_gets_alone(models, pag
         for sample in range(n):
             # One sample at a time: sample i of a request draws from stream i.
             number = single.add_request(prompt, sampling)
-            single._wanted[-1].index = sample
+            single._take_wanted()
+            waiting = single._batching.waiting
+            waiting[-1] = Sample(waiting[-1].request, sample, waiting[-1].tokens)
             run(single, alone)
             assert len(alone[number, sample]) == sampling.max_tokens
     expected = iter(alone.values())

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from max.dtype import DType
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.requests import Sampling
-from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.sampling import choose
 from paged_kv.pool import pages_needed
 from support.checkpoints import LLAMA3, make_checkpoint, relative_error
 from support.llama_family import Member, load_family, poison
@@ -92,18 +93,6 @@ class Spy:
         return self.model.step(tokens, cache_lengths, pages)
 
 
-class Recorder(Sampler):
-    """A greedy sampler that keeps the logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __call__(self, logits, requests):
-        self.rows += [row.copy() for row in logits]
-        return super().__call__(logits, requests)
-
-
 class Run:
     """A greedy run of all prompts: tokens, logits and steps. The storage is full of NaN before it."""
 
@@ -112,15 +101,21 @@ class Run:
         spy = Spy(model, pages_of_storage)
         engine = Engine(spy, **options)
         self.tokens = [[] for _ in PROMPTS]
-        recorders = [Recorder() for _ in PROMPTS]
-        for prompt, recorder in zip(PROMPTS, recorders, strict=True):
+        self.logits = [[] for _ in PROMPTS]
+        for prompt in PROMPTS:
             engine.add_request(prompt, Sampling(NEW_TOKENS, ignore_end=True))
-            engine._wanted[-1].request.sampler = recorder
-        while not engine.is_idle:
-            for output in engine.step():
-                self.tokens[output.request] += output.tokens
-        self.logits = [recorder.rows for recorder in recorders]
+        with patch("paged_kv.engine.engine.choose", self.choose):
+            while not engine.is_idle:
+                for output in engine.step():
+                    self.tokens[output.request] += output.tokens
         self.steps = spy.steps
+
+    def choose(self, logits, rows, histories):
+        """The engine's sampler; keeps the logits of each prompt."""
+        for row, history in zip(rows, histories, strict=True):
+            request = PROMPTS.index(history.tokens[: history.prompt_length])
+            self.logits[request].append(logits[row].copy())
+        return choose(logits, rows, histories)
 
 
 def pages_of(model, prompts):

@@ -16,12 +16,11 @@ from paged_kv.checkpoint.weights import open_checkpoint
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import graph_inputs, input_types, step_inputs
 from paged_kv.graphs.layers import StepRows
-from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.decoder import DeviceStep, cache_shape, decode, logits
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.ops import PagedCache, kernels
 from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.session import default_runtime
 from support.checkpoints import read_config, relative_error
 from support.families import make_case
@@ -80,7 +79,7 @@ def models(folder):
         for name in names:
             build(module, name, configs[name])
 
-    keys = {name: CompileKey(f"shares {name} {configs[name]}", decoder.__name__) for name in CASES}
+    keys = {name: CompileKey(f"shares {name} {configs[name]}", (MODELS,)) for name in CASES}
     return configs, load_graphs(default_runtime().session, keys, build_all, weights=weights)
 
 

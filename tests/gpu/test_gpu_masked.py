@@ -29,7 +29,7 @@ def test_masked_attention(dtype, kv_dtype, o_dtype, group, page_size, dims, rope
     mask_starts = np.array([0, 13, -1, 700, 3, 800, 900, -1, 0, 0, 0], np.int64)
     mask_firsts = np.array([0, 650, 0, 0, 0, 20, 0, 0, 0, 0, 0], np.int32)
     q = rng.standard_normal((len(row_batch), 2 * group, dims[0]), np.float32).astype(dtype)
-    sight = {
+    row_masks = {
         "row_positions": row_lengths + rng.integers(0, 50, len(row_batch), np.int32),
         "token_offsets": np.array([7, 0, 40], np.int32),
         "mask": rng.integers(0, 256, 200, np.uint8),
@@ -39,8 +39,8 @@ def test_masked_attention(dtype, kv_dtype, o_dtype, group, page_size, dims, rope
     }
     arrays = q, keys.k_blocks, values.v_blocks, keys.lookup_table, row_batch, row_lengths
     options = {} if rope_theta is None else {"rope_theta": rope_theta}
-    o, lse = gpu_harness.masked_attention(*arrays, **sight, **options, o_dtype=o_dtype)
-    expected, expected_lse = reference.masked_attention(*arrays, **sight, **options)
+    o, lse = gpu_harness.masked_attention(*arrays, **row_masks, **options, o_dtype=o_dtype)
+    expected, expected_lse = reference.masked_attention(*arrays, **row_masks, **options)
     assert_close(o, expected, rel=REL[dtype], what="o")
     assert_lse_close(lse, expected_lse, tol=1e-4, what="lse")
 

@@ -108,15 +108,15 @@ class Problem:
         views = memory.views([(view, view.base) for view in storage], self.table)
         arrays = [self.positions, self.offsets, self.mask, self.mask_starts, self.firsts]
         given = [np.zeros(0) if a is None else np.array(a, np.int32) if isinstance(a, tuple) else a for a in arrays]
-        sight = struct.pack(
+        row_masks = struct.pack(
             "<5Qq5i4x",
             *(memory.put(a) for a in given),
             *(8 * self.mask.size, self.dims[1], True, self.offsets is not None, True, self.firsts is not None),
         )
-        assert 104 + len(sight) == MASKED_PARAMS
+        assert 104 + len(row_masks) == MASKED_PARAMS
         o = np.zeros((*self.q.shape[:2], self.dims[1]), v.o_dtype)
         scale = self.dims[0] ** -0.5
-        call = Call(self.q, o, self.row_batch, self.row_lengths, self.table, self.page_size, options, scale, sight)
+        call = Call(self.q, o, self.row_batch, self.row_lengths, self.table, self.page_size, options, scale, row_masks)
         theta = options.get("rope_theta")
         rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi), theta ** (-2 / self.dims[0]))
         texts = ptx["schedule", "masked"], ptx["masked", *v.shared], ptx["combine", "masked", SHORT[v.o_dtype]]
@@ -171,7 +171,7 @@ PROBLEMS = {
     "heads of one": Problem(
         SINGLE, (5, 40), 1, (8, 128), [(1, 40, 39, [30, 39]), (1, 36, 50, []), (0, 5, 2, [1])], firsts=(30, 20, 0)
     ),
-    # Keys behind the query are rotated the other way.
+    # Keys behind the query are rotated the other way; a row of more than there are tokens stands before the first.
     "rotary": Problem(
         ROTARY_HALF,
         (25,),
@@ -182,7 +182,7 @@ PROBLEMS = {
         options={"rope_theta": 500.0},
     ),
     "rotary in float32": Problem(
-        ROTARY_SINGLE, (11, 3), 3, (136, 32), [(0, 11, 4, EVEN), (1, 3, 0, None)], options={"rope_theta": 1e4}
+        ROTARY_SINGLE, (11, 3), 3, (136, 32), [(0, 11, 4, EVEN), (1, 3, -5, None)], options={"rope_theta": 1e4}
     ),
 }
 

@@ -72,6 +72,85 @@ def narrow(o: Expected, dtype: np.dtype[Any]) -> None:
         o.values, o.dtype = np.full_like(o.values, np.nan), dtype
 
 
+def sides_of(given: Arguments, layout: str) -> list[np.ndarray]:
+    """K and V `[page, slot, Hk, D]`."""
+    both = [given["cache"].view[:, i] for i in (0, 1)] if "cache" in given else [given["k"].view, given["v"].view]
+    return both if layout == "NHD" else [side.swapaxes(1, 2) for side in both]
+
+
+def sides_checked(given: Arguments) -> list[np.ndarray]:
+    if "cache" in given:
+        require(model.array(given["cache"], None, 2, None, None, None) is not None, "cache")
+    else:
+        model.array(given["k"], None, None, None, None)
+        model.array(given["v"], None, None, None, None)
+    return sides_of(given, given["kv_layout"].value)
+
+
+def cache_of(
+    rng: Rng,
+    memory: Memory,
+    lengths: np.ndarray,
+    ids: np.ndarray,
+    pages: int,
+    page: tuple[int, int, int],
+    dtype: str,
+    layout: str,
+) -> Arguments:
+    """A cache of pages of (page_size, Hk, D) that holds the tokens of some requests, in the order of their ids."""
+    size, hk, dim = page
+    shape = page if layout == "NHD" else (hk, size, dim)
+    if rng.random() < 0.5:
+        given = tensors(cache=memory.new((pages, 2, *shape), DTYPES[dtype]))
+    else:
+        given = tensors(k=memory.new((pages, *shape), DTYPES[dtype]), v=memory.new((pages, *shape), DTYPES[dtype]))
+    used = -(-lengths // size)
+    for side in sides_of(given, layout):  # unused slots and pages stay NaN
+        for b, length in enumerate(lengths.tolist()):
+            for j in range(length):
+                page_id = ids[used[:b].sum() + j // size]
+                side[page_id, j % size] = rng.standard_normal((hk, dim)).astype(np.float32)
+    return given
+
+
+def gathered_of(side: np.ndarray, table: Table, page: tuple[int, ...], dtype: str) -> list[np.ndarray]:
+    """The tokens of each request, out of a cache that has to fit the plan."""
+    require(side.dtype == DTYPES[dtype] and side.shape[1:] == page, "cache")
+    table.check(len(side))
+    return [
+        side[pages[np.arange(n) // page[0]], np.arange(n) % page[0]]
+        for pages, n in zip(table.pages, table.lengths, strict=True)
+    ]
+
+
+def sinks_of(given: Arguments, heads: int) -> np.ndarray | None:
+    if "sinks" not in given or given["sinks"].value is None:
+        return None
+    sinks = model.array(given["sinks"], heads, dtypes=["float32", "float16", "bfloat16"]).astype(np.float64)
+    require((np.isfinite(sinks) | np.isneginf(sinks)).all(), "sinks")
+    return sinks
+
+
+def outputs(given: Arguments, state: State, o: Expected, lse: Expected, *others: np.ndarray) -> None:
+    """Notes what is to be written to `out` and `lse`, which may share no memory with the others."""
+    views = []
+    for name, wanted in (("out", o), ("lse", lse)):
+        if name in given and given[name].value is not None:
+            views.append(model.array(given[name], *wanted.values.shape))
+            require(views[-1].dtype == wanted.dtype, "dtype of an output")
+            state.setdefault("written", []).append((views[-1], wanted))
+    model.written(*views, others=others)
+
+
+def dtypes_planned(given: Arguments) -> list[str]:
+    """Of q and of the cache."""
+    found: list[Any] = [dtype_named(given[name].value) for name in ("q_data_type", "kv_data_type")]
+    found[1] = found[0] if given["kv_data_type"].value is None else found[1]
+    require(found[0] in FLOATS + FLOAT8 and found[1] in FLOATS + FLOAT8, "dtypes")
+    require(found[1] == found[0] or not set(found) <= set(FLOATS), "dtypes")  # float8 goes with any
+    return found
+
+
 @dataclass
 class Single:
     """`single_decode_with_kv_cache`."""
@@ -137,18 +216,7 @@ class Wrapper:
         given |= plain(num_qo_heads=heads, num_kv_heads=hk, head_dim=dim, page_size=size)
         given |= plain(kv_layout=layout, q_data_type=q_dtype, kv_data_type=kv_dtype) | options(rng)
         given |= tensors(q=drawn(rng, memory, (len(lengths), heads, dim), q_dtype))
-        page = (size, hk, dim) if layout == "NHD" else (hk, size, dim)
-        if rng.random() < 0.5:
-            given |= tensors(cache=memory.new((pages, 2, *page), DTYPES[kv_dtype]))
-        else:
-            given |= tensors(
-                k=memory.new((pages, *page), DTYPES[kv_dtype]), v=memory.new((pages, *page), DTYPES[kv_dtype])
-            )
-        for side in self._sides(given, layout):  # unused slots and pages stay NaN
-            for b, length in enumerate(lengths.tolist()):
-                for j in range(length):
-                    page_id = ids[used[:b].sum() + j // size]
-                    side[page_id, j % size] = rng.standard_normal((hk, dim)).astype(np.float32)
+        given |= cache_of(rng, memory, lengths, ids, pages, (size, hk, dim), kv_dtype, layout)
         if rng.random() < 0.3:
             given |= tensors(out=memory.new((len(lengths), heads, dim), DTYPES[q_dtype]))
         if rng.random() < 0.3:
@@ -202,10 +270,7 @@ class Wrapper:
         indptr, ids, last = (model.indices(given[name]) for name in PLAN[:3])
         heads, hk, dim, size = (model.count(given[name].value, 1) for name in PLAN[3:])
         require(heads % hk == 0 and 8 <= dim <= 512 and dim % 8 == 0, "sizes")
-        dtypes = [dtype_named(given[name].value) for name in ("q_data_type", "kv_data_type")]
-        dtypes[1] = dtypes[0] if given["kv_data_type"].value is None else dtypes[1]
-        require(dtypes[0] in FLOATS + FLOAT8 and dtypes[1] in FLOATS + FLOAT8, "dtypes")
-        require(dtypes[1] == dtypes[0] or not set(dtypes) <= set(FLOATS), "dtypes")  # float8 goes with any
+        dtypes = dtypes_planned(given)
         state |= {"sizes": (heads, hk, dim, size), "dtypes": dtypes, "options": Options.of(given)}
         state["table"] = Table.csr(indptr, ids, last, size)
         if "indptr_buffer" in given:
@@ -222,47 +287,16 @@ class Wrapper:
             state["table"] = Table.csr(indptr, ids, last, size)
         table = state["table"]
         q = model.array(given["q"], len(table.lengths), heads, dim, dtypes=[state["dtypes"][0]])
-        k, v = self._sides_checked(given)
-        for side in (k, v):
-            require(side.dtype == DTYPES[state["dtypes"][1]] and side.shape[1:] == (size, hk, dim), "cache")
+        k, v = sides_checked(given)
+        gathered = [gathered_of(side, table, (size, hk, dim), state["dtypes"][1]) for side in (k, v)]
         require(k.shape == v.shape, "k and v")
-        table.check(len(k))
-        sinks = None
-        if "sinks" in given and given["sinks"].value is not None:
-            sinks = model.array(given["sinks"], heads, dtypes=["float32", "float16", "bfloat16"]).astype(np.float64)
-            require((np.isfinite(sinks) | np.isneginf(sinks)).all(), "sinks")
-        gathered = [
-            [
-                side[pages[np.arange(n) // size], np.arange(n) % size]
-                for pages, n in zip(table.pages, table.lengths, strict=True)
-            ]
-            for side in (k, v)
-        ]
+        sinks = sinks_of(given, heads)
         scales = tuple(given[name].value if name in given else None for name in SCALES)
         o, lse = model.attention(widened(q, k.dtype), *gathered, state["options"], scales, sinks)
         narrow(o, q.dtype)
-        views = []
-        for name, wanted in (("out", o), ("lse", lse)):
-            if name in given and given[name].value is not None:
-                views.append(model.array(given[name], *wanted.values.shape))
-                require(views[-1].dtype == wanted.dtype, "dtype of an output")
-                state.setdefault("written", []).append((views[-1], wanted))
         buffers = [given[f"{name}_buffer"].view for name in PLAN[:3] if "indptr_buffer" in given]
-        others = [q, k, v, *buffers, *([] if sinks is None else [given["sinks"].view])]
-        model.written(*views, others=tuple(others))
+        outputs(given, state, o, lse, q, k, v, *buffers, *([] if sinks is None else [given["sinks"].view]))
         return [o, lse] if model.truth(given["return_lse"].value) else [o]
-
-    def _sides(self, given: Arguments, layout: str) -> list[np.ndarray]:
-        both = [given["cache"].view[:, i] for i in (0, 1)] if "cache" in given else [given["k"].view, given["v"].view]
-        return both if layout == "NHD" else [side.swapaxes(1, 2) for side in both]
-
-    def _sides_checked(self, given: Arguments) -> list[np.ndarray]:
-        if "cache" in given:
-            require(model.array(given["cache"], None, 2, None, None, None) is not None, "cache")
-        else:
-            model.array(given["k"], None, None, None, None)
-            model.array(given["v"], None, None, None, None)
-        return self._sides(given, given["kv_layout"].value)
 
 
 def dtype_named(value: Any) -> str | None:

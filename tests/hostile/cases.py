@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from hostile.calls_cascade import Levels, SharedPrefix
 from hostile.calls_decode import Single, Wrapper
+from hostile.calls_mla import Latent
 from hostile.calls_page import Append, AppendLatent, Positions, SeqLens
+from hostile.calls_prefill import Prefill, SinglePrefill, Trees
 from hostile.calls_states import Functional, Merge
 from hostile.memory import Memory, values
 from hostile.model import Expected, Invalid
@@ -24,6 +27,8 @@ CALLS: list[Any] = [
     *(Append("at"), Append("last"), Append("dense"), AppendLatent("at"), AppendLatent("dense")),
     *(Merge("two"), Merge("many"), Merge("in_place"), Positions(), SeqLens(), Functional(), Functional()),
     *(Pool(), Manager()),
+    *(Prefill("paged"), Prefill("paged"), Prefill("ragged"), Prefill("mixed"), SinglePrefill(), Trees()),
+    *(Levels(), Levels(), SharedPrefix("decode"), SharedPrefix("prefill"), Latent()),
 ]
 MOST_CHARACTERS = 1500
 """Of an error's message."""

@@ -175,6 +175,43 @@ def written(*written: np.ndarray, others: tuple[np.ndarray, ...] = ()) -> None:
             require(not share(view, other), "overlap")
 
 
+@dataclass
+class RowMask:
+    """What a query row sees of its request's tokens."""
+
+    request: int
+    position: int
+    """Where the row stands, token j being at j; negative before the first."""
+    mask: np.ndarray | None = None
+    """`[L]` bool; None: all."""
+
+    def tokens(self, length: int, window: int) -> np.ndarray:
+        seen = np.ones(length, bool) if self.mask is None else self.mask
+        return np.flatnonzero(seen & ((window < 0) | (np.arange(length) >= self.position - window)))
+
+
+def last_rows(counts: list[int], lengths: list[int], causal: bool, masks: np.ndarray | None = None) -> list[RowMask]:
+    """The rows of requests whose last tokens they are; `masks` are `[count, length]` of each request, flattened."""
+    found, begin = [], 0
+    for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        for i in range(count):
+            row = RowMask(b, length - count + i)
+            if masks is not None:
+                row.mask = masks[begin + i * length : begin + (i + 1) * length]
+            elif causal:
+                row.mask = np.arange(length) <= row.position
+            found.append(row)
+        begin += count * length
+    return found
+
+
+def row_counts(offsets: np.ndarray, batch: int) -> list[int]:
+    """The rows of each request."""
+    require(len(offsets) == batch + 1 and offsets[0] == 0 and (np.diff(offsets) >= 0).all(), "offsets of rows")
+    require(offsets[-1] <= 2**25, "rows")
+    return [int(count) for count in np.diff(offsets)]
+
+
 def attention(
     q: np.ndarray,
     keys: list[np.ndarray],
@@ -182,29 +219,35 @@ def attention(
     options: Options,
     scales: tuple[Any, Any, Any],
     sinks: np.ndarray | None = None,
+    row_masks: list[RowMask] | None = None,
+    value_dim: int | None = None,
 ) -> tuple[Expected, Expected]:
-    """O `[B, Hq, D]` and the base-2 lse `[B, Hq]`; keys and values `[L, Hk, D]` of each request."""
+    """O `[R, Hq, Dv]` and the base-2 lse `[R, Hq]`; keys `[L, Hk, D]` and values `[L, Hk, Dv]` of each request.
+
+    `row_masks` says what each row sees; None: there is one a request, its last token. Dv is `value_dim`; None: D.
+    """
     q_scale, k_scale, v_scale = (scale_of(scale) for scale in scales)
-    batch, heads, dim = q.shape
+    rows, heads, dim = q.shape
+    if row_masks is None:
+        row_masks = [RowMask(b, len(k) - 1) for b, k in enumerate(keys)]
     require(
         abs((options.scale or 1) * q_scale) <= 3.4e38 and abs((options.scale or 1) * q_scale * k_scale) <= 3.4e38, ""
     )
     scale = (dim**-0.5 if options.scale is None else options.scale) * q_scale * k_scale
-    o, lse = np.zeros((batch, heads, dim)), np.full((batch, heads), -math.inf)
-    o_error, lse_error = np.zeros((batch, heads)), np.zeros((batch, heads))
+    width = dim if value_dim is None else value_dim
+    o, lse = np.zeros((rows, heads, width)), np.full((rows, heads), -math.inf)
+    o_error, lse_error = np.zeros((rows, heads)), np.zeros((rows, heads))
     slopes = alibi(heads) if options.mode == "ALIBI" else np.zeros(heads)
-    for b in range(batch):
-        length = len(keys[b])
-        if not length:
+    for b, row in enumerate(row_masks):
+        j = row.tokens(len(keys[row.request]), options.window)
+        if not len(j):
             continue
-        first = max(0, length - 1 - options.window) if options.window >= 0 else 0
-        j = np.arange(first, length)
-        query, k, v = (x.astype(np.float64) for x in (q[b], keys[b][first:], vals[b][first:]))
+        query, k, v = (x.astype(np.float64) for x in (q[b], keys[row.request][j], vals[row.request][j]))
         group = heads // k.shape[1]
         for h in range(heads):
             kk, vv, qq = k[:, h // group], v[:, h // group], query[h]
             if options.mode == "ROPE_LLAMA":
-                kk, qq = rope(kk, j, options), rope(qq[None], np.array([length - 1]), options)[0]
+                kk, qq = rope(kk, j, options), rope(qq[None], np.array([row.position]), options)[0]
             with np.errstate(all="ignore"):
                 x = scale * (kk @ qq) + slopes[h] * j
                 size = np.abs(scale) * (np.abs(kk) @ np.abs(qq)) + slopes[h] * j
@@ -222,7 +265,7 @@ def attention(
             if not finite or not error < 0.02 or reach > 3e38 or (q.dtype == np.float16 and reach > 6e4):
                 o[b, h], lse[b, h] = math.nan, math.nan
             else:
-                spread = 1e-6 * reach + least(q.dtype) * math.sqrt(dim)
+                spread = 1e-6 * reach + least(q.dtype) * math.sqrt(width)
                 o_error[b, h] = 4 * error + spread / max(np.linalg.norm(o[b, h]), 1e-38)
                 lse_error[b, h] = 2 * error
     kv = vals[0].dtype.name if vals else "float32"

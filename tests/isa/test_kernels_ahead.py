@@ -7,8 +7,8 @@ import pytest
 
 from paged_kv.build_kernels import DEMO_STEP, graph_families
 from paged_kv.cli import _run
-from paged_kv.runtime.compiled_ahead import read_compressed
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
+from paged_kv.runtime.installed import read_compressed
 from paged_kv.runtime.kernel_build import build
 from support import kernels_ahead
 from support.isa import can_run
@@ -27,7 +27,7 @@ except Compiles:
 else:
     assert (np.asarray(merged) == v + 1).all() and (np.asarray(lse) == 1).all(), (merged, lse)
     (variant,) = paged_kv.runtime.session.default_runtime()._models
-    places = artefacts.where_graphs_lie({variant.name: paged_kv.runtime.session.variant_key(variant)})
+    places = artefacts.where_graphs_lie({variant.name: variant.key()})
     print(get_virtual_cpu_target(), *places.values())
 """
 

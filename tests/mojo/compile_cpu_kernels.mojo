@@ -5,7 +5,7 @@ from std.utils import IndexList
 from mojo_ops.attention.cpu.dispatch import attend_on_cpu
 from mojo_ops.attention.logits import Logits
 from mojo_ops.attention.params import AttentionRows
-from mojo_ops.attention.row_sight import MaskedSight, PlainSight
+from mojo_ops.attention.row_masks import CustomMasks, NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.linear.dispatch import linear
@@ -32,16 +32,16 @@ def attention[dtype: DType, kv_dtype: DType](mut memory: List[Float32]):
     var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
-    var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1, PlainSight(), q, 1)
+    var rows = AttentionRows[dtype](q, q, floats, numbers, numbers, 1, 8, 1, 0, 1, NoMasks(), q, 1)
     var cache = cache_of[kv_dtype](memory)
     attend_on_cpu(rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
     attend_on_cpu[rotates=True](rows, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
     comptime if dtype == kv_dtype:
         var bytes = numbers.unsafe_bitcast[UInt8]()
         var starts = numbers.unsafe_bitcast[Int64]()
-        var sight = MaskedSight(numbers, False, numbers, False, bytes, 0, starts, False, numbers, False)
-        var masked = AttentionRows[dtype, DType.float32, MaskedSight](
-            q, floats, floats, numbers, numbers, 1, 8, 1, 0, 1, sight, q, 1
+        var masks = CustomMasks(numbers, False, numbers, False, bytes, 0, starts, False, numbers, False)
+        var masked = AttentionRows[dtype, DType.float32, CustomMasks](
+            q, floats, floats, numbers, numbers, 1, 8, 1, 0, 1, masks, q, 1
         )
         attend_on_cpu(masked, cache, cache, Logits(1, 0, -1, heads, False, heads, False), 2)
     comptime if dtype != DType.float16:

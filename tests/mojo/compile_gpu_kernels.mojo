@@ -7,7 +7,7 @@ from mojo_ops.attention.gpu.generic import launch_generic
 from mojo_ops.attention.gpu.latent import RotaryQuery, launch_latent
 from mojo_ops.attention.gpu.params import GpuAttentionParams
 from mojo_ops.attention.gpu.rope import RotaryFrequencies
-from mojo_ops.attention.gpu.row_sight import GpuMaskedSight, GpuPlainSight, GpuRowSight
+from mojo_ops.attention.gpu.row_masks import GpuCustomMasks, GpuNoMasks, GpuRowMasks
 from mojo_ops.attention.merge_states import States, merge_on_gpu
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import untracked, untracked_immutable
@@ -23,7 +23,7 @@ from mojo_ops.transfer.tree_rows import TreeRows
 
 
 def attention[dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool = False](ctx: DeviceContext) raises:
-    launch[dtype, dtype, kv_dtype, DIM, HEADS, ROTARY](ctx, GpuPlainSight())
+    launch[dtype, dtype, kv_dtype, DIM, HEADS, ROTARY](ctx, GpuNoMasks())
 
 
 def masked[
@@ -33,22 +33,22 @@ def masked[
     var numbers = untracked_immutable(memory.unsafe_ptr())
     var starts = numbers.unsafe_bitcast[Int64]()
     var bits = numbers.unsafe_bitcast[UInt8]()
-    var sight = GpuMaskedSight(numbers, numbers, bits, starts, numbers, 8, Int32(DIM), 1, 1, 1, 1)
-    launch[dtype, o_dtype, kv_dtype, DIM, HEADS, ROTARY](ctx, sight)
+    var masks = GpuCustomMasks(numbers, numbers, bits, starts, numbers, 8, Int32(DIM), 1, 1, 1, 1)
+    launch[dtype, o_dtype, kv_dtype, DIM, HEADS, ROTARY](ctx, masks)
     _ = memory^
 
 
 def launch[
-    Sight: GpuRowSight, //, dtype: DType, o_dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool
-](ctx: DeviceContext, sight: Sight) raises:
+    Masks: GpuRowMasks, //, dtype: DType, o_dtype: DType, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool
+](ctx: DeviceContext, masks: Masks) raises:
     var memory = ctx.enqueue_create_buffer[DType.float32](1024)
     var floats = untracked(memory.unsafe_ptr())
     var numbers = floats.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var heads = floats.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
     var o = floats.unsafe_bitcast[Scalar[o_dtype]]()
-    var params = GpuAttentionParams[dtype, o_dtype, Sight](
-        q, o, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, 1, 0, 1, 0, 0, sight
+    var params = GpuAttentionParams[dtype, o_dtype, Masks](
+        q, o, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, 1, 0, 1, 0, 0, masks
     )
     var cache = DynamicKVCache[kv_dtype](
         floats.unsafe_bitcast[Scalar[kv_dtype]](),
@@ -70,7 +70,7 @@ def latent[dtype: DType, o_dtype: DType, kv_dtype: DType, ROTARY_DIM: Int, HEADS
     var q = floats.unsafe_bitcast[Scalar[dtype]]()
     var o = floats.unsafe_bitcast[Scalar[o_dtype]]()
     var params = GpuAttentionParams[dtype, o_dtype](
-        q, o, floats, numbers, numbers, heads, heads, 1, 4, 512, 1, 1, -1, 1, 0, 1, 0, 0, GpuPlainSight()
+        q, o, floats, numbers, numbers, heads, heads, 1, 4, 512, 1, 1, -1, 1, 0, 1, 0, 0, GpuNoMasks()
     )
     var cache = DynamicKVCache[kv_dtype](
         floats.unsafe_bitcast[Scalar[kv_dtype]](),

@@ -13,7 +13,7 @@ from max.gpu.host import DeviceBuffer, DeviceContext
 from mojo_ops.attention.gpu.hopper.kernel import attend_hopper
 from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal
 from mojo_ops.attention.gpu.params import GpuAttentionParams
-from mojo_ops.attention.gpu.row_sight import GpuPlainSight
+from mojo_ops.attention.gpu.row_masks import GpuNoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import untracked, untracked_immutable
 from mojo_ops.cache.strides import PageStrides
@@ -186,7 +186,7 @@ def check[
         v_scale=1,
         has_alibi=Int32(1 if options.alibi else 0),
         has_sinks=Int32(1 if options.sinks else 0),
-        sight=GpuPlainSight(),
+        masks=GpuNoMasks(),
     )
     var shape = IndexList[4](batch.pages, batch.page_size, batch.kv_heads, batch.dim)
     comptime Cache = DynamicKVCache[kv_dtype]

@@ -12,7 +12,7 @@ from max.gpu.host import DeviceBuffer, DeviceContext
 
 from mojo_ops.attention.gpu.many_rows.kernel import attend_many_rows_on_hopper
 from mojo_ops.attention.gpu.params import GpuAttentionParams
-from mojo_ops.attention.gpu.row_sight import GpuPlainSight
+from mojo_ops.attention.gpu.row_masks import GpuNoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import untracked, untracked_immutable
 from mojo_ops.cache.strides import PageStrides
@@ -182,7 +182,7 @@ def check[dtype: DType, //](ctx: DeviceContext, name: String, batch: Batch[dtype
         v_scale=1,
         has_alibi=Int32(1 if options.alibi else 0),
         has_sinks=Int32(1 if options.sinks else 0),
-        sight=GpuPlainSight(),
+        masks=GpuNoMasks(),
     )
     var shape = IndexList[4](batch.pages, batch.shape.page_size, batch.shape.kv_heads, dim)
     var slot = batch.shape.kv_heads * dim

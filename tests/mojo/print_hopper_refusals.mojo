@@ -7,7 +7,7 @@ from std.utils import IndexList
 
 from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal
 from mojo_ops.attention.gpu.params import GpuAttentionParams
-from mojo_ops.attention.gpu.row_sight import GpuPlainSight
+from mojo_ops.attention.gpu.row_masks import GpuNoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked, untracked_mutable
@@ -46,7 +46,7 @@ def print_calls[dtype: DType, kv_dtype: DType]():
                     1,
                     0,
                     0,
-                    GpuPlainSight(),
+                    GpuNoMasks(),
                 )
                 var at = PageStrides(0, page_size * KV_HEADS * head_dim, KV_HEADS * head_dim, head_dim)
                 var cache = DynamicKVCache[kv_dtype](

@@ -14,7 +14,7 @@ from std.utils import IndexList
 
 from mojo_ops.attention.cpu.plan import BlockSizes, MAX_BLOCK_ROWS, plan_segments
 from mojo_ops.attention.logits import Logits
-from mojo_ops.attention.row_sight import PlainSight
+from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.linear.bf16_dot import section_rows
@@ -36,7 +36,7 @@ def attention(call: Int, requests: String, rows: Int, kv_heads: Int) raises:
     var sizes = BlockSizes(max(MAX_BLOCK_ROWS, rows), ceildiv(rows, 4), kv_heads)
     var none = List[Float32]()
     var logits = Logits(1, 0, -1, untracked(none), False, untracked(none), False)
-    var plan = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), PlainSight(), logits, sizes)
+    var plan = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), NoMasks(), logits, sizes)
     _ = (none^, row_batch^, row_lengths^)
     for s in plan.segments:
         var block = s.split_result - s.split if s.split_result >= 0 else -1

@@ -4,7 +4,7 @@ from std.utils import IndexList
 
 from mojo_ops.attention.gpu.row_page_table import RowPageTable
 from mojo_ops.attention.gpu.params import GpuAttentionParams
-from mojo_ops.attention.gpu.row_sight import GpuPlainSight
+from mojo_ops.attention.gpu.row_masks import GpuNoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import TablePointer
 from mojo_ops.cache.strides import PageStrides, page_shape
@@ -44,7 +44,7 @@ def page_table_of(table: TablePointer, num_pages: Int, page_size: Int) -> RowPag
         v_scale=1,
         has_alibi=0,
         has_sinks=0,
-        sight=GpuPlainSight(),
+        masks=GpuNoMasks(),
     )
     var shape = IndexList[4](num_pages, page_size, 1, 64)
     var cache = Cache(numbers.unsafe_bitcast[BFloat16](), shape, PageStrides(0, 64, 64, 64), table, 1, 1)

@@ -8,7 +8,7 @@ from mojo_ops.attention.cpu.plan import Segment
 from mojo_ops.attention.cpu.prefetch import KV_TILE_TOKENS
 from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace
 from mojo_ops.attention.params import AttentionRows
-from mojo_ops.attention.row_sight import PlainSight
+from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.isa.convert import LANES
 from mojo_ops.isa.float8 import float8_word_order, zip_mask
 from support import untracked, untracked_mutable
@@ -34,7 +34,7 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
         v_scale=1,
         rope_theta=0,
         rope_scale=1,
-        sight=PlainSight(),
+        masks=NoMasks(),
         q_latent=untracked_mutable(q),
         latent_scale=1,
     )

@@ -5,7 +5,7 @@ from std.utils import IndexList
 
 from mojo_ops.attention.checks import check_heads, check_rows
 from mojo_ops.attention.logits import Logits
-from mojo_ops.attention.row_sight import PlainSight
+from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.cache.checks import check_equal, check_same_cache, check_view
 from mojo_ops.cache.page_table import PageTable
 from mojo_ops.cache.strides import PageStrides
@@ -43,7 +43,7 @@ struct Table:
             sinks=untracked(none),
             has_sinks=False,
         )
-        check_rows(self.view(), untracked(row_batch), untracked(row_lengths), len(row_batch), PlainSight(), logits)
+        check_rows(self.view(), untracked(row_batch), untracked(row_lengths), len(row_batch), NoMasks(), logits)
         _ = none^
 
     def gather(self, indptr: List[Int32], num_rows: Int) raises:

@@ -5,7 +5,7 @@ from std.utils import IndexList
 
 from mojo_ops.attention.gpu.hopper.requirements import hopper_refusal, hopper_takes
 from mojo_ops.attention.gpu.params import GpuAttentionParams
-from mojo_ops.attention.gpu.row_sight import GpuPlainSight
+from mojo_ops.attention.gpu.row_masks import GpuNoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked_mutable
@@ -49,7 +49,7 @@ def reason[
         v_scale=1,
         has_alibi=0,
         has_sinks=0,
-        sight=GpuPlainSight(),
+        masks=GpuNoMasks(),
     )
     var slot = kv_heads * (head_dim + head_pad) + pad
     var cache = DynamicKVCache[kv_dtype](

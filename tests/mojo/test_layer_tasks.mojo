@@ -3,7 +3,7 @@
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.layers.elementwise import for_vectors
-from mojo_ops.layers.tasks import TASK_ELEMENTS, for_rows
+from mojo_ops.isa.threads import TASK_ELEMENTS, for_rows
 from support import untracked_mutable
 
 comptime GUARD = 64

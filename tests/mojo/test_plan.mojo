@@ -12,6 +12,7 @@ from mojo_ops.attention.cpu.plan import (
     MAX_WHOLE_TOKENS,
     MIN_LONG_TOKENS,
     MIN_SHORT_TOKENS,
+    MOST_LONG_SEGMENTS,
     Segment,
     SegmentLengths,
     SegmentPlan,
@@ -20,7 +21,7 @@ from mojo_ops.attention.cpu.plan import (
 )
 from mojo_ops.attention.cpu.prefetch import SPAN_TOKENS
 from mojo_ops.attention.logits import Logits
-from mojo_ops.attention.row_sight import PlainSight
+from mojo_ops.attention.row_masks import NoMasks
 from support import untracked
 
 
@@ -32,9 +33,7 @@ def plan(
 ) -> SegmentPlan:
     var none = List[Float32]()
     var logits = Logits(1, 0, window_left, untracked(none), False, untracked(none), False)
-    var result = plan_segments(
-        untracked(row_batch), untracked(row_lengths), len(row_batch), PlainSight(), logits, sizes
-    )
+    var result = plan_segments(untracked(row_batch), untracked(row_lengths), len(row_batch), NoMasks(), logits, sizes)
     _ = none^
     return result^
 
@@ -177,9 +176,9 @@ def test_a_prefill_block_alone_is_split() raises:
         row_batch.append(0)
         row_lengths.append(Int32(65536 - 64 + row + 1))
     var result = plan(row_batch, row_lengths, sizes=BlockSizes(64, 16, 8))
-    # The tokens of 8 heads, a segment a thread of 64; half of them in shorter segments.
-    assert_equal(result.segments[0].end, 8 * 65536 // LONG_SEGMENTS_PER_CALL)
-    assert_true(len(result.segments) >= LONG_SEGMENTS_PER_CALL)
+    # The tokens of 8 heads, two segments a thread of 128; half of them in shorter segments.
+    assert_equal(result.segments[0].end, 8 * 65536 // MOST_LONG_SEGMENTS)
+    assert_true(len(result.segments) >= MOST_LONG_SEGMENTS)
 
 
 def test_the_most_work_comes_first() raises:
@@ -209,7 +208,8 @@ def test_segment_lengths() raises:
         (1000, [MIN_LONG_TOKENS, 128, 128, 128]),
         (MIN_LONG_TOKENS * LONG_SEGMENTS_PER_CALL, [MIN_LONG_TOKENS, 128, 128, 128]),
         (32768, [512, 256, 128, 64]),
-        (10**5, [1536, 768, 384, 128]),
+        (10**5, [1024, 512, 256, 128]),
+        (10**6, [3840, 1920, 896, 384]),
     ]:
         var lengths = SegmentLengths(total)
         for i in range(LENGTHS):

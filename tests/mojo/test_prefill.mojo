@@ -11,7 +11,7 @@ from mojo_ops.attention.cpu.vectors.prefill import num_score_blocks
 from mojo_ops.attention.cpu.vectors.prefill_workspace import TILES_AT_ONCE, score_tokens
 from mojo_ops.attention.logits import Logits
 from mojo_ops.attention.params import AttentionRows
-from mojo_ops.attention.row_sight import PlainSight
+from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.strides import PageStrides
 from support import untracked, untracked_mutable
@@ -85,7 +85,7 @@ def attend[dtype: DType, kv_dtype: DType](lengths: List[Int], new_tokens: List[I
             v_scale=1,
             rope_theta=0,
             rope_scale=1,
-            sight=PlainSight(),
+            masks=NoMasks(),
             q_latent=untracked_mutable(q),
             latent_scale=1,
         ),

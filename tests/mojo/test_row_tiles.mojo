@@ -14,7 +14,7 @@ from mojo_ops.attention.gpu.row_tiles import (
     rows_of_tile,
 )
 from mojo_ops.attention.gpu.params import GpuAttentionParams
-from mojo_ops.attention.gpu.row_sight import GpuPlainSight
+from mojo_ops.attention.gpu.row_masks import GpuNoMasks
 from mojo_ops.attention.gpu.split_kv import RowPartition, WHOLE_ROW, max_item_tiles
 from support import untracked, untracked_mutable
 
@@ -62,7 +62,7 @@ struct Rows(Movable):
             v_scale=1,
             has_alibi=0,
             has_sinks=0,
-            sight=GpuPlainSight(),
+            masks=GpuNoMasks(),
         )
 
 

@@ -1,11 +1,11 @@
-"""The cut of the benchmark's cases keeps 4, 16 and 64 threads busy, by a simulated clock."""
+"""The cut of the benchmark's cases keeps 4, 16 and 64 threads busy, that of more tokens 128, by a simulated clock."""
 
 import functools
 
 import pytest
 
-from paged_kv.benchmarks.case_kinds import AppendCase, AttentionCase, LinearCase
-from paged_kv.benchmarks.cases import CASES
+from paged_kv.bench.case_kinds import AppendCase, AttentionCase, LinearCase
+from paged_kv.bench.cases import CASES
 from support.mojo_programs import run_program
 from support.schedule import Schedule, Segment, run_plan, run_tasks
 
@@ -23,6 +23,14 @@ def attention_call(case: AttentionCase) -> str:
 
 CHUNK = "64 new tokens over 65536"
 """Not a case of the benchmark: one block of prefill rows, which are 8 KV heads."""
+LARGE = {
+    "16 x 8192": "attention/16:8192:1/64/8",
+    "1 x 131072": "attention/1:131072:1/64/8",
+    "1 x 262144 and 63 x 512": "attention/1:262144:1,63:512:1/64/8",
+    "2048 new tokens over 32768": "attention/1:34816:2048/64/8",
+}
+"""Nor are these, which many threads share."""
+LARGE_THREADS = (32, 64, 128)
 
 
 def calls() -> dict[tuple[str, int], str]:
@@ -37,7 +45,8 @@ def calls() -> dict[tuple[str, int], str]:
             elif isinstance(case, AppendCase) and case.tokens > 1:  # 8 tokens are copied by one thread
                 rows = case.batch * case.tokens
                 found[case.name, threads] = f"append/{rows}/{case.kv_heads}/{case.head_dim}"
-    return found | {(CHUNK, threads): "attention/1:65536:64/64/8" for threads in THREADS}
+    found |= {(CHUNK, threads): "attention/1:65536:64/64/8" for threads in THREADS}
+    return found | {(name, threads): LARGE[name] for name in LARGE for threads in LARGE_THREADS}
 
 
 CALLS = calls()
@@ -58,7 +67,7 @@ def printed() -> dict[str, list[list[int]]]:
 
 def schedule(name: str, threads: int) -> Schedule:
     lines = printed()[CALLS[name, threads]]
-    if name == CHUNK:
+    if name in (CHUNK, *LARGE):
         return run_plan([Segment(*numbers) for numbers in lines], threads, 8)
     case = next(case for case in CASES if case.name == name)
     if isinstance(case, AttentionCase):

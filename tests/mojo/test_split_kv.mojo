@@ -4,7 +4,7 @@ from std.random import random_si64, seed
 from std.testing import TestSuite, assert_equal, assert_true
 
 from mojo_ops.attention.gpu.params import GpuAttentionParams, rows_of
-from mojo_ops.attention.gpu.row_sight import GpuPlainSight
+from mojo_ops.attention.gpu.row_masks import GpuNoMasks
 from mojo_ops.attention.gpu.split_kv import (
     MAX_FIXED_ITEMS,
     MAX_PASS_BYTES,
@@ -263,7 +263,7 @@ def test_rows_of_a_call_are_where_they_were() raises:
         v_scale=1,
         has_alibi=1,
         has_sinks=1,
-        sight=GpuPlainSight(),
+        masks=GpuNoMasks(),
     )
     for first in range(9):
         var part = rows_of(whole, first, 2)

@@ -39,9 +39,7 @@ def models():
                 graph.output(ops.linear(*(value.tensor for value in graph.inputs)))
 
     names = [f"linear_{x}_{w}" for x, w in PAIRS]
-    return load_graphs(
-        default_runtime().session, {name: CompileKey(name, ops.__name__, (ops.LINEAR,)) for name in names}, build
-    )
+    return load_graphs(default_runtime().session, {name: CompileKey(name) for name in names}, build)
 
 
 def linear(x, w):
@@ -63,9 +61,7 @@ def group_models():
                 graph.output(*ops.linear_group(x, ws))
 
     names = [f"linears_{x}_{w}" for x, w in PAIRS[:4]]
-    return load_graphs(
-        default_runtime().session, {name: CompileKey(name, ops.__name__, (ops.LINEAR,)) for name in names}, build
-    )
+    return load_graphs(default_runtime().session, {name: CompileKey(name) for name in names}, build)
 
 
 def linear_group(x, ws):

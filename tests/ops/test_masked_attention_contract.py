@@ -24,14 +24,14 @@ def call_of() -> tuple[dict[str, Any], dict[str, Any]]:
         "row_batch": np.array([0, 0, 1, -1], I32),
         "row_lengths": np.array([40, 7, 9, 99], I32),
     }
-    sight = {
+    row_masks = {
         "row_positions": np.array([39, 6, 8, -7], I32),
         "token_offsets": np.array([0, 5], I32),
         "mask": np.full(8, 255, U8),
         "mask_starts": np.array([24, -1, 55, -9], I64),
         "mask_firsts": np.array([0, -3, 0, -3], I32),
     }
-    return arguments, sight
+    return arguments, row_masks
 
 
 BAD = [
@@ -51,19 +51,19 @@ BAD = [
 
 
 def test_the_call_that_is_changed_is_right():
-    arguments, sight = call_of()
-    o, lse = harness.masked_attention(**arguments, **sight)
+    arguments, row_masks = call_of()
+    o, lse = harness.masked_attention(**arguments, **row_masks)
     assert np.isfinite(o).all()
     assert np.isneginf(lse[3]).all()
 
 
 @pytest.mark.parametrize(("name", "change", "words"), BAD)
 def test_positions_and_masks_that_do_not_fit(name, change, words):
-    arguments, sight = call_of()
-    sight[name] = change(sight[name]).astype(sight[name].dtype)
+    arguments, row_masks = call_of()
+    row_masks[name] = change(row_masks[name]).astype(row_masks[name].dtype)
     pages = arguments["k_blocks"], arguments["v_blocks"]
     with refused(*words, unchanged=pages):
-        harness.masked_attention(**arguments, **sight)
+        harness.masked_attention(**arguments, **row_masks)
 
 
 @pytest.mark.parametrize(
@@ -76,22 +76,22 @@ def test_positions_and_masks_that_do_not_fit(name, change, words):
     ],
 )
 def test_what_the_plain_op_refuses(name, change, words):
-    arguments, sight = call_of()
-    sight |= {"mask_starts": np.full(4, -1, I64)}
+    arguments, row_masks = call_of()
+    row_masks |= {"mask_starts": np.full(4, -1, I64)}
     arguments[name] = change(arguments[name]).astype(arguments[name].dtype)
     with refused(*words):
-        harness.masked_attention(**arguments, **sight)
+        harness.masked_attention(**arguments, **row_masks)
 
 
 def test_pages_before_every_window_are_not_looked_at():
     """The window counts back from positions: with offsets it may begin anywhere."""
-    arguments, sight = call_of()
-    sight |= {"row_positions": np.array([39, 39, 8, 0], I32), "mask_starts": np.full(4, -1, I64)}
+    arguments, row_masks = call_of()
+    row_masks |= {"row_positions": np.array([39, 39, 8, 0], I32), "mask_starts": np.full(4, -1, I64)}
     arguments["row_lengths"][1] = 40
-    expected = harness.masked_attention(**arguments, **sight, window_left=5)
+    expected = harness.masked_attention(**arguments, **row_masks, window_left=5)
     arguments["lookup_table"][0, :2] = 99  # 16 tokens a page, and the window begins at token 34
-    again = harness.masked_attention(**arguments, **sight, window_left=5)
+    again = harness.masked_attention(**arguments, **row_masks, window_left=5)
     np.testing.assert_array_equal(again[0], expected[0])
-    sight["row_positions"][1] = 36  # begins at token 31
+    row_masks["row_positions"][1] = 36  # begins at token 31
     with refused("lookup_table", "request 0", "page slot 1", 99):
-        harness.masked_attention(**arguments, **sight, window_left=5)
+        harness.masked_attention(**arguments, **row_masks, window_left=5)

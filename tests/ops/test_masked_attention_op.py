@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     q: np.ndarray
     row_batch: np.ndarray
     row_lengths: np.ndarray
-    sight: dict[str, np.ndarray]
+    row_masks: dict[str, np.ndarray]
 
 
 def pack(masks: list[np.ndarray], bit: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -47,33 +47,33 @@ def rows_of(cache: Cache, setting: dict, q_dtype: str, seed: int = 0) -> Rows:
     row_lengths = np.where(row_batch < 0, 10**6, rng.integers(0, cache.lengths[row_batch] + 1)).astype(np.int32)
     q = normal(rng, (len(row_batch), cache.case.num_q_heads, cache.case.head_dim), "float32")
     q[row_batch < 0] = np.nan
-    sight = {}
+    row_masks = {}
     if setting["offsets"]:
-        sight["token_offsets"] = rng.integers(0, 3000, len(cache.lengths)).astype(np.int32)
+        row_masks["token_offsets"] = rng.integers(0, 3000, len(cache.lengths)).astype(np.int32)
     if setting["positions"]:
-        shift = sight["token_offsets"][row_batch] if setting["offsets"] else 0
-        sight["row_positions"] = (rng.integers(-40, 400, len(row_batch)) + shift).astype(np.int32)
+        shift = row_masks["token_offsets"][row_batch] if setting["offsets"] else 0
+        row_masks["row_positions"] = (rng.integers(-40, 400, len(row_batch)) + shift).astype(np.int32)
     if setting["mask"] != "none":
         share = {"thin": 0.05, "dense": 0.98}.get(setting["mask"], 0.5)
         firsts = np.zeros(len(row_batch), np.int32)
         if setting["mask"] in ("late", "first"):
             firsts = rng.integers(0, np.where(row_batch < 0, 9, row_lengths) + 2).astype(np.int32)
-            sight["mask_firsts"] = firsts
+            row_masks["mask_firsts"] = firsts
         bits = np.where(row_batch < 0, 0, np.maximum(0, row_lengths - firsts))
         masks = [rng.random(count) < share for count in bits]
-        sight["mask"], sight["mask_starts"] = pack(masks)
+        row_masks["mask"], row_masks["mask_starts"] = pack(masks)
         without = rng.random(len(row_batch)) < 0.2
-        sight["mask_starts"][without] = -1
-        sight["mask_starts"][row_batch < 0] = 10**9
-    return Rows(q.astype(q_dtype), row_batch, row_lengths, sight)
+        row_masks["mask_starts"][without] = -1
+        row_masks["mask_starts"][row_batch < 0] = 10**9
+    return Rows(q.astype(q_dtype), row_batch, row_lengths, row_masks)
 
 
 def compare(cache: Cache, rows: Rows, *, rel: float | None = None, **options) -> tuple[np.ndarray, np.ndarray]:
     """Runs the op and the oracle, compares, and returns the op's results."""
-    q, row_batch, row_lengths, sight = rows
+    q, row_batch, row_lengths, row_masks = rows
     arguments = (q, *cache.pages, row_batch, row_lengths)
-    o, lse = harness.masked_attention(*arguments, **sight, **cache.storage, **options)
-    expected_o, expected_lse = reference.masked_attention(*arguments, **sight, **cache.storage, **options)
+    o, lse = harness.masked_attention(*arguments, **row_masks, **cache.storage, **options)
+    expected_o, expected_lse = reference.masked_attention(*arguments, **row_masks, **cache.storage, **options)
     assert_close(o, expected_o, rel=rel or REL[q.dtype.name], what=f"o of {cache.case} {options}")
     assert_lse_close(lse, expected_lse, tol=LSE_TOL, what=f"lse of {cache.case} {options}")
     sees_nothing = np.isneginf(expected_lse)
@@ -92,7 +92,7 @@ def test_any_rows(setting):
     o, lse = compare(cache, rows, **options)
     again = permuted(cache, np.random.default_rng(1))
     results = harness.masked_attention(
-        rows.q, *again.pages, rows.row_batch, rows.row_lengths, **rows.sight, **cache.storage, **options
+        rows.q, *again.pages, rows.row_batch, rows.row_lengths, **rows.row_masks, **cache.storage, **options
     )
     for name, result, once in zip(("o", "lse"), results, (o, lse), strict=True):
         assert_bits_equal(result, once, what=f"{name} in another order of pages")
@@ -123,8 +123,8 @@ def test_hidden_tokens_may_hold_anything(pair, rows):
     mask, starts = pack(masks)
     q, _, _ = causal_rows(cache, [rows])
     row_batch, lengths = np.zeros(rows, np.int32), np.full(rows, 200, np.int32)
-    sight = {"mask": mask, "mask_starts": starts}
-    clean = harness.masked_attention(q.astype(pair[0]), *cache.pages, row_batch, lengths, **sight)
+    row_masks = {"mask": mask, "mask_starts": starts}
+    clean = harness.masked_attention(q.astype(pair[0]), *cache.pages, row_batch, lengths, **row_masks)
     tokens = np.flatnonzero(hidden)
     put(cache, cache.k_blocks, tokens, np.nan)
     put(cache, cache.v_blocks, tokens[::2], np.nan)
@@ -132,7 +132,7 @@ def test_hidden_tokens_may_hold_anything(pair, rows):
         put(cache, cache.k_blocks, tokens[1::2], np.inf)
         put(cache, cache.v_blocks, tokens[1::2], -np.inf)
     last = rows - (rows > 2)
-    o, lse = harness.masked_attention(q.astype(pair[0]), *cache.pages, row_batch, lengths, **sight)
+    o, lse = harness.masked_attention(q.astype(pair[0]), *cache.pages, row_batch, lengths, **row_masks)
     assert_close(o[:last], clean[0][:last].astype(np.float64), rel=2 * REL[pair[0]], what="o")
     assert_bits_equal(lse[:last], clean[1][:last], what="lse")
     assert not o[rows // 2].any()
@@ -149,11 +149,11 @@ def test_rows_that_see_nothing(pair):
     q, row_batch, _ = causal_rows(cache, [6])
     q[:5] = np.nan
     mask, starts = pack([np.zeros(100, bool), np.ones(100, bool)])
-    sight = {"mask": mask, "mask_starts": starts[[0, 1, 1, 0, 0, 1]]}
-    sight["row_positions"] = np.array([99, 900, 110, 110, 0, 99], np.int32)
+    row_masks = {"mask": mask, "mask_starts": starts[[0, 1, 1, 0, 0, 1]]}
+    row_masks["row_positions"] = np.array([99, 900, 110, 110, 0, 99], np.int32)
     lengths = np.array([100, 100, 99, 100, 0, 100], np.int32)
     options = {"window_left": 10, "sinks": np.full(8, 5.0, np.float32)}
-    o, lse = harness.masked_attention(q.astype(pair[0]), *cache.pages, row_batch, lengths, **sight, **options)
+    o, lse = harness.masked_attention(q.astype(pair[0]), *cache.pages, row_batch, lengths, **row_masks, **options)
     assert not o[:5].any()
     assert np.isneginf(lse[:5]).all()
     assert np.isfinite(lse[5]).all()
@@ -168,7 +168,7 @@ def test_branches_of_a_tree_are_sequences_of_their_own(pair):
     for i, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), i])
     mask, starts = pack([np.isin(np.arange(len(parents)), path) for path in paths])
-    sight = {
+    row_masks = {
         "mask": mask,
         "mask_starts": starts,
         "mask_firsts": np.full(len(parents), context, np.int32),
@@ -177,7 +177,7 @@ def test_branches_of_a_tree_are_sequences_of_their_own(pair):
     q, row_batch, _ = causal_rows(cache, [len(parents)])
     lengths = np.full(len(parents), context + len(parents), np.int32)
     window = 100
-    o, lse = harness.masked_attention(q, *cache.pages, row_batch, lengths, **sight, window_left=window)
+    o, lse = harness.masked_attention(q, *cache.pages, row_batch, lengths, **row_masks, window_left=window)
     for row, path in enumerate(paths):
         tokens = [*range(context), *(context + i for i in path)]
         keys, values = (side[0][tokens][None] for side in (cache.keys, cache.values))  # one page
@@ -201,10 +201,10 @@ def test_levels_of_a_cascade_merge_to_the_whole(pair, options):
     whole = reference.attention(q, *cache.pages, row_batch, lengths, **options)
     merged = np.zeros_like(whole[0]), np.full_like(whole[1], -np.inf)
     for begin, end in (0, 112), (112, 128), (128, 240):
-        sight = {"token_offsets": np.array([begin], np.int32), "row_positions": lengths - 1}
+        row_masks = {"token_offsets": np.array([begin], np.int32), "row_positions": lengths - 1}
         pages = cache.k_blocks, cache.v_blocks, cache.lookup_table[:, begin // 16 :]
         part = np.clip(lengths, begin, end) - begin
-        o, lse = harness.masked_attention(q, *pages, row_batch, part.astype(np.int32), **sight, **options)
+        o, lse = harness.masked_attention(q, *pages, row_batch, part.astype(np.int32), **row_masks, **options)
         merged = reference.merge(*merged, o.astype(np.float64), lse)
     assert_close(merged[0], whole[0], rel=REL[pair[0]], what="o")
     assert_lse_close(merged[1], whole[1], tol=LSE_TOL, what="lse")
@@ -218,9 +218,9 @@ def test_any_split_of_the_rows_gives_what_one_piece_gives(pair):
     whole = compare(cache, rows, window_left=200)
     for cuts in (1, 40, 69, 130), (70, 90, 141, 150, 209):
         for begin, end in zip((0, *cuts), (*cuts, len(rows.q)), strict=True):
-            sight = {k: v if k in ("mask", "token_offsets") else v[begin:end] for k, v in rows.sight.items()}
+            row_masks = {k: v if k in ("mask", "token_offsets") else v[begin:end] for k, v in rows.row_masks.items()}
             part = (rows.q[begin:end], *cache.pages, rows.row_batch[begin:end], rows.row_lengths[begin:end])
-            o, lse = harness.masked_attention(*part, **sight, window_left=200)
+            o, lse = harness.masked_attention(*part, **row_masks, window_left=200)
             assert_close(o, whole[0][begin:end].astype(np.float64), rel=2 * REL[pair[0]], what=f"o from {begin}")
             assert_lse_close(lse, whole[1][begin:end], tol=2 * LSE_TOL, what=f"lse from {begin}")
 

@@ -1,10 +1,16 @@
-"""Quantised linear layers and embeddings against GGUF's own values of the blocks, in float64."""
+"""Quantised linear layers and embeddings against GGUF's own values of the blocks, in float64.
 
+Activations are rounded to int8 as llama.cpp rounds them; what is left is the rounding of float32 sums.
+"""
+
+import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 import pytest
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.graphs import ops
 from paged_kv.graphs.quantised import (
     ENCODINGS,
     QuantisedWeight,
@@ -13,79 +19,171 @@ from paged_kv.graphs.quantised import (
     quantised_rows,
     row_bytes,
 )
-from support import op_graphs
-from support.gguf_blocks import dequantise, random_blocks
+from support import gguf_blocks, op_graphs
+from support.compare import assert_bits_equal
+from support.gguf_blocks import dequantise, random_blocks, round_activations, set_scales
+from support.harness import refused
 
-SHAPES = {"whole": (64, 512), "odd": (259, 768), "one": (1, 256)}
-"""N and K: whole groups of rows; a part of one at the end; less than one, in one block of the K encodings."""
-ACTIVATIONS = {"Q4_0": 32, "Q4_K": 256, "Q6_K": 256}
-"""How many of a row share one scale."""
+MIXED = ("Q4_K", "Q6_K", "Q8_0")
+"""Encodings of three weights of one x, of both ways to round it."""
+ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 64, 100)
+ODD = 67
+"""Rows of w: more than a section, and a part of a tile."""
 
 
 @op_graphs.add
 def build(module):
     cpu = DeviceRef.CPU()
+
+    def add(name, x_dtype, encodings):
+        blocks = [TensorType(DType.uint8, [f"N{i}", f"bytes{i}"], cpu) for i in range(len(encodings))]
+        x = TensorType(x_dtype, ["M", "K"], cpu)
+        with Graph(name, input_types=[x, *blocks], custom_extensions=[ops.kernels()], module=module) as graph:
+            x, *ws = (value.tensor for value in graph.inputs)
+            graph.output(*quantised_linear(x, *(QuantisedWeight(w, e) for w, e in zip(ws, encodings, strict=True))))
+
     for encoding in ENCODINGS:
-        for name, (rows, elements) in SHAPES.items():
-            blocks = TensorType(DType.uint8, [rows, row_bytes(encoding, elements)], cpu)
-            x = TensorType(DType.float32, ["M", elements], cpu)
-            with Graph(f"linear_{encoding}_{name}", input_types=[x, blocks], module=module) as graph:
-                x, w = (value.tensor for value in graph.inputs)
-                graph.output(quantised_linear(x, QuantisedWeight(w, encoding)))
-        rows, elements = SHAPES["odd"]
-        tokens = TensorType(DType.uint32, ["T"], cpu)
-        blocks = TensorType(DType.uint8, [rows, row_bytes(encoding, elements)], cpu)
-        with Graph(f"rows_{encoding}", input_types=[tokens, blocks], module=module) as graph:
+        add(f"quantised_{encoding}", DType.float32, [encoding])
+        blocks = TensorType(DType.uint8, [ODD, row_bytes(encoding, 768)], cpu)
+        types = [TensorType(DType.uint32, ["T"], cpu), blocks]
+        with Graph(f"rows_{encoding}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             chosen, w = (value.tensor for value in graph.inputs)
             graph.output(quantised_rows(QuantisedWeight(w, encoding), chosen))
+    add("quantised_mixed", DType.float32, MIXED)
+    add("quantised_bfloat16", DType.bfloat16, ["Q4_K"])
 
 
-def rounded(x, group):
-    """`x` as MAX rounds it: int8 by groups, the largest magnitude of each being 127."""
-    groups = x.reshape(len(x), -1, group)
-    largest = np.abs(groups).max(-1, keepdims=True)
-    steps = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest != 0)
-    return (np.rint(groups * steps).astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
+def product(x, blocks, encoding):
+    return op_graphs.models()[f"quantised_{encoding}"].execute(x, blocks)[0].to_numpy()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 65])
-@pytest.mark.parametrize("shape", SHAPES)
+def activations(rows, elements, seed=0):
+    x = np.random.default_rng(seed).standard_normal((rows, elements)).astype(np.float32)
+    x[:, 32:64] *= 30  # a group of another magnitude
+    x[-1, : min(256, elements // 2)] = 0
+    return x
+
+
+def check(x, blocks, encoding):
+    y = product(x, blocks, encoding)
+    expected = round_activations(x, encoding) @ dequantise(blocks, encoding).astype(np.float64).T
+    assert y.shape == expected.shape
+    largest = np.abs(expected).max(initial=0)
+    assert np.abs(y - expected).max(initial=0) <= 1e-5 * largest
+    return y
+
+
+def depths(encoding):
+    """One block, a few, and of small blocks such numbers as fill no whole tile."""
+    return (256, 768, 1280) if block_elements(encoding) == 256 else (32, 96, 256, 288, 832, 1248)
+
+
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_linear(encoding, shape, rows):
-    n, k = SHAPES[shape]
-    blocks = random_blocks(encoding, n, k)
-    w = dequantise(blocks, encoding).astype(np.float64)
-    x = np.random.default_rng(rows).standard_normal((rows, k)).astype(np.float32)
-    x[:, 32:64] *= 100  # each group has a scale of its own
-    x[-1, :256] = 0
-    y = op_graphs.models()[f"linear_{encoding}_{shape}"].execute(x, blocks)[0].to_numpy()
-    assert y.shape == (rows, n)
-    # Sums of int32 products are exact; each block's sum is rounded a few times in float32.
-    expected = rounded(x, ACTIVATIONS[encoding])
-    assert np.all(np.abs(y - expected @ w.T) <= 1e-6 * (1 + np.abs(expected) @ np.abs(w.T)))
-    # What that rounding costs: half a step of each activation at most.
-    step = np.abs(x.reshape(rows, -1, ACTIVATIONS[encoding])).max(-1) / 127
-    magnitudes = np.abs(w).reshape(n, -1, ACTIVATIONS[encoding]).sum(-1)
-    assert np.all(np.abs(y - x.astype(np.float64) @ w.T) <= 0.501 * step @ magnitudes.T + 1e-5)
+def test_linear(encoding, rows):
+    for k in depths(encoding):
+        x, blocks = activations(rows, k, seed=k), random_blocks(encoding, 131, k, seed=rows)
+        for n in (1, 15, 16, 33, 131):
+            check(x, blocks[:n].copy(), encoding)  # in memory of its own: what is read past it is not w
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 768, 771])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_rounding_costs(encoding):
+    """Half a step of each activation at most, and the float16 of a scale."""
+    x, blocks = activations(3, 512), random_blocks(encoding, 64, 512)
+    w, size = dequantise(blocks, encoding).astype(np.float64), block_elements(encoding)
+    step = np.abs(x.reshape(3, -1, size)).max(-1) / 127
+    magnitudes = np.abs(w).reshape(64, -1, size).sum(-1)
+    assert np.all(np.abs(product(x, blocks, encoding) - x.astype(np.float64) @ w.T) <= 0.57 * step @ magnitudes.T)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_extreme_blocks(encoding):
+    """Zeros, the largest scales, denormal ones, all weights and activations at their ends: no sum overflows."""
+    k = 768
+    x = np.where(np.arange(5 * k).reshape(5, k) % 3 == 0, -8.0, 8.0).astype(np.float32)
+    zeros = np.zeros((16, row_bytes(encoding, k)), np.uint8)
+    assert_bits_equal(product(x, zeros, encoding), np.zeros((5, 16), np.float32), what="blocks of zeros")
+    for byte in (0x00, 0x7F, 0x80, 0xFF):
+        for scale in (65504, -65504, 6e-8, -6e-8, 6.1e-5):
+            blocks = np.full_like(zeros, byte)
+            set_scales(blocks, encoding, np.full(16 * k, scale, np.float16))
+            check(x, blocks, encoding)
+            check(np.abs(x), blocks, encoding)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_extreme_activations(encoding):
+    """Of each row on its own: tiny ones, which are as good as zero, ties, largest ones, and what is not finite."""
+    blocks = random_blocks(encoding, 33, 512)
+    for value in (1e-45, 1e-38, 3e-7, 1.0, 8e6):
+        check(np.full((3, 512), value, np.float32), blocks, encoding)
+    ties = np.zeros((2, 512), np.float32)
+    ties[:, ::2] = np.arange(256) % 127 + 0.5
+    ties[:, ::32] = 127
+    check(ties, blocks, encoding)
+    x = activations(9, 512)
+    right = product(x, blocks, encoding)
+    for value in (np.nan, np.inf, -np.inf):
+        x[4, 300] = value
+        y = product(x, blocks, encoding)
+        assert np.isnan(y[4]).all()
+        assert_bits_equal(np.delete(y, 4, 0), np.delete(right, 4, 0), what="the other rows")
+
+
+@pytest.mark.parametrize("rows", [2, 7, 17, 64, 530])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_row_alone_gives_the_bits_it_gives_in_company(encoding, rows):
+    x, blocks = activations(rows, 1280), random_blocks(encoding, 77, 1280)
+    together = product(x, blocks, encoding)
+    for row in {0, rows // 2, rows - 1}:
+        assert_bits_equal(
+            together[row : row + 1], product(x[row : row + 1].copy(), blocks, encoding), what=f"row {row}"
+        )
+    assert_bits_equal(product(x, blocks[16:48].copy(), encoding), together[:, 16:48].copy(), what="some columns")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 40])
+def test_a_group_gives_the_bits_of_its_members(rows):
+    x = activations(rows, 512) if rows else np.zeros((0, 512), np.float32)
+    blocks = [random_blocks(encoding, n, 512) for encoding, n in zip(MIXED, (70, 1, 33), strict=True)]
+    ys = op_graphs.models()["quantised_mixed"].execute(x, *blocks)
+    for y, encoding, w in zip(ys, MIXED, blocks, strict=True):
+        assert_bits_equal(y.to_numpy(), product(x, w, encoding), what=encoding)
+
+
+def test_bfloat16_activations():
+    x = activations(5, 512).astype("bfloat16")
+    blocks = random_blocks("Q4_K", 35, 512)
+    y = to_numpy(op_graphs.models()["quantised_bfloat16"].execute(to_buffer(x), blocks)[0])
+    assert_bits_equal(y, product(x.astype(np.float32), blocks, "Q4_K").astype("bfloat16"), what="rounded once")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 771])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_rows(encoding, tokens):
-    """Exactly, for fewer tokens than K, as many and more: MAX's own op takes the one for the other (Q4_0)."""
-    n, k = SHAPES["odd"]
-    blocks = random_blocks(encoding, n, k)
-    if encoding == "Q4_0":  # every kind of a float16: zeros, subnormal, smallest normal, largest, of both signs
-        kinds = np.array([0, 6e-8, 6.1e-5, 6.104e-5, 1, 65504], np.float16)
-        kinds = np.concatenate([kinds, -kinds])
-        blocks.reshape(n, -1, 18)[: len(kinds), 0, :2] = kinds[:, None].view(np.uint8)
-    chosen = np.random.default_rng(tokens).integers(0, n, tokens).astype(np.uint32)
+    """Bit for bit, and so is the unpacking of products, which is the same code."""
+    blocks = random_blocks(encoding, ODD, 768)
+    kinds = np.array([0, 6e-8, 6.1e-5, 6.104e-5, 1, 65504], np.float16)  # zero, subnormal, smallest normal, largest
+    set_scales(blocks, encoding, np.concatenate([kinds, -kinds]))
+    chosen = np.random.default_rng(tokens).integers(0, ODD, tokens).astype(np.uint32)
     chosen[: min(tokens, 12)] = np.arange(min(tokens, 12))
     values = op_graphs.models()[f"rows_{encoding}"].execute(chosen, blocks)[0].to_numpy()
-    np.testing.assert_array_equal(values, dequantise(blocks, encoding)[chosen])
+    assert_bits_equal(values, dequantise(blocks, encoding)[chosen], what=encoding)
+
+
+def test_what_the_op_refuses():
+    x = np.zeros((2, 512), np.float32)
+    with refused("w", row_bytes("Q4_K", 256), row_bytes("Q4_K", 512)):
+        product(x, np.zeros((3, row_bytes("Q4_K", 256)), np.uint8), "Q4_K")
+    with refused("x", 288, 256):
+        product(np.zeros((2, 288), np.float32), np.zeros((3, row_bytes("Q4_K", 256)), np.uint8), "Q4_K")
+    with refused("rows", ODD, 1):
+        op_graphs.models()["rows_Q8_0"].execute(np.array([0, ODD], np.uint32), random_blocks("Q8_0", ODD, 768))
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_row_bytes(encoding):
     elements = block_elements(encoding)
     assert row_bytes(encoding, 3 * elements) == random_blocks(encoding, 1, 3 * elements).size
+    assert gguf_blocks.ENCODINGS == ENCODINGS

@@ -5,8 +5,8 @@ import numpy as np
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def assert_close(actual: np.ndarray, expected: np.ndarray, *, rel: float, what: str) -> None:
-    """Compares row by row, a row being the last axis (one head's `[D]`).
+def assert_close(actual: np.ndarray, expected: np.ndarray, *, rel: float | np.ndarray, what: str) -> None:
+    """Compares row by row, a row being the last axis (one head's `[D]`); `rel` is a number, or one a row.
 
     The error's norm must stay within `rel` of the expected row's norm, and no single element may be off by more than
     `2 * rel` of the row's largest: a norm alone would let one wrong element hide among many right ones. A row of zeros
@@ -14,13 +14,14 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, *, rel: float, what: 
     """
     a, e = _same_placement(actual, expected, what)
     error = np.abs(a - e)
+    rel = np.asarray(rel)[..., None]
     row_bound = rel * np.maximum(np.linalg.norm(e, axis=-1, keepdims=True), TINY)
     element_bound = 2 * rel * np.maximum(np.abs(e).max(axis=-1, keepdims=True, initial=0.0), TINY)
     bad_rows = np.linalg.norm(error, axis=-1, keepdims=True) > row_bound
     # Where a row fails only as a whole, its worst element is the one to show.
     worst = error == error.max(axis=-1, keepdims=True, initial=0.0)
     bad = (error > element_bound) | (bad_rows & worst)
-    _raise_first(bad, actual, expected, f"{what}: error above {rel:g} of its row")
+    _raise_first(bad, actual, expected, f"{what}: error above {rel.max(initial=0.0):g} of its row")
 
 
 def assert_lse_close(actual: np.ndarray, expected: np.ndarray, *, tol: float, what: str) -> None:

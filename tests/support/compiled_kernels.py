@@ -11,8 +11,8 @@ from pathlib import Path
 from max.engine import CompiledModel, InferenceSession
 from max.graph import Module
 
-from paged_kv.runtime import artefacts, compiled_ahead
-from paged_kv.runtime.api_variants import API_VARIANTS
+from paged_kv.runtime import artefacts, installed
+from paged_kv.runtime.graph_family import API_VARIANTS
 from support import harness
 
 _NAMES = frozenset(variant.name for variant in API_VARIANTS)
@@ -34,7 +34,7 @@ def install(folder: Path, *, in_worker: bool) -> None:
         _cache = tempfile.TemporaryDirectory(prefix="paged-kv-tests-")
         os.environ["XDG_CACHE_HOME"] = _cache.name
     roots = [folder.resolve(strict=True)]
-    compiled_ahead.kernel_roots = lambda: roots
+    installed.kernel_roots = lambda: roots
     artefacts.compile_graphs = _refuse_kernels
     pairs = {(variant.dtype.name, variant.kv_dtype.name) for variant in API_VARIANTS}
     harness.PAIRS = tuple(pair for pair in harness.PAIRS if pair in pairs)

@@ -13,6 +13,7 @@ from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from support import harness
 from support.cases import Cache
 from support.compare import assert_close, assert_lse_close
+from support.kinds import library
 
 PAIRS = (
     ("float32", "float32"),
@@ -35,8 +36,8 @@ def load_variants() -> None:
 
 
 def to_kind(array: np.ndarray, kind: str) -> Any:
-    """The array as one of `kinds.WRITABLE`, over the same memory."""
-    return to_buffer(array) if kind == "max" else like(sample_array(kind), array)
+    """The array as one of `kinds.PLACED`, over the same memory."""
+    return to_buffer(array) if kind == "max" else like(sample_array(library(kind)), array)
 
 
 def csr(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,9 +6,9 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from paged_kv.graphs import ops
-from paged_kv.runtime import artefacts
-from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime import artefacts, compile_key, installed
+from paged_kv.runtime.compile_key import CompileKey, Sources
+from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 
 NAMES = ("first", "second", "third")
 
@@ -18,7 +18,10 @@ class Compiled:
         self.names = list(names)
 
     def export_mef(self, path: str) -> None:
-        Path(path).write_text(" ".join(self.names))
+        try:
+            Path(path).write_text(" ".join(self.names) + " " * 10_000)
+        except OSError as error:  # as MAX has it
+            raise ValueError(error.strerror) from None
 
 
 class Session:
@@ -39,23 +42,46 @@ class Session:
 
 def install(monkeypatch: pytest.MonkeyPatch, caches: Path) -> Path:
     """Puts it in MAX's place, and a cache folder in `caches`; returns that of the artefacts."""
+    sources = Sources.installed()
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     monkeypatch.setattr(artefacts, "read", _read)
     monkeypatch.setattr(artefacts, "Module", list)
     monkeypatch.setattr(artefacts, "kernel_library", lambda sources: sources)
+    monkeypatch.setattr(installed, "kernel_roots", list)
+    monkeypatch.setattr(Sources, "installed", lambda: sources)  # read once
     return caches / "paged-kv" / "compiled"
+
+
+def set_cpu(monkeypatch: pytest.MonkeyPatch, flags: Iterable[str], target: str | None = None) -> None:
+    """A CPU that reports these flags, and the target in force (None: its best one)."""
+    cpu = CpuInfo("x86_64", "znver5 by its name", frozenset(flags))
+    in_force = target or choose_cpu_target(cpu) or ""
+    monkeypatch.setattr(CpuInfo, "read", lambda: cpu)
+    for module in (artefacts, compile_key):
+        monkeypatch.setattr(module, "get_virtual_cpu_target", lambda: in_force)
+
+
+def edit_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source differs after each compile."""
+
+    def compile_(session: Session, *arguments: Any) -> Compiled:
+        monkeypatch.setattr(compile_key, "toolchain", lambda target=None: f"edited {len(session.compiles)} {target}")
+        return compile_graphs(session, *arguments)  # type: ignore[arg-type,return-value]
+
+    compile_graphs = artefacts.compile_graphs
+    monkeypatch.setattr(artefacts, "compile_graphs", compile_)
 
 
 def _read(file: BinaryIO) -> Compiled:
     """A file of anything but names is damaged."""
     names = file.read().decode().split()
-    if not names or not set(names) <= set(NAMES):
+    if not names or "unreadable" in names:
         raise RuntimeError("damaged")
     return Compiled(names)
 
 
 def keys(names: Iterable[str], facts: str = "") -> dict[str, CompileKey]:
-    return {name: CompileKey(name + facts, ops.__name__) for name in names}
+    return {name: CompileKey(name + facts) for name in names}
 
 
 def build(module: list[str], missing: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.engine.requests import Sampling
+from paged_kv.engine.sampling import History, Sampling, choose
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Rope
 from paged_kv.options import NO_PAGE
@@ -45,10 +45,12 @@ def logits_after(history: Sequence[int]) -> np.ndarray:
 
 def alone(prompt: Sequence[int], sampling: Sampling, sample: int = 0, window: int = -1) -> list[int]:
     """The tokens of one sample, without any cache; it ends at its limit or at a stop token."""
-    sampler, tokens = sampling.sampler(), list(prompt)
+    tokens = list(prompt)
+    history = History(sampling, sampling.seed or 0, sample, tokens, len(tokens))
     while len(tokens) < len(prompt) + sampling.max_tokens:
         seen = tokens if window < 0 else tokens[max(0, len(tokens) - 1 - window) :]
-        tokens.append(sampler(logits_after(seen)[None], [sample])[0])
+        (choice,) = choose(logits_after(seen)[None], [0], [history])
+        tokens.append(choice.token)
         if tokens[-1] in sampling.stop_tokens:
             break
     return tokens[len(prompt) :]

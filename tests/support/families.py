@@ -144,10 +144,52 @@ LATENT_CASES = {
 }
 """What the engine runs and the server does not."""
 
+MIXTURE_CASES = {
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe, plain weights": (
+        "Qwen3Moe",
+        {
+            "decoder_sparse_step": 2,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "sliding_window": 19,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.7,  # as large as a third of the values
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+}
+"""Mixtures of experts over pages of K and V."""
+
 
 def make_case(name, folder):
     """Saves the checkpoint of a case, by transformers, into `folder`; returns transformers' model."""
-    family, overrides = (CASES | LATENT_CASES)[name]
+    family, overrides = (CASES | LATENT_CASES | MIXTURE_CASES)[name]
     return make_checkpoint(folder, family=family, **BASE | overrides)
 
 

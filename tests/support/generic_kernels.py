@@ -34,17 +34,17 @@ def kernels() -> dict[Any, str]:
     for name, text in gpu_programs.generic["sm_90a"]().items():
         kind = gpu_programs.kind_of(name)
         shared = tuple(map(int, re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", text)))
-        sight = "masked" if f"_param_0[{MASKED_PARAMS}]" in text else "plain"
+        row_masks = "masked" if f"_param_0[{MASKED_PARAMS}]" in text else "plain"
         if kind == "attention":
-            found[shared if sight == "plain" else (sight, *shared)] = text
+            found[shared if row_masks == "plain" else (row_masks, *shared)] = text
         elif kind == "latent":
             found[kind, dtype_of(text, "cvt.f32.{}"), shared[0]] = text
         elif kind == "combine":
-            found[kind, sight, dtype_of(text, "cvt.rn.{}.f32")] = text
+            found[kind, row_masks, dtype_of(text, "cvt.rn.{}.f32")] = text
         elif kind == "merge":
             found[kind, dtype_of(text, "cvt.rn.{}.f32")] = text
         elif kind == "schedule":
-            found[kind, sight] = text
+            found[kind, row_masks] = text
         else:
             found[kind, "v4.b32" in text] = text
     return found
@@ -103,8 +103,8 @@ class Call:
     page_size: int
     options: dict[str, Any]
     scale: float
-    sight: bytes = b""
-    """The fields of a `GpuMaskedSight`."""
+    row_masks: bytes = b""
+    """The fields of a `GpuCustomMasks`."""
     batch_invariant: bool = False
     is_listed: bool = False
     """Whether the merge reads the schedule in memory however few the rows are."""
@@ -146,7 +146,7 @@ def attend(
         *(call.scale, options.get("logits_soft_cap", 0.0), options.get("v_scale", 1.0)),
         *(len(slopes) > 0, len(sinks) > 0),
     )
-    params += call.sight
+    params += call.row_masks
     max_items = rows * 64 if call.batch_invariant else rows + WANTED_ITEMS
     max_splits = rows if call.batch_invariant else min(rows, WANTED_ITEMS)
     lists = [put(np.full(4 * max(1, count), 77, np.int32)) for count in (max_items, max_splits)]

@@ -1,18 +1,29 @@
-"""GGUF's blocks, made by hand where the `gguf` package only reads them: Q4_K and Q6_K, from the format's definition."""
+"""GGUF's blocks, made by hand where the `gguf` package only reads them, from the formats' definitions.
+
+And activations, rounded as llama.cpp rounds them beside each encoding.
+"""
 
 import gguf
 import numpy as np
 
-KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q4_0", "Q4_K", "Q6_K", "Q8_0")}
+ENCODINGS = ("Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q4_1", *ENCODINGS)}
+SCALES = {
+    "Q4_0": {0: 0.05}, "Q8_0": {0: 4e-3}, "IQ4_NL": {0: 4e-3}, "Q4_K": {0: 1e-3, 2: 1e-3}, "Q5_K": {0: 5e-4, 2: 5e-4},
+    "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4},
+}  # fmt: skip
+"""Where a block's float16 numbers lie, and how large those of `random_blocks` are."""
 
 
 def quantise(weight, encoding):
     """`weight` `[N, K]` in blocks, uint8 `[N, bytes]`: each element within a step of its group."""
     weight = np.asarray(weight, np.float32)
-    if encoding == "Q4_K":
-        return _q4_k(weight)
+    if encoding in ("Q4_K", "Q5_K"):
+        return _q45_k(weight, int(encoding[1]))
     if encoding == "Q6_K":
         return _q6_k(weight)
+    if encoding in ("IQ4_NL", "IQ4_XS"):
+        return _iq4(weight, encoding)
     return gguf.quants.quantize(weight, KINDS[encoding])
 
 
@@ -27,13 +38,34 @@ def random_blocks(encoding, rows, elements, seed=0):
     blocks, block_bytes = gguf.GGML_QUANT_SIZES[KINDS[encoding]]
     data = random.integers(0, 256, (rows, elements // blocks, block_bytes), np.uint8)
 
-    def scale(at, largest):
+    for at, largest in SCALES[encoding].items():
         values = random.uniform(-largest, largest, (*data.shape[:2], 1)).astype(np.float16)
         data[:, :, at : at + 2] = values.view(np.uint8)
-
-    for at, largest in {"Q4_0": [(0, 0.05)], "Q4_K": [(0, 1e-3), (2, 1e-3)], "Q6_K": [(208, 1e-4)]}[encoding]:
-        scale(at, largest)
     return data.reshape(rows, -1)
+
+
+def set_scales(blocks, encoding, values):
+    """Overwrites the float16 scales of the first blocks of `blocks` `[N, bytes]`, in place."""
+    size = gguf.GGML_QUANT_SIZES[KINDS[encoding]][1]
+    flat = blocks.reshape(-1, size)[: len(values)]
+    for at in SCALES[encoding]:
+        flat[:, at : at + 2] = _halves(values[: len(flat), None])
+
+
+def round_activations(x, encoding):
+    """`x` `[M, K]` as it is multiplied by weights of an encoding, float64.
+
+    Beside the encodings of 32 elements 32 share a float16 scale (Q8_0), beside the others 256 a float32 one (Q8_K).
+    """
+    size = gguf.GGML_QUANT_SIZES[KINDS[encoding]][0]
+    groups = np.asarray(x, np.float32).reshape(len(x), -1, size)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        factor = np.float32(127) / largest
+        scale = (largest / np.float32(127)).astype(np.float16) if size == 32 else np.float32(1) / factor
+        scale = np.where(np.isfinite(factor), scale.astype(np.float32), 0)
+        quants = np.rint(np.where(np.isfinite(factor), groups * factor, 0))
+    return (quants.astype(np.float64) * scale).reshape(x.shape)
 
 
 def _halves(values):
@@ -45,15 +77,16 @@ def _steps(values, step):
     return np.round(np.divide(values, step, out=np.zeros_like(values), where=step != 0))
 
 
-def _q4_k(weight):
+def _q45_k(weight, bits):
     groups = weight.reshape(len(weight), -1, 8, 32)  # [N, blocks, 8 groups, 32]
     least = np.maximum(-groups.min(-1), 0)
-    steps = (groups.max(-1) + least) / 15
+    steps = (groups.max(-1) + least) / (2**bits - 1)
     d, dmin = (values.max(-1, keepdims=True) / 63 for values in (steps, least))
     d, dmin = d.astype(np.float16).astype(np.float32), dmin.astype(np.float16).astype(np.float32)
     scales, mins = (np.clip(_steps(v, np.broadcast_to(s, v.shape)), 0, 63) for v, s in ((steps, d), (least, dmin)))
     step = (d * scales)[..., None]
-    quants = _steps(groups + (dmin * mins)[..., None], np.broadcast_to(step, groups.shape)).clip(0, 15).astype(np.uint8)
+    quants = _steps(groups + (dmin * mins)[..., None], np.broadcast_to(step, groups.shape))
+    quants = quants.clip(0, 2**bits - 1).astype(np.uint8)
     scales, mins = scales.astype(np.uint8), mins.astype(np.uint8)
     packed = np.concatenate(
         [
@@ -63,8 +96,12 @@ def _q4_k(weight):
         ],
         axis=-1,
     )
-    pairs = quants[..., 0::2, :] | quants[..., 1::2, :] << 4  # two groups share 32 bytes
-    parts = [_halves(d), _halves(dmin), packed, pairs.reshape(*packed.shape[:2], 128)]
+    low = quants & 15
+    pairs = low[..., 0::2, :] | low[..., 1::2, :] << 4  # two groups share 32 bytes
+    parts = [_halves(d), _halves(dmin), packed]
+    if bits == 5:  # bit g of byte i belongs to element i of group g
+        parts.append(sum((quants[..., group, :] >> 4) << group for group in range(8)))
+    parts.append(pairs.reshape(*packed.shape[:2], 128))
     return np.concatenate(parts, axis=-1).reshape(len(weight), -1)
 
 
@@ -81,3 +118,25 @@ def _q6_k(weight):
     shape = quants.shape[:2]
     parts = [low.reshape(*shape, 128), high.reshape(*shape, 64), scales.astype(np.int8).view(np.uint8), _halves(d)]
     return np.concatenate(parts, axis=-1).reshape(len(weight), -1)
+
+
+def _iq4(weight, encoding):
+    table = np.array(gguf.quants.IQ4_NL.kvalues, np.float32)
+    groups = weight.reshape(len(weight), -1, 32)
+    steps = np.abs(groups).max(-1, keepdims=True) / 113
+    if encoding == "IQ4_NL":
+        d = steps.astype(np.float16)
+        step, head = d.astype(np.float32), _halves(d)
+    else:
+        eight = steps.reshape(len(weight), -1, 8)
+        d = (eight.max(-1, keepdims=True) / 31).astype(np.float16)
+        scales = _steps(eight, np.broadcast_to(d.astype(np.float32), eight.shape)).clip(0, 31)
+        step = (d.astype(np.float32) * scales).reshape(steps.shape)
+        scales = scales.astype(np.uint8) + 32
+        upper = sum((scales[..., i].astype(np.uint16) >> 4) << 2 * i for i in range(8))[..., None]
+        lower = scales[..., 0::2] & 15 | (scales[..., 1::2] & 15) << 4
+        head = np.concatenate([_halves(d), np.ascontiguousarray(upper).view(np.uint8), lower], axis=-1)
+    values = np.divide(groups, step, out=np.zeros_like(groups), where=step != 0)
+    quants = np.abs(values[..., None] - table).argmin(-1).astype(np.uint8)
+    pairs = quants[..., :16] | quants[..., 16:] << 4
+    return np.concatenate([head, pairs.reshape(*head.shape[:2], -1)], axis=-1).reshape(len(weight), -1)

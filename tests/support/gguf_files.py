@@ -5,6 +5,7 @@ import numpy as np
 import torch
 import transformers
 
+from support import gguf_blocks
 from support.gguf_blocks import KINDS, dequantise, quantise
 
 SIZES = {
@@ -59,14 +60,19 @@ _KEYS = {
 }
 
 
-SHARED_SCALE = {"Q4_0": 32, "Q4_K": 256, "Q6_K": 256}
-"""How many activations of a row share one."""
-
-
 def q4_k_m(name):
     """As llama.cpp's mixture of this name: more bits where they count most."""
     wide = ("token_embd", "output.", "attn_v", "ffn_down")
     return "Q6_K" if any(part in f"{name}." for part in wide) and "attn_output" not in name else "Q4_K"
+
+
+def each_encoding(name):
+    """All encodings in one model: of q, k and v, and of gate and up, each has another one."""
+    others = {
+        "attn_q": "Q5_K", "attn_k": "Q8_0", "attn_v": "IQ4_NL", "attn_output": "IQ4_XS", "ffn_gate": "Q4_0",
+        "ffn_up": "Q6_K", "ffn_down": "Q5_K", "token_embd": "IQ4_XS", "output": "Q8_0",
+    }  # fmt: skip
+    return next(encoding for part, encoding in others.items() if f"{part}." in f"{name}.")
 
 
 def make_model(architecture, **overrides):
@@ -84,7 +90,7 @@ def make_model(architecture, **overrides):
     return model
 
 
-def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors=None):
+def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors=None, part_tensors=0, vocabulary=None):
     """Writes `model` to `file`, and rounds its weights to what the file holds of them.
 
     Args:
@@ -92,10 +98,12 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         drop: Keys that are left out.
         metadata: Other values of integer keys.
         more_tensors: Float32 tensors by their names in GGUF.
+        part_tensors: How many a file has, where `file` is the name without the parts' numbers; 0: one file has all.
+        vocabulary: Writes the tokenizer's metadata, given the writer.
     """
     config = model.config
     architecture = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
     for key, name in _KEYS.items():
         value = getattr(config, name, None)
         if value is None and name == "head_dim":
@@ -110,6 +118,8 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     writer.add_uint32("tokenizer.ggml.eos_token_id", config.eos_token_id)
     for key, value in (metadata or {}).items():
         writer.add_uint32(key, value)
+    if vocabulary is not None:
+        vocabulary(writer)
     (known,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     with torch.no_grad():
@@ -119,7 +129,7 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
             values = _converted(architecture, name, weight.numpy(), config)
             data = _encoded(values, kind)
             if stored not in drop:
-                raw = KINDS[kind] if kind in ("BF16", "Q4_0", "Q4_K", "Q6_K", "Q8_0") else None
+                raw = KINDS[kind] if kind not in ("F32", "F16") else None
                 writer.add_tensor(stored, data, raw_dtype=raw)
             weight.copy_(torch.from_numpy(_converted(architecture, name, _decoded(data, kind), config, back=True)))
     for name, values in (more_tensors or {}).items():
@@ -132,14 +142,13 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
 
 
 def round_activations(reference, encodings):
-    """Every quantised linear layer gets its activations as int8, by groups: the largest magnitude is 127."""
+    """Every quantised linear layer gets its activations as int8, as llama.cpp rounds them beside its encoding."""
 
-    def hook(group):
+    def hook(encoding):
         def rounded(_, inputs):
-            groups = inputs[0].unflatten(-1, (-1, group))
-            largest = groups.abs().amax(-1, keepdim=True)
-            steps = torch.where(largest > 0, 127 / largest, 0)
-            return ((groups * steps).round() * (largest / 127)).flatten(-2)
+            x = inputs[0]
+            values = gguf_blocks.round_activations(x.detach().reshape(-1, x.shape[-1]).numpy(), encoding)
+            return torch.from_numpy(values.astype(np.float32)).reshape(x.shape)
 
         return rounded
 
@@ -147,7 +156,7 @@ def round_activations(reference, encodings):
     for name, module in reference.named_modules():
         weight = "model.embed_tokens.weight" if tied and name == "lm_head" else f"{name}.weight"
         if isinstance(module, torch.nn.Linear) and weight in encodings:
-            module.register_forward_pre_hook(hook(SHARED_SCALE[encodings[weight]]))
+            module.register_forward_pre_hook(hook(encodings[weight]))
 
 
 def _encoded(values, kind):

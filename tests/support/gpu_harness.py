@@ -7,8 +7,8 @@ from max.driver import Accelerator, Buffer
 from max.dtype import DType
 from max.engine import Model
 
+from benchmarks import gpu_graphs
 from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.benchmarks import gpu_graphs
 from paged_kv.graphs import ops
 from paged_kv.reference import cache_views
 from paged_kv.runtime.launches import ATTENTION, Launch, launched
@@ -140,11 +140,11 @@ def masked_attention(
     """As `reference.masked_attention`, over arrays of rank 4 in NHD."""
     variant = Variant("masked_attention", DType[q.dtype.name], DType[k_blocks.dtype.name], DType[o_dtype])
     storage = Storage(k_blocks, v_blocks, "NHD", 0, bits=False)
-    sight = (row_positions, token_offsets, mask, mask_starts, mask_firsts, np.zeros(v_blocks.shape[-1], np.int8))
+    row_masks = (row_positions, token_offsets, mask, mask_starts, mask_firsts, np.zeros(v_blocks.shape[-1], np.int8))
     with launched() as launches:
         results = runtime().execute(
             variant,
-            *map(upload, (q, row_batch, row_lengths, *sight)),
+            *map(upload, (q, row_batch, row_lengths, *row_masks)),
             *storage.blocks,
             upload(lookup_table),
             storage.view,

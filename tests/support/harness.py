@@ -125,7 +125,7 @@ def masked_attention(
     variant = Variant("masked_attention", _dtype(q), _dtype(k_blocks), o_dtype and DType[o_dtype])
     storage = (k_blocks, v_blocks, layout, layer)
     width = np.zeros(cache_views(*storage)[1].shape[-1], np.int8)
-    sight = [
+    row_masks = [
         np.zeros(0, dtype) if array is None else array
         for array, dtype in (
             (row_positions, np.int32),
@@ -135,7 +135,7 @@ def masked_attention(
             (mask_firsts, np.int32),
         )
     ]
-    rows = [q, row_batch, row_lengths, *sight, width]
+    rows = [q, row_batch, row_lengths, *row_masks, width]
     return _execute(variant, rows, storage, lookup_table, _options(q, **options))
 
 

@@ -17,13 +17,12 @@ ISA_PATHS = {
     "x86-64": "SSE2 alone: 4 float32 lanes, no FMA; what the portable path must make do with",
     "haswell": "AVX2: 8 float32 lanes in 16 registers",
     "skylake-avx512": "AVX-512 without bfloat16 instructions or tiles",
-    "cooperlake": "AVX-512 with dot products of bfloat16, without the look-up of 64 bytes",
 }
 """One target for each path through the kernels that is not the best one of a recent CPU."""
 
-OP_TESTS = tuple(
-    f"ops/test_{name}_op.py"
-    for name in ("linear", "attention", "prefill", "rotary", "extremes", "masked_attention", "mla")
+OP_TESTS = (
+    *(f"ops/test_{name}_op.py" for name in ("linear", "attention", "prefill", "rotary", "extremes")),
+    *("ops/test_masked_attention_op.py", "ops/test_mla_op.py", "ops/test_quantised.py"),
 )
 """The tests of what differs between instruction sets."""
 

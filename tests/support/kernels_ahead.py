@@ -8,12 +8,12 @@ from pathlib import Path
 _START = """
 import sys
 from pathlib import Path
-from paged_kv.runtime import artefacts, compiled_ahead
+from paged_kv.runtime import artefacts, installed
 from paged_kv.runtime.cpu_target import CpuInfo
 roots, masked = [Path(sys.argv[1])], sys.argv[2].split()
 cpu = CpuInfo.read()
 CpuInfo.read = lambda: CpuInfo(cpu.machine, cpu.model_name, cpu.flags - set(masked))
-compiled_ahead.kernel_roots = lambda: roots
+installed.kernel_roots = lambda: roots
 
 class Compiles(Exception): ...
 

@@ -8,6 +8,8 @@ import numpy as np
 from paged_kv.arrays.host import as_numpy, like, sample_array, to_buffer
 
 WRITABLE = ("numpy", "torch", "max")
+PLACED = (*WRITABLE, "gpu")
+"""With torch tensors for which the CPU stands in as a GPU: of tests in tests/api whose parameter is called `kind`."""
 KINDS = (*WRITABLE, "jax")
 # Every kind with every index dtype that it has: JAX has no 64 bits by default.
 INDEX_KINDS = [
@@ -17,10 +19,16 @@ INDEX_KINDS = [
 
 def make(kind: str, array: np.ndarray) -> Any:
     """A copy of `array` as an array of `kind`."""
+    kind = library(kind)
     if kind == "jax":
         return jnp.array(array)
     fresh = np.array(array, order="C")
     return to_buffer(fresh) if kind == "max" else like(sample_array(kind), fresh)
+
+
+def library(kind: str) -> str:
+    """Whose arrays those of `kind` are."""
+    return "torch" if kind == "gpu" else kind
 
 
 def kind_of(array: Any) -> str:

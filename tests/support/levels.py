@@ -37,9 +37,8 @@ class Cascade:
             parts = [level[g] for level, g in zip(self.tokens, groups, strict=True)]
             k, v = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
             behind = int(qo_indptr[-1][groups[-1] + 1]) - t - 1
-            own = len(parts[-1][0])
-            seen = len(k) - own + max(own - behind, 0) if causal else len(k)
-            position = max(len(k) - behind - 1, 0)
+            position = len(k) - behind - 1
+            seen = max(position + 1, 0) if causal else len(k)
             o, lse = reference.masked_attention(
                 self.q[t : t + 1],
                 k[None],

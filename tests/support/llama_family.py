@@ -12,7 +12,7 @@ from paged_kv.engine import model as model_module
 from paged_kv.engine.model import DecoderModel
 from paged_kv.graphs.models import decoder
 from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.session import default_runtime
 
 
@@ -43,10 +43,7 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
 
     graphs = load_graphs(
         default_runtime().session,
-        {
-            name: CompileKey(f"{name} {configs[name]} {member.dtype}", decoder.__name__)
-            for name, member in members.items()
-        },
+        {name: CompileKey(f"{name} {configs[name]} {member.dtype}", (MODELS,)) for name, member in members.items()},
         build,
         weights={f"{name}/{of}": weight for name, tensors in weights.items() for of, weight in tensors.items()},
     )

@@ -87,7 +87,7 @@ def expected(
     rows = [(b, kv, kv - n + i, i * kv) for b, (n, kv) in enumerate(shapes) for i in range(n)]
     batch, lengths, positions, in_request = np.array(rows, np.int64).reshape(-1, 4).T
     starts = 8 * offsets([-(-mask.size // 8) for mask in masks]).astype(np.int64)
-    sight = {
+    row_masks = {
         "row_positions": positions.astype(np.int32),
         "mask": packed(masks),
         "mask_starts": starts[batch] + in_request,
@@ -95,4 +95,6 @@ def expected(
     k_blocks, v_blocks, table = cache.pages
     k_blocks, v_blocks = k_blocks[..., : q.shape[2]], v_blocks[..., :head_dim_vo]
     row_arguments = (batch.astype(np.int32), lengths.astype(np.int32))
-    return reference.masked_attention(q, k_blocks, v_blocks, table, *row_arguments, **sight, **cache.storage, **options)
+    return reference.masked_attention(
+        q, k_blocks, v_blocks, table, *row_arguments, **row_masks, **cache.storage, **options
+    )

@@ -35,7 +35,8 @@ class SharedPages:
 
     def append(self, request: Any, tokens: list[int], *, store: bool = True) -> None:
         first = len(self.tokens[request])
-        self.pool.reserve(request, len(tokens), self._copy)
+        added = self.pool.reserve(request, len(tokens), self._copy)
+        assert added == self.pool.pages(request)[len(self.pool.pages(request)) - len(added) :]
         self.tokens[request] += tokens
         self._write(request, first)
         if store:

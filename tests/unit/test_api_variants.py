@@ -8,11 +8,11 @@ import pytest
 from paged_kv.arrays.dtypes import DTYPES as NUMPY_DTYPES
 from paged_kv.arrays.host import HostArrays
 from paged_kv.calls import kv_copy, merge_states
-from paged_kv.calls.attend_latent import LatentPlan
+from paged_kv.calls.latent import LatentPlan
 from paged_kv.calls.plan import AttentionPlan
 from paged_kv.errors import ContractTypeError
 from paged_kv.options import AttentionOptions
-from paged_kv.runtime.api_variants import API_FAMILIES, API_VARIANTS
+from paged_kv.runtime.graph_family import API_FAMILIES, API_VARIANTS
 
 DEVICE = HostArrays()
 

@@ -1,26 +1,57 @@
-"""What is compiled and what is read from disk, with a compiler that only writes down what it was given."""
+"""What is compiled, what is read from disk, what is kept, with a compiler that only writes down what it was given."""
 
-import stat
+import resource
+import shutil
+import signal
+import threading
+import warnings
 
 import pytest
+from max.engine.api import _COMPILATION_LOCK
 
-from paged_kv.errors import ToolchainError
+from paged_kv.engine.step import check_target
+from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.runtime import artefacts
-from paged_kv.runtime.artefacts import load_graphs
-from support.fake_compiler import NAMES, Session, build, install, keys
+from paged_kv.runtime.artefacts import compile_ahead, load_graphs
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
+from support.fake_compiler import NAMES, Session, build, compiles, edit_while_compiling, install, keys, set_cpu
+from support.permissions import permissions_count
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The cache's, which is made by the first load."""
+    return install(monkeypatch, tmp_path / "caches")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    return install(monkeypatch, tmp_path)
+def ahead(tmp_path, folder):
+    """A folder with the first graph, and a cache without it."""
+    (path,) = compile_ahead(Session(), keys(["first"]), build, tmp_path / "ahead")
+    assert path.parent == tmp_path / "ahead"
+    assert not list(folder.iterdir())
+    return path.parent
 
 
-def load(*names, facts=""):
+def load(*names, facts="", ahead=None):
     """The lists of names that had to be compiled."""
-    session = Session()
-    models = load_graphs(session, keys(names, facts), build)
-    assert models == {name: f"model {name}" for name in names}
-    return session.compiles
+
+    def run(session):
+        models = load_graphs(session, keys(names, facts), build, compiled_ahead=ahead)
+        assert models == {name: f"model {name}" for name in names}
+
+    return compiles(run)
+
+
+def load_warned(*names):
+    """How often something was compiled, and what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # garbage of other tests, collected meanwhile
+        return len(load(*names)), [str(warning.message) for warning in caught]
+
+
+# The cache folder
 
 
 def test_what_is_missing_is_compiled_together_and_once(folder):
@@ -28,22 +59,14 @@ def test_what_is_missing_is_compiled_together_and_once(folder):
     assert load("second") == []
     assert load("second", "third", "first") == [["third"]]
     assert load(*NAMES) == []
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert len(list(folder.iterdir())) == 3
-
-
-def test_another_key_is_another_artefact(folder):
-    load("first")
-    assert load("first", facts=" of another size") == [["first"]]
-    assert len(list(folder.iterdir())) == 2
 
 
 def test_a_graph_whose_key_changed_is_not_taken_from_the_file_of_the_others(folder):
     """All three lie in one file; the name of one that is up to date does not make the others valid."""
     load(*NAMES)
-    session = Session()
-    load_graphs(session, keys(["first"]) | keys(["second", "third"], " changed"), build)
-    assert session.compiles == [["second", "third"]]
+    changed = keys(["first"]) | keys(["second", "third"], " changed")
+    assert compiles(lambda session: load_graphs(session, changed, build)) == [["second", "third"]]
     assert len(list(folder.iterdir())) == 5
 
 
@@ -55,43 +78,22 @@ def test_a_graph_may_come_back_under_the_name_of_an_equal_one(folder, monkeypatc
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_damaged_file_is_compiled_again(folder):
-    load("first", "second")
-    for path in folder.iterdir():
-        path.write_text("cut sho")
-    assert load("first", "second") == [["first", "second"]]
-    assert load("first", "second") == []
+def test_what_is_not_whole_or_not_read_by_max_is_compiled_again(folder):
+    for damage in ("cut sho", "unreadable"):
+        load("first", "second")
+        for path in folder.iterdir():
+            path.write_text(damage)
+            if damage == "unreadable":
+                artefacts.user_store().keep([path.stem], lambda file: file.write_text("unreadable"))
+        assert load("first", "second") == [["first", "second"]]
+        assert load("first", "second") == []
 
 
-def test_a_file_that_others_can_write_to_is_compiled_again(folder):
-    load("first")
-    (path,) = folder.iterdir()
-    path.chmod(0o666)
+def test_what_is_compiled_from_sources_that_were_edited_meanwhile_is_not_kept(folder, monkeypatch):
+    load("second")
+    edit_while_compiling(monkeypatch)
     assert load("first") == [["first"]]
-    assert load("first") == []
-
-
-def test_a_link_out_of_the_folder_is_compiled_again(folder):
-    load("first")
-    (path,) = folder.iterdir()
-    path.rename(folder.parent / "outside.graph")
-    path.symlink_to(folder.parent / "outside.graph")
-    assert load("first") == [["first"]]
-    assert not path.is_symlink()
-
-
-def test_a_folder_that_others_can_write_to_is_an_error(folder):
-    load("first")
-    folder.chmod(0o777)
-    with pytest.raises(ToolchainError, match="artefact folder"):
-        load("first")
-
-
-def test_nothing_is_stored_where_the_sources_changed_during_the_compile(folder, monkeypatch):
-    seen = iter(["before", "after"])
-    monkeypatch.setattr(artefacts, "toolchain", lambda _=None: next(seen))
-    assert load("first") == [["first"]]
-    assert list(folder.iterdir()) == []
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_a_compile_that_fails_says_why_in_one_line(folder, monkeypatch):
@@ -107,3 +109,168 @@ def test_a_compile_that_fails_says_why_in_one_line(folder, monkeypatch):
     with pytest.raises(ToolchainError, match=r"^MAX cannot compile first, second: error: cannot write$"):
         load("first", "second")
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_compile_has_ended_where_max_has_been_told_so(monkeypatch, fails):
+    """A thread of MAX's pool releases its lock in Python, which a process that has ended would not survive."""
+    compile_names, told = Session.compile, threading.Event()
+
+    def tell():
+        told.set()
+        _COMPILATION_LOCK.release()
+
+    def compile_and_tell_later(*args, **options):
+        _COMPILATION_LOCK.acquire()
+        threading.Timer(0.2, tell).start()
+        if fails:
+            raise RuntimeError("error: no")
+        return compile_names(*args, **options)
+
+    monkeypatch.setattr(Session, "compile", compile_and_tell_later)
+    if fails:
+        with pytest.raises(ToolchainError):
+            load("first")
+    else:
+        load("first")
+    assert told.is_set()
+
+
+# A cache folder that cannot be written or used
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The folder for caches, whose permission bits count."""
+    caches = tmp_path / "caches"
+    caches.mkdir()
+    with permissions_count():
+        yield caches
+    opened(caches)
+
+
+def closed(folder):
+    """Takes the right to write from a folder and all that is in it."""
+    for path in [*folder.rglob("*"), folder]:
+        path.chmod(0o500 if path.is_dir() else 0o400)
+
+
+def opened(folder):
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o700)
+
+
+def test_a_folder_that_cannot_be_written_is_used_for_what_it_holds(home, folder):
+    """A damaged file in it, which cannot be removed, is not."""
+    load("first")
+    load("third")
+    damaged = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    damaged.write_text("damaged")
+    closed(home)
+    assert load_warned("first") == (0, [])
+    not_kept = f"compiled graphs are not kept ({folder}: Permission denied): each start compiles them"
+    for name in ("second", "third", "second"):
+        assert load_warned(name) == (1, [not_kept])
+    assert folder.stat().st_mode & 0o777 == 0o500  # as its owner has it
+    opened(home)
+    assert load_warned("second", "third") == (1, [])
+    assert load_warned(*NAMES) == (0, [])
+
+
+@pytest.mark.parametrize(("place", "mode"), [(".", 0o500), ("paged-kv", 0o500), (".", 0)])
+def test_a_folder_that_cannot_be_made_or_entered_is_no_error(home, folder, place, mode):
+    (home / place).mkdir(exist_ok=True)
+    (home / place).chmod(mode)
+    not_kept = f"compiled graphs are not kept ({folder}: Permission denied): each start compiles them"
+    assert load_warned("first") == (1, [not_kept])
+    home.chmod(0o700)
+
+
+def test_a_folder_that_others_can_write_to_is_an_error(folder, ahead, monkeypatch):
+    load("first")
+    monkeypatch.setattr(artefacts, "read", lambda _: pytest.fail("MAX sees it"))
+    for place, named in ((ahead, ahead), (folder, None)):
+        place.chmod(0o777)
+        with pytest.raises(ToolchainError, match=r"artefact folder .* mode drwxrwxrwx"):
+            load("first", ahead=named)
+    with pytest.raises(ToolchainError, match="no folder of compiled steps"):
+        load("first", ahead=ahead / "missing")
+    assert not (ahead / "missing").exists()
+
+
+def test_a_full_disk_keeps_nothing_and_breaks_nothing(folder):
+    """The size of files is limited, which fails as a full disk or a quota does: in the middle of a write."""
+    load("first")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for limit in (0, 10, 10_006, 10_060):  # in the file, at its seal, within its seal
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            compiled, warned = load_warned("first", "second")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert compiled == 1
+        assert warned == [f"compiled graphs are not kept ({folder}: File too large): each start compiles them"]
+        assert len(list(folder.iterdir())) == 1
+    signal.signal(signal.SIGXFSZ, ignored)
+    assert load("first", "second") == [["second"]]
+
+
+# A folder of `paged-kv compile`
+
+
+def test_what_was_compiled_ahead_is_found_without_a_compile(ahead, folder):
+    assert load("first", ahead=ahead) == []
+    assert not list(folder.iterdir())
+    assert compiles(lambda session: compile_ahead(session, keys(["first", "second"]), build, ahead)) == [["second"]]
+    assert load("first", "second", ahead=ahead) == []
+    assert load("first") == [["first"]]
+    assert load("first", facts=" of another size", ahead=ahead) == [["first"]]
+    copy = ahead.with_name("copy")  # what the cache has is copied
+    assert compiles(lambda session: compile_ahead(session, keys(["first"]), build, copy)) == []
+    shutil.rmtree(folder)
+    assert load("first", ahead=copy) == []
+    assert compiles(lambda session: compile_ahead(session, keys(["third"]), build, None)) == [["third"]]
+    assert load("third") == []
+
+
+def test_of_other_targets_a_lower_one_is_taken_by_a_cpu_that_runs_it(tmp_path, monkeypatch):
+    set_cpu(monkeypatch, REQUIRED_FLAGS["znver4"])
+    compile_ahead(Session(), keys(["first"]), build, tmp_path / "ahead")
+    set_cpu(monkeypatch, REQUIRED_FLAGS["sapphirerapids"])
+    assert load("first", ahead=tmp_path / "ahead") == [["first"]]
+    set_cpu(monkeypatch, REQUIRED_FLAGS["znver5"])
+    assert load("first", ahead=tmp_path / "ahead") == []
+
+
+def test_a_damaged_file_or_another_graphs_is_not_read(ahead, monkeypatch):
+    (mine,) = ahead.iterdir()
+    (other,) = compile_ahead(Session(), keys(["first"], " of another size"), build, ahead)
+    shutil.copyfile(mine, other)
+    mine.write_bytes(b"first")
+    monkeypatch.setattr(artefacts, "read", lambda _: pytest.fail("MAX sees it"))
+    for facts in ("", " of another size"):
+        assert load("first", facts=facts, ahead=ahead) == [["first"]]
+
+
+def test_a_named_folder_that_cannot_be_written_is_read_and_keeps_its_mode(ahead):
+    ahead.chmod(0o555)
+    with permissions_count():
+        assert load("first", ahead=ahead) == []
+        with pytest.raises(ToolchainError, match=r"cannot be kept: .*ahead: Permission denied"):
+            compile_ahead(Session(), keys(["second"]), build, ahead)
+    assert ahead.stat().st_mode & 0o777 == 0o555
+
+
+def test_sources_that_are_edited_meanwhile_are_refused_ahead(ahead, monkeypatch):
+    edit_while_compiling(monkeypatch)
+    with pytest.raises(ToolchainError, match="edited while"):
+        compile_ahead(Session(), keys(["second"]), build, ahead)
+    assert len(list(ahead.iterdir())) == 1
+
+
+def test_an_unknown_target_is_refused_before_max_aborts_the_process():
+    check_target(None)
+    check_target("znver5")
+    with pytest.raises(ContractError, match=r"target must be one of .*haswell, not 'pentium'"):
+        check_target("pentium")

@@ -3,14 +3,18 @@
 import csv
 import io
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from paged_kv.benchmarks import bars, decode_cpu, pages, report, roofline
-from paged_kv.benchmarks.cases import CASES, QUICK
-from paged_kv.benchmarks.results import met, row_of
-from paged_kv.benchmarks.targets import cases_of
+from benchmarks import pages
+from paged_kv.bench import provenance, report, run, targets
+from paged_kv.bench.cases import CASES, QUICK
+from paged_kv.bench.results import met, row_of
+from paged_kv.bench.run import Run
+from paged_kv.bench.targets import cases_of
 from paged_kv.cli import _run
 
 BY_NAME = {case.name: case for case in CASES}
@@ -104,14 +108,6 @@ def test_one_of_several_targets_may_be_enough():
     assert report.share_cell(row) == "0.50 (0.8 or a factor)"
 
 
-def test_append_is_held_against_copies():
-    case = BY_NAME["append-4096"]
-    row = row_of(case, {"-": fake_job(case.bytes / 10e9, 25)}, FACTS)
-    assert row["share"] == pytest.approx(0.8)
-    assert report.share_cell(row) == "0.80 of memcpy (0.8)"
-    assert row["ceiling_gb_per_s"] == pytest.approx(12.5)
-
-
 @pytest.mark.parametrize(("name", "rate"), [("step-8", "40.0 tokens/s"), ("step-prefill", "1280.0 tokens/s")])
 def test_steps_count_tokens(name, rate):
     row = row_of(BY_NAME[name], {"-": fake_job(0.2, 25)}, FACTS)
@@ -119,16 +115,11 @@ def test_steps_count_tokens(name, rate):
     assert (row["share"] is None) == (name == "step-prefill")
 
 
-def test_a_wrong_result_of_ours_is_told():
+def test_a_wrong_result_and_a_missing_figure_are_told():
     row = row_of(BY_NAME["hnd"], {"-": fake_job(1e-6, 25, right=False)}, FACTS)
-    assert met(row) is False
-    assert report.verdict(row) == "WRONG"
-
-
-def test_a_case_without_a_figure_says_why():
+    assert (met(row), report.verdict(row)) == (False, "WRONG")
     row = row_of(BY_NAME["hnd"], {"-": {"note": "crashed: SIGABRT"}}, FACTS)
-    assert (row["ms"], row["note"]) == (None, "crashed: SIGABRT")
-    assert report.verdict(row) == "no figure"
+    assert (row["ms"], row["note"], report.verdict(row)) == (None, "crashed: SIGABRT", "no figure")
 
 
 @pytest.fixture
@@ -174,11 +165,6 @@ def test_csv_and_json(results, tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["rows"][0]["share"] == 0.8
 
 
-def test_the_picture_is_drawn(results, tmp_path):
-    roofline.draw(results, tmp_path / "r.png")
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.fixture
 def families(results):
     """Those results, and a second family's: other figures of one case, and one that the first has not."""
@@ -191,24 +177,6 @@ def families(results):
     other = {"machine": "another machine", "date": "2026-11-22", "commit": "def"}
     rows = [row | other for row in rows]
     return [results, {"family": "znver5", **other, "versions": {"max": "26.7.0"}, "rows": rows}]
-
-
-def test_the_bars_are_drawn(families, tmp_path):
-    for some in (families, families[:1]):
-        bars.draw(some, tmp_path / "b.png")
-        assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_readme_gets_what_was_measured_against_others(families):
-    text = pages.summary(families, "bars.png")
-    assert "(bars.png)" in text
-    assert "- sapphirerapids: a machine; 2026-11-21; max 26.7.0, torch 2.13.0." in text
-    assert "- znver5: another machine; 2026-11-22; max 26.7.0." in text
-    assert "| case | other system | sapphirerapids | znver5 |\n|---|---|---|---|\n" in text
-    assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 | vLLM CPU, page 16 | 2x | 2.6x |" in text
-    assert "|  | torch SDPA, contiguous | 3x |  |" in text
-    assert "append 1 x 4096" not in text
-    assert "SIGABRT" not in text
 
 
 def test_a_page_gets_the_families_side_by_side(families, tmp_path):
@@ -231,6 +199,10 @@ def test_a_page_gets_the_families_side_by_side(families, tmp_path):
     assert "Commit def." in other
     assert "(results/znver5.png)" in other
     assert "SIGABRT" not in text.replace("torch gather + SDPA: crashed: SIGSEGV", "")
+    summary = pages.summary(families, "bars.png")  # of the README: what was measured against others, and nothing else
+    assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 | vLLM CPU, page 16 | 2x | 2.6x |" in summary
+    assert "|  | torch SDPA, contiguous | 3x |  |" in summary
+    assert not any(word in summary for word in ("append 1 x 4096", "SIGABRT"))
     empty = tmp_path / "other.md"
     empty.write_text("nothing")
     with pytest.raises(ValueError, match="no lines"):
@@ -248,8 +220,8 @@ def fake_jobs(monkeypatch):
         calls.append((case, peer))
         return {"peaks": {"float32": 3e11}} if case == "peaks" else fake_job(1e-3, 25, None if peer == "-" else 2e-3)
 
-    monkeypatch.setattr(decode_cpu.Run, "job", fake)
-    monkeypatch.setattr(decode_cpu, "cpu_family", lambda: "sapphirerapids")
+    monkeypatch.setattr(Run, "job", fake)
+    monkeypatch.setattr(targets, "cpu_family", lambda: "sapphirerapids")
     return calls
 
 
@@ -264,6 +236,7 @@ def test_the_command_writes_its_files_and_keeps_other_cases(fake_jobs, tmp_path,
     assert written["peaks"] == {"float32": 3e11}
     names = {f"sapphirerapids.{kind}" for kind in ("json", "csv", "png")}
     assert {path.name for path in tmp_path.iterdir()} == names
+    assert (tmp_path / "sapphirerapids.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "sapphirerapids.csv").read_text().splitlines()) == 1 + 3 + 2
     assert "2x ONNX Runtime GQA (3)" in capsys.readouterr().out
 
@@ -271,12 +244,15 @@ def test_the_command_writes_its_files_and_keeps_other_cases(fake_jobs, tmp_path,
 def test_update_readme_adds_this_family_to_the_others(fake_jobs, tmp_path, monkeypatch):  # noqa: ARG001
     for folder in ("benchmarks/results", "docs/pictures"):
         (tmp_path / folder).mkdir(parents=True)
+    for module in ("__init__.py", "pages.py"):
+        shutil.copy(Path(pages.__file__).with_name(module), tmp_path / "benchmarks")
     for page in ("README.md", "docs/performance.md"):
         (tmp_path / page).write_text(f"{BEGIN}\n{END}\n")
-    monkeypatch.setattr(decode_cpu, "HERE", tmp_path / "benchmarks")
+    for module in (provenance, run):
+        monkeypatch.setattr(module, "CHECKOUT", tmp_path)
     assert _run(["bench", "--cases", "f16"]) == 0
     first = (tmp_path / "benchmarks/results/decode_cpu/sapphirerapids.json").read_bytes()
-    monkeypatch.setattr(decode_cpu, "cpu_family", lambda: "znver5")
+    monkeypatch.setattr(targets, "cpu_family", lambda: "znver5")
     assert _run(["bench", "--cases", "f16", "--update-readme"]) == 0
     assert (tmp_path / "benchmarks/results/decode_cpu/sapphirerapids.json").read_bytes() == first
     readme, performance = ((tmp_path / page).read_text() for page in ("README.md", "docs/performance.md"))
@@ -285,8 +261,18 @@ def test_update_readme_adds_this_family_to_the_others(fake_jobs, tmp_path, monke
     for family in ("sapphirerapids", "znver5"):
         assert f"(../benchmarks/results/decode_cpu/{family}.png)" in performance
     assert "| f16, same | ONNX Runtime GQA | 2x | 2x |" in readme
-    assert f"({decode_cpu.BARS})" in readme
-    assert (tmp_path / decode_cpu.BARS).is_file()
+    assert f"({pages.BARS})" in readme
+    assert (tmp_path / pages.BARS).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_arithmetic_has_no_picture(fake_jobs, tmp_path, monkeypatch, capsys):
+    assert _run(["bench", "--cases", "append-4096", "--no-peers", "--out", str(tmp_path)]) == 0
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv"}
+    assert "sapphirerapids.json, .csv\n" in capsys.readouterr().err
+    monkeypatch.setattr(Run, "job", lambda *_: {"note": "crashed: SIGSEGV"})
+    assert _run(["bench", "--cases", "hnd", "--no-peers", "--out", str(tmp_path)]) == 0
+    assert "crashed: SIGSEGV" in capsys.readouterr().out
+    assert fake_jobs == [("append-4096", "-")]
 
 
 def test_quick_writes_nothing(fake_jobs, tmp_path, monkeypatch):
@@ -301,7 +287,7 @@ def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, capsys):
     assert "error: --cases: 'nope' is none of bf16, f32" in capsys.readouterr().err
     assert _run(["bench", "--quick", "--update-readme"]) == 2
     assert "--update-readme needs a checkout" in capsys.readouterr().err
-    monkeypatch.setattr(decode_cpu, "find_spec", lambda name: None)  # noqa: ARG005
+    monkeypatch.setattr("paged_kv.commands.bench.find_spec", lambda name: None)  # noqa: ARG005
     assert _run(["bench", "--cases", "hnd", "--out", str(tmp_path / "new")]) == 2
     assert "the picture needs matplotlib: pip install 'paged-kv[bench]'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -7,6 +7,7 @@ import pytest
 
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime.cache_folder import cache_folder
+from paged_kv.runtime.store import user_store
 
 
 def test_xdg_cache_home_is_followed_and_the_folder_made(tmp_path, monkeypatch):
@@ -31,11 +32,23 @@ def test_each_system_has_its_own_place(tmp_path, monkeypatch, value, platform, p
     assert cache_folder() == tmp_path / place
 
 
-def test_a_file_in_the_way_is_one_clear_line(tmp_path, monkeypatch):
-    (tmp_path / "paged-kv").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(ToolchainError, match=r"^no cache folder \(.*paged-kv.*\): set XDG_CACHE_HOME"):
-        cache_folder()
+@pytest.mark.parametrize("cache", ["file", "file/below", "long", "circle", None])
+def test_a_place_that_is_none_is_one_clear_line(tmp_path, monkeypatch, cache):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").write_text("")
+    (tmp_path / "circle").symlink_to("circle")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ("a" * 5000 if cache == "long" else cache or "")))
+    if cache is None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", none)
+    for call in (cache_folder, user_store):
+        with pytest.raises(
+            ToolchainError, match=r"^no cache folder \(.*\): set XDG_CACHE_HOME to a folder that"
+        ) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):

@@ -132,8 +132,6 @@ BAD = [
     ({"quantization_config": {"bits": 4}}, r"quantization_config = .*quantized"),
     ({"rms_norm_eps": 0}, r"rms_norm_eps = 0: a positive number"),
     ({"rms_norm_eps": "1e-5"}, r'rms_norm_eps = "1e-5": a positive number'),
-    ({"rms_norm_eps": float("nan")}, r"rms_norm_eps = NaN: a positive number"),
-    ({"rope_theta": float("inf")}, r"rope_theta = Infinity: a positive number"),
     ({"rope_theta": True}, r"rope_theta = true: a positive number"),
     ({"num_attention_heads": 5}, r"num_key_value_heads = 2: does not divide num_attention_heads = 5"),
     ({"head_dim": 12}, r"head_dim = 12: must be a multiple of 8"),
@@ -184,16 +182,6 @@ def test_a_bad_generation_config_is_named(tmp_path):
         load_config(tmp_path)
 
 
-def test_a_missing_folder_or_file_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="nowhere: no such folder"):
-        load_config(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        load_config(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file: not a folder"):
-        load_config(tmp_path / "file")
-
-
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 512])
 @pytest.mark.parametrize("theta", [1e4, 5e5, 12345.678])
 @pytest.mark.parametrize(
@@ -208,17 +196,6 @@ def test_inverse_frequencies_are_those_of_transformers(tmp_path, head_dim, theta
     # Bit-equal but for the few powers that torch itself rounds the other way; llama3's blend may amplify those.
     assert np.mean(ours == theirs) > 0.98
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=0)
-
-
-def test_expected_tensors(tmp_path):
-    shapes = expected_tensors(read_config(tmp_path))
-    assert len(shapes) == 2 * 9 + 3
-    assert shapes["model.embed_tokens.weight"] == shapes["lm_head.weight"] == (259, 48)
-    assert shapes["model.layers.1.self_attn.q_proj.weight"] == (64, 48)
-    assert shapes["model.layers.1.self_attn.k_proj.weight"] == (32, 48)
-    assert shapes["model.layers.1.self_attn.o_proj.weight"] == (48, 64)
-    assert shapes["model.layers.0.mlp.down_proj.weight"] == (48, 64)
-    assert "lm_head.weight" not in expected_tensors(read_config(tmp_path, tie_word_embeddings=True))
 
 
 def test_expected_tensors_are_those_of_transformers(tmp_path):

@@ -85,26 +85,23 @@ def driver(monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr("max.driver.get_virtual_cpu_target", lambda: calls[-1] if calls else "")
     monkeypatch.setattr("max.driver.set_virtual_cpu_target", calls.append)
-    monkeypatch.setattr(CpuInfo, "read", lambda: x86(MASKED_SAPPHIRE_RAPIDS))
     return calls
 
 
-def test_apply_sets_the_target_once(driver):
-    assert apply_cpu_target() == "sapphirerapids"
-    assert apply_cpu_target() == "sapphirerapids"
-    assert driver == ["sapphirerapids"]
-
-
-def test_apply_leaves_the_users_target(driver):
-    driver.append("x86-64-v3")
-    assert apply_cpu_target() == "x86-64-v3"
-    assert driver == ["x86-64-v3"]
-
-
-def test_apply_leaves_an_unknown_cpu_to_max(driver, monkeypatch):
-    monkeypatch.setattr(CpuInfo, "read", lambda: x86(set()))
-    assert apply_cpu_target() is None
-    assert driver == []
+@pytest.mark.parametrize(
+    ("flags", "before", "target"),
+    [
+        (MASKED_SAPPHIRE_RAPIDS, [], "sapphirerapids"),
+        (MASKED_SAPPHIRE_RAPIDS, ["x86-64-v3"], "x86-64-v3"),  # the user's
+        (frozenset(), [], None),  # left to MAX
+    ],
+)
+def test_apply_sets_the_target_once(driver, monkeypatch, flags, before, target):
+    monkeypatch.setattr(CpuInfo, "read", lambda: x86(flags))
+    driver += before
+    assert apply_cpu_target() == target
+    assert apply_cpu_target() == target
+    assert driver == ([] if target is None else [target])
 
 
 def test_max_takes_the_target_of_this_machine():

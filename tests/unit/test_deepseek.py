@@ -16,94 +16,41 @@ from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
 from paged_kv.engine.recompute import recompute
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import Experts, LatentAttention
+from paged_kv.graphs.models.config import LatentSizes
+from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.tensors import assembled_tensors, expected_tensors
-from paged_kv.serve.launch import Request, prepare
+from paged_kv.serve.launch import Serving, prepare
 from support.checkpoints import TORCH, random_tensors, raw_safetensors, to_torch, write_config
 
-YARN = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "factor": 40,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-    "original_max_position_embeddings": 4096,
-    "type": "yarn",
-}
-LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "attention_bias": False,
-    "aux_loss_alpha": 0.001,
-    "bos_token_id": 100000,
-    "eos_token_id": 100001,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "model_type": "deepseek_v2",
-    "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 16,
-    "pretraining_tp": 1,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": YARN,
-    "rope_theta": 10000,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 102400,
-}
+YARN = json.loads("""
+{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+"original_max_position_embeddings": 4096, "type": "yarn"}
+""")
+LITE = json.loads("""
+{"architectures": ["DeepseekV2ForCausalLM"], "attention_bias": false, "aux_loss_alpha": 0.001,
+"bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu",
+"hidden_size": 2048, "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+"model_type": "deepseek_v2", "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1,
+"n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": false, "num_attention_heads": 16,
+"num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1,
+"q_lora_rank": null, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+"routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": true, "tie_word_embeddings": false,
+"topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 102400}
+""") | {"rope_scaling": YARN}
 """As DeepSeek publishes it with DeepSeek-V2-Lite."""
-LARGE = LITE | {
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 1536,
-    "n_group": 8,
-    "n_routed_experts": 160,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 60,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "routed_scaling_factor": 16.0,
-    "topk_group": 3,
-    "topk_method": "group_limited_greedy",
-}
+LARGE = LITE | json.loads("""
+{"hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_group": 8,
+"n_routed_experts": 160, "num_attention_heads": 128, "num_hidden_layers": 60, "num_key_value_heads": 128,
+"q_lora_rank": 1536, "routed_scaling_factor": 16.0, "topk_group": 3, "topk_method": "group_limited_greedy"}
+""")
 """And with DeepSeek-V2."""
-SMALL = LITE | {
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "kv_lora_rank": 32,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 4,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 4,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "vocab_size": 64,
-}
+SMALL = LITE | json.loads("""
+{"bos_token_id": null, "eos_token_id": null, "hidden_size": 48, "intermediate_size": 40, "kv_lora_rank": 32,
+"moe_intermediate_size": 24, "n_routed_experts": 4, "num_attention_heads": 4, "num_experts_per_tok": 2,
+"num_hidden_layers": 3, "num_key_value_heads": 4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
+"vocab_size": 64}
+""")
 
 
 def read(folder, values, **overrides):
@@ -114,10 +61,8 @@ def read(folder, values, **overrides):
 
 def test_v2_lites_file(tmp_path):
     config = read(tmp_path, LITE)
-    assert config.latent == LatentAttention(q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-    assert config.experts == Experts(
-        count=64, chosen=6, inner=1408, shared_inner=2816, first_layer=1, groups=1, chosen_groups=1, scale=1.0
-    )
+    assert config.latent == LatentSizes(q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    assert config.experts == Experts(count=64, chosen=6, inner=1408, shared_inner=2816, layers=(False,) + (True,) * 26)
     assert (config.head_dim, config.rope.dims, config.rope.amplitude) == (192, 64, 1.0)
     assert config.sm_scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2, rel=1e-12)
     assert decoder.cache_shape(config, 7, 16) == [7, 27, 16, 576]
@@ -129,7 +74,14 @@ def test_v2s_file(tmp_path):
     assert config.latent is not None
     assert config.latent.q_rank == 1536
     assert config.experts == Experts(
-        count=160, chosen=6, inner=1536, shared_inner=3072, first_layer=1, groups=8, chosen_groups=3, scale=16.0
+        count=160,
+        chosen=6,
+        inner=1536,
+        shared_inner=3072,
+        layers=(False,) + (True,) * 59,
+        groups=8,
+        chosen_groups=3,
+        scale=16.0,
     )
 
 
@@ -259,7 +211,7 @@ def test_what_runs_plain_decoders_alone_says_so(small):
 def test_the_server_refuses_pages_of_latents(small):
     folder, _, _ = small
     with pytest.raises(CheckpointError, match="MAX Serve hold K and V of heads, not latents: run it with paged-kv gen"):
-        prepare(Request(folder, "127.0.0.1", 0, "bfloat16", 16))
+        prepare(Serving(folder, "127.0.0.1", 0, "bfloat16", 16))
 
 
 def test_other_models_are_loaded_as_they_are(tmp_path):

@@ -9,21 +9,9 @@ import pytest
 from paged_kv.engine.async_engine import AsyncEngine
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Output, Sampling
-from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
+from paged_kv.errors import ContractError, RequestError
+from support.engine_runs import Letters, run
 from support.fake_model import VOCAB, FakeModel, alone, logits_after
-
-
-def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
-    """Steps until all requests ended; the tokens of each sample. The pool is empty then."""
-    tokens = defaultdict(list)
-    while not engine.is_idle:
-        before = engine.model.computed
-        for output in engine.step():
-            tokens[output.request, output.sample] += output.tokens
-        assert engine.model.computed > before or engine.is_idle
-        engine.pool.check_integrity()
-    assert engine.pool.num_used == 0
-    return dict(tokens)
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
@@ -90,17 +78,6 @@ def test_prefixes_are_not_shared_where_that_is_not_wanted():
     assert model.computed == 2 * 101
 
 
-def test_a_prompt_is_cut_into_chunks_beside_samples_that_decode():
-    model = FakeModel(40, 8)
-    engine = Engine(model, max_step_tokens=10)
-    engine.add_request([1, 2, 3], Sampling(30))
-    engine.step()
-    engine.add_request([4] * 50, Sampling(2))
-    outputs = [[output.request for output in engine.step()] for _ in range(7)]
-    assert outputs == [[0]] * 5 + [[0, 1]] * 2  # nine tokens of the prompt in each of five steps, then five
-    assert model.largest == 10
-
-
 def test_the_first_request_goes_on_whatever_comes_after_it():
     model = FakeModel(4, 4)  # one request needs all of it
     engine = Engine(model)
@@ -111,6 +88,17 @@ def test_the_first_request_goes_on_whatever_comes_after_it():
         order += [output.request for output in engine.step() if output.finish]
     assert order == [0, 1, 2]
     assert engine.preemptions > 0
+
+
+def test_a_sample_that_decodes_does_not_wait_for_a_prompt_that_came_before_it():
+    """Its prompt was known but for the last token; the long one, which came first, takes several steps."""
+    engine = Engine(FakeModel(40, 4), max_step_tokens=4)
+    engine.add_request([1, 2, 3, 4, 5], Sampling(1))
+    run(engine)
+    engine.add_request([7] * 30, Sampling(1))
+    quick = engine.add_request([1, 2, 3, 4, 5], Sampling(3))
+    order = [output.request for _ in range(3) for output in engine.step()]
+    assert order == [quick] * 3
 
 
 def test_what_was_computed_of_a_preempted_sample_is_computed_again():
@@ -136,23 +124,6 @@ def test_pages_outside_every_window_go_back_to_the_pool(window):
     assert tokens == alone([1, 2, 3, 4, 5], Sampling(80), window=window)
     assert most <= window // 4 + 3
     assert number == 0
-
-
-class Letters:
-    """A tokenizer of letters: token i is the i-th of the alphabet."""
-
-    def encode(self, prompt):
-        return [ord(letter) - ord("a") for letter in prompt]
-
-    def stream(self):
-        class Stream:
-            def push(self, token):
-                return chr(ord("a") + token)
-
-            def flush(self):
-                return ""
-
-        return Stream()
 
 
 def texts(outputs: list[Output]) -> tuple[str, str | None]:
@@ -209,87 +180,6 @@ def test_streams_of_several_requests_share_their_steps():
     assert collected == [alone([i, i + 1], Sampling(8)) for i in range(3)]
     assert all(list(stream) == [] for stream in streams)
     assert engine.is_idle
-
-
-def test_a_stream_that_is_closed_aborts_its_request():
-    engine = Engine(FakeModel(100, 4))
-    stream = engine.stream([1, 2, 3], Sampling(50), n=3)
-    next(stream)
-    stream.close()
-    engine.step()
-    assert engine.is_idle
-    assert engine.pool.num_used == 0
-
-
-class Broken(FakeModel):
-    """Logits of NaN after a history that begins with 9."""
-
-    def step(self, tokens, cache_lengths, pages):
-        logits = super().step(tokens, cache_lengths, pages)
-        for row, mine in zip(logits, pages, strict=True):
-            if self.storage[mine[0], 0] == 9:
-                row[3] = np.nan
-        return logits
-
-
-def test_what_goes_wrong_with_one_request_ends_it_alone():
-    engine = Engine(Broken(100, 4))
-    engine.add_request([1, 2], Sampling(5))
-    engine.add_request([9, 2], Sampling(5), n=2)
-    outputs = [output for _ in range(6) for output in engine.step()]
-    errors = [output for output in outputs if output.finish == "error"]
-    assert [(output.request, output.sample) for output in errors] == [(1, 0), (1, 1)]
-    assert "logits hold NaN" in errors[0].error
-    assert [output.tokens[0] for output in outputs if output.request == 0] == alone([1, 2], Sampling(5))
-    assert engine.is_idle
-    assert engine.pool.num_used == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (([],), ContractError, "prompt is empty"),
-        (("text",), ContractTypeError, "a text needs a tokenizer"),
-        (([1.5],), ContractTypeError, "prompt must be a list of token ids"),
-        ((7,), ContractTypeError, "prompt must be a list of token ids"),
-        (([VOCAB],), ContractError, f"token id {VOCAB} at position 0"),
-        (([-1],), ContractError, "token id -1"),
-        (([1] * 4097,), ContractError, "max_position_embeddings is 4096"),
-        (([1], Sampling(1), 0), ContractError, "n must be at least 1"),
-        (([1], Sampling(1), 257), ContractError, "n must be at most 256"),
-        (([1], 5), ContractTypeError, "sampling must be a Sampling"),
-        (([1], Sampling(stop="x")), ContractError, "stop: texts that end a sample need a tokenizer"),
-        (([1], Sampling(400)), PoolExhausted, r"needs 100 pages of 4, the pool has 40"),
-    ],
-)
-def test_bad_requests_are_refused_and_the_others_go_on(arguments, error, message):
-    engine = Engine(FakeModel(40, 4))
-    engine.add_request([1, 2], Sampling(3))
-    with pytest.raises(error, match=message):
-        engine.add_request(*arguments)
-    assert run(engine) == {(0, 0): alone([1, 2], Sampling(3))}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_tokens": 0},
-        {"max_tokens": 1.5},
-        {"temperature": -1.0},
-        {"temperature": float("nan")},
-        {"top_p": 0.0},
-        {"seed": -1},
-        {"stop": [""]},
-        {"stop": [1]},
-        {"stop": 5},
-        {"stop_tokens": [-1]},
-        {"stop_tokens": "ab"},
-        {"stop_tokens": 3},
-    ],
-)
-def test_bad_sampling_is_refused(options):
-    with pytest.raises(PagedKVError, match=next(iter(options))):
-        Sampling(**options)
 
 
 def test_unknown_requests_cannot_be_aborted():

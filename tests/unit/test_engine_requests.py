@@ -12,6 +12,7 @@ from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.requests import Output, Sampling
 from paged_kv.errors import ContractError, ContractTypeError, PoolExhausted
 from paged_kv.pool import pages_needed
+from support.engine_runs import run
 from support.fake_model import EMPTY, VOCAB, FakeModel, alone
 
 
@@ -52,17 +53,38 @@ def test_the_pages_that_a_request_needs_are_just_enough(length, max_tokens, page
         Played([prompt], Sampling(max_tokens), num_pages=needed - 1, **options)
 
 
-def test_nothing_runs_where_the_pool_is_too_small_for_a_request():
-    model = FakeModel(3, 4, 100)
-    with pytest.raises(PoolExhausted):
-        Engine(model).add_request([1] * 12, Sampling(2))
-    assert (model.storage == EMPTY).all()
+NO_TOKENS = (None, 5, [1.0], ["1"], [True], [[1]], [[1], [1, 2]], [None], [10**400], [1j])
 
 
-@pytest.mark.parametrize("prompt", [None, 5, [1.0], ["1"], [True], [[1]], [[1], [1, 2]], [None], [10**400], [1j]])
-def test_a_prompt_that_is_no_list_of_integers_is_refused(prompt):
-    with pytest.raises(ContractTypeError, match="prompt must be a list of token ids"):
-        Engine(FakeModel(99, 4, 10)).add_request(prompt)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        *(((prompt,), ContractTypeError, "prompt must be a list of token ids") for prompt in NO_TOKENS),
+        (([],), ContractError, "prompt is empty"),
+        (("text",), ContractTypeError, "a text needs a tokenizer"),
+        (([0, VOCAB],), ContractError, f"prompt has token id {VOCAB} at position 1; the vocabulary is 0 to"),
+        (([-1],), ContractError, "token id -1"),
+        (([1] * 4097,), ContractError, "max_position_embeddings is 4096"),
+        (([1], Sampling(1), 0), ContractError, "n must be at least 1"),
+        (([1], Sampling(1), 257), ContractError, "n must be at most 256"),
+        (([1], 5), ContractTypeError, "sampling must be a Sampling"),
+        (([1], Sampling(stop="x")), ContractError, "stop: texts that end a sample need a tokenizer"),
+        (([1], Sampling(400)), PoolExhausted, r"needs 100 pages of 4, the pool has 40"),
+        (
+            ([1], Sampling(logit_bias={VOCAB: 1})),
+            ContractError,
+            f"token id {VOCAB}; the vocabulary is 0 to {VOCAB - 1}",
+        ),
+    ],
+    ids=range(len(NO_TOKENS) + 11),
+)
+def test_bad_requests_are_refused_and_the_others_go_on(arguments, error, message):
+    engine = Engine(FakeModel(40, 4))
+    engine.add_request([1, 2], Sampling(3))
+    with pytest.raises(error, match=message):
+        engine.add_request(*arguments)
+    assert (engine.model.storage == EMPTY).all()
+    assert run(engine) == {(0, 0): alone([1, 2], Sampling(3))}
 
 
 @pytest.mark.parametrize("name", ["max_step_tokens", "max_running"])
@@ -89,15 +111,6 @@ def test_a_full_context_still_gives_one_token():
     played = Played([[3] * 10, [3] * 9, [3] * 2], Sampling(5), max_positions=10)
     assert [len(tokens) for tokens in played.tokens] == [1, 2, 5]
     assert played.finishes == ["length"] * 3
-
-
-def test_an_end_token_ends_its_sample_alone():
-    prompts = [[1, 2], [5, 5, 5], [9]]
-    end = Played(prompts, Sampling(30)).tokens[1][4]
-    sampling = Sampling(30, stop_tokens=[end])
-    played = Played(prompts, sampling)
-    assert played.finishes[1] == "stop"
-    assert played.tokens == [alone(prompt, sampling) for prompt in prompts]
 
 
 def test_an_end_token_at_the_limit_is_a_stop():
@@ -148,8 +161,3 @@ def test_time_is_shared_between_prompts_and_decoding(monkeypatch):
     assert statistics.prefill_seconds == pytest.approx(1 + 1 + 0.8 + 1 / 3)
     assert statistics.decode_seconds == pytest.approx(0.2 + 2 / 3 + 1 + 1)
     assert (statistics.prompt_tokens, statistics.decode_tokens) == (15, 6)
-
-
-def test_the_vocabulary_is_that_of_the_model():
-    with pytest.raises(ContractError, match=f"prompt has token id {VOCAB} at position 1; the vocabulary is 0 to"):
-        Engine(FakeModel(99, 4)).add_request([0, VOCAB])

@@ -20,9 +20,16 @@ from paged_kv.cli import _run
 from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
-from paged_kv.serve.launch import Request, prepare
-from support.gguf_blocks import dequantise
+from paged_kv.graphs.quantised import (
+    ENCODINGS,
+    QuantisedWeight,
+    block_elements,
+    quantised_linear,
+    quantised_rows,
+    row_bytes,
+)
+from paged_kv.serve.launch import Serving, prepare
+from support.gguf_blocks import SCALES, dequantise
 from support.gguf_files import MODELS, make_model, write_gguf
 
 MIXED = {"token_embd": "Q6_K", "output": "Q6_K", "attn_v": "F16", "ffn_down": "Q4_0", "attn_output": "BF16"}
@@ -117,6 +124,24 @@ def test_weights_are_views_of_the_file(tmp_path):
     }
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_scales_that_are_not_finite(tmp_path, encoding, scale):
+    """Each of a block's: refused by the tensor's name, before a product turns whole rows into NaN."""
+    checkpoint = open_gguf(write(tmp_path / "model.gguf", encoding_of=lambda _: encoding))
+    data = checkpoint.header.tensors["blk.1.ffn_up.weight"].data
+    size = row_bytes(encoding, block_elements(encoding))
+    blocks = data.reshape(-1, size)  # of the private map, which can be written
+    checkpoint.load(checkpoint.config, DType.float32)
+    for at in SCALES[encoding]:
+        right = blocks[-1].copy()
+        blocks[-1, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
+        problem = rf"tensor blk\.1\.ffn_up\.weight: row {len(data) - 1} has the scale {scale}, a finite one is expected"
+        with pytest.raises(CheckpointError, match=problem):
+            checkpoint.load(checkpoint.config, DType.float32)
+        blocks[-1] = right
+
+
 def test_llama3_scaling(tmp_path):
     """A file has its divisors instead of its parameters."""
     sizes = {"rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -147,6 +172,22 @@ def test_long_rope(tmp_path):
     assert (found.past()[0], found.amplitude) == (expected.past()[0], expected.amplitude)
 
 
+def test_tensors_lie_at_the_alignment_that_the_file_names(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_custom_alignment(4096)
+    for name, count in (("a", 3), ("b", 5)):
+        writer.add_tensor(name, np.arange(count, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = read_header(tmp_path / "a.gguf").tensors
+    assert {name: tensor.data.view(np.float32).tolist() for name, tensor in tensors.items()} == {
+        "a": [0, 1, 2],
+        "b": [0, 1, 2, 3, 4],
+    }
+
+
 def test_strings_are_counted_and_skipped(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_token_list(["a", "bc", ""])
@@ -167,10 +208,10 @@ def test_strings_are_counted_and_skipped(tmp_path):
         ({"drop": ["attention.head_count"]}, "llama.attention.head_count = None: a positive integer"),
         ({"drop": ["token_embd.weight"]}, "tensor token_embd.weight is missing"),
         ({"drop": ["blk.1.ffn_up.weight"]}, "tensor blk.1.ffn_up.weight is missing"),
-        ({"encoding_of": lambda name: "Q8_0" if "blk.0.ffn_up" in name else "Q4_0"},
-         "tensor blk.0.ffn_up.weight has encoding Q8_0, expected one of F32, F16, BF16, Q4_0, Q4_K, Q6_K"),
+        ({"encoding_of": lambda name: "Q4_1" if "blk.0.ffn_up" in name else "Q4_0"},
+         "tensor blk.0.ffn_up.weight has encoding Q4_1, expected one of F32, F16, BF16, Q4_0, Q8_0, IQ4_NL,"),
         ({"metadata": {"llama.expert_count": 8}}, "llama.expert_count: mixtures of experts"),
-        ({"metadata": {"split.count": 3}}, "one part of 3; join them first"),
+        ({"metadata": {"split.count": 3}}, "split.count = 3: a part is expected to be named as NAME-00001-of-"),
         ({"metadata": {"llama.rope.dimension_count": 16}}, "llama.rope.dimension_count = 16: a part of head_dim = 32"),
         ({"drop": ["attention.value_length"], "metadata": {"llama.attention.value_length": 16}},
          "llama.attention.value_length differs from key_length = 32"),
@@ -207,10 +248,6 @@ def test_damaged_files_are_refused(tmp_path):
 
 
 def test_which_file_is_meant(tmp_path):
-    with pytest.raises(CheckpointError, match="no such folder"):
-        open_source(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"nowhere.gguf: cannot be read"):
-        open_source(tmp_path / "nowhere.gguf")
     file = write(tmp_path / "one.gguf")
     assert open_source(tmp_path).checkpoint.header.file == file
     write(tmp_path / "two.gguf")
@@ -219,7 +256,7 @@ def test_which_file_is_meant(tmp_path):
 
 
 def test_a_missing_tokenizer_is_named(tmp_path, capsys):
-    """The tokens of a GGUF file's own vocabulary are not enough: how a text is split is not in it."""
+    """Where the file has no vocabulary either."""
     file = write(tmp_path / "model.gguf")
     assert _run(["generate", "--model", str(file), "--prompt", "a"]) == 2
     assert f"{tmp_path}/tokenizer.json: no such file" in capsys.readouterr().err
@@ -230,15 +267,20 @@ def test_quantised_values_of_a_graph():
     cpu = DeviceRef.CPU()
     with pytest.raises(ShapeError, match="100 elements are no multiple of the 256 of a Q4_K block"):
         row_bytes("Q4_K", 100)
-    types = [TensorType(DType.uint8, shape, cpu) for shape in ([4, 18], [4, 19], ["N", 18])]
-    with Graph("refused", input_types=[*types, TensorType(DType.float32, ["M", 64], cpu)]) as graph:
-        good, ragged, symbolic, x = (value.tensor for value in graph.inputs)
-        with pytest.raises(ContractError, match="encoding 'Q8_0' is none of Q4_0, Q4_K, Q6_K"):
-            QuantisedWeight(good, "Q8_0")
+    types = [TensorType(DType.uint8, shape, cpu) for shape in ([4, 18], [4, 19], ["N", "bytes"])]
+    types += [TensorType(DType.int32, ["T"], cpu), TensorType(DType.float32, ["M", 64], cpu)]
+    with Graph("refused", input_types=types) as graph:
+        good, ragged, symbolic, tokens, x = (value.tensor for value in graph.inputs)
+        with pytest.raises(ContractError, match="encoding 'Q4_1' is none of Q4_0, Q8_0, IQ4_NL, Q4_K"):
+            QuantisedWeight(good, "Q4_1")
         with pytest.raises(ShapeError, match="rows of 19 bytes, no multiple of a block's 18"):
             QuantisedWeight(ragged, "Q4_0")
-        with pytest.raises(ShapeError, match="dimension 0 is N, a static size is expected"):
-            QuantisedWeight(symbolic, "Q4_0")
+        with pytest.raises(ShapeError, match="elements: the weight's size is symbolic"):
+            quantised_rows(QuantisedWeight(symbolic, "Q4_0"), tokens)
+        with pytest.raises(ContractError, match="weights: 0, from 1 to 15"):
+            quantised_linear(x)
+        with pytest.raises(ContractTypeError, match="x: dtype uint8 is none of float32, bfloat16"):
+            quantised_linear(good, QuantisedWeight(good, "Q4_0"))
         with pytest.raises(ShapeError, match="x: dimension 1 is 64, expected 32"):
             quantised_linear(x, QuantisedWeight(good, "Q4_0"))
         with pytest.raises(ContractTypeError, match="rows: dtype float32, expected integers"):
@@ -259,7 +301,7 @@ def with_tokenizer(tmp_path, monkeypatch):
 
 def test_what_the_server_is_told(with_tokenizer):
     """It gets a folder that transformers reads, of the same model, and the file as the place of the weights."""
-    arguments, _ = prepare(Request(with_tokenizer, "127.0.0.1", 0, "bfloat16", 4))
+    arguments = prepare(Serving(with_tokenizer, "127.0.0.1", 0, "bfloat16", 4))
     folder, *told = (
         arguments[arguments.index(name) + 1]
         for name in ("--model-path", "--weight-path", "--quantization-encoding", "--kv-cache-format")
@@ -273,11 +315,18 @@ def test_what_the_server_is_told(with_tokenizer):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
 
 
+@pytest.mark.parametrize("encoding", ["Q4_K", "Q5_K", "Q8_0", "IQ4_NL", "IQ4_XS"])
+def test_the_server_is_told_an_encoding_that_it_knows(with_tokenizer, encoding):
+    write(with_tokenizer, encoding_of=lambda _: encoding)
+    arguments = prepare(Serving(with_tokenizer, "127.0.0.1", 0, "bfloat16", 4))
+    assert arguments[arguments.index("--quantization-encoding") + 1] == "q4_k"
+
+
 def test_a_complete_folder_is_served_as_it_is(with_tokenizer):
     for name in ("config.json", "tokenizer_config.json"):
         (with_tokenizer.parent / name).write_text("{}")
-    arguments, _ = prepare(Request(with_tokenizer.parent, "127.0.0.1", 0, "float32", 4))
+    arguments = prepare(Serving(with_tokenizer.parent, "127.0.0.1", 0, "float32", 4))
     assert arguments[arguments.index("--model-path") + 1] == str(with_tokenizer.parent)
     (with_tokenizer.parent / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file"):
-        prepare(Request(with_tokenizer, "127.0.0.1", 0, "float32", 4))
+        prepare(Serving(with_tokenizer, "127.0.0.1", 0, "float32", 4))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paged_kv.benchmarks import decode_gpu, gpu_timing
-from paged_kv.benchmarks.gpu_timing import LEAST_DELAY, WARM_UP, System, medians_ms
+from benchmarks import decode_gpu, gpu_timing
+from benchmarks.gpu_timing import LEAST_DELAY, WARM_UP, System, medians_ms
 
 POINT = SimpleNamespace(batch=2, length=32, page_size=16, heads=4, kv_heads=2, kv_dtype="bfloat16", kv_bytes=1 << 20)
 
@@ -82,7 +82,7 @@ class Fake:
 @pytest.fixture
 def measured(monkeypatch):
     """Rows of a point, for some sources."""
-    from paged_kv.benchmarks import gpu_systems
+    from benchmarks import gpu_systems
 
     monkeypatch.setattr(gpu_systems, "Problem", lambda *_: SimpleNamespace(check=lambda *_: None))
     monkeypatch.setattr(gpu_systems, "copy_system", lambda _: (system("2"), 4 << 20))
@@ -111,7 +111,7 @@ def test_what_fails_has_a_row_with_its_reason(measured):
 
 def test_a_figure_that_cannot_be_is_marked(monkeypatch, measured):
     """Where a library enqueues its kernels after the second event, the time is that of nothing."""
-    from paged_kv.benchmarks import gpu_systems
+    from benchmarks import gpu_systems
 
     monkeypatch.setattr(gpu_systems, "copy_system", lambda _: (system("2"), POINT.kv_bytes // 2))
     assert "faster than memory" in measured(Fake(lambda: None))[1]["error"]
@@ -120,7 +120,7 @@ def test_a_figure_that_cannot_be_is_marked(monkeypatch, measured):
 
 
 def test_a_problem_that_does_not_fit_is_a_row_of_its_own(monkeypatch, measured):
-    from paged_kv.benchmarks import gpu_systems
+    from benchmarks import gpu_systems
 
     def too_large(*_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")

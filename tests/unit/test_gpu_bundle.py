@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.benchmarks.gpu_bundle import contents, graphs, install
-from paged_kv.benchmarks.gpu_bundle.archive import PIECE_BYTES, TRANSFER_BYTES, pack, split, transfers
-from paged_kv.benchmarks.gpu_bundle.graphs import Wanted
+from benchmarks.gpu_bundle import contents, graphs, install
+from benchmarks.gpu_bundle.archive import PIECE_BYTES, TRANSFER_BYTES, pack, split, transfers
+from benchmarks.gpu_bundle.graphs import Wanted
 from paged_kv.errors import ContractError
-from paged_kv.runtime.artefact_folder import user_artefacts
+from paged_kv.runtime.store import user_store
 from paged_kv.versions import VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -106,10 +106,10 @@ def test_a_piece_larger_than_a_transfer_is_refused(tmp_path):
 
 KEYS = """
 import json, os, sys
-from paged_kv.benchmarks.gpu_bundle import graphs
+from benchmarks.gpu_bundle import graphs
 graphs.use_host_target(sys.argv[1], virtual=True)
 from max.dtype import DType
-from paged_kv.benchmarks import gpu_graphs
+from benchmarks import gpu_graphs
 from paged_kv.runtime import artefacts, session
 from paged_kv.runtime.compile_key import Sources, toolchain
 
@@ -199,11 +199,11 @@ def test_graphs_get_the_names_that_another_host_looks_for(tmp_path, monkeypatch)
     monkeypatch.setattr(graphs, "digests_of", lambda wanted: wanted.keys)
     packed = [Wanted("add_one", {"add_one": "a" * 32}, None), Wanted("plain", {"attention": "b" * 32}, None)]
     monkeypatch.setattr(graphs, "wanted", lambda _: packed)
-    folder = user_artefacts()
-    folder.store(["a" * 32], lambda path: path.write_bytes(b"one"))
+    folder = user_store()
+    folder.keep(["a" * 32], lambda path: path.write_bytes(b"one"))
     (tmp_path / "paged-kv" / "gpu.json").write_text(json.dumps({wanted.name: wanted.keys for wanted in packed}))
     assert graphs.adopt("gpu") == "0 graphs renamed; not in the bundle: plain"
-    folder.store(["b" * 32], lambda path: path.write_bytes(b"two"))
+    folder.keep(["b" * 32], lambda path: path.write_bytes(b"two"))
     assert graphs.adopt("gpu") == "every graph has the name that this host looks for"
     there = [Wanted("add_one", {"add_one": "c" * 32}, None), Wanted("plain", {"attention": "d" * 32}, None)]
     monkeypatch.setattr(graphs, "wanted", lambda _: there)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from paged_kv.benchmarks.gpu_bundle import run, steps
-from paged_kv.benchmarks.gpu_bundle.run import Rows, Step, run_steps
+from benchmarks.gpu_bundle import run, steps
+from benchmarks.gpu_bundle.run import Rows, Step, run_steps
 from support.limits import has_ended
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +184,7 @@ def test_each_test_of_a_step_is_a_row(ran, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "def test_good(): print('{\"us\": 1}')\n\ndef test_bad(): assert 1 == 2\n\ndef test_broken(no_fixture): pass\n"
     )
-    plugins = ("-p", "no:cacheprovider", "-p", "paged_kv.benchmarks.gpu_bundle.pytest_rows")
+    plugins = ("-p", "no:cacheprovider", "-p", "benchmarks.gpu_bundle.pytest_rows")
     command = (sys.executable, "-m", "pytest", "-v", "-n0", *plugins, "-c", str(tmp_path / "pytest.ini"), str(tmp_path))
     *rows, whole = ran(Step("tests", "correct", command, SECONDS))[0]
     found = [(row["test"].partition("::")[2], row["outcome"]) for row in rows]

@@ -1,11 +1,10 @@
-"""What the wrappers of graphs/ops.py refuse while a graph is built: nothing here is compiled.
+"""What the wrappers of graphs/ops.py and graphs/trees.py refuse while a graph is built: nothing here is compiled.
 
 Every call is made from arguments that are right but for one. A call that slipped through would fail otherwise: no
 custom ops are loaded, so MAX does not know the op (`test_the_right_arguments_pass_the_checks`).
 """
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, ShapeError
-from paged_kv.graphs import ops
+from paged_kv.graphs import ops, trees
 from paged_kv.graphs.ops import PagedCache
 
 CPU, GPU = DeviceRef.CPU(), DeviceRef.GPU()
@@ -46,6 +45,7 @@ TYPES = {
     "view": tensor(I64, 12),
     "row_offsets": tensor(U32, "offsets"),
     "cache_lengths": tensor(U32, "B"),
+    "parents": tensor(I32, "R"),
     "states": tensor(F32, "S", "n", 6, 64),
     "sums": tensor(F32, "S", "n", 6),
 }
@@ -61,6 +61,8 @@ def call(op, types=None, kv_layout="NHD", *, view=False, values=None, **options)
         args.update(values or {})
         if op == "ragged_rows":
             return ops.ragged_rows(args["row_offsets"], args["cache_lengths"], "N")
+        if op == "tree_rows":
+            return trees.TreeRows.of(args["parents"], args["row_offsets"], args["cache_lengths"], **options)
         if op == "merge_states":
             return ops.merge_states(args["states"], args["sums"])
         k_blocks, v_blocks = (args.get("one", args[name]) for name in ("k_blocks", "v_blocks"))
@@ -71,6 +73,8 @@ def call(op, types=None, kv_layout="NHD", *, view=False, values=None, **options)
             return ops.gather(cache, args["indptr"], "N", **options)
         if op == "copy_pages":
             return ops.copy_pages(cache, args["sources"], args["targets"])
+        if op == "move_tokens":
+            return trees.move_tokens(cache, *(args[name] for name in ("batch_indices", "sources", "targets")))
         return ops.attention(cache, args["q"], args["row_batch"], args["row_lengths"], **options)
 
 
@@ -80,6 +84,11 @@ def both(*shape):
 
 def given(name, kind):
     return {"types": {name: kind}}
+
+
+def of_head_dim(head_dim):
+    blocks = buffer(F32, "P", 16, 2, head_dim)
+    return {"types": {"k_blocks": blocks, "v_blocks": blocks, "q": tensor(F32, "R", 6, head_dim)}}
 
 
 FLAT = {name: buffer(F32, "elements") for name in ("k_blocks", "v_blocks")}
@@ -112,6 +121,7 @@ CACHE = [
     ("layer past the last", {**both("P", 2, 3, 16, 2, 64), "layer": 3}, ContractError, "layer is 3.*3"),
     ("layer without layers", {"layer": 1}, ContractError, "layer is 1.*1"),
 ]
+ON_GPU = {name: type(kind)(kind.dtype, kind.shape, CPU if name == "view" else GPU) for name, kind in TYPES.items()}
 OWN = [
     ("append", given("k", tensor(F16, "N", 2, 64)), ContractTypeError, "k: .*float16.*float32"),
     ("append", given("v", tensor(F16, "N", 2, 64)), ContractTypeError, "v: .*float16.*float32"),
@@ -154,12 +164,47 @@ OWN = [
     ("attention", {"logits_soft_cap": np.float32(math.inf)}, ContractError, "logits_soft_cap.*inf"),
     ("attention", {"sm_scale": math.inf}, ContractError, "sm_scale.*inf"),
     ("attention", {"sm_scale": math.nan}, ContractError, "sm_scale.*nan"),
+    *(("attention", of_head_dim(n), ShapeError, f"head_dim {n}") for n in (4, 12, 520)),
+    ("attention", given("q", tensor(F32, "R", 6, "D")), ContractError, "sm_scale.*D"),
+    ("attention", {"batch_invariant": True}, ContractError, "batch_invariant is an option of the GPU"),
+    ("attention", {"gpu_kernel": "fast"}, ContractError, "gpu_kernel must be 'best' or 'plain', not 'fast'"),
+    ("attention", {"types": ON_GPU | {"q": TYPES["q"]}}, ContractError, "q is on cpu:0, expected gpu:0"),
+    (
+        *("attention", {"types": ON_GPU | {"v_blocks": TYPES["v_blocks"]}}),
+        *(ContractError, "v_blocks is on cpu:0, k_blocks on gpu:0"),
+    ),
+    ("merge_states", given("states", tensor(F32, "S", 6, 64)), ShapeError, "v: rank 3, expected 4"),
+    ("merge_states", given("states", tensor(DType.float64, "S", "n", 6, 64)), ContractTypeError, "v: dtype float64"),
+    ("merge_states", given("sums", tensor(F16, "S", "n", 6)), ContractTypeError, "s: dtype float16"),
+    ("merge_states", given("sums", tensor(F32, "S", "n", 5)), ShapeError, "s: dimension 2 is 5, expected 6"),
+    (
+        "merge_states",
+        given("sums", tensor(F32, "S", "n", 6, device=GPU)),
+        ContractError,
+        "s is on gpu:0, expected cpu:0",
+    ),
     ("ragged_rows", given("row_offsets", tensor(I32, "offsets")), ContractTypeError, "row_offsets.*int32.*uint32"),
     ("ragged_rows", given("row_offsets", tensor(U32, "B", 2)), ShapeError, "row_offsets.*rank 2"),
     ("ragged_rows", given("cache_lengths", tensor(I64, "B")), ContractTypeError, "cache_lengths.*int64.*uint32"),
     ("ragged_rows", given("cache_lengths", tensor(U32, "B", device=GPU)), ContractError, "cache_lengths is on gpu"),
     ("ragged_rows", {"values": {"row_offsets": [0, 1]}}, ContractTypeError, "row_offsets must be.*list"),
     ("ragged_rows", {"values": {"cache_lengths": [0, 1]}}, ContractTypeError, "cache_lengths must be.*list"),
+    ("tree_rows", given("parents", tensor(U32, "R")), ContractTypeError, "parents: dtype uint32, expected int32"),
+    ("tree_rows", given("parents", tensor(I32, "R", 2)), ShapeError, "parents: rank 2, expected 1"),
+    ("tree_rows", {"values": {"parents": [-1]}}, ContractTypeError, "parents must be a graph tensor, not list"),
+    ("tree_rows", given("row_offsets", tensor(I32, "offsets")), ContractTypeError, "row_offsets: dtype int32"),
+    ("tree_rows", given("cache_lengths", tensor(U32)), ShapeError, "cache_lengths: rank 0"),
+    ("tree_rows", given("cache_lengths", tensor(U32, "B", device=GPU)), ContractError, "cache_lengths is on"),
+    ("tree_rows", {"window_left": -2}, ContractError, "window_left must be at least -1"),
+    ("tree_rows", {"window_left": 2**31}, ContractError, "window_left must be at most"),
+    ("tree_rows", {"window_left": 1.5}, ContractTypeError, "window_left must be an integer"),
+    ("tree_rows", {"largest_tree": 0}, ContractError, "largest_tree must be at least 1"),
+    ("tree_rows", {"largest_tree": None}, ContractTypeError, "largest_tree must be an integer"),
+    ("move_tokens", given("batch_indices", tensor(U32, "N")), ContractTypeError, "batch_indices: dtype uint32"),
+    ("move_tokens", {"types": {"batch_indices": tensor(I32, 7), "sources": tensor(I32, 6)}}, ShapeError, "s: .*6.*7"),
+    ("move_tokens", {"types": {"batch_indices": tensor(I32, 7), "targets": tensor(I32, 6)}}, ShapeError, "ts: .*7"),
+    ("move_tokens", given("targets", tensor(I32, "N", 1)), ShapeError, "targets: rank 2"),
+    ("move_tokens", given("targets", tensor(I32, "N", device=GPU)), ContractError, "targets is on"),
 ]
 
 
@@ -181,32 +226,6 @@ def test_cache(op, change, error, message):
 )
 def test_own_arguments(op, change, error, message):
     refuse(op, change, error, message)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"states": tensor(F32, "S", 6, 64)}, ShapeError, "v: rank 3, expected 4"),
-        ({"states": tensor(DType.float64, "S", "n", 6, 64)}, ContractTypeError, "v: dtype float64"),
-        ({"sums": tensor(F16, "S", "n", 6)}, ContractTypeError, "s: dtype float16"),
-        ({"sums": tensor(F32, "S", "n", 5)}, ShapeError, "s: dimension 2 is 5, expected 6"),
-        ({"sums": tensor(F32, "S", "n", 6, device=GPU)}, ContractError, "s is on gpu:0, expected cpu:0"),
-    ],
-)
-def test_states_to_merge(change, error, message):
-    refuse("merge_states", {"types": change}, error, message)
-
-
-@pytest.mark.parametrize("head_dim", [4, 12, 520])
-def test_head_dim_that_attention_does_not_take(head_dim):
-    blocks = {name: buffer(F32, "P", 16, 2, head_dim) for name in ("k_blocks", "v_blocks")}
-    change = {"types": {**blocks, "q": tensor(F32, "R", 6, head_dim)}}
-    refuse("attention", change, ShapeError, f"head_dim {head_dim}")
-
-
-def test_symbolic_head_dim_needs_a_scale():
-    change = {"types": {"q": tensor(F32, "R", 6, "D")}}
-    refuse("attention", change, ContractError, "sm_scale.*D")
 
 
 @pytest.mark.parametrize(
@@ -233,31 +252,17 @@ def test_options_as_graph_values(name, kind, error, message):
             ops.attention_at_run_time(cache, *rows, **{key: args[key].tensor for key in kinds})
 
 
-@pytest.mark.parametrize("op", ["append", "gather", "copy_pages", "attention", "ragged_rows", "merge_states"])
+OPS = ("append", "gather", "copy_pages", "attention", "ragged_rows", "merge_states", "tree_rows", "move_tokens")
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_the_right_arguments_pass_the_checks(op):
     with pytest.raises(Exception, match=f"paged_kv_{op}") as caught:
         call(op)
     assert not isinstance(caught.value, PagedKVError)
 
 
-ON_GPU = {name: type(kind)(kind.dtype, kind.shape, CPU if name == "view" else GPU) for name, kind in TYPES.items()}
-
-
-@pytest.mark.parametrize("op", ["append", "gather", "copy_pages", "attention", "ragged_rows", "merge_states"])
+@pytest.mark.parametrize("op", OPS)
 def test_everything_but_the_view_lies_on_the_gpu(op):
     with pytest.raises(ValueError, match="paged_kv_"):
         call(op, ON_GPU)
-
-
-@pytest.mark.parametrize(
-    ("types", "options", "message"),
-    [
-        pytest.param(TYPES, {"batch_invariant": True}, "batch_invariant is an option of the GPU", id="invariant"),
-        pytest.param(TYPES, {"gpu_kernel": "fast"}, "gpu_kernel must be 'best' or 'plain', not 'fast'", id="kernel"),
-        pytest.param(ON_GPU | {"q": TYPES["q"]}, {}, "q is on cpu:0, expected gpu:0", id="q on the CPU"),
-        pytest.param(ON_GPU | {"v_blocks": TYPES["v_blocks"]}, {}, "v_blocks is on cpu:0, k_blocks on gpu:0", id="v"),
-    ],
-)
-def test_what_a_device_does_not_do(types, options, message):
-    with pytest.raises(ContractError, match=re.escape(message)):
-        call("attention", types, **options)

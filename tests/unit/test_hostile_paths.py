@@ -8,6 +8,7 @@ import pytest
 from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.source import open_source
+from paged_kv.checkpoint.weights import open_checkpoint
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractTypeError
@@ -35,6 +36,27 @@ def test_paths_that_the_system_refuses(tmp_path, path, ending):
     (tmp_path / "circle.gguf").symlink_to("circle.gguf")
     for call in (open_source, open_gguf, load_config, tokenizer):
         refused(call, tmp_path / (path + ending), match="cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "said"),
+    [
+        *(
+            (call, "nowhere", "nowhere: no such folder$")
+            for call in (open_source, open_checkpoint, load_config, tokenizer)
+        ),
+        *((call, "file", "file: not a folder$") for call in (open_checkpoint, load_config)),
+        (open_source, "nowhere.gguf", r"nowhere\.gguf: cannot be read"),
+        (load_config, "empty", r"config\.json: no such file"),
+        (open_checkpoint, "empty", r"empty: neither model\.safetensors nor model\.safetensors\.index\.json"),
+        (tokenizer, "config", r"tokenizer\.json: no such file"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path, call, name, said):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    write_config(tmp_path / "config")
+    refused(call, tmp_path / name, match=said)
 
 
 @pytest.mark.parametrize("path", [None, 5, b"model", ["model"]])

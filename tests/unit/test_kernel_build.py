@@ -15,10 +15,10 @@ from paged_kv.build_kernels import graph_families
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.runtime import kernel_build
 from paged_kv.runtime.compile_key import Sources
-from paged_kv.runtime.compiled_ahead import INDEX, Index, TargetFolder
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
-from paged_kv.runtime.kernel_build import TARGETS, Piece, build
-from paged_kv.runtime.seal import write_seal
+from paged_kv.runtime.installed import INDEX, Index, InstalledStore
+from paged_kv.runtime.kernel_build import TARGETS, KernelFile, build
+from paged_kv.runtime.store import seal
 from paged_kv.versions import PINNED, VERSION
 
 FAMILIES = graph_families()
@@ -33,7 +33,7 @@ def compiles(monkeypatch):
 
     def write(piece, cache):  # noqa: ARG001
         piece.path.write_bytes(lzma.compress(f"{piece.name} for {piece.target}".encode()))
-        write_seal(piece.path, list(piece.digests(sources).values()))
+        seal(piece.path, list(piece.digests(sources).values()))
         done.append((piece.target, piece.name))
 
     monkeypatch.setattr(kernel_build, "_compile_in_a_process", write)
@@ -46,8 +46,10 @@ def test_every_family_of_every_target_is_compiled_and_found(tmp_path, compiles):
     sources = Sources.installed()
     for target in TARGETS:
         cpu = CpuInfo("x86_64", "", REQUIRED_FLAGS[target])
-        digests = [d for item in FAMILIES.items() for d in Piece(tmp_path, target, *item).digests(sources).values()]
-        found = TargetFolder(tmp_path / target, cpu).find(digests)
+        digests = [
+            d for item in FAMILIES.items() for d in KernelFile(tmp_path, target, *item).digests(sources).values()
+        ]
+        found = InstalledStore(tmp_path / target, cpu).find(digests)
         assert {artefact.content.decode() for artefact in found} == {f"{name} for {target}" for name in FAMILIES}
         assert set().union(*(artefact.digests for artefact in found)) == set(digests)
 
@@ -56,7 +58,7 @@ def test_another_process_gets_the_whole_piece():
     """By pickle: a name would not tell it the demo's step."""
     sources = Sources.installed()
     for name, family in FAMILIES.items():
-        piece = Piece(Path("folder"), "haswell", name, family)
+        piece = KernelFile(Path("folder"), "haswell", name, family)
         sent = pickle.loads(pickle.dumps(piece))
         assert (sent.path, sent.digests(sources)) == (piece.path, piece.digests(sources))
         assert sent.family.weights().keys() == family.weights().keys()
@@ -76,7 +78,8 @@ def test_no_compile_sees_the_cache_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     for name in FEW:
         assert (
-            kernel_build._compile_in_a_process(Piece(tmp_path, "haswell", name, FAMILIES[name]), str(tmp_path)) is None
+            kernel_build._compile_in_a_process(KernelFile(tmp_path, "haswell", name, FAMILIES[name]), str(tmp_path))
+            is None
         )
     folders, files, caches = zip(*seen, strict=True)
     assert (len(set(folders)), files, set(caches)) == (2, (1, 1), {str(tmp_path)})
@@ -105,24 +108,29 @@ def test_what_is_whole_is_not_made_again(tmp_path, compiles):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:9] + b"?" + data[10:], lambda _: b""])
-def test_what_is_damaged_is_made_again(tmp_path, compiles, damage):
+def of_other_sources(path):
+    path.write_bytes(lzma.compress(b"older"))
+    seal(path, ["0" * 32])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(
+            (lambda path, cut=cut: path.write_bytes(cut(path.read_bytes())))
+            for cut in (lambda data: data[:-1], lambda _: b"")
+        ),
+        of_other_sources,
+    ],
+)
+def test_what_is_damaged_or_of_other_sources_is_made_again(tmp_path, compiles, damage):
     build(FAMILIES, tmp_path, ["haswell"], only=FEW)
     path = tmp_path / "haswell" / "merges.graph.xz"
     whole = path.read_bytes()
-    path.write_bytes(damage(whole))
+    damage(path)
     build(FAMILIES, tmp_path, ["haswell"], only=FEW)
     assert compiles[2:] == [("haswell", "merges")]
     assert path.read_bytes() == whole
-
-
-def test_what_is_of_other_sources_is_made_again(tmp_path, compiles):
-    build(FAMILIES, tmp_path, ["haswell"], only=["merges"])
-    path = tmp_path / "haswell" / "merges.graph.xz"
-    path.write_bytes(lzma.compress(b"older"))
-    write_seal(path, ["0" * 32])
-    build(FAMILIES, tmp_path, ["haswell"], only=["merges"])
-    assert len(compiles) == 2
 
 
 def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles, monkeypatch):

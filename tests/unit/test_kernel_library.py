@@ -10,8 +10,9 @@ import pytest
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
 from paged_kv.runtime import kernel_library as module
-from paged_kv.runtime.artefact_folder import ArtefactFolder
 from paged_kv.runtime.kernel_library import kernel_library
+from paged_kv.runtime.store import Store
+from support.permissions import permissions_count
 
 
 @pytest.fixture(autouse=True)
@@ -107,8 +108,51 @@ def test_a_file_that_others_can_write_to_is_made_again(sources, compiles, cache)
 
 
 def test_a_cache_that_is_emptied_meanwhile_leaves_the_sources(sources, monkeypatch):
-    monkeypatch.setattr(ArtefactFolder, "find", lambda *_: [])
+    monkeypatch.setattr(Store, "find", lambda *_: [])
     assert kernel_library(sources) == sources
+
+
+def test_kernels_that_cannot_be_kept_are_compiled_from_their_sources(sources, monkeypatch, cache):
+    """The sources themselves are MAX's then; it compiles them for each graph. So where the file cannot be replaced."""
+    library = kernel_library(sources)
+    folders = (cache, library.parent)
+    with permissions_count():
+        for folder in folders:
+            folder.chmod(0o500)
+        assert kernel_library(sources) == library
+        library.write_text("damaged")
+        assert kernel_library(sources) == sources
+        write(sources, **{"inner/answer.mojo": "43"})
+        assert kernel_library(sources) == sources
+        for folder in folders:
+            folder.chmod(0o700)
+    write(sources, **{"inner/answer.mojo": "42"})
+    assert kernel_library(sources) == library
+
+    def full(*_, **__):
+        raise CalledProcessError(1, "mojo", stderr=b"error: cannot write: No space left on device")
+
+    monkeypatch.setattr(module, "subprocess_run_mojo", full)
+    write(sources, **{"inner/answer.mojo": "44"})
+    assert kernel_library(sources) == sources
+
+
+def test_damaged_kernels_are_compiled_again(sources, cache, tmp_path):
+    """The compiler crashes on a byte that differs, so its file has what the sealed one has, and no byte more."""
+    library = kernel_library(sources)
+    (sealed,) = cache.glob("*.kernels")
+    whole = {file: file.read_bytes() for file in (library, sealed)}
+    assert whole[sealed].startswith(whole[library])
+    outside = tmp_path / "outside"
+    outside.write_text("somebody's")
+    for file in whole:
+        for damaged in (whole[file][:-1], b"K" + whole[file][1:], whole[file] + b"\0", b"", None):
+            file.unlink()
+            file.symlink_to(outside) if damaged is None else file.write_bytes(damaged)
+            assert kernel_library(sources) == library
+            assert {file: file.read_bytes() for file in whole} == whole
+            assert not library.is_symlink()
+    assert outside.read_text() == "somebody's"
 
 
 def test_graphs_take_the_compiled_file_inside_the_scope_alone(tmp_path):

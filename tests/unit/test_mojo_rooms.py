@@ -1,10 +1,11 @@
 """The check of the Mojo rooms' imports refuses what it should: each rule is broken once, in a copy."""
 
-import importlib.util
 import shutil
 from pathlib import Path
 
 import pytest
+
+from support.ci_modules import ci_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,11 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def rooms(tmp_path, monkeypatch):
     """The check, over a copy of mojo_ops."""
-    spec = importlib.util.spec_from_file_location("mojo_rooms", ROOT / ".ci" / "mojo_rooms.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = ci_module("mojo_rooms")
     monkeypatch.setattr(module, "ROOT", tmp_path / "mojo_ops")
     shutil.copytree(ROOT / "mojo_ops", module.ROOT)
     return module
@@ -35,6 +32,7 @@ def test_the_rooms_are_in_order(rooms, capsys):
         ("isa/convert.mojo", "from .. import ops", "isa may not know ops"),
         ("attention/cpu/plan.mojo", "from ..gpu.dispatch import x", "attention/cpu may not know attention/gpu"),
         ("attention/gpu/dispatch.mojo", "from ..cpu import plan", "attention/gpu may not know attention/cpu"),
+        ("transfer/append.mojo", "from .gpu.append import x", "transfer/append may not know transfer/gpu"),
         ("attention/softmax.mojo", "from .cpu.kv_tile import (\n    x,\n)", "circle: "),
         ("attention/softmax.mojo", "from .nothing import x", "no file mojo_ops/attention/nothing.mojo"),
         ("isa/amx.mojo", "from mojo_ops.cache.strides import x", "write a relative import"),

@@ -64,7 +64,8 @@ def test_an_error_that_a_library_swallows_is_not_lost(tmp_path):
 def test_the_last_line_is_written_before_the_status_is_known(tmp_path):
     """It is still in the buffer when the command ends."""
     assert python("print('a')", tmp_path) == (0, "a\n", "")
-    assert python("print('a')", tmp_path, stdout="full") == (1, "", REASONS["full"])
+    for stdout in ("full", "left"):
+        assert python("print('a')", tmp_path, stdout=stdout) == (1, "", REASONS[stdout])
 
 
 def test_another_error_of_the_system_is_one_line(tmp_path):

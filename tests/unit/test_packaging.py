@@ -71,7 +71,7 @@ def test_the_server_is_of_the_pinned_max():
 def test_the_installed_distribution_says_the_same():
     assert metadata.version("paged-kv") == paged_kv.__version__ == VERSION
     (entry,) = metadata.entry_points(group="console_scripts", name="paged-kv")
-    assert entry.value == "paged_kv.cli:main"
+    assert entry.value == "paged_kv.__main__:main"
 
 
 def test_the_mojo_sources_are_reached_through_the_package():

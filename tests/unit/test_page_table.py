@@ -1,5 +1,6 @@
-"""Page tables: what they say, and that whatever is wrong with one is named."""
+"""Page tables, their lengths and positions: what they say, and that whatever is wrong with one is named."""
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_kv.arguments import integer
-from paged_kv.calls.page_table import DENSE_NAMES, KV_NAMES, PageTable, check_offsets
+from paged_kv.arrays.host import as_numpy
+from paged_kv.calls.page_table import DENSE_NAMES, KV_NAMES, PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from paged_kv.options import NO_PAGE
+from paged_kv.page import get_batch_indices_positions, get_seq_lens
 from support.cases import UNUSED_PAGE
-from support.kinds import INDEX_KINDS, make
+from support.kinds import INDEX_KINDS, kind_of, make
 from support.properties import examples
 
 
@@ -23,6 +25,7 @@ def table(indptr, indices, last_page_len, page_size=4, names=KV_NAMES) -> PageTa
 def test_lengths_and_dense_table():
     it = table([0, 2, 2, 3], [5, 3, 9, 77], [1, 0, 4])
     assert it.lengths.tolist() == [5, 0, 4]
+    assert table([0, 0], [], [4]).lengths.tolist() == [0]  # the last page of a request without pages does not count
     assert it.lengths.dtype == np.int32
     assert it.num_pages.tolist() == [2, 0, 1]
     assert it.dense().tolist() == [[5, 3], [NO_PAGE, NO_PAGE], [9, NO_PAGE]]
@@ -31,30 +34,11 @@ def test_lengths_and_dense_table():
     it.check_pages(10)
 
 
-def test_an_empty_batch():
-    it = table([0], [], [])
-    it.check_pages(0)
-    assert it.dense().shape == (0, 0)
-    assert it.lengths.shape == (0,)
-
-
 def test_the_dense_table_is_a_copy():
     indices = np.arange(4, dtype=np.int32)
     dense = PageTable(np.array([0, 2, 4], np.int32), indices, np.ones(2, np.int32), 4).dense()
     indices[:] = 9
     assert dense.tolist() == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("last", [0, 1, 4])
-def test_the_last_page_of_a_request_without_pages_does_not_count(last):
-    assert table([0, 0], [], [last]).lengths.tolist() == [0]
-
-
-@pytest.mark.parametrize(("kind", "dtype"), INDEX_KINDS)
-def test_arrays_of_every_kind(kind, dtype):
-    it = PageTable.of(*(make(kind, np.array(x, dtype)) for x in ([0, 1, 3], [7, 8, 9], [2, 3])), 16)
-    assert it.lengths.tolist() == [2, 19]
-    assert it.dense().tolist() == [[7, NO_PAGE], [8, 9]]
 
 
 LARGE = 2**31 - 1
@@ -77,7 +61,6 @@ LARGE = 2**31 - 1
         ([0], [], [], 0, ContractError, "page_size must be at least 1, not 0"),
         ([0], [], [], 2**31, ContractError, "page_size must be at most 2147483647, not 2147483648"),
         ([0], [], [], 4.0, ContractTypeError, "page_size must be an integer, not 4.0"),
-        ([0], [], [], True, ContractTypeError, "page_size must be an integer, not True"),
     ],
 )
 def test_inconsistent_tables_are_refused(indptr, indices, last, size, error, said):
@@ -90,12 +73,6 @@ def test_a_page_outside_the_pool_is_named(page, said):
     it = table([0, 2, 2, 4], [0, 1, 9, page], [1, 0, 4])
     with pytest.raises(PageTableError, match=rf"kv_indices: request 2, slot 1 holds page id {said}, .*\[0, 10\)"):
         it.check_pages(10)
-
-
-def test_only_used_slots_are_looked_at():
-    it = table([0, 1], [3, -1, 99], [1])
-    it.check_pages(4)
-    assert it.dense().tolist() == [[3]]
 
 
 def test_dense_tables_end_at_the_first_minus_one():
@@ -188,27 +165,95 @@ def test_two_rows_for_one_slot_are_refused():
     it.slots(np.array([0, 2], np.int32), np.array([1, 2], np.int32))
 
 
+# Lengths, batch indices and positions of a table
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), INDEX_KINDS)
+def test_lengths_and_positions_have_the_kind_of_their_arguments(kind, dtype):
+    wide = "int64" if dtype == "int64" else "int32"
+
+    def index(*values):
+        return make(kind, np.array(values, dtype))
+
+    lengths = get_seq_lens(index(0, 3, 3, 4), index(2, 0, 16), 16)
+    batch, positions = get_batch_indices_positions(index(0, 2, 2, 3), lengths, 4)
+    for array, values in ((lengths, [34, 0, 16]), (batch, [0, 0, 2, -1]), (positions, [32, 33, 15, 0])):
+        assert kind_of(array) == kind
+        assert as_numpy(array, "x").dtype == wide
+        assert as_numpy(array, "x").tolist() == values
+    page_table, fill = make(kind, np.array([[3, 1], [2, 0]], dtype)), index(1, 2)
+    assert as_numpy(get_seq_lens(page_table, fill, 2), "x").tolist() == [3, 4]
+    batch, positions = get_batch_indices_positions(page_table=page_table, last_page_len=fill, page_size=2)
+    assert as_numpy(batch, "x").tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert as_numpy(positions, "x").tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert as_numpy(batch, "x").dtype == wide
+
+
+POSITIONS, LENGTHS = get_batch_indices_positions, get_seq_lens
+HUGE = (2**31, 2**62, 10**5000)
+ONE = ints(1)
+TOO_LARGE = "page_size must be at most 2147483647, not"
+
+
 @pytest.mark.parametrize(
-    ("offsets", "batch_size", "error", "said"),
+    ("call", "arguments", "error", "said"),
     [
-        ([0, 1], 2, ShapeError, "x must have B . 1 = 3 entries, it has 2"),
-        ([], None, ShapeError, "x must have B . 1 entries, it has 0"),
-        ([2, 3], None, PageTableError, r"x\[0\] must be 0, not 2"),
-        ([0, 3, 2], None, PageTableError, "x decreases at request 1: from 3 to 2"),
+        (
+            get_batch_indices_positions,
+            (ints(0, 2), ONE, 2),
+            PageTableError,
+            "append_indptr: request 0 appends 2 tokens, seq_lens says 1",
+        ),
+        (
+            get_batch_indices_positions,
+            (ints(0, 2), ints(2), 1),
+            PageTableError,
+            "append_indptr ends at 2, past nnz = 1",
+        ),
+        (POSITIONS, (ints(0, 2), ints(2), -1), ContractError, "nnz must be at least 0, not -1"),
+        (POSITIONS, (ints(0, 2), ints(2), 2.0), ContractTypeError, "nnz must be an integer"),
+        *(
+            (POSITIONS, (ints(0, 1), ONE, nnz), ContractError, "nnz must be at most 33554432, not")
+            for nnz in (2**25 + 1, *HUGE)
+        ),
+        (POSITIONS, (ints(1, 2), ints(2), 2), PageTableError, r"append_indptr\[0\] must be 0, not 1"),
+        (
+            get_batch_indices_positions,
+            (ints(0, 2, 1), ints(2, 2), 2),
+            PageTableError,
+            "append_indptr decreases at request 1",
+        ),
+        (
+            get_batch_indices_positions,
+            (ints(0, 2), ints(2, 2), 2),
+            ShapeError,
+            "append_indptr must have B . 1 = 3 entries, it has 2",
+        ),
+        (
+            get_batch_indices_positions,
+            (ONE[None], ints(2**26 - 1), 2**26 - 1),
+            PageTableError,
+            "page_table holds 67108863 tokens, over 33554432",
+        ),
+        *((POSITIONS, (ONE[None], ONE, size), ContractError, TOO_LARGE) for size in HUGE),
+        *((LENGTHS, (ONE[None], ONE, size), ContractError, TOO_LARGE) for size in HUGE),
+        *((LENGTHS, (ints(0, 1), ONE, size), ContractError, TOO_LARGE) for size in HUGE),
+        (LENGTHS, (ints(0, 2), ints(0), 4), PageTableError, "kv_last_page_len: request 0 has 0"),
+        (LENGTHS, (ints(0, 2), ints(5), 4), PageTableError, "kv_last_page_len: request 0 has 5"),
+        (LENGTHS, (ints(0, 2), ints(1, 1), 4), ShapeError, "kv_last_page_len must have B = 1 entries"),
+        (LENGTHS, (ints(0, 2, 1), ints(1, 1), 4), PageTableError, "kv_indptr decreases at request 1"),
+        (LENGTHS, (ints(0, 2**31 - 1), ONE, 4), PageTableError, "kv_indptr: request 0 has 2147483647 pages of 4"),
+        (LENGTHS, (ints(0, 2), ONE, 0), ContractError, "page_size must be at least 1, not 0"),
     ],
+    ids=range(27),
 )
-def test_offsets(offsets, batch_size, error, said):
+def test_what_has_no_lengths_or_positions_is_refused_before_anything_is_made(call, arguments, error, said):
+    tracemalloc.start()
     with pytest.raises(error, match=said):
-        check_offsets(np.array(offsets, np.int32), "x", batch_size)
-
-
-def test_integers():
-    assert integer("x", np.int64(3), 0) == 3
-    for value, error in (
-        (True, ContractTypeError),
-        (1.0, ContractTypeError),
-        ("1", ContractTypeError),
-        (-1, ContractError),
-    ):
-        with pytest.raises(error, match="x must be"):
-            integer("x", value, 0)
+        call(*arguments)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()

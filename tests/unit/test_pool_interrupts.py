@@ -13,6 +13,9 @@ import pytest
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
 from paged_kv.pool import PagePool, pages_needed
 from support.interrupts import interrupted
+from support.shared_pages import SharedPages
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
 def filled() -> PagePool:
@@ -25,14 +28,27 @@ def filled() -> PagePool:
     return pool
 
 
+def shared() -> SharedPages:
+    """A request, its fork, a known prefix that nobody owns, and few free pages."""
+    pages = SharedPages(num_pages=14, page_size=2)
+    pages.start("gone", [9, 9, 8, 8, 7])
+    pages.free("gone")
+    pages.start("a", PROMPT)
+    pages.fork("a", "b")
+    pages.start("c", [5, 5, 5])
+    pages.pool.start("d", 5)
+    return pages
+
+
 def state(pool: PagePool) -> Any:
-    """All that a pool tells: what its requests hold, and the free pages in the order in which they are taken."""
+    """All that a pool tells, with the free pages in the order in which they are taken."""
     pool.check_integrity()
     inside = pool._state
     requests = {request_id: (request.length, tuple(request.pages)) for request_id, request in inside.active()}
     free = (*reversed(inside.returned), *range(inside.fresh, pool.num_pages))
     assert len(free) == pool.num_free
-    return requests, free
+    known = {page: record.tokens for page, record in inside.known.items()}
+    return requests, free, tuple(inside.cached), known, dict(inside.shared)
 
 
 def is_unlocked(pool: PagePool) -> bool:
@@ -49,36 +65,57 @@ def is_unlocked(pool: PagePool) -> bool:
     return found == [True]
 
 
-OPERATIONS: dict[str, Callable[[PagePool], Any]] = {
+def ignore(*_: Any) -> None:
+    pass
+
+
+PLAIN: dict[str, Callable[[PagePool], Any]] = {
     "start": lambda pool: pool.start("new", 21),
     "start of nothing": lambda pool: pool.start("new"),
     "reserve in a page": lambda pool: pool.reserve("a", 1),
     "reserve of pages": lambda pool: pool.reserve("b", 30),
-    "extend": lambda pool: pool.extend("a", 9, lambda *_: None),
-    "extend of an unknown one": lambda pool: pool.extend("new", 9, lambda *_: None),
+    "extend": lambda pool: pool.extend("a", 9, ignore),
+    "extend of an unknown one": lambda pool: pool.extend("new", 9, ignore),
     "free": lambda pool: pool.free("a"),
+}
+SHARED: dict[str, Callable[[SharedPages], Any]] = {
+    "start with a prefix in use": lambda pages: pages.prefixes.start("new", [*PROMPT, 0]),
+    "start with a cached prefix": lambda pages: pages.prefixes.start("new", [9, 9, 8, 8]),
+    "start that evicts": lambda pages: pages.prefixes.start("new", [0] * 9),
+    "reserve that copies": lambda pages: pages.pool.reserve("b", 3, ignore),
+    "extend that copies": lambda pages: pages.pool.extend("a", 3, ignore, ignore),
+    "fork": lambda pages: pages.pool.fork("c", "new"),
+    "shrink": lambda pages: pages.pool.shrink("a", 4),
+    "drop": lambda pages: pages.pool.drop("a", 5),
+    "free of shared pages": lambda pages: pages.pool.free("b"),
+    "free of known pages": lambda pages: pages.pool.free("c"),
+    "clear": lambda pages: pages.prefixes.clear(),
+    "store": lambda pages: pages.prefixes.store("d", [4, 4, 4, 4, 4]),
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [*PLAIN, *SHARED])
 def test_an_interrupt_at_any_bytecode_leaves_the_pool_before_or_after(name):
-    operation, before = OPERATIONS[name], state(filled())
-    done = filled()
+    make, operation = (filled, PLAIN[name]) if name in PLAIN else (shared, SHARED[name])
+
+    def told(made: Any) -> Any:
+        return state(getattr(made, "pool", made))
+
+    before, done = told(make()), make()
     operation(done)
-    after, seen, count = state(done), set(), 1
+    after, seen, count = told(done), set(), 1
     assert before != after
-    while True:
-        pool = filled()
-        reached = interrupted(lambda pool=pool: operation(pool), count)
-        assert is_unlocked(pool), count
-        found = state(pool)
+    reached = True
+    while reached:
+        made = make()
+        reached = interrupted(lambda made=made: operation(made), count)
+        assert is_unlocked(getattr(made, "pool", made)), count
+        found = told(made)
         assert found in (before, after), count
         seen.add(found == after)
         if found == before:
-            operation(pool)
-            assert state(pool) == after, count
-        if not reached:
-            break
+            operation(made)
+            assert told(made) == after, count
         count += 1
     assert count > 50
     assert seen == {False, True}
@@ -278,31 +315,3 @@ def test_a_copy_is_a_pool_of_its_own(copied):
     other.free("a")
     assert pool.length("a") == 7
     other.check_integrity()
-
-
-HUGE = [2**31, 2**62, 2**63, 10**400, 10**5000]
-
-
-@pytest.mark.parametrize("size", HUGE, ids=lambda n: f"{n.bit_length()} bits")
-def test_huge_pools_are_refused_and_large_ones_cost_nothing(size):
-    with pytest.raises(ContractError, match=r"^num_pages must be at most 2147483647, not"):
-        PagePool(size, 16)
-    with pytest.raises(ContractError, match=r"^page_size must be at most 2147483647, not"):
-        PagePool(16, size)
-    pool = PagePool(2**31 - 1, 2**31 - 1)
-    assert pool.start("a", 2**40) == tuple(range(513))
-    assert pool.num_free == 2**31 - 1 - 513
-    pool.check_integrity()
-
-
-@pytest.mark.parametrize("count", [*HUGE, -(10**5000)], ids=lambda n: f"{n.bit_length()} bits, {n > 0}")
-def test_huge_counts_are_refused(count):
-    pool = filled()
-    before = state(pool)
-    for call in (lambda: pool.reserve("a", count), lambda: pool.start("new", count)):
-        with pytest.raises(ContractError) as caught:
-            call()
-        assert len(str(caught.value)) < 300
-    with pytest.raises(ContractError, match="page_size must be at least 1, not -"):
-        pages_needed(1, -count if count > 0 else count)
-    assert state(pool) == before

@@ -1,4 +1,8 @@
-"""Pages that requests share: prefixes, forks, copies on write, windows. test_sharing_machine.py tries any order."""
+"""Pages that requests share: what is found, evicted and copied, and in which order.
+
+test_sharing_machine.py tries any order of calls: that no request reads another's tokens, whatever namespace or
+prefix they have in common, is held there.
+"""
 
 import numpy as np
 import pytest
@@ -38,15 +42,6 @@ def test_the_last_token_is_left_to_compute(length, found):
     assert shared.start("b", tokens[:length]) == found
 
 
-def test_nothing_is_shared_across_namespaces():
-    shared = SharedPages(num_pages=20, page_size=2)
-    for namespace in (None, "tenant", ("adapter", 1), 0, "0"):
-        assert shared.start(("first", namespace), [1, 2, 3, 4, 5], namespace) == 0
-    for namespace in (None, "tenant", ("adapter", 1), 0, "0"):
-        assert shared.start(("second", namespace), [1, 2, 3, 4, 5], namespace) == 4
-    shared.check_all()
-
-
 @pytest.mark.parametrize("collide", [lambda *_: 7, lambda _, tokens: len(tokens), lambda before, _: before])
 def test_pages_whose_hashes_collide_are_never_shared(collide):
     shared = SharedPages(num_pages=200, page_size=2, hash_function=collide)
@@ -58,14 +53,6 @@ def test_pages_whose_hashes_collide_are_never_shared(collide):
             shared.free(turn - 1)
         shared.check_all()
     assert shared.prefixes.match([9] * 7) == 0
-
-
-def test_equal_tokens_after_another_prefix_are_another_page():
-    shared = SharedPages(num_pages=20, page_size=2)
-    shared.start("a", [1, 1, 5, 5, 0])
-    assert shared.start("b", [2, 2, 5, 5, 0]) == 0
-    assert shared.start("c", [5, 5, 5, 5, 0]) == 0
-    shared.check_all()
 
 
 def test_pages_of_ended_requests_are_found_until_they_are_needed():

@@ -1,5 +1,7 @@
 """Known prefixes that outlive a process: saved, loaded into another engine, and refused where they do not belong."""
 
+import os
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -103,6 +105,7 @@ def test_a_file_whose_content_was_changed_is_refused(saved):
         ({"pages": pages.astype(np.uint16)}, "pages are uint16"),
         ({"pages": np.ascontiguousarray(np.concatenate([pages, pages], axis=1))}, "pages are uint32"),
         ({"more": pages}, "holds other tensors"),
+        ({"pages": np.array(3, np.uint32)}, r"pages are uint32 \[\]"),
     ):
         with pytest.raises(CheckpointError, match=message):
             engine.load_prefix(changed(path, **wrong))
@@ -138,11 +141,45 @@ def test_what_cannot_be_saved_or_loaded_is_refused(saved, tmp_path):
     for wrong in (None, 5, b"\0"):
         with pytest.raises((ContractTypeError, CheckpointError)):
             engine.load_prefix(wrong)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        engine.load_prefix(tmp_path / "missing")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        engine.load_prefix(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for wrong, said in (
+        ("missing", "cannot be read"),
+        (".", "cannot be read"),
+        ("pipe", "not a reg"),
+        ("/dev/zero", "not a reg"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            engine.load_prefix(tmp_path / wrong)
     alone_engine = Engine(FakeModel(40, 4), share_prefixes=False)
     with pytest.raises(ContractError, match="share_prefixes"):
         alone_engine.load_prefix(path)
     assert engine.pool.num_used == 0
+
+
+KEY = b"a secret of sixteen bytes or more"
+
+
+def test_a_key_tells_who_wrote_a_file(saved, tmp_path):
+    plain, page_size = saved
+    engine = Engine(FakeModel(2100 // page_size, page_size))
+    engine.load_prefix(plain)
+    keyed = tmp_path / "keyed"
+    engine.save_prefix(keyed, PROMPT, key=KEY)
+    other = Engine(FakeModel(2100 // page_size, page_size))
+    for path, key, message in (
+        (keyed, KEY + b"!", "or the key is another"),
+        (keyed, None, "was saved with a key"),
+        (plain, KEY, "was saved without a key"),
+        (changed(keyed, metadata={"hmac-sha256": "\u00e9"}), KEY, "is damaged"),
+        (changed(keyed, pages=load_file(keyed)["pages"] ^ 1), KEY, "is damaged"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            other.load_prefix(path, key=key)
+    assert (other.pool.num_used, other.pool.num_cached) == (0, 0)
+    for wrong, error in (("text" * 9, ContractTypeError), (b"short", ContractError)):
+        with pytest.raises(error, match="key must"):
+            other.load_prefix(keyed, key=wrong)
+        with pytest.raises(error, match="key must"):
+            engine.save_prefix(keyed, PROMPT, key=wrong)
+    assert other.load_prefix(keyed, key=KEY) == 2000 // page_size * page_size
+    assert answered(other, PROMPT) == alone(PROMPT, Sampling(5))

@@ -31,3 +31,11 @@ def test_the_pool_needs_no_max():
         "import sys, paged_kv; paged_kv.PagePool(4, 16); assert not any(m.split('.')[0] == 'max' for m in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True)
+
+
+def test_the_command_line_needs_neither_max_nor_the_benchmark():
+    code = (
+        "import sys, paged_kv.cli; "
+        "assert not [m for m in sys.modules if m.split('.')[0] == 'max' or m.startswith('paged_kv.bench')]"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=300, check=True)

@@ -108,36 +108,25 @@ def check_attention(cache, q, row_batch, row_lengths, **options):
 def test_attention_options(options):
     cache = build(CacheCase(lengths=(0, 1, 6, 7, 8, 33), page_size=5))
     check_attention(cache, cache.q, *cache.decode_rows, **options)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_attention_causal_prefill(options):
     cache = build(CacheCase(lengths=(3, 0, 21), page_size=4, seed=1))
     check_attention(cache, *causal_rows(cache, (3, 0, 13)), **options)
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_attention_groups(group):
-    cache = build(CacheCase(lengths=(9, 20), num_q_heads=3 * group, num_kv_heads=3, head_dim=8, page_size=5))
-    check_attention(cache, cache.q, *cache.decode_rows)
+CASES = [
+    *(CacheCase((9, 20), num_q_heads=3 * group, num_kv_heads=3, head_dim=8, page_size=5) for group in GROUPS),
+    *(CacheCase(edge_lengths(page_size), page_size=page_size, head_dim=16) for page_size in PAGE_SIZES),
+    *(CacheCase((4, 19), dtype=dtype) for dtype in (*DTYPES, "float8_e4m3fn", "float8_e5m2")),
+    *(
+        CacheCase(lengths, page_size=5, rank=rank, layout=layout, head_dim=16)
+        for rank, layout in STORAGES
+        for lengths in ragged_lengths(5)
+    ),
+]
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_attention_page_edges(page_size):
-    cache = build(CacheCase(lengths=edge_lengths(page_size), page_size=page_size, head_dim=16))
-    check_attention(cache, cache.q, *cache.decode_rows)
-
-
-@pytest.mark.parametrize("lengths", ragged_lengths(5), ids=str)
-@pytest.mark.parametrize(("rank", "layout"), STORAGES)
-def test_attention_storages(rank, layout, lengths):
-    cache = build(CacheCase(lengths=lengths, page_size=5, rank=rank, layout=layout, head_dim=16))
-    check_attention(cache, cache.q, *cache.decode_rows)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn", "float8_e5m2"])
-def test_attention_dtypes(dtype):
-    cache = build(CacheCase(lengths=(4, 19), dtype=dtype))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_of_any_cache(case):
+    cache = build(case)
     check_attention(cache, cache.q, *cache.decode_rows)
 
 

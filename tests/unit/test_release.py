@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import importlib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from paged_kv.versions import PINNED, VERSION
+from support.ci_modules import ci_module
 
 ROOT = Path(__file__).parents[2]
 TODAY = datetime.date(2026, 1, 2)
@@ -25,12 +25,7 @@ CHANGES = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- A thing.\n\n## [0.0.
 @pytest.fixture(scope="module")
 def tools():
     """The modules of .ci that make a release."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / ".ci"))
-        names = ("changelog", "reproducible", "release")
-        yield {name: importlib.import_module(name) for name in names}
-        for name in names:
-            sys.modules.pop(name)
+    return {name: ci_module(name) for name in ("changelog", "reproducible", "release")}
 
 
 @pytest.fixture
@@ -149,7 +144,7 @@ def test_the_archives_have_what_they_need(builds):
     assert {f"paged_kv/{name}" for name in mojo} <= installed
     assert {
         *("paged_kv/py.typed", "paged_kv/commands/inspect.html", "paged_kv/runtime/explain_kernels.mojo"),
-        *("paged_kv/benchmarks/bandwidth_op/ops.mojo", "paged_kv/mojo_ops/README.md"),
+        *("paged_kv/bench/bandwidth_op/ops.mojo", "paged_kv/mojo_ops/README.md"),
         *(f"paged_kv/engine/demo_model/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")),
         *(f"paged_kv-{VERSION}.dist-info/{name}" for name in ("licenses/LICENSE", "METADATA", "entry_points.txt")),
     } <= installed

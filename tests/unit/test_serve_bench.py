@@ -13,14 +13,14 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from paged_kv.benchmarks import serve_cpu, serve_report
-from paged_kv.benchmarks.case_kinds import StepCase
-from paged_kv.benchmarks.serve_cases import CASES, TOGETHER, VERSUS, ServeCase, fresh_turns
-from paged_kv.benchmarks.serve_checkpoint import Checkpoint, vocabulary, write_checkpoint
-from paged_kv.benchmarks.serve_client import Stream, WrongAnswer, ask_all, decode_rate, first_token_seconds, parse
-from paged_kv.benchmarks.serve_results import merged, row_of
-from paged_kv.benchmarks.serve_run import Group
-from paged_kv.benchmarks.servers import SYSTEMS, base, max_server
+from benchmarks import serve_cpu, serve_report
+from benchmarks.serve_cases import CASES, TOGETHER, VERSUS, ServeCase, fresh_turns
+from benchmarks.serve_checkpoint import Checkpoint, vocabulary, write_checkpoint
+from benchmarks.serve_client import Stream, WrongAnswer, ask_all, decode_rate, first_token_seconds, parse
+from benchmarks.serve_results import merged, row_of
+from benchmarks.serve_run import Group
+from benchmarks.servers import SYSTEMS, base, http
+from paged_kv.bench.case_kinds import StepCase
 from paged_kv.checkpoint.config import load_config
 from paged_kv.errors import ContractError
 
@@ -69,7 +69,7 @@ class Absent(Fake):
 @pytest.fixture
 def fakes(monkeypatch):
     systems = {"ours-bf16": Fake, "max-f32": Slow, "vllm-bf16": Dead, "llama-bf16": Absent}
-    monkeypatch.setattr("paged_kv.benchmarks.serve_run.make_system", lambda key: systems[key]("bfloat16"))
+    monkeypatch.setattr("benchmarks.serve_run.make_system", lambda key: systems[key]("bfloat16"))
 
 
 def is_stopped(process):
@@ -191,12 +191,9 @@ def test_rows_have_factors_and_what_serving_costs():
         assert expected in shown
 
 
-def test_targets():
-    wanted = {(one.ours, one.other): [one.at_least(case) for case in CASES[:6]] for one in VERSUS}
-    assert wanted["ours-bf16", "max-f32"] == [None, None, None, 2, 2, 2]
-    assert wanted["ours-f32", "max-f32"] == [None, None, 1.2, None, None, 1.2]
-    assert wanted["ours-q4k", "max-q4k"] == [1, 1, 1.2, 1.2, 1.2, 1.2]
+def test_groups_name_systems_that_exist():
     assert all(key in SYSTEMS for groups in TOGETHER.values() for keys in groups.values() for key in keys)
+    assert {key for one in VERSUS for key in (one.ours, one.other)} <= set(SYSTEMS)
 
 
 def test_files_and_pages(tmp_path):
@@ -226,7 +223,7 @@ def test_files_and_pages(tmp_path):
 
 def test_checkpoints(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("paged_kv.benchmarks.serve_checkpoint.find_spec", lambda _: None)
+    monkeypatch.setattr("benchmarks.serve_checkpoint.find_spec", lambda _: None)
     case = StepCase(
         "small", "", layers=1, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=32, vocab=300, context=0
     )
@@ -249,7 +246,7 @@ def test_checkpoints(tmp_path, monkeypatch):
 def test_servers_are_started_for_the_same_sizes(tmp_path):
     checkpoint = Checkpoint("small", tmp_path)
     for weights in ("float32", "q4_k"):
-        for kind in (max_server.Ours, max_server.BuiltIn):
+        for kind in (http.Ours, http.BuiltIn):
             command = kind(weights).command(checkpoint, 1234, 8, 256)
             given = dict(pairwise(command))
             assert (given["--port"], given["--max-batch-size"], given["--max-length"]) == ("1234", "8", "256")

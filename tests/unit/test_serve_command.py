@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import socket
 from dataclasses import replace
 from importlib import metadata
 
@@ -14,7 +13,7 @@ from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.serve import launch, memory
-from paged_kv.serve.launch import Request, check_environment, prepare, ready_lines
+from paged_kv.serve.launch import Serving, check_environment, prepare, ready_lines
 from paged_kv.serve.memory import ServerMemory
 
 GIB = 1 << 30
@@ -29,7 +28,7 @@ def demo(tmp_path_factory):
 def request_(demo, monkeypatch):
     monkeypatch.setattr(launch, "free_memory", lambda: 8 * GIB)
     monkeypatch.setattr(memory, "_memory_of_max", lambda: 10 * GIB)
-    return Request(demo, "127.0.0.1", 0, "bfloat16", 16)
+    return Serving(demo, "127.0.0.1", 0, "bfloat16", 16)
 
 
 def flags_of(arguments):
@@ -42,14 +41,11 @@ def flags_of(arguments):
 
 
 def test_what_max_is_told(request_, demo):
-    arguments, port = prepare(request_)
-    assert arguments[0] == "serve"
+    arguments = prepare(request_)
     assert flags_of(arguments) == {
         "--model-path": str(demo),
         "--devices": "cpu",
         "--custom-architectures": "paged_kv.serve",
-        "--host": "127.0.0.1",
-        "--port": str(port),
         "--max-batch-size": "16",
         "--kv-cache-page-size": "128",
         "--quantization-encoding": "bfloat16",
@@ -68,7 +64,7 @@ def test_maxs_own_flags_replace_what_would_be_chosen(request_):
         "64",
         "--pretty-print-config",
     )
-    arguments, _ = prepare(replace(request_, flags=given, max_batch_size=1000))
+    arguments = prepare(replace(request_, flags=given, max_batch_size=1000))
     assert tuple(arguments[-len(given) :]) == given
     assert not {"--max-length", "--enable-prefix-caching"} & set(arguments)
     assert arguments.count("--max-batch-input-tokens") == 1
@@ -76,14 +72,14 @@ def test_maxs_own_flags_replace_what_would_be_chosen(request_):
 
 @pytest.mark.parametrize("given", [("--quantization-encoding", "float32"), ("--quantization-encoding=float32",)])
 def test_memory_is_planned_for_maxs_own_encoding(request_, given):
-    wide, _ = prepare(replace(request_, dtype="float32"))
-    arguments, _ = prepare(replace(request_, flags=given))
+    wide = prepare(replace(request_, dtype="float32"))
+    arguments = prepare(replace(request_, flags=given))
     chosen = "--device-memory-utilization"
-    assert flags_of(arguments)[chosen] == flags_of(wide)[chosen] != flags_of(prepare(request_)[0])[chosen]
+    assert flags_of(arguments)[chosen] == flags_of(wide)[chosen] != flags_of(prepare(request_))[chosen]
 
 
 def test_a_step_has_room_for_every_request_that_decodes(request_):
-    arguments, _ = prepare(replace(request_, max_batch_size=1000))
+    arguments = prepare(replace(request_, max_batch_size=1000))
     assert flags_of(arguments)["--max-batch-input-tokens"] == "1000"
 
 
@@ -98,9 +94,6 @@ def test_a_step_has_room_for_every_request_that_decodes(request_):
             {"max_batch_size": 10**400},
             "--max-batch-size must be at least 1 and below 2\\^31, not .an integer of 1329 bits",
         ),
-        ({"port": 10**400}, "--port must be from 0 to 65535"),
-        ({"port": 65536}, "--port must be from 0 to 65535"),
-        ({"host": "192.0.2.1"}, "--host 192.0.2.1 --port 0: "),
         ({"flags": ("--kv-cache-page-size", "16")}, "--kv-cache-page-size cannot be handed on to MAX"),
         ({"flags": ("--host=0.0.0.0",)}, "--host cannot be handed on to MAX"),
         ({"flags": ("--model", "x")}, "--model cannot be handed on to MAX"),
@@ -109,13 +102,6 @@ def test_a_step_has_room_for_every_request_that_decodes(request_):
 def test_bad_arguments_are_refused(request_, change, message):
     with pytest.raises(ContractError, match=message):
         prepare(replace(request_, **change))
-
-
-def test_a_port_in_use_is_refused(request_):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ContractError, match=f"--port {port}: Address already in use"):
-            prepare(replace(request_, port=port))
 
 
 def run(capsys, *arguments):
@@ -164,7 +150,7 @@ def test_what_follows_two_dashes_is_maxs(server):
         cli.main(["serve", "--demo", "--port", "0", "--dtype", "float32", "--", "--max-length", "256"])
     assert not exit_.value.code
     (served,) = server
-    assert served == Request(FOLDER, "127.0.0.1", 0, "float32", 16, 128, ("--max-length", "256"))
+    assert served == Serving(FOLDER, "127.0.0.1", 0, "float32", 16, 128, ("--max-length", "256"))
 
 
 def test_an_environment_without_the_server_is_refused_before_anything_else(capsys, monkeypatch, tmp_path):
@@ -184,16 +170,17 @@ def test_an_environment_with_all_that_max_asks_for(monkeypatch):
 
 
 def test_the_request_that_is_printed_is_a_chat_where_the_model_has_a_template(demo, tmp_path):
-    ready, curl = ready_lines(demo, "http://127.0.0.1:8000", "http://127.0.0.1:8001").splitlines()
+    ready, curl = ready_lines(demo, "http://127.0.0.1:8000").splitlines()
     assert "http://127.0.0.1:8000" in ready
-    assert "http://127.0.0.1:8001/metrics" in ready
     words = shlex.split(curl)
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     body = json.loads(words[-1])
     assert body["model"] == str(demo)
     assert body["messages"]
     assert body["temperature"] == 0  # the same text each time
-    completion = ready_lines(tmp_path, "http://127.0.0.1:8000", "").splitlines()[1]
+    completion = ready_lines(tmp_path, "http://127.0.0.1:8000", asks_for_key=True).splitlines()[1]
+    assert "Authorization" not in curl
+    assert '-H "Authorization: Bearer $PAGED_KV_API_KEY"' in completion
     assert "/v1/completions" in completion
     assert json.loads(shlex.split(completion)[-1])["prompt"]
 

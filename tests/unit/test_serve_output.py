@@ -12,7 +12,7 @@ import pytest
 
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.serve import launch, memory
-from paged_kv.serve.launch import Request
+from paged_kv.serve.launch import Announcement, Serving
 
 GIB = 1 << 30
 
@@ -37,7 +37,10 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "max._entrypoints.allocator", allocator)
     monkeypatch.setitem(sys.modules, "max._entrypoints.pipelines", pipelines)
     interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
-    request = Request(write_demo_checkpoint(tmp_path / "demo"), "127.0.0.1", 0, "bfloat16", 16)
+    connections = ModuleType("connections")
+    connections.guard = lambda _, sockets: [opened.close() for opened in sockets]
+    monkeypatch.setitem(sys.modules, "paged_kv.serve.connections", connections)
+    request = Serving(write_demo_checkpoint(tmp_path / "demo"), "127.0.0.1", 0, "bfloat16", 16)
 
     def serve(server):
         pipelines.main = lambda **_: server()
@@ -85,4 +88,17 @@ def test_a_server_that_can_goes_on(serve, monkeypatch):
 
     serve(server)
     assert ended
-    assert stdout.getvalue().startswith("paged-kv: ready on http://127.0.0.1:")
+    ready = stdout.getvalue().splitlines()[0]
+    assert ready.startswith("paged-kv: ready on http://127.0.0.1:")
+    assert "/metrics)" in ready
+
+
+def test_metrics_that_do_not_answer_are_not_named(monkeypatch, capsys):
+    def answers(url, timeout):  # noqa: ARG001
+        if "metrics" in url:
+            raise ConnectionRefusedError
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(launch.urllib.request, "urlopen", answers)
+    Announcement("http://127.0.0.1:8000", "ready on it\ncurl", "http://127.0.0.1:8001/metrics").run()
+    assert capsys.readouterr().out == "ready on it\ncurl\n"

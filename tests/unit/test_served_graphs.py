@@ -9,8 +9,7 @@ from max.graph import DeviceRef, Graph, TensorType
 
 from paged_kv import cli
 from paged_kv.engine.demo import write_demo_checkpoint
-from paged_kv.errors import ToolchainError
-from paged_kv.runtime import artefacts
+from paged_kv.runtime import compile_key
 from paged_kv.serve import ahead, compiled_graphs
 from paged_kv.serve.ahead import GraphsAhead
 from paged_kv.serve.compiled_graphs import CompiledGraphs, GraphOfMax, asked_by_max
@@ -59,12 +58,12 @@ def sampler(constant=1.0):
 def test_a_graph_of_max_is_compiled_once_and_kept(cache, session, copies, caplog):
     caplog.set_level(logging.INFO, "paged_kv.serve")
     path = CompiledGraphs(None, copies).claim_import(sampler())
-    assert path.read_text() == "sampler"  # without the seal
+    assert path.read_text().split() == ["sampler"]  # without the seal
     assert "compiling sampler" in caplog.text
     (kept,) = cache.iterdir()
-    assert kept.stat().st_size > len("sampler")
+    assert kept.stat().st_size > path.stat().st_size
     caplog.clear()
-    assert CompiledGraphs(None, copies).claim_import(sampler()).read_text() == "sampler"
+    assert CompiledGraphs(None, copies).claim_import(sampler()).read_text().split() == ["sampler"]
     assert session.compiles == [["sampler"]]
     assert not caplog.text
 
@@ -79,16 +78,8 @@ def test_another_graph_of_the_same_name_and_types_is_compiled(session, copies):
 @pytest.mark.usefixtures("cache")
 def test_a_graph_of_another_version_or_target_is_compiled(session, copies, monkeypatch):
     CompiledGraphs(None, copies).claim_import(sampler())
-    monkeypatch.setattr(artefacts, "toolchain", lambda target=None: f"the next MAX for {target}")
+    monkeypatch.setattr(compile_key, "toolchain", lambda target=None: f"the next MAX for {target}")
     CompiledGraphs(None, copies).claim_import(sampler())
-    assert len(session.compiles) == 2
-
-
-def test_a_damaged_file_is_compiled_again(cache, session, copies):
-    CompiledGraphs(None, copies).claim_import(sampler())
-    (kept,) = cache.iterdir()
-    kept.write_bytes(kept.read_bytes()[1:])
-    assert CompiledGraphs(None, copies).claim_import(sampler()).read_text() == "sampler"
     assert len(session.compiles) == 2
 
 
@@ -110,20 +101,12 @@ def test_where_nothing_can_be_kept_max_compiles_and_a_line_says_why(cache, copie
 
 def test_what_is_compiled_ahead_is_found_in_its_folder(tmp_path, cache, session, copies):
     graphs = GraphsAhead(tmp_path / "ahead", copies)
-    assert graphs.claim_import(sampler()).read_text() == "sampler"
+    assert graphs.claim_import(sampler()).read_text().split() == ["sampler"]
     (file,) = graphs.files
     assert [*(tmp_path / "ahead").iterdir()] == [file]
-    assert CompiledGraphs(tmp_path / "ahead", copies).claim_import(sampler()).read_text() == "sampler"
+    assert CompiledGraphs(tmp_path / "ahead", copies).claim_import(sampler()).read_text().split() == ["sampler"]
     assert session.compiles == [["sampler"]]
     assert not list(cache.iterdir())
-
-
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path, cache, copies):
-    del cache
-    GraphsAhead(tmp_path / "ahead", copies).claim_import(sampler())
-    (tmp_path / "ahead").chmod(0o777)
-    with pytest.raises(ToolchainError, match=r"artefact folder .* mode drwxrwxrwx"):
-        CompiledGraphs(tmp_path / "ahead", copies).claim_import(sampler())
 
 
 def test_max_asks_while_it_makes_a_pipeline_for_the_cpu(tmp_path, monkeypatch):

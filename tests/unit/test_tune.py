@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.benchmarks.tune import CHOICES, SOURCES, TABLE, Choice, Trial, descend, mean, write_trials
-from paged_kv.benchmarks.tune_job import TUNE_CASES
-from paged_kv.benchmarks.tuning_table import Row, TuningTable
+from benchmarks.tune import CHOICES, SOURCES, TABLE, Choice, Trial, descend, mean, write_trials
+from benchmarks.tune_job import TUNE_CASES
+from benchmarks.tuning_table import Row, TuningTable
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
 TEXT = '''"""A table."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paged_kv.benchmarks.case_kinds import StepCase
-from paged_kv.benchmarks.peers import make_peer
-from paged_kv.benchmarks.peers.vllm_step import PYTHON, environment, write_checkpoint
-from paged_kv.benchmarks.problems import problem_of
+from paged_kv.bench.case_kinds import StepCase
+from paged_kv.bench.peers import make_peer
+from paged_kv.bench.peers.vllm_step import PYTHON, environment, write_checkpoint
+from paged_kv.bench.problems import problem_of
 
 TINY = {"layers": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 70}
 

@@ -3,24 +3,21 @@
 import base64
 import csv
 import hashlib
-import importlib.util
 import json
 import lzma
-import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from paged_kv.build_kernels import graph_families
 from paged_kv.runtime.compile_key import Sources
-from paged_kv.runtime.compiled_ahead import SUFFIX
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.kernel_build import Piece, _write_index
-from paged_kv.runtime.seal import write_seal
+from paged_kv.runtime.installed import SUFFIX
+from paged_kv.runtime.kernel_build import KernelFile, _write_index
+from paged_kv.runtime.store import seal
 from paged_kv.versions import PINNED, VERSION
+from support.ci_modules import ci_module
 
-SCRIPT = Path(__file__).parents[2] / ".ci" / "wheels.py"
 SOURCES = Sources.installed()
 FAMILIES = graph_families()
 PLATFORM = "manylinux_2_34_x86_64"
@@ -37,11 +34,7 @@ PURE = {
 
 @pytest.fixture(scope="module")
 def wheels():
-    spec = importlib.util.spec_from_file_location("wheels", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["wheels"] = module
-    spec.loader.exec_module(module)
-    return module
+    return ci_module("wheels")
 
 
 @pytest.fixture
@@ -49,10 +42,10 @@ def kernels(tmp_path):
     """A folder as build_kernels leaves it, but for what the files hold."""
     for target in ("haswell", "znver5"):
         (tmp_path / "kernels" / target).mkdir(parents=True)
-        pieces = [Piece(tmp_path / "kernels", target, name, family) for name, family in FAMILIES.items()]
+        pieces = [KernelFile(tmp_path / "kernels", target, name, family) for name, family in FAMILIES.items()]
         for piece in pieces:
             piece.path.write_bytes(lzma.compress(f"{piece.name} {target}".encode()))
-            write_seal(piece.path, list(piece.digests(SOURCES).values()))
+            seal(piece.path, list(piece.digests(SOURCES).values()))
         _write_index(pieces, SOURCES)
     return tmp_path / "kernels"
 
@@ -133,7 +126,7 @@ def test_provenance_says_what_the_kernels_are_made_of(wheels, kernels, monkeypat
         ("merges", lambda path: path.unlink(), "is missing, damaged or of other sources"),
         ("demo_step", lambda path: path.unlink(), "is missing, damaged or of other sources"),
         ("merges", lambda path: path.write_bytes(path.read_bytes()[:-1]), "is missing, damaged or of other sources"),
-        ("merges", lambda path: write_seal_of_others(path), "is missing, damaged or of other sources"),
+        ("merges", lambda path: seal_of_others(path), "is missing, damaged or of other sources"),
         ("merges", lambda path: rewrite(path), "is not the file of"),
     ],
 )
@@ -143,17 +136,17 @@ def test_kernels_that_are_not_whole_make_no_wheel(wheels, kernels, family, damag
         wheels.read_kernels(kernels, SOURCES)
 
 
-def write_seal_of_others(path):
+def seal_of_others(path):
     path.write_bytes(lzma.compress(b"older"))
-    write_seal(path, ["0" * 32])
+    seal(path, ["0" * 32])
 
 
 def rewrite(path):
     """As another build leaves it: whole, but not what the index lists."""
     name = path.name.removesuffix(SUFFIX)
-    piece = Piece(path.parents[1], path.parent.name, name, FAMILIES[name])
+    piece = KernelFile(path.parents[1], path.parent.name, name, FAMILIES[name])
     path.write_bytes(lzma.compress(b"another build"))
-    write_seal(path, list(piece.digests(SOURCES).values()))
+    seal(path, list(piece.digests(SOURCES).values()))
 
 
 def test_a_folder_without_kernels_makes_no_wheel(wheels, tmp_path):

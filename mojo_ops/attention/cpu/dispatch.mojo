@@ -53,9 +53,9 @@ def attend_on_cpu[
     comptime if latent:
         # A matrix tile's sums are not scaled on the way.
         choice.permitted &= rows.latent_scale == 1
-    comptime has_masks = rows.Sight.has_masks
+    comptime has_masks = rows.Masks.has_masks
     var sizes = choice.sizes[latent=latent](heads, prefill_only=has_masks or latent)
-    var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, rows.sight, logits, sizes)
+    var plan = plan_segments(rows.row_batch, rows.row_lengths, rows.num_rows, rows.masks, logits, sizes)
     var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
     var max_queries = heads.kv_heads * max_stride
     var max_prefill_queries = plan.max_prefill_rows * heads.group

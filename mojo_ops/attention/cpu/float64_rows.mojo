@@ -174,7 +174,7 @@ def attend_in_float64[
     var value_dim = v.head_dim()
     var kv_head = query // (rows.num_heads // k.num_heads())
     var request = Int(rows.row_batch[unsafe_offset=row])
-    var token_offset = rows.sight.offset(request)
+    var token_offset = rows.masks.offset(request)
     var at = row * rows.num_heads + query
     var memory = List[Float64](length=2 * dim + 3 * value_dim, fill=0)
     var q = memory.unsafe_ptr()  # [D]

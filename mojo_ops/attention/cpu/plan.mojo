@@ -6,7 +6,7 @@ from std.math import ceildiv
 from ...cache.pointers import RowPointer
 from ..logits import Logits
 from ..params import first_in_window
-from ..row_sight import RowSight
+from ..row_masks import RowMasks
 from .prefetch import SPAN_TOKENS
 
 comptime MAX_BLOCK_ROWS = 8
@@ -20,6 +20,11 @@ comptime MIN_SHORT_TOKENS = 64
 times as long: few tokens in many splits took 1.08 times as long on two threads (1 x 2048; Zen 5, 2026-11-22)."""
 comptime LONG_SEGMENTS_PER_CALL = 64
 """Segments that the tokens of all blocks would make, were all of them as long as the longest: one a thread of 64."""
+comptime MOST_LONG_SEGMENTS = 256
+"""The same of calls of so many tokens that the longest segments have `CHEAP_TOKENS` all the same: two a thread of 128."""
+comptime CHEAP_TOKENS = 1024
+"""Tokens beside which a split costs little. On two threads 256 splits of 8 x 4096 tokens instead of 160 took 1.04 times
+as long (Emerald Rapids without AMX, 2026-11-23)."""
 comptime MAX_WHOLE_PREFILL = 2
 """A prefill block of up to so many of the longest segments is not split, because its split costs more: 512 new tokens
 of 2048 took 1.06 times as long where every block was split (32/8 heads of 128; Zen 5, two threads, 2026-11-22)."""
@@ -117,7 +122,10 @@ struct SegmentLengths(Movable):
 
     def longest(self) -> Int:
         """Tokens of the longest segments: whole spans."""
-        return max(MIN_LONG_TOKENS, self.total // LONG_SEGMENTS_PER_CALL // SPAN_TOKENS * SPAN_TOKENS)
+        var longest = self.total // LONG_SEGMENTS_PER_CALL
+        if longest > CHEAP_TOKENS:
+            longest = max(CHEAP_TOKENS, self.total // MOST_LONG_SEGMENTS)
+        return max(MIN_LONG_TOKENS, longest // SPAN_TOKENS * SPAN_TOKENS)
 
     def length(self) -> Int:
         """Tokens of the next segment, at most: whole spans, or `MIN_SHORT_TOKENS`."""
@@ -208,9 +216,9 @@ struct SegmentPlan(Movable):
 
 
 def plan_segments[
-    Sight: RowSight, //
+    Masks: RowMasks, //
 ](
-    row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, sight: Sight, logits: Logits, sizes: BlockSizes
+    row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, masks: Masks, logits: Logits, sizes: BlockSizes
 ) -> SegmentPlan:
     """Makes blocks of up to `sizes.max_rows` adjacent rows of one request, and splits long blocks."""
     var blocks = List[Segment]()
@@ -222,7 +230,7 @@ def plan_segments[
         while block.num_rows < sizes.max_rows and row < num_rows and row_batch[unsafe_offset=row] == request:
             var length = Int(row_lengths[unsafe_offset=row]) if request >= 0 else 0
             if length > 0:
-                var begin = first_in_window(sight, row, Int(request), length, logits)
+                var begin = first_in_window(masks, row, Int(request), length, logits)
                 if begin < length:
                     block.begin = min(block.begin, begin)
                     block.end = max(block.end, length)

@@ -12,7 +12,7 @@ from ...isa.convert import ChunkConstants, LANES, chunk_of, lane_order
 from ...isa.memory import FloatPointer, align_to_line
 from ..params import AttentionRows
 from ..rope import RotaryEmbedding, cos_and_sin
-from ..row_sight import RowSight
+from ..row_masks import RowMasks
 from .kv_tile import KVTile, SPAN_TILES
 from .plan import Segment
 from .prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher, RUN_TOKENS, STREAMS
@@ -161,16 +161,16 @@ struct KeyRotation(Movable):
                 head.unsafe_store(part + d, SIMD[dtype, 8](0))
 
     def rotate_queries[
-        dtype: DType, o_dtype: DType, Sight: RowSight, //, to: DType, kv_dtype: DType
-    ](mut self, rows: AttentionRows[dtype, o_dtype, Sight], segment: Segment, heads: HeadLayout) -> AttentionRows[
-        to, o_dtype, Sight
+        dtype: DType, o_dtype: DType, Masks: RowMasks, //, to: DType, kv_dtype: DType
+    ](mut self, rows: AttentionRows[dtype, o_dtype, Masks], segment: Segment, heads: HeadLayout) -> AttentionRows[
+        to, o_dtype, Masks
     ]:
         """The rows of a call with the rotated queries of a segment, and of no other, as `to`."""
         var num_heads = heads.group if segment.is_prefill() else rows.num_heads
         var first_head = segment.head * heads.group if segment.is_prefill() else 0
         var target = self.queries.unsafe_bitcast[Scalar[to]]()
         var request = Int(rows.row_batch[unsafe_offset=segment.row])
-        self.token_offset = rows.sight.offset(request) if request >= 0 else 0
+        self.token_offset = rows.masks.offset(request) if request >= 0 else 0
         for row in range(segment.row, segment.row + segment.num_rows):
             write_angles(self.turns, self.padded_half, rows.position(row) if request >= 0 else 0, self.position)
             for head in range(num_heads):
@@ -187,7 +187,7 @@ struct KeyRotation(Movable):
                 self.pad(rotated)
         # As if the queries of all rows and heads lay there: a kernel reads those of its segment alone.
         var first = segment.row * num_heads + first_head
-        return AttentionRows[to, o_dtype, Sight](
+        return AttentionRows[to, o_dtype, Masks](
             target.unsafe_offset(-first * self.length[to]()),
             rows.o,
             rows.lse,
@@ -198,7 +198,7 @@ struct KeyRotation(Movable):
             rows.v_scale,
             rows.rope_theta,
             rows.rope_scale,
-            rows.sight,
+            rows.masks,
             rows.q_latent.unsafe_bitcast[Scalar[to]](),
             rows.latent_scale,
         )

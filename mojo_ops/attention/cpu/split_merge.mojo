@@ -205,7 +205,7 @@ def write_result[
     var factor: Float32 = 1
     var target = rows.o.unsafe_offset((row * rows.num_heads + query) * value_dim)
     # Masks are read where the sum of the weights does not tell: of scores that are all -inf.
-    var sees_tokens = rows.Sight.has_masks and state.total != 0 or rows.sees_any(row, logits)
+    var sees_tokens = rows.Masks.has_masks and state.total != 0 or rows.sees_any(row, logits)
     if not sees_tokens:
         for d in range(0, value_dim, 8):
             target.unsafe_store(d, SIMD[rows.o_dtype, 8](0))

@@ -7,7 +7,7 @@ from max.gpu.host import DeviceContext
 from ..softmax import MINUS_INFINITY
 from .dependent_launch import follows_closely
 from .params import GpuAttentionParams
-from .row_sight import GpuRowSight
+from .row_masks import GpuRowMasks
 from .scheduler import PartialOutputs, Schedule
 from .split_kv import NO_ROW
 
@@ -15,13 +15,13 @@ comptime COMBINE_THREADS = 128
 
 
 def enqueue_combine[
-    dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
+    dtype: DType, o_dtype: DType, Masks: GpuRowMasks, //
 ](
-    ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule, partials: PartialOutputs
+    ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Masks], schedule: Schedule, partials: PartialOutputs
 ) raises:
     """Finishes o and lse of every split row; nothing to do where the schedule can split none."""
     if schedule.max_splits > 0:
-        comptime kernel = combine_rows[dtype, o_dtype, Sight]
+        comptime kernel = combine_rows[dtype, o_dtype, Masks]
         ctx.enqueue_function[kernel](
             params,
             schedule,
@@ -33,8 +33,8 @@ def enqueue_combine[
 
 
 def combine_rows[
-    dtype: DType, o_dtype: DType, Sight: GpuRowSight
-](params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule, partials: PartialOutputs):
+    dtype: DType, o_dtype: DType, Masks: GpuRowMasks
+](params: GpuAttentionParams[dtype, o_dtype, Masks], schedule: Schedule, partials: PartialOutputs):
     """One CTA a split row and query head.
 
     Every thread computes the state by itself, from the same numbers in the same order: the result depends on the

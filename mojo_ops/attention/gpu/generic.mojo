@@ -17,17 +17,17 @@ from .combine import enqueue_combine
 from .params import GpuAttentionParams, NOT_A_NUMBER
 from .rope import RotaryFrequencies, rotation_angle
 from .row_page_table import RowPageTable
-from .row_sight import GpuRowSight, RowMask
+from .row_masks import GpuRowMasks, RowMask
 from .scheduler import PartialOutputs, Schedule, Workspace, enqueue_schedule, multiprocessors
 from .split_kv import INVALID_ROW, NO_ROW, ScheduleBounds
 from .teams import THREADS, TeamState, sum_of_team
 
 
 def attend_generic[
-    dtype: DType, o_dtype: DType, Sight: GpuRowSight, kv_dtype: DType, //
+    dtype: DType, o_dtype: DType, Masks: GpuRowMasks, kv_dtype: DType, //
 ](
     ctx: DeviceContext,
-    params: GpuAttentionParams[dtype, o_dtype, Sight],
+    params: GpuAttentionParams[dtype, o_dtype, Masks],
     k: DynamicKVCache[kv_dtype],
     v: DynamicKVCache[kv_dtype],
     rotary: RotaryFrequencies,
@@ -52,7 +52,7 @@ def attend_generic[
         return
     # The kernel for the next larger head_dim, and for the least number of heads that holds the group. With masks there
     # are fewer, because each takes time to compile.
-    comptime if Sight.has_masks:
+    comptime if Masks.has_masks:
         if dim <= 128:
             launch_generic_for_group[128](ctx, params, k, v, group, batch_invariant)
         else:
@@ -69,10 +69,10 @@ def attend_generic[
 
 
 def launch_generic_for_group[
-    dtype: DType, o_dtype: DType, Sight: GpuRowSight, kv_dtype: DType, //, DIM: Int
+    dtype: DType, o_dtype: DType, Masks: GpuRowMasks, kv_dtype: DType, //, DIM: Int
 ](
     ctx: DeviceContext,
-    params: GpuAttentionParams[dtype, o_dtype, Sight],
+    params: GpuAttentionParams[dtype, o_dtype, Masks],
     k: DynamicKVCache[kv_dtype],
     v: DynamicKVCache[kv_dtype],
     group: Int,
@@ -82,11 +82,11 @@ def launch_generic_for_group[
     comptime most = 4 if DIM > 256 else 8
     var none = RotaryFrequencies(0, 1)
     # With masks there are fewer; with one head at a `DIM` of 512 a register of some spills.
-    comptime if not (Sight.has_masks and DIM > 256):
+    comptime if not (Masks.has_masks and DIM > 256):
         if group == 1:
             launch_generic[DIM, 1](ctx, params, k, v, none, group, batch_invariant)
             return
-    comptime if not Sight.has_masks:
+    comptime if not Masks.has_masks:
         if group <= 4:
             launch_generic[DIM, 4](ctx, params, k, v, none, group, batch_invariant)
             return
@@ -94,10 +94,10 @@ def launch_generic_for_group[
 
 
 def launch_generic[
-    dtype: DType, o_dtype: DType, Sight: GpuRowSight, kv_dtype: DType, //, DIM: Int, HEADS: Int, ROTARY: Bool = False
+    dtype: DType, o_dtype: DType, Masks: GpuRowMasks, kv_dtype: DType, //, DIM: Int, HEADS: Int, ROTARY: Bool = False
 ](
     ctx: DeviceContext,
-    params: GpuAttentionParams[dtype, o_dtype, Sight],
+    params: GpuAttentionParams[dtype, o_dtype, Masks],
     k: DynamicKVCache[kv_dtype],
     v: DynamicKVCache[kv_dtype],
     rotary: RotaryFrequencies,
@@ -112,7 +112,7 @@ def launch_generic[
     var schedule = workspace.schedule()
     var partials = workspace.partials()
     enqueue_schedule(ctx, params, schedule)
-    comptime kernel = attend_item_on_any_gpu[dtype, o_dtype, Sight, kv_dtype, DIM, HEADS, ROTARY]
+    comptime kernel = attend_item_on_any_gpu[dtype, o_dtype, Masks, kv_dtype, DIM, HEADS, ROTARY]
     ctx.enqueue_function[kernel](
         params, k, v, schedule, partials, rotary, grid_dim=(bounds.items, k.num_heads(), parts), block_dim=THREADS
     )
@@ -122,9 +122,9 @@ def launch_generic[
 
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
 def attend_item_on_any_gpu[
-    dtype: DType, o_dtype: DType, Sight: GpuRowSight, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool
+    dtype: DType, o_dtype: DType, Masks: GpuRowMasks, kv_dtype: DType, DIM: Int, HEADS: Int, ROTARY: Bool
 ](
-    params: GpuAttentionParams[dtype, o_dtype, Sight],
+    params: GpuAttentionParams[dtype, o_dtype, Masks],
     k: DynamicKVCache[kv_dtype],
     v: DynamicKVCache[kv_dtype],
     schedule: Schedule,
@@ -133,7 +133,7 @@ def attend_item_on_any_gpu[
 ):
     """One item for KV head `block_idx.y` and heads `[HEADS * block_idx.z, ...)` of its group."""
     # Rotations and masks take registers: with four tokens at once some kernels spill.
-    comptime State = TeamState[kv_dtype, DIM, HEADS, 2 if ROTARY or Sight.has_masks else 4]
+    comptime State = TeamState[kv_dtype, DIM, HEADS, 2 if ROTARY or Masks.has_masks else 4]
     comptime Shape = State.Shape
     comptime WIDTH = Shape.WIDTH
     comptime LANES = Shape.LANES
@@ -171,8 +171,8 @@ def attend_item_on_any_gpu[
     var origin = Int32(0)
     var mask = RowMask(-1, 0)
     if item.begin < item.end:
-        origin = params.sight.first_position(params.request(item.row))
-        mask = params.sight.mask(item.row)
+        origin = params.masks.first_position(params.request(item.row))
+        mask = params.masks.mask(item.row)
     comptime if ROTARY:
         if item.begin < item.end:
             var half = params.head_dim // 2
@@ -199,7 +199,7 @@ def attend_item_on_any_gpu[
         var seen = Array[Bool, TOKENS](fill=False)
         comptime for t in range(TOKENS):
             var token = base + Int32(t * TEAMS) + team
-            seen[t] = token < item.end and params.sight.sees(mask, token)
+            seen[t] = token < item.end and params.masks.sees(mask, token)
             if seen[t]:
                 var at = pages.locate(token)
                 if at.page < 0:
@@ -211,9 +211,9 @@ def attend_item_on_any_gpu[
                         var dim = (Int32(p * LANES) + lane) * Int32(WIDTH)
                         if dim < params.head_dim:
                             keys[t * PARTS + p] = load_raw[WIDTH](k.blocks.ptr, k_at + Int(dim))
-                            comptime if not Sight.has_masks:
+                            comptime if not Masks.has_masks:
                                 values[t * PARTS + p] = load_raw[WIDTH](v.blocks.ptr, v_at + Int(dim))
-                        comptime if Sight.has_masks:
+                        comptime if Masks.has_masks:
                             if dim < params.value_dim():
                                 values[t * PARTS + p] = load_raw[WIDTH](v.blocks.ptr, v_at + Int(dim))
 
@@ -222,7 +222,7 @@ def attend_item_on_any_gpu[
             comptime for p in range(PARTS):
                 var key = widen(keys[t * PARTS + p])
                 comptime if ROTARY:
-                    var angle = rotation_angle[signed=Sight.has_masks](
+                    var angle = rotation_angle[signed=Masks.has_masks](
                         frequency[p], position - (origin + (base + Int32(t * TEAMS) + team))
                     )
                     var across = key * sin(angle)

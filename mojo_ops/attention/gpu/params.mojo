@@ -8,14 +8,14 @@ from ...cache.page_table import PageTable
 from ...cache.pointers import RowPointer
 from ..logits import HeadPointer, Logits, soft_capped
 from ..params import AttentionRows
-from ..row_sight import RowSight
+from ..row_masks import RowMasks
 from ..softmax import LOG2E, MINUS_INFINITY
-from .row_sight import GpuPlainSight, RowMask, GpuRowSight
+from .row_masks import GpuNoMasks, RowMask, GpuRowMasks
 from .split_kv import RowTokens, SPLIT_TILE_TOKENS
 
 
 @fieldwise_init
-struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSight = GpuPlainSight](
+struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Masks: GpuRowMasks = GpuNoMasks](
     DevicePassable, TrivialRegisterPassable
 ):
     """`AttentionRows` and `Logits` with fixed-width fields: made on the host, passed to kernels by value.
@@ -25,7 +25,7 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSig
     Parameters:
         dtype: Of q.
         o_dtype: Of o.
-        Sight: Which tokens a row sees, and where they stand.
+        Masks: Which tokens a row sees, and where they stand.
     """
 
     comptime device_type: AnyType = Self
@@ -33,7 +33,7 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSig
     var q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin]
     """`[R, Hq, D]`."""
     var o: Pointer[Scalar[Self.o_dtype], MutUntrackedOrigin]
-    """`[R, Hq, Dv]`; `Dv` is D but where the sight has another."""
+    """`[R, Hq, Dv]`; `Dv` is D, or the width of V that the masks have."""
     var lse: Pointer[Float32, MutUntrackedOrigin]
     """`[R, Hq]`, base 2."""
     var row_batch: RowPointer
@@ -58,17 +58,17 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSig
     var v_scale: Float32
     var has_alibi: Int32
     var has_sinks: Int32
-    var sight: Self.Sight
+    var masks: Self.Masks
 
     @staticmethod
     def of[
-        HostSight: RowSight, //
+        HostMasks: RowMasks, //
     ](
-        rows: AttentionRows[Self.dtype, Self.o_dtype, HostSight],
+        rows: AttentionRows[Self.dtype, Self.o_dtype, HostMasks],
         logits: Logits,
         table: PageTable,
         head_dim: Int,
-        sight: Self.Sight,
+        masks: Self.Masks,
     ) raises -> Self:
         """The same call with its numbers in 32 bits.
 
@@ -101,7 +101,7 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSig
             rows.v_scale,
             Int32(logits.has_alibi),
             Int32(logits.has_sinks),
-            sight,
+            masks,
         )
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
@@ -118,7 +118,7 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSig
     @always_inline
     def tokens(self, row: Int32) -> RowTokens:
         """The tokens that a row attends to, a mask left out."""
-        return self.sight.tokens(
+        return self.masks.tokens(
             row,
             self.row_batch[unsafe_offset=Int(row)],
             self.row_lengths[unsafe_offset=Int(row)],
@@ -135,12 +135,12 @@ struct GpuAttentionParams[dtype: DType, o_dtype: DType = dtype, Sight: GpuRowSig
     @always_inline
     def position(self, row: Int32) -> Int32:
         """The position of the token of a row that has tokens."""
-        return self.sight.position(row, self.request(row), self.row_lengths[unsafe_offset=Int(row)])
+        return self.masks.position(row, self.request(row), self.row_lengths[unsafe_offset=Int(row)])
 
     @always_inline
     def value_dim(self) -> Int32:
         """Elements of a head of V and of o."""
-        return self.sight.value_dim(self.head_dim)
+        return self.masks.value_dim(self.head_dim)
 
     @always_inline
     def slope(self, head: Int32) -> Float32:

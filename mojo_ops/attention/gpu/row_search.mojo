@@ -8,7 +8,7 @@ from max.gpu import WARP_SIZE, lane_id
 from max.gpu.primitives import warp
 
 from .params import GpuAttentionParams
-from .row_sight import GpuRowSight
+from .row_masks import GpuRowMasks
 from .split_kv import (
     NO_ROW,
     RowPartition,
@@ -35,8 +35,8 @@ struct LaneRow(TrivialRegisterPassable):
 
     @always_inline
     def __init__[
-        dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
-    ](out self, params: GpuAttentionParams[dtype, o_dtype, Sight], wanted_items: Int32, batch_invariant: Bool,):
+        dtype: DType, o_dtype: DType, Masks: GpuRowMasks, //
+    ](out self, params: GpuAttentionParams[dtype, o_dtype, Masks], wanted_items: Int32, batch_invariant: Bool,):
         self.row = Int32(lane_id())
         var tokens = RowTokens(0, 0)
         if self.row < params.num_rows:

@@ -14,7 +14,7 @@ from ...cache.pointers import untracked
 from .dependent_launch import admit_next_launch, await_launch_before, follows_closely
 from .params import GpuAttentionParams
 from .row_search import LaneRow, MAX_SEARCHED_ROWS
-from .row_sight import GpuRowSight
+from .row_masks import GpuRowMasks
 from .split_kv import NO_ROW, RowPartition, SplitRow, ScheduleBounds, SplitItem, max_item_tiles, fixed_max_item_tiles
 
 comptime SCHEDULE_THREADS = 1024
@@ -65,8 +65,8 @@ struct Schedule(DevicePassable, TrivialRegisterPassable):
 
     @always_inline
     def find_item[
-        dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
-    ](self, params: GpuAttentionParams[dtype, o_dtype, Sight], index: Int) -> SplitItem:
+        dtype: DType, o_dtype: DType, Masks: GpuRowMasks, //
+    ](self, params: GpuAttentionParams[dtype, o_dtype, Masks], index: Int) -> SplitItem:
         """The `index`-th item, below `max_items`, with a list or without; by whole warps, after `begin_attention`."""
         if self.is_listed != 0:
             return self.item(index)
@@ -74,8 +74,8 @@ struct Schedule(DevicePassable, TrivialRegisterPassable):
 
     @always_inline
     def begin_combine[
-        dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
-    ](self, params: GpuAttentionParams[dtype, o_dtype, Sight], index: Int) -> SplitRow:
+        dtype: DType, o_dtype: DType, Masks: GpuRowMasks, //
+    ](self, params: GpuAttentionParams[dtype, o_dtype, Masks], index: Int) -> SplitRow:
         """The `index`-th row of several items, below `max_splits`. By every thread of the kernel that merges them."""
         if self.is_listed != 0:
             await_launch_before()
@@ -170,17 +170,17 @@ def multiprocessors(ctx: DeviceContext) raises -> Int:
 
 
 def enqueue_schedule[
-    dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
-](ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule) raises:
+    dtype: DType, o_dtype: DType, Masks: GpuRowMasks, //
+](ctx: DeviceContext, params: GpuAttentionParams[dtype, o_dtype, Masks], schedule: Schedule) raises:
     """Fills the lists of `schedule`, where it has them, from the lengths as the device finds them."""
     if schedule.is_listed != 0:
-        comptime kernel = schedule_rows[dtype, o_dtype, Sight]
+        comptime kernel = schedule_rows[dtype, o_dtype, Masks]
         ctx.enqueue_function[kernel](params, schedule, grid_dim=1, block_dim=SCHEDULE_THREADS)
 
 
 def schedule_rows[
-    dtype: DType, o_dtype: DType, Sight: GpuRowSight
-](params: GpuAttentionParams[dtype, o_dtype, Sight], schedule: Schedule):
+    dtype: DType, o_dtype: DType, Masks: GpuRowMasks
+](params: GpuAttentionParams[dtype, o_dtype, Masks], schedule: Schedule):
     """One CTA of `SCHEDULE_THREADS`: sums the tiles of all rows, then writes items and split rows by prefix sums."""
     admit_next_launch()
     var thread = Int32(thread_idx.x)

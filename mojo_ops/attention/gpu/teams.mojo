@@ -13,7 +13,7 @@ from ...cache.gpu_loads import vector_width
 from ..softmax import MINUS_INFINITY
 from .combine import rescale_factor
 from .params import GpuAttentionParams
-from .row_sight import GpuRowSight
+from .row_masks import GpuRowMasks
 from .scheduler import PartialOutputs
 from .split_kv import SplitItem, WHOLE_ROW
 
@@ -82,10 +82,10 @@ struct TeamState[kv_dtype: DType, DIM: Int, HEADS: Int, MOST_TOKENS: Int]:
 
     @always_inline
     def finish[
-        dtype: DType, o_dtype: DType, Sight: GpuRowSight, //
+        dtype: DType, o_dtype: DType, Masks: GpuRowMasks, //
     ](
         self,
-        params: GpuAttentionParams[dtype, o_dtype, Sight],
+        params: GpuAttentionParams[dtype, o_dtype, Masks],
         item: SplitItem,
         partials: PartialOutputs,
         team: Int32,

@@ -25,7 +25,7 @@ from ...isa.amx_tiles import (
     zero_sums,
 )
 from ...isa.memory import Bf16Pointer, FloatPointer, align_to_line
-from ..tasks import run_tasks
+from ...isa.threads import run_tasks
 from .operands import AmxLinear, LINE_ELEMENTS, copy_rows, pack_columns
 from .stream import MAX_STREAM_ROWS, stream_weights
 

@@ -17,7 +17,7 @@ from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_TILE_K, AMX_TILE_ROWS
 from ...isa.line_counter import LineCounter
 from ...isa.memory import Bf16Pointer, FloatPointer
 from ...isa.transpose import transpose_16x16
-from ..tasks import run_tasks
+from ...isa.threads import run_tasks
 from .operands import AmxLinear, copy_rows
 
 comptime MAX_STREAM_ROWS = 64

@@ -37,6 +37,8 @@ def as_numpy(array: Any, name: str) -> np.ndarray:
         ContractTypeError: `array`, called `name` in the message, is no array, not on the CPU, or of another dtype.
     """
     if isinstance(array, np.ndarray):
+        if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+            raise ContractTypeError(f"{name} is a masked array, whose mask would not count: give its .data")
         view = array if type(array) is np.ndarray else array.view(np.ndarray)
     elif (torch := sys.modules.get("torch")) is not None and isinstance(array, torch.Tensor):
         return _from_torch(array, name)

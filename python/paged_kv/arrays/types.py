@@ -41,7 +41,7 @@ class TorchDType(Protocol):
 ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 """An array's kind: a result has the kind of the argument that is named for it."""
 
-PagedCache: TypeAlias = SupportsDLPack | tuple[SupportsDLPack, SupportsDLPack] | list[SupportsDLPack]
+CacheArrays: TypeAlias = SupportsDLPack | tuple[SupportsDLPack, SupportsDLPack] | list[SupportsDLPack]
 """K and V in one array, or one array each."""
 
 DTypeLike: TypeAlias = npt.DTypeLike | DType | TorchDType

@@ -1,20 +1,35 @@
-"""One attention call: a plan with its operands prepared, run on the device that its arrays lie on.
+"""One attention call, the road of decode, prefill, ragged, mixed and cascaded batches: view, check, operands, execute,
+hand back.
 
-Letters in shapes: R rows (query tokens), Hq query heads, Hk KV heads, D head dimension (Dv: V's).
+`Attention.over_pages` and `over_tokens` view the user's arrays, `over_views` checks what is to be written, `run` holds
+q and the cache against the plan, makes the op's operands and executes one compiled graph. Letters in shapes: R rows
+(query tokens), N tokens, Hq query heads, Hk KV heads, D head dimension (Dv: V's).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from max.driver import Buffer
 
-from paged_kv.arrays.cache_storage import cache_operands
+from paged_kv.arrays import devices
+from paged_kv.arrays.cache_storage import (
+    cache_operands,
+    check_alike,
+    check_layout,
+    check_storage,
+    overlapping_pages,
+    paged_views,
+)
 from paged_kv.arrays.host import to_buffer
+from paged_kv.arrays.overlap import Named
 from paged_kv.arrays.types import ArrayDevice
+from paged_kv.calls.buffers import FixedBuffers
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
+from paged_kv.calls.results import NOT_WRITTEN, Results
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.scalars import one_number
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
@@ -52,6 +67,110 @@ class Attention:
         no_scales: Scales = (None, None, None)
         self._last_numbers = no_scales, self._pack(no_scales)
         self._last_storage: tuple[tuple[Any, ...], _Storage | None] = ((), None)
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def over_pages(
+        self,
+        rows: Rows,
+        q: Any,
+        paged_kv_cache: Any,
+        kv_layout: str,
+        scales: Scales,
+        results: Results,
+        *,
+        sinks: Any = None,
+        window_left: int | None = None,
+        buffers: FixedBuffers[Any, Any] | None = None,
+    ) -> Any:
+        """O, or o and the lse, in the kind of q: `[R, Hq, Dv]` in the planned dtype, and `[R, Hq]` float32.
+
+        Args:
+            rows: Of q, with their requests.
+            q: `[R, Hq, D]`.
+            paged_kv_cache: As `paged_views` takes it.
+            kv_layout: "NHD" or "HND".
+            scales: Of q, k and v.
+            results: What is returned and written.
+            sinks: `[Hq]`, or None.
+            window_left: Instead of the planned one, where not None.
+            buffers: The user's, which outputs may not overlap either.
+
+        Raises:
+            ContractTypeError, ShapeError, ContractError: an array does not fit the plan, cannot be written, or shares
+                memory where it is written.
+            PageTableError: a page id is not one of the cache's.
+        """
+        device = devices.device_of(q=q, paged_kv_cache=paged_kv_cache, out=results.out, lse=results.lse, sinks=sinks)
+        same_width, one_slot = self.plan.value_dim == self.plan.head_dim, self.plan.page_size == 1
+        cache = paged_views(paged_kv_cache, kv_layout, device=device, same_width=same_width, one_slot=one_slot)
+        return self.over_views(
+            rows, device, q, cache, scales, results, sinks=sinks, window_left=window_left, buffers=buffers
+        )
+
+    def over_tokens(
+        self,
+        rows: Rows,
+        q: Any,
+        kv: tuple[Any, Any],
+        kv_layout: str,
+        scales: Scales,
+        results: Results,
+        *,
+        sinks: Any = None,
+        buffers: FixedBuffers[Any, Any] | None = None,
+    ) -> Any:
+        """`over_pages` over contiguous K and V, `[N, Hk, D]` (NHD) or `[Hk, N, D]` (HND), whose `rows.table` has
+        overlapping pages.
+
+        Raises:
+            ShapeError: the requests of `rows` have more than N tokens; else as `over_pages`.
+        """
+        plan, table = self.plan, rows.table
+        device = devices.device_of(q=q, k=kv[0], v=kv[1], out=results.out, lse=results.lse)
+        keys, values = token_views(device, kv, kv_layout, same_width=plan.value_dim == plan.head_dim)
+        for name, view, head_dim in (("k", keys, plan.head_dim), ("v", values, plan.value_dim)):
+            if tuple(view.shape[1:]) != (plan.num_kv_heads, head_dim):
+                raise ShapeError(f"{name}: heads {list(view.shape[1:])}, planned {[plan.num_kv_heads, head_dim]}")
+        needed = table.highest_page + table.page_size if table.highest_page >= 0 else 0
+        if len(keys) < needed:
+            raise ShapeError(f"k: {len(keys)} tokens, the requests have {needed} (kv_indptr)")
+        pages = overlapping_pages(keys, table.page_size), overlapping_pages(values, table.page_size)
+        memory = [("k", keys), ("v", values)]
+        return self.over_views(rows, device, q, pages, scales, results, sinks=sinks, buffers=buffers, memory=memory)
+
+    def over_views(
+        self,
+        rows: Rows,
+        device: ArrayDevice,
+        q: Any,
+        cache: tuple[Any, Any],
+        scales: Scales,
+        results: Results,
+        *,
+        sinks: Any = None,
+        window_left: int | None = None,
+        buffers: FixedBuffers[Any, Any] | None = None,
+        names: tuple[str, str] = ("q", "paged_kv_cache"),
+        memory: Sequence[Named] | None = None,
+    ) -> Any:
+        """`over_pages`, where the device of all arrays is known and `cache` is two views of K and V on it.
+
+        Messages call q and the cache `names`; `memory` is that of the cache where its views overlap themselves.
+        """
+        queries = device.view(q, names[0])
+        written = NOT_WRITTEN
+        if results.are_written:
+            read = [(names[0], queries), *(memory or [(names[1], view) for view in cache])]
+            if sinks is not None:
+                read.append(("sinks", device.view(sinks, "sinks")))
+            if buffers is not None:
+                read += buffers.on(device)
+            shape = (rows.count, self.plan.num_qo_heads, self.plan.value_dim)
+            written = results.views(device, shape, self.plan.result_dtype, read, rows.counted_as)
+        o, sums = self.run(device, queries, *cache, rows, scales, sinks, window_left)
+        return results.hand_back(device, q, o, sums, written)
 
     def run(
         self,
@@ -91,7 +210,9 @@ class Attention:
         if self._widened is not None:
             q = device.astype(q, self._widened)
         # What torch still has to compute is enqueued before MAX's stream is told to wait.
-        queries, sink_values = device.contiguous(q), None if sinks is None else self._sinks(device, sinks)
+        queries, sink_values = device.contiguous(q), None
+        if sinks is not None:
+            sink_values = checked_sinks(device, sinks, plan.num_qo_heads, "num_qo_heads")
         runtime = runtime_on(device.index)
         with device.ordered():
             slopes, no_sinks, head_of_v = self._constants_on(device)
@@ -162,20 +283,6 @@ class Attention:
         options = replace(self.plan.options, rope_theta=theta, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         return to_buffer(options.numbers(self.plan.head_dim))
 
-    def _sinks(self, device: ArrayDevice, sinks: Any) -> Any:
-        """The sinks as the op takes them; their values are checked where they can be read."""
-        view, heads = device.view(sinks, "sinks"), self.plan.num_qo_heads
-        check_dtype("sinks: dtype", device.dtype(view))
-        if tuple(view.shape) != (heads,):
-            raise ShapeError(f"sinks: shape {list(view.shape)}, expected [num_qo_heads] = [{heads}]")
-        values = device.contiguous(device.astype(view, np.float32))
-        if device.readable:
-            bad = np.isnan(values) | np.isposinf(values)
-            if bad.any():
-                head = int(bad.argmax())
-                raise ContractError(f"sinks: head {head} has {values[head]}, expected a finite logit or -inf")
-        return values
-
     def _check_cache(self, device: ArrayDevice, k: Any, v: Any, page_size: int) -> None:
         """K and V are pages of the planned sizes and dtype."""
         plan = self.plan
@@ -190,6 +297,42 @@ class Attention:
                 raise ContractTypeError(
                     f"{plan.cache_name}: dtype {dtype.name} of {name}, planned {plan.kv_dtype.name} (kv_data_type)"
                 )
+
+
+def token_views(device: ArrayDevice, kv: tuple[Any, Any], kv_layout: str, *, same_width: bool) -> tuple[Any, Any]:
+    """K and V of contiguous tokens as `[N, Hk, D]` views.
+
+    Raises:
+        ContractTypeError, ShapeError, ContractError: the layout is unknown; an array is none, not of rank 3, or has
+            strides that the ops cannot address; or the two differ in dtype or shape, the last dimension left out unless
+            `same_width`.
+    """
+    check_layout(kv_layout)
+    keys, values = device.view(kv[0], "k"), device.view(kv[1], "v")
+    check_storage(device, keys, "k", 3)
+    check_storage(device, values, "v", 3)
+    check_alike(values, keys, "v", "k's", same_width)
+    return (keys, values) if kv_layout == "NHD" else (keys.swapaxes(0, 1), values.swapaxes(0, 1))
+
+
+def checked_sinks(device: ArrayDevice, sinks: Any, heads: int, name: str) -> Any:
+    """Sinks `[heads]` as the ops take them; messages call the number of heads `name`.
+
+    Raises:
+        ContractTypeError, ShapeError: they are of another dtype or shape.
+        ContractError: one is NaN or +inf, where that can be read.
+    """
+    view = device.view(sinks, "sinks")
+    check_dtype("sinks: dtype", device.dtype(view))
+    if tuple(view.shape) != (heads,):
+        raise ShapeError(f"sinks: shape {list(view.shape)}, expected [{name}] = [{heads}]")
+    values = device.contiguous(device.astype(view, np.float32))
+    if device.readable:
+        bad = np.isnan(values) | np.isposinf(values)
+        if bad.any():
+            head = int(bad.argmax())
+            raise ContractError(f"sinks: head {head} has {values[head]}, expected a finite logit or -inf")
+    return values
 
 
 def _int32(value: int) -> Buffer:

@@ -1,117 +1,198 @@
-"""Arrays of the user's that hold a page table: written by `plan`, read by every `run`.
+"""Arrays of the user's that hold what was planned: written by `plan`, read by every `run`.
 
-Letters in shapes: B requests.
+Letters in shapes: B requests, or groups of a level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
 from paged_kv.arrays.devices import device_of
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.calls.page_table import PageTable
-from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
-_BUFFER_NAMES = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
-INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+RequestsT = TypeVar("RequestsT", covariant=True)
+"""What a run takes of a plan; nothing of it is the caller's memory."""
+
+_INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+_BYTES = (np.dtype(np.uint8),)
 
 
-class PageTableBuffers:
-    """A page table in three arrays of the user's: written by `plan`, read by every `run`.
+class Planned(Protocol[RequestsT]):
+    """What `plan` was given of the requests, checked; its arrays may be the caller's."""
 
-    Arrays in a GPU's memory are written by `plan` alone: reading them would wait for the device, so `run` uses the
-    table that was planned last, and what is written to them in between does not count.
+    def arrays(self) -> Sequence[np.ndarray | None]:
+        """What fixed buffers hold of it, in their order; None where it has no such array."""
 
-    One thread at a time may call it; the wrapper that owns it sees to that. Other code that writes to the arrays, or
+    def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> Self:
+        """The same plan of other arrays, in the order of those of `arrays` that are not None; messages call them
+        `names`.
+
+        Raises:
+            ContractError: they are inconsistent.
+        """
+
+    def fixed(self) -> int:
+        """What the first plan into fixed buffers fixes, beside the batch."""
+
+    def check_fixed(self, fixed: int) -> None:
+        """Refuses what the first plan, of `fixed`, does not allow.
+
+        Raises:
+            ContractError: as said.
+        """
+
+    def requests(self) -> RequestsT:
+        """What a run takes of it; it is copied."""
+
+
+PlannedT = TypeVar("PlannedT", bound=Planned[Any])
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of the arrays."""
+
+    name: str
+    """As the constructor's argument."""
+    planned_as: str = ""
+    """The argument of `plan` that its length follows from, for messages."""
+    extra: int | None = 0
+    """Entries beyond B: 1 for offsets; None where any number of them may be used."""
+    optional: bool = False
+    is_mask: bool = False
+    """Whether it holds bytes of masks, uint8, and not int32 or int64."""
+
+
+class FixedBuffers(Generic[PlannedT, RequestsT]):
+    """What is planned, in arrays of the user's, which fix the batch.
+
+    Arrays in a GPU's memory are written by `plan` alone: reading them would wait for the device, so `run` uses what was
+    planned last, and what is written to them in between does not count.
+
+    One thread at a time may call it; `LastPlan`, which owns it, sees to that. Other code that writes to the arrays, or
     another wrapper over the same ones, has to wait until no call of this one is under way.
 
     Args:
-        indptr: `[B + 1]`.
-        indices: Long enough for the most page indices there will be.
-        last_page_len: `[B]`.
+        groups: The arrays that have a batch size in common: one group, or one a level.
+        arrays: As many, group after group.
+        lives: What messages say lives in them.
 
     Raises:
         ContractError: an array is missing or read-only, or shares memory with another one or within itself.
-        ContractTypeError: an array is no array, or neither int32 nor int64.
-        ShapeError: an array is not 1-D, or `indptr` has not one entry more than `last_page_len`.
+        ContractTypeError: an array is no array, or of another dtype.
+        ShapeError: an array is not 1-D, or the lengths of two do not fit each other.
     """
 
-    def __init__(self, indptr: Any, indices: Any, last_page_len: Any) -> None:
-        arrays = dict(zip(_BUFFER_NAMES, (indptr, indices, last_page_len), strict=True))
-        for name, array in arrays.items():
-            if array is None:
-                raise ContractError(f"{name} is needed where the page table lives in buffers (use_cuda_graph=True)")
-        self._device = device_of(**arrays)
-        self._page_size: int | None = None
-        self._planned: Rows | None = None  # where the arrays are not read again
-        self._indptr, self._indices, self._last_page_len = (buffer_view(self._device, a, n) for n, a in arrays.items())
-        self.batch_size = len(self._last_page_len)
-        if len(self._indptr) != self.batch_size + 1:
-            raise ShapeError(
-                f"paged_kv_indptr_buffer has {len(self._indptr)} entries, expected {self.batch_size + 1}:"
-                f" one more than paged_kv_last_page_len_buffer"
-            )
-        check_written(self._device, self.views)
-
-    @property
-    def views(self) -> list[Named]:
-        """The three arrays with the names that messages have for them."""
-        return list(zip(_BUFFER_NAMES, (self._indptr, self._indices, self._last_page_len), strict=True))
+    def __init__(self, groups: Sequence[Sequence[Buffer]], arrays: Sequence[Any], lives: str) -> None:
+        self._buffers = [buffer for group in groups for buffer in group]
+        given = dict(zip((buffer.name for buffer in self._buffers), arrays, strict=True))
+        for buffer in self._buffers:
+            if given[buffer.name] is None and not buffer.optional:
+                raise ContractError(f"{buffer.name} is needed where {lives} in buffers (use_cuda_graph=True)")
+        self._device = device_of(**given)
+        self._views = {
+            buffer.name: _view(self._device, given[buffer.name], buffer)
+            for buffer in self._buffers
+            if given[buffer.name] is not None
+        }
+        for group in groups:
+            self.batch_size = self._check_lengths(group)
+        check_written(self._device, list(self._views.items()))
+        self._fixed: int | None = None
+        self._last: PlannedT | None = None
+        self._requests: RequestsT | None = None  # where the arrays are not read again
 
     def on(self, device: ArrayDevice) -> list[Named]:
-        """`views` where they lie on that device, else nothing."""
-        return self.views if device == self._device else []
+        """The arrays with their names, where they lie on that device, else nothing."""
+        return list(self._views.items()) if device == self._device else []
 
-    def fill(self, table: PageTable) -> None:
-        """Copies a checked table into the arrays, which may be the table's own.
+    def fill(self, planned: PlannedT) -> None:
+        """Copies a checked plan into the arrays, which may be the plan's own.
 
         Raises:
-            ShapeError: it has another batch size, or more indices than fit; nothing was written.
+            ShapeError: it has another batch size, or more entries than fit; nothing was written.
+            ContractError: the first plan fixed something otherwise, or an array is needed that is missing.
         """
-        if table.batch_size != self.batch_size:
-            raise ShapeError(f"indptr: a batch of {table.batch_size}, the buffers fix it at {self.batch_size}")
-        used = len(table.used_indices)
-        if used > len(self._indices):
-            raise ShapeError(f"indices: {used} page ids, paged_kv_indices_buffer holds {len(self._indices)}")
-        if not self._device.readable:
-            self._planned = Rows.of_decode(table)
-        sources: Sequence[np.ndarray] = (table.indptr, table.used_indices, table.last_page_len)
-        targets = (self._indptr, self._indices[:used], self._last_page_len)
-        if self._device.readable:
-            sources = [self._device.apart(source, targets) for source in sources]
-        for target, source in zip(targets, sources, strict=True):
-            self._device.write(target, source)
-        self._page_size = table.page_size
+        if self._fixed is not None:
+            planned.check_fixed(self._fixed)
+        sources = dict(self._sources(planned))
+        targets = {name: self._views[name][: len(source)] for name, source in sources.items()}
+        readable = self._device.readable
+        if readable:  # before anything is written: one array of the user's may be another's source
+            sources = {name: self._device.apart(source, list(targets.values())) for name, source in sources.items()}
+        requests = None if readable else planned.requests()
+        for name, source in sources.items():
+            self._device.write(targets[name], source)
+        self._fixed = planned.fixed() if self._fixed is None else self._fixed
+        self._last, self._requests = planned, requests
 
-    def read(self) -> Rows:
+    def read(self) -> RequestsT:
         """The requests that the arrays hold now; on a GPU, those that were planned last.
 
         Raises:
-            ContractError: nothing was planned.
-            PageTableError: that is no consistent page table.
+            ContractError: nothing was planned, or they are inconsistent.
         """
-        if self._page_size is None:
+        if self._last is None:
             raise ContractError("run: nothing is planned, call plan first")
-        if self._planned is not None:
-            return self._planned
+        if self._requests is not None:
+            return self._requests
+        held = [
+            buffer.name for buffer, array in zip(self._buffers, self._last.arrays(), strict=True) if array is not None
+        ]
         # Copies: what is checked is what is read, even where another thread writes to the arrays.
-        indptr, indices, last_page_len = (self._device.clone(view) for _, view in self.views)
-        return Rows.of_decode(PageTable.of(indptr, indices, last_page_len, self._page_size, _BUFFER_NAMES))
+        return self._last.of_arrays([self._device.clone(self._views[name]) for name in held], held).requests()
+
+    def _sources(self, planned: PlannedT) -> Sequence[tuple[str, np.ndarray]]:
+        """What is copied into each array, where it fits."""
+        sources = []
+        for buffer, array in zip(self._buffers, planned.arrays(), strict=True):
+            if array is None:
+                continue
+            if buffer.name not in self._views:
+                raise ContractError(f"{buffer.name} is needed for a mask where the requests live in buffers")
+            held, count = len(self._views[buffer.name]), len(array)
+            if count > held or (count < held and buffer.extra is not None):
+                raise ShapeError(self._misfit(buffer, held, count))
+            sources.append((buffer.name, array))
+        return sources
+
+    def _misfit(self, buffer: Buffer, held: int, count: int) -> str:
+        if not buffer.planned_as:
+            return f"{buffer.name} holds {held} entries, the plan has {count}"
+        if buffer.extra is None:
+            return f"{buffer.planned_as}: {count} page ids, {buffer.name} holds {held}"
+        return f"{buffer.planned_as}: a batch of {count - buffer.extra}, the buffers fix it at {self.batch_size}"
+
+    def _check_lengths(self, group: Sequence[Buffer]) -> int:
+        """B of a group."""
+        sized = [(buffer, len(self._views[buffer.name])) for buffer in group if buffer.name in self._views]
+        sized = [(buffer, length) for buffer, length in sized if buffer.extra is not None]
+        # The array of B entries where there is one: offsets are compared with it.
+        measure, entries = min(sized, key=lambda one: one[0].extra or 0)
+        batch_size = entries - (measure.extra or 0)
+        for buffer, length in sized:
+            expected = batch_size + (buffer.extra or 0)
+            if length != expected:
+                than = "as" if buffer.extra == measure.extra else "one more than"
+                raise ShapeError(f"{buffer.name} has {length} entries, expected {expected}: {than} {measure.name}")
+        return batch_size
 
 
-def buffer_view(device: ArrayDevice, array: Any, name: str, dtypes: Sequence[np.dtype[Any]] = INDEX_DTYPES) -> Any:
+def _view(device: ArrayDevice, array: Any, buffer: Buffer) -> Any:
     """A writable view of one of the user's arrays.
 
     Raises:
-        ContractTypeError: it is no array, or of none of the dtypes.
+        ContractTypeError: it is no array, or of another dtype.
         ShapeError: it is not 1-D.
         ContractError: it is read-only.
     """
+    name, dtypes = buffer.name, _BYTES if buffer.is_mask else _INDEX_DTYPES
     view = device.view(array, name)
     dtype = device.dtype(view)
     if dtype not in dtypes:

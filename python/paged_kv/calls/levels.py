@@ -11,7 +11,7 @@ each level, and the states of a row's levels merge. Letters in shapes: L levels,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,20 @@ import numpy as np
 from paged_kv.arguments import LARGEST_INDEX, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_indices
+from paged_kv.arrays.types import ArrayDevice
+from paged_kv.calls.attend import Attention, Scales
+from paged_kv.calls.merge_states import State, merge
 from paged_kv.calls.page_table import MAX_ROWS, PageTable, check_offsets
+from paged_kv.calls.plan import AttentionPlan, check_array
 from paged_kv.calls.rows import Int32s, LookupTable, Rows
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from paged_kv.options import NO_PAGE
 
 NAMES = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
 """What `plan` calls the lists of arrays, one entry a level."""
+
+_FLOAT32 = np.dtype(np.float32)
+_NO_SCALES: Scales = (None, None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +92,7 @@ class Levels:
 
     levels: tuple[Level, ...]
     causal: bool
-    """Whether a row sees no token behind its own: of the last level, whose last tokens the rows are."""
+    """Whether a row sees no token behind its own; the rows are the last tokens of their groups of the last level."""
 
     def __post_init__(self) -> None:
         first = self.levels[0]
@@ -110,28 +117,59 @@ class Levels:
         """T."""
         return self.levels[0].num_rows
 
-    def rows(self) -> LevelRows:
+    def arrays(self) -> list[np.ndarray]:
+        """Four of each level, in the order of `NAMES`."""
+        tables = [(level.qo_indptr, level.table) for level in self.levels]
+        return [
+            array for rows, table in tables for array in (rows, table.indptr, table.used_indices, table.last_page_len)
+        ]
+
+    def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> Levels:
+        """The plan with other arrays.
+
+        Raises:
+            ContractError: they are inconsistent.
+        """
+        page_size, levels = self.levels[0].table.page_size, range(0, len(arrays), 4)
+        return Levels(tuple(Level.of(arrays[i : i + 4], page_size, names[i : i + 4]) for i in levels), self.causal)
+
+    def fixed(self) -> int:
+        """The number of rows."""
+        return self.num_rows
+
+    def check_fixed(self, fixed: int) -> None:
+        """Refuses another number of rows.
+
+        Raises:
+            ShapeError: as said.
+        """
+        if self.num_rows != fixed:
+            raise ShapeError(f"{self.levels[0].name} ends at {self.num_rows} rows, the first plan has {fixed}")
+
+    def requests(self) -> LevelRows:
         """The rows of one call, level after level.
 
-        A row stands where it would without levels: as many tokens before the end of its context as there are rows
-        behind it in its group of the last level, and at 0 at least.
+        A row stands where it would in one flat context: as many tokens before the end as there are rows behind it in
+        its group of the last level. Where that group has more rows than tokens, the first ones stand in the levels
+        above, or before all tokens, at negative positions.
         """
         num_rows, last = self.num_rows, self.levels[-1]
         groups = [np.repeat(np.arange(len(level.qo_indptr) - 1), np.diff(level.qo_indptr)) for level in self.levels]
         before = np.zeros(num_rows, np.int64)  # tokens of the levels above, [T]
-        lengths, offsets = [], []
+        firsts, lengths, offsets = [], [], []
         for level, group in zip(self.levels, groups, strict=True):
             of_groups = np.zeros(len(level.qo_indptr) - 1, np.int64)
             of_groups[group] = before  # one value for all rows of a group, as levels nest
             offsets.append(of_groups)
+            firsts.append(before)
             lengths.append(level.table.lengths[group])
             before = before + lengths[-1]
         behind = last.qo_indptr[1:][groups[-1]] - np.arange(num_rows) - 1  # rows of the same group
+        positions = before - 1 - behind
         if self.causal:
-            lengths[-1] = np.maximum(lengths[-1] - behind, 0)
+            lengths = [np.clip(positions + 1 - first, 0, own) for first, own in zip(firsts, lengths, strict=True)]
         starts = np.cumsum([0, *(len(of_groups) for of_groups in offsets)])
         batch = [group + start for group, start in zip(groups, starts.tolist(), strict=False)]
-        positions = np.maximum(before - 1 - behind, 0)
         alone = len(self.levels) == 1
         return LevelRows(
             Rows(
@@ -142,6 +180,8 @@ class Levels:
                 token_offsets=None if alone else _int32(np.concatenate(offsets)),
                 counted_as="T",
             ),
+            _int32(positions),
+            self.causal,
             len(self.levels),
         )
 
@@ -151,6 +191,9 @@ class LevelRows:
     """Rows of one call, `[L * T]`."""
 
     rows: Rows
+    positions: Int32s
+    """`[T]`: where each row stands, counted from the first token of its context."""
+    causal: bool
     num_levels: int
 
     @property
@@ -198,6 +241,42 @@ class LevelTable(LookupTable):
         used = np.arange(self.entries.shape[1]) < self.num_pages[begin:end, None]
         pages = self.entries[begin:end][used]
         return int(pages.max()) if len(pages) else -1
+
+
+class LevelAttention(Attention):
+    """An attention whose outputs are float32, to be merged before they are rounded to the planned dtype."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        super().__init__(replace(plan, o_dtype=_FLOAT32))
+        self._result_dtype = plan.result_dtype
+
+    def states(self, levels: LevelRows, device: ArrayDevice, q: Any, k: Any, v: Any) -> list[State]:
+        """The states over each level's tokens: outputs `[T, Hq, D]` float32 and lse `[T, Hq]`, views on the device.
+
+        Args:
+            levels: The rows.
+            device: That of q, k and v.
+            q: A view `[T, Hq, D]`.
+            k, v: `[page, slot, Hk, D]` views.
+
+        Raises:
+            ContractTypeError, ShapeError, PageTableError: as `Attention.run`.
+        """
+        plan, rows, number = self.plan, levels.num_rows, levels.num_levels
+        shape = (rows, plan.num_qo_heads, plan.head_dim)
+        check_array(device, "q", q, shape, plan.q_dtype, levels.rows.counted_as)
+        if number > 1:
+            q = device.stack([q] * number, 0).reshape(number * rows, *shape[1:])
+        parts = self.run(device, q, k, v, levels.rows, _NO_SCALES)
+        o, lse = (part.reshape(number, rows, *part.shape[1:]) for part in parts)
+        return [(o[level], lse[level]) for level in range(number)]
+
+    def merged(self, device: ArrayDevice, states: list[State]) -> State:
+        """States of the same rows over disjoint tokens, merged: the output in the planned dtype, and the lse."""
+        o, lse = states[0]
+        if len(states) > 1:
+            o, lse = merge(device, *(device.stack(part, 1) for part in zip(*states, strict=True)))
+        return device.astype(o, self._result_dtype), lse
 
 
 def level_arrays(num_levels: int, lists: Sequence[Any], names: Sequence[str]) -> list[tuple[list[Any], list[str]]]:

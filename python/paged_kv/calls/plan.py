@@ -5,7 +5,7 @@ Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays.dtypes import DTYPES, dtype_of, max_dtype
-from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice, DTypeLike
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import FLOAT8_DTYPES, KV_DTYPES, Q_DTYPES, AttentionOptions, check_head_dim
@@ -62,6 +61,8 @@ class AttentionPlan:
     """Query rows of each request in a decode step."""
     dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
     """What messages call the two dtypes."""
+    head_dim_name: str = "head_dim"
+    """What messages call head_dim."""
     cache_name: str = "paged_kv_cache"
     """What messages call the cache."""
     head_dim_vo: int | None = None
@@ -70,21 +71,20 @@ class AttentionPlan:
     def __post_init__(self) -> None:
         for name, most in _SIZES.items():
             if getattr(self, name) is not None or name not in _OPTIONAL_SIZES:
-                object.__setattr__(self, name, integer(name, getattr(self, name), 1, most))
+                called = self.head_dim_name if name == "head_dim" else name
+                object.__setattr__(self, name, integer(called, getattr(self, name), 1, most))
         if self.num_qo_heads % self.num_kv_heads:
             raise ShapeError(
                 f"num_qo_heads: {self.num_qo_heads} is no multiple of num_kv_heads, which is {self.num_kv_heads}"
             )
-        check_head_dim("head_dim", self.head_dim)
+        check_head_dim(self.head_dim_name, self.head_dim)
         check_head_dim("head_dim_vo", self.value_dim)
         check_dtype(f"{self.dtype_names[0]}:", self.q_dtype, KV_DTYPES)
         check_dtype(f"{self.dtype_names[1]}:", self.kv_dtype, KV_DTYPES)
         if self.o_dtype is None:
             object.__setattr__(self, "o_dtype", self.q_dtype)
         check_dtype("o_data_type:", self.result_dtype, KV_DTYPES)
-        if self.kv_dtype.name not in (self.op_q_dtype.name, *FLOAT8_DTYPES):
-            legal = f"equal q's {self.q_dtype.name} or be one of {', '.join(FLOAT8_DTYPES)}"
-            raise ContractTypeError(f"{self.dtype_names[1]}: {self.kv_dtype.name} must {legal}")
+        check_pair(self.dtype_names[1], self.q_dtype, self.kv_dtype)
         if not isinstance(self.pos_encoding_mode, str) or self.pos_encoding_mode not in POS_ENCODING_MODES:
             raise ContractError(
                 f"pos_encoding_mode must be one of {', '.join(POS_ENCODING_MODES)}, not {shown(self.pos_encoding_mode)}"
@@ -110,10 +110,8 @@ class AttentionPlan:
 
     @property
     def op_q_dtype(self) -> np.dtype[Any]:
-        """Of the queries that the op gets: float8 is widened, exactly, to the cache's dtype or to bfloat16."""
-        if self.q_dtype.name in Q_DTYPES:
-            return self.q_dtype
-        return self.kv_dtype if self.kv_dtype.name in Q_DTYPES else DTYPES["bfloat16"]
+        """Of the queries that the op gets."""
+        return widened(self.q_dtype, self.kv_dtype)
 
     @property
     def op_o_dtype(self) -> np.dtype[Any]:
@@ -137,6 +135,24 @@ def check_dtype(what: str, dtype: np.dtype[Any], legal: Sequence[str] = Q_DTYPES
         raise ContractTypeError(f"{what} {dtype.name} is none of {', '.join(legal)}")
 
 
+def widened(q_dtype: np.dtype[Any], kv_dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Of the queries that an op gets: float8 is widened, exactly, to the cache's dtype or to bfloat16."""
+    if q_dtype.name in Q_DTYPES:
+        return q_dtype
+    return kv_dtype if kv_dtype.name in Q_DTYPES else DTYPES["bfloat16"]
+
+
+def check_pair(name: str, q_dtype: np.dtype[Any], kv_dtype: np.dtype[Any]) -> None:
+    """Refuses a cache's dtype, called `name`, that is neither q's nor float8.
+
+    Raises:
+        ContractTypeError: as said.
+    """
+    if kv_dtype.name not in (widened(q_dtype, kv_dtype).name, *FLOAT8_DTYPES):
+        legal = f"equal q's {q_dtype.name} or be one of {', '.join(FLOAT8_DTYPES)}"
+        raise ContractTypeError(f"{name}: {kv_dtype.name} must {legal}")
+
+
 def check_array(
     device: ArrayDevice, name: str, view: Any, shape: Sequence[int], dtype: np.dtype[Any], rows: str = "B"
 ) -> None:
@@ -151,34 +167,6 @@ def check_array(
     if tuple(view.shape) != tuple(shape):
         letters = (rows, "num_qo_heads", "head_dim")[: len(shape)]
         raise ShapeError(f"{name}: shape {list(view.shape)}, planned [{', '.join(letters)}] = {list(shape)}")
-
-
-Output = tuple[str, Any, Sequence[int], np.dtype[Any]]
-"""An array that a result is to be written to, or None: its name, the array, the planned shape and dtype."""
-
-
-def output_views(device: ArrayDevice, outputs: Iterable[Output], read: Iterable[Named], rows: str = "B") -> list[Any]:
-    """Views of the arrays that results are to be written to, checked; None for each that is None.
-
-    `read` are the other views of the call; messages call the results' first dimension `rows`.
-
-    Raises:
-        ContractTypeError, ShapeError: as `check_array`.
-        ContractError: it is read-only, or shares memory with itself or with another argument.
-    """
-    views = []
-    written = []
-    for name, array, shape, dtype in outputs:
-        view = None if array is None else device.view(array, name)
-        if view is not None:
-            check_array(device, name, view, shape, dtype, rows)
-            if not device.is_writable(view):
-                raise ContractError(f"{name} is read-only, and is to be written")
-            written.append((name, view))
-        views.append(view)
-    if written:
-        check_written(device, written, read)
-    return views
 
 
 def dtypes_of(

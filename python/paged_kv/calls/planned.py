@@ -2,65 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from paged_kv.arrays.overlap import Named
-from paged_kv.arrays.types import ArrayDevice
-from paged_kv.calls.attend import Attention
+from paged_kv.calls.buffers import FixedBuffers, PlannedT, RequestsT
 from paged_kv.errors import ContractError
 
-PlannedT = TypeVar("PlannedT", contravariant=True)
-"""What `plan` was given of the requests, checked; its arrays may be the caller's."""
-RequestsT = TypeVar("RequestsT", covariant=True)
-"""What a run takes of it; nothing of it is the caller's memory."""
+AttentionT = TypeVar("AttentionT")
+"""A plan with its operands prepared; it has a `plan`."""
 
 
-class PlanBuffers(Protocol[PlannedT, RequestsT]):
-    """Arrays of the user's that hold what was planned: `plan` writes them, every `run` reads them."""
-
-    batch_size: int
-    """The only one that `plan` may have."""
-
-    def fill(self, planned: PlannedT) -> None:
-        """Copies a checked plan into the arrays; `ContractError`s where it does not fit, and nothing was written."""
-
-    def read(self) -> RequestsT:
-        """The requests that the arrays hold now, checked; on a GPU, those that were planned last."""
-
-    def on(self, device: ArrayDevice) -> list[Named]:
-        """The arrays, with their names, where they lie on that device, else nothing."""
-
-
-class LastPlan(Generic[PlannedT, RequestsT]):
+class LastPlan(Generic[AttentionT, PlannedT, RequestsT]):
     """An attention and its requests, replaced together: a call sees one plan whole, the old or the new one.
 
     Args:
-        make: The requests of a plan.
-        buffers: Arrays of the user's that hold the plan; None where each plan keeps its own.
+        buffers: Arrays of the user's that hold what is planned; None where each plan keeps its own.
     """
 
-    def __init__(self, make: Callable[[PlannedT], RequestsT], buffers: PlanBuffers[PlannedT, RequestsT] | None) -> None:
+    def __init__(self, buffers: FixedBuffers[PlannedT, RequestsT] | None) -> None:
         self.buffers = buffers
-        self._make = make
-        self._plan: tuple[Attention, RequestsT | None] | None = None  # read and replaced as one value
+        self._plan: tuple[AttentionT, RequestsT | None] | None = None  # read and replaced as one value
         self._lock = Lock()  # of `buffers`: filled and read as a whole
 
-    def replace(self, attention: Attention, planned: PlannedT) -> None:
+    def replace(self, attention: AttentionT, planned: PlannedT) -> None:
         """Plans checked requests anew.
 
         Raises:
             ContractError: they do not fit the user's buffers; the former plan stays.
         """
         if self.buffers is None:
-            self._plan = attention, self._make(planned)
+            self._plan = attention, planned.requests()
             return
         with self._lock:
             self.buffers.fill(planned)
             self._plan = attention, None
 
-    def of_call(self, name: str) -> tuple[Attention, RequestsT]:
+    def of_call(self, name: str) -> tuple[AttentionT, RequestsT]:
         """The plan for a call of that name; the requests are those that the user's buffers hold now.
 
         Raises:
@@ -80,4 +57,4 @@ class LastPlan(Generic[PlannedT, RequestsT]):
         if self._plan is None:
             return "nothing planned"
         attention, requests = self._plan
-        return str(attention.plan) if requests is None else f"{requests}, {attention.plan}"
+        return str(attention) if requests is None else f"{requests}, {attention}"

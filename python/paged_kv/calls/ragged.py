@@ -5,7 +5,8 @@ Letters in shapes: B requests, R query rows, N tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -86,44 +87,24 @@ class RaggedRequests:
     """Counts instead of `causal`."""
     causal: bool
     """Whether a row sees no token behind its own."""
-    _rows: dict[bool, Rows] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         """R."""
         return int(self.qo_indptr[-1])
 
-    def rows(self, absolute: bool) -> Rows:
-        """The rows as the ops take them.
-
-        A row may stand before its request's first token, where it has more rows than tokens. The ops know no such
-        position; as scores depend on distances alone, all of such a request is moved up instead.
-
-        Args:
-            absolute: Whether scores depend on the tokens' own positions (ALiBi), and not on the rows'.
+    @cached_property
+    def rows(self) -> Rows:
+        """The rows as the ops take them. Where a request has more rows than tokens, its first stand at negative
+        positions.
         """
-        found = self._rows.get(absolute)
-        if found is None:
-            found = self._rows[absolute] = self._make(absolute)
-        return found
-
-    def _make(self, absolute: bool) -> Rows:
         q_lens = np.diff(self.qo_indptr)
         batch = np.repeat(np.arange(len(q_lens), dtype=np.int32), q_lens)
-        first = self.kv_lengths - q_lens
-        positions = np.arange(self.num_rows, dtype=np.int32) + (first - self.qo_indptr[:-1])[batch]
+        positions = np.arange(self.num_rows, dtype=np.int32) + (self.kv_lengths - self.qo_indptr[1:])[batch]
         if self.mask is None and self.causal:
             return Rows(self.table, batch, np.maximum(positions + 1, 0), counted_as=_COUNTED_AS)
         masks = None if self.mask is None else self.mask.of_rows(batch, self.qo_indptr, self.kv_lengths)
-        token_offsets = None
-        if first.min(initial=0) < 0:
-            if absolute:  # a window lets such a row see every token, as it does from position 0
-                positions = np.maximum(positions, 0)
-            else:
-                token_offsets = np.maximum(-first, 0)
-                positions += token_offsets[batch]
-        sight = (positions, token_offsets, masks)
-        return Rows(self.table, batch, self.kv_lengths[batch], *sight, counted_as=_COUNTED_AS)
+        return Rows(self.table, batch, self.kv_lengths[batch], positions, masks=masks, counted_as=_COUNTED_AS)
 
     def __str__(self) -> str:
         longest = self.kv_lengths.max(initial=0)
@@ -156,6 +137,48 @@ class RaggedBatch:
         """`[B]`, rows of each request."""
         lengths: Int32s = np.diff(self.qo_indptr)
         return lengths
+
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        """The rows' offsets, the page table or the tokens' offsets, and the mask's bytes and offsets."""
+        mask = (None, None) if self.mask is None else (self.mask.bits, self.mask.indptr)
+        tokens = self.tokens
+        if isinstance(tokens, PageTable):
+            return self.qo_indptr, tokens.indptr, tokens.used_indices, tokens.last_page_len, *mask
+        return self.qo_indptr, tokens.indptr, *mask
+
+    def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> RaggedBatch:
+        """The plan with other arrays.
+
+        Raises:
+            ContractError: they are inconsistent.
+        """
+        qo_indptr, name = as_indices(arrays[0], names[0]), names[0]
+        mask = None
+        if self.mask is not None:
+            mask = PackedMask(arrays[-2], arrays[-1].astype(np.int64))
+        tokens: PageTable | TokenRanges
+        if isinstance(self.tokens, PageTable):
+            indptr, indices, last = arrays[1:4]
+            tokens = PageTable.of(indptr, indices, last, self.tokens.page_size, (names[1], names[2], names[3]))
+        else:
+            tokens = TokenRanges.of(arrays[1], names[1])
+        batch = RaggedBatch(qo_indptr, tokens, mask, self.causal, name)
+        if mask is not None:
+            mask.check(batch.q_lengths, tokens.lengths, (names[-2], names[-1]))
+        return batch
+
+    def fixed(self) -> int:
+        """The number of rows."""
+        return int(self.qo_indptr[-1])
+
+    def check_fixed(self, fixed: int) -> None:
+        """Refuses more rows.
+
+        Raises:
+            ContractError: as said.
+        """
+        if self.fixed() > fixed:
+            raise ContractError(f"qo_indptr ends at {self.fixed()} rows, the first plan fixed them at {fixed}")
 
     def requests(self) -> RaggedRequests:
         """What a run takes of it."""

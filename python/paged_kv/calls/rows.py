@@ -6,7 +6,8 @@ memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -182,6 +183,52 @@ class Rows:
     def _upload(self, device: ArrayDevice, masked: bool, *arrays: np.ndarray) -> tuple[Buffer, ...]:
         found = self._uploaded[device, masked] = tuple(device.upload(to_buffer(array)) for array in arrays)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeBatch:
+    """What a decode's `plan` is given of its requests, checked. The table may be a view of the caller's."""
+
+    table: PageTable
+    q_len_per_req: int
+    """Query rows of each request; a run may have another number."""
+
+    def __post_init__(self) -> None:
+        check_new_tokens(self.table.lengths, self.q_len_per_req)
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The page table."""
+        return self.table.indptr, self.table.used_indices, self.table.last_page_len
+
+    def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> DecodeBatch:
+        """The plan with another page table; a run checks whether its requests have tokens for their rows.
+
+        Raises:
+            ContractError: it is inconsistent.
+        """
+        indptr, indices, last = arrays
+        of_indptr, of_indices, of_last = names
+        table = PageTable.of(indptr, indices, last, self.table.page_size, (of_indptr, of_indices, of_last))
+        return replace(self, table=table, q_len_per_req=1)
+
+    def fixed(self) -> int:
+        """The number of rows."""
+        return self.q_len_per_req
+
+    def check_fixed(self, fixed: int) -> None:
+        """Refuses another number of rows.
+
+        Raises:
+            ShapeError: as said.
+        """
+        if self.q_len_per_req != fixed:
+            raise ShapeError(
+                f"q_len_per_req: {self.q_len_per_req}, the first plan has frozen it at {fixed}, with the batch"
+            )
+
+    def requests(self) -> Rows:
+        """One row a request, which `Rows.repeated` makes several."""
+        return Rows.of_decode(self.table)
 
 
 def check_new_tokens(lengths: Int32s, numbers: int | Int32s) -> None:

@@ -6,11 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import is_float
 from paged_kv.arrays.host import as_numpy
-from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.errors import ContractError
+from paged_kv.options import check_number
+
+
+def _is_array(value: Any) -> bool:
+    if isinstance(value, np.ndarray | type):
+        return not isinstance(value, type)
+    try:
+        return hasattr(value, "__dlpack__")
+    except Exception:  # a `__getattr__` may raise anything
+        return False
 
 
 def one_number(value: Any, name: str) -> Any:
@@ -19,11 +28,22 @@ def one_number(value: Any, name: str) -> Any:
     Raises:
         ContractTypeError: it is an array on a GPU, which would have to be waited for.
     """
-    if isinstance(value, type) or not (isinstance(value, np.ndarray) or hasattr(value, "__dlpack__")):
+    if not _is_array(value):
         return value
     devices.require_host(value, name, "it is read on the host")
     view = as_numpy(value, name)
     return float(view.reshape(())) if view.size == 1 and is_float(view.dtype) else value
+
+
+def checked_number(value: Any, name: str) -> float:
+    """A number that float32 has, or the one in an array of one element.
+
+    Raises:
+        ContractTypeError, ContractError: it is none; the message calls it `name`.
+    """
+    number = one_number(value, name)
+    check_number(name, number)
+    return float(number)
 
 
 def one_scale(value: Any, name: str, num_heads: int, factor: Any = None, factor_name: str = "") -> Any:
@@ -38,18 +58,19 @@ def one_scale(value: Any, name: str, num_heads: int, factor: Any = None, factor_
 
     Raises:
         ContractTypeError: an argument is no number, or lies on a GPU.
-        ContractError: an array has other numbers for other heads.
+        ContractError: an array has other numbers for other heads; float32 has not such a number.
     """
     scale = one_number(value, name)
-    if isinstance(scale, np.ndarray) or hasattr(scale, "__dlpack__"):
+    if _is_array(scale):
         view = as_numpy(scale, name)
         if view.shape != (num_heads,) or not is_float(view.dtype) or (view != view[:1]).any():
             raise ContractError(f"{name} must be one number for all heads, not an array of shape {list(view.shape)}")
         scale = float(view[0])
     other = one_number(factor, factor_name)
+    for number, what in ((scale, name), (other, factor_name)):
+        if number is not None:
+            check_number(what, number)
     if scale is None or other is None:
         return other if scale is None else scale
-    for number, what in ((scale, name), (other, factor_name)):
-        if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
-            raise ContractTypeError(f"{what} must be a number, not {shown(number)}")
-    return float(scale) * float(other)
+    check_number(f"{name} * {factor_name}", product := float(scale) * float(other))
+    return product

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_kv.arguments import printable
+from paged_kv.checkpoint.packed_layers import read_packing
 from paged_kv.errors import CheckpointError, ContractTypeError
 from paged_kv.graphs.models import find_family
 from paged_kv.graphs.models.config import DecoderConfig
@@ -56,6 +57,8 @@ def load_config(folder: Path | str) -> DecoderConfig:
             that this package does not run. The message names file, key and value.
     """
     fields = Fields.read(checkpoint_folder(folder) / "config.json")
+    if read_packing(fields) is not None:  # then it is the checkpoint's weights that are read in another way
+        fields = replace(fields, values={k: v for k, v in fields.values.items() if k != "quantization_config"})
     config = find_family(fields).read(fields)
     generation_file = fields.file.with_name("generation_config.json")
     if generation_file.is_file():

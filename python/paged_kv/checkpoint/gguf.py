@@ -1,6 +1,6 @@
 """GGUF files: the model they describe, and their weights, which stay in their blocks where they are quantised.
 
-A file is memory-mapped. A tensor that is used as it lies in the file is a view of that map; a copy is made of those
+Files are memory-mapped. A tensor that is used as it lies in the file is a view of the map; a copy is made of those
 whose dtype differs from the requested one, and of the q and k of families whose rows llama.cpp reorders.
 """
 
@@ -21,47 +21,53 @@ from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint.config import checkpoint_path, config_of
 from paged_kv.checkpoint.gguf_families import LONG_ROPE, ROPE_FREQUENCIES, find_family, hugging_face_config
-from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
+from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
+from paged_kv.checkpoint.gguf_parts import first_parts, read_parts
 from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.graphs.quantised import ENCODINGS
+from paged_kv.graphs.quantised import ENCODINGS, Encoding, block_bytes
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_SCALES: dict[Encoding, tuple[int, ...]] = {
+    "Q4_0": (0,), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""Where the float16 numbers of a block lie."""
 _IGNORED = {ROPE_FREQUENCIES, *LONG_ROPE.values()}
 """Tensors that became part of the configuration."""
 
 
 def find_gguf(path: Path | str) -> Path | None:
-    """The GGUF file that `path` is, or the only one in the folder that it is; None where there is none.
+    """The GGUF file that `path` is, or the only one in the folder that it is, or one of the parts of the only model
+    there; None where there is none.
 
     Raises:
-        CheckpointError: the folder has several.
+        CheckpointError: the folder has several models.
     """
     path = checkpoint_path(path)
     if path.suffix == ".gguf":
         return path
-    files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    files = first_parts(path.glob("*.gguf")) if path.is_dir() else []
     if len(files) > 1:
         raise CheckpointError(f"{path}: {len(files)} GGUF files: name one of {', '.join(file.name for file in files)}")
     return files[0] if files else None
 
 
 def open_gguf(file: Path | str) -> GgufCheckpoint:
-    """Reads the header of a GGUF file.
+    """Reads the header of a GGUF file, and of the other parts of the model where it is one of several.
 
     Raises:
-        CheckpointError: it is no GGUF file, or of an architecture that this package does not run.
+        CheckpointError: as `read_parts`, or the model is of an architecture that this package does not run.
     """
-    header = read_header(file)
+    header = read_parts(file)
     find_family(header)
     return GgufCheckpoint(header)
 
 
 @dataclass(frozen=True)
 class GgufCheckpoint:
-    """A GGUF file. No tensor's data is read before `load`."""
+    """A GGUF file, or several that are one model. No tensor's data is read before `load`."""
 
     header: GgufHeader
 
@@ -74,7 +80,7 @@ class GgufCheckpoint:
                 in an encoding that this package does not load.
         """
         config = config_of(hugging_face_config(self.header), self.header.file)
-        check_layers(config, len(self.header.tensors), self.header.file)
+        check_layers(config, self.header.tensors, self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
         encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in ENCODINGS]
         query = (
@@ -98,7 +104,8 @@ class GgufCheckpoint:
         Those of `config.encodings` are uint8 `[N, bytes of a row]`, the others of `dtype`.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, or of a wrong shape or encoding.
+            CheckpointError: a tensor is missing, unexpected, or of a wrong shape or encoding; a scale of a
+                quantised one is not finite.
         """
         expected = expected_tensors(config)
         tensors = {name: self._tensor(name) for name in expected}
@@ -108,6 +115,7 @@ class GgufCheckpoint:
         buffers = {}
         for name, tensor in tensors.items():
             if name in quantised:
+                self._check_scales(tensor, quantised[name])
                 buffers[name] = Buffer.from_numpy(self._rows(name, tensor.data, config))
             else:
                 buffers[name] = self._floats(name, tensor, dtype, config)
@@ -140,6 +148,18 @@ class GgufCheckpoint:
                 raise CheckpointError(
                     f"{self.header.file}: tensor {printable(name)} is no part of the model of the metadata"
                 )
+
+    def _check_scales(self, tensor: GgufTensor, encoding: Encoding) -> None:
+        """Refuses blocks whose scales are NaN or infinite: whole rows of results would be."""
+        blocks = tensor.data.reshape(-1, block_bytes(encoding))
+        for at in _SCALES[encoding]:
+            wrong = blocks[:, at + 1] & 0x7C == 0x7C  # all bits of the exponent
+            if wrong.any():
+                block = int(wrong.argmax())
+                row = block * len(tensor.data) // len(blocks)
+                (value,) = blocks[block, at : at + 2].copy().view(np.float16)
+                problem = f"row {row} has the scale {value}, a finite one is expected"
+                raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)}: {problem}")
 
     def _rows(self, name: str, data: npt.NDArray[np.uint8], config: DecoderConfig) -> npt.NDArray[np.uint8]:
         """`data` with the rows of q and k in the order that a rotation of halves wants: llama.cpp may have put rows i

@@ -115,15 +115,12 @@ def find_family(header: GgufHeader) -> GgufFamily:
     """The family that `general.architecture` names.
 
     Raises:
-        CheckpointError: it names none that this package runs, or the file is one part of several.
+        CheckpointError: it names none that this package runs.
     """
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in GGUF_FAMILIES or GGUF_FAMILIES[name].architecture not in FAMILIES:
         known = ", ".join(GGUF_FAMILIES)
         raise CheckpointError(f"{header.file}: general.architecture = {printable(name)}: none of {known}")
-    parts = _integer(header, "split.count", default=1)
-    if parts > 1:
-        raise CheckpointError(f"{header.file}: one part of {parts}; join them first, with `llama-gguf-split --merge`")
     return GGUF_FAMILIES[name]
 
 

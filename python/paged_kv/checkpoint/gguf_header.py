@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.config import checkpoint_path
 from paged_kv.errors import CheckpointError
+from paged_kv.files import open_regular
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -29,6 +30,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4  # the format's own limits
 _MAX_NAME = 65535
+_LENGTH = struct.Struct("<Q")
 
 # Number -> name, elements of a block and its bytes. The encodings that this package loads, and those that are common.
 _ENCODINGS = {
@@ -41,9 +43,19 @@ _ENCODINGS = {
 
 @dataclass(frozen=True)
 class Strings:
-    """An array of strings, of which only the number is read."""
+    """An array of strings, of which only the number is read before they are asked for."""
 
     count: int
+    data: memoryview = field(default=memoryview(b""), repr=False, compare=False)
+    """Their lengths, in 8 bytes, and bytes, one after another."""
+
+    def read(self) -> Iterator[bytes]:
+        """The strings, as they are in the file."""
+        at = 0
+        for _ in range(self.count):
+            (length,) = _LENGTH.unpack_from(self.data, at)
+            at += _LENGTH.size + length
+            yield bytes(self.data[at - length : at])
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,8 @@ class GgufHeader:
     metadata: Mapping[str, Any]
     """Numbers, booleans, strings, NumPy arrays of numbers, and `Strings`."""
     tensors: Mapping[str, GgufTensor]
+    parts: tuple[Path, ...]
+    """All files of the model, `file` first."""
 
 
 def read_header(file: Path | str) -> GgufHeader:
@@ -78,10 +92,8 @@ def read_header(file: Path | str) -> GgufHeader:
             itself.
     """
     path = checkpoint_path(file)
-    if not path.is_file():  # opening a pipe would wait for a writer
-        raise CheckpointError(f"{path}: cannot be read: no such file")
     try:
-        with path.open("rb") as opened:
+        with open_regular(path) as opened:
             # Private and writable: MAX copies what is read-only.
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     except (OSError, ValueError) as error:  # ValueError: the file is empty
@@ -107,7 +119,7 @@ def read_header(file: Path | str) -> GgufHeader:
         if name in tensors:
             raise CheckpointError(f"{path}: tensor {printable(name)} is there twice")
         tensors[name] = reader.tensor(name, shape, number, start + offset)
-    return GgufHeader(path, metadata, tensors)
+    return GgufHeader(path, metadata, tensors, (path,))
 
 
 class _Reader:
@@ -145,10 +157,10 @@ class _Reader:
             raise CheckpointError(f"{self._file}: metadata of an unknown type {kind}")
         items, count = self.scalar("I"), self.scalar("Q")
         if items == _STRING:
-            length = struct.Struct("<Q")
+            start = self.at
             for _ in range(count):
-                self._skip(length.unpack_from(self._mapped, self._skip(length.size))[0])
-            return Strings(count)
+                self._skip(_LENGTH.unpack_from(self._mapped, self._skip(_LENGTH.size))[0])
+            return Strings(count, memoryview(self._mapped)[start : self.at])
         if items not in _SCALARS:
             raise CheckpointError(f"{self._file}: an array of an unsupported type {items}")
         dtype = np.dtype(_SCALARS[items]).newbyteorder("<")

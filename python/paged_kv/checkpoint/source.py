@@ -1,17 +1,22 @@
-"""A model on disk, whatever its format: a Hugging Face folder with safetensors, or a GGUF file with its tokenizer."""
+"""A model on disk, whatever its format: a Hugging Face folder with safetensors, or a GGUF file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import tokenizers
 from max.driver import Buffer
 from max.dtype import DType
 
 from paged_kv.checkpoint.config import checkpoint_folder, checkpoint_path, load_config
 from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
+from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, make_tokenizer
+from paged_kv.checkpoint.packed_layers import read_packing
+from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.checkpoint.weights import Checkpoint, OnProgress, check_layers, open_checkpoint
 from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -19,9 +24,23 @@ class Source:
     """A model's configuration and its weights, which are not read before `load`."""
 
     folder: Path
-    """Where its tokenizer lies."""
+    """Where it lies, and its tokenizer."""
     config: DecoderConfig
     checkpoint: Checkpoint | GgufCheckpoint
+
+    def tokenizer(self) -> tuple[tokenizers.Tokenizer, Path]:
+        """The folder's tokenizer.json; of a GGUF file without one, a tokenizer of its vocabulary. And the file that it
+        comes from.
+
+        Raises:
+            CheckpointError: there is neither, or what is there is no tokenizer.
+        """
+        file = self.folder / TOKENIZER
+        if isinstance(self.checkpoint, GgufCheckpoint) and not file.exists():
+            header = self.checkpoint.header
+            if has_vocabulary(header):
+                return make_tokenizer(header), header.file
+        return read_tokenizer(file), file
 
     def load(self, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
         """Every weight of the model as a host Buffer, ready for `weights_registry`.
@@ -47,7 +66,8 @@ def open_source(path: Path | str) -> Source:
     if file is None:
         config = load_config(checkpoint_folder(path))
         checkpoint = open_checkpoint(path)
-        check_layers(config, len(checkpoint.tensors), path)
-        return Source(path, config, checkpoint)
+        check_layers(config, checkpoint.tensors, path)
+        packing = read_packing(Fields.read(path / "config.json"))
+        return Source(path, config, replace(checkpoint, packing=packing))
     gguf = open_gguf(file)
     return Source(file.parent, gguf.config, gguf)

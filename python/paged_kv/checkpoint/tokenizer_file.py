@@ -10,6 +10,7 @@ import tokenizers
 
 from paged_kv.arguments import printable
 from paged_kv.errors import CheckpointError
+from paged_kv.files import read_regular
 
 TOKENIZER = "tokenizer.json"
 _MAX_BYTES = 512 << 20
@@ -24,10 +25,8 @@ def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file (the model's own tokenizer belongs beside its weights)")
-    if (size := file.stat().st_size) > _MAX_BYTES:
-        raise CheckpointError(f"{file}: not a tokenizer: {size} bytes")
     with library_errors(f"{file}: not a tokenizer"):
-        return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_buffer(read_regular(file, _MAX_BYTES))
 
 
 @contextmanager

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from max.driver import Buffer
 from max.dtype import DType
 from max.graph.weights import SafetensorWeights
@@ -27,10 +28,20 @@ from safetensors import SafetensorError, safe_open
 
 from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
+from paged_kv.checkpoint import mxfp4
 from paged_kv.checkpoint.config import checkpoint_folder
+from paged_kv.checkpoint.packed_layers import Packing, check_layer
 from paged_kv.errors import CheckpointError
+from paged_kv.files import open_regular, path_of, read_regular
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.tensors import Assembled, assembled_tensors, checkpoint_tensors, expected_tensors
+from paged_kv.graphs.models.tensors import (
+    Assembled,
+    TensorPart,
+    assembled_tensors,
+    checkpoint_tensors,
+    expected_tensors,
+    least_tensors,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -59,6 +70,8 @@ class Checkpoint:
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
+    packing: Packing | None = None
+    """How quantised linear layers are packed. They are dequantised when they are loaded."""
 
     def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
         """Every weight of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`.
@@ -74,18 +87,25 @@ class Checkpoint:
         """
         if dtype not in DTYPES.values():
             raise CheckpointError(f"{self.folder}: weights cannot be loaded as {dtype.name}")
-        check_layers(config, len(self.tensors), self.folder)
-        self._check(checkpoint_tensors(config))
-        expected, assembled = expected_tensors(config), assembled_tensors(config)
+        check_layers(config, self.tensors, self.folder)
+        expected, assembled = expected_tensors(config), assembled_tensors(config, self.tensors)
+        sources = checkpoint_tensors(config, self.tensors)
+        packed = self._packed(sources)
+        as_bytes = {name for weight in assembled.values() if weight.is_packed for name in weight.sources}
+        self._check(sources, packed, as_bytes)
 
         sizes = {name: math.prod(shape) * dtype.size_in_bytes for name, shape in expected.items()}
         done, total = 0, sum(sizes.values())
-        files = sorted({self.tensors[name].file for name in expected if name not in assembled})
-        maps = SafetensorWeights(files)
+        in_files = [name for name in expected if name not in assembled and name not in packed]
+        maps = SafetensorWeights(sorted({self.tensors[name].file for name in in_files}))
         buffers = {}
         for name, shape in expected.items():
             if name in assembled:
-                buffers[name] = self._assemble(shape, assembled[name], dtype)
+                buffers[name] = self._assemble(shape, assembled[name], dtype, packed)
+            elif name in packed:
+                with np.errstate(over="ignore"):
+                    values = self._dequantised(name, packed[name]).astype(numpy_dtype(dtype))
+                buffers[name] = _buffer(values, dtype)
             else:
                 stored = self.tensors[name]
                 view = maps[name].data().to_buffer()
@@ -96,23 +116,104 @@ class Checkpoint:
                 progress(done, total)
         return buffers
 
-    def _assemble(self, shape: tuple[int, ...], assembled: Assembled, dtype: DType) -> Buffer:
+    def _packed(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+        """The shapes of the weights that are quantised, after their tensors' headers were found in order."""
+        found: dict[str, tuple[int, int]] = {}
+        if self.packing is None:
+            return found
+        tensors = {name: (stored.dtype, stored.shape) for name, stored in self.tensors.items()}
+        for name, shape in expected.items():
+            layer = name.removesuffix(".weight")
+            if len(shape) == 2 and f"{layer}.{self.packing.codes_name}" in tensors:
+                check_layer(self.packing, layer, shape[0], shape[1], tensors, self.folder)
+                found[name] = shape[0], shape[1]
+        return found
+
+    def _dequantised(self, name: str, shape: tuple[int, int]) -> np.ndarray:
+        """A quantised weight in float32."""
+        assert self.packing is not None
+        layer = name.removesuffix(".weight")
+
+        def read(part: str) -> np.ndarray | None:
+            stored = self.tensors.get(f"{layer}.{part}")
+            if stored is None:
+                return None
+            with safe_open(stored.file, framework="np", backend="pread") as opened:
+                values: np.ndarray = opened.get_slice(f"{layer}.{part}")[:]
+            per_row = part in ("weight_scale", "weight_zero_point") and values.ndim == 1
+            return values[:, None] if per_row else values
+
+        try:
+            return self.packing.unpack(*shape, read).dequantised()
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: layer {layer}: {error}") from None
+
+    def _is_zero(self, name: str) -> bool:
+        """Whether there is a tensor of this name, and nothing but zeros in it."""
+        stored = self.tensors.get(name)
+        if stored is None or len(stored.shape) != 1 or stored.dtype not in DTYPES:
+            return False
+        with safe_open(stored.file, framework="np", backend="pread") as opened:
+            return not np.any(opened.get_slice(name)[:])
+
+    def _assemble(
+        self, shape: tuple[int, ...], assembled: Assembled, dtype: DType, packed: Mapping[str, tuple[int, int]]
+    ) -> Buffer:
         """A weight from rows of several tensors, in memory of its own; the files are read and not mapped meanwhile."""
         result = np.empty(shape, numpy_dtype(dtype))
         with ExitStack() as stack, np.errstate(over="ignore"):
-            files = {self.tensors[name].file for name in assembled.sources}
+            files = {self.tensors[name].file for name in assembled.sources if name not in packed}
             opened = {
                 file: stack.enter_context(safe_open(file, framework="np", backend="pread")) for file in sorted(files)
             }
+            last: tuple[str, np.ndarray] | None = None
             for piece in assembled.pieces():
-                rows = opened[self.tensors[piece.name].file].get_slice(piece.name)[slice(*piece.rows)]
+                if piece.name in packed:
+                    if last is None or last[0] != piece.name:
+                        last = piece.name, self._dequantised(piece.name, packed[piece.name])
+                    rows = last[1] if piece.rows is None else last[1][slice(*piece.rows)]
+                else:
+                    rows = self._read(piece, piece.name, opened)
+                if piece.scales is not None:
+                    rows = self._unpack(rows, piece.scales, self._read(piece, piece.scales, opened))
                 rows = rows.T if piece.transposed else rows
                 index, first = piece.at
-                result[index, first : first + len(rows)] = rows
+                if piece.alternating:
+                    half = first + len(rows) // 2
+                    result[index, first:half], result[index, half : first + len(rows)] = rows[0::2], rows[1::2]
+                else:
+                    result[index, first : first + len(rows)] = rows
         return _buffer(result, dtype)
 
-    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def _read(self, piece: TensorPart, name: str, opened: Mapping[Path, Any]) -> npt.NDArray[Any]:
+        """The rows of a tensor that a part names, as the file has them."""
+        tensor = opened[self.tensors[name].file].get_slice(name)
+        if piece.index is not None:
+            rows: npt.NDArray[Any] = tensor[piece.index : piece.index + 1][0]
+        else:
+            rows = tensor[:] if piece.rows is None else tensor[slice(*piece.rows)]
+        return rows
+
+    def _unpack(self, blocks: npt.NDArray[Any], name: str, scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """The values of MXFP4 blocks; `name` is the tensor of their scales."""
+        if (scales == mxfp4.NAN).any():
+            raise CheckpointError(f"{self.tensors[name].file}: tensor {name} has a scale that is NaN")
+        return mxfp4.unpack(blocks, scales)
+
+    def _check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        packed: Mapping[str, tuple[int, int]],
+        as_bytes: Container[str],
+    ) -> None:
+        parts: set[str] = set()
         for name, shape in expected.items():
+            if name in packed and self.packing is not None:
+                layer = name.removesuffix(".weight")
+                parts |= {f"{layer}.{part}" for part in self.packing.tensors(*packed[name])}
+                if self._is_zero(f"{layer}.bias"):  # written for layers that have none
+                    parts.add(f"{layer}.bias")
+                continue
             stored = self.tensors.get(name)
             if stored is None:
                 raise CheckpointError(f"{self.folder}: tensor {name} is missing")
@@ -120,13 +221,14 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{stored.file}: tensor {name} has shape {list(stored.shape)}, expected {list(shape)}"
                 )
-            if stored.dtype not in DTYPES:
-                raise CheckpointError(
-                    f"{stored.file}: tensor {name} has dtype {stored.dtype}, expected one of {', '.join(DTYPES)}"
-                )
+            dtypes = ("U8",) if name in as_bytes else tuple(DTYPES)
+            if stored.dtype not in dtypes:
+                found = f"has dtype {stored.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
+                raise CheckpointError(f"{stored.file}: tensor {name} {found}")
         for name, stored in self.tensors.items():
             # lm_head.weight is expected unless it is tied, and then it repeats the embeddings.
-            if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+            known = name in expected or name in parts or name == "lm_head.weight"
+            if not known and not name.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(f"{stored.file}: tensor {printable(name)} is no part of the model of config.json")
 
 
@@ -173,20 +275,18 @@ def open_files(files: Sequence[Path]) -> Checkpoint:
     return Checkpoint(folder, tensors)
 
 
-def check_layers(config: DecoderConfig, num_tensors: int, origin: Path) -> None:
+def check_layers(config: DecoderConfig, stored: Collection[str], origin: Path) -> None:
     """Refuses a configuration with more layers or experts than there are tensors, before the names of all their weights
     are made.
 
     Raises:
-        CheckpointError: that is so; `origin` is the file or folder in the message.
+        CheckpointError: that is so; `stored` are the names of the tensors, `origin` their file or folder.
     """
-    if config.num_hidden_layers > num_tensors:
-        raise CheckpointError(f"{origin}: {config.num_hidden_layers} layers, but only {num_tensors} tensors")
-    if config.experts is not None:
-        layers = config.num_hidden_layers - config.experts.first_layer
-        if 3 * layers * config.experts.count > num_tensors:
-            experts = f"{layers} layers of {config.experts.count} experts"
-            raise CheckpointError(f"{origin}: {experts}, but only {num_tensors} tensors")
+    if config.num_hidden_layers > len(stored):
+        raise CheckpointError(f"{origin}: {config.num_hidden_layers} layers, but only {len(stored)} tensors")
+    if config.experts is not None and least_tensors(config, stored) > len(stored):
+        experts = f"{sum(config.experts.layers)} layers of {config.experts.count} experts"
+        raise CheckpointError(f"{origin}: {experts}, but only {len(stored)} tensors")
 
 
 @contextmanager
@@ -202,9 +302,7 @@ def progress_bar(description: str) -> Iterator[OnProgress]:
 def _read_index(index: Path) -> dict[str, str]:
     """The index's map from tensor to shard, a file name in the same folder."""
     try:
-        if index.stat().st_size > _MAX_HEADER_BYTES:
-            raise ValueError
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = json.loads(read_regular(index, _MAX_HEADER_BYTES))["weight_map"]
         # An index is part of a download: it must not name files outside its folder.
         if all(shard == Path(shard).name for shard in weight_map.values()):
             return dict(weight_map)
@@ -216,7 +314,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, after the safetensors library has found header, offsets and file size in order."""
     try:
-        with safe_open(file, framework="np") as opened:
+        with open_regular(file) as regular, safe_open(path_of(regular), framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not iterable itself)
             return {name: StoredTensor(file, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     except SafetensorError as error:
@@ -233,7 +331,7 @@ def _promised_bytes(file: Path) -> int | None:
 
     The format is the header's length in 8 bytes, little endian; the header in JSON; the tensors.
     """
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > _MAX_HEADER_BYTES:
             return None

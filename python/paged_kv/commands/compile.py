@@ -54,12 +54,12 @@ def compile_command(
     job: Callable[[str | None, Path | None], list[Path]]
     if for_server:
         from paged_kv.serve.ahead import compile_for_server
-        from paged_kv.serve.launch import PAGE_SIZE, Request, check_environment
+        from paged_kv.serve.launch import PAGE_SIZE, Serving, check_environment
 
         check_environment()
         size = PAGE_SIZE if page_size is None else page_size
-        request = Request(checkpoint, "", 0, dtype or "bfloat16", 16, size, arguments[1:])
-        job = partial(compile_for_server, request)
+        serving = Serving(checkpoint, "", 0, dtype or "bfloat16", 16, size, arguments[1:])
+        job = partial(compile_for_server, serving)
     else:
         job = partial(_compile_step, checkpoint, dtype)
     wanted: Sequence[str | None] = targets or (None,)

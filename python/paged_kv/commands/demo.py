@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from paged_kv.commands.options import device_option, load_model, print_statistics, threads_option
+from paged_kv.commands.options import (
+    device_option,
+    load_model,
+    print_statistics,
+    sampling_options,
+    threads_option,
+)
+from paged_kv.engine.sampling import Sampling
 from paged_kv.output import say
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
     from paged_kv.engine.engine import Engine
-    from paged_kv.engine.requests import Sampling
 
 PREAMBLE = (
     "And it came to pass in those days, that the king sent messengers unto all the cities of the land, and they"
@@ -39,14 +45,17 @@ class Answers:
 @click.command()
 @threads_option
 @device_option
-def demo(device: str) -> int:
-    """Show shared prefixes, parallel samples and preemption with a small model, and that paging changes no token."""
+@sampling_options("max_tokens", "logprobs", temperature=0.8, top_p=0.95, seed=1)
+def demo(device: str, **options: Any) -> int:
+    """Show shared prefixes, parallel samples and preemption with a small model, and that paging changes no token.
+
+    Options of sampling are those of the parallel samples, part 2.
+    """
     from paged_kv.arrays.host import to_numpy
     from paged_kv.checkpoint.config import load_config
     from paged_kv.engine.demo_model import FOLDER
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.recompute import recompute
-    from paged_kv.engine.requests import Sampling
     from paged_kv.engine.step import DEMO_DTYPE
     from paged_kv.engine.tokenizer import Tokenizer
 
@@ -67,7 +76,7 @@ def demo(device: str) -> int:
     click.echo("2. Samples of one prompt share its pages, and copy one when they write to it\n")
     events: list[str] = []
     engine.pool.listen(lambda event: events.append(event.kind))
-    sampled = Sampling(NEW_TOKENS, temperature=0.8, top_p=0.95, seed=1)
+    sampled = Sampling(NEW_TOKENS, **options)
     for text in run(engine, [PROMPT], sampled, n=3).texts.values():
         click.echo(f"   {PROMPT}{one_line(text)}")
     click.echo(f"\n   Pages copied: {events.count('copied')}.\n")

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
-from paged_kv.commands.options import device_option, load_model, print_statistics, threads_option
+from paged_kv.arguments import integer
+from paged_kv.commands.options import (
+    device_option,
+    load_model,
+    print_statistics,
+    sampling_options,
+    threads_option,
+)
+from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.output import say
 
 
 @click.command()
@@ -20,12 +30,8 @@ from paged_kv.errors import ContractError, PagedKVError
 @click.option(
     "--input", "source", metavar="FILE", help="JSON lines with a prompt and options each; - is stdin. Implies --json."
 )
-@click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Most tokens after each prompt.")
 @click.option("--n", "samples", type=int, default=1, show_default=True, help="Samples of each prompt.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus sampling.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random streams: of prompt i, seed + i.")
-@click.option("--stop", multiple=True, help="A text that ends a sample; repeat it for several.")
+@sampling_options(seed=0)
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of quantised models the cache's. Default: its own."
 )
@@ -36,19 +42,14 @@ from paged_kv.errors import ContractError, PagedKVError
 @click.option(
     "--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Where paged-kv compile --out kept the step."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends. --logprobs implies it.")
 @click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write what happens to pages, for `paged-kv inspect`.")
 def generate(
     folder: Path,
     prompts: tuple[str, ...],
     source: str | None,
-    max_new_tokens: int,
     samples: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    stop: tuple[str, ...],
     dtype: str | None,
     page_size: int,
     pages: int | None,
@@ -58,33 +59,35 @@ def generate(
     as_json: bool,
     live: bool | None,
     trace: Path | None,
+    **options: Any,
 ) -> int:
     """Continue prompts with a checkpoint in Hugging Face format or a GGUF file, all of them as one batch.
 
-    A line of --input is an object with "prompt", a text or token ids, and perhaps "n", "max_tokens", "temperature",
-    "top_p", "seed", "stop", "stop_tokens", "ignore_end" and "namespace"; options say what a line leaves out. A line
-    that is malformed, or that the model cannot take, is an object with "error" and a line on stderr; the others go on,
-    and the exit status is 1.
+    A line of --input is an object with "prompt", a text or token ids, and perhaps "n", "namespace", "max_tokens" and
+    the other fields of Sampling: "temperature", "top_p", "top_k", "stop" and so on, as the options here with _ for -.
+    Options say what a line leaves out. A line that is malformed, or that the model cannot take, is an object with
+    "error" and a line on stderr; the others go on, and the exit status is 1.
     """
     from paged_kv.checkpoint.source import open_source
+    from paged_kv.checkpoint.weights import Checkpoint
     from paged_kv.commands.live import live_view
     from paged_kv.commands.printing import Printer
     from paged_kv.commands.prompts import Asked, Refused, encode, given, read
-    from paged_kv.commands.trace import traced
-    from paged_kv.engine.engine import Engine
-    from paged_kv.engine.requests import Sampling
+    from paged_kv.commands.trace import trace_file, traced
+    from paged_kv.engine.engine import MAX_RUNNING, Engine
     from paged_kv.engine.tokenizer import Tokenizer
 
-    sizes = {"--page-size": page_size, "--pages": pages, "--n": samples, "--max-new-tokens": max_new_tokens}
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ContractError(f"{name} must be at least 1, not {value}")
+    sizes = {"--page-size": page_size, "--pages": pages, "--max-new-tokens": options["max_tokens"]}
+    for name, value in (sizes | {"--max-step-tokens": max_step_tokens}).items():
+        if value is not None:
+            integer(name, value, 1)
+    integer("--n", samples, 1, MAX_RUNNING)
     if bool(prompts) == (source is not None):
         raise ContractError("give prompts by --prompt or by --input, one of the two")
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed, stop)
+    sampling = Sampling(**options)
     opened = open_source(folder)
     config = opened.config
-    tokenizer = Tokenizer(opened.folder, config)
+    tokenizer = Tokenizer(opened, config)
     lines = given(prompts, sampling, samples) if source is None else read(source, sampling, samples)
     lines = encode(lines, tokenizer, config)
     asked = [line for line in lines if isinstance(line, Asked)]
@@ -98,25 +101,28 @@ def generate(
         )
     needed = sum(count * line.n for count, line in zip(each, asked, strict=True))
     dtype = config.dtype if dtype is None else dtype
-    model = load_model(folder, dtype, pages or max(needed, 1), page_size, device, compiled)
-    engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens)
-    printer = Printer(as_json=as_json or source is not None)
-    for line in lines:
-        try:
-            if isinstance(line, Asked):
-                number = engine.add_request(line.tokens, line.sampling, line.n, namespace=line.namespace)
-                printer.expect(number, line)
-            else:
-                printer.refuse(line)
-        except PagedKVError as error:  # more pages or samples than there may be
-            if source is None:
-                raise
-            printer.refuse(Refused(line.index, str(error)))
-    shows = sys.stderr.isatty() and not sys.stdout.isatty() if live is None else live
-    with traced(engine.pool, trace), live_view(engine, shows):
-        printer.start()
-        while not engine.is_idle:
-            for output in engine.step():
-                printer.add(output)
-    print_statistics(engine.statistics, model)
-    return int(printer.failed)
+    if isinstance(opened.checkpoint, Checkpoint) and opened.checkpoint.packing is not None:
+        say(f"{opened.checkpoint.packing.describe()} are dequantised to {dtype or 'float32'} at load")
+    with trace_file(trace) as file:  # before a compile
+        model = load_model(folder, dtype, pages or max(needed, 1), page_size, device, compiled)
+        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens)
+        printer = Printer(as_json=as_json or source is not None or sampling.logprobs is not None)
+        for line in lines:
+            try:
+                if isinstance(line, Asked):
+                    number = engine.add_request(line.tokens, line.sampling, line.n, namespace=line.namespace)
+                    printer.expect(number, line)
+                else:
+                    printer.refuse(line)
+            except PagedKVError as error:  # more pages or samples than there may be
+                if source is None:
+                    raise
+                printer.refuse(Refused(line.index, str(error)))
+        shows = sys.stderr.isatty() and not sys.stdout.isatty() if live is None else live
+        with traced(engine.pool, file), live_view(engine, shows):
+            printer.start()
+            while not engine.is_idle:
+                for output in engine.step():
+                    printer.add(output)
+        print_statistics(engine.statistics, model)
+        return int(printer.failed)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from paged_kv.arguments import shown
+from paged_kv.engine.sampling import Kind, Sampling
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.output import say
 
@@ -39,6 +43,50 @@ threads_option = click.option(
 device_option = click.option(
     "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs."
 )
+
+
+def _pairs(_context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, float]]:
+    """Of `5=-1.5`, which may be given several times."""
+    pairs = []
+    for value in values:
+        token, _, number = value.partition("=")
+        try:
+            pairs.append((token, float(number)))
+        except ValueError:
+            raise ContractError(f"{option.opts[0]} must be TOKEN=NUMBER, not {shown(value)}") from None
+    return pairs
+
+
+_KINDS: dict[Kind, dict[str, Any]] = {
+    "number": {"type": float, "show_default": True},
+    "integer": {"type": int, "show_default": True},
+    "flag": {"is_flag": True},
+    "texts": {"multiple": True},
+    "tokens": {"type": int, "multiple": True},
+    "biases": {"multiple": True, "callback": _pairs, "metavar": "TOKEN=NUMBER"},
+}
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def sampling_options(*left_out: str, **defaults: Any) -> Callable[[Command], Command]:
+    """An option for each field of `Sampling` but some, which the command gets by the field's name.
+
+    Args:
+        left_out: Fields without an option.
+        defaults: Those that are not the field's own.
+    """
+
+    def decorate(command: Command) -> Command:
+        for each in reversed(fields(Sampling)):
+            if each.name not in left_out:
+                flag = each.metadata["flag"] or "--" + each.name.replace("_", "-")
+                default = defaults.get(each.name, each.default)
+                kind = _KINDS[each.metadata["kind"]]
+                command = click.option(flag, each.name, default=default, help=each.metadata["help"], **kind)(command)
+        return command
+
+    return decorate
 
 
 def load_model(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from paged_kv.arguments import integer, printable
 from paged_kv.commands.trace import FORMAT
 from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.files import read_regular
 
 _GAINS = ("allocated", "shared", "hit")
 MOST_PAGES = 2**24
@@ -58,7 +59,7 @@ def read_history(path: Path, rows: int = 512, bins: int = 800) -> History:
         ContractError: it cannot be read, or is no such trace; the message names the line.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = read_regular(path).decode().splitlines()
     except (OSError, ValueError) as error:
         raise ContractError(f"{printable(path)}: cannot be read: {printable(error)}") from None
     if not lines:

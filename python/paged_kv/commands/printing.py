@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import click
 
 from paged_kv.commands.prompts import Asked, Refused
 from paged_kv.engine.requests import Output
+from paged_kv.engine.sampling import Logprobs
 from paged_kv.output import say
 
 
@@ -17,6 +19,7 @@ class _Sample:
     asked: Asked
     index: int
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
     text: str = ""
     waiting: str = ""
     """Text that was not printed yet."""
@@ -62,6 +65,7 @@ class Printer:
         """Prints what a step gave, as far as its turn has come."""
         sample = self._samples[output.request, output.sample]
         sample.tokens += output.tokens
+        sample.logprobs += output.logprobs
         sample.text += output.text
         sample.waiting += output.text
         sample.done = output.finish is not None
@@ -91,7 +95,7 @@ class Printer:
             click.echo(self._shown[0].heading(first), nl=False)
 
     def _print_record(self, sample: _Sample, output: Output) -> None:
-        record = {
+        record: dict[str, Any] = {
             "prompt": sample.asked.prompt,
             "text": sample.text,
             "tokens": len(sample.tokens),
@@ -100,6 +104,11 @@ class Printer:
         }
         if sample.asked.n > 1:
             record["sample"] = sample.index
+        if sample.logprobs:
+            record["logprobs"] = [
+                {"token": token, "logprob": each.token, "top_logprobs": each.top}
+                for token, each in zip(sample.tokens, sample.logprobs, strict=True)
+            ]
         if output.error is not None:
             record["error"] = output.error
         click.echo(json.dumps(record, ensure_ascii=False))

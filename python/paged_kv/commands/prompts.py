@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from paged_kv.arguments import integer, printable, shown
+from paged_kv.engine.engine import MAX_RUNNING
 from paged_kv.engine.interfaces import TextCoder
-from paged_kv.engine.requests import Sampling, check_prompt, most_tokens
+from paged_kv.engine.requests import check_prompt, most_tokens
+from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError
+from paged_kv.files import read_regular
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.pool import pages_needed
 
-_OPTIONS = ("max_tokens", "temperature", "top_p", "seed", "stop", "stop_tokens", "ignore_end")
+_OPTIONS = tuple(each.name for each in fields(Sampling))
 FIELDS = ("prompt", "n", "namespace", *_OPTIONS)
 """Of a JSON line; all but the prompt may be left out."""
 
@@ -66,8 +68,10 @@ def read(source: str, sampling: Sampling, n: int) -> Lines:
         ContractError: the file cannot be read.
     """
     try:
-        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    except (OSError, ValueError, AttributeError) as error:  # a stdin that is closed is None
+        data = sys.stdin.buffer.read() if source == "-" else read_regular(source)
+    except AttributeError:  # Python has none where it is closed
+        raise ContractError("--input -: stdin is closed") from None
+    except (OSError, ValueError) as error:
         raise ContractError(f"--input {printable(source)}: cannot be read: {error}") from None
     return [
         _or_refused(index, partial(_parse, index, line, sampling, n))
@@ -77,9 +81,10 @@ def read(source: str, sampling: Sampling, n: int) -> Lines:
 
 
 def encode(lines: Lines, tokenizer: TextCoder, config: DecoderConfig) -> Lines:
-    """The lines with the tokens of their prompts; refused where the model cannot take one."""
+    """The lines with the tokens of their prompts; refused where the model cannot take one, or its options."""
 
     def tokens(line: Asked) -> Asked:
+        line.sampling.check_vocabulary(config.vocab_size)
         prompt = tokenizer.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
         return replace(line, tokens=check_prompt(config, f"prompt {line.index}", prompt))
 
@@ -107,4 +112,10 @@ def _parse(index: int, line: bytes, sampling: Sampling, n: int) -> Asked:
     if not isinstance(namespace, str | None):
         raise ContractTypeError(f"namespace must be a text, not {shown(namespace)}")
     options = {name: fields[name] for name in _OPTIONS if name in fields}
-    return Asked(index, fields["prompt"], replace(sampling, **options), integer("n", fields.get("n", n), 1), namespace)
+    return Asked(
+        index,
+        fields["prompt"],
+        replace(sampling, **options),
+        integer("n", fields.get("n", n), 1, MAX_RUNNING),
+        namespace,
+    )

@@ -7,44 +7,65 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from paged_kv.arguments import printable
 from paged_kv.errors import ContractError
+from paged_kv.files import write_regular
 from paged_kv.pool import PageEvent, PagePool
 
 FORMAT = "paged-kv page events 1"
 
 
 @contextmanager
-def traced(pool: PagePool, path: Path | None) -> Iterator[None]:
-    """Writes what happens to the pool's pages to a file until it leaves; nothing where there is none.
+def trace_file(path: Path | None) -> Iterator[IO[str] | None]:
+    """The empty file of a trace, opened before what takes long; None where there is no path.
 
     Raises:
-        ContractError: the file cannot be written.
+        ContractError: it cannot be written, or is no regular file.
     """
     if path is None:
-        yield
+        yield None
         return
     try:
-        with path.open("w") as file:
-            head = {"format": FORMAT, "pages": pool.num_pages, "page_size": pool.page_size}
-            file.write(json.dumps(head) + "\n")
-            began = time.monotonic()
+        file = write_regular(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte
+        raise _unwritten(path, error) from None
+    try:
+        yield file
+    finally:
+        try:
+            file.close()
+        except OSError as error:
+            raise _unwritten(path, error) from None
 
-            def write(event: PageEvent) -> None:
-                request = ".".join(map(str, event.request_id)) if isinstance(event.request_id, tuple) else None
-                record = {
-                    "seconds": round(time.monotonic() - began, 6),
-                    "event": event.kind,
-                    "request": request,
-                    "pages": event.pages,
-                }
-                file.write(json.dumps(record) + "\n")
 
-            pool.listen(write)
-            try:
-                yield
-            finally:
-                pool.unlisten(write)
-    except OSError as error:
-        raise ContractError(f"--trace {printable(path)}: cannot be written: {error}") from None
+@contextmanager
+def traced(pool: PagePool, file: IO[str] | None) -> Iterator[None]:
+    """Writes what happens to the pool's pages to a file of `trace_file` until it leaves; to none where it is None."""
+    if file is None:
+        yield
+        return
+    head = {"format": FORMAT, "pages": pool.num_pages, "page_size": pool.page_size}
+    file.write(json.dumps(head) + "\n")
+    began = time.monotonic()
+
+    def write(event: PageEvent) -> None:
+        request = ".".join(map(str, event.request_id)) if isinstance(event.request_id, tuple) else None
+        record = {
+            "seconds": round(time.monotonic() - began, 6),
+            "event": event.kind,
+            "request": request,
+            "pages": event.pages,
+        }
+        file.write(json.dumps(record) + "\n")
+
+    pool.listen(write)
+    try:
+        yield
+    finally:
+        pool.unlisten(write)
+
+
+def _unwritten(path: Path, error: Exception) -> ContractError:
+    return ContractError(f"--trace {printable(path)}: cannot be written: {printable(error)}")

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paged_kv.engine.async_engine import AsyncEngine
     from paged_kv.engine.engine import Engine
-    from paged_kv.engine.requests import Output, Sampling
+    from paged_kv.engine.requests import Output
+    from paged_kv.engine.sampling import Logprobs, Sampling
 
-__all__ = ["AsyncEngine", "Engine", "Output", "Sampling", "load"]
+__all__ = ["AsyncEngine", "Engine", "Logprobs", "Output", "Sampling", "load"]
 
-_HOME = {"AsyncEngine": "async_engine", "Engine": "engine", "Output": "requests", "Sampling": "requests"}
+_HOME = {
+    "AsyncEngine": "async_engine",
+    "Engine": "engine",
+    "Logprobs": "sampling",
+    "Output": "requests",
+    "Sampling": "sampling",
+}
 
 
 def load(
@@ -22,7 +29,7 @@ def load(
     """An engine with the model and the tokenizer of a checkpoint, on the CPU.
 
     Args:
-        folder: A folder in Hugging Face format, or a GGUF file with the tokenizer beside it.
+        folder: A folder in Hugging Face format, or a GGUF file.
         num_pages: Pages of the cache.
         page_size: Tokens in a page.
         dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
@@ -45,7 +52,7 @@ def load(
         raise ContractError(f"dtype must be 'float32' or 'bfloat16', not {shown(dtype)}")
     source = open_source(folder)
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
-    tokenizer = Tokenizer(source.folder, source.config)
+    tokenizer = Tokenizer(source, source.config)
     model = DecoderModel.from_folder(folder, dtype=kind, num_pages=num_pages, page_size=page_size)
     return Engine(model, tokenizer, **options)
 

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import suppress
 
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.requests import Output, Sampling
+from paged_kv.engine.requests import Output
+from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import RequestError
 
 

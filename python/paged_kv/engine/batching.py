@@ -2,15 +2,19 @@
 
 First come, first served: a sample waits until those before it have pages. Where running samples need more pages than
 there are, the one that came last gives its own back and is computed again later, so the first one always goes on.
+
+A sample that moves from one list to the other is in both meanwhile: an exception in between loses none, and `recover`
+lets it wait, without pages.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 
 from paged_kv.engine.requests import Sample
-from paged_kv.errors import PoolExhausted
+from paged_kv.errors import PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache
 
 Plan = list[tuple[Sample, list[int]]]
@@ -24,7 +28,7 @@ class Batching:
         pool: The pages.
         copy_page: Copies a page's K and V, of all layers.
         max_step_tokens: Tokens of a step at most.
-        max_running: Samples of a step at most.
+        max_running: Samples of a step at most; a prompt counts for all samples that will begin with it.
         share_prefixes: Whether prompts that begin alike share pages.
     """
 
@@ -50,8 +54,13 @@ class Batching:
         self._max_running = max_running
 
     def add(self, sample: Sample) -> None:
-        """Puts a sample among those that wait."""
-        insort(self.waiting, sample, key=lambda each: each.key)
+        """Puts a sample among those that wait, where it is not there."""
+        _insert(self.waiting, sample)
+
+    def recover(self) -> None:
+        """Makes good an exception: samples that were about to run, or to wait again, wait without pages."""
+        for sample in self.waiting:
+            self._leave(sample)
 
     def plan(self) -> Plan:
         """The next step: samples that decode first, one token each, then prompts in the order of arrival."""
@@ -66,19 +75,32 @@ class Batching:
                 plan.append((sample, new))
         return plan
 
-    def computed(self, sample: Sample, count: int) -> None:
-        """Says that K and V of the sample's next `count` tokens are in its pages."""
-        sample.cached += count
-        size = self.pool.page_size
-        if self.prefixes is not None and sample.cached // size > sample.stored // size:
-            self.prefixes.store(sample.key, sample.tokens[: sample.cached], sample.request.namespace)
-            sample.stored = sample.cached
+    def computed(self, sample: Sample, cached: int) -> None:
+        """Says that K and V of the sample's first `cached` tokens are in its pages."""
+        sample.cached = cached
+        self._store(sample, cached)
 
-    def fork(self, sample: Sample, child: Sample) -> None:
-        """Starts another sample with all that `sample` has in the cache."""
-        self.pool.fork(sample.key, child.key)
-        child.cached, child.stored = sample.cached, sample.stored
-        insort(self.running, child, key=lambda each: each.key)
+    def fork(self, sample: Sample) -> list[Sample]:
+        """The request's other samples, which begin with all that `sample` has in the cache; each runs from `enter` on.
+
+        Those that are there already, because an exception came after they were made, are left out.
+        """
+        request, children = sample.request, []
+        self._store(sample, len(sample.tokens))  # once, not for each child
+        for index in range(1, request.samples):
+            child = Sample(request, index, list(request.prompt))
+            if index in request.ended or _has(self.waiting, child) or _has(self.running, child):
+                continue
+            self.add(child)
+            self.pool.fork(sample.key, child.key)
+            child.cached, child.stored = len(child.tokens), sample.stored
+            children.append(child)
+        return children
+
+    def enter(self, sample: Sample) -> None:
+        """Says that a sample has its pages: it runs."""
+        _insert(self.running, sample)
+        _remove(self.waiting, sample)
 
     def drop(self, sample: Sample, num_tokens: int) -> None:
         """Gives back the pages of the first `num_tokens` tokens, which no layer sees any more."""
@@ -86,11 +108,8 @@ class Batching:
 
     def end(self, sample: Sample) -> None:
         """Forgets a sample, wherever it is."""
-        if sample in self.running:
-            self.running.remove(sample)
-            self.pool.free(sample.key)
-        else:
-            self.waiting.remove(sample)
+        self._leave(sample)
+        _remove(self.waiting, sample)
 
     def _give_slots(self) -> None:
         """Gives each running sample a slot for each of its tokens; the last ones wait again where pages run out."""
@@ -104,16 +123,29 @@ class Batching:
                     self._preempt(self.running[-1])
 
     def _preempt(self, sample: Sample) -> None:
-        self.running.remove(sample)
-        self.pool.free(sample.key)
-        sample.cached = sample.stored = 0
-        self.preemptions += 1
         self.add(sample)
+        self._leave(sample)
+        self.preemptions += 1
+
+    def _leave(self, sample: Sample) -> None:
+        """Takes a sample's pages, if it has any."""
+        with suppress(RequestError):
+            self.pool.free(sample.key)
+        sample.cached = sample.stored = 0
+        _remove(self.running, sample)
+
+    def _store(self, sample: Sample, count: int) -> None:
+        size = self.pool.page_size
+        if self.prefixes is not None and count // size > sample.stored // size:
+            self.prefixes.store(sample.key, sample.tokens[:count], sample.request.namespace)
+            sample.stored = count
 
     def _admit(self) -> None:
+        rows = sum(sample.rows for sample in self.running)
         while self.waiting:
             sample = self.waiting[0]
-            if len(self.running) + (sample.request.samples if sample.forks else 1) > self._max_running:
+            rows += sample.rows
+            if rows > self._max_running:
                 return
             try:
                 if self.prefixes is None:
@@ -124,5 +156,23 @@ class Batching:
                 return
             sample.stored = sample.cached
             self.tokens_found += sample.cached
-            del self.waiting[0]
-            insort(self.running, sample, key=lambda each: each.key)
+            self.enter(sample)
+
+
+def _place(samples: list[Sample], sample: Sample) -> int:
+    return bisect_left(samples, sample.key, key=lambda each: each.key)
+
+
+def _has(samples: list[Sample], sample: Sample) -> bool:
+    at = _place(samples, sample)
+    return at < len(samples) and samples[at].key == sample.key
+
+
+def _insert(samples: list[Sample], sample: Sample) -> None:
+    if not _has(samples, sample):
+        samples.insert(_place(samples, sample), sample)
+
+
+def _remove(samples: list[Sample], sample: Sample) -> None:
+    if _has(samples, sample):
+        del samples[_place(samples, sample)]

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from paged_kv.checkpoint.config import checkpoint_path, load_config
 from paged_kv.errors import CheckpointError
+from paged_kv.files import read_regular
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
 
@@ -113,7 +114,7 @@ def byte_tokenizer(*, add_bos: bool = True) -> Tokenizer:
 def _stamp(path: Path) -> dict[str, Any] | None:
     """What a demo folder says of itself, None for anything else."""
     try:
-        stamp = json.loads((path / _STAMP).read_bytes())
+        stamp = json.loads(read_regular(path / _STAMP))
     except (OSError, ValueError):
         return None
     return stamp if isinstance(stamp, dict) else None

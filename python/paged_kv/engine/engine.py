@@ -6,12 +6,13 @@ where pages run out, the sample that came last is computed again later.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import count
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,21 @@ import numpy.typing as npt
 from paged_kv.arguments import integer, shown
 from paged_kv.engine.batching import Batching, Plan
 from paged_kv.engine.interfaces import Model, Statistics, TextCoder
-from paged_kv.engine.prefix_file import load_prefix, save_prefix
-from paged_kv.engine.requests import FinishReason, Output, Request, Sample, Sampling, check_prompt, most_tokens
+from paged_kv.engine.outputs import Commit, OutputStream
+from paged_kv.engine.prefix_file import check_key, load_prefix, save_prefix
+from paged_kv.engine.requests import (
+    FinishReason,
+    Link,
+    Outbox,
+    Output,
+    Request,
+    Sample,
+    check_prompt,
+    most_tokens,
+)
+from paged_kv.engine.sampling import Choice, Sampling, choose
 from paged_kv.engine.stop_text import StopText
-from paged_kv.errors import ContractError, ContractTypeError, PoolExhausted, RequestError
+from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache, pages_needed
 
 MAX_STEP_TOKENS = 2048
@@ -35,13 +47,15 @@ class Engine:
     """Serves requests with one model.
 
     `step` computes; everything else only notes what is wanted, so any thread may call it meanwhile. What is wrong with
-    a request is refused by `add_request`, and what goes wrong later ends its sample alone.
+    a request is refused by `add_request`, and what goes wrong with it later ends its sample alone. What the model
+    raises, and what comes from outside (KeyboardInterrupt), `step` raises: outputs that were decided before come from
+    the next one, all else is computed again. A sample whose decoder was interrupted ends with an error.
 
     Args:
         model: Owns the pages; the engine says who has which.
         tokenizer: For prompts that are texts, and for texts of outputs; None where both are tokens.
         max_step_tokens: Tokens of a step at most: longer prompts prefill in chunks.
-        max_running: Samples of a step at most.
+        max_running: Samples of a step at most; a prompt counts for all its samples.
         num_pages: How many of the model's pages to use; all where None.
         share_prefixes: Whether prompts that begin alike share pages.
 
@@ -75,10 +89,13 @@ class Engine:
         windows = model.config.windows
         self._window_left = max(windows) if windows and min(windows) >= 0 else -1
         self._numbers = count()
-        self._wanted: deque[Sample | int] = deque()  # samples to add and requests to abort, since the last step
-        self._unfinished: dict[int, int] = {}  # requests, and how many of their samples have not ended
-        self._unread: dict[int, deque[Output]] = {}  # of the requests that somebody iterates over
-        self._stepping = Lock()
+        self._wanted: deque[Request] = deque()  # requests to add or to end, since the last step
+        self._unfinished: dict[int, Request] = {}
+        self._outputs = Outbox()  # of the requests that no stream reads
+        self._stepping = RLock()
+        self._interrupted = False  # an exception ended the last step, or one is under way
+        self._drawing: Sample | None = None  # the sample whose decoder is at work
+        self._commit: Commit | None = None  # what it gets, until that is carried out
 
     @property
     def preemptions(self) -> int:
@@ -102,8 +119,12 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has ended."""
-        return not self._unfinished and not self._wanted
+        """Whether every request has ended, and `step` has returned all it has."""
+        return not self._unfinished and not self._wanted and self._outputs.is_empty
+
+    def has_ended(self, request: int) -> bool:
+        """Whether all samples of a request have ended, or it was aborted."""
+        return request not in self._unfinished
 
     def add_request(
         self,
@@ -129,30 +150,8 @@ class Engine:
                 too long for the model, or has a token that is not in the vocabulary.
             PoolExhausted: the prompt and its new tokens need more pages than there are.
         """
-        sampling = Sampling() if sampling is None else sampling
-        if not isinstance(sampling, Sampling):
-            raise ContractTypeError(f"sampling must be a Sampling, not {shown(sampling)}")
-        n = integer("n", n, 1, self._max_running)
-        config, tokens = self.model.config, self.encode(prompt)
-        if sampling.stop and self._tokenizer is None:
-            raise ContractError("stop: texts that end a sample need a tokenizer")
-        try:
-            hash(namespace)
-        except Exception:  # a `__hash__` may raise anything
-            raise ContractTypeError(f"namespace must be hashable, not {shown(namespace)}") from None
-        limit = most_tokens(config, tokens, sampling)
-        needed = pages_needed(limit - 1, self.pool.page_size)
-        if needed > self.pool.num_pages:
-            raise PoolExhausted(
-                f"prompt of {len(tokens)} tokens with up to {limit - len(tokens)} new ones needs {needed} pages of"
-                f" {self.pool.page_size}, the pool has {self.pool.num_pages}"
-            )
-        end = frozenset(sampling.stop_tokens) | frozenset(() if sampling.ignore_end else config.eos_token_ids)
-        request = Request(
-            next(self._numbers), tokens, sampling, n, namespace, sampling.sampler(), limit, frozenset(end)
-        )
-        self._unfinished[request.number] = n
-        self._wanted.append(self._sample(request, 0))
+        request = self._request(prompt, sampling, n, namespace, self._outputs)
+        self._add(request)
         return request.number
 
     def abort(self, request: int) -> None:
@@ -161,29 +160,38 @@ class Engine:
         Raises:
             RequestError: it is unknown, or has ended.
         """
-        if self._unfinished.pop(request, None) is None:
+        try:
+            found = self._unfinished.get(request)
+        except Exception:  # a `__hash__` may raise anything
+            found = None
+        if found is None:
             raise RequestError(f"request {shown(request)} is unknown, or has ended")
-        self._unread.pop(request, None)
-        self._wanted.append(request)
+        found.aborted = True
+        self._wanted.append(found)
+        self._unfinished.pop(found.number, None)
 
     def step(self) -> list[Output]:
-        """Computes the next tokens; returns what came of them, nothing where no request is left or only prompts ran."""
+        """Computes the next tokens; returns what came of them, nothing where no request is left or only prompts ran.
+
+        Outputs of requests that a stream reads go there instead. Those of a step that raised come from the next one.
+
+        Raises:
+            ContractError: the thread is inside a step: a decoder or a signal handler called it.
+        """
+        self.advance()
+        return self._outputs.take()
+
+    def advance(self) -> None:
+        """Computes the next tokens and leaves their outputs to those who read them. Raises as `step`."""
+        self._refuse_inside()
         with self._stepping:
+            if self._interrupted:
+                self._recover()
+            self._interrupted = True
             self._take_wanted()
-            plan = self._batching.plan()
-            if not plan:
-                return []
-            logits = self._execute(plan)
-            outputs: list[Output] = []
-            for row, (sample, new) in enumerate(plan):
-                self._batching.computed(sample, len(new))
-                if sample.cached == len(sample.tokens):
-                    outputs += self._continue(sample, logits[row : row + 1])
-            outputs = [output for output in outputs if self._count(output)]
-        for output in outputs:
-            if (unread := self._unread.get(output.request)) is not None:
-                unread.append(output)
-        return outputs
+            if plan := self._batching.plan():
+                self._continue(plan, self._execute(plan))
+            self._interrupted = False
 
     def stream(
         self,
@@ -192,37 +200,50 @@ class Engine:
         n: int = 1,
         *,
         namespace: Hashable = None,
-    ) -> Iterator[Output]:
+    ) -> OutputStream:
         """Adds a request and iterates over its outputs; computes steps, for all requests, where none has come yet.
 
-        An iterator that is closed before its end aborts the request. Raises as `add_request`, at once.
+        An iterator that is closed or dropped before its end aborts the request. Raises as `add_request`, at once.
         """
-        number = self.add_request(prompt, sampling, n, namespace=namespace)
-        self._unread[number] = deque()
-        return self._outputs_of(number)
+        request = self._request(prompt, sampling, n, namespace, Outbox())
+        outputs = OutputStream(self, request)
+        self._add(request)
+        return outputs
 
-    def save_prefix(self, path: Path | str, prompt: str | Sequence[int], *, namespace: Hashable = None) -> int:
+    def save_prefix(
+        self, path: Path | str, prompt: str | Sequence[int], *, namespace: Hashable = None, key: bytes | None = None
+    ) -> int:
         """Writes the pages of a prompt's known prefix to a file (`prefix_file`); returns how many tokens it has.
+
+        Args:
+            path: Of the file.
+            prompt: As of `add_request`.
+            namespace: Where the prefix is known.
+            key: A secret of at least 16 bytes; a file that was written without it is not taken for this one.
 
         Raises:
             ContractTypeError, ContractError: as `add_request`, of the prompt; or nothing of it is known.
             CheckpointError: the file cannot be written.
         """
-        tokens, prefixes = self.encode(prompt), self._known_prefixes()
+        tokens, prefixes, key = self.encode(prompt), self._known_prefixes(), check_key(key)
+        self._refuse_inside()
         with self._stepping:
-            return save_prefix(path, self.model, prefixes, ("file", next(self._numbers)), tokens, namespace)
+            return save_prefix(path, self.model, prefixes, tokens, namespace, key)
 
-    def load_prefix(self, path: Path | str, *, namespace: Hashable = None) -> int:
+    def load_prefix(self, path: Path | str, *, namespace: Hashable = None, key: bytes | None = None) -> int:
         """Reads a file of `save_prefix` into free pages, where prompts find it; returns how many tokens it has.
 
+        Without a key nothing tells who wrote the file: load only files that nobody else can write to.
+
         Raises:
-            CheckpointError: the file cannot be read, is damaged, or is of another model or kind of page.
+            CheckpointError: the file cannot be read, is damaged, or is of another model, kind of page or key.
             PoolExhausted: too few pages are free or cached.
-            ContractError: the engine shares no prefixes.
+            ContractTypeError, ContractError: the engine shares no prefixes; the key is no bytes, or too short.
         """
-        prefixes = self._known_prefixes()
+        prefixes, key = self._known_prefixes(), check_key(key)
+        self._refuse_inside()
         with self._stepping:
-            return load_prefix(path, self.model, prefixes, ("file", next(self._numbers)), namespace)
+            return load_prefix(path, self.model, prefixes, namespace, key)
 
     def _known_prefixes(self) -> PrefixCache:
         if self._batching.prefixes is None:
@@ -235,34 +256,53 @@ class Engine:
             prompt = self._tokenizer.encode(prompt)
         return check_prompt(self.model.config, "prompt", prompt)
 
-    def _outputs_of(self, number: int) -> Iterator[Output]:
-        unread = self._unread[number]
-        try:
-            while True:
-                while unread:
-                    yield unread.popleft()
-                if number not in self._unfinished:
-                    return
-                self.step()
-        finally:
-            self._unread.pop(number, None)
-            if number in self._unfinished:
-                self.abort(number)
+    def _request(
+        self, prompt: str | Sequence[int], sampling: Sampling | None, n: int, namespace: Hashable, outbox: Outbox
+    ) -> Request:
+        """A request that is not added yet. Raises as `add_request`."""
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise ContractTypeError(f"sampling must be a Sampling, not {shown(sampling)}")
+        n = integer("n", n, 1, self._max_running)
+        config, tokens = self.model.config, self.encode(prompt)
+        if sampling.stop and self._tokenizer is None:
+            raise ContractError("stop: texts that end a sample need a tokenizer")
+        sampling.check_vocabulary(config.vocab_size)
+        namespace = self._namespace(namespace)
+        limit = most_tokens(config, tokens, sampling)
+        needed = pages_needed(limit - 1, self.pool.page_size)
+        if needed > self.pool.num_pages:
+            raise PoolExhausted(
+                f"prompt of {len(tokens)} tokens with up to {limit - len(tokens)} new ones needs {needed} pages of"
+                f" {self.pool.page_size}, the pool has {self.pool.num_pages}"
+            )
+        end = frozenset(sampling.stop_tokens) | frozenset(() if sampling.ignore_end else config.eos_token_ids)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox)
 
-    def _sample(self, request: Request, index: int) -> Sample:
-        decoder = None if self._tokenizer is None else self._tokenizer.stream()
-        return Sample(request, index, StopText(decoder, tuple(request.sampling.stop)), list(request.prompt))
+    def _add(self, request: Request) -> None:
+        self._unfinished[request.number] = request
+        self._wanted.append(request)
+
+    def _namespace(self, namespace: Hashable) -> Hashable:
+        """What stands for a namespace in later look-ups: they call no `__hash__` of the user's, which may raise."""
+        return None if self._batching.prefixes is None else self._batching.prefixes.namespace(namespace)
+
+    def _refuse_inside(self) -> None:
+        if self._stepping._is_owned():  # type: ignore[attr-defined]
+            raise ContractError("this thread is inside a step: decoders and signal handlers may not call the engine")
 
     def _take_wanted(self) -> None:
         while self._wanted:
-            wanted = self._wanted.popleft()
-            if isinstance(wanted, Sample):
-                if wanted.request.number in self._unfinished:
-                    self._batching.add(wanted)
-                continue
-            for sample in [*self._batching.running, *self._batching.waiting]:
-                if sample.request.number == wanted:
-                    self._batching.end(sample)
+            request = self._wanted[0]
+            if request.aborted:
+                self._unfinished.pop(request.number, None)
+                for sample in [*self._batching.running, *self._batching.waiting]:
+                    if sample.request is request:
+                        self._batching.end(sample)
+            else:
+                self._batching.add(Sample(request, 0, list(request.prompt)))
+            self._wanted.popleft()  # last: an exception before it does all again
 
     def _execute(self, plan: Plan) -> npt.NDArray[np.float32]:
         """Logits `[len(plan), vocab]`; the new tokens are in the cache afterwards."""
@@ -278,48 +318,79 @@ class Engine:
         self.statistics.add_step(seconds, prompts, total - prompts, self.pool.num_used)
         return logits
 
-    def _continue(self, sample: Sample, logits: npt.NDArray[np.float32]) -> Iterator[Output]:
-        """Adds the next token to a sample whose tokens are all in the cache, and to those that begin with it."""
-        samples = [sample]
-        if sample.forks:
-            for index in range(1, sample.request.samples):
-                child = self._sample(sample.request, index)
-                self._batching.fork(sample, child)
-                samples.append(child)
-        for each in samples:
-            output = self._next_output(each, logits)
-            if output.finish is not None:
-                self._batching.end(each)
-            elif self._window_left >= 0 and each.cached > self._window_left:
-                self._batching.drop(each, each.cached - self._window_left)
-            yield output
-
-    def _next_output(self, sample: Sample, logits: npt.NDArray[np.float32]) -> Output:
-        request = sample.request
-        try:
-            token = request.sampler(logits, [sample.index])[0]
-        except ContractError as error:  # logits that are no numbers
-            return Output(*sample.key, (), "", "error", str(error))
-        sample.tokens.append(token)
-        text, stops = sample.text.push(token)
-        finish: FinishReason | None = None
-        if stops or token in request.end_tokens:
-            finish = "stop"
-        elif len(sample.tokens) == request.limit:
-            finish = "length"
-        if finish is not None and not stops:
-            rest, stops = sample.text.flush()
-            text, finish = text + rest, "stop" if stops else finish
-        return Output(*sample.key, (token,), text, finish)
-
-    def _count(self, output: Output) -> bool:
-        """Counts the samples that ended; False where the request was aborted meanwhile."""
-        left = self._unfinished.get(output.request)
-        if left is None:
-            return False
-        if output.finish is not None:
-            if left == 1:
-                self._unfinished.pop(output.request, None)
+    def _continue(self, plan: Plan, logits: npt.NDArray[np.float32]) -> None:
+        """Gives the next token to samples whose tokens are all in the cache, and to those that begin with them."""
+        samples: list[Sample] = []
+        rows: list[int] = []
+        for row, (sample, new) in enumerate(plan):
+            cached = sample.cached + len(new)
+            if cached < len(sample.tokens):
+                self._batching.computed(sample, cached)
             else:
-                self._unfinished[output.request] = left - 1
-        return True
+                samples += [sample, *(self._batching.fork(sample) if sample.forks else [])]
+                rows += [row] * (len(samples) - len(rows))
+        choices = choose(logits, rows, [sample.history for sample in samples])
+        for sample, choice in zip(samples, choices, strict=True):
+            self._drawing = sample
+            self._give(sample, self._next_output(sample, choice))
+
+    def _next_output(self, sample: Sample, choice: Choice | ContractError) -> Output:
+        request = sample.request
+        if isinstance(choice, ContractError):
+            return _failed(sample, f"request {request.number}: {choice}")
+        token = choice.token
+        try:
+            if sample.text is None:
+                decoder = None if self._tokenizer is None else self._tokenizer.stream()
+                sample.text = StopText(decoder, tuple(request.sampling.stop))
+            text, stops = sample.text.push(token)
+            finish: FinishReason | None = None
+            if stops or token in request.end_tokens:
+                finish = "stop"
+            elif len(sample.tokens) + 1 >= request.limit:
+                finish = "length"
+            if finish is not None and not stops:
+                rest, stops = sample.text.flush()
+                text, finish = text + rest, "stop" if stops else finish
+        except Exception as error:  # a decoder may raise anything
+            return _failed(sample, str(error) if isinstance(error, PagedKVError) else shown(error))
+        logprobs = () if choice.logprobs is None else (choice.logprobs,)
+        return Output(*sample.key, (token,), text, finish, logprobs=logprobs)
+
+    def _give(self, sample: Sample, output: Output) -> None:
+        """Gives a sample its next output: it counts from the store of the commit on."""
+        last, link = sample.request.outbox.last, Link(sample.request, output)
+        self._commit = Commit(sample, len(sample.tokens), last, link, output)
+        self._settle(self._commit)
+
+    def _settle(self, commit: Commit) -> None:
+        """Carries a commit out; each step of it may be repeated."""
+        sample, output, request = commit.sample, commit.output, commit.sample.request
+        sample.tokens[commit.length :] = output.tokens
+        commit.last.next = commit.link
+        request.outbox.last = commit.link
+        if output.error is None and sample.index not in request.ended:
+            self._batching.enter(sample)
+            self._batching.computed(sample, commit.length)
+        if output.finish is None:
+            if self._window_left >= 0 and sample.cached > self._window_left:
+                self._batching.drop(sample, sample.cached - self._window_left)
+        else:
+            request.ended.add(sample.index)
+            self._batching.end(sample)
+            if len(request.ended) == request.samples:
+                self._unfinished.pop(request.number, None)
+        self._drawing = None
+        self._commit = None
+
+    def _recover(self) -> None:
+        """Finishes what an exception left of the last step."""
+        if self._commit is not None:
+            self._settle(self._commit)
+        elif self._drawing is not None:
+            self._give(self._drawing, _failed(self._drawing, "interrupted while its next text was decoded"))
+        self._batching.recover()
+
+
+def _failed(sample: Sample, error: str) -> Output:
+    return Output(*sample.key, (), "", "error", error)

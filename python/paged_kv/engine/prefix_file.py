@@ -1,15 +1,19 @@
 """A known prefix as a file: its tokens, and K and V of its pages, which only the model that computed them can use.
 
 A safetensors file with two tensors, `tokens` `[n * page_size]` int64 and `pages` `[n, ...]`, the bits of whole pages as
-unsigned integers. Its metadata says what they are of; a reader compares all of it, and the SHA-256 of both tensors.
+unsigned integers. Its metadata says what they are of; a reader compares all of it, and the SHA-256 of both tensors,
+which tells damage. With a key it is an HMAC of metadata and tensors instead, which tells who wrote it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import json
 import os
 import tempfile
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +24,16 @@ from safetensors.numpy import save_file
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_path
-from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, RequestError
+from paged_kv.files import open_regular, path_of
 from paged_kv.pool import PrefixCache
 
 FORMAT = "paged-kv prefix 1"
-
+SHORTEST_KEY = 16
+"""Bytes of a key."""
+_PLAIN, _KEYED = "sha256", "hmac-sha256"
+_REQUEST = ("file", 0)
+"""The request that holds a file's pages while it is saved or loaded; one at a time."""
 
 Bits = npt.NDArray[Any]
 """Whole pages, `[n, ...]`, their elements as unsigned integers."""
@@ -58,28 +67,26 @@ def save_prefix(
     path: Path | str,
     model: PagedModel,
     prefixes: PrefixCache,
-    request_id: Hashable,
     tokens: Sequence[int],
     namespace: Hashable,
+    key: bytes | None = None,
 ) -> int:
-    """Writes the known pages of a prompt; a request of that id holds them meanwhile. Returns their tokens.
+    """Writes the known pages of a prompt; returns their tokens.
 
     Raises:
         ContractError: nothing of the prompt is known.
         CheckpointError: as `write_prefix`.
     """
-    count = prefixes.hold(request_id, tokens, namespace)
-    try:
+    with _own_request(prefixes):
+        count = prefixes.hold(_REQUEST, tokens, namespace)
         if count == 0:
             raise ContractError("prompt: no page of it is in the cache")
-        write_prefix(path, model, tokens[:count], prefixes.pool.pages(request_id))
-    finally:
-        prefixes.pool.free(request_id)
+        write_prefix(path, model, tokens[:count], prefixes.pool.pages(_REQUEST), key)
     return count
 
 
 def load_prefix(
-    path: Path | str, model: PagedModel, prefixes: PrefixCache, request_id: Hashable, namespace: Hashable
+    path: Path | str, model: PagedModel, prefixes: PrefixCache, namespace: Hashable, key: bytes | None = None
 ) -> int:
     """Reads a file into pages of the pool, where prompts find it; returns its tokens.
 
@@ -87,17 +94,29 @@ def load_prefix(
         PoolExhausted: too few pages are free or cached.
         CheckpointError: as `read_prefix`.
     """
-    tokens, bits = read_prefix(path, model)
-    pages = prefixes.pool.start(request_id, len(tokens))
-    try:
+    tokens, bits = read_prefix(path, model, key)
+    with _own_request(prefixes):
+        pages = prefixes.pool.start(_REQUEST, len(tokens))
         model.write_pages(pages, bits)
-        prefixes.store(request_id, tokens, namespace)
-    finally:
-        prefixes.pool.free(request_id)
+        prefixes.store(_REQUEST, tokens, namespace)
     return len(tokens)
 
 
-def write_prefix(path: Path | str, model: PagedModel, tokens: Sequence[int], pages: Sequence[int]) -> None:
+@contextmanager
+def _own_request(prefixes: PrefixCache) -> Iterator[None]:
+    """Frees the request that holds the pages of a file; before it too, where an exception kept it from that."""
+    try:
+        with suppress(RequestError):
+            prefixes.pool.free(_REQUEST)
+        yield
+    finally:
+        with suppress(RequestError):
+            prefixes.pool.free(_REQUEST)
+
+
+def write_prefix(
+    path: Path | str, model: PagedModel, tokens: Sequence[int], pages: Sequence[int], key: bytes | None = None
+) -> None:
     """Writes the file, whole or not at all.
 
     Args:
@@ -105,6 +124,7 @@ def write_prefix(path: Path | str, model: PagedModel, tokens: Sequence[int], pag
         model: Has the pages.
         tokens: As many as the pages hold.
         pages: Full pages, in the order of the tokens.
+        key: Of the digest.
 
     Raises:
         ContractTypeError: `path` is no path.
@@ -112,7 +132,9 @@ def write_prefix(path: Path | str, model: PagedModel, tokens: Sequence[int], pag
     """
     target = checkpoint_path(path)
     tensors = {"tokens": np.array(tokens, np.int64), "pages": model.read_pages(pages)}
-    metadata = _expected(model) | {"sha256": _digest(tensors["tokens"], tensors["pages"])}
+    said = _expected(model)
+    digest = _digest(said, tensors["tokens"], tensors["pages"], key)
+    metadata = said | {_PLAIN if key is None else _KEYED: digest}
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
             made = Path(folder) / "prefix"
@@ -122,22 +144,22 @@ def write_prefix(path: Path | str, model: PagedModel, tokens: Sequence[int], pag
         raise CheckpointError(f"{printable(target)}: cannot be written: {error}") from None
 
 
-def read_prefix(path: Path | str, model: PagedModel) -> tuple[list[int], Bits]:
+def read_prefix(path: Path | str, model: PagedModel, key: bytes | None = None) -> tuple[list[int], Bits]:
     """The tokens of a file, and the bits of their pages `[n, ...]`.
 
     Raises:
         ContractTypeError: `path` is no path.
-        CheckpointError: the file cannot be read, is damaged, or is of another model, format or kind of page.
+        CheckpointError: the file cannot be read, is damaged, or is of another model, format, kind of page or key.
     """
     file = checkpoint_path(path)
     name = printable(file)
     try:
-        with safe_open(file, framework="numpy") as opened:
+        with open_regular(file) as regular, safe_open(path_of(regular), framework="numpy") as opened:
             metadata = opened.metadata() or {}
-            for key, value in _expected(model).items():
-                if metadata.get(key) != value:
-                    found = printable(repr(metadata.get(key)))
-                    raise CheckpointError(f"{name}: {key} is {found}, that of this model is {value!r}")
+            for field, value in _expected(model).items():
+                if metadata.get(field) != value:
+                    found = printable(repr(metadata.get(field)))
+                    raise CheckpointError(f"{name}: {field} is {found}, that of this model is {value!r}")
             if sorted(opened.keys()) != ["pages", "tokens"]:
                 raise CheckpointError(f"{name}: holds other tensors than tokens and pages")
             tokens, pages = opened.get_tensor("tokens"), opened.get_tensor("pages")
@@ -147,12 +169,16 @@ def read_prefix(path: Path | str, model: PagedModel) -> tuple[list[int], Bits]:
         raise CheckpointError(f"{name}: cannot be read: {printable(error)}") from None
     dtype, shape = model.page_kind
     bits = np.dtype(f"uint{8 * _itemsize(dtype)}")
+    if pages.dtype != bits or pages.ndim != 1 + len(shape) or pages.shape[1:] != shape:
+        raise CheckpointError(f"{name}: pages are {pages.dtype} {list(pages.shape)}, expected {bits} [n, *{shape}]")
     if tokens.dtype != np.int64 or tokens.shape != (len(pages) * model.page_size,):
         raise CheckpointError(f"{name}: {list(tokens.shape)} tokens of {tokens.dtype} for {len(pages)} pages")
-    if pages.dtype != bits or pages.shape[1:] != shape:
-        raise CheckpointError(f"{name}: pages are {pages.dtype} {list(pages.shape)}, expected {bits} [n, *{shape}]")
-    if metadata.get("sha256") != _digest(tokens, pages):
-        raise CheckpointError(f"{name}: is damaged: its content has another SHA-256 than it says")
+    if (key is None) == (_KEYED in metadata):
+        raise CheckpointError(f"{name}: was saved {'without a' if key is not None else 'with a'} key")
+    said = metadata.get(_PLAIN if key is None else _KEYED, "")
+    if not hmac.compare_digest(said.encode(), _digest(_expected(model), tokens, pages, key).encode()):
+        kind = "SHA-256 than it says" if key is None else "HMAC than it says, or the key is another"
+        raise CheckpointError(f"{name}: is damaged: its content has another {kind}")
     return tokens.tolist(), pages
 
 
@@ -172,7 +198,27 @@ def _itemsize(dtype: str) -> int:
     return {"float32": 4, "bfloat16": 2, "float16": 2}.get(dtype, 1)
 
 
-def _digest(tokens: npt.NDArray[Any], pages: Bits) -> str:
-    found = hashlib.sha256(np.ascontiguousarray(tokens).data)
+def _digest(said: dict[str, str], tokens: npt.NDArray[Any], pages: Bits, key: bytes | None) -> str:
+    """Of all a file says and holds; without a key, of what it holds."""
+    if key is None:
+        found: Any = hashlib.sha256()
+    else:
+        found = hmac.new(key, json.dumps([said, list(pages.shape)], sort_keys=True).encode(), hashlib.sha256)
+    found.update(np.ascontiguousarray(tokens).data)
     found.update(np.ascontiguousarray(pages).data)
-    return found.hexdigest()
+    return str(found.hexdigest())
+
+
+def check_key(key: Any) -> bytes | None:
+    """A key of `save_prefix`, or None.
+
+    Raises:
+        ContractTypeError, ContractError: it is no bytes, or of fewer than 16.
+    """
+    if key is None:
+        return None
+    if not isinstance(key, bytes):
+        raise ContractTypeError(f"key must be bytes, not of type {type(key).__name__}")
+    if len(key) < SHORTEST_KEY:
+        raise ContractError(f"key must have at least {SHORTEST_KEY} bytes, not {len(key)}")
+    return key

@@ -1,65 +1,19 @@
-"""What users ask of the engine and what they get: sampling options, requests, and the tokens and texts that come."""
+"""What users ask of the engine and what they get: requests, and the tokens and texts that come."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from paged_kv.arguments import integer, shown
-from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.sampling import History, Logprobs, Sampling
 from paged_kv.engine.stop_text import StopText
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.graphs.models.config import DecoderConfig
 
 FinishReason = Literal["stop", "length", "error"]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a request's tokens are chosen, and where they end.
-
-    Raises:
-        ContractTypeError, ContractError: a value has the wrong type or is out of range.
-    """
-
-    max_tokens: int = 64
-    """New tokens at most; at least 1."""
-    temperature: float = 0.0
-    """0 takes the most likely token; otherwise logits are divided by it."""
-    top_p: float = 1.0
-    """Keeps the smallest set of most likely tokens whose probabilities sum to at least this."""
-    seed: int | None = None
-    """Of the random streams, one for each sample of the request; None: another one each time. A request's tokens depend
-    on its prompt and its seed alone."""
-    stop: str | Sequence[str] = ()
-    """Texts that end a sample; they are not part of its text. They need a tokenizer."""
-    stop_tokens: Sequence[int] = ()
-    """Tokens that end a sample, beside the model's own."""
-    ignore_end: bool = False
-    """Whether the model's own end tokens are tokens like others."""
-
-    def __post_init__(self) -> None:
-        integer("max_tokens", self.max_tokens, 1)
-        Sampler(self.temperature, self.top_p, 0 if self.seed is None else self.seed)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
-            raise ContractTypeError(f"stop must be a string or several, not {shown(self.stop)}")
-        if not all(stop):
-            raise ContractError("stop: an empty text would end every sample")
-        object.__setattr__(self, "stop", tuple(stop))
-        given: Any = self.stop_tokens
-        if isinstance(given, str) or not isinstance(given, Sequence):
-            raise ContractTypeError(f"stop_tokens must be a list of token ids, not {shown(given)}")
-        tokens = tuple(integer("stop_tokens: a token", token, 0) for token in given)
-        object.__setattr__(self, "stop_tokens", tokens)
-
-    def sampler(self) -> Sampler:
-        """A sampler of these options; without a seed, one of its own."""
-        return Sampler(self.temperature, self.top_p, secrets.randbits(64) if self.seed is None else self.seed)
 
 
 @dataclass(frozen=True)
@@ -77,6 +31,43 @@ class Output:
     """Why the sample ends with it: "stop" for an end token or a stop text, "length" for its limit, "error"."""
     error: str | None = None
     """What went wrong, where it did."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """One for each of the tokens, where the request's `Sampling` asks for them."""
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """An output in a queue, and what is behind it."""
+
+    request: Request | None = None
+    output: Output | None = None
+    next: Link | None = None
+
+
+class Outbox:
+    """Outputs in order: steps hang links to `last`, a reader follows them from `read`."""
+
+    def __init__(self) -> None:
+        self.last = self.read = Link()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all was read."""
+        return self.read.next is None
+
+    def take(self) -> list[Output]:
+        """What was not read yet, but for requests that were aborted; several threads may call it."""
+        while True:
+            first = last = self.read
+            outputs = []
+            while last.next is not None:
+                last = last.next
+                if last.output is not None and last.request is not None and not last.request.aborted:
+                    outputs.append(last.output)
+            # No signal and no other thread comes between here and the return: nothing is called.
+            if self.read is first:
+                self.read = last
+                return outputs
 
 
 @dataclass(eq=False)
@@ -88,10 +79,16 @@ class Request:
     sampling: Sampling
     samples: int
     namespace: Hashable
-    sampler: Sampler
+    seed: int
     limit: int
     """Tokens of a sample, the prompt's included, at which it ends."""
     end_tokens: frozenset[int]
+    outbox: Outbox
+    """Where its outputs go."""
+    ended: set[int] = field(default_factory=set)
+    """The samples that have ended."""
+    aborted: bool = False
+    """Whether nobody waits for it any more."""
 
 
 @dataclass(eq=False)
@@ -100,13 +97,20 @@ class Sample:
 
     request: Request
     index: int
-    text: StopText
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
     """The prompt, then the new tokens."""
+    text: StopText | None = None
+    """Of the new tokens; made with the first one."""
     cached: int = 0
     """How many of `tokens` have their K and V in the cache."""
     stored: int = 0
     """How many of them the prefix cache was told of."""
+    history: History = field(init=False)
+    """What its next tokens are chosen by."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.history = History(request.sampling, request.seed, self.index, self.tokens, len(request.prompt))
 
     @property
     def key(self) -> tuple[int, int]:
@@ -123,6 +127,11 @@ class Sample:
         """Whether the other samples of its request begin when its prompt is in the cache."""
         return self.index == 0 and self.request.samples > 1 and len(self.tokens) == len(self.request.prompt)
 
+    @property
+    def rows(self) -> int:
+        """Rows of a step that it takes, those of the samples that will begin with it included."""
+        return self.request.samples if self.forks else 1
+
 
 def check_prompt(config: DecoderConfig, name: str, prompt: Any) -> tuple[int, ...]:
     """A prompt's token ids.
@@ -133,7 +142,11 @@ def check_prompt(config: DecoderConfig, name: str, prompt: Any) -> tuple[int, ..
     """
     try:
         array = np.asarray(prompt)
-    except (ValueError, OverflowError):  # rows of several lengths
+        if isinstance(prompt, list | tuple) and any(isinstance(token, bool | np.bool_) for token in prompt):
+            array = np.empty((0, 0))  # NumPy takes True for 1 where integers are beside it
+    except MemoryError:
+        raise
+    except Exception:  # rows of several lengths; arrays of other libraries raise what they like
         array = np.empty((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ContractTypeError(f"{name} must be a list of token ids, integers below 2^63; a text needs a tokenizer")

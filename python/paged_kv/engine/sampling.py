@@ -1,9 +1,21 @@
-"""From logits to the next token: greedy, or temperature and nucleus (top-p) sampling with a stream per request."""
+"""How tokens are chosen: a request's options, and from the logits of a step to the next token of each of its samples.
+
+The order is that of transformers' `generate`: `logit_bias`, then the penalties, the temperature, `top_k`, `top_p` of
+what that leaves, `min_p`. vLLM differs in one: it takes `min_p` before `top_k` and `top_p`. MAX Serve has no bias.
+
+No row is sorted as a whole. The most likely tokens come first, of equals the lowest id; each of `top_k`, `top_p` and
+`min_p` keeps a beginning of that order, and one number from [0, 1) chooses by its cumulative distribution.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -11,65 +23,406 @@ import numpy.typing as npt
 from paged_kv.arguments import integer, shown
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
+Floats: TypeAlias = npt.NDArray[np.float64]
+Logits: TypeAlias = npt.NDArray[np.float32]
+Kind = Literal["number", "integer", "flag", "texts", "tokens", "biases"]
+"""What a field of `Sampling` holds; the command line makes its options of it."""
 
-class Sampler:
-    """Chooses one token a request and step.
 
-    `temperature` 0 takes the most likely token, the lowest id among equals. Otherwise logits are divided by it, and
-    `top_p` keeps the smallest set of most likely tokens whose probabilities sum to at least that much. Each request
-    draws from its own random stream, made from `seed` and its number: one draw a token, so that its text does not
-    depend on the requests beside it.
+def _number(wording: str, fits: Callable[[float], bool]) -> Callable[[str, Any], float]:
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+            raise ContractTypeError(f"{name} must be a number, not {type(value).__name__}")
+        # Smaller floats of NumPy warn where they are compared with a number past their largest.
+        number = value if isinstance(value, int) else float(value)
+        if not (abs(number) <= sys.float_info.max and fits(number)):
+            raise ContractError(f"{name} must be {wording}, not {shown(value)}")
+        return float(number)
+
+    return check
+
+
+def _at_least(minimum: int, *, or_none: bool = False) -> Callable[[str, Any], int | None]:
+    return lambda name, value: None if or_none and value is None else integer(name, value, minimum)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ContractTypeError(f"{name} must be true or false, not {shown(value)}")
+    return bool(value)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise ContractTypeError(f"{name} must be a string or several, not {shown(value)}")
+    if not all(texts):
+        raise ContractError(f"{name}: an empty text would end every sample")
+    return tuple(texts)
+
+
+def _tokens(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ContractTypeError(f"{name} must be a list of token ids, not {shown(value)}")
+    return tuple(integer(f"{name}: a token", token, 0) for token in value)
+
+
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [(token, bias) for token, bias in (value.items() if isinstance(value, Mapping) else value)]
+    except (TypeError, ValueError):
+        raise ContractTypeError(f"{name} must map token ids to numbers, not {shown(value)}") from None
+    number = _number("from -100 to 100", lambda bias: -100 <= bias <= 100)
+    biases = {}
+    for given, bias in pairs:
+        # The keys of a JSON object are texts.
+        token = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 20 else given
+        token = integer(f"{name}: a token", token, 0)
+        biases[token] = number(f"{name} of token {shown(token)}", bias)
+    return tuple(sorted(biases.items()))
+
+
+def _option(kind: Kind, check: Callable[[str, Any], Any], text: str, flag: str | None = None) -> dict[str, Any]:
+    """Of a field: how its value is checked and kept, and what the command line says of it."""
+    return {"kind": kind, "check": check, "help": text, "flag": flag}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are chosen, and where they end. Each field is an option of the command line too.
 
     Raises:
-        ContractTypeError: `temperature` or `top_p` is no number, or `seed` no integer.
-        ContractError: `temperature` is negative or not finite, `top_p` is outside (0, 1], or `seed` is negative.
+        ContractTypeError, ContractError: a value has the wrong type or is out of range.
     """
 
-    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
-        for name, value in (("temperature", temperature), ("top_p", top_p)):
-            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                raise ContractTypeError(f"{name} must be a number, not {type(value).__name__}")
-        if not 0 <= temperature <= sys.float_info.max:
-            raise ContractError(f"temperature must be 0 or a positive number, not {shown(temperature)}")
-        if not 0 < top_p <= 1:
-            raise ContractError(f"top_p must be above 0 and at most 1, not {shown(top_p)}")
-        seed = integer("seed", seed, 0)
-        self._temperature = temperature
-        self._top_p = top_p
-        self._seed = seed
-        self._streams: dict[int, np.random.Generator] = {}
+    max_tokens: int = field(
+        default=64, metadata=_option("integer", _at_least(1), "Most tokens after each prompt.", "--max-new-tokens")
+    )
+    """New tokens at most; at least 1."""
+    temperature: float = field(
+        default=0.0,
+        metadata=_option("number", _number("0 or a positive number", lambda value: value >= 0), "0 is greedy."),
+    )
+    """0 takes the most likely token, the lowest id among equals; otherwise logits are divided by it."""
+    top_p: float = field(
+        default=1.0,
+        metadata=_option("number", _number("above 0 and at most 1", lambda value: 0 < value <= 1), "Nucleus sampling."),
+    )
+    """Keeps the smallest set of most likely tokens whose probabilities sum to at least this."""
+    seed: int | None = field(
+        default=None,
+        metadata=_option("integer", _at_least(0, or_none=True), "Of the random streams: of prompt i, seed + i."),
+    )
+    """Of the random streams, one for each sample of the request; None: another one each time. A request's tokens depend
+    on its prompt and its options alone."""
+    stop: str | Sequence[str] = field(
+        default=(), metadata=_option("texts", _texts, "A text that ends a sample; repeat it for several.")
+    )
+    """Texts that end a sample; they are not part of its text. They need a tokenizer."""
+    stop_tokens: Sequence[int] = field(
+        default=(),
+        metadata=_option("tokens", _tokens, "A token id that ends a sample; repeat it for several.", "--stop-token"),
+    )
+    """Tokens that end a sample, beside the model's own."""
+    ignore_end: bool = field(
+        default=False, metadata=_option("flag", _flag, "Take the model's own end tokens as tokens like others.")
+    )
+    """Whether the model's own end tokens are tokens like others."""
+    top_k: int = field(
+        default=0, metadata=_option("integer", _at_least(-1), "Keep so many of the most likely tokens; 0 keeps all.")
+    )
+    """Keeps so many of the most likely tokens, of equals the lowest ids; 0 and -1 keep all."""
+    min_p: float = field(
+        default=0.0,
+        metadata=_option(
+            "number",
+            _number("from 0 to 1", lambda value: 0 <= value <= 1),
+            "Keep tokens with this share of the largest probability.",
+        ),
+    )
+    """Keeps tokens that are at least so many times as likely as the most likely one."""
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=_option(
+            "number", _number("a positive number", lambda value: value > 0), "On tokens of the prompt and after it."
+        ),
+    )
+    """Logits of tokens that the prompt or the sample has are divided by it where positive, else multiplied by it."""
+    presence_penalty: float = field(
+        default=0.0,
+        metadata=_option(
+            "number", _number("from -2 to 2", lambda value: -2 <= value <= 2), "On tokens after the prompt."
+        ),
+    )
+    """Is subtracted from the logits of the sample's new tokens; the prompt does not count."""
+    frequency_penalty: float = field(
+        default=0.0,
+        metadata=_option(
+            "number",
+            _number("from -2 to 2", lambda value: -2 <= value <= 2),
+            "On tokens after the prompt, each time that they came.",
+        ),
+    )
+    """The same, for each time that the token came."""
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(
+        default=(),
+        metadata=_option("biases", _biases, "Is added to the logit of a token id; repeat it for several."),
+    )
+    """What is added to logits, from -100 to 100: a mapping from token ids, which becomes a tuple of pairs."""
+    logprobs: int | None = field(
+        default=None,
+        metadata=_option(
+            "integer", _at_least(0, or_none=True), "Log-probabilities of each token and of so many most likely ones."
+        ),
+    )
+    """None for no log-probabilities; 0 for those of the tokens, n for those of the n most likely as well."""
 
-    def __call__(self, logits: npt.NDArray[np.float32], requests: Sequence[int]) -> list[int]:
-        """The next token of each row of logits `[B, V]`; `requests` has the number of each row's request.
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, each.metadata["check"](each.name, getattr(self, each.name)))
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuses what a model with so many tokens cannot do.
 
         Raises:
-            ShapeError: `logits` is not of two dimensions with a row per request and at least one column.
-            ContractError: a row holds NaN or +inf, or only -inf; the message names its request. No stream advanced.
+            ContractError: `logit_bias` names a token that is not in the vocabulary.
         """
-        if logits.ndim != 2 or logits.shape[0] != len(requests) or logits.shape[1] == 0:
-            raise ShapeError(f"logits must be [{len(requests)}, vocabulary], not {list(logits.shape)}")
-        # The largest logit of a row is finite exactly when the row can be sampled.
-        for request, largest in zip(requests, logits.max(axis=1), strict=True):
-            if not np.isfinite(largest):
-                raise ContractError(f"request {request}: its logits hold NaN or +inf, or are all -inf")
-        if self._temperature == 0:
-            return [int(token) for token in logits.argmax(axis=1)]
-        return [self._draw(row, request) for row, request in zip(logits, requests, strict=True)]
+        outside = [token for token, _ in self.biases if token >= size]
+        if outside:
+            raise ContractError(f"logit_bias has token id {shown(outside[0])}; the vocabulary is 0 to {size - 1}")
 
-    def _draw(self, logits: npt.NDArray[np.float32], request: int) -> int:
-        """One token from the nucleus of one row `[V]`, by inverting its cumulative distribution."""
-        scores = logits.astype(np.float64)
-        with np.errstate(over="ignore"):  # far below the largest at a tiny temperature: -inf, probability 0
-            weights = np.exp((scores - scores.max()) / self._temperature)
-        order = np.argsort(-weights, kind="stable")
-        cumulative = np.cumsum(weights[order])
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        return cast(tuple[tuple[int, float], ...], self.logit_bias)
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether what comes next depends on the tokens before it by a penalty."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of probabilities by the model's own logits, before any bias, penalty or temperature."""
+
+    token: float
+    """Of the token that was chosen."""
+    top: dict[int, float]
+    """Of the most likely tokens by id, the most likely first; a token that is impossible is not among them."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The next token of a sample."""
+
+    token: int
+    logprobs: Logprobs | None = None
+    """Where its `Sampling` asks for them."""
+
+
+class History:
+    """A sample as its sampler sees it: options, random numbers and tokens.
+
+    Args:
+        sampling: The options.
+        seed: Of the request.
+        index: Of the sample among those of the request.
+        tokens: The prompt, and what was chosen so far; the caller appends to it.
+        prompt_length: How many of them are the prompt's.
+    """
+
+    def __init__(self, sampling: Sampling, seed: int, index: int, tokens: Sequence[int], prompt_length: int) -> None:
+        self.sampling = sampling
+        self._seed, self._index = seed, index
+        self.tokens, self.prompt_length = tokens, prompt_length
+        self._copied = np.empty(0, np.int64)
+        self._num_copied = 0
+
+    def uniform(self) -> float:
+        """The number from [0, 1) that draws the next token: that of the seed, the sample and the token's position."""
+        stream = np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=(self._index,)))
+        stream.advance(len(self.tokens) - self.prompt_length)
+        return float(np.random.Generator(stream).random())
+
+    def adjust(self, logits: Logits) -> Logits:
+        """Logits `[V]` with bias and penalties: a copy, or `logits` where there are none."""
+        sampling = self.sampling
+        if not sampling.biases and not sampling.uses_history:
+            return logits
+        scores = logits.copy()
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused afterwards, as an infinite logit
+            for token, bias in sampling.biases:
+                scores[token] += np.float32(bias)
+            if sampling.uses_history:
+                tokens = self._all_tokens()
+                before = scores[tokens].astype(np.float64)
+                scores[tokens] = np.where(
+                    before > 0, before / sampling.repetition_penalty, before * sampling.repetition_penalty
+                )
+                new, counts = np.unique(tokens[self.prompt_length :], return_counts=True)
+                scores[new] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(np.float32)
+        return scores
+
+    def _all_tokens(self) -> npt.NDArray[np.int64]:
+        """The tokens as an array that grows with them: a long list is not converted at each step."""
+        length = len(self.tokens)
+        if length > self._copied.size:
+            grown = np.empty(2 * length, np.int64)
+            grown[: self._num_copied] = self._copied[: self._num_copied]
+            self._copied = grown
+        self._copied[self._num_copied : length] = self.tokens[self._num_copied :]
+        self._num_copied = length
+        return self._copied[:length]
+
+
+_ROWS_A_THREAD = 1 << 18
+"""Logits of the rows that make a thread of their own worth its start, some 0.1 ms."""
+
+
+def choose(logits: Logits, rows: Sequence[int], histories: Sequence[History]) -> list[Choice | ContractError]:
+    """The next token of each of some samples; what it is depends on the sample's row and its history alone.
+
+    Args:
+        logits: `[R, V]`; not written to.
+        rows: The row of each sample; samples that begin with one prompt share theirs.
+        histories: The samples.
+
+    Returns:
+        A choice for each sample; a `ContractError` where its row holds NaN or +inf, or only -inf.
+
+    Raises:
+        ShapeError: `logits` is not of two dimensions with at least one column.
+    """
+    if logits.ndim != 2 or logits.shape[1] == 0:
+        raise ShapeError(f"logits must be [rows, vocabulary], not {list(logits.shape)}")
+    each = [partial(_choose, logits[row], history) for row, history in zip(rows, histories, strict=True)]
+    drawn = sum(history.sampling.temperature > 0 for history in histories)
+    threads = min(drawn, os.cpu_count() or 1, drawn * logits.shape[1] // _ROWS_A_THREAD)
+    if threads < 2:
+        return [make() for make in each]
+    with ThreadPoolExecutor(threads) as pool:  # NumPy computes without the interpreter's lock
+        return list(pool.map(lambda make: make(), each))
+
+
+def _choose(logits: Logits, history: History) -> Choice | ContractError:
+    sampling = history.sampling
+    scores = history.adjust(logits)
+    token = int(scores.argmax())  # NaN is larger than any number
+    if not np.isfinite(scores[token]):
+        return ContractError("its logits hold NaN or +inf, or are all -inf")
+    if sampling.temperature > 0:
+        token = _draw(scores, sampling, history.uniform())
+    return Choice(token, None if sampling.logprobs is None else _logprobs(logits, token, sampling.logprobs))
+
+
+def _draw(scores: Logits, sampling: Sampling, uniform: float) -> int:
+    """A token of those that `top_k`, `top_p` and `min_p` keep of `[V]` scores."""
+    ids = _largest(scores, sampling.top_k) if 0 < sampling.top_k < scores.size else None
+    weights = _weights(scores if ids is None else scores[ids], sampling.temperature)
+    total = mass = float(weights.sum())
+    kept, likely = weights.size, weights
+    if sampling.top_p < 1:
         # The token that reaches top_p is the last one in.
-        nucleus = cumulative[: np.searchsorted(cumulative, self._top_p * cumulative[-1]) + 1]
-        draw = self._stream(request).random() * nucleus[-1]
-        return int(order[np.searchsorted(nucleus, draw, side="right")])
+        rank, _, mass = _reach(weights, total, np.nextafter(sampling.top_p * total, 0))
+        kept = rank + 1
+    if sampling.min_p > 0:
+        above = np.compress(weights >= sampling.min_p, weights)  # the largest weight is 1
+        if above.size < kept:
+            kept, likely, total = above.size, above, float(above.sum())
+            mass = total
+    rank, value, _ = _reach(likely, total, uniform * mass)
+    if rank >= kept or value == 0:  # by rounding
+        rank = min(kept, int(np.count_nonzero(weights))) - 1
+        value = np.sort(weights)[-1 - rank]
+    found = np.flatnonzero(weights == value)
+    at = found[0 if found.size == 1 else rank - np.count_nonzero(weights > value)]
+    return int(at if ids is None else ids[at])
 
-    def _stream(self, request: int) -> np.random.Generator:
-        if request not in self._streams:
-            seeds = np.random.SeedSequence(self._seed, spawn_key=(request,))
-            self._streams[request] = np.random.Generator(np.random.PCG64(seeds))
-        return self._streams[request]
+
+def _weights(scores: Logits, temperature: float) -> Floats:
+    """Probabilities as multiples of the largest one."""
+    weights = np.subtract(scores, scores.max(), dtype=np.float64)
+    if temperature != 1:
+        with np.errstate(over="ignore"):  # far below the largest at a tiny temperature: -inf, probability 0
+            weights /= temperature
+    return np.exp(weights, out=weights)
+
+
+_SMALL = 4096
+"""So many weights are sorted."""
+_SAMPLE = 1024
+_MARGIN = 64
+"""Weights of a sample, on either side of the guess: four standard deviations, where the weights are alike."""
+
+
+def _reach(weights: Floats, total: float, mass: float) -> tuple[int, float, float]:
+    """The first of some weights, from the largest down, at which their running sum exceeds `mass`.
+
+    A sample says about which it is. The weights around it are sorted; of those above it only the sum is wanted.
+
+    Args:
+        weights: In any order; finite, none below 0.
+        total: Their sum.
+        mass: Below it.
+
+    Returns:
+        Its rank from 0, the weight, the running sum with it.
+    """
+    rank, above, rest = 0, 0.0, weights
+    while (size := rest.size) > _SMALL:
+        sample = np.sort(rest[:: size // _SAMPLE])[::-1]
+        sums = np.cumsum(sample)
+        share = (mass - above) / total if total > mass - above else 1.0  # not above 1 but by rounding
+        guess = int(np.searchsorted(sums, sums[-1] * share))
+        high, low = sample[max(guess - _MARGIN, 0)], sample[min(guess + _MARGIN, sample.size - 1)]
+        # compress, not rest[is_upper]: that one branches at each weight, which takes up to eight times as long.
+        is_upper = rest > high
+        in_upper, others = int(np.count_nonzero(is_upper)), rest
+        if in_upper <= size // 2:
+            sum_of_upper = float(np.compress(is_upper, rest).sum())
+        else:
+            others = np.compress(~is_upper, rest)
+            sum_of_upper = total - float(others.sum())
+        if above + sum_of_upper > mass:
+            rest, total = np.compress(is_upper, rest), sum_of_upper
+        else:
+            rank, above, total = rank + in_upper, above + sum_of_upper, total - sum_of_upper
+            band = np.compress((others <= high) & (others >= low), others)
+            sum_of_band = float(band.sum())
+            if above + sum_of_band > mass or in_upper + band.size == size:
+                if high == low > 0:  # all of them are equal
+                    place = min(int((mass - above) / high), band.size - 1)
+                    return rank + place, float(high), above + (place + 1) * float(high)
+                rest, total = band, sum_of_band
+            else:
+                rank, above, total = rank + band.size, above + sum_of_band, total - sum_of_band
+                rest = np.compress(others < low, others)
+        if rest.size > size // 2:  # the sample misled
+            half = rest.size // 2
+            rest = np.partition(rest, half)
+            sum_of_upper = float(rest[half:].sum())
+            if above + sum_of_upper > mass:
+                rest, total = rest[half:], sum_of_upper
+            else:
+                rank, above, total = rank + rest.size - half, above + sum_of_upper, total - sum_of_upper
+                rest = rest[:half]
+    rest = np.sort(rest)[::-1]
+    sums = above + np.cumsum(rest)
+    place = min(int(np.searchsorted(sums, mass, side="right")), rest.size - 1)
+    return rank + place, float(rest[place]), float(sums[place])
+
+
+def _largest(scores: Logits, count: int) -> npt.NDArray[np.int64]:
+    """The ids of the `count` largest scores, of equals the lowest, in ascending order."""
+    bar = np.partition(scores, -count)[-count]
+    above = np.flatnonzero(scores > bar)
+    return np.sort(np.concatenate([above, np.flatnonzero(scores == bar)[: count - above.size]]))
+
+
+def _logprobs(logits: Logits, token: int, count: int) -> Logprobs:
+    total = float(logits.max()) + float(np.log(np.exp(logits - logits.max()).sum(dtype=np.float64)))
+    ids = _largest(logits, min(count, logits.size)) if count else np.empty(0, np.int64)
+    ids = ids[np.argsort(-logits[ids], kind="stable")]
+    top = {int(id_): float(logits[id_]) - total for id_ in ids if logits[id_] > -np.inf}
+    return Logprobs(float(logits[token]) - total, top)

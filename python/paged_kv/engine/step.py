@@ -19,7 +19,7 @@ from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.runtime.artefacts import compile_ahead
-from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.runtime.session import default_runtime
@@ -44,7 +44,7 @@ class Step:
     def keys(self, architecture: str) -> dict[str, CompileKey]:
         """What the graph depends on, by its name; `architecture` is a GPU's, as in `Runtime`."""
         facts = f"{self.dtype.name} {self.geometry}"
-        return {decoder.STEP: CompileKey(facts, decoder.__name__, device=architecture)}
+        return {decoder.STEP: CompileKey(facts, (MODELS,), architecture)}
 
     def build(self, module: Module, device: DeviceRef) -> None:
         """Adds the graph to `module`."""

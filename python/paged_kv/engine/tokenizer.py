@@ -1,4 +1,6 @@
-"""Text to tokens and back, through the `tokenizers` library and the checkpoint's own `tokenizer.json`."""
+"""Text to tokens and back, through the `tokenizers` library: the checkpoint's own `tokenizer.json`, or a GGUF file's
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from pathlib import Path
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_folder
+from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, library_errors, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.graphs.models.config import DecoderConfig
@@ -16,15 +19,19 @@ _CONTEXT = 8  # tokens after which a stream forgets older ones, whole character 
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint folder.
+    """The tokenizer of a checkpoint.
 
     Raises:
-        CheckpointError: `tokenizer.json` is missing or unreadable, or has tokens that the model has no embedding for.
+        CheckpointError: there is none, or it is unreadable, or has tokens that the model has no embedding for.
     """
 
-    def __init__(self, folder: Path | str, config: DecoderConfig) -> None:
-        file = checkpoint_folder(folder) / TOKENIZER
-        self._tokenizer = read_tokenizer(file)
+    def __init__(self, source: Source | Path | str, config: DecoderConfig) -> None:
+        """Of a checkpoint, or of the `tokenizer.json` of a folder."""
+        if isinstance(source, Source):
+            self._tokenizer, file = source.tokenizer()
+        else:
+            file = checkpoint_folder(source) / TOKENIZER
+            self._tokenizer = read_tokenizer(file)
         self._file = file
         self._vocab_size = config.vocab_size
         # Some files carry the lengths of their training batches; a prompt is taken as it is.

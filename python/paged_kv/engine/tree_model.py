@@ -16,7 +16,7 @@ from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import tree_step
 from paged_kv.graphs.trees import LARGEST_TREE
 from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
 
@@ -83,9 +83,7 @@ class TreeModel:
         self._models = load_graphs(
             runtime.session,
             {
-                name: CompileKey(
-                    f"{name} layers={layers.get(name)} {facts}", tree_step.__name__, device=runtime.architecture
-                )
+                name: CompileKey(f"{name} layers={layers.get(name)} {facts}", (MODELS,), runtime.architecture)
                 for name in (*layers, _MOVES)
             },
             build,

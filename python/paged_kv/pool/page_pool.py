@@ -11,7 +11,7 @@ from paged_kv.errors import ContractError
 from paged_kv.pool import requests
 from paged_kv.pool.base import Counts, PoolBase, operation
 from paged_kv.pool.requests import PageEvent, name_of
-from paged_kv.pool.state import Change, Contents, Request, Stored
+from paged_kv.pool.state import Change, Contents, RequestPages, Stored
 
 __all__ = ["Copy", "Counts", "PageEvent", "PagePool", "pages_needed"]
 
@@ -217,7 +217,7 @@ class PagePool(PoolBase):
 
     @operation
     def remember(
-        self, request_id: Hashable, choose: Callable[[Request, Mapping[int, Any]], tuple[Contents, Stored]]
+        self, request_id: Hashable, choose: Callable[[RequestPages, Mapping[int, Any]], tuple[Contents, Stored]]
     ) -> int:
         """Makes the content of some of a request's pages known. For `PrefixCache`.
 
@@ -252,7 +252,7 @@ class PagePool(PoolBase):
         return len(known)
 
     def _writable(
-        self, request_id: Hashable, request: Request, num_tokens: int, copy: Copy | None, change: Change
+        self, request_id: Hashable, request: RequestPages, num_tokens: int, copy: Copy | None, change: Change
     ) -> Change:
         """A growth whose pages may be written before it is committed: none is known, a shared last page is copied."""
         if change.source is not None and copy is None:

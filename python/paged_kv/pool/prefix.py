@@ -18,7 +18,7 @@ from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.pool.page_pool import PagePool
 from paged_kv.pool.requests import name_of
-from paged_kv.pool.state import Contents, Request, Stored
+from paged_kv.pool.state import Contents, RequestPages, Stored
 
 HashFunction = Callable[[int, bytes], int]
 """From the hash of the pages before, and a page's tokens as int64, to the hash of them all."""
@@ -65,6 +65,14 @@ class PrefixCache:
     def pool(self) -> PagePool:
         """The pool whose pages it knows."""
         return self._pool
+
+    def namespace(self, name: Hashable) -> Hashable:
+        """What may stand for a namespace in all calls: it is known by its identity, no method of the name is called.
+
+        Raises:
+            ContractTypeError: the name is not hashable.
+        """
+        return self._namespace(name)
 
     def match(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
         """How many of a prompt's leading tokens are known now: whole pages, and never all tokens.
@@ -168,7 +176,7 @@ class PrefixCache:
     def _new_records(
         self,
         request_id: Hashable,
-        request: Request,
+        request: RequestPages,
         start: _Namespace,
         prompt: npt.NDArray[np.int64],
         known: Mapping[int, Any],
@@ -203,6 +211,8 @@ class PrefixCache:
         return contents, (done, before) if done else None
 
     def _namespace(self, name: Hashable) -> _Namespace:
+        if isinstance(name, _Namespace):
+            return name
         try:
             found = self._namespaces.get(name)
             if found is None:

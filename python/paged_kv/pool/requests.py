@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError, RequestError
-from paged_kv.pool.state import PoolState, Request
+from paged_kv.pool.state import PoolState, RequestPages
 
 EventKind = Literal["allocated", "shared", "copied", "released", "stored", "hit", "evicted"]
 
@@ -58,7 +58,7 @@ def name_of(request_id: Hashable) -> str:
     return f"request {shown(request_id)}"
 
 
-def look_up(state: PoolState, request_id: Hashable) -> Request | None:
+def look_up(state: PoolState, request_id: Hashable) -> RequestPages | None:
     """The request's record; None where it is unknown."""
     try:
         request = state.requests.get(request_id)
@@ -67,7 +67,7 @@ def look_up(state: PoolState, request_id: Hashable) -> Request | None:
     return request if request is not None and request.length is not None else None
 
 
-def find(state: PoolState, request_id: Hashable) -> Request:
+def find(state: PoolState, request_id: Hashable) -> RequestPages:
     """The request's record, or RequestError."""
     request = look_up(state, request_id)
     if request is None:
@@ -75,7 +75,7 @@ def find(state: PoolState, request_id: Hashable) -> Request:
     return request
 
 
-def register(state: PoolState, request_id: Hashable, request: Request) -> None:
+def register(state: PoolState, request_id: Hashable, request: RequestPages) -> None:
     """Makes a request known by its id; one that is inactive is unknown until a change is committed."""
     try:
         state.requests[request_id] = request
@@ -83,7 +83,7 @@ def register(state: PoolState, request_id: Hashable, request: Request) -> None:
         raise _unusable(request_id) from error
 
 
-def new(state: PoolState, request_id: Hashable) -> Request:
+def new(state: PoolState, request_id: Hashable) -> RequestPages:
     """The record of a request that is not there yet, inactive.
 
     Raises:
@@ -98,7 +98,7 @@ def new(state: PoolState, request_id: Hashable) -> Request:
         found = False
     if not found:
         raise ContractError(f"request_id must equal itself, {shown(request_id)} does not")
-    return Request()
+    return RequestPages()
 
 
 def _unusable(request_id: Any) -> ContractTypeError:

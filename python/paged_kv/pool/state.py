@@ -22,7 +22,7 @@ Stored = tuple[int, Any] | None
 
 
 @dataclass(slots=True)
-class Request:
+class RequestPages:
     """What the pool knows of one request."""
 
     length: int | None = None
@@ -41,7 +41,7 @@ class Request:
 class Change(NamedTuple):
     """One operation's effect in absolute terms, so that carrying it out twice is as carrying it out once."""
 
-    request: Request
+    request: RequestPages
     held: int
     """The request's pages below this index stay."""
     added: Sequence[int]
@@ -83,20 +83,20 @@ class PoolState:
         self.cached: OrderedDict[int, None] = OrderedDict()  # pages without an owner; the first is evicted first
         self.known: dict[int, Any] = {}  # the prefix cache's record of each page whose tokens are known
         self.shared: dict[int, int] = {}  # pages with more than one owner, and how many
-        self.requests: dict[Hashable, Request] = {}  # some may be inactive: started and not committed, or freed
+        self.requests: dict[Hashable, RequestPages] = {}  # some may be inactive: started and not committed, or freed
         self.change: Change | None = None
 
     def num_free(self) -> int:
         """Pages that no request owns and whose tokens are not known."""
         return self.num_pages - self.fresh + len(self.returned)
 
-    def active(self) -> Iterator[tuple[Hashable, Request]]:
+    def active(self) -> Iterator[tuple[Hashable, RequestPages]]:
         """The requests that are started and not freed."""
         for request_id, request in self.requests.items():
             if request.length is not None:
                 yield request_id, request
 
-    def change_of(self, request: Request, **effects: Any) -> Change:
+    def change_of(self, request: RequestPages, **effects: Any) -> Change:
         """A change that has these effects alone."""
         change = Change(
             request,
@@ -111,7 +111,7 @@ class PoolState:
         )
         return change._replace(**effects)
 
-    def growth(self, name: str, request: Request, num_tokens: int, prefix: Sequence[int] = ()) -> Change:
+    def growth(self, name: str, request: RequestPages, num_tokens: int, prefix: Sequence[int] = ()) -> Change:
         """What lengthens `request`; where it is new, it begins with the pages `prefix`, which are full.
 
         Raises:
@@ -164,7 +164,7 @@ class PoolState:
             source=source,
         )
 
-    def release(self, request: Request, pages: Sequence[int], **effects: Any) -> Change:
+    def release(self, request: RequestPages, pages: Sequence[int], **effects: Any) -> Change:
         """What makes `request` no owner of some of its pages, given in token order."""
         owners: list[tuple[int, int]] = []
         cached: list[int] = []
@@ -186,7 +186,7 @@ class PoolState:
     def eviction(self, pages: Sequence[int]) -> Change:
         """What makes the content of known pages forgotten; those that are cached become free, the first on top."""
         cached = [page for page in pages if page in self.cached]
-        return self.change_of(Request(), returned=cached[::-1], uncached=cached, forgotten=pages)
+        return self.change_of(RequestPages(), returned=cached[::-1], uncached=cached, forgotten=pages)
 
     def commit(self, change: Change) -> None:
         """Makes a change true: from the first statement on it counts, whatever interrupts the rest."""

@@ -1,12 +1,13 @@
 """Graphs that are compiled once and then read from disk in well under a second.
 
 MAX keeps a cache of its own, but a process that uses it still reads the Mojo package and builds every graph. Here a
-file holds the finished artefact, named by the digest of all that it depends on. It lies in the user's cache folder, or
-came with the package (`compiled_ahead.py`).
+file holds the finished artefact, named by the digest of all that it depends on (`compile_key.py`). It lies in the
+user's cache folder (`store.py`), in a folder that the user names, or came with the package (`installed.py`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
@@ -17,15 +18,16 @@ from typing import Any
 from max._mlir_context import ensure_default_mlir_context
 from max.driver import get_virtual_cpu_target
 from max.engine import CompiledModel, InferenceSession, Model, read
+from max.engine.api import _COMPILATION_LOCK
 from max.graph import Graph, Module
 
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
-from paged_kv.runtime.artefact_folder import ArtefactFolder, user_artefacts, warn_not_kept
-from paged_kv.runtime.compile_key import Key, Sources, toolchain
-from paged_kv.runtime.compiled_ahead import TargetFolder, target_folders
+from paged_kv.runtime.compile_key import Key, Sources, digests_of
 from paged_kv.runtime.cpu_target import CpuInfo, check_cpu_runs, usable_targets
+from paged_kv.runtime.installed import InstalledStore, installed_stores
 from paged_kv.runtime.kernel_library import kernel_library
+from paged_kv.runtime.store import Artefact, Store, user_store
 
 _COMPILING = Lock()
 
@@ -57,26 +59,28 @@ def load_graphs(
             or the Mojo sources or graphs do not compile. That nothing can be written, or that a file of the package
             is damaged, is a `RuntimeWarning`.
     """
-    cpu = CpuInfo.read()
-    check_cpu_runs(get_virtual_cpu_target(), cpu)
-    sources = Sources.installed()
-    digests = _digests(keys, sources)
     models: dict[str, Model] = {}
-    for target, found_in in _places(cpu, exact, compiled_ahead):
-        if len(models) == len(keys):
-            break
-        named = digests if target is None else _digests(keys, sources, target)
-        wanted = {name: digest for name, digest in named.items() if name not in models}
-        models |= _loaded(session, found_in, wanted, weights)
-    missing = [name for name in keys if name not in models]
-    if missing:
+    wanted = dict(keys)
+    for _, store, artefact, names in _search(wanted, exact=exact, compiled_ahead=compiled_ahead):
+        try:
+            loaded = session.init_all(read(BytesIO(artefact.content)), weights_registry=weights)
+        except (RuntimeError, ValueError, OSError):
+            store.remove(artefact.path)  # whole, but nothing that MAX reads
+            continue
+        # Of graphs that were compiled together, others than `names` may be of older sources.
+        for name, model in _named(loaded, names).items():
+            if name in names:
+                models[name] = model
+                del wanted[name]
+    if missing := list(wanted):
         on_compile()
+        digests = digests_of(wanted, Sources.installed())
         compiled = compile_graphs(session, missing, build)
-        # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not stored.
-        if _digests(keys, Sources.installed()) == digests:
-            reason = user_artefacts().store([digests[name] for name in missing], lambda path: export(compiled, path))
+        # A source that was edited meanwhile may or may not be in what was compiled: such an artefact is not kept.
+        if digests_of(wanted, Sources.installed()) == digests:
+            reason = user_store().keep(list(digests.values()), partial(export, compiled))
             if reason is not None:
-                warn_not_kept(reason)
+                warnings.warn(f"compiled graphs are not kept ({reason}): each start compiles them", RuntimeWarning, 1)
         models |= _named(session.init_all(compiled, weights_registry=weights), missing)
     return {name: models[name] for name in keys}
 
@@ -87,12 +91,7 @@ def find_graph(key: Key, compiled_ahead: Path | None = None) -> bytes | None:
     Raises:
         ToolchainError: as `load_graphs`.
     """
-    cpu, sources = CpuInfo.read(), Sources.installed()
-    check_cpu_runs(get_virtual_cpu_target(), cpu)
-    for target, folder in _places(cpu, exact=False, compiled_ahead=compiled_ahead):
-        for artefact in folder.find([key.digest(sources, toolchain(target))]):
-            return artefact.content
-    return None
+    return next((artefact.content for _, _, artefact, _ in _search({"": key}, compiled_ahead=compiled_ahead)), None)
 
 
 def where_graphs_lie(keys: Mapping[str, Key]) -> dict[str, str]:
@@ -101,56 +100,50 @@ def where_graphs_lie(keys: Mapping[str, Key]) -> dict[str, str]:
     Raises:
         ToolchainError: as `load_graphs`.
     """
-    cpu, sources, in_force = CpuInfo.read(), Sources.installed(), get_virtual_cpu_target()
-    check_cpu_runs(in_force, cpu)
     found: dict[str, str] = {}
-    for target, folder in _places(cpu, exact=False):
-        origin = "with the package" if isinstance(folder, TargetFolder) else "in the cache"
-        named = _digests({name: key for name, key in keys.items() if name not in found}, sources, target)
-        whole = {digest for artefact in folder.find(named.values()) for digest in artefact.digests}
-        place = f"{origin}, for {target or in_force or 'this CPU'}"
-        found |= {name: place for name, digest in named.items() if digest in whole}
+    wanted = dict(keys)
+    for target, store, _, names in _search(wanted):
+        origin = "with the package" if isinstance(store, InstalledStore) else "in the cache"
+        for name in names:
+            found[name] = f"{origin}, for {target or get_virtual_cpu_target() or 'this CPU'}"
+            del wanted[name]
     return found
 
 
+def _search(
+    wanted: Mapping[str, Key], *, exact: bool = False, compiled_ahead: Path | None = None
+) -> Iterator[tuple[str | None, Store | InstalledStore, Artefact, list[str]]]:
+    """Each artefact that has some of the wanted graphs: its CPU target, its store, it, the graphs' names; best first.
+
+    The caller removes from `wanted` what it got. The next place is asked for the rest.
+    """
+    cpu, sources = CpuInfo.read(), Sources.installed()
+    check_cpu_runs(get_virtual_cpu_target(), cpu)
+    for target, store in _places(cpu, exact, compiled_ahead):
+        digests = digests_of(wanted, sources, target)
+        for artefact in store.find(digests.values()):
+            yield target, store, artefact, [name for name in digests if digests[name] in artefact.digests]
+        if not wanted:
+            return
+
+
 def _places(
-    cpu: CpuInfo, exact: bool, compiled_ahead: Path | None = None
-) -> Iterator[tuple[str | None, ArtefactFolder | TargetFolder]]:
+    cpu: CpuInfo, exact: bool, compiled_ahead: Path | None
+) -> Iterator[tuple[str | None, Store | InstalledStore]]:
     """Where compiled graphs may lie, with the CPU target that they are for (None: the one in force), the best first.
 
     A folder that the user names comes first. What was compiled here for this very CPU is better than what came with the
     package for a lower target.
     """
     usable = usable_targets(get_virtual_cpu_target(), cpu)
+    lower = [] if exact else usable[1:]
     if compiled_ahead is not None:
-        folder_of_user = ahead_folder(compiled_ahead)
-        yield from ((target, folder_of_user) for target in (None, *([] if exact else usable[1:])))
-    for _, folder in target_folders(usable[:1], cpu):
-        yield None, folder
-    yield None, user_artefacts()
-    if not exact:
-        yield from target_folders(usable[1:], cpu)
-
-
-def _loaded(
-    session: InferenceSession,
-    folder: ArtefactFolder | TargetFolder,
-    digests: Mapping[str, str],
-    weights: Mapping[str, Any] | None,
-) -> dict[str, Model]:
-    """Those of the graphs that a folder has."""
-    models: dict[str, Model] = {}
-    for artefact in folder.find(digests.values()):
-        try:
-            loaded = session.init_all(read(BytesIO(artefact.content)), weights_registry=weights)
-        except (RuntimeError, ValueError, OSError):
-            folder.remove(artefact.path)  # whole, but nothing that MAX reads
-            continue
-        # Graphs that were compiled together with these may have been built from other sources than today's.
-        valid = artefact.digests
-        current = [name for name in digests if digests[name] in valid]
-        models |= {name: model for name, model in _named(loaded, current).items() if digests.get(name) in valid}
-    return models
+        store = ahead_store(compiled_ahead)
+        yield from ((target, store) for target in (None, *lower))
+    for _, installed in installed_stores(usable[:1], cpu):
+        yield None, installed
+    yield None, user_store()
+    yield from installed_stores(lower, cpu)
 
 
 def compile_ahead(
@@ -169,30 +162,30 @@ def compile_ahead(
     Raises:
         ToolchainError: as `load_graphs`; or a file cannot be written.
     """
-    kept = user_artefacts() if folder is None else ArtefactFolder(folder, hidden=False)
-    digests = _digests(keys, Sources.installed())
+    store = user_store() if folder is None else Store(folder, hidden=False)
+    digests = digests_of(keys, Sources.installed())
 
     def missing() -> list[str]:
-        found = {digest for artefact in kept.find(digests.values()) for digest in artefact.digests}
+        found = {digest for artefact in store.find(digests.values()) for digest in artefact.digests}
         return [name for name in keys if digests[name] not in found]
 
-    def store(names: Iterable[str], write: Callable[[Path], object]) -> None:
-        reason = kept.store(sorted(names), write)
+    def keep(names: Iterable[str], write: Callable[[Path], object]) -> None:
+        reason = store.keep(sorted(names), write)
         if reason is not None:
             raise ToolchainError(f"the compiled graphs cannot be kept: {reason}")
 
     if folder is not None:
-        for artefact in user_artefacts().find(digests[name] for name in missing()):
-            store(artefact.digests, partial(Path.write_bytes, data=artefact.content))
+        for artefact in user_store().find(digests[name] for name in missing()):
+            keep(artefact.digests, partial(Path.write_bytes, data=artefact.content))
     if names := missing():
         compiled = compile_graphs(session, names, build)
-        if _digests(keys, Sources.installed()) != digests:
+        if digests_of(keys, Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled: try again")
-        store([digests[name] for name in names], partial(export, compiled))
-    return [kept.path_of(digest) for digest in digests.values()]
+        keep([digests[name] for name in names], partial(export, compiled))
+    return [store.path_of(digest) for digest in digests.values()]
 
 
-def ahead_folder(folder: Path) -> ArtefactFolder:
+def ahead_store(folder: Path) -> Store:
     """A folder of `compile_ahead` that is there.
 
     Raises:
@@ -202,7 +195,7 @@ def ahead_folder(folder: Path) -> ArtefactFolder:
         raise ToolchainError(
             f"{folder} is no folder of compiled steps: make it by paged-kv compile --out, with --serve for a server"
         )
-    return ArtefactFolder(folder, hidden=False)
+    return Store(folder, hidden=False)
 
 
 def compile_graphs(
@@ -228,6 +221,11 @@ def compile_graphs(
             return session.compile(module, custom_extensions=extensions)
         except RuntimeError as error:
             raise ToolchainError(f"MAX cannot compile {', '.join(names)}: {_reason(error)}") from error
+        finally:
+            # A thread of MAX's pool releases it in Python, after `compile` has returned or raised. A process that
+            # ends before that crashes (docs/notes/exit.md).
+            with _COMPILATION_LOCK:
+                pass
 
 
 def _reason(error: BaseException) -> str:
@@ -255,9 +253,3 @@ def _named(loaded: Mapping[str, Model], names: Sequence[str]) -> Mapping[str, Mo
     if len(loaded) == len(names) == 1:
         return {names[0]: next(iter(loaded.values()))}
     return loaded
-
-
-def _digests(keys: Mapping[str, Key], sources: Sources, target: str | None = None) -> dict[str, str]:
-    """The name of each graph's artefact, for a CPU target (None: the one in force)."""
-    tools = toolchain(target)
-    return {name: key.digest(sources, tools) for name, key in keys.items()}

@@ -117,6 +117,7 @@ def render(report: Report) -> str:
         "cache": str(report.cache or "none"),
         "compiled": _compiled_in_words(report.compiled),
         "call": _first_call_in_words(report.compiled),
+        "weights": "GGUF blocks as they are; GPTQ, AWQ and compressed-tensors dequantised at load",
         **{name: _step_in_words(place) for name, place in report.steps.items()},
     }
     lines = [f"{name:<10}{value}" for name, value in rows.items()]

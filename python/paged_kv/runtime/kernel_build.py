@@ -25,11 +25,11 @@ from max.engine import InferenceSession, read
 
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.runtime.artefacts import compile_graphs, export
-from paged_kv.runtime.compile_key import Sources, toolchain
-from paged_kv.runtime.compiled_ahead import INDEX, SUFFIX, Index, read_compressed
+from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.graph_family import GraphFamily
-from paged_kv.runtime.seal import write_seal
+from paged_kv.runtime.installed import INDEX, SUFFIX, Index, read_compressed
+from paged_kv.runtime.store import seal
 from paged_kv.versions import PINNED, VERSION
 
 TARGETS = ("haswell", "skylake-avx512", "znver4", "znver5", "sapphirerapids")
@@ -41,7 +41,7 @@ _BYTES_OF_A_COMPILE = 2 << 30
 
 
 @dataclass(frozen=True)
-class Piece:
+class KernelFile:
     """One file: a family for a target."""
 
     folder: Path
@@ -56,8 +56,7 @@ class Piece:
 
     def digests(self, sources: Sources) -> dict[str, str]:
         """Of its graphs, by name."""
-        tools = toolchain(self.target)
-        return {name: key.digest(sources, tools) for name, key in self.family.keys.items()}
+        return digests_of(self.family.keys, sources, self.target)
 
     def is_whole(self, sources: Sources) -> bool:
         """Whether it lies there, compiled from these sources."""
@@ -107,48 +106,48 @@ def build(
     if (machine := platform.machine().lower()) not in ("x86_64", "amd64"):
         raise ToolchainError(f"kernels are compiled ahead on x86-64, and this is {machine}")
     sources = Sources.installed()
-    pieces = [Piece(folder, target, name, families[name]) for target in targets for name in chosen]
+    files = [KernelFile(folder, target, name, families[name]) for target in targets for name in chosen]
     try:
-        for piece in pieces:
-            piece.path.parent.mkdir(parents=True, exist_ok=True)
-        missing = [piece for piece in pieces if not piece.is_whole(sources)]
-        report(f"{len(pieces) - len(missing)} of {len(pieces)} files are there")
+        for file in files:
+            file.path.parent.mkdir(parents=True, exist_ok=True)
+        missing = [file for file in files if not file.is_whole(sources)]
+        report(f"{len(files) - len(missing)} of {len(files)} files are there")
         failures = list(_compile_all(missing, default_jobs() if jobs is None else jobs, report))
         for target in targets:
-            _write_index([Piece(folder, target, name, family) for name, family in families.items()], sources)
+            _write_index([KernelFile(folder, target, name, family) for name, family in families.items()], sources)
     except OSError as error:
         raise ToolchainError(f"{folder}: {error.strerror or error}") from error
     return failures
 
 
-def _compile_all(pieces: Sequence[Piece], jobs: int, report: Callable[[str], None]) -> Iterator[str]:
-    """What went wrong, a line for each piece that is not there now."""
+def _compile_all(files: Sequence[KernelFile], jobs: int, report: Callable[[str], None]) -> Iterator[str]:
+    """What went wrong, a line for each file that is not there now."""
     # Caches of their own: what other programs left in theirs has no part in what is shipped. The Mojo package, which is
     # no machine code yet, is compiled once for all.
     with tempfile.TemporaryDirectory(prefix="paged-kv-build-") as cache, ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(_compile_in_a_process, piece, cache): piece for piece in pieces}
+        running = {pool.submit(_compile_in_a_process, file, cache): file for file in files}
         try:
             for done, future in enumerate(as_completed(running), 1):
-                piece, failure = running[future], future.result()
-                size = "failed" if failure else f"{piece.path.stat().st_size} bytes"
-                report(f"{done} of {len(pieces)}: {piece.target} {piece.name}, {size}")
+                file, failure = running[future], future.result()
+                size = "failed" if failure else f"{file.path.stat().st_size} bytes"
+                report(f"{done} of {len(files)}: {file.target} {file.name}, {size}")
                 if failure:
-                    yield f"{piece.target} {piece.name}: {failure}"
+                    yield f"{file.target} {file.name}: {failure}"
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _compile_in_a_process(piece: Piece, cache: str) -> str | None:
-    """Compiles one piece; the reason in words where that failed."""
+def _compile_in_a_process(file: KernelFile, cache: str) -> str | None:
+    """Compiles one file; the reason in words where that failed."""
     command = [sys.executable, "-m", __name__]
-    # From a cache that other pieces have used, MAX takes machine code with functions of theirs: up to six times the
+    # From a cache that other files have used, MAX takes machine code with functions of theirs: up to six times the
     # bytes, and dependent on the order of compiles.
     with tempfile.TemporaryDirectory(dir=cache) as of_max:
         environment = {**os.environ, "MODULAR_CACHE_DIR": of_max, "XDG_CACHE_HOME": cache}
         try:
             done = subprocess.run(
-                command, env=environment, input=pickle.dumps(piece), capture_output=True, timeout=_SECONDS, check=False
+                command, env=environment, input=pickle.dumps(file), capture_output=True, timeout=_SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
             return f"not compiled in {_SECONDS} s"
@@ -159,54 +158,54 @@ def _compile_in_a_process(piece: Piece, cache: str) -> str | None:
     return said[-1] if said else f"the compiler ended with status {done.returncode}"
 
 
-def compile_piece(piece: Piece) -> None:
-    """Compiles one file in this process, whose CPU target is then the piece's.
+def compile_file(file: KernelFile) -> None:
+    """Compiles one file in this process, whose CPU target is then the file's.
 
     Raises:
         ToolchainError: the sources do not compile, or changed meanwhile.
         OSError: the file cannot be written.
     """
-    set_virtual_cpu_target(piece.target)
+    set_virtual_cpu_target(file.target)
     session = InferenceSession(devices=[CPU()])
-    digests = piece.digests(Sources.installed())
-    compiled = compile_graphs(session, list(digests), piece.family.build)
-    with tempfile.TemporaryDirectory(dir=piece.path.parent, prefix=".") as unfinished:
+    digests = file.digests(Sources.installed())
+    compiled = compile_graphs(session, list(digests), file.family.build)
+    with tempfile.TemporaryDirectory(dir=file.path.parent, prefix=".") as unfinished:
         plain, whole = Path(unfinished, "plain"), Path(unfinished, "whole")
         export(compiled, plain)
-        content, weights = plain.read_bytes(), piece.family.weights()
+        content, weights = plain.read_bytes(), file.family.weights()
         # Loaded, not run: this CPU may lack the target's features.
         names = set(session.init_all(read(BytesIO(content)), weights_registry=weights))
         if names != set(digests):
             raise ToolchainError(f"MAX calls the graphs {', '.join(sorted(names))}")
-        if piece.digests(Sources.installed()) != digests:
+        if file.digests(Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled")
         whole.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
-        write_seal(whole, list(digests.values()))
+        seal(whole, list(digests.values()))
         whole.chmod(0o644)
-        os.replace(whole, piece.path)
+        os.replace(whole, file.path)
 
 
-def _write_index(pieces: Sequence[Piece], sources: Sources) -> None:
+def _write_index(files: Sequence[KernelFile], sources: Sources) -> None:
     """Lists the files of one target that are whole."""
-    folder, target = pieces[0].folder, pieces[0].target
+    folder, target = files[0].folder, files[0].target
     graphs: dict[str, dict[str, str]] = {}
-    files = {}
-    for piece in pieces:
-        if not piece.is_whole(sources):
+    listed = {}
+    for file in files:
+        if not file.is_whole(sources):
             continue
-        content = piece.path.read_bytes()
-        files[piece.path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        graphs |= {digest: {"name": name, "file": piece.path.name} for name, digest in piece.digests(sources).items()}
-    index = Index(target, REQUIRED_FLAGS[target], {"paged-kv": VERSION, **PINNED}, graphs, files)
+        content = file.path.read_bytes()
+        listed[file.path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        graphs |= {digest: {"name": name, "file": file.path.name} for name, digest in file.digests(sources).items()}
+    index = Index(target, REQUIRED_FLAGS[target], {"paged-kv": VERSION, **PINNED}, graphs, listed)
     unfinished = folder / target / f".{INDEX}"
     index.write(unfinished)
     os.replace(unfinished, folder / target / INDEX)
 
 
 def main() -> None:
-    """`python -m paged_kv.runtime.kernel_build`: compiles the piece that its parent pickled to stdin."""
+    """`python -m paged_kv.runtime.kernel_build`: compiles the file that its parent pickled to stdin."""
     try:
-        compile_piece(pickle.load(sys.stdin.buffer))
+        compile_file(pickle.load(sys.stdin.buffer))
     except (ToolchainError, OSError) as error:
         sys.exit(str(error))
 

@@ -8,7 +8,6 @@ A GPU's kernels are named after its file and their module, and are known by that
 
 from __future__ import annotations
 
-import hashlib
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +16,9 @@ from subprocess import CalledProcessError
 from mojo.run import subprocess_run_mojo
 
 from paged_kv.errors import ToolchainError
-from paged_kv.runtime.artefact_folder import ArtefactFolder
 from paged_kv.runtime.cache_folder import cache_path
+from paged_kv.runtime.compile_key import hash_of
+from paged_kv.runtime.store import Store
 
 FILE = "mojo_ops.mojoc"
 """The compiler takes a package's name from the file's, and cuts the names of kernels after some 30 characters."""
@@ -35,7 +35,7 @@ def kernel_library(sources: Path) -> Path:
         ToolchainError: the cache folder cannot be used, or the sources do not compile.
     """
     digest = _digest(sources)
-    folder = ArtefactFolder(cache_path() / "kernels", "{}.kernels")
+    store = Store(cache_path() / "kernels", "{}.kernels")
 
     def compile_to(path: Path) -> None:
         compiled = path.with_name(FILE)
@@ -53,22 +53,18 @@ def kernel_library(sources: Path) -> Path:
             raise ToolchainError(f"{sources} was edited while it was compiled: try again")
         compiled.rename(path)
 
-    if not (found := folder.find([digest])) and folder.store([digest], compile_to) is None:
-        found = folder.find([digest])
+    if not (found := store.find([digest])) and store.keep([digest], compile_to) is None:
+        found = store.find([digest])
     if not found:  # another process may have just emptied the cache
         return sources
     # The compiler reads no file with a seal.
-    return ArtefactFolder(folder.path / digest).plain(found[0], FILE) or sources
+    return Store(store.path / digest).plain(found[0], FILE) or sources
 
 
 def _digest(sources: Path) -> str:
     """32 hexadecimal digits, different where a source file or a compiler differs."""
-    digest = hashlib.sha256()
     # The package's name is in what the compiler wrote: under another name it does not parse.
     parts = [version("max").encode(), version("mojo").encode(), FILE.encode()]
     for file in sorted(sources.rglob("*.mojo")):
         parts += [file.relative_to(sources).as_posix().encode(), file.read_bytes()]
-    for part in parts:
-        digest.update(b"%d\n" % len(part))  # no two lists of parts may read the same
-        digest.update(part)
-    return digest.hexdigest()[:32]
+    return hash_of(parts)

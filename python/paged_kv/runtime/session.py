@@ -15,7 +15,6 @@ from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Module
 
 from paged_kv.errors import ToolchainError
-from paged_kv.runtime.api_variants import variant_key
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.cpu_target import apply_cpu_target
 from paged_kv.runtime.forks import check_not_forked
@@ -84,7 +83,7 @@ class Runtime:
         listed = ", ".join(str(variant) for variant in missing)
         models = load_graphs(
             self.session,
-            {name: variant_key(variant, self.architecture) for name, variant in by_name.items()},
+            {name: variant.key(self.architecture) for name, variant in by_name.items()},
             build,
             exact=exact,
             on_compile=lambda: _announce(f"paged-kv: compiling {listed}: about 25 s, once on this machine"),

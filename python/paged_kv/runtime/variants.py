@@ -13,18 +13,9 @@ from max.graph import BufferType, DeviceRef, Graph, Module, TensorType, Type
 
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import LatentCache, PagedCache
+from paged_kv.runtime.compile_key import CompileKey
 
 Op = Literal["append", "gather", "attention", "masked_attention", "mla_attention", "merge"]
-
-REGISTERED: dict[Op, str] = {
-    "append": ops.APPEND,
-    "gather": ops.GATHER,
-    "attention": ops.ATTENTION,
-    "masked_attention": ops.MASKED_ATTENTION,
-    "mla_attention": ops.MLA_ATTENTION,
-    "merge": ops.MERGE_STATES,
-}
-"""The op of `ops.mojo` behind each."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +41,10 @@ class Variant:
         over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype.name}"
         to = f" to {self.o_dtype.name}" if self.o_dtype else ""
         return f"{self.op.replace('_', ' ')} ({self.dtype.name}{over}{to})"
+
+    def key(self, architecture: str = "") -> CompileKey:
+        """What the graph depends on; `architecture` is a GPU's, with its number."""
+        return CompileKey(self.name, ("runtime/variants.py",), architecture)
 
     def family(self) -> list[Variant]:
         """The variants that are compiled with this one: append and gather go together."""

@@ -11,11 +11,11 @@ from max.engine import InferenceSession, Model
 from max.graph import Graph
 
 from paged_kv.errors import ContractError
-from paged_kv.runtime.artefact_folder import ArtefactFolder
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.graph_family import GraphFamily
+from paged_kv.runtime.store import Store
 from paged_kv.serve.compiled_graphs import CompiledGraphs, GraphOfMax, session_of_cpu
-from paged_kv.serve.launch import Request, arguments_ahead, check_environment
+from paged_kv.serve.launch import Serving, arguments_ahead, check_environment
 
 
 class GraphsAhead(CompiledGraphs):
@@ -40,18 +40,18 @@ class GraphsAhead(CompiledGraphs):
             return None
         (file,) = compile_ahead(session_of_cpu(), {graph.name: key}, graph, self._folder)
         self.files.append(file)
-        (artefact,) = ArtefactFolder(file.parent, hidden=False).find([file.stem])
+        (artefact,) = Store(file.parent, hidden=False).find([file.stem])
         return self.copy(graph.name, artefact.content)
 
 
-def compile_for_server(request: Request, target: str | None, out: Path | None) -> list[Path]:
-    """Compiles, or finds compiled, what a server of this request loads; returns the files.
+def compile_for_server(serving: Serving, target: str | None, out: Path | None) -> list[Path]:
+    """Compiles, or finds compiled, what such a server loads; returns the files.
 
     MAX makes its whole pipeline, as in the server, but for the weights. It and its target are one for the process: a
     process that compiles for a server does nothing else.
 
     Args:
-        request: As for `serve`; its address and its number of requests do not matter.
+        serving: As for `serve`; its address and its number of requests do not matter.
         target: The CPU to compile for, one of `REQUIRED_FLAGS`; this one where None.
         out: The folder to keep it in, the cache folder where None.
 
@@ -68,7 +68,7 @@ def compile_for_server(request: Request, target: str | None, out: Path | None) -
     with TemporaryDirectory(prefix="paged-kv-") as copies:
         graphs = InferenceSession.default_mef_store = GraphsAhead(out, Path(copies))
         try:
-            cli_warm_cache.main(arguments_ahead(request), "paged-kv compile --serve --", standalone_mode=False)
+            cli_warm_cache.main(arguments_ahead(serving), "paged-kv compile --serve --", standalone_mode=False)
         except click.ClickException as error:
             raise ContractError(error.format_message()) from None  # it travels to another process
     return graphs.files

@@ -9,13 +9,13 @@ import json
 import os
 import shlex
 import signal
-import socket
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +24,12 @@ from paged_kv.arguments import shown
 from paged_kv.checkpoint.gguf import GgufCheckpoint
 from paged_kv.checkpoint.gguf_folder import model_folder
 from paged_kv.checkpoint.source import Source, open_source
+from paged_kv.checkpoint.weights import Checkpoint
 from paged_kv.errors import CheckpointError, ContractError, ToolchainError
+from paged_kv.files import read_regular
 from paged_kv.runtime.cache_folder import cache_folder
+from paged_kv.serve.address import held_sockets, is_loopback, listening_sockets, url_of
+from paged_kv.serve.door import LOOPBACK, Rules, host_name
 from paged_kv.serve.memory import CachePlan, ServerMemory, free_memory
 
 PAGE_SIZE = 128
@@ -44,13 +48,18 @@ _OURS = {
     "--devices": "run `max serve` itself",
 }
 """MAX's flags that may not be handed on, and what to do instead."""
+API_KEY = "PAGED_KV_API_KEY"
+MIN_BODY_BYTES = 1 << 18
+BODY_BYTES_PER_TOKEN = 16
+"""Of a request's body: text has some 4, a token's id in JSON up to 8, a character as \\uXXXX 6."""
 COMPILED = "PAGED_KV_COMPILED"
-"""The variable that hands `Request.compiled` to the model's process."""
+"""The variable that hands `Serving.compiled` to the model's process."""
+_LONGEST_KEY = 1024
 _METRICS_PORT = "MAX_SERVE_METRICS_ENDPOINT_PORT"
 
 
 @dataclass(frozen=True)
-class Request:
+class Serving:
     """What the command line says."""
 
     folder: Path
@@ -65,9 +74,17 @@ class Request:
     """MAX's own, as they were given."""
     compiled: Path | None = None
     """A folder of graphs that were compiled ahead."""
+    api_key: str | None = field(default=None, repr=False)
+    api_key_file: Path | None = None
+    allow_unauthenticated: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    operator_routes: bool = False
+    max_body_bytes: int | None = None
+    """None: `MIN_BODY_BYTES`, or more where the longest request needs more."""
+    max_connections: int = 256
 
 
-def serve(request: Request) -> None:
+def serve(serving: Serving) -> None:
     """Serves until a signal ends it.
 
     Raises:
@@ -77,25 +94,36 @@ def serve(request: Request) -> None:
         OSError: stdout cannot be written when the server is ready.
     """
     check_environment()
-    if request.compiled is not None:
-        from paged_kv.runtime.artefacts import ahead_folder
+    rules = rules_of(serving)
+    if serving.compiled is not None:
+        from paged_kv.runtime.artefacts import ahead_store
 
         # The process of the model gets MAX's configuration, which has no room for this, and the environment.
-        os.environ[COMPILED] = str(ahead_folder(request.compiled).path.resolve())
+        os.environ[COMPILED] = str(ahead_store(serving.compiled).path.resolve())
     from max._entrypoints.allocator import reexec_with_jemalloc
     from max._entrypoints.pipelines import main
 
     # MAX starts the `python3` that PATH has first for its own processes: it must be this one.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     reexec_with_jemalloc()  # this process starts again: MAX would do it in `main`, and what follows would run twice
-    arguments, port = prepare(request)
-    address = _address(request.host, port)
+    from paged_kv.serve.connections import guard
+
+    os.environ.pop(API_KEY, None)  # nothing that this process starts needs it
+    arguments = prepare(serving)
+    sockets = listening_sockets(serving.host, serving.port)  # from here on, the port is nobody else's
+    port = int(sockets[0].getsockname()[1])
+    address = url_of(serving.host, port)
     os.environ.setdefault("MAX_SERVE_LOGS_ENABLE_COMPONENTS", "paged_kv")  # MAX's logs leave all others out
     os.environ.setdefault("OTEL_SDK_DISABLED", "true")  # MAX sends no telemetry to Modular then; /metrics stays
-    metrics = os.environ.setdefault(_METRICS_PORT, str(_metrics_port(request.host, port)))
-    folder = Path(_value(arguments, "--model-path") or request.folder)  # by this name the server knows the model
-    lines = ready_lines(folder, address, _address(request.host, int(metrics)))
-    announcement = Announcement(address, lines)
+    # MAX listens on this host for its metrics alone, which ask for no key.
+    host = serving.host if serving.operator_routes else "127.0.0.1"
+    held = [] if _METRICS_PORT in os.environ else held_sockets(host, port + 1)
+    metrics = os.environ.setdefault(_METRICS_PORT, str(held[0].getsockname()[1]) if held else "")
+    folder = Path(_value(arguments, "--model-path") or serving.folder)  # by this name the server knows the model
+    lines = ready_lines(folder, address, rules.key is not None)
+    announcement = Announcement(address, lines, f"{url_of(host, int(metrics))}/metrics")
+    arguments = ["serve", "--host", host, "--port", str(port), *arguments]
+    guard(replace(rules, max_body_bytes=_max_body_bytes(serving, arguments)), sockets)
     try:
         threading.Thread(target=announcement.run, daemon=True).start()
         main(args=arguments, prog_name="paged-kv serve --", standalone_mode=False)
@@ -104,70 +132,128 @@ def serve(request: Request) -> None:
             raise announcement.error
 
 
-def prepare(request: Request) -> tuple[list[str], int]:
-    """The arguments for MAX's entry point, and the port.
+def prepare(serving: Serving) -> list[str]:
+    """The arguments for MAX's entry point, but for the address.
 
     Raises:
         CheckpointError, ContractError: as `serve`.
     """
-    source = _checked(request)
-    port = free_port(request.host, request.port)
-    of_model = _model_arguments(request, source, lambda memory: memory.plan(request.page_size, free_memory()))
-    return ["serve", "--host", request.host, "--port", str(port), *of_model], port
+    source = _checked(serving)
+    return _model_arguments(serving, source, lambda memory: memory.plan(serving.page_size, free_memory()))
 
 
-def arguments_ahead(request: Request) -> list[str]:
+def rules_of(serving: Serving) -> Rules:
+    """Who may ask this server, and how much at once.
+
+    Raises:
+        ContractError: the key cannot be used, or there is none and other machines reach the server.
+    """
+    key = _key(serving)
+    if key is None and not serving.allow_unauthenticated and not is_loopback(serving.host):
+        raise ContractError(
+            f"--host {serving.host} lets other machines in: set {API_KEY} or --api-key-file,"
+            " or --allow-unauthenticated where all of them may use the server"
+        )
+    for name, value in (("--max-body-bytes", serving.max_body_bytes), ("--max-connections", serving.max_connections)):
+        if value is not None and not 1 <= value < 2**31:
+            raise ContractError(f"{name} must be at least 1 and below 2^31, not {shown(value)}")
+    hosts = LOOPBACK | {host_name(f"[{name}]" if name.count(":") > 1 else name) for name in serving.allowed_hosts}
+    return Rules(key, hosts | {serving.host.lower()}, serving.operator_routes, max_connections=serving.max_connections)
+
+
+def _key(serving: Serving) -> str | None:
+    """The key that clients must send.
+
+    Raises:
+        ContractError: it cannot be read, or cannot stand in a header.
+    """
+    sources = {"--api-key": serving.api_key, "--api-key-file": serving.api_key_file, API_KEY: os.environ.get(API_KEY)}
+    given = {name: value for name, value in sources.items() if value is not None}
+    if len(given) > 1:
+        raise ContractError(f"a key comes from one of {' and '.join(given)}, not from both")
+    key = next(iter(given.values()), None)
+    if isinstance(key, Path):
+        if not key.is_file():
+            raise ContractError(f"--api-key-file {key}: no such file")
+        with key.open("rb") as opened:
+            key = opened.read(_LONGEST_KEY + 2).decode("latin-1").strip()
+    if key is not None and not (1 <= len(key) <= _LONGEST_KEY and all("!" <= letter <= "~" for letter in key)):
+        raise ContractError(f"the API key must be 1 to {_LONGEST_KEY} visible ASCII characters without a space")
+    return key
+
+
+def _max_body_bytes(serving: Serving, arguments: Sequence[str]) -> int:
+    length = _value(arguments, "--max-length") or ""
+    of_length = BODY_BYTES_PER_TOKEN * int(length) if length.isdecimal() else 0
+    return serving.max_body_bytes or max(MIN_BODY_BYTES, of_length)
+
+
+def arguments_ahead(serving: Serving) -> list[str]:
     """Those of MAX's `warm-cache`, which makes what the server would run and ends; address and port are not used.
 
     Raises:
         CheckpointError, ContractError: as `serve`.
     """
-    return _model_arguments(request, _checked(request), lambda memory: memory.least(request.page_size))
+    return _model_arguments(serving, _checked(serving), lambda memory: memory.least(serving.page_size))
 
 
-def _checked(request: Request) -> Source:
-    """The checkpoint of a request that can be served."""
-    source = open_source(request.folder)
+def _checked(serving: Serving) -> Source:
+    """The checkpoint, where all that the command line says can be served."""
+    source = open_source(serving.folder)
     if source.config.latent is not None:
         raise CheckpointError(
             f"{source.folder}: the pages of MAX Serve hold K and V of heads, not latents: run it with paged-kv generate"
         )
-    for name in _names(request.flags) & _OURS.keys():
+    for name in _names(serving.flags) & _OURS.keys():
         raise ContractError(f"{name} cannot be handed on to MAX: {_OURS[name]}")
-    if request.page_size < 1 or request.page_size % PAGE_SIZE:
-        raise ContractError(f"--page-size must be a multiple of {PAGE_SIZE} (MAX's pool), not {request.page_size}")
-    if not 1 <= request.max_batch_size < 2**31:
-        problem = f"must be at least 1 and below 2^31, not {shown(request.max_batch_size)}"
+    if serving.page_size < 1 or serving.page_size % PAGE_SIZE:
+        raise ContractError(f"--page-size must be a multiple of {PAGE_SIZE} (MAX's pool), not {serving.page_size}")
+    if not 1 <= serving.max_batch_size < 2**31:
+        problem = f"must be at least 1 and below 2^31, not {shown(serving.max_batch_size)}"
         raise ContractError(f"--max-batch-size {problem}")
     return source
 
 
-def _model_arguments(request: Request, source: Source, plan_of: Callable[[ServerMemory], CachePlan]) -> list[str]:
+def _model_arguments(serving: Serving, source: Source, plan_of: Callable[[ServerMemory], CachePlan]) -> list[str]:
     """What MAX is told of the model and its cache: what was chosen for the user, and what the user chose."""
-    given = _names(request.flags)
+    given = _names(serving.flags)
+    if isinstance(source.checkpoint, Checkpoint) and source.checkpoint.packing is not None:
+        raise CheckpointError(
+            f"{source.folder}: {source.checkpoint.packing.describe()} are not served yet; `paged-kv generate` runs them"
+        )
     gguf = source.checkpoint if isinstance(source.checkpoint, GgufCheckpoint) else None
     quantised = gguf.main_encoding if gguf else None
-    encoding = _value(request.flags, "--quantization-encoding") or (quantised or request.dtype).lower()
-    cache_format = _value(request.flags, "--kv-cache-format") or (request.dtype if quantised else None)
-    plan = plan_of(ServerMemory.of(source.config, gguf.header.file if gguf else source.folder, encoding, cache_format))
+    encoding = _value(serving.flags, "--quantization-encoding") or _max_encoding(quantised or serving.dtype)
+    cache_format = _value(serving.flags, "--kv-cache-format") or (serving.dtype if quantised else None)
+    path, *more = gguf.header.parts if gguf else (source.folder,)
+    plan = plan_of(ServerMemory.of(source.config, path, encoding, cache_format, more))
     chosen = {
         "--quantization-encoding": encoding,
         "--max-length": str(plan.max_length),
         "--device-memory-utilization": f"{plan.utilization:.4f}",
-        "--max-batch-input-tokens": str(max(CHUNK, request.max_batch_size)),
+        "--max-batch-input-tokens": str(max(CHUNK, serving.max_batch_size)),
         "--enable-prefix-caching": None,
     }
     if gguf:
-        chosen["--weight-path"] = str(gguf.header.file.resolve())
+        # A link is not followed: parts are named after each other, and what a link leads to may have another name.
+        chosen["--weight-path"] = str(gguf.header.file.absolute())
     if quantised:
         chosen["--kv-cache-format"] = cache_format
     folder = model_folder(gguf, cache_folder() / "gguf") if gguf else source.folder
     arguments = ["--model-path", str(folder), "--devices", "cpu", "--custom-architectures", "paged_kv.serve"]
-    arguments += ["--max-batch-size", str(request.max_batch_size), "--kv-cache-page-size", str(request.page_size)]
+    arguments += ["--max-batch-size", str(serving.max_batch_size), "--kv-cache-page-size", str(serving.page_size)]
     for name, value in chosen.items():
         if name not in given and name.replace("--enable", "--no-enable") not in given:
             arguments += [name] if value is None else [name, value]
-    return [*arguments, *request.flags]
+    return [*arguments, *serving.flags]
+
+
+def _max_encoding(encoding: str) -> str:
+    """MAX's name of an encoding. It reads from it that weights are bytes and that activations are float32; of
+    encodings that it lacks, which this package's step multiplies all the same, that of Q4_K says this too.
+    """
+    lacking = {"Q5_K", "Q8_0", "IQ4_NL", "IQ4_XS"}
+    return "q4_k" if encoding in lacking else encoding.lower()
 
 
 def check_environment() -> None:
@@ -188,33 +274,16 @@ def check_environment() -> None:
         )
 
 
-def free_port(host: str, port: int) -> int:
-    """`port`, or where it is 0 one that is free.
-
-    Raises:
-        ContractError: another program listens there, or this user may not, or `host` is no address of this machine.
-    """
-    if not 0 <= port <= 65535:
-        raise ContractError(f"--port must be from 0 to 65535, not {port}")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ContractError(f"--host {host} --port {port}: {error.strerror or error}") from error
-
-
-def ready_lines(folder: Path, address: str, metrics: str) -> str:
+def ready_lines(folder: Path, address: str, asks_for_key: bool = False) -> str:
     """What to tell the user once the server answers: where it is, and a request that works."""
     prompt = "once a prompt is longer than a page"
     chat = _has_chat_template(folder)
     route = "chat/completions" if chat else "completions"
     asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     body = json.dumps({"model": str(folder)} | asked | {"max_tokens": 32, "temperature": 0})
-    curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    return f"paged-kv: ready on {address} (metrics: {metrics}/metrics)\n{curl}"
+    key = f' -H "Authorization: Bearer ${API_KEY}"' if asks_for_key else ""
+    curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    return f"paged-kv: ready on {address}\n{curl}"
 
 
 @dataclass
@@ -223,22 +292,30 @@ class Announcement:
 
     address: str
     lines: str
+    metrics: str
+    """Named where it answers."""
     error: OSError | None = None
     """Why it could not be printed."""
 
     def run(self) -> None:
         """Waits for the server, and prints."""
-        while True:
-            try:
-                with urllib.request.urlopen(f"{self.address}/health", timeout=5):
-                    break
-            except OSError:  # nothing listens yet
-                time.sleep(0.1)
+        while not _answers(f"{self.address}/health"):
+            time.sleep(0.1)
+        ready, _, rest = self.lines.partition("\n")
+        found = f" (metrics: {self.metrics})" if _answers(self.metrics) else ""
         try:
-            print(self.lines, flush=True)
+            print(f"{ready}{found}\n{rest}", flush=True)
         except OSError as error:
             self.error = error
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except (OSError, HTTPException):  # nothing listens there, or another program
+        return False
 
 
 def _mismatches(requirements: Iterable[str]) -> Iterator[str]:
@@ -257,26 +334,12 @@ def _mismatches(requirements: Iterable[str]) -> Iterator[str]:
             yield f"{requirement.name} is {installed}, it must be {requirement.specifier}"
 
 
-def _metrics_port(host: str, port: int) -> int:
-    """The port after the server's, where it is free; else any."""
-    try:
-        return free_port(host, port + 1)
-    except ContractError:
-        return free_port(host, 0)
-
-
-def _address(host: str, port: int) -> str:
-    """How a program on this machine reaches the server."""
-    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-
-
 def _has_chat_template(folder: Path) -> bool:
     """Whether transformers finds a chat template: MAX answers chats with 400 without one."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"))
+        return bool(json.loads(read_regular(folder / "tokenizer_config.json")).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
 

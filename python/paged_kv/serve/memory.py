@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,24 +35,27 @@ class ServerMemory:
     weights: int
     """Bytes."""
     files: int
-    """Bytes of the weights on disk."""
+    """Bytes of the weights' files that MAX knows."""
     token: int
     """Bytes of a token in the cache."""
     longest: int
     """Tokens of the longest request that the model knows."""
 
     @classmethod
-    def of(cls, config: DecoderConfig, path: Path, encoding: str, cache_format: str | None) -> ServerMemory:
+    def of(
+        cls, config: DecoderConfig, path: Path, encoding: str, cache_format: str | None, more: Sequence[Path] = ()
+    ) -> ServerMemory:
         """Of the weights in a GGUF file or in a folder of safetensors, in MAX's words for their encoding and for the
-        dtype of the cache.
+        dtype of the cache; `more` are the further parts of a GGUF model, of which MAX is not told.
         """
         quantised = encoding not in _BYTES
         files = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
+        stored = files + sum(file.stat().st_size for file in more)
         values = sum(math.prod(shape) for shape in expected_tensors(config).values())
         kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         # MAX's activations beside quantised weights are float32, and the cache has their dtype.
         wide = _BYTES.get(cache_format or encoding, 4)
-        return cls(files if quantised else values * _BYTES[encoding], files, kv * wide, config.max_position_embeddings)
+        return cls(stored if quantised else values * _BYTES[encoding], files, kv * wide, config.max_position_embeddings)
 
     def least(self, page_size: int) -> CachePlan:
         """Room for a request of one page: for a server that is made without being asked anything."""

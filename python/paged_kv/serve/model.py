@@ -22,12 +22,14 @@ from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.weights import open_files
 from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.graphs.ops import kernels
-from paged_kv.runtime.compile_key import CompileKey, Sources, toolchain
+from paged_kv.runtime.compile_key import MODELS, CompileKey, Sources, toolchain
 from paged_kv.runtime.graph_family import GraphFamily
-from paged_kv.serve import graph as graph_module
 from paged_kv.serve.compiled_graphs import CompiledGraphs
 from paged_kv.serve.config import ServedConfig, gguf_file
 from paged_kv.serve.graph import ServedStep
+
+_BUILT_BY = (MODELS, "serve/graph.py")
+"""The files that build the step."""
 
 
 class ServedModel(LlamaModelBase):
@@ -67,7 +69,7 @@ class ServedModel(LlamaModelBase):
         def build(module: Module, _: Sequence[str]) -> None:
             step.trace(*types, name=name, module=module, custom_extensions=[kernels()])
 
-        keys = {name: CompileKey(name, graph_module.__name__)}
+        keys = {name: CompileKey(name, _BUILT_BY)}
         family = GraphFamily(keys, build, self._load_state_dict)
         model = CompiledGraphs.in_force().load_step(session, family)
         self._wire_batch_processor(model, config)
@@ -90,7 +92,7 @@ class ServedModel(LlamaModelBase):
         A file of `--export-mefs` is found by this name: one of another version is not taken.
         """
         step, name, types = self._step(model_config)
-        name = f"paged_kv_{CompileKey(name, graph_module.__name__).digest(Sources.installed(), toolchain())}"
+        name = f"paged_kv_{CompileKey(name, _BUILT_BY).digest(Sources.installed(), toolchain())}"
         # MAX asks nothing of it but `trace`.
         spec = GraphSpec(cast(Layer, step), name, types, weights=self.state_dict, custom_extensions=[kernels()])
         return {GraphRole.DECODER: spec}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,12 @@ from max.pipelines.modeling.types import TextGenerationRequest
 
 FAILED_TOKEN = -1
 """Says from the worker to the API process that a request failed; no token has this id."""
+
+
+CHARACTERS_PER_TOKEN = 16
+"""A text with more for each token of the longest request is refused before it is split: text has some 4."""
+LARGE_TEXT = 1 << 14
+"""Characters. Texts of more are split one at a time: each takes memory of a hundred times its size meanwhile."""
 
 
 class StepFailed(RuntimeError):
@@ -27,6 +36,7 @@ class ServedTokenizer(TextTokenizer):
         rows = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
         self._vocab_size = rows or self.tokenizer_vocab_size
         self._has_prompt_logits = pipeline_config.model.enable_echo
+        self._large = asyncio.Lock()
 
     async def new_context(self, request: TextGenerationRequest) -> TextContext:
         if isinstance(request.prompt, list):
@@ -37,6 +47,21 @@ class ServedTokenizer(TextTokenizer):
         # MAX's sampler allocates memory for this many tokens: a request for 2^31 ends the worker.
         context.sampling_params.top_k = min(context.sampling_params.top_k, self._vocab_size)
         return context
+
+    async def encode(self, prompt: str | Sequence[int], add_special_tokens: bool = True) -> Any:
+        """The tokens of a text, or the tokens that were given.
+
+        Raises:
+            InputError: it has more characters than `CHARACTERS_PER_TOKEN` allow, or more tokens than a request may.
+        """
+        size = len(prompt) if isinstance(prompt, str) else 0
+        if self.max_length and size > CHARACTERS_PER_TOKEN * self.max_length:
+            raise InputError(
+                f"the prompt has {size} characters, which is too long for requests of {self.max_length} tokens:"
+                f" {CHARACTERS_PER_TOKEN} for each token is the limit"
+            )
+        async with self._large if size > LARGE_TEXT else nullcontext():
+            return await super().encode(prompt, add_special_tokens)
 
     async def decode(self, encoded: Any, **kwargs: Any) -> str:
         """The text of tokens.

@@ -112,7 +112,7 @@ def attend_prefill_amx[
         rotation: The task's.
     """
     comptime key_dtype = DType.bfloat16 if rotates else k.dtype
-    comptime has_masks = rows.Sight.has_masks
+    comptime has_masks = rows.Masks.has_masks
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var pairs = padded_queries(segment.num_rows * heads.group) // (2 * QUERY_COLUMNS)
     configure_tiles()

@@ -7,7 +7,7 @@ from ....isa.convert import FloatVector, LANES
 from ....isa.memory import Bf16BitsPointer, FloatPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
-from ...row_sight import ALL_BITS, MASK_TOKENS
+from ...row_masks import ALL_BITS, MASK_TOKENS
 from ...softmax import LOG2E, exp2
 from ..prefetch import KV_TILE_TOKENS
 from ..prefill.queries import QUERY_COLUMNS

@@ -8,7 +8,7 @@ from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
 from ...logits import Logits
 from ...params import AttentionRows
-from ...row_sight import MASK_TOKENS, bits_between
+from ...row_masks import MASK_TOKENS, bits_between
 from ...softmax import AttentionState, MINUS_INFINITY
 from ..plan import Segment
 from ..workspace import HeadLayout, RunningStates
@@ -75,7 +75,7 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
         """Makes the states of a segment's queries empty, and writes which tokens they see."""
         var queries = segment.num_rows * heads.group
         var room = padded_queries(queries)
-        self.token_offset = rows.sight.offset(Int(rows.row_batch[unsafe_offset=segment.row]))
+        self.token_offset = rows.masks.offset(Int(rows.row_batch[unsafe_offset=segment.row]))
         for m in range(room):
             # A query of padding sees what the last query sees, so that it alone does not cause masking.
             var row = segment.row + min(m, queries - 1) // heads.group

@@ -9,7 +9,7 @@ from std.utils.numerics import isfinite, nan
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
 from ...logits import Logits, nan_where_infinite
-from ...row_sight import MASK_TOKENS
+from ...row_masks import MASK_TOKENS
 from ...softmax import HAS_SCALEF, MINUS_INFINITY, exp2
 from ..workspace import HeadLayout
 from .queries import PrefillQueries, QUERY_COLUMNS

@@ -13,7 +13,7 @@ from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
 from ...logits import Logits
 from ...params import AttentionRows
-from ...row_sight import MASK_TOKENS
+from ...row_masks import MASK_TOKENS
 from ...softmax import LOG2E
 from ..plan import Segment
 from ..prefetch import KV_TILE_TOKENS, Prefetcher
@@ -74,7 +74,7 @@ def attend_prefill_vectors[
     """
     comptime key_dtype = DType.float32 if rotates else k.dtype
     comptime pairs = takes_pairs(dtype, key_dtype)
-    comptime has_masks = rows.Sight.has_masks
+    comptime has_masks = rows.Masks.has_masks
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var queries = segment.num_rows * heads.group
     var key_heads = heads

@@ -1,0 +1,69 @@
+"""GPT-OSS: sinks, windows in every other layer, and mixtures of experts with biases and clamped units."""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.mixture import BLOCK, ClampedUnits, read_experts
+
+ARCHITECTURE = "GptOssForCausalLM"
+MODEL_TYPE = "gpt_oss"
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The rotation where config.json has none."""
+
+
+def read(fields: Fields) -> DecoderConfig:
+    layers = fields.layers()
+    fields = fields.with_defaults(head_dim=64)
+    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
+        fields = fields.with_defaults(rope_parameters=_YARN)
+    # Without the key there is a window, with null there is none.
+    windowed = fields if "sliding_window" in fields.values else fields.with_defaults(sliding_window=128)
+    units = ClampedUnits(
+        alpha=fields.number("swiglu_alpha", default=1.702), limit=fields.number("swiglu_limit", default=7.0)
+    )
+    experts = read_experts(
+        fields,
+        [True] * layers,
+        count_keys=("num_local_experts", "num_experts"),
+        inner_key="intermediate_size",
+        sums_to_one=True,
+        router="router",
+        bias=True,
+        units=units,
+        alternating=True,
+        mxfp4=_has_mxfp4(fields),
+    )
+    bias = fields.boolean("attention_bias", default=True)
+    # MXFP4 is the loader's matter: weights are unpacked.
+    plain = Fields(fields.file, {**fields.values, "quantization_config": None}, fields.prefix)
+    return read_config(
+        plain,
+        rope=read_rope(fields, fields.integer("head_dim"), theta=150000.0),
+        windows=read_windows(windowed, [index % 2 == 0 for index in range(layers)]),
+        qkv_bias=bias,
+        o_bias=bias,
+        sinks=True,
+        norm_rounds_once=True,
+        experts=experts,
+    )
+
+
+def _has_mxfp4(fields: Fields) -> bool:
+    quantised = fields.section("quantization_config")
+    if quantised is None:
+        return False
+    if quantised.get("quant_method") != "mxfp4":
+        raise quantised.error("quant_method", 'only "mxfp4" is supported')
+    for key in ("hidden_size", "intermediate_size"):
+        if fields.integer(key) % BLOCK:
+            raise fields.error(key, f"no multiple of {BLOCK}, the values of an MXFP4 block")
+    return True

@@ -1,0 +1,95 @@
+"""Mixtures of experts: what a family's `config.json` says of them, in one form for all families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_kv.graphs.models.fields import Fields
+
+COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+"""What families call the number of experts; transformers writes the last for most of them."""
+BLOCK = 32
+"""Values of an MXFP4 block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClampedUnits:
+    """Gated units `(up + 1) gate sigmoid(alpha gate)` (GPT-OSS): gate is at most `limit`, up within `-limit` and it."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP: some for each token and, where there are shared ones, one for all."""
+
+    count: int
+    chosen: int
+    """Of each token, those of the greatest scores; scores are the softmax over all experts."""
+    inner: int
+    """The inner dimension of each expert."""
+    layers: tuple[bool, ...]
+    """Of each layer, whether it is a mixture; the others have an MLP."""
+    shared_inner: int = 0
+    """The inner dimension of the MLP that all tokens go through; 0 where there is none."""
+    groups: int = 1
+    """Experts are chosen from the `chosen_groups` groups that have the greatest scores."""
+    chosen_groups: int = 1
+    sums_to_one: bool = False
+    """The weights of the chosen experts are their scores divided by the sum of these: the softmax over them alone."""
+    scale: float = 1.0
+    """Of the weights of the chosen experts."""
+    router: str = "gate"
+    """Its name among a mixture's weights."""
+    bias: bool = False
+    """The router and the experts have biases."""
+    units: ClampedUnits | None = None
+    """The experts' gated units, where they are not SiLU's."""
+    alternating: bool = False
+    """In the checkpoint, gate and up alternate in one stack `[count, in, out]`."""
+    mxfp4: bool = False
+    """The checkpoint may have its experts as MXFP4 blocks."""
+
+
+def read_experts(
+    fields: Fields, layers: Sequence[bool], *, count_keys: Sequence[str] = COUNT_KEYS[1:],
+    inner_key: str = "moe_intermediate_size", **switches: Any,
+) -> Experts | None:  # fmt: skip
+    """The experts of the layers that have them, None where no layer has; `switches` are what the family adds.
+
+    Args:
+        count_keys: What the family calls the number of experts; the first one is named where all are missing.
+        inner_key: What it calls their inner dimension.
+
+    Raises:
+        CheckpointError: a key is missing, of a wrong type, or says what this package does not compute.
+    """
+    if not any(layers):
+        return None
+    fields.one_of("scoring_func", {"softmax": None})
+    limited = fields.one_of("topk_method", {"greedy": False, "group_limited_greedy": True})
+    said = [key for key in count_keys if fields.get(key) is not None] or list(count_keys[:1])
+    count, chosen = fields.integer(said[0]), fields.integer("num_experts_per_tok")
+    for key in said[1:]:
+        if fields.integer(key) != count:
+            raise fields.error(key, f"differs from {said[0]} = {count}")
+    groups = fields.integer("n_group") if limited else 1
+    chosen_groups = fields.integer("topk_group", most=groups) if limited else 1
+    if count % groups:
+        raise fields.error("n_group", f"does not divide {said[0]} = {count}")
+    if chosen > count // groups * chosen_groups:
+        problem = f"more than the {count // groups * chosen_groups} experts that a token chooses from"
+        raise fields.error("num_experts_per_tok", problem)
+    return Experts(
+        count=count,
+        chosen=chosen,
+        inner=fields.integer(inner_key),
+        layers=tuple(layers),
+        groups=groups,
+        chosen_groups=chosen_groups,
+        scale=fields.number("routed_scaling_factor", default=1.0),
+        **switches,
+    )

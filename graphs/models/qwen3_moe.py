@@ -1,0 +1,29 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in place of the MLP, in all layers or in some."""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models.config import DecoderConfig, read_config, read_windows
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.mixture import read_experts
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+MODEL_TYPE = "qwen3_moe"
+
+
+def read(fields: Fields) -> DecoderConfig:
+    bias = fields.boolean("attention_bias")
+    # Unlike Qwen3's, the window is in all layers or in none.
+    window = {"sliding_window": 4096, **fields.values}  # null is no window
+    has_windows = fields.boolean("use_sliding_window")
+    windows = read_windows(Fields(fields.file, window, fields.prefix)) if has_windows else ()
+    experts = read_experts(fields, _mixtures(fields), sums_to_one=fields.boolean("norm_topk_prob"))
+    return read_config(fields, qk_norm="head", qkv_bias=bias, o_bias=bias, windows=windows, experts=experts)
+
+
+def _mixtures(fields: Fields) -> list[bool]:
+    """Of each layer, whether it is a mixture: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    layers, step = fields.layers(), fields.integer("decoder_sparse_step", default=1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):
+        raise fields.error("mlp_only_layers", f"a list of layers from 0 to {layers - 1} is expected")
+    return [(index + 1) % step == 0 and index not in dense for index in range(layers)]

@@ -1,0 +1,131 @@
+"""What the rows of a call see of their requests' tokens, beside their lengths: positions, offsets and masks."""
+
+from std.memory import bitcast
+
+from ..cache.pointers import RowPointer
+
+comptime MASK_TOKENS = 32
+"""Tokens whose mask bits are read at once."""
+comptime MaskPointer = Pointer[UInt8, ImmUntrackedOrigin]
+comptime StartPointer = Pointer[Int64, ImmUntrackedOrigin]
+comptime ALL_BITS = UInt32.MAX
+
+
+trait RowMasks(TrivialRegisterPassable):
+    """Where the rows of a call and their tokens stand, and which tokens a mask hides."""
+
+    comptime has_masks: Bool
+    """Whether rows may have positions, offsets and masks: False for decode and causal prefill."""
+
+    def position(self, row: Int, request: Int, length: Int) -> Int:
+        """The position of a row's token."""
+        ...
+
+    def offset(self, request: Int) -> Int:
+        """The position of the first token of a request's pages; 0 for the request -1 of padding."""
+        ...
+
+    def mask_bits(self, row: Int, token: Int) -> UInt32:
+        """Bit `i` says whether the row's mask shows it token `token + i`; bits past the row's length mean nothing."""
+        ...
+
+
+struct NoMasks(RowMasks):
+    """Rows that see all their tokens and stand at the last one: decode and causal prefill."""
+
+    comptime has_masks = False
+
+    def __init__(out self):
+        pass
+
+    @always_inline
+    def position(self, row: Int, request: Int, length: Int) -> Int:
+        return length - 1
+
+    @always_inline
+    def offset(self, request: Int) -> Int:
+        return 0
+
+    @always_inline
+    def mask_bits(self, row: Int, token: Int) -> UInt32:
+        return ALL_BITS
+
+
+@fieldwise_init
+struct CustomMasks(RowMasks):
+    """The five operands of `paged_kv_masked_attention` that say what rows see. An absent one has no elements."""
+
+    comptime has_masks = True
+
+    var row_positions: RowPointer
+    """`[R]`: the position of the row's token; absent: its length - 1, after the request's offset."""
+    var has_positions: Bool
+    var token_offsets: RowPointer
+    """`[B]`: the position of the first token of a request's pages; absent: 0."""
+    var has_offsets: Bool
+    var mask: MaskPointer
+    """`[mask_bytes]`: bits, the lowest of a byte first."""
+    var mask_bytes: Int
+    var mask_starts: StartPointer
+    """`[R]`: the bit of the first token that the row's mask covers; -1: the row has no mask."""
+    var has_starts: Bool
+    var mask_firsts: RowPointer
+    """`[R]`: the first token that the row's mask covers, those before it are seen; absent: 0."""
+    var has_firsts: Bool
+
+    @always_inline
+    def offset(self, request: Int) -> Int:
+        return Int(self.token_offsets[unsafe_offset=request]) if self.has_offsets and request >= 0 else 0
+
+    @always_inline
+    def position(self, row: Int, request: Int, length: Int) -> Int:
+        if self.has_positions:
+            return Int(self.row_positions[unsafe_offset=row])
+        return length - 1 + self.offset(request)
+
+    @always_inline
+    def first_masked(self, row: Int) -> Int:
+        """The first token that the row's mask covers."""
+        return Int(self.mask_firsts[unsafe_offset=row]) if self.has_firsts else 0
+
+    @always_inline
+    def mask_start(self, row: Int) -> Int:
+        """The bit of that token, or -1."""
+        return Int(self.mask_starts[unsafe_offset=row]) if self.has_starts else -1
+
+    def mask_bits(self, row: Int, token: Int) -> UInt32:
+        var start = self.mask_start(row)
+        if start < 0:
+            return ALL_BITS
+        var covered = token - self.first_masked(row)
+        if covered >= 0:
+            return self.read(start + covered)
+        if covered <= -MASK_TOKENS:
+            return ALL_BITS
+        return self.read(start) << UInt32(-covered) | ((UInt32(1) << UInt32(-covered)) - 1)
+
+    @always_inline
+    def read(self, bit: Int) -> UInt32:
+        """The 32 bits of the mask from `bit` on; 0 past its end."""
+        var byte = bit >> 3
+        var word: UInt64
+        if byte + 8 <= self.mask_bytes:
+            word = bitcast[DType.uint64, 1](self.mask.unsafe_load[width=8](byte))
+        else:
+            word = 0
+            for i in range(max(0, self.mask_bytes - byte)):
+                word |= UInt64(self.mask[unsafe_offset=byte + i]) << UInt64(8 * i)
+        return UInt32(word >> UInt64(bit & 7) & 0xFFFFFFFF)
+
+
+@always_inline
+def bits_between(token: Int, begin: Int, end: Int) -> UInt32:
+    """Bit `i` says whether `token + i` is one of the tokens `[begin, end)`."""
+    if end <= token or begin >= token + MASK_TOKENS:
+        return 0
+    var bits = ALL_BITS
+    if begin > token:
+        bits = bits << UInt32(begin - token)
+    if end < token + MASK_TOKENS:
+        bits &= (UInt32(1) << UInt32(end - token)) - 1
+    return bits

@@ -1,0 +1,1 @@
+"""Products with weights in GGUF's blocks, on the CPU."""

@@ -1,0 +1,117 @@
+"""Activations rounded to int8 by blocks, as llama.cpp rounds them, with the sums that a product needs."""
+
+from std.math import ceildiv
+from std.memory import bitcast
+
+from ...isa.convert import FloatVector, LANES
+from ...isa.int8_dot import IntVector
+from ...isa.threads import run_tasks
+from .tile import BytePointer, TILE_ELEMENTS
+
+comptime RECORD_BYTES = 448
+"""Of 256 elements of one row of x: an odd number of cache lines, so that rows do not meet in a set of the cache."""
+comptime RECORD_STARTS_16 = 256
+"""`[16]` int32: -32 times the sum of 16 elements, what a sum of Q6_K begins with."""
+comptime RECORD_STARTS_32 = 320
+"""`[8]` int32: -128 times the sum of 32 elements."""
+comptime RECORD_SUMS = 352
+"""`[8]` float32: the sum of 32 elements."""
+comptime RECORD_SCALES = 384
+"""`[8]` float32: of each 32 elements (Q8_0); the first one of all (Q8_K)."""
+
+comptime MAGIC = Float32(12582912)
+"""1.5 x 2^23: added to a number below 2^22 it leaves the nearest integer, ties to even, in the lower bits."""
+comptime MAGIC_BITS = 0x4B400000
+comptime INFINITE_BITS = 0x7F800000
+
+
+@always_inline
+def rounded(x: FloatVector) -> IntVector:
+    """The nearest integers, ties to even, of numbers of at most 2^22."""
+    return bitcast[DType.int32, LANES](x + MAGIC) - MAGIC_BITS
+
+
+@fieldwise_init
+struct Scale(TrivialRegisterPassable):
+    """How a block of x is rounded: the meant value is the scale times the integer."""
+
+    var factor: Float32
+    """Of x, before it is rounded."""
+    var scale: Float32
+
+    @staticmethod
+    @always_inline
+    def of[blocks: Bool](largest: IntVector) -> Self:
+        """From the bits of magnitudes, whose order is that of the numbers.
+
+        A block in which a number is not finite has the scale NaN; one whose factor overflows, all of whose numbers are
+        as good as zero, the scale 0.
+        """
+        var bits = largest.reduce_max()
+        var magnitude = bitcast[DType.float32, 1](bits)
+        var factor = Float32(127) / magnitude
+        var is_finite = bitcast[DType.int32, 1](factor) < INFINITE_BITS
+        var scale: Float32
+        comptime if blocks:
+            scale = Float32(1) / factor
+        else:
+            scale = (magnitude / 127).cast[DType.float16]().cast[DType.float32]()
+        if bits >= INFINITE_BITS:
+            return Self(0, bitcast[DType.float32, 1](Int32(0x7FC00000)))
+        if not is_finite:
+            return Self(0, 0)
+        return Self(factor, scale)
+
+
+def round_block[
+    dtype: DType, //, blocks: Bool
+](x: Pointer[Scalar[dtype], MutUntrackedOrigin], present: Int, record: BytePointer):
+    """Rounds 256 elements, of which the first `present`, whole groups of 32, are x's and the others 0."""
+    var numbers = Array[FloatVector, 16](fill=0)
+    var bits = Array[IntVector, 16](fill=0)
+    comptime for i in range(16):
+        if LANES * i < present:
+            numbers[i] = x.unsafe_load[width=LANES](LANES * i).cast[DType.float32]()
+            bits[i] = bitcast[DType.int32, LANES](numbers[i]) & 0x7FFFFFFF
+    var scales = record.unsafe_offset(RECORD_SCALES).unsafe_bitcast[Float32]()
+    var scale = Scale(0, 0)
+    comptime if blocks:
+        var largest = IntVector(0)
+        comptime for i in range(16):
+            largest = max(largest, bits[i])
+        scale = Scale.of[blocks](largest)
+    comptime for group in range(8):
+        comptime if not blocks:
+            scale = Scale.of[blocks](max(bits[2 * group], bits[2 * group + 1]))
+        scales[unsafe_offset=group] = scale.scale
+        var both = Int32(0)
+        comptime for i in range(2 * group, 2 * group + 2):
+            # A number that is not finite has factor 0, and their product must not be rounded.
+            var whole = rounded(numbers[i] * scale.factor) if scale.factor > 0 else IntVector(0)
+            record.unsafe_bitcast[Int8]().unsafe_store(LANES * i, whole.cast[DType.int8]())
+            var sum = whole.reduce_add()
+            record.unsafe_offset(RECORD_STARTS_16).unsafe_bitcast[Int32]()[unsafe_offset=i] = -32 * sum
+            both += sum
+        record.unsafe_offset(RECORD_STARTS_32).unsafe_bitcast[Int32]()[unsafe_offset=group] = -128 * both
+        record.unsafe_offset(RECORD_SUMS).unsafe_bitcast[Float32]()[unsafe_offset=group] = both.cast[DType.float32]()
+
+
+def round_rows[
+    dtype: DType, //, blocks: Bool
+](x: Pointer[Scalar[dtype], MutUntrackedOrigin], m: Int, k: Int, records: BytePointer, workers: Int):
+    """Rounds x `[m, k]` to `records` `[ceil(k / 256), m, RECORD_BYTES]` on up to `workers` threads."""
+    var columns = ceildiv(k, TILE_ELEMENTS)
+    # A block takes 100 ns: a task takes longer than a thread takes to begin.
+    var tasks = max(1, min(workers, m * columns // 256))
+
+    def task(index: Int) {var x, var m, var k, var records, var columns, var tasks}:
+        for row in range(index * m // tasks, (index + 1) * m // tasks):
+            for column in range(columns):
+                var first = column * TILE_ELEMENTS
+                round_block[blocks](
+                    x.unsafe_offset(row * k + first),
+                    min(TILE_ELEMENTS, k - first),
+                    records.unsafe_offset((column * m + row) * RECORD_BYTES),
+                )
+
+    run_tasks(task, tasks, min(workers, tasks))

@@ -1,0 +1,330 @@
+"""GGUF's encodings: what a block holds, and how 16 rows of blocks become a tile.
+
+`raw` is transposed, so all code here works on one dword, one scale or four elements of 16 rows at once.
+"""
+
+from std.memory import bitcast
+
+from ...cache.checks import check_equal
+from ...isa.convert import FloatVector
+from ...isa.int8_dot import ByteVector, DOT_ROWS, SIGNED_AS_UNSIGNED
+from .tile import Raw, Tile, Words
+
+comptime SIGNED_OFFSET = 128 if SIGNED_AS_UNSIGNED else 0
+"""What signed weights are stored plus."""
+comptime LOW = Words(0x0F0F0F0F)
+comptime ALL = Words(0x80808080)
+
+
+comptime BLOCK_ENCODINGS = 0b1111000
+"""The bits of the encodings for which x is rounded by blocks of 256."""
+comptime ENCODING_COUNT = 7
+
+
+def encodings_mask(encodings: Int, count: Int) -> Int:
+    """The bits of `count` encodings, each of which is 4 bits of a number, the first the lowest."""
+    var mask = 0
+    for i in range(count):
+        mask |= 1 << encoding_of(encodings, i)
+    return mask
+
+
+@always_inline
+def encoding_of(encodings: Int, i: Int) -> Int:
+    """The encoding of member `i`."""
+    return (encodings >> (4 * i)) & 15
+
+
+def check_row_bytes(found: Int, encoding: Int, k: Int) raises:
+    """Refuses rows of w that are not `k` elements."""
+    check_row[Q4_0](found, encoding, k)
+    check_row[Q8_0](found, encoding, k)
+    check_row[IQ4_NL](found, encoding, k)
+    check_row[Q4_K](found, encoding, k)
+    check_row[Q5_K](found, encoding, k)
+    check_row[Q6_K](found, encoding, k)
+    check_row[IQ4_XS](found, encoding, k)
+
+
+def check_row[E: Encoding](found: Int, encoding: Int, k: Int) raises:
+    if encoding == E.INDEX:
+        if k % E.BLOCK_ELEMENTS:
+            raise Error("x: its second dimension is ", k, ", no multiple of the ", E.BLOCK_ELEMENTS, " of a block")
+        check_equal("w: the bytes of a row", found, k // E.BLOCK_ELEMENTS * (E.BYTES * E.BLOCK_ELEMENTS // 256))
+
+
+trait Encoding:
+    """How a file stores 256 elements of a row."""
+
+    comptime INDEX: Int
+    """Its number in a graph."""
+    comptime BLOCK_ELEMENTS: Int
+    comptime BYTES: Int
+    """Of 256 elements: of one block, or of 8."""
+    comptime GROUP: Int
+    """Elements that share a scale."""
+    comptime ROUNDS_BLOCKS: Bool
+    """Whether x is rounded to Q8_K, 256 elements a scale; else to Q8_0, 32 a scale."""
+    comptime SIGNED: Bool
+    """Whether weights are signed in a tile."""
+    comptime OFFSET: Int
+    """How much larger a tile's weights are than meant."""
+    comptime OFFSET_BY_MINS: Bool
+    """Whether a tile's minimums take the offset away. Else the int32 sum begins so that it does."""
+    comptime HAS_MINS: Bool
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        """Makes the tile of what `raw` holds."""
+        ...
+
+
+@always_inline
+def half(words: Words) -> FloatVector:
+    """The float16 in the lower half of each dword."""
+    return bitcast[DType.float16, DOT_ROWS](words.cast[DType.uint16]()).cast[DType.float32]()
+
+
+@always_inline
+def byte(words: Words, i: Int) -> FloatVector:
+    """The unsigned byte `i` of each dword."""
+    return ((words >> UInt32(8 * i)) & 255).cast[DType.float32]()
+
+
+@always_inline
+def signed_byte(words: Words, i: Int) -> FloatVector:
+    """The signed byte `i` of each dword."""
+    return (bitcast[DType.int32, DOT_ROWS](words << UInt32(24 - 8 * i)) >> 24).cast[DType.float32]()
+
+
+@always_inline
+def set_nibbles(tile: Tile, step: Int, quads: Words):
+    """Four bytes whose low halves are the elements of `step`, and the high ones those of 16 elements on."""
+    tile.set_step(step, quads & LOW)
+    tile.set_step(step + 4, (quads >> 4) & LOW)
+
+
+comptime IQ4_VALUES = SIMD[DType.int8, 16](-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What 4 bits mean in IQ4_NL and IQ4_XS: steps that are finer around zero."""
+
+
+@always_inline
+def set_values(tile: Tile, step: Int, quads: Words):
+    """As `set_nibbles`, of `IQ4_VALUES`."""
+    comptime table = bitcast[DType.uint8, 16](IQ4_VALUES) + UInt8(SIGNED_OFFSET)
+    var low = table._dynamic_shuffle(bitcast[DType.uint8, 64](quads & LOW))
+    var high = table._dynamic_shuffle(bitcast[DType.uint8, 64]((quads >> 4) & LOW))
+    tile.set_step(step, bitcast[DType.uint32, DOT_ROWS](low))
+    tile.set_step(step + 4, bitcast[DType.uint32, DOT_ROWS](high))
+
+
+@always_inline
+def unpack_small[step: def(Tile, Int, Words) thin -> None](raw: Raw, tile: Tile):
+    """8 blocks of 18 bytes: a float16 and 16 bytes. Every other one begins in the middle of a dword."""
+    comptime for pair in range(4):
+        comptime first = 9 * pair
+        tile.set_scale(2 * pair, half(raw[first]))
+        tile.set_scale(2 * pair + 1, half(raw[first + 4] >> 16))
+        comptime for i in range(4):
+            step(tile, 16 * pair + i, raw.from_middle(first + i))
+            step(tile, 16 * pair + 8 + i, raw[first + 5 + i])
+
+
+struct Q4_0(Encoding):
+    """A block is d and 16 bytes: element `i` in the low half of byte `i`, `i + 16` in the high one."""
+
+    comptime INDEX = 0
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 144
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = False
+    comptime OFFSET = 8
+    comptime OFFSET_BY_MINS = True
+    comptime HAS_MINS = True
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        unpack_small[set_nibbles](raw, tile)
+        comptime for group in range(8):
+            tile.set_min(group, tile.scale(group) * -8)
+
+
+struct IQ4_NL(Encoding):
+    """As Q4_0, of `IQ4_VALUES`."""
+
+    comptime INDEX = 2
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 144
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = not SIGNED_AS_UNSIGNED
+    comptime OFFSET = SIGNED_OFFSET
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        unpack_small[set_values](raw, tile)
+
+
+struct Q8_0(Encoding):
+    """A block is d and 32 signed bytes."""
+
+    comptime INDEX = 1
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 272
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = not SIGNED_AS_UNSIGNED
+    comptime OFFSET = SIGNED_OFFSET
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        for pair in range(4):
+            var first = 17 * pair
+            tile.set_scale(2 * pair, half(raw[first]))
+            tile.set_scale(2 * pair + 1, half(raw[first + 8] >> 16))
+            comptime for i in range(8):
+                var even = raw.from_middle(first + i)
+                var odd = raw[first + 9 + i]
+                comptime if SIGNED_AS_UNSIGNED:
+                    even ^= ALL
+                    odd ^= ALL
+                tile.set_step(16 * pair + i, even)
+                tile.set_step(16 * pair + 8 + i, odd)
+
+
+@always_inline
+def set_scales_and_mins(raw: Raw, tile: Tile):
+    """Reads d, dmin, and 12 bytes with 8 scales and 8 minimums of 6 bits.
+
+    Bytes 0 to 3 hold the first four scales, 4 to 7 the first four minimums; the lower 4 bits of the others are in bytes
+    8 to 11, a scale and a minimum each, and the upper 2 at the top of bytes 0 to 7.
+    """
+    var d = half(raw[0])
+    var dmin = -half(raw[0] >> 16)
+    var scales = Array[Words, 2](fill=0)
+    var mins = Array[Words, 2](fill=0)
+    scales[0] = raw[1] & 0x3F3F3F3F
+    mins[0] = raw[2] & 0x3F3F3F3F
+    scales[1] = (raw[3] & LOW) | ((raw[1] >> 2) & 0x30303030)
+    mins[1] = ((raw[3] >> 4) & LOW) | ((raw[2] >> 2) & 0x30303030)
+    comptime for group in range(8):
+        tile.set_scale(group, d * byte(scales[group // 4], group % 4))
+        tile.set_min(group, dmin * byte(mins[group // 4], group % 4))
+
+
+struct Q4_K(Encoding):
+    """A block is d, dmin, scales and minimums, and 4 times 32 bytes: two groups each, in the low and in the high halves."""
+
+    comptime INDEX = 3
+    comptime BLOCK_ELEMENTS = 256
+    comptime BYTES = 144
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = True
+    comptime SIGNED = False
+    comptime OFFSET = 0
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        set_scales_and_mins(raw, tile)
+        for pair in range(4):
+            comptime for i in range(8):
+                var quads = raw[4 + 8 * pair + i]
+                tile.set_step(16 * pair + i, quads & LOW)
+                tile.set_step(16 * pair + 8 + i, (quads >> 4) & LOW)
+
+
+struct Q5_K(Encoding):
+    """As Q4_K, with 32 bytes between: bit `g` of byte `i` is the fifth of element `i` of group `g`."""
+
+    comptime INDEX = 4
+    comptime BLOCK_ELEMENTS = 256
+    comptime BYTES = 176
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = True
+    comptime SIGNED = False
+    comptime OFFSET = 0
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        set_scales_and_mins(raw, tile)
+        for pair in range(4):
+            comptime for i in range(8):
+                var quads = raw[12 + 8 * pair + i]
+                var fifth = (raw[4 + i] >> UInt32(2 * pair)) << 4
+                tile.set_step(16 * pair + i, (quads & LOW) | (fifth & 0x10101010))
+                tile.set_step(16 * pair + 8 + i, ((quads >> 4) & LOW) | ((fifth >> 1) & 0x10101010))
+
+
+struct Q6_K(Encoding):
+    """128 bytes of lower halves, 64 of upper 2 bits, 16 signed scales, d: halves of 128 elements, of four runs of 32.
+
+    Runs 0 and 1 are in the low halves of 64 bytes, 2 and 3 in the high ones; bits `2 r` of 32 bytes belong to run `r`.
+    """
+
+    comptime INDEX = 5
+    comptime BLOCK_ELEMENTS = 256
+    comptime BYTES = 210
+    comptime GROUP = 16
+    comptime ROUNDS_BLOCKS = True
+    comptime SIGNED = False
+    comptime OFFSET = 32
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        # 210 = 13 x 16 + 2: d ends the last of the vectors that come once more.
+        var d = half(raw[55] >> 16)
+        for four in range(4):
+            var scales = raw[48 + four]
+            comptime for i in range(4):
+                tile.set_scale(4 * four + i, d * signed_byte(scales, i))
+        for part in range(2):
+            var first = 32 * part
+            comptime for i in range(8):
+                var upper = raw[32 + 8 * part + i]
+                var low = raw[16 * part + i]
+                var high = raw[16 * part + 8 + i]
+                tile.set_step(first + i, (low & LOW) | ((upper << 4) & 0x30303030))
+                tile.set_step(first + 8 + i, (high & LOW) | ((upper << 2) & 0x30303030))
+                tile.set_step(first + 16 + i, ((low >> 4) & LOW) | (upper & 0x30303030))
+                tile.set_step(first + 24 + i, ((high >> 4) & LOW) | ((upper >> 2) & 0x30303030))
+
+
+struct IQ4_XS(Encoding):
+    """A block is d, 8 times the upper 2 bits of a scale, 8 times the lower 4, and 8 times 16 bytes as in IQ4_NL.
+
+    A scale is 32 less than its 6 bits.
+    """
+
+    comptime INDEX = 6
+    comptime BLOCK_ELEMENTS = 256
+    comptime BYTES = 136
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = True
+    comptime SIGNED = not SIGNED_AS_UNSIGNED
+    comptime OFFSET = SIGNED_OFFSET
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        var d = half(raw[0])
+        var upper = raw[0] >> 16
+        var lower = raw[1]
+        comptime for group in range(8):
+            var scale = ((lower >> UInt32(4 * group)) & 15) | (((upper >> UInt32(2 * group)) & 3) << 4)
+            tile.set_scale(group, d * (bitcast[DType.int32, DOT_ROWS](scale) - 32).cast[DType.float32]())
+            comptime for i in range(4):
+                # 136 = 8 x 16 + 8: dwords 30 and 31 come once more before 32 and 33.
+                comptime dword = 2 + 4 * group + i
+                set_values(tile, 8 * group + i, raw[dword if dword < 32 else dword + 2])

@@ -1,0 +1,73 @@
+"""Some rows of a quantised matrix in float32: embeddings of tokens. A value is exactly what the format says it is."""
+
+from std.math import ceildiv
+from std.memory import bitcast, unsafe_memcpy, unsafe_memset_zero
+
+from ...cache.pointers import RowPointer, untracked
+from ...isa.int8_dot import DOT_ROWS
+from ...isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
+from ...isa.threads import for_rows
+from .encodings import Encoding
+from .tile import BytePointer, MAX_BLOCK_BYTES, RAW_BYTES, Raw, STEPS, TILE_BYTES, TILE_ELEMENTS, Tile
+
+
+@fieldwise_init
+struct QuantisedRows(TrivialRegisterPassable):
+    """`y[i] = w[rows[i]]`."""
+
+    var y: FloatPointer
+    """`[count, k]`."""
+    var w: BytePointer
+    """`[n, row_bytes]`."""
+    var rows: RowPointer
+    var count: Int
+    var k: Int
+    var row_bytes: Int
+
+    @no_inline
+    def unpack[E: Encoding](self, workers: Int):
+        """Computes them on up to `workers` threads. The rows were checked."""
+        var columns = ceildiv(self.k, TILE_ELEMENTS)
+
+        def task(begin: Int, end: Int) {var self, var columns}:
+            comptime copy = TILE_BYTES + RAW_BYTES
+            var memory = List[UInt8](capacity=copy + DOT_ROWS * MAX_BLOCK_BYTES + CACHE_LINE_BYTES)
+            var own = align_to_line(untracked(memory.unsafe_ptr()))
+            for index in range(begin, end):
+                self.unpack_tile[E](
+                    index // columns * DOT_ROWS,
+                    index % columns,
+                    Tile(own),
+                    Raw(own.unsafe_offset(TILE_BYTES).unsafe_bitcast[UInt32]()),
+                    own.unsafe_offset(copy),
+                )
+            _ = memory^
+
+        for_rows(task, ceildiv(self.count, DOT_ROWS) * columns, DOT_ROWS * TILE_ELEMENTS, workers)
+
+    def unpack_tile[E: Encoding](self, first: Int, column: Int, tile: Tile, raw: Raw, copy: BytePointer):
+        """256 elements of up to 16 rows, from `rows[first]` on."""
+        var present = min(DOT_ROWS, self.count - first)
+        unsafe_memset_zero(copy, count=DOT_ROWS * E.BYTES)
+        for r in range(present):
+            var row = Int(self.rows[unsafe_offset=first + r])
+            unsafe_memcpy(
+                dest=copy.unsafe_offset(r * E.BYTES),
+                src=self.w.unsafe_offset(row * self.row_bytes + column * E.BYTES),
+                count=min(E.BYTES, self.row_bytes - column * E.BYTES),
+            )
+        raw.transpose[E.BYTES](copy, E.BYTES, copy)
+        E.unpack(raw, tile)
+        var left = self.k - column * TILE_ELEMENTS
+        for r in range(present):
+            var target = self.y.unsafe_offset((first + r) * self.k + column * TILE_ELEMENTS)
+            for step in range(min(STEPS, left // 4)):
+                var bytes = tile.at.unsafe_load[width=4](4 * (step * DOT_ROWS + r))
+                var group = 4 * step // E.GROUP
+                var whole = bytes.cast[DType.int32]() - Int32(E.OFFSET)
+                comptime if E.SIGNED:
+                    whole = bitcast[DType.int8, 4](bytes).cast[DType.int32]()
+                var values = whole.cast[DType.float32]() * tile.scale(group)[r]
+                comptime if E.HAS_MINS and E.OFFSET == 0:
+                    values += tile.min(group)[r]
+                target.unsafe_store(4 * step, values)

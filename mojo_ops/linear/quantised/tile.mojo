@@ -1,0 +1,145 @@
+"""A tile of weights, 16 rows by 256 elements, and the transpose by which blocks become one."""
+
+from std.memory import unsafe_memcpy, unsafe_memset_zero
+from std.sys.intrinsics import PrefetchOptions, prefetch
+from std.utils import IndexList
+
+from ...isa.convert import FloatVector
+from ...isa.int8_dot import DOT_ROWS
+from ...isa.memory import CACHE_LINE_BYTES
+
+comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
+comptime Words = SIMD[DType.uint32, DOT_ROWS]
+"""A dword of each of 16 rows."""
+comptime TILE_ELEMENTS = 256
+"""Elements of K."""
+comptime STEPS = TILE_ELEMENTS // 4
+comptime VECTOR_BYTES = 64
+"""A vector of the tile: 16 rows of 4 bytes."""
+comptime MAX_BLOCK_BYTES = 272
+"""Of a row's 256 elements, in any encoding."""
+comptime RAW_BYTES = MAX_BLOCK_BYTES // 4 * VECTOR_BYTES
+comptime Q_BYTES = STEPS * VECTOR_BYTES
+comptime CHUNK_LINES = 2
+"""Cache lines that are prefetched while 16 bytes of 16 rows are transposed; as many more while they are multiplied."""
+comptime TILE_BYTES = Q_BYTES + (16 + 8) * VECTOR_BYTES
+
+
+@fieldwise_init
+struct Tile(TrivialRegisterPassable):
+    """16 rows of w by 256 elements of K: weights, and the scales and minimums of their groups (`README.md`)."""
+
+    var at: BytePointer
+    """`TILE_BYTES`, from the start of a cache line on."""
+
+    @always_inline
+    def set_step(self, step: Int, quads: Words):
+        """Elements `4 step` to `4 step + 3` of each row."""
+        self.at.unsafe_bitcast[UInt32]().unsafe_store(step * DOT_ROWS, quads)
+
+    @always_inline
+    def step(self, step: Int) -> SIMD[DType.uint8, VECTOR_BYTES]:
+        return self.at.unsafe_load[width=VECTOR_BYTES](step * VECTOR_BYTES)
+
+    @always_inline
+    def set_scale(self, group: Int, scales: FloatVector):
+        self.at.unsafe_offset(Q_BYTES).unsafe_bitcast[Float32]().unsafe_store(group * DOT_ROWS, scales)
+
+    @always_inline
+    def scale(self, group: Int) -> FloatVector:
+        return self.at.unsafe_offset(Q_BYTES).unsafe_bitcast[Float32]().unsafe_load[width=DOT_ROWS](group * DOT_ROWS)
+
+    @always_inline
+    def set_min(self, group: Int, mins: FloatVector):
+        """What a group of 32 adds to y for each 1 of the sum of its x."""
+        self.set_scale(16 + group, mins)
+
+    @always_inline
+    def min(self, group: Int) -> FloatVector:
+        return self.scale(16 + group)
+
+
+@fieldwise_init
+struct Raw(TrivialRegisterPassable):
+    """Blocks of 16 rows as they are stored, transposed: each dword of all rows is a vector."""
+
+    var at: Pointer[UInt32, MutUntrackedOrigin]
+
+    @always_inline
+    def __getitem__(self, dword: Int) -> Words:
+        return self.at.unsafe_load[width=DOT_ROWS](dword * DOT_ROWS)
+
+    @always_inline
+    def from_middle(self, dword: Int) -> Words:
+        """The 4 bytes that begin in the middle of a dword."""
+        return (self[dword] >> 16) | (self[dword + 1] << 16)
+
+    @always_inline
+    def transpose[block_bytes: Int](self, first: BytePointer, pitch: Int, coming: BytePointer):
+        """Takes the block at `first`, and those of the next 15 rows, each `pitch` bytes on, and prefetches the
+        first half of as many bytes from `coming` on.
+
+        Dword `i` of a block becomes vector `i`. Where the bytes are no multiple of 16, the last 16 of them come once
+        more, as the last four vectors.
+        """
+        comptime whole = block_bytes // 16
+        for chunk in range(whole):
+            comptime for line in range(CHUNK_LINES):
+                prefetch_line(coming.unsafe_offset(CACHE_LINE_BYTES * (CHUNK_LINES * chunk + line)))
+            self.transpose_chunk(first.unsafe_offset(16 * chunk), pitch, 4 * chunk)
+        comptime if block_bytes % 16:
+            self.transpose_chunk(first.unsafe_offset(block_bytes - 16), pitch, 4 * whole)
+
+    @always_inline
+    def transpose_chunk(self, first: BytePointer, pitch: Int, dword: Int):
+        """16 bytes of 16 rows."""
+        # [4][rows i, i + 4, i + 8, i + 12]: four dwords of each of these rows.
+        var rows = Array[Words, 4](fill=0)
+        comptime for i in range(4):
+            var low = load_dwords(first.unsafe_offset(i * pitch)).join(
+                load_dwords(first.unsafe_offset((i + 4) * pitch))
+            )
+            var high = load_dwords(first.unsafe_offset((i + 8) * pitch)).join(
+                load_dwords(first.unsafe_offset((i + 12) * pitch))
+            )
+            rows[i] = low.join(high)
+        var low_01 = rows[0].shuffle[mask=pick(0, False)](rows[1])
+        var high_01 = rows[0].shuffle[mask=pick(2, False)](rows[1])
+        var low_23 = rows[2].shuffle[mask=pick(0, False)](rows[3])
+        var high_23 = rows[2].shuffle[mask=pick(2, False)](rows[3])
+        var target = self.at.unsafe_offset(dword * DOT_ROWS)
+        target.unsafe_store(0, low_01.shuffle[mask=pick(0, True)](low_23))
+        target.unsafe_store(DOT_ROWS, low_01.shuffle[mask=pick(2, True)](low_23))
+        target.unsafe_store(2 * DOT_ROWS, high_01.shuffle[mask=pick(0, True)](high_23))
+        target.unsafe_store(3 * DOT_ROWS, high_01.shuffle[mask=pick(2, True)](high_23))
+
+
+@always_inline
+def prefetch_line(at: BytePointer):
+    """Into the second-level cache: what is prefetched is larger than the first."""
+    prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](at)
+
+
+@always_inline
+def load_dwords(at: BytePointer) -> SIMD[DType.uint32, 4]:
+    return at.unsafe_bitcast[UInt32]().unsafe_load[width=4]()
+
+
+def pick(first: Int, pairs: Bool) -> IndexList[DOT_ROWS]:
+    """In each four lanes those from `first` on of two vectors by turns: two single ones, or with `pairs` one pair."""
+    var mask = IndexList[DOT_ROWS]()
+    for lane in range(DOT_ROWS):
+        var four = lane // 4 * 4
+        var i = lane % 4
+        if pairs:
+            mask[lane] = four + first + i % 2 + i // 2 * DOT_ROWS
+        else:
+            mask[lane] = four + first + i // 2 + i % 2 * DOT_ROWS
+    return mask
+
+
+def copy_blocks(source: BytePointer, pitch: Int, rows: Int, bytes: Int, target: BytePointer, target_pitch: Int):
+    """Copies `bytes` bytes of up to 16 rows, to memory in which 16 rows of `target_pitch` bytes end with zeros."""
+    unsafe_memset_zero(target, count=DOT_ROWS * target_pitch)
+    for row in range(rows):
+        unsafe_memcpy(dest=target.unsafe_offset(row * target_pitch), src=source.unsafe_offset(row * pitch), count=bytes)

@@ -1,0 +1,251 @@
+"""The kinds of cases: their operands' sizes, bytes and arithmetic."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+MIN_BYTES = 128 * 2**20
+"""Of K and V (or weights) in one call of a memory-bound case."""
+MIN_COPIES = 20
+MIN_ROTATED = 2.6e9
+"""Bytes of all copies together. A cache that is used again at once comes from the last-level cache: 480 MB on some
+machines."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+Layout = Literal["NHD", "HND", "MAX"]
+QuantisedEncoding = Literal["Q4_K", "Q8_0"]
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A comparison: the fastest of some peers, and the least factor by which we are meant to be faster."""
+
+    label: str
+    peers: tuple[str, ...]
+    """Keys of `peers.PEERS`."""
+    at_least: float | None = None
+    """None: for information."""
+
+
+@dataclass(frozen=True)
+class Case(ABC):
+    """What every case has. `share` is what its bytes over its time should be of the read (append: copy) bandwidth.
+
+    The targets in `CASES` are those of CPUs with AMX; `targets.py` has the others'.
+    """
+
+    name: str
+    title: str
+    share: float | None = None
+    versus: tuple[Versus, ...] = ()
+    either: bool = False
+    """Whether reaching one target, of the share's and the factors', is enough."""
+
+    @property
+    @abstractmethod
+    def bytes(self) -> int:
+        """That one run must move: each byte counted once."""
+
+    @property
+    def flops(self) -> int:
+        """Of one run, a multiplication and an addition counted as two; 0 where there is no arithmetic."""
+        return 0
+
+    @property
+    def copies(self) -> int:
+        """Sets of operands that take turns."""
+        return max(MIN_COPIES, -int(-MIN_ROTATED // self.bytes))
+
+    @property
+    def peers(self) -> list[str]:
+        return [peer for versus in self.versus for peer in versus.peers]
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
+    """Requests of `lengths` tokens; each has its `new_tokens` last tokens as query rows (1: a decode step)."""
+
+    lengths: tuple[int, ...] = (4096,) * 8
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    """Of q and the output."""
+    kv_dtype: str = "bfloat16"
+    page_size: int = 16
+    layout: Layout = "NHD"
+    """MAX: all layers in one array, the copies being its layers."""
+    new_tokens: int = 1
+    rope_theta: float | None = None
+    """Keys are stored without their rotation, and rotated when they are read."""
+
+    @property
+    def bytes(self) -> int:
+        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype]
+
+    @property
+    def flops(self) -> int:
+        # Row r of a request sees all tokens but those after its own.
+        n = self.new_tokens
+        seen = sum(length * n - n * (n - 1) // 2 for length in self.lengths)
+        return 4 * self.heads * self.head_dim * seen
+
+
+@dataclass(frozen=True)
+class CascadeCase(Case):
+    """A decode step of `batch` requests that share their first `shared` tokens and have `own` tokens each."""
+
+    batch: int = 16
+    shared: int = 8192
+    own: int = 256
+    heads: int = 32
+    kv_heads: int = 8
+
+    @property
+    def flat(self) -> AttentionCase:
+        """The same step without a cascade: each request attends to all its tokens."""
+        lengths = (self.shared + self.own,) * self.batch
+        return AttentionCase(self.name, self.title, lengths=lengths, heads=self.heads, kv_heads=self.kv_heads)
+
+    @property
+    def bytes(self) -> int:
+        """The shared tokens counted once."""
+        return self.flat.bytes // (self.batch * (self.shared + self.own)) * (self.shared + self.batch * self.own)
+
+    @property
+    def flops(self) -> int:
+        return self.flat.flops
+
+
+@dataclass(frozen=True)
+class PrefillCase(AttentionCase):
+    """The same through the prefill wrapper of the array API."""
+
+
+@dataclass(frozen=True)
+class LatentCase(Case):
+    """A decode step of latent attention (MLA): `batch` requests of `length` tokens."""
+
+    batch: int = 8
+    length: int = 4096
+    heads: int = 128
+    ckv: int = 512
+    kpe: int = 64
+    dtype: str = "bfloat16"
+    page_size: int = 16
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.length * (self.ckv + self.kpe) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.length * self.heads * (2 * self.ckv + self.kpe)
+
+
+@dataclass(frozen=True)
+class AppendCase(Case):
+    """`tokens` new tokens for each of `batch` requests, written after `context` tokens."""
+
+    batch: int = 1
+    tokens: int = 4096
+    context: int = 4096
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    page_size: int = 16
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def copies(self) -> int:
+        """By the size of the cache that is written to, new tokens included."""
+        cache = self.bytes // self.tokens * (self.context + self.tokens)
+        return max(MIN_COPIES, -int(-MIN_ROTATED // cache))
+
+
+@dataclass(frozen=True)
+class LinearCase(Case):
+    """`y = x w^T`: x `[rows, inner]`, w `[outer, inner]`."""
+
+    rows: int = 1
+    outer: int = 8192
+    inner: int = 4096
+    dtype: str = "bfloat16"
+
+    @property
+    def bytes(self) -> int:
+        return self.outer * self.inner * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.outer * self.inner
+
+
+@dataclass(frozen=True)
+class QuantisedCase(LinearCase):
+    """The same with w in GGUF's blocks; `dtype` is that of x."""
+
+    dtype: str = "float32"
+    encoding: QuantisedEncoding = "Q4_K"
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of w."""
+        return self.inner // 256 * 144 if self.encoding == "Q4_K" else self.inner // 32 * 34
+
+    @property
+    def bytes(self) -> int:
+        return self.outer * self.row_bytes
+
+
+@dataclass(frozen=True)
+class StepCase(Case):
+    """A whole step of a Llama model: `tokens` new tokens for each of `batch` requests that have `context` tokens."""
+
+    batch: int = 1
+    tokens: int = 1
+    context: int = 1024
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    layers: int = 16
+    hidden: int = 2048
+    intermediate: int = 8192
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 64
+    vocab: int = 32000
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of all layers."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, norms left out."""
+        return self.block_weights + 2 * self.vocab * self.hidden
+
+    @property
+    def bytes(self) -> int:
+        """Weights and K and V, each read once; of the embedding table only a few rows are, so it does not count."""
+        weights = self.block_weights + self.vocab * self.hidden
+        kv = 2 * self.layers * self.batch * (self.context + self.tokens) * self.kv_heads * self.head_dim
+        return (weights + kv) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        seen = self.tokens * self.context + self.tokens * (self.tokens + 1) // 2
+        attention = 4 * self.layers * self.heads * self.head_dim * seen
+        per_request = 2 * self.block_weights * self.tokens + 2 * self.vocab * self.hidden + attention
+        return self.batch * per_request
+
+    @property
+    def copies(self) -> int:
+        """The weights are larger than a last-level cache."""
+        return 1

@@ -1,0 +1,146 @@
+"""One job: a case, alone or beside one peer, in a process of its own.
+
+    python -m paged_kv.bench.job CASE PEER|- REPEATS RESULT.json [CPU target]
+    python -m paged_kv.bench.job peaks - REPEATS RESULT.json
+
+A process each, so that memory is free afterwards, one system's threads do not disturb another's, and a peer that
+crashes takes nothing with it. Ours, the bandwidth and the peer take turns, so their ratios meet the same machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from max.driver import set_virtual_cpu_target
+
+from paged_kv.bench.case_kinds import AppendCase, Case
+from paged_kv.bench.cases import CASES
+from paged_kv.bench.peers import make_peer
+from paged_kv.bench.peers.base import Peer
+from paged_kv.bench.problems import problem_of
+
+MIN_REPEATS = 9
+PAUSE = 0.01
+"""Seconds between turns: thread pools that spin after their work (vLLM's for 5 ms) would disturb the next system."""
+PEER_SLACK = 5
+"""How much less exact than ours another system may be: some sum in bfloat16. The errors are in the results."""
+LONG = 1.0
+"""Seconds of one round of turns from which `MIN_REPEATS` rounds must do."""
+WARM = 0.03
+"""Seconds of untimed runs before a timed one: a pause lets threads sleep and the clock fall. Longer runs need none."""
+
+
+def take_turns(runs: dict[str, Callable[[int], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
+    """Seconds of each run, in turns; each system's runs are numbered from 0 on.
+
+    The first `warmup` turns do not count; one is enough where it takes seconds.
+    """
+    count = {name: itertools.count() for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(warmup + repeats):
+        if turn == 1 and sum(taken[0] for taken in times.values()) > LONG:
+            warmup, repeats = 1, MIN_REPEATS
+        if turn == warmup + repeats:
+            break
+        for name, run in runs.items():
+            time.sleep(PAUSE)
+            warm = time.perf_counter() + WARM
+            while times[name] and times[name][-1] < WARM and time.perf_counter() < warm:
+                run(next(count[name]))
+            number = next(count[name])
+            start = time.perf_counter()
+            run(number)
+            times[name].append(time.perf_counter() - start)
+    return {name: taken[warmup:] for name, taken in times.items()}
+
+
+def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str, Any]:
+    """Times in seconds and errors of ours, and of `peer` where one is given."""
+    from paged_kv.bench.bandwidth import Bandwidth
+    from paged_kv.bench.ours import OursAttention, make_ours
+
+    result: dict[str, Any] = {}
+    if peer is not None and (reason := _unavailable(peer, case)):
+        return {"peer": {"name": peer.name, "note": reason}}
+    problem, ours = problem_of(case, seed), make_ours(case)
+    ours.prepare(problem, case.copies)
+    bandwidth = Bandwidth()
+    read, size = bandwidth.read_run(ours.memory)
+    runs: dict[str, Callable[[int], object]] = {"ours": ours.run, "read": read}
+    if isinstance(case, AppendCase) and case.share:
+        runs["copy"] = bandwidth.copy_run(case.bytes)
+    if peer is not None:
+        try:
+            peer.prepare(problem, case.copies)
+            peer.run(0)
+        except Exception as error:
+            return {"peer": {"name": peer.name, "note": f"failed: {_line(error)}"}}
+        runs["peer"] = peer.run
+    times = take_turns(runs, max(repeats, MIN_REPEATS))
+    for name, system in (("ours", ours), ("peer", peer)):
+        if system is not None:
+            off, allowed = system.error(problem), problem.tolerance * (1 if system is ours else PEER_SLACK)
+            result[name] = {"name": system.name, "seconds": times[name], "error": off, "right": off <= allowed}
+    if isinstance(ours, OursAttention):
+        result["overhead"] = {"seconds": ours.overhead()}
+    result["read"] = {"seconds": times["read"], "bytes": size, "loop": bandwidth.chosen["read"]}
+    if "copy" in times:
+        result["copy"] = {"seconds": times["copy"], "bytes": case.bytes, "loop": bandwidth.chosen["copy"]}
+    return result
+
+
+def _unavailable(peer: Peer, case: Case) -> str | None:
+    try:
+        return peer.available(case)
+    except ImportError as error:
+        return f"not installed: {_line(error)}"
+    except Exception as error:
+        return f"failed: {_line(error)}"
+
+
+def _line(error: Exception) -> str:
+    """The first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
+def measure_peaks(repeats: int) -> dict[str, Any]:
+    """FLOP/s of square matrix products of torch, by dtype: where the roofline's roof turns flat."""
+    import torch
+
+    size, peaks = 2048, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        pair = torch.randn(2, size, size).to(dtype)
+        times = take_turns({"mm": partial(_product, pair)}, max(repeats, MIN_REPEATS))["mm"]
+        peaks[str(dtype).removeprefix("torch.")] = 2 * size**3 / float(np.median(times))
+    return {"peaks": peaks}
+
+
+def _product(pair: Any, _: int) -> None:
+    pair[0] @ pair[1]
+
+
+def main(arguments: list[str]) -> None:
+    name, peer, repeats, path, *target = arguments
+    if target:
+        set_virtual_cpu_target(target[0])
+    if name == "peaks":
+        Path(path).write_text(json.dumps(measure_peaks(int(repeats))))
+        return
+    case = next(case for case in CASES if case.name == name)
+    seed = time.time_ns() % 2**32
+    result = measure(case, None if peer == "-" else make_peer(peer), int(repeats), seed)
+    result["seed"] = seed
+    Path(path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,331 @@
+"""This package on each kind of case, as a user's graph runs it: compiled models on operands prepared before."""
+
+from __future__ import annotations
+
+import time
+from copy import copy
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from max.driver import Buffer
+from max.dtype import DType
+from max.engine import Model
+from max.graph import DeviceRef, Graph, Module, TensorType
+
+from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.bench.case_kinds import Case, LinearCase, QuantisedCase
+from paged_kv.bench.peers.base import Peer, repeat
+from paged_kv.bench.problems import (
+    AppendProblem,
+    Array,
+    AttentionProblem,
+    LinearProblem,
+    StepProblem,
+    bits,
+    llama_config,
+    numpy_dtype,
+)
+from paged_kv.graphs import ops
+from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear
+from paged_kv.options import AttentionOptions
+from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.compile_key import CompileKey
+from paged_kv.runtime.session import Runtime, default_runtime
+from paged_kv.runtime.variants import Variant
+
+
+class Ours(Peer):
+    """What all kinds share; `memory` is what the bandwidth is measured on."""
+
+    name = "paged-kv"
+    memory: Array
+    """What the runs read (append: write), all copies: bandwidth is measured on the same memory."""
+
+    def available(self, case: Case) -> str | None:  # noqa: ARG002
+        return None
+
+
+def page_table(owned: list[int], rng: np.random.Generator) -> Array:
+    """`[B, max_pages]` uint32: shuffled pages, each owned by one request; the rest is a page that no pool has."""
+    pages = rng.permutation(sum(owned)).astype(np.uint32)
+    table = np.full((len(owned), max(owned)), 0xFFFFFFFF, np.uint32)
+    for row, own in zip(table, np.split(pages, np.cumsum(owned)[:-1]), strict=True):
+        row[: len(own)] = own
+    return table
+
+
+def pool(
+    layout: str, copies: int, pages: int, page: tuple[int, int, int], dtype: np.dtype[Any]
+) -> tuple[Array, list[Any]]:
+    """Storage for `copies` caches of `pages` pages `(page_size, Hk, D)`, and each cache's K and V as NHD views."""
+    size, heads, dim = page
+    if layout == "MAX":
+        blocks = np.empty((pages, 2, copies, size, heads, dim), dtype)  # [pages, 2, layers, page_size, Hk, D]
+        return blocks, [(blocks[:, 0, layer], blocks[:, 1, layer]) for layer in range(copies)]
+    shape = (size, heads, dim) if layout == "NHD" else (heads, size, dim)
+    blocks = np.empty((copies, pages, 2, *shape), dtype)
+    return blocks, [paged_views(cache, layout) for cache in blocks]
+
+
+def fill_pages(problem: AttentionProblem, table: Array, *views: Array) -> None:
+    """Writes the tokens into their pages: `views` are K and V of a cache."""
+    case = problem.case
+    for row, begin, length in zip(table, problem.indptr[:-1], case.lengths, strict=True):
+        whole, rest = divmod(length, case.page_size)
+        page = (whole, case.page_size, case.kv_heads, case.head_dim)
+        for view, tokens in zip(views, (problem.k, problem.v), strict=True):
+            own = bits(tokens)[begin : begin + length]
+            bits(view)[row[:whole]] = own[: length - rest].reshape(page)
+            if rest:
+                bits(view)[row[whole], :rest] = own[length - rest :]
+
+
+class OursAttention(Ours):
+    def prepare(self, problem: AttentionProblem, copies: int) -> None:
+        case = problem.case
+        self._variant = Variant("attention", DType[case.dtype], DType[case.kv_dtype])
+        self._runtime = default_runtime()
+        self._runtime.load([self._variant])
+        owned = [-(-length // case.page_size) for length in case.lengths]
+        page = (case.page_size, case.kv_heads, case.head_dim)
+        blocks, views = pool(case.layout, copies, sum(owned), page, problem.k.dtype)
+        self.memory = blocks
+        none = to_buffer(np.zeros(0, np.float32))
+        rows = [to_buffer(array) for array in (problem.q, problem.row_batch, problem.row_lengths)]
+        numbers = AttentionOptions(rope_theta=case.rope_theta).numbers(case.head_dim)
+        options = [none, none, to_buffer(np.array(-1, np.int32)), to_buffer(numbers)]
+        rng = np.random.default_rng(1)
+        self._inputs: list[list[Buffer]] = []
+        for k_view, v_view in views:
+            table = page_table(owned, rng)
+            fill_pages(problem, table, k_view, v_view)
+            k, v, view = cache_operands(k_view, v_view)
+            self._inputs.append([*rows, k, v, to_buffer(table), view, *options])
+
+    def overhead(self, repeats: int = 200) -> list[float]:
+        """Seconds of executions of the same graph for one row of one token: what the times hold besides the kernel."""
+        q, _, _, *rest = self._inputs[0]
+        one = [to_buffer(np.array([value], np.int32)) for value in (0, 1)]
+        first = to_buffer(np.ascontiguousarray(to_numpy(q)[:1]))
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            self._runtime.execute(self._variant, first, *one, *rest)
+            times.append(time.perf_counter() - start)
+        return times
+
+    def recompiled(self) -> OursAttention:
+        """The same operands, with kernels from where `ops.kernels` is now."""
+        other = copy(self)
+        other._runtime = Runtime()
+        other._runtime.load([self._variant])
+        return other
+
+    def run(self, i: int) -> None:
+        self._o = self._runtime.execute(self._variant, *self._inputs[i % len(self._inputs)])[0]
+
+    def output(self) -> Array:
+        return to_numpy(self._o)
+
+
+class OursBfloat16(OursAttention):
+    """The same tokens in a bfloat16 cache, for what a float8 one gains."""
+
+    name = "our own bf16 KV"
+
+    def prepare(self, problem: AttentionProblem, copies: int) -> None:
+        wide = AttentionProblem.__new__(AttentionProblem)
+        wide.__dict__ |= problem.__dict__
+        wide.case = replace(problem.case, kv_dtype="bfloat16")
+        wide.k, wide.v = (array.astype(numpy_dtype("bfloat16")) for array in (problem.k, problem.v))
+        super().prepare(wide, copies)
+
+
+class OursOneToken(OursAttention):
+    """A decode step over the same tokens: the last row of each request alone, for what further new tokens cost."""
+
+    name = "our own, 1 new token"
+
+    def prepare(self, problem: AttentionProblem, copies: int) -> None:
+        super().prepare(problem, copies)
+        self._shape = problem.q.shape
+        rows = (problem.q, problem.row_batch, problem.row_lengths)
+        new = problem.case.new_tokens
+        self._steps = [[to_buffer(np.ascontiguousarray(array[i::new])) for array in rows] for i in range(new)]
+
+    def run(self, i: int) -> None:
+        self._attend(self._steps[-1], i)
+
+    def _attend(self, rows: list[Buffer], i: int) -> Buffer:
+        return self._runtime.execute(self._variant, *rows, *self._inputs[i % len(self._inputs)][3:])[0]
+
+    def output(self) -> Array:
+        """Of all rows, in a call for each new token."""
+        steps = [to_numpy(self._attend(rows, 0)) for rows in self._steps]
+        return np.stack(steps, axis=1).reshape(self._shape)
+
+
+class OursRotated(OursAttention):
+    """Keys that were rotated before they were stored, for what it costs to rotate them when they are read."""
+
+    name = "our own, rotated in the cache"
+
+    def prepare(self, problem: AttentionProblem, copies: int) -> None:
+        stored = AttentionProblem.__new__(AttentionProblem)
+        stored.__dict__ |= problem.__dict__
+        stored.case = replace(problem.case, rope_theta=None)
+        stored.q, stored.k = problem.rotated
+        super().prepare(stored, copies)
+
+
+class OursAppend(Ours):
+    def prepare(self, problem: AppendProblem, copies: int) -> None:
+        case = problem.case
+        kind = {2: DType.uint16, 4: DType.uint32}[problem.k.itemsize]  # append moves bits
+        self._variant = Variant("append", kind, kind)
+        self._runtime = default_runtime()
+        self._runtime.load(self._variant.family())
+        owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
+        page = (case.page_size, case.kv_heads, case.head_dim)
+        blocks, self._views = pool("NHD", copies, sum(owned), page, problem.k.dtype)
+        bits(blocks)[:] = 0xFF  # NaN: what append leaves out shows
+        self.memory = blocks
+        self._problem, self._table = problem, page_table(owned, np.random.default_rng(1))
+        # The new tokens rotate as well, or they would stay in the cache.
+        new = [repeat(bits(array), copies) for array in (problem.k, problem.v)]
+        at = [to_buffer(problem.batch_indices), to_buffer(problem.positions)]
+        table = to_buffer(self._table)
+        self._inputs: list[list[Buffer]] = []
+        for k, v, views in zip(*new, self._views, strict=True):
+            k_view, v_view = (bits(array) for array in views)
+            k_blocks, v_blocks, view = cache_operands(k_view, v_view)
+            self._inputs.append([to_buffer(k), to_buffer(v), *at, k_blocks, v_blocks, table, view])
+
+    def run(self, i: int) -> None:
+        self._latest = i % len(self._inputs)
+        self._runtime.execute(self._variant, *self._inputs[self._latest])
+
+    def output(self) -> Array:
+        problem, size = self._problem, self._problem.case.page_size
+        pages = self._table[problem.batch_indices, problem.positions // size]
+        return np.stack([view[pages, problem.positions % size] for view in self._views[self._latest]])
+
+
+class OursLinear(Ours):
+    def prepare(self, problem: LinearProblem, copies: int) -> None:
+        self._case = problem.case
+        self._model = linear_model(problem.case)
+        weights = repeat(problem.w, copies)
+        self.memory = weights
+        self._x, self._weights = to_buffer(problem.x), [to_buffer(w) for w in weights]
+
+    def recompiled(self) -> OursLinear:
+        """The same operands, with kernels from where `ops.kernels` is now."""
+        other = copy(self)
+        other._model = linear_model(self._case)
+        return other
+
+    def run(self, i: int) -> None:
+        self._y = self._model.execute(self._x, self._weights[i % len(self._weights)])[0]
+
+    def output(self) -> Array:
+        return to_numpy(self._y)
+
+
+def linear_model(case: LinearCase) -> Model:
+    """A graph of one linear layer whose weights are an argument."""
+    if isinstance(case, QuantisedCase):
+        return quantised_model(case)
+    dtype, cpu = DType[case.dtype], DeviceRef.CPU()
+
+    def build(module: Module, names: Any) -> None:
+        types = [TensorType(dtype, ["M", case.inner], cpu), TensorType(dtype, [case.outer, case.inner], cpu)]
+        for name in names:
+            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                graph.output(ops.linear(*(value.tensor for value in graph.inputs)))
+
+    key = CompileKey(f"benchmark linear {case.dtype} {case.outer} {case.inner}")
+    return load_graphs(default_runtime().session, {"linear": key}, build)["linear"]
+
+
+def quantised_model(case: QuantisedCase) -> Model:
+    """The same with weights in GGUF's blocks."""
+    cpu = DeviceRef.CPU()
+
+    def build(module: Module, names: Any) -> None:
+        w = TensorType(DType.uint8, [case.outer, case.row_bytes], cpu)
+        types = [TensorType(DType[case.dtype], ["M", case.inner], cpu), w]
+        for name in names:
+            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                x, blocks = (value.tensor for value in graph.inputs)
+                graph.output(*quantised_linear(x, QuantisedWeight(blocks, case.encoding)))
+
+    key = CompileKey(f"benchmark linear {case.encoding} {case.dtype} {case.outer} {case.inner}")
+    return load_graphs(default_runtime().session, {"linear": key}, build)["linear"]
+
+
+class OursStep(Ours):
+    """`DecoderModel.step`: everything between a step's tokens and its logits, Python included."""
+
+    def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
+        from paged_kv.engine.model import DecoderModel
+        from paged_kv.graphs.models.config import DecoderConfig
+        from paged_kv.graphs.rope import Rope
+
+        case = problem.case
+        sizes = llama_config(case)
+        rope = Rope(case.head_dim, sizes.pop("rope_theta"))
+        config = DecoderConfig(**sizes, rope=rope, bos_token_id=None, eos_token_ids=())
+        owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
+        weights = {name: to_buffer(array) for name, array in problem.weights.items()}
+        dtype, pages = DType[case.dtype], sum(owned)
+        self._model = DecoderModel(config, weights, dtype=dtype, num_pages=pages, page_size=case.page_size)
+        table = page_table(owned, np.random.default_rng(1))
+        # [pages, 2, layers, page_size, Hk, D]
+        blocks = bits(to_numpy(self._model._blocks))
+        blocks[:] = 0
+        whole = case.context // case.page_size
+        for request, row in enumerate(table):
+            for which, tokens in enumerate((problem.k, problem.v)):
+                own = bits(tokens)[:, request].reshape(case.layers, whole, case.page_size, case.kv_heads, case.head_dim)
+                blocks[row[:whole], which] = own.swapaxes(0, 1)
+        self._step = (
+            problem.tokens.tolist(),
+            [case.context] * case.batch,
+            [[int(page) for page in row] for row in table],
+        )
+        self.memory = problem.memory
+
+    def run(self, i: int) -> None:  # noqa: ARG002
+        self._logits = self._model.step(*self._step)
+
+    def output(self) -> Array:
+        return self._logits
+
+
+OTHERS = {
+    "PrefillCase": "wrappers:OursPrefill",
+    "CascadeCase": "wrappers:OursCascade",
+    "LatentCase": "latent:OursLatent",
+}
+"""Those that build on the classes above, by the kind of case."""
+
+
+def make_ours(case: Case) -> Ours:
+    """This package on a kind of case."""
+    kinds: dict[str, type[Ours]] = {
+        "AttentionCase": OursAttention,
+        "AppendCase": OursAppend,
+        "LinearCase": OursLinear,
+        "QuantisedCase": OursLinear,
+        "StepCase": OursStep,
+    }
+    kind = type(case).__name__
+    if kind in kinds:
+        return kinds[kind]()
+    module, _, name = OTHERS[kind].partition(":")
+    ours: Ours = getattr(import_module(f"paged_kv.bench.{module}"), name)()
+    return ours

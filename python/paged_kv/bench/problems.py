@@ -1,0 +1,398 @@
+"""The operands of a case, from a seed, and what a right answer is: the oracle's, in float64, over a sample of it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv import reference
+from paged_kv.bench.case_kinds import (
+    AppendCase,
+    AttentionCase,
+    CascadeCase,
+    Case,
+    LatentCase,
+    LinearCase,
+    PrefillCase,
+    QuantisedCase,
+    StepCase,
+)
+from paged_kv.reference_mla import mla_attention
+
+Array = npt.NDArray[Any]
+
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2}
+"""Largest error of a result, relative to the norm of what it should be."""
+STEP_TOLERANCE = 0.05
+"""Of a model's logits: bfloat16 rounds between any two of its operations."""
+
+RMS_EPS = 1e-5
+ROPE_THETA = 10000.0
+"""Of the model of a step."""
+
+LATENT_SCALE = (128 + 64) ** -0.5
+"""Of latent attention's logits."""
+
+_SAMPLED = 48  # (row, KV head) pairs of an attention result
+_SAMPLED_REQUESTS = 4  # of a latent one
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class Problem(ABC):
+    """One case with its operands."""
+
+    tolerance: float
+
+    @abstractmethod
+    def error(self, output: Array) -> float:
+        """Of a run's output, relative; infinite where the shape is wrong or a number is not finite."""
+
+
+def problem_of(case: Case, seed: int = 0) -> Problem:
+    """The operands of a case."""
+    kinds: dict[type[Case], Any] = {
+        AttentionCase: AttentionProblem,
+        PrefillCase: AttentionProblem,
+        CascadeCase: CascadeProblem,
+        LatentCase: LatentProblem,
+        AppendCase: AppendProblem,
+        LinearCase: LinearProblem,
+        QuantisedCase: QuantisedProblem,
+        StepCase: StepProblem,
+    }
+    problem: Problem = kinds[type(case)](case, seed)
+    return problem
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def bits(array: Array) -> Array:
+    """The same memory as unsigned integers: NumPy copies those much faster than `ml_dtypes` elements."""
+    return array.view(_BITS[array.itemsize])
+
+
+def normal(rng: np.random.Generator, shape: Iterable[int], dtype: str, scale: float = 1.0) -> Array:
+    """Normal numbers, drawn in blocks so that no large float32 array is needed."""
+    out = np.empty(tuple(shape), numpy_dtype(dtype))
+    flat = out.reshape(-1)
+    for start in range(0, flat.size, 2**22):
+        part = flat[start : start + 2**22]
+        part[:] = (rng.standard_normal(part.size, dtype=np.float32) * np.float32(scale)).astype(out.dtype)
+    return out
+
+
+def relative_error(got: Array, expected: Array) -> float:
+    """Of the norms; infinite for another shape, NaN or infinity."""
+    if got.shape != expected.shape:
+        return float("inf")
+    error = float(np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected))
+    return error if np.isfinite(error) else float("inf")
+
+
+class AttentionProblem(Problem):
+    """Contiguous tokens, from which every system builds its own storage."""
+
+    def __init__(self, case: AttentionCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = max(TOLERANCE[case.dtype], TOLERANCE[case.kv_dtype])
+        kv = (sum(case.lengths), case.kv_heads, case.head_dim)
+        self.q = normal(rng, (len(case.lengths) * case.new_tokens, case.heads, case.head_dim), case.dtype)  # [R, Hq, D]
+        self.k = normal(rng, kv, case.kv_dtype)  # [N, Hk, D], request after request
+        self.v = normal(rng, kv, case.kv_dtype)
+        self.indptr = np.concatenate([[0], np.cumsum(case.lengths)])  # [B + 1]
+        self._rng = rng
+
+    @property
+    def row_lengths(self) -> npt.NDArray[np.int32]:
+        """`[R]`: the tokens that each row sees."""
+        n = self.case.new_tokens
+        return (np.repeat(self.case.lengths, n) - np.tile(np.arange(n)[::-1], len(self.case.lengths))).astype(np.int32)
+
+    @property
+    def row_batch(self) -> npt.NDArray[np.int32]:
+        """`[R]`: the request of each row."""
+        return np.repeat(np.arange(len(self.case.lengths)), self.case.new_tokens).astype(np.int32)
+
+    @property
+    def rotated(self) -> tuple[Array, Array]:
+        """Q and K as they meet, in their dtypes."""
+        theta = self.case.rope_theta
+        if theta is None:
+            return self.q, self.k
+        positions = np.concatenate([np.arange(length) for length in self.case.lengths])
+        q, k = (reference.rope(self.q, self.row_lengths - 1, theta), reference.rope(self.k, positions, theta))
+        return q.astype(self.q.dtype), k.astype(self.k.dtype)
+
+    @cached_property
+    def _expected(self) -> tuple[Array, Array, Array]:
+        """Sampled rows, KV heads, and for each pair the output of the head's group `[group, D]` float64."""
+        case = self.case
+        chosen = self._rng.choice(
+            len(self.q) * case.kv_heads, min(_SAMPLED, len(self.q) * case.kv_heads), replace=False
+        )
+        rows, heads = np.divmod(np.sort(chosen), case.kv_heads)
+        q = self.q.reshape(len(self.q), case.kv_heads, -1, case.head_dim)  # [R, Hk, group, D]
+        # Pages of one token, in their order.
+        table = self.indptr[:-1, None] + np.arange(max(case.lengths))
+        outputs = []
+        for row, head in zip(rows, heads, strict=True):
+            one, own = slice(row, row + 1), slice(head, head + 1)
+            o, _ = reference.attention(
+                *(q[one, head], self.k[:, None, own], self.v[:, None, own], table),
+                *(self.row_batch[one], self.row_lengths[one]),
+                rope_theta=case.rope_theta,
+            )
+            outputs.append(o[0])
+        return rows, heads, np.stack(outputs)
+
+    def error(self, output: Array) -> float:
+        """`output` `[R, Hq, D]`."""
+        if output.shape != self.q.shape:
+            return float("inf")
+        rows, heads, expected = self._expected
+        grouped = output.reshape(len(self.q), self.case.kv_heads, -1, self.case.head_dim)
+        return relative_error(grouped[rows, heads], expected)
+
+
+class CascadeProblem(AttentionProblem):
+    """Requests whose first tokens are the same."""
+
+    def __init__(self, case: CascadeCase, seed: int) -> None:
+        super().__init__(case.flat, seed)
+        self.cascade = case
+        for tokens in (self.k, self.v):
+            by_request = tokens.reshape(case.batch, -1, *tokens.shape[1:])
+            by_request[1:, : case.shared] = by_request[0, : case.shared]
+
+
+class LatentProblem(Problem):
+    """The same of latent attention (MLA); queries went through the up-projection of K before, for all systems."""
+
+    def __init__(self, case: LatentCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = TOLERANCE[case.dtype]
+        width = case.ckv + case.kpe
+        self.q = normal(rng, (case.batch, case.heads, width), case.dtype)  # [B, H, Dckv + Dkpe]
+        self.tokens = normal(rng, (case.batch, case.length, width), case.dtype)  # [B, L, Dckv + Dkpe]
+
+    def error(self, output: Array) -> float:
+        case = self.case
+        if output.shape != (case.batch, case.heads, case.ckv):
+            return float("inf")
+        some = min(_SAMPLED_REQUESTS, case.batch)
+        q, tokens = self.q[:some], self.tokens[:some]  # a page a request
+        (nope, pe), (ckv, kpe) = (np.split(array, [case.ckv], -1) for array in (q, tokens))
+        pages, lengths = np.arange(some), np.full(some, case.length)
+        expected, _ = mla_attention(nope, pe, ckv, kpe, pages[:, None], pages, lengths, sm_scale=LATENT_SCALE)
+        return max(map(relative_error, output[:some], expected))
+
+
+class AppendProblem(Problem):
+    """New tokens, `[N, Hk, D]` each of k and v, N = batch * tokens."""
+
+    tolerance = 0.0
+
+    def __init__(self, case: AppendCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        shape = (case.batch * case.tokens, case.kv_heads, case.head_dim)
+        self.k, self.v = normal(rng, shape, case.dtype), normal(rng, shape, case.dtype)
+        self.batch_indices = np.repeat(np.arange(case.batch), case.tokens).astype(np.int32)
+        self.positions = np.tile(case.context + np.arange(case.tokens), case.batch).astype(np.int32)
+
+    def error(self, output: Array) -> float:
+        """`output` `[2, N, Hk, D]`: what the cache holds where the tokens belong."""
+        return relative_error(output.astype(np.float64), np.stack([self.k, self.v]).astype(np.float64))
+
+
+class LinearProblem(Problem):
+    def __init__(self, case: LinearCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = TOLERANCE[case.dtype]
+        self.x = normal(rng, (case.rows, case.inner), case.dtype)
+        self.w = normal(rng, (case.outer, case.inner), case.dtype, case.inner**-0.5)
+        self._sample = np.sort(rng.choice(case.outer, min(512, case.outer), replace=False))
+
+    @cached_property
+    def _expected(self) -> Array:
+        return self.x.astype(np.float64) @ self.w[self._sample].astype(np.float64).T
+
+    def error(self, output: Array) -> float:
+        """`output` `[rows, outer]`."""
+        if output.shape != (self.case.rows, self.case.outer):
+            return float("inf")
+        return relative_error(output[:, self._sample], self._expected)
+
+
+class QuantisedProblem(LinearProblem):
+    """w in GGUF's blocks. What int8 costs x is within the tolerance."""
+
+    def __init__(self, case: QuantisedCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = 2e-2
+        self.x = normal(rng, (case.rows, case.inner), case.dtype)
+        self.w, values = (_q4_k if case.encoding == "Q4_K" else _q8_0)(rng, case.outer, case.inner)
+        self._sample = np.sort(rng.choice(case.outer, min(512, case.outer), replace=False))
+        self._values = values[self._sample]
+
+    @cached_property
+    def _expected(self) -> Array:
+        return self.x.astype(np.float64) @ self._values.astype(np.float64).T
+
+
+def _q8_0(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
+    """Blocks of 32 elements, uint8 `[rows, bytes]`, and what they mean, float32."""
+    d = rng.uniform(1e-4, 2e-4, (rows, elements // 32, 1)).astype(np.float16)
+    q = rng.integers(-127, 128, (rows, elements // 32, 32), np.int8)
+    blocks = np.concatenate([d.view(np.uint8), q.view(np.uint8)], axis=-1)
+    return blocks.reshape(rows, -1), (d.astype(np.float32) * q).reshape(rows, elements)
+
+
+def _q4_k(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
+    """Blocks of 256 elements, whose scales and minimums have 4 bits: the upper ones are 0."""
+    shape = (rows, elements // 256)
+    d = rng.uniform(1e-4, 2e-4, (*shape, 2)).astype(np.float16)
+    scales, mins = rng.integers(1, 16, (2, *shape, 8), np.uint8)
+    q = rng.integers(0, 16, (*shape, 8, 32), np.uint8)
+    upper = scales[..., 4:] | mins[..., 4:] << 4
+    pairs = q[:, :, 0::2] | q[:, :, 1::2] << 4  # two groups share 32 bytes
+    blocks = [d.view(np.uint8), scales[..., :4], mins[..., :4], upper, pairs.reshape(*shape, 128)]
+    step, least = (part[..., None] * d[..., i, None, None].astype(np.float32) for i, part in enumerate((scales, mins)))
+    return np.concatenate(blocks, axis=-1).reshape(rows, -1), (step * q - least).reshape(rows, elements)
+
+
+def llama_config(case: StepCase) -> dict[str, Any]:
+    """The model of a step, by the names of Hugging Face's config.json."""
+    return {
+        "vocab_size": case.vocab,
+        "hidden_size": case.hidden,
+        "intermediate_size": case.intermediate,
+        "num_hidden_layers": case.layers,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": RMS_EPS,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": False,
+        "dtype": case.dtype,
+    }
+
+
+class StepProblem(Problem):
+    """A Llama model of random weights, what its requests have cached, and their next tokens."""
+
+    tolerance = STEP_TOLERANCE
+
+    def __init__(self, case: StepCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tokens = rng.integers(0, case.vocab, (case.batch, case.tokens)).astype(np.int32)
+        self.prompt = rng.integers(0, case.vocab, case.context).astype(np.int32)
+        """For systems whose cache can only be filled by running the model; all requests get the same."""
+        shapes = self._shapes()
+        self.memory = np.empty(sum(map(math.prod, shapes.values())), numpy_dtype(case.dtype))
+        """All weights, one after the other."""
+        # One block of noise serves all, from another place each: a billion numbers would take a minute.
+        noise = rng.standard_normal(2**24, dtype=np.float32)
+        self.weights: dict[str, Array] = {}
+        begin = 0
+        for name, shape in shapes.items():
+            weight = self.memory[begin : begin + math.prod(shape)].reshape(shape)
+            begin += weight.size
+            _fill_weight(weight, rng, noise)
+            self.weights[name] = weight
+        kv = (case.layers, case.batch, case.context, case.kv_heads, case.head_dim)
+        self.k, self.v = (normal(rng, kv, case.dtype, scale) for scale in (1.0, 0.25))
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        case = self.case
+        q, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (case.vocab, case.hidden)}
+        for layer in range(case.layers):
+            at = f"model.layers.{layer}"
+            shapes[f"{at}.input_layernorm.weight"] = (case.hidden,)
+            shapes[f"{at}.self_attn.q_proj.weight"] = (q, case.hidden)
+            shapes[f"{at}.self_attn.k_proj.weight"] = (kv, case.hidden)
+            shapes[f"{at}.self_attn.v_proj.weight"] = (kv, case.hidden)
+            shapes[f"{at}.self_attn.o_proj.weight"] = (case.hidden, q)
+            shapes[f"{at}.post_attention_layernorm.weight"] = (case.hidden,)
+            shapes[f"{at}.mlp.gate_proj.weight"] = (case.intermediate, case.hidden)
+            shapes[f"{at}.mlp.up_proj.weight"] = (case.intermediate, case.hidden)
+            shapes[f"{at}.mlp.down_proj.weight"] = (case.hidden, case.intermediate)
+        return shapes | {"model.norm.weight": (case.hidden,), "lm_head.weight": (case.vocab, case.hidden)}
+
+    def logits(self, tokens: Array, k: Array, v: Array) -> Array:
+        """Of the last of `tokens` `[B, T]`, after k and v `[layers, B, L, Hk, D]` (keys rotated): `[B, vocab]`."""
+        case = self.case
+        batch, count = tokens.shape
+        length = k.shape[2]
+
+        def weight(name: str) -> Array:
+            return self.weights[f"{name}.weight"].astype(np.float64)
+
+        def norm(x: Array, name: str) -> Array:
+            return weight(name) * x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS)
+
+        requests = np.repeat(np.arange(batch), count)  # [R], R = B * T
+        positions = np.tile(length + np.arange(count), batch)
+        x = self.weights["model.embed_tokens.weight"][tokens.reshape(-1)].astype(np.float64)  # [R, hidden]
+        for layer in range(case.layers):
+            at = f"model.layers.{layer}"
+            h = norm(x, f"{at}.input_layernorm")
+            q, new_k, new_v = (
+                (h @ weight(f"{at}.self_attn.{name}_proj").T).reshape(len(x), -1, case.head_dim)
+                for name in ("q", "k", "v")
+            )
+            q, new_k = (reference.rope(array, positions, ROPE_THETA) for array in (q, new_k))
+            # A page a request: [B, L + T, Hk, D].
+            keys, values = (
+                np.concatenate([cached[layer], new.reshape(batch, count, *new.shape[1:])], 1, dtype=np.float64)
+                for cached, new in ((k, new_k), (v, new_v))
+            )
+            table = np.arange(batch)[:, None]
+            o, _ = reference.attention(q, keys, values, table, requests, positions + 1)
+            x = x + o.reshape(len(x), -1) @ weight(f"{at}.self_attn.o_proj").T
+            h = norm(x, f"{at}.post_attention_layernorm")
+            gate = h @ weight(f"{at}.mlp.gate_proj").T
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ weight(f"{at}.mlp.up_proj").T)) @ weight(f"{at}.mlp.down_proj").T
+        return norm(x[count - 1 :: count], "model.norm") @ weight("lm_head").T
+
+    @cached_property
+    def _expected(self) -> Array:
+        return self.logits(self.tokens, self.k, self.v)
+
+    def error(self, output: Array) -> float:
+        """`output` `[B, vocab]`: logits after the last token of each request."""
+        return relative_error(output, self._expected)
+
+    def short(self) -> Array:
+        """A few tokens `[1, T]` for systems whose cache cannot be filled from outside: see `short_error`."""
+        return self.prompt[None, :16] if self.case.context else self.tokens[:1, :16]
+
+    def short_error(self, output: Array) -> float:
+        """Of the logits `[1, vocab]` after `short()` with nothing cached."""
+        return relative_error(output, self.logits(self.short(), self.k[:, :1, :0], self.v[:, :1, :0]))
+
+
+def _fill_weight(weight: Array, rng: np.random.Generator, noise: Array) -> None:
+    """A norm scales around one; a matrix keeps the size of what it gets."""
+    flat, scale = weight.reshape(-1), np.float32(weight.shape[-1] ** -0.5)
+    for start in range(0, flat.size, 2**22):
+        part = flat[start : start + 2**22]
+        begin = rng.integers(0, noise.size - part.size)
+        values = noise[begin : begin + part.size]
+        part[:] = (1 + np.float32(0.1) * values if weight.ndim == 1 else scale * values).astype(weight.dtype)

@@ -1,0 +1,63 @@
+"""The picture: arithmetic a second over arithmetic per byte, ours and the others', under the machine's own roof."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+OURS, THEIRS = "#c2410c", "#64748b"
+
+
+def draw(results: dict[str, Any], path: Path) -> bool:
+    """Writes a PNG of `results` (`run.merged`) but for cases without arithmetic or figure; whether any was left."""
+    rows = [row for row in results["rows"] if row["flops"] and row["ms"]]
+    if not rows:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.4), dpi=120)
+    bandwidth = statistics.median([row["read_gb_per_s"] for row in rows])
+    peaks = {name: flops / 1e9 for name, flops in results.get("peaks", {}).items()}
+    intensities = [row["flops"] / row["bytes"] for row in rows]
+    left, right = min(intensities) / 2, max([*intensities, max(peaks.values(), default=0) / bandwidth]) * 2
+    top = max(peaks.values(), default=bandwidth * right)
+    axes.plot([left, top / bandwidth], [left * bandwidth, top], color="black", linewidth=1.5)
+    axes.annotate(f"read bandwidth {bandwidth:.0f} GB/s", (left * 1.1, left * bandwidth * 1.9), rotation=37, fontsize=9)
+    for name, peak in peaks.items():
+        axes.plot([peak / bandwidth, right], [peak, peak], color="black", linewidth=1, linestyle="--")
+        axes.annotate(f"{name} matrix product of torch", (right, peak * 1.08), ha="right", fontsize=8)
+
+    for row, x in zip(rows, intensities, strict=True):
+        for versus in row["versus"]:
+            for peer in versus["peers"]:
+                if peer["ms"]:
+                    axes.plot(x, row["flops"] / peer["ms"] / 1e6, "x", color=THEIRS, markersize=6)
+        axes.plot(x, row["flops"] / row["ms"] / 1e6, "o", color=OURS, markersize=6)
+    # Cases of one intensity share a label.
+    named: dict[float, list[Any]] = {}
+    for row, x in zip(rows, intensities, strict=True):
+        named.setdefault(float(f"{x:.1e}"), []).append(row)
+    for x, group in named.items():
+        low = min(row["flops"] / row["ms"] / 1e6 for row in group)
+        label = ", ".join(row["case"] for row in group[:2]) + (" ..." if len(group) > 2 else "")
+        axes.annotate(label, (x, low), (7, -5), textcoords="offset points", fontsize=7, color=OURS)
+
+    axes.plot([], [], "o", color=OURS, label="paged-kv")
+    axes.plot([], [], "x", color=THEIRS, label="other systems")
+    axes.set(xscale="log", yscale="log", xlim=(left, right))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("FLOP per byte that must be read")
+    axes.set_ylabel("GFLOP/s")
+    axes.set_title(f"{results['family']}: {rows[0]['machine']}, {rows[0]['date']}", fontsize=9)
+    axes.grid(True, which="both", color="#e5e7eb", linewidth=0.6)
+    axes.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True

@@ -1,0 +1,306 @@
+"""Latent attention (MLA) over the user's arrays: its requests, what is planned and refused, and the run.
+
+Letters in shapes: B requests, R query rows, H query heads, Dckv and Dkpe the widths of a token's latent vector and
+rotary part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from paged_kv.arguments import LARGEST_INDEX, integer
+from paged_kv.arrays import devices
+from paged_kv.arrays.cache_storage import cache_operands, check_storage
+from paged_kv.arrays.dtypes import max_dtype
+from paged_kv.arrays.host import as_indices, to_buffer
+from paged_kv.arrays.types import ArrayDevice
+from paged_kv.calls.attend import checked_sinks
+from paged_kv.calls.block_tables import block_entries, lookup_table_of
+from paged_kv.calls.buffers import FixedBuffers
+from paged_kv.calls.page_table import Indices
+from paged_kv.calls.plan import check_array, check_dtype, check_pair, widened
+from paged_kv.calls.ragged import WHY_HOST, RaggedBatch, page_table_of_lengths
+from paged_kv.calls.results import NOT_WRITTEN, Results
+from paged_kv.calls.rows import LookupTable, Rows
+from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
+from paged_kv.options import KV_DTYPES, Q_DTYPES, LatentOptions, check_head_dim
+from paged_kv.runtime.session import runtime_on
+from paged_kv.runtime.variants import Variant
+
+NAMES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+
+
+@dataclass(frozen=True, eq=False)
+class LatentBatch:
+    """What `plan` is given of the requests. The arrays may be views of the caller's."""
+
+    qo_indptr: Indices
+    """`[B + 1]`: request b's rows are `qo_indptr[b]` to `qo_indptr[b + 1]`, its last tokens."""
+    kv_indptr: Indices
+    """`[B + 1]`"""
+    kv_indices: Indices
+    """`[kv_indptr[B]]` or longer"""
+    kv_len_arr: Indices
+    """`[B]`, tokens of each request: no more than its pages hold."""
+    page_size: int
+    causal: bool
+
+    @staticmethod
+    def of(arrays: Sequence[Any], page_size: int, causal: bool) -> LatentBatch:
+        """Four index arrays of any kind on the host, in the order of `NAMES`; `rows` checks how they fit each other.
+
+        Raises:
+            ContractTypeError, ShapeError: an array is none `[n]` of integers on the host.
+        """
+        found = []
+        for name, array in zip(NAMES, arrays, strict=True):
+            devices.require_host(array, name, WHY_HOST)
+            found.append(as_indices(array, name))
+        # Only so many offsets count as there are requests.
+        return LatentBatch(found[0], found[1][: len(found[3]) + 1], found[2], found[3], page_size, causal)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The rows and pages as the op takes them.
+
+        Raises:
+            ShapeError, PageTableError, ContractError: the arrays do not fit each other.
+        """
+        table = page_table_of_lengths(self.kv_indptr, self.kv_indices, self.kv_len_arr, self.page_size)
+        rows = RaggedBatch(self.qo_indptr, table, None, self.causal).requests().rows
+        return replace(rows, table=replace(rows.table, name="kv_indices"))
+
+    def arrays(self) -> tuple[Indices, ...]:
+        """In the order of `NAMES`, no longer than they count."""
+        used = self.kv_indices[: int(self.kv_indptr[-1])]
+        return self.qo_indptr, self.kv_indptr, used, self.kv_len_arr
+
+    def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> LatentBatch:
+        """The plan with other arrays, whose names are `NAMES`; `requests` checks how they fit each other."""
+        del names
+        return LatentBatch.of(arrays, self.page_size, self.causal)
+
+    def fixed(self) -> int:
+        """Nothing beside the batch."""
+        return 0
+
+    def check_fixed(self, fixed: int) -> None:
+        """Any number of rows will do."""
+
+    def requests(self) -> Rows:
+        """`rows`."""
+        return self.rows
+
+
+def rows_of_dense(kv_len: Any, page_table: Any, page_size: int) -> Rows:
+    """One row a request, which sees all its tokens, from lengths `[B]` and a page table `[B, n]`.
+
+    Raises:
+        ContractTypeError, ShapeError, PageTableError: an array is not as said, or a length is negative or more than the
+            pages hold.
+    """
+    lengths, table = _dense(kv_len, "kv_len", page_table, page_size)
+    return Rows(table, np.arange(len(lengths), dtype=np.int32), lengths)
+
+
+def csr_of_dense(seq_lens: Any, block_tables: Any, page_size: int) -> tuple[Indices, Indices, Indices]:
+    """`kv_indptr`, `kv_indices` and `kv_len_arr` of lengths `[B]` and a page table `[B, n]`; raises as above."""
+    lengths, table = _dense(seq_lens, "seq_lens", block_tables, page_size)
+    used = np.arange(table.entries.shape[1]) < table.num_pages[:, None]
+    indptr = np.concatenate([[0], np.cumsum(table.num_pages)]).astype(np.int32)
+    return indptr, table.entries[used].view(np.int32), lengths
+
+
+def _dense(lengths: Any, name: str, page_table: Any, page_size: int) -> tuple[Indices, LookupTable]:
+    devices.require_host(lengths, name, WHY_HOST)
+    found = as_indices(lengths, name).copy()
+    if found.min(initial=0) < 0:
+        b = int(found.argmin())
+        raise PageTableError(f"{name}: request {b} has {found[b]} tokens")
+    return found, lookup_table_of(block_entries(page_table, len(found)), found, page_size)
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """What every run of one plan has in common.
+
+    Raises:
+        ContractTypeError: a size is no integer, `sm_scale` no number, or a dtype or pair of dtypes is not supported.
+        ShapeError: a width is not supported.
+        ContractError: a size is out of range, or `sm_scale` is.
+    """
+
+    num_heads: int
+    head_dim_ckv: int
+    head_dim_kpe: int
+    """0 where keys have no rotary part."""
+    page_size: int
+    sm_scale: float
+    q_dtype: np.dtype[Any]
+    """Float8 is widened before the op, exactly."""
+    kv_dtype: np.dtype[Any]
+    o_dtype: np.dtype[Any] | None = None
+    """None is `q_dtype`."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("num_heads", 1, 2**16),
+            ("head_dim_ckv", 1, LARGEST_INDEX),
+            ("head_dim_kpe", 0, LARGEST_INDEX),
+            ("page_size", 1, LARGEST_INDEX),
+        ):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least, most))
+        check_head_dim("head_dim_ckv", self.head_dim_ckv)
+        if self.head_dim_kpe:
+            check_head_dim("head_dim_kpe", self.head_dim_kpe)
+        check_dtype("q_data_type:", self.q_dtype, KV_DTYPES)
+        check_dtype("kv_data_type:", self.kv_dtype, KV_DTYPES)
+        check_dtype("output_dtype:", self.result_dtype, Q_DTYPES)
+        check_pair("kv_data_type", self.q_dtype, self.kv_dtype)
+        LatentOptions(self.sm_scale).numbers()
+
+    def __str__(self) -> str:
+        widths = f"{self.num_heads} heads over {self.head_dim_ckv} + {self.head_dim_kpe}"
+        return f"{widths}, pages of {self.page_size}, q {self.q_dtype.name}, kv {self.kv_dtype.name}"
+
+    @property
+    def op_q_dtype(self) -> np.dtype[Any]:
+        """Of the queries that the op gets."""
+        return widened(self.q_dtype, self.kv_dtype)
+
+    @property
+    def result_dtype(self) -> np.dtype[Any]:
+        """Of the output."""
+        return self.op_q_dtype if self.o_dtype is None else self.o_dtype
+
+    def variant(self) -> Variant:
+        """The compiled graph that computes it."""
+        other = None if self.result_dtype == self.op_q_dtype else max_dtype(self.result_dtype)
+        return Variant("mla_attention", max_dtype(self.op_q_dtype), max_dtype(self.kv_dtype), other)
+
+
+@dataclass(frozen=True)
+class LatentArrays:
+    """The arrays of a run as the user gives them."""
+
+    q_nope: Any
+    """`[R, H, Dckv]`"""
+    q_pe: Any
+    """`[R, H, Dkpe]`"""
+    ckv_cache: Any
+    """`[pages, page_size, Dckv]`"""
+    kpe_cache: Any
+    """`[pages, page_size, Dkpe]`"""
+    sinks: Any = None
+    """`[H]`, or None."""
+
+
+class LatentAttention:
+    """A plan with its operands prepared; threads may run one at the same time."""
+
+    def __init__(self, plan: LatentPlan) -> None:
+        self.plan = plan
+        self._variant = plan.variant()
+        self._no_sinks = to_buffer(np.zeros(0, np.float32))
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def run(
+        self,
+        arrays: LatentArrays,
+        rows: Rows,
+        scales: tuple[float, float],
+        results: Results,
+        *,
+        buffers: FixedBuffers[Any, Any] | None = None,
+    ) -> Any:
+        """O `[R, H, Dckv]`, or o and the lse `[R, H]` float32, in the kind of q_nope.
+
+        Args:
+            arrays: Of the run.
+            rows: Of q, with their requests.
+            scales: Of ckv and of kpe.
+            results: What is returned and written.
+            buffers: The user's, which outputs may not overlap either.
+
+        Raises:
+            ContractTypeError, ShapeError, ContractError: an array does not fit the plan, cannot be written, or shares
+                memory where it is written; a scale is out of range.
+            PageTableError: a page of `rows` is not one of the cache's.
+        """
+        plan, given = self.plan, vars(arrays)
+        device = devices.device_of(**given, out=results.out, lse=results.lse)
+        q_nope, q_pe, ckv, kpe = (device.view(given[name], name) for name in _INPUTS)
+        shape = (rows.count, plan.num_heads)
+        check_array(device, "q_nope", q_nope, (*shape, plan.head_dim_ckv), plan.q_dtype, rows.counted_as)
+        check_array(device, "q_pe", q_pe, (*shape, plan.head_dim_kpe), plan.q_dtype, rows.counted_as)
+        self._check_cache(device, ckv, kpe)
+        rows.table.check(len(ckv))
+        numbers = LatentOptions(plan.sm_scale, *scales).numbers()
+        sinks = None if arrays.sinks is None else checked_sinks(device, arrays.sinks, plan.num_heads, "num_heads")
+        written = NOT_WRITTEN
+        if results.are_written:
+            read = [(name, view) for name, view in zip(_INPUTS, (q_nope, q_pe, ckv, kpe), strict=True)]
+            if arrays.sinks is not None:
+                read.append(("sinks", device.view(arrays.sinks, "sinks")))
+            if buffers is not None:
+                read += buffers.on(device)
+            written = results.views(device, (*shape, plan.head_dim_ckv), plan.result_dtype, read, rows.counted_as)
+        o, sums = self._execute(device, (q_nope, q_pe), (kpe, ckv), rows, sinks, numbers)
+        return results.hand_back(device, arrays.q_nope, o, sums, written)
+
+    def _execute(
+        self, device: ArrayDevice, q: tuple[Any, Any], cache: tuple[Any, Any], rows: Rows, sinks: Any, numbers: Any
+    ) -> tuple[Any, Any]:
+        """Runs the op over checked views; `cache` holds kpe and ckv."""
+        if self.plan.op_q_dtype != self.plan.q_dtype:
+            q = device.astype(q[0], self.plan.op_q_dtype), device.astype(q[1], self.plan.op_q_dtype)
+        queries = [device.contiguous(view) for view in q]
+        runtime = runtime_on(device.index)
+        with device.ordered():
+            row_batch, row_lengths, lookup_table = rows.operands_on(device)
+            *storage, view = self._storage(device, *cache)
+            o, lse = runtime.execute(
+                self._variant,
+                *(device.buffer(view) for view in queries),
+                row_batch,
+                row_lengths,
+                *storage,
+                lookup_table,
+                view,
+                device.upload(self._no_sinks) if sinks is None else device.buffer(sinks),
+                to_buffer(numbers),
+            )
+        return device.take(o), device.take(lse)
+
+    @staticmethod
+    def _storage(device: ArrayDevice, kpe: Any, ckv: Any) -> tuple[Any, Any, Any]:
+        """The op's storage and 13 numbers: kpe is K there, and ckv V, of one head."""
+        k_blocks, v_blocks, view = cache_operands(kpe[:, :, None], ckv[:, :, None], device)
+        numbers = view.to_numpy()
+        if len(numbers) == 12:
+            view = to_buffer(np.append(numbers, ckv.shape[-1]))
+        return k_blocks, v_blocks, view
+
+    def _check_cache(self, device: ArrayDevice, ckv: Any, kpe: Any) -> None:
+        """Ckv and kpe are pages of the planned sizes and dtype."""
+        plan = self.plan
+        for name, view, width in (("ckv_cache", ckv, plan.head_dim_ckv), ("kpe_cache", kpe, plan.head_dim_kpe)):
+            check_storage(device, view, name, 3)
+            for what, found, planned in (("page_size", view.shape[1], plan.page_size), ("width", view.shape[2], width)):
+                if found != planned:
+                    raise ShapeError(f"{name}: its {what} is {found}, planned {planned}")
+            dtype = device.dtype(view)
+            if dtype != plan.kv_dtype:
+                raise ContractTypeError(f"{name}: dtype {dtype.name}, planned {plan.kv_dtype.name} (kv_data_type)")
+        if len(kpe) != len(ckv):
+            raise ShapeError(f"kpe_cache: {len(kpe)} pages, ckv_cache has {len(ckv)}")
+
+
+_INPUTS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")

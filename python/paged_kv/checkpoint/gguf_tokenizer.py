@@ -1,0 +1,355 @@
+"""A `tokenizer.json` from the vocabulary of a GGUF file, for the `tokenizers` library.
+
+Two kinds are made. "gpt2" is byte-level BPE: the file has tokens and merges, and `tokenizer.ggml.pre` names the regular
+expression that splits a text before; those are in `SPLITS`, and others are refused. "llama" is SentencePiece's BPE: of
+all neighbours those are merged first whose token has the highest score, which is the same as merges in the order of
+their scores; what is left over becomes byte tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from paged_kv.arguments import printable, shown
+from paged_kv.checkpoint.gguf_header import GgufHeader, Strings
+from paged_kv.checkpoint.tokenizer_file import library_errors
+from paged_kv.errors import CheckpointError
+
+Json = dict[str, Any]
+
+_PREFIX = "tokenizer.ggml."
+_LONGEST_TOKEN = 1 << 16
+"""Bytes; real ones have some hundreds."""
+# What `tokenizer.ggml.token_type` says of a token; 0 is a normal one.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CL100K = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+
+
+def _cased(after: str, digits: str) -> str:
+    """Words that end where a capital follows, as Tekken and o200k have them."""
+    words = f"{_BEFORE}{_UPPER}*{_LOWER}+{after}|{_BEFORE}{_UPPER}+{_LOWER}*{after}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """What happens to a text before byte-level BPE."""
+
+    expressions: tuple[str, ...]
+    """Each splits what those before it have left whole."""
+    composed: bool = False
+    """The text is brought to Unicode's form C first."""
+    whole_words: bool = False
+    """A word that is a token is that token, whatever merges would give."""
+    begins: bool = False
+    """A text begins with its token where the file does not say."""
+
+
+_LLAMA3 = Split((_CL100K,), whole_words=True, begins=True)
+_DIGITS = Split((r"\p{N}", _GPT2))
+SPLITS = {
+    "gpt-2": Split((_GPT2,)),
+    # llama.cpp's own, for files that name no other.
+    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "dbrx": Split((_CL100K,)),
+    "qwen2": Split((_QWEN2,), composed=True),
+    "refact": _DIGITS,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "tekken": Split((_cased("", r"\p{N}"),), whole_words=True, begins=True),
+    "gpt-4o": Split((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),
+}
+"""By the names of `tokenizer.ggml.pre`."""
+
+
+def has_vocabulary(header: GgufHeader) -> bool:
+    """Whether the file has tokens."""
+    return f"{_PREFIX}tokens" in header.metadata
+
+
+def make_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
+    """The tokenizer of the file's vocabulary.
+
+    Raises:
+        CheckpointError: as `tokenizer_json`.
+    """
+    text = tokenizer_json(header)
+    with library_errors(f"{header.file}: its vocabulary makes no tokenizer"):
+        return tokenizers.Tokenizer.from_str(text)
+
+
+def tokenizer_json(header: GgufHeader) -> str:
+    """The content of a `tokenizer.json`.
+
+    Raises:
+        CheckpointError: the vocabulary is of a kind, or its text is split in a way, that is not known here; a token is
+            there twice; a merge names no tokens; types or scores are not as many as tokens; an id is none of them. The
+            message names the key.
+    """
+    return json.dumps(_Vocabulary(header).described(), ensure_ascii=False)
+
+
+class _Vocabulary:
+    """The metadata `tokenizer.ggml.*`, checked as it is read."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._header = header
+        self.kind = self._value("model")
+        if self.kind not in ("gpt2", "llama"):
+            raise self._error("model", self.kind, 'only "gpt2" and "llama" are made into a tokenizer.json')
+        self.tokens = self._tokens()
+        self.types = self._types()
+        # Empty tokens stand for ids that nothing gives.
+        self.ids = {token: index for index, token in enumerate(self.tokens) if token}
+
+    def described(self) -> Json:
+        parts = self._byte_level() if self.kind == "gpt2" else self._sentencepiece()
+        added = [self._added(index) for index in self._outside_of_text()]
+        return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
+
+    def _byte_level(self) -> Json:
+        name = self._value("pre")
+        if not isinstance(name, str) or name not in SPLITS:
+            raise self._error("pre", name, f"how it splits a text is not known; known are {', '.join(SPLITS)}")
+        split = SPLITS[name]
+        missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - self.ids.keys()
+        if missing:
+            raise self._error("tokens", len(self.tokens), f"{len(missing)} of 256 bytes are no tokens")
+        splits = [
+            {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+            for expression in split.expressions
+        ]
+        bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        merges = self._merges()
+        # What is not used in the file is no token elsewhere.
+        vocabulary = {token: index for token, index in self.ids.items() if self.types[index] != _UNUSED}
+        return {
+            "normalizer": {"type": "NFC"} if split.composed else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_only]},
+            "post_processor": self._ends(begins=split.begins),
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": _bpe(vocabulary, merges, ignore_merges=split.whole_words),
+        }
+
+    def _sentencepiece(self) -> Json:
+        all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+        bytes_there = sum(name in self.ids for name in all_bytes)
+        unknown = self._id("unknown_token_id")
+        if unknown is None:
+            unknown = next((index for index, kind in enumerate(self.types) if kind == _UNKNOWN), None)
+        if bytes_there not in (0, 256):
+            raise self._error("tokens", len(self.tokens), f"{bytes_there} of the 256 bytes are tokens")
+        if bytes_there == 0 and unknown is None:
+            raise self._error("tokens", len(self.tokens), "neither bytes nor an unknown token are among them")
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        back = [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]
+        if self._flag("add_space_prefix", True):
+            normalizers = [{"type": "Prepend", "prepend": "▁"}, space]
+            back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        else:
+            normalizers = [space]
+        return {
+            "normalizer": {"type": "Sequence", "normalizers": normalizers},
+            "pre_tokenizer": None,
+            "post_processor": self._ends(begins=True),
+            "decoder": {"type": "Sequence", "decoders": back},
+            "model": _bpe(
+                self.ids,
+                self._merges_by_score(),
+                unk_token=None if unknown is None else self.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=bytes_there == 256,
+            ),
+        }
+
+    def _tokens(self) -> list[str]:
+        found = self._value("tokens")
+        if not isinstance(found, Strings):
+            raise self._error("tokens", found, "an array of strings is expected")
+        embeddings = self._header.tensors.get("token_embd.weight")
+        if embeddings is not None and found.count > embeddings.shape[0]:
+            raise self._error("tokens", found.count, f"there are embeddings of {embeddings.shape[0]} tokens")
+        tokens, known = [], set[str]()
+        for index, raw in enumerate(found.read()):
+            if len(raw) > _LONGEST_TOKEN:
+                raise self._error("tokens", f"token {index}", f"it has {len(raw)} bytes")
+            token = self._text("tokens", index, raw)
+            if token and token in known:
+                raise self._error("tokens", token, f"token {index} is there before")
+            known.add(token)
+            tokens.append(token)
+        return tokens
+
+    def _types(self) -> list[int]:
+        found = self._numbers("token_type", "iu")
+        if found is None:
+            return [_NORMAL] * len(self.tokens)
+        if not np.all((found >= 0) & (found <= _BYTE)):
+            raise self._error("token_type", int(found[(found < 0) | (found > _BYTE)][0]), f"0 to {_BYTE} are expected")
+        types: list[int] = found.tolist()
+        return types
+
+    def _merges(self) -> list[tuple[str, str]]:
+        found = self._value("merges")
+        if not isinstance(found, Strings):
+            raise self._error("merges", found, "an array of strings is expected")
+        # Each token can be made in as many ways as it can be cut in two.
+        most = sum(max(len(token) - 1, 0) for token in self.tokens)
+        if found.count > most:
+            raise self._error("merges", found.count, f"the tokens can be made in {most} ways")
+        merges: dict[tuple[str, str], None] = {}
+        for index, raw in enumerate(found.read()):
+            text = self._text("merges", index, raw)
+            at = text.find(" ", 1)
+            pair = text[:at], text[at + 1 :]
+            if at < 0 or any(part not in self.ids for part in (*pair, "".join(pair))):
+                raise self._error("merges", text, f"merge {index} is not of two tokens that make a third")
+            if pair in merges:
+                raise self._error("merges", text, f"merge {index} is there before")
+            merges[pair] = None
+        return list(merges)
+
+    def _merges_by_score(self) -> list[tuple[str, str]]:
+        """All ways to make a token of two; the best score first. Of one token's, and of equal scores, first what has
+        the longer left part, then the longer right part, as transformers orders them.
+        """
+        scores = self._numbers("scores", "f")
+        if scores is None:
+            raise self._error("scores", None, "an array of numbers is expected")
+        if not np.isfinite(scores).all():
+            raise self._error("scores", float(scores[~np.isfinite(scores)][0]), "finite numbers are expected")
+        found: list[tuple[float, int, int, int, int]] = []
+        ids, tokens = self.ids, self.tokens
+        for token, kind, score in zip(tokens, self.types, scores.tolist(), strict=True):
+            if kind in (_UNKNOWN, _CONTROL, _BYTE):  # a text never becomes one of these
+                continue
+            for cut in range(1, len(token)):
+                left = ids.get(token[:cut])
+                if left is not None:
+                    right = ids.get(token[cut:])
+                    if right is not None:
+                        found.append((-score, -cut, cut - len(token), left, right))
+        # Python's sort keeps the order of equals: that of the tokens.
+        found.sort(key=lambda merge: merge[:3])
+        return [(tokens[left], tokens[right]) for *_, left, right in found]
+
+    def _outside_of_text(self) -> list[int]:
+        """The tokens that a text is cut at, before anything else."""
+        kinds = (_CONTROL, _USER_DEFINED, *([_UNKNOWN] if self.kind == "llama" else []))
+        return [index for index, kind in enumerate(self.types) if kind in kinds and self.tokens[index]]
+
+    def _added(self, index: int) -> Json:
+        token = self.tokens[index]
+        # Phi-3's own tokenizer drops the space after these; a GGUF file has no word for that.
+        phi3 = self.kind == "llama" and self._header.metadata.get("general.architecture") == "phi3"
+        return {
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
+            "normalized": False,
+            "special": self.types[index] != _USER_DEFINED,
+        }
+
+    def _ends(self, begins: bool) -> Json | None:
+        """What is added to each text: its first and its last token."""
+        first = self._id("bos_token_id")
+        last = self._id("eos_token_id")
+        chosen: dict[str, int] = {}
+        for key, index, default in (("add_bos_token", first, begins), ("add_eos_token", last, False)):
+            if self._flag(key, default):
+                if index is None:
+                    raise self._error(key, True, "but the file does not say which token that is")
+                chosen[key] = index
+
+        def text(name: str) -> list[Json]:
+            here: list[Json] = [{"Sequence": {"id": name, "type_id": 0}}]
+            if "add_bos_token" in chosen:
+                here.insert(0, {"SpecialToken": {"id": self.tokens[chosen["add_bos_token"]], "type_id": 0}})
+            if "add_eos_token" in chosen:
+                here.append({"SpecialToken": {"id": self.tokens[chosen["add_eos_token"]], "type_id": 0}})
+            return here
+
+        if not chosen:
+            return None
+        specials = {
+            self.tokens[index]: {"id": self.tokens[index], "ids": [index], "tokens": [self.tokens[index]]}
+            for index in chosen.values()
+        }
+        single, pair = text("A"), [*text("A"), *text("B")]
+        return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": specials}
+
+    def _id(self, key: str) -> int | None:
+        value = self._value(key)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(self.tokens):
+            raise self._error(key, value, f"a token from 0 to {len(self.tokens) - 1} is expected")
+        if not self.tokens[value]:
+            raise self._error(key, value, "this token is empty")
+        return value
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._value(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._error(key, value, "true or false is expected")
+        return value
+
+    def _numbers(self, key: str, kinds: str) -> np.ndarray | None:
+        value = self._value(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
+            raise self._error(key, value, "an array of numbers is expected")
+        if len(value) != len(self.tokens):
+            raise self._error(key, len(value), f"there are {len(self.tokens)} tokens")
+        return value
+
+    def _text(self, key: str, index: int, raw: bytes) -> str:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise self._error(key, raw[:32], f"string {index} is not UTF-8") from None
+
+    def _value(self, key: str) -> Any:
+        return self._header.metadata.get(_PREFIX + key)
+
+    def _error(self, key: str, value: object, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._header.file}: {_PREFIX}{key} = {printable(shown(value))}: {problem}")
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> Json:
+    said = {
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    return {"type": "BPE", **said, **options, "vocab": vocabulary, "merges": merges}

@@ -1,0 +1,303 @@
+"""Linear layers of 4 and 8 bits in Hugging Face checkpoints: GPTQ, AWQ and compressed-tensors, in one common form.
+
+`quantization_config` in config.json names the method. A layer `NAME` is quantised where its packed tensors are there:
+
+- GPTQ: `qweight` int32 `[K * bits / 32, N]` and `qzeros` int32 `[K / group, N * bits / 32]`, the lowest bits first;
+  `scales` `[K / group, N]`; `g_idx` int32 `[K]`, the group of each input. Zeros are stored minus one,
+  except in gptq_v2.
+- AWQ ("gemm"): `qweight` int32 `[K, N / 8]`, `qzeros` int32 `[K / group, N / 8]`, whose 4-bit fields hold columns 0, 2,
+  4, 6, 1, 3, 5, 7; `scales` `[K / group, N]`.
+- compressed-tensors, "pack-quantized": `weight_packed` int32 `[N, K * bits / 32]` of values plus 2^(bits - 1),
+  `weight_scale` `[N, K / group]`, `weight_shape`, perhaps `weight_zero_point` int32 `[N * bits / 32, K / group]` and
+  `weight_g_idx` int32 `[K]`; "int-quantized": `weight` int8 `[N, K]`, `weight_scale` and perhaps
+  `weight_zero_point` int8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.fields import Fields
+
+_FLOATS = ("F16", "BF16", "F32")
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+Array = npt.NDArray[Any]
+Facts = tuple[str, tuple[int, ...]]
+"""Of a stored tensor: safetensors' name of its dtype, and its shape."""
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A weight `[N, K]`: `(codes - zeros) * scales`, with a scale (and a zero) for each group of inputs in a row."""
+
+    codes: Array
+    """uint8 `[N, K]` where there are zeros, int8 otherwise; groups lie side by side."""
+    scales: npt.NDArray[np.float32]
+    """`[N, K / group]`."""
+    zeros: Array | None
+    """As codes, `[N, K / group]`."""
+    order: npt.NDArray[np.int64] | None = None
+    """`[K]`: column j of the codes is for this input; None where that is j."""
+
+    def dequantised(self) -> npt.NDArray[np.float32]:
+        """The weight in float32, `[N, K]`, its inputs in the model's order."""
+        rows, groups = self.scales.shape
+        values = self.codes.reshape(rows, groups, -1).astype(np.float32)
+        if self.zeros is not None:
+            values -= self.zeros[..., None]
+        values *= self.scales[..., None]
+        flat = values.reshape(rows, -1)
+        if self.order is None:
+            return flat
+        result = np.empty_like(flat)
+        result[:, self.order] = flat
+        return result
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a checkpoint's layers are packed."""
+
+    method: str
+    """As messages call it: "GPTQ", "AWQ" or "compressed-tensors"."""
+    bits: int
+    group: int | None
+    """Inputs that share a scale; None: all of a row."""
+    zero_offset: int = 0
+    """What is missing from stored zeros."""
+    symmetric: bool = False
+    """There are no zeros."""
+    packed: bool = True
+    """int32 hold several codes; int8 are codes otherwise."""
+
+    def describe(self) -> str:
+        """For one line of a log."""
+        return f"{self.method} weights of {self.bits} bits"
+
+    def tensors(self, rows: int, inputs: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], bool]]:
+        """Of a layer: what its tensors are called after its name, their possible dtypes, their shape, and whether they
+        must be there.
+
+        Raises:
+            ValueError: the layer cannot be packed in this way; the text says why.
+        """
+        group = self.group or inputs
+        if inputs % group:
+            raise ValueError(f"{inputs} inputs are no multiple of groups of {group}")
+        groups, each = inputs // group, 32 // self.bits
+        ints, floats = ("I32",), _FLOATS
+        if self.method == "compressed-tensors":
+            if not self.packed:
+                zeros = {} if self.symmetric else {"weight_zero_point": (("I8",), (rows, groups), True)}
+                return {
+                    "weight": (("I8",), (rows, inputs), True),
+                    "weight_scale": (floats, (rows, groups), True),
+                    **zeros,
+                }
+            if inputs % each or (not self.symmetric and rows % each):
+                raise ValueError(f"{rows} rows of {inputs} codes of {self.bits} bits do not fill int32")
+            zeros = {} if self.symmetric else {"weight_zero_point": (ints, (rows // each, groups), True)}
+            return {
+                "weight_packed": (ints, (rows, inputs // each), True),
+                "weight_scale": (floats, (rows, groups), True),
+                "weight_shape": (("I64", "I32"), (2,), True),
+                "weight_g_idx": (ints, (inputs,), False),
+                **zeros,
+            }
+        if rows % each or (self.method == "GPTQ" and inputs % each):
+            raise ValueError(f"{rows} rows of {inputs} codes of {self.bits} bits do not fill int32")
+        codes = (inputs // each, rows) if self.method == "GPTQ" else (inputs, rows // each)
+        found: dict[str, tuple[tuple[str, ...], tuple[int, ...], bool]] = {
+            "qweight": (ints, codes, True),
+            "qzeros": (ints, (groups, rows // each), True),
+            "scales": (floats, (groups, rows), True),
+        }
+        return found | ({"g_idx": (ints, (inputs,), False)} if self.method == "GPTQ" else {})
+
+    @property
+    def codes_name(self) -> str:
+        """The tensor that tells a quantised layer."""
+        if self.method == "compressed-tensors":
+            return "weight_packed" if self.packed else "weight_scale"
+        return "qweight"
+
+    def unpack(self, rows: int, inputs: int, read: Callable[[str], Array | None]) -> GroupedWeight:
+        """A layer from its tensors, which have the shapes of `tensors`; None for one that is not there.
+
+        Raises:
+            ValueError: a scale is not finite, or `g_idx` is no order of whole groups; the text says which.
+        """
+
+        def get(name: str) -> Array:
+            found = read(name)
+            assert found is not None
+            return found
+
+        group, half = self.group or inputs, 1 << (self.bits - 1)
+        index = None
+        zeros: Array | None = None
+        if self.method == "compressed-tensors":
+            scales = get("weight_scale").astype(np.float32)
+            if not self.packed:
+                codes = get("weight")
+                if not self.symmetric:
+                    zeros = (get("weight_zero_point").astype(np.int16) + half).astype(np.uint8)
+            else:
+                if get("weight_shape").tolist() != [rows, inputs]:
+                    raise ValueError(f"weight_shape is {get('weight_shape').tolist()}, expected [{rows}, {inputs}]")
+                codes = (_fields(get("weight_packed"), self.bits).astype(np.int16) - half).astype(np.int8)
+                index = read("weight_g_idx")
+                if not self.symmetric:
+                    zeros = _fields(get("weight_zero_point").T, self.bits).T
+            if zeros is not None:  # codes of the same origin as zeros
+                codes = (codes.astype(np.int16) + half).astype(np.uint8)
+        elif self.method == "GPTQ":
+            scales = get("scales").T.astype(np.float32)
+            codes = _fields(get("qweight").T, self.bits)
+            # The sum stays in its bits: a zero of 0 is stored as all ones.
+            zeros = (_fields(get("qzeros"), self.bits).T + self.zero_offset) & (2 * half - 1)
+            index = read("g_idx")
+        else:
+            scales = get("scales").T.astype(np.float32)
+            codes, zeros = (_awq(get(name)).T for name in ("qweight", "qzeros"))
+        if not np.isfinite(scales).all():
+            raise ValueError("a scale is not finite")
+        order = None if index is None or np.all(index == -1) else _order(index, group, inputs)
+        codes = np.ascontiguousarray(codes if order is None else codes[:, order])
+        zeros = None if zeros is None else np.ascontiguousarray(zeros, np.uint8)
+        return GroupedWeight(codes, np.ascontiguousarray(scales), zeros, order)
+
+
+def read_packing(fields: Fields) -> Packing | None:
+    """What `quantization_config` of a config.json says; None where there is none.
+
+    Raises:
+        CheckpointError: the method, or one of its options, is not read here; the message names key and value.
+    """
+    said = fields.section("quantization_config")
+    if said is None:
+        return None
+    method = said.get("quant_method")
+    if method == "gptq":
+        return _gptq(said)
+    if method == "awq":
+        return _awq_config(said)
+    if method == "compressed-tensors":
+        return _compressed(said)
+    if method == "mxfp4":  # of experts alone: the family's file says whether it has them
+        return None
+    raise fields.error(
+        "quantization_config", 'quantized checkpoints are not supported, but for "gptq", "awq" and "compressed-tensors"'
+    )
+
+
+def _gptq(said: Fields) -> Packing:
+    said.refuse("dynamic", "layers of different bits are not supported")
+    form = said.one_of("checkpoint_format", {"gptq": 1, "gptq_v2": 0})
+    return Packing("GPTQ", _bits(said, "bits", (4, 8)), _group(said, "group_size"), zero_offset=form)
+
+
+def _awq_config(said: Fields) -> Packing:
+    said.one_of("version", {"gemm": None, "GEMM": None})
+    if not said.boolean("zero_point", True):
+        raise said.error("zero_point", "layers without zeros are not supported")
+    bits, group = ("bits" if said.get("bits") is not None else "w_bit"), "group_size"
+    return Packing(
+        "AWQ", _bits(said, bits, (4,)), _group(said, group if said.get(group) is not None else "q_group_size")
+    )
+
+
+def _compressed(said: Fields) -> Packing:
+    packed = said.one_of("format", {"pack-quantized": True, "int-quantized": False})
+    groups = said.section("config_groups")
+    if groups is None or len(groups.values) != 1:
+        raise said.error("config_groups", "one group of layers is supported")
+    (name,) = groups.values
+    group = groups.section(name)
+    weights = group.section("weights") if group is not None else None
+    if group is None or weights is None:
+        raise groups.error(name, "an object with weights is expected")
+    inputs = group.section("input_activations")
+    if inputs is not None and not inputs.boolean("dynamic"):
+        raise inputs.error("dynamic", "activations with stored scales are not supported")
+    weights.one_of("type", {"int": None})
+    strategy = weights.one_of("strategy", {"group": True, "channel": False})
+    size = _group(weights, "group_size") if strategy else None
+    symmetric = weights.boolean("symmetric", True)
+    bits = _bits(weights, "num_bits", (4, 8) if packed else (8,))
+    return Packing("compressed-tensors", bits, size, symmetric=symmetric, packed=packed)
+
+
+def _bits(said: Fields, key: str, known: tuple[int, ...]) -> int:
+    bits = said.integer(key)
+    if bits not in known:
+        raise said.error(key, f"only {' and '.join(map(str, known))} are supported")
+    return bits
+
+
+def _group(said: Fields, key: str) -> int | None:
+    return None if said.get(key) == -1 else said.integer(key)
+
+
+def _fields(packed: Array, bits: int) -> npt.NDArray[np.uint8]:
+    """`[R, C]` int32 as `[R, C * 32 / bits]`, the lowest bits first."""
+    raw = np.ascontiguousarray(packed).view(np.uint8).reshape(len(packed), -1)  # little endian
+    if bits == 8:
+        return raw
+    return np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(packed), -1)
+
+
+def _awq(packed: Array) -> npt.NDArray[np.uint8]:
+    """`[R, C]` int32 as `[R, 8 C]`, columns in order."""
+    stored = _fields(packed, 4).reshape(len(packed), -1, 8)
+    result = np.empty_like(stored)
+    result[..., list(_AWQ_COLUMNS)] = stored
+    return result.reshape(len(packed), -1)
+
+
+def _order(index: Array, group: int, inputs: int) -> npt.NDArray[np.int64] | None:
+    """The inputs by their groups, as `g_idx` has them; None where they are in order."""
+    expected = np.arange(inputs) // group
+    if np.array_equal(index, expected):
+        return None
+    order = np.argsort(index, kind="stable")
+    if not np.array_equal(index[order], expected):
+        raise ValueError(f"g_idx does not put {group} inputs into each of {inputs // group} groups")
+    return order
+
+
+def check_layer(
+    packing: Packing, name: str, rows: int, inputs: int, tensors: Mapping[str, Facts], origin: Path
+) -> set[str]:
+    """The names of the tensors of a quantised layer `[rows, inputs]`, held against their headers.
+
+    Raises:
+        CheckpointError: one is missing, or of a wrong dtype or shape; the message names it.
+    """
+    try:
+        expected = packing.tensors(rows, inputs)
+    except ValueError as error:
+        raise CheckpointError(f"{origin}: layer {name}: {error}") from None
+    found = set()
+    for part, (dtypes, shape, required) in expected.items():
+        tensor = f"{name}.{part}"
+        facts = tensors.get(tensor)
+        if facts is None:
+            if required:
+                raise CheckpointError(f"{origin}: tensor {tensor} is missing")
+            continue
+        dtype, stored = facts
+        if dtype not in dtypes:
+            raise CheckpointError(f"{origin}: tensor {tensor} has dtype {dtype}, expected {' or '.join(dtypes)}")
+        # A scale for a whole row may be stored without its dimension of one.
+        if stored != shape and not (len(shape) == 2 and shape[1] == 1 and stored == shape[:1]):
+            raise CheckpointError(f"{origin}: tensor {tensor} has shape {list(stored)}, expected {list(shape)}")
+        found.add(tensor)
+    return found

@@ -1,0 +1,70 @@
+"""How outputs go from a step to those who asked for them, whatever exception comes in between.
+
+A step decides what a sample gets in one record, a `Commit`, which counts from one store on. It says all in absolute
+terms, so that carrying it out twice is as carrying it out once: a step that was interrupted is finished by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from paged_kv.engine.requests import Link, Output, Request, Sample
+from paged_kv.errors import RequestError
+
+
+class Stepping(Protocol):
+    """What a stream needs of an engine."""
+
+    def advance(self) -> None: ...
+
+    def has_ended(self, request: int) -> bool: ...
+
+    def abort(self, request: int) -> None: ...
+
+
+class Commit(NamedTuple):
+    """What a step gives one sample."""
+
+    sample: Sample
+    length: int
+    """Tokens of the sample before those of the output; all of them are in the cache."""
+    last: Link
+    """The last one of the outbox."""
+    link: Link
+    """What goes behind it."""
+    output: Output
+
+
+class OutputStream(Iterator[Output]):
+    """The outputs of one request; where none has come yet, the next one computes steps, for all requests.
+
+    A stream that is closed or dropped before its end, its first output included, aborts the request. What a step raises
+    ends nothing: the stream may be asked again. One thread at a time may read it.
+    """
+
+    def __init__(self, engine: Stepping, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+        self._read = request.outbox.last
+
+    def __next__(self) -> Output:
+        while True:
+            ended = self._engine.has_ended(self._request.number)  # asked first: another thread may step
+            link = self._read.next
+            if link is not None and link.output is not None and not self._request.aborted:
+                self._read = link
+                return link.output
+            if ended:
+                raise StopIteration
+            self._engine.advance()
+
+    def close(self) -> None:
+        """Aborts the request, where it has not ended, and reads nothing more."""
+        with suppress(RequestError):
+            self._engine.abort(self._request.number)
+        self._request.aborted = True
+
+    def __del__(self) -> None:
+        self.close()

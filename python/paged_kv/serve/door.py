@@ -1,0 +1,329 @@
+"""The door of the server: what of a request comes through to MAX's application, in this order.
+
+    connection  one too many: the longest idle one is closed, else 503    connections.py
+       |        its head is malformed or too long: 400; too slow: 408     connections.py
+    Host        not this server's name: 403 (a name that an attacker's DNS leads here)
+    Origin      of a page that is not this server's: 403
+    key         none, or a wrong one: 401 (not for OPEN)
+    route       an operator's, or none: 404
+    type        a body that is not application/json: 415
+    body        too large: 413; too slow: 408; nested too deeply: 400
+       |
+    MAX         an error in another shape gets OpenAI's; what is cut by the server's end is told so, 503
+
+Nothing of the body is read before all that stands above it is right, and no part of MAX sees a request that is refused.
+It is ASGI without a framework: neither starlette nor uvicorn is needed to import it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from hashlib import sha256
+from http import HTTPStatus
+from ipaddress import ip_address
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger("paged_kv.serve")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+OPEN = frozenset({"/health", "/v1/health", "/ping"})
+"""Answered without a key: they say that the server is there, and nothing else."""
+CLIENTS = OPEN | {
+    *("/version", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses"),
+    *("/v1/audio/speech", "/v1/decisions", "/v1/systemone", "/invocations"),
+}
+CLIENTS_BELOW = ("/v1/models/", "/v1/images/", "/v1/videos/", "/v1/audio/", "/v2/")
+"""All other routes are an operator's: what a later MAX adds is off until it is named here."""
+
+MAX_DEPTH = 64
+"""Of nested arrays and objects; JSON schemas of tools have some 20, and Python's parser gives up at 1000."""
+BODY_SECONDS = 20.0
+"""In which a whole body must have come."""
+LINGER_SECONDS = 10.0
+"""For how long a refused body is read on and dropped: a client that sends first and reads later gets its answer."""
+_DROPS = 8
+"""Refused bodies that are dropped at a time."""
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
+
+
+class Refused(Exception):
+    """An answer to a request that goes no further."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Who may ask, and how much."""
+
+    key: str | None = None
+    """None: no key is asked for."""
+    hosts: frozenset[str] = LOOPBACK
+    """Names in lower case, without a port: of this server in Host, and of pages in Origin."""
+    operator_routes: bool = False
+    max_body_bytes: int = 1 << 18
+    max_connections: int = 256
+
+
+def error_body(status: int, message: str) -> bytes:
+    """OpenAI's shape of an error."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": str(status)}}).encode()
+
+
+def depth(body: bytes) -> int:
+    """How deeply arrays and objects of a JSON text are nested: no loop of Python's over its bytes.
+
+    Of a text that is no JSON, any number from 0 on.
+    """
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # of strings
+    steps = outside.translate(_BRACKETS, _NO_BRACKETS)
+    return max(0, int(np.cumsum(np.frombuffer(steps, np.int8), dtype=np.int32).max(initial=0)))
+
+
+class Door:
+    """An ASGI application around another one."""
+
+    def __init__(self, application: Application, rules: Rules) -> None:
+        self._application = application
+        self._rules = rules
+        self._key = None if rules.key is None else sha256(rules.key.encode()).digest()
+        self._drops = asyncio.Semaphore(_DROPS)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the server knows no WebSockets, and MAX's application no others
+            return
+        answer = _Answer(send)
+        body = _Body(scope, receive)
+        try:
+            self._check(scope)
+            await body.read(self._rules.max_body_bytes)
+            await self._application(scope, body.again, answer.send)
+        except Refused as refused:
+            await self._refuse(refused, body, answer)
+        except _Gone:
+            pass
+        except asyncio.CancelledError:  # uvicorn's, once the time is up in which running requests may end
+            await answer.fail(503, "The server was stopped before this request was done.")
+        except Exception:
+            logger.exception("%s %s", scope["method"], scope["path"])
+            await answer.fail(500, "Internal server error.")
+
+    def _check(self, scope: Message) -> None:
+        """All that needs no body.
+
+        Raises:
+            Refused: a rule is broken.
+        """
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        rules = self._rules
+        named = _values(headers, b"host")
+        if len(named) != 1:
+            raise Refused(400, "A request needs one Host header.")
+        if host_name(named[0]) not in rules.hosts and not _is_own_address(host_name(named[0]), scope.get("server")):
+            raise Refused(403, "This Host is not served here: see --allowed-host.")
+        for origin in _values(headers, b"origin"):
+            if host_name(origin.partition("://")[2]) not in rules.hosts:
+                raise Refused(403, "Requests of this Origin are not served: see --allowed-host.")
+        path: str = scope["path"]
+        if path not in OPEN and not self._has_key(headers):
+            raise Refused(401, "A key is needed: Authorization: Bearer KEY.")
+        if not (path in CLIENTS or path.startswith(CLIENTS_BELOW) or rules.operator_routes):
+            raise Refused(404, "There is no such route here.")
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            kinds = [value.partition(";")[0].strip().lower() for value in _values(headers, b"content-type")]
+            if kinds != ["application/json"]:
+                raise Refused(415, "A body is taken as Content-Type: application/json.")
+
+    def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        if self._key is None:
+            return True
+        scheme, _, given = (_values(headers, b"authorization") or [""])[0].partition(" ")
+        digest = sha256(given.strip().encode("latin-1")).digest()  # of one length: its comparison tells none
+        return hmac.compare_digest(digest, self._key) and scheme.lower() == "bearer"
+
+    async def _refuse(self, refused: Refused, body: _Body, answer: _Answer) -> None:
+        """Answers at once; the connection stays as long as the client still sends, for a while."""
+        if not body.unread:
+            await answer.whole(refused.status, str(refused))
+            return
+        await answer.whole(refused.status, str(refused), closes=True, more=True)
+        if not body.waits:
+            try:
+                async with asyncio.timeout(LINGER_SECONDS), self._drops:
+                    await body.drop()
+            except TimeoutError:
+                pass
+        await answer.end()
+
+
+class _Gone(Exception):
+    """The client has left."""
+
+
+class _Body:
+    """The body of a request, which is read whole before MAX sees anything."""
+
+    def __init__(self, scope: Message, receive: Receive) -> None:
+        lengths = _values(scope["headers"], b"content-length")
+        self._declared = int(lengths[0]) if lengths and lengths[0].isdecimal() else 0  # h11 has looked at it
+        self.unread = self._declared > 0 or bool(_values(scope["headers"], b"transfer-encoding"))
+        """Whether the client may still be sending."""
+        self.waits = b"100-continue" in dict(scope["headers"]).get(b"expect", b"").lower()
+        """Whether it sends only once it is told to."""
+        self._receive = receive
+        self._content: bytes | None = b""
+
+    async def read(self, limit: int) -> None:
+        """Reads all of it.
+
+        Raises:
+            Refused: it is larger than `limit` bytes, took too long, or is nested too deeply.
+            _Gone: the client has left.
+        """
+        too_large = Refused(413, f"The body may have {limit} bytes: see --max-body-bytes.")
+        if self._declared > limit:
+            raise too_large
+        pieces, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                self.unread = True
+                while self.unread:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    pieces.append(message.get("body", b""))
+                    size += len(pieces[-1])
+                    self.unread = message.get("more_body", False)
+                    if size > limit:
+                        raise too_large
+        except TimeoutError:
+            raise Refused(408, f"The body did not come within {BODY_SECONDS:.0f} seconds.") from None
+        self._content = b"".join(pieces)
+        if b"\0" in self._content:  # UTF-16 and UTF-32, which Python's parser would read
+            raise Refused(400, "A body is UTF-8, and has no NUL.")
+        if depth(self._content) > MAX_DEPTH:
+            raise Refused(400, f"Arrays and objects may be nested {MAX_DEPTH} deep.")
+
+    async def again(self) -> Message:
+        """ASGI's `receive`: the body, then what comes after it."""
+        if self._content is None:
+            return await self._receive()
+        content, self._content = self._content, None
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def drop(self) -> None:
+        """Reads on to the end, and keeps nothing; other requests have their turn between any two pieces."""
+        while (await self._receive()).get("more_body", False):
+            await asyncio.sleep(0.001)
+
+
+class _Answer:
+    """ASGI's `send`, which holds an error back until it is known to have OpenAI's shape."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held: Message | None = None
+        self._error = b""
+        self._started = self._ended = self._is_stream = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if message["status"] >= 400:
+                self._held = message
+                return
+            self._started = True
+            kinds = _values(message.get("headers", ()), b"content-type")
+            self._is_stream = any(kind.startswith("text/event-stream") for kind in kinds)
+        elif self._held is not None:
+            self._error += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send_error(self._held)
+            return
+        else:
+            self._ended = not message.get("more_body", False)
+        await self._send(message)
+
+    async def whole(self, status: int, message: str, closes: bool = False, more: bool = False) -> None:
+        """An error of ours. With `more`, `end` is still to come."""
+        await self._respond(status, error_body(status, message), (), closes, more)
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, status: int, message: str) -> None:
+        """The end of a request that was not answered to its end: an error, or an event of a stream that has begun.
+
+        Another answer that has begun is left without its end: uvicorn closes the connection then.
+        """
+        if not self._started:
+            await self.whole(status, message, closes=True)
+        elif self._is_stream and not self._ended:
+            event = b"data: " + error_body(status, message) + b"\n\n"
+            await self._send({"type": "http.response.body", "body": event})
+
+    async def _send_error(self, start: Message) -> None:
+        """MAX's error: as it is, or with its text in OpenAI's shape."""
+        status, body = start["status"], self._error
+        try:
+            said = json.loads(body)
+        except ValueError:
+            said = None
+        if not (isinstance(said, dict) and isinstance(said.get("error"), dict) and "message" in said["error"]):
+            detail = said.get("detail") if isinstance(said, dict) else None
+            body = error_body(status, detail if isinstance(detail, str) else _phrase(status))
+        kept = [(k, v) for k, v in start.get("headers", ()) if k.lower() not in (b"content-length", b"content-type")]
+        await self._respond(status, body, kept)
+
+    async def _respond(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], closes: bool = False, more: bool = False
+    ) -> None:
+        self._started, self._ended, self._held = True, not more, None
+        sent = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+        sent += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+        sent += [(b"connection", b"close")] if closes else []
+        await self._send({"type": "http.response.start", "status": status, "headers": sent})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in headers if key.lower() == name]
+
+
+def host_name(authority: str) -> str:
+    """The name or address in `name:port`, in lower case; of `[::1]:80` it is `::1`."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0].lower()
+    return authority.partition(":")[0].lower().removesuffix(".")
+
+
+def _phrase(status: int) -> str:
+    try:
+        return f"{HTTPStatus(status).phrase}."
+    except ValueError:
+        return "The request failed."
+
+
+def _is_own_address(name: str, server: tuple[str, int | None] | None) -> bool:
+    """Whether a Host is the very address that the connection reached: no name, so nobody's DNS was asked."""
+    try:
+        return server is not None and ip_address(name) == ip_address(server[0])
+    except ValueError:
+        return False

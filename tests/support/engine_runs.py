@@ -1,0 +1,107 @@
+"""Requests in an engine that needs no compiler, whatever is raised in between: what each got against its lone run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.requests import Output, Sampling
+from support.fake_model import alone
+
+MOST_STEPS = 3000
+"""After which requests that have not ended never will."""
+
+
+class Letters:
+    """A tokenizer of letters: token i is the i-th of the alphabet. `before` is called before each token is decoded."""
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        self.before = before
+
+    def encode(self, prompt: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in prompt]
+
+    def stream(self) -> Letters:
+        self.before()
+        return self
+
+    def push(self, token: int) -> str:
+        self.before()
+        return chr(ord("a") + token)
+
+    def flush(self) -> str:
+        self.before()
+        return ""
+
+
+def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
+    """Steps until all requests ended, none with an error; the tokens of each sample. The pool is empty then."""
+    tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
+    while not engine.is_idle:
+        before = engine.model.computed
+        for output in engine.step():
+            assert output.error is None
+            tokens[output.request, output.sample] += output.tokens
+        assert engine.model.computed > before or engine.is_idle
+        engine.pool.check_integrity()
+    assert engine.pool.num_used == 0
+    return dict(tokens)
+
+
+@dataclass
+class Asked:
+    """What was asked for under one number."""
+
+    prompt: list[int]
+    sampling: Sampling
+    n: int = 1
+
+
+@dataclass
+class Ledger:
+    """All requests of an engine and all outputs that came."""
+
+    engine: Engine
+    asked: dict[int, Asked] = field(default_factory=dict)
+    aborted: set[int] = field(default_factory=set)
+    outputs: list[Output] = field(default_factory=list)
+
+    def add(self, prompt: list[int], sampling: Sampling, n: int = 1, namespace: object = None) -> int:
+        number = self.engine.add_request(prompt, sampling, n, namespace=namespace)
+        self.asked[number] = Asked(prompt, sampling, n)
+        return number
+
+    def finish(self, step: Callable[[], Iterable[Output]] | None = None) -> None:
+        """Steps until all requests ended. An exception in between loses no output of the ledger: nothing is called."""
+        for _ in range(MOST_STEPS):
+            if self.engine.is_idle:
+                return
+            self.outputs += (step or self.engine.step)()
+        raise AssertionError(f"requests that never end: {self.engine.num_running} run, {self.engine.num_waiting} wait")
+
+    def check(self, window: int = -1, most_errors: int = 0) -> int:
+        """All that must hold once all requests ended; how many samples ended with an error."""
+        pool = self.engine.pool
+        pool.check_integrity()
+        assert pool.num_free + pool.num_cached == pool.num_pages, "pages are lost"
+        assert (self.engine.num_running, self.engine.num_waiting) == (0, 0)
+        found = defaultdict(list)
+        for output in self.outputs:
+            found[output.request, output.sample].append(output)
+        assert {number for number, _ in found} <= set(self.asked), "outputs of nobody"
+        errors = 0
+        for number, asked in self.asked.items():
+            for sample in range(asked.n):
+                got = found[number, sample]
+                tokens = [token for output in got for token in output.tokens]
+                expected = alone(asked.prompt, asked.sampling, sample, window)
+                ends = [output.finish for output in got if output.finish]
+                whole = ends in (["length"], ["stop"])
+                assert tokens == (expected if whole else expected[: len(tokens)]), (number, sample)
+                assert not ends or (got[-1].finish and len(ends) == 1), "outputs after the last"
+                assert whole or ends == ["error"] or number in self.aborted, f"{number}, {sample} did not end: {ends}"
+                errors += ends == ["error"]
+        assert errors <= most_errors, f"{errors} samples failed, of {most_errors} that might"
+        return errors

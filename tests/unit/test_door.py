@@ -1,0 +1,402 @@
+"""The server's door: what it lets through and what it answers itself, in front of an application of these tests."""
+
+import asyncio
+import json
+import socket
+from dataclasses import replace
+
+import pytest
+
+from paged_kv.errors import ContractError
+from paged_kv.serve import door, launch
+from paged_kv.serve.address import held_sockets, is_loopback, listening_sockets
+from paged_kv.serve.door import LOOPBACK, MAX_DEPTH, Door, Rules, depth
+from paged_kv.serve.launch import API_KEY, Serving, rules_of
+
+KEY = "sk-secret"
+RULES = Rules(KEY, LOOPBACK | {"served.example"}, max_body_bytes=1000)
+SHAPE = {"message", "type", "param", "code"}
+BODY = b'{"prompt": "x"}'
+
+
+async def tokens(scope, receive, send):
+    """An application that answers with the body it got."""
+    assert scope["type"] == "http"
+    got = await receive()
+    assert got["type"] == "http.request"
+    assert not got["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": b"token " + got["body"]})
+
+
+def scope_of(path="/v1/completions", method="POST", host="localhost:8000", key=KEY, kind="application/json", **headers):
+    given = {"host": host, "content-type": kind, "authorization": key and f"Bearer {key}"} | headers
+    listed = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items() if value is not None]
+    return {"type": "http", "method": method, "path": path, "headers": listed, "server": ("192.0.2.7", 8000)}
+
+
+def ask(scope=None, pieces=(BODY,), rules=RULES, application=tokens, cancel_after=None):
+    """The status, the headers and the body that the client sees; no status where there was no answer."""
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    if messages:
+        messages[-1]["more_body"] = False
+    coming, sent = iter(messages), []
+
+    async def receive():
+        for message in coming:
+            return message
+        await asyncio.sleep(3600)  # neither more nor gone
+        raise AssertionError
+
+    async def send(message):
+        sent.append(message)
+
+    async def run():
+        task = asyncio.ensure_future(Door(application, rules)(scope or scope_of(), receive, send))
+        if cancel_after is not None:
+            await asyncio.sleep(cancel_after)
+            task.cancel()
+        await task
+
+    asyncio.run(run())
+    status = sent[0]["status"] if sent else None
+    headers = dict(sent[0]["headers"]) if sent else {}
+    ended = sent and not sent[-1].get("more_body", False)
+    assert ended or not sent or cancel_after is not None
+    return status, headers, b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def error(body):
+    said = json.loads(body)
+    assert set(said) == {"error"}
+    assert set(said["error"]) == SHAPE
+    return said["error"]
+
+
+def asked_twice(name, value):
+    """A right request, but for one more header before its own."""
+    scope = scope_of()
+    return scope | {"headers": [(name, value), *scope["headers"]]}
+
+
+PROBES = ("/health", "/v1/health", "/ping")
+OPERATORS = (
+    *("/reset_prefix_cache", "/max_internal/eplb_stats", "/v1/load_lora_adapter", "/docs", "/redoc", "/openapi.json"),
+    *("/metrics", "/docs/", "//docs", "/v1/../docs", "/V1/models", "/v1", "/", ""),
+)
+OPEN_RULES, OPERATORS_RULES = replace(RULES, key=None), replace(RULES, operator_routes=True)
+REQUESTS = [
+    *((scope_of(), 200), (scope_of(host="127.0.0.1"), 200), (scope_of(host="[::1]:8000"), 200)),
+    *((scope_of(host="LocalHost.:8000"), 200), (scope_of(host="served.example"), 200)),
+    (scope_of(host="192.0.2.7:8000"), 200),  # the address that the connection reached
+    *((scope_of(origin="http://localhost:3000"), 200), (scope_of(origin="https://served.example"), 200)),
+    (scope_of(kind="application/json; charset=utf-8"), 200),
+    (scope_of(key=None, authorization=f"bearer {KEY}"), 200),
+    *((scope_of(path, "GET", key=None), 200) for path in PROBES),  # they are told nothing
+    *((scope_of(path, "GET", key=None, host="rebound.example"), 403) for path in PROBES),
+    *(
+        (scope_of(host=host), 403)
+        for host in (
+            *("rebound.example:8000", "192.0.2.8", "localhost.rebound.example", "localhost@rebound.example", ""),
+        )
+    ),
+    *((scope_of(host=None), 400), (asked_twice(b"host", b"localhost"), 400)),
+    *(
+        (scope_of(origin=origin), 403)
+        for origin in ("http://page.example", "http://localhost.page.example", "null", "file://")
+    ),
+    *((scope_of(key=key), 401) for key in (None, KEY[:-1], KEY + "x", KEY.upper(), "")),
+    *((scope_of(key=None, authorization=given), 401) for given in (KEY, f"Basic {KEY}", "Bearer \xfc")),
+    (asked_twice(b"authorization", b"Bearer x"), 401),
+    *((scope_of(key=None, path=path), 401) for path in ("/docs", "/version")),  # nor learns what there is
+    *((scope_of(kind=kind), 415) for kind in ("text/plain", None, "text/plain, application/json")),
+    *((scope_of(path=path), 404) for path in OPERATORS),
+    (scope_of(key=None), 200, OPEN_RULES),
+    (scope_of(key=None, host="rebound.example"), 403, OPEN_RULES),
+    (scope_of(key=None, path="/docs", method="GET"), 404, OPEN_RULES),
+    (scope_of("/reset_prefix_cache"), 200, OPERATORS_RULES),
+    (scope_of("/reset_prefix_cache", key=None), 401, OPERATORS_RULES),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=range(len(REQUESTS)))
+def test_who_comes_through(request_):
+    scope, status, rules = (*request_, RULES)[:3]
+    found, _, body = ask(scope, rules=rules, application=tokens if status == 200 else None)
+    assert found == status
+    if status == 200:
+        assert body == b"token " + BODY
+    else:
+        assert error(body)["code"] == str(status)
+
+
+def test_the_body_is_not_read_before_the_key_is_right():
+    async def receive():
+        raise AssertionError("read")
+
+    async def send(message):
+        sent.append(message)
+
+    sent = []
+    asyncio.run(Door(None, RULES)(scope_of(key=None), receive, send))
+    assert sent[0]["status"] == 401
+
+
+DEEPEST = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
+
+
+@pytest.mark.parametrize(
+    ("headers", "pieces", "status", "said"),
+    [
+        ({}, [b'{"pro', b"", b'mpt": "x"}'], 200, BODY.decode()),  # pieces come as one
+        ({"content_length": "1000"}, [b"0" * 500] * 2, 200, ""),
+        # Answered at once, and what still comes is dropped; nothing is read of who waits: `ask` would wait for ever.
+        ({"content_length": "1001"}, [b"x" * 500] * 5, 413, "1000 bytes"),
+        ({"transfer_encoding": "chunked"}, [b"x" * 500] * 5, 413, "1000 bytes"),
+        ({"content_length": "1001", "expect": "100-continue"}, (), 413, "1000 bytes"),
+        ({}, [DEEPEST], 200, ""),
+        ({}, [b"[" + DEEPEST + b"]"], 400, str(MAX_DEPTH)),
+        *(({}, ['["∀"]'.encode(encoding)], 400, "UTF-8") for encoding in ("utf-16", "utf-32-le")),  # no depth is seen
+    ],
+)
+def test_what_a_body_may_be(headers, pieces, status, said):
+    found, sent, body = ask(scope_of(**headers), pieces, application=tokens if status == 200 else None)
+    assert found == status
+    assert said in (body.decode() if status == 200 else error(body)["message"])
+    assert (sent.get(b"connection") == b"close") == (status == 413)
+
+
+def test_a_body_that_does_not_come(monkeypatch):
+    monkeypatch.setattr(door, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(door, "LINGER_SECONDS", 0.05)
+    status, headers, body = ask(scope_of(content_length="15"), (), application=None)
+    assert (status, headers[b"connection"]) == (408, b"close")
+    error(body)
+
+
+def test_a_client_that_leaves_is_not_answered():
+    async def gone():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        raise AssertionError(message)
+
+    asyncio.run(Door(None, RULES)(scope_of(), gone, send))
+
+
+@pytest.mark.parametrize(
+    ("body", "levels"),
+    [
+        (b"", 0),
+        (b"[]", 1),
+        (b'[{"a": []}, [[]]]', 3),
+        (rb'{"a": "[[[[\"[[", "b\\": [1]}', 2),
+        (rb'["\\\"[", "\\\\", [[]]]', 3),
+        (b'"[[[[', 0),
+        (b"]]]]", 0),
+        (b"[" * 100_000, 100_000),
+        (b"[]" * 100_000, 1),
+    ],
+)
+def test_the_depth_of_a_text(body, levels):
+    assert depth(body) == levels
+
+
+def test_the_depth_is_that_of_the_parsed_text():
+    def deep(value):
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else 1 + max(map(deep, inner), default=0)
+
+    values = [[], {}, '"\\[{', [["]", {"}": '\\"'}]], {"[": [[{}, "\\\\"], "{["]}, 7]
+    for one in values:
+        for other in values:
+            value = [one, {"\\": other}]
+            assert depth(json.dumps(value).encode()) == deep(value)
+
+
+def answering(status, kind, *pieces):
+    async def application(scope, receive, send):  # noqa: ARG001
+        headers = [(b"content-type", kind), (b"content-length", b"9"), (b"retry-after", b"1")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for index, piece in enumerate(pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": index < len(pieces) - 1})
+
+    return application
+
+
+@pytest.mark.parametrize(
+    ("status", "pieces", "message"),
+    [
+        (404, [b'{"detail": ', b'"Not Found"}'], "Not Found"),
+        (405, [b'{"detail": {}}'], "Method Not Allowed."),
+        (500, [b"Internal Server Error"], "Internal Server Error."),
+        (499, [b""], "The request failed."),
+        (429, [b'{"error": {"message": "busy", "type": "t", "param": "", "code": "429"}}'], "busy"),
+    ],
+)
+def test_an_error_of_the_application_has_openais_shape(status, pieces, message):
+    found, headers, body = ask(application=answering(status, b"text/plain", *pieces))
+    assert found == status
+    assert error(body)["message"] == message
+    assert headers[b"content-length"] == str(len(body)).encode()
+    assert headers[b"retry-after"] == b"1"
+
+
+def test_an_application_that_raises():
+    async def raises(scope, receive, send):  # noqa: ARG001
+        raise RuntimeError("a secret of the server")
+
+    status, headers, body = ask(application=raises)
+    assert status == 500
+    assert headers[b"connection"] == b"close"
+    assert "secret" not in error(body)["message"]
+
+
+def test_a_request_that_is_cut_before_its_answer():
+    async def waits(scope, receive, send):  # noqa: ARG001
+        await asyncio.sleep(3600)
+
+    status, headers, body = ask(application=waits, cancel_after=0.05)
+    assert (status, headers[b"connection"]) == (503, b"close")
+    assert error(body)["type"] == "api_error"
+
+
+@pytest.mark.parametrize("kind", [b"text/event-stream; charset=utf-8", b"application/octet-stream"])
+def test_a_stream_that_is_cut_ends_with_an_event(kind):
+    async def streams(scope, receive, send):  # noqa: ARG001
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await asyncio.sleep(3600)
+
+    status, _, body = ask(application=streams, cancel_after=0.05)
+    assert status == 200
+    first, _, rest = body.partition(b"\n\n")
+    assert first == b"data: 1"
+    if kind.startswith(b"text/event-stream"):
+        assert rest.endswith(b"\n\n")
+        assert error(rest.removeprefix(b"data: "))["code"] == "503"
+    else:
+        assert rest == b""
+
+
+def test_a_websocket_is_not_answered():
+    asyncio.run(Door(None, RULES)({"type": "websocket"}, None, None))
+
+
+# Who is let in at all.
+
+
+@pytest.fixture
+def request_(tmp_path, monkeypatch):
+    monkeypatch.delenv(API_KEY, raising=False)
+    return Serving(tmp_path, "127.0.0.1", 0, "bfloat16", 16)
+
+
+def test_without_a_key_only_this_machine_is_let_in(request_):
+    for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        assert rules_of(replace(request_, host=host)).key is None
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        assert not is_loopback(host)
+        with pytest.raises(ContractError, match=f"--host {host} lets other machines in"):
+            rules_of(replace(request_, host=host))
+        assert rules_of(replace(request_, host=host, allow_unauthenticated=True)).key is None
+        assert rules_of(replace(request_, host=host, api_key="k")).key == "k"
+
+
+def test_a_key_from_the_environment_or_a_file(request_, tmp_path, monkeypatch):
+    file = tmp_path / "key"
+    file.write_text("of-a-file\n")
+    assert rules_of(replace(request_, api_key_file=file)).key == "of-a-file"
+    monkeypatch.setenv(API_KEY, "of-the-environment")
+    assert rules_of(request_).key == "of-the-environment"
+    with pytest.raises(ContractError, match=f"one of --api-key-file and {API_KEY}"):
+        rules_of(replace(request_, api_key_file=file))
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\nb", "ü", "x" * 1025])
+def test_a_key_that_no_header_could_hold(request_, key, monkeypatch, tmp_path):
+    with pytest.raises(ContractError, match="the API key must be"):
+        rules_of(replace(request_, api_key=key))
+    monkeypatch.setenv(API_KEY, key)  # an empty one is no server without a key
+    with pytest.raises(ContractError, match="the API key must be"):
+        rules_of(request_)
+    monkeypatch.delenv(API_KEY)
+    file = tmp_path / "key"
+    file.write_text(key)
+    with pytest.raises(ContractError, match="the API key must be"):
+        rules_of(replace(request_, api_key_file=file))
+
+
+@pytest.mark.parametrize("path", ["none", "."])
+def test_a_key_file_that_is_none(request_, tmp_path, path):
+    with pytest.raises(ContractError, match=r"--api-key-file .*: no such file"):
+        rules_of(replace(request_, api_key_file=tmp_path / path))
+
+
+@pytest.mark.parametrize("change", [{"max_body_bytes": 0}, {"max_connections": 0}, {"max_connections": 2**31}])
+def test_limits_that_are_none(request_, change):
+    with pytest.raises(ContractError, match="must be at least 1 and below 2\\^31"):
+        rules_of(replace(request_, **change))
+
+
+def test_names_that_are_allowed(request_):
+    rules = rules_of(replace(request_, host="Node7", api_key="k", allowed_hosts=("Models.example:8000", "2001:DB8::1")))
+    assert rules.hosts == LOOPBACK | {"node7", "models.example", "2001:db8::1"}
+
+
+def test_a_key_is_not_in_the_requests_text(request_):
+    assert KEY not in repr(replace(request_, api_key=KEY))
+
+
+def test_the_longest_request_fits(request_):
+    assert launch._max_body_bytes(request_, ["--max-length", "4096"]) == 1 << 18
+    assert launch._max_body_bytes(request_, ["--max-length", "131072"]) == 1 << 21
+    assert launch._max_body_bytes(replace(request_, max_body_bytes=5), ["--max-length", "131072"]) == 5
+
+
+# The port that is printed.
+
+
+def test_a_port_that_was_bound_is_nobody_elses():
+    (taken,) = listening_sockets("127.0.0.1", 0)
+    with taken:
+        port = taken.getsockname()[1]
+        (held,) = held_sockets("127.0.0.1", port)
+        with held:
+            assert held.getsockname()[1] != port
+        with pytest.raises(ContractError, match="Address already in use"):  # SO_REUSEADDR included
+            listening_sockets("127.0.0.1", port)
+    listening_sockets("127.0.0.1", port)[0].close()
+
+
+def test_a_held_port_is_for_who_knows_it():
+    """The server of uvicorn binds the metrics' port, with SO_REUSEADDR."""
+    (held,) = held_sockets("127.0.0.1", 0)
+    with held:
+        port = held.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port)) as metrics:
+            assert metrics.getsockname()[1] == port
+    with held_sockets("127.0.0.1", 65536)[0] as after_the_last:
+        assert after_the_last.getsockname()[1]
+
+
+def test_all_addresses_of_a_name_have_one_port():
+    bound = listening_sockets("localhost", 0)
+    assert len({opened.getsockname()[1] for opened in bound}) == 1
+    for opened in bound:
+        opened.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "message"),
+    [
+        ("127.0.0.1", 65536, "--port must be from 0 to 65535"),
+        ("127.0.0.1", -1, "--port must be from 0 to 65535"),
+        ("127.0.0.1", 10**400, "--port must be from 0 to 65535"),
+        ("192.0.2.1", 0, "--host 192.0.2.1 --port 0: "),
+        ("nosuch.invalid", 0, "--host nosuch.invalid --port 0: "),
+    ],
+)
+def test_an_address_that_cannot_be_bound(host, port, message):
+    with pytest.raises(ContractError, match=message):
+        listening_sockets(host, port)

@@ -1,0 +1,97 @@
+"""Sampling in the engine: one call of the sampler a step, and tokens that depend on a sample alone."""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from paged_kv.engine import Logprobs, Sampling
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.sampling import choose
+from support.engine_runs import run
+from support.fake_model import VOCAB, FakeModel, alone, logits_after
+
+KINDS = [
+    Sampling(20),
+    Sampling(20, temperature=1.0, top_p=0.8, seed=1),
+    Sampling(20, temperature=0.8, top_k=5, repetition_penalty=1.3, seed=2),
+    Sampling(20, temperature=1.2, min_p=0.1, presence_penalty=1.0, frequency_penalty=0.5, seed=3),
+    Sampling(20, repetition_penalty=1.5, logit_bias={3: 1.5, 4: -100}),
+]
+
+
+def test_every_kind_of_sampling_gets_its_own_tokens_beside_the_others_and_after_preemptions():
+    rng = np.random.default_rng(6)
+    for num_pages in (400, 24):
+        engine, expected = Engine(FakeModel(num_pages, 4), max_step_tokens=16), {}
+        for number in range(25):
+            prompt = rng.integers(VOCAB, size=int(rng.integers(1, 20))).tolist()
+            sampling, n = KINDS[number % 5], int(rng.integers(1, 4))
+            assert engine.add_request(prompt, sampling, n) == number
+            expected |= {(number, sample): alone(prompt, sampling, sample) for sample in range(n)}
+        assert run(engine) == expected
+        assert (engine.preemptions > 10) == (num_pages == 24)
+
+
+def test_a_penalty_counts_what_a_sample_has_not_what_others_have():
+    frequent = Sampling(60, frequency_penalty=2.0)
+    engine = Engine(FakeModel(100, 4))
+    engine.add_request([1], frequent, 2)
+    first, second = run(engine).values()
+    assert first == second == alone([1], frequent)
+    assert np.bincount(first, minlength=VOCAB).max() <= 4 < np.bincount(alone([1], Sampling(60)), minlength=VOCAB).max()
+
+
+def test_a_step_calls_the_sampler_once_for_all_its_samples():
+    engine, calls = Engine(FakeModel(100, 4)), []
+
+    def counted(logits, rows, histories):
+        calls.append(list(rows))
+        return choose(logits, rows, histories)
+
+    for prompt in ([1], [2, 3], [4]):
+        engine.add_request(prompt, Sampling(3), 2)
+    with patch("paged_kv.engine.engine.choose", counted):
+        engine.step()
+        engine.step()
+    assert calls == [[0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4, 5]]
+
+
+def test_log_probabilities_come_with_the_tokens():
+    engine = Engine(FakeModel(40, 4))
+    sampling = Sampling(6, temperature=1.0, seed=2, logprobs=2, presence_penalty=1.0)
+    past = [5, 6]
+    for output in engine.stream(past, sampling):
+        exact = logits_after(past).astype(np.float64)
+        exact -= np.log(np.exp(exact).sum())
+        ((token,), (each,)) = output.tokens, output.logprobs
+        assert isinstance(each, Logprobs)
+        assert each.token == pytest.approx(exact[token], abs=1e-6)
+        assert list(each.top) == np.argsort(-exact)[:2].tolist()
+        past = [*past, token]
+    assert all(output.logprobs == () for output in engine.stream([5, 6], Sampling(3)))
+
+
+def test_without_a_seed_each_request_draws_anew():
+    engine = Engine(FakeModel(100, 4))
+    for _ in range(3):
+        engine.add_request([1, 2], Sampling(30, temperature=2.0))
+    assert len({tuple(tokens) for tokens in run(engine).values()}) == 3
+
+
+def test_logits_that_are_no_numbers_name_their_request():
+    class Broken(FakeModel):
+        def step(self, tokens, cache_lengths, pages):
+            logits = super().step(tokens, cache_lengths, pages)
+            logits[-1, 3] = np.inf
+            return logits
+
+    engine = Engine(Broken(40, 4))
+    engine.add_request([1], Sampling(1))
+    engine.add_request([2], Sampling(1), 2)
+    good, *bad = engine.step()
+    assert list(good.tokens) == alone([1], Sampling(1))
+    assert [(each.request, each.sample, each.finish) for each in bad] == [(1, 0, "error"), (1, 1, "error")]
+    assert {each.error for each in bad} == {"request 1: its logits hold NaN or +inf, or are all -inf"}
+    assert engine.is_idle
+    assert engine.pool.num_used == 0

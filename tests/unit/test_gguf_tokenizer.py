@@ -1,0 +1,461 @@
+"""Tokenizers of GGUF vocabularies against the tokenizers that the vocabularies come from, on a thousand odd strings."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import random
+import re
+import unicodedata
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import regex
+import tokenizers
+import transformers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers.convert_slow_tokenizer import generate_merges
+
+from paged_kv.checkpoint.gguf import open_gguf
+from paged_kv.checkpoint.gguf_header import read_header
+from paged_kv.checkpoint.gguf_tokenizer import SPLITS, make_tokenizer, tokenizer_json
+from paged_kv.checkpoint.source import open_source
+from paged_kv.cli import _run
+from paged_kv.engine.tokenizer import Tokenizer
+from paged_kv.serve.launch import Serving, prepare
+from support.gguf_files import make_model, write_gguf
+from support.refusals import refused
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+SPECIAL = ("<|begin|>", "<|end of text|>", "</s>")
+USER = ("<tool_call>", "    ", "日本語")
+TRAINING = [
+    (Path(__file__).parents[2] / name).read_text() for name in ("README.md", "docs/architecture.md", "CONTRIBUTING.md")
+] + [
+    "It's we'RE they'll I'M don't 1234567 3.14 日本語の文章 Привет мир naïve café ﷺ नमस्ते 🎉👩‍👩‍👧 \r\n\r\n  \t x == y;"
+] * 20
+
+
+def odd_strings():
+    """A thousand, always the same: pieces of every kind beside each other."""
+    pieces = [
+        " ", "  ", "    ", "\t", "\n", "\r\n", "\n\n\n", "\u00a0", "\u2003", "\u3000", "\u0085", "\u200b", "\ufeff",
+        "'s", "'LL", "'Re", "n't", "\u2019s", "1", "42", "1234567", "3.14", "१२३", "½", "Ⅷ", "²",
+        "🎉", "👩‍👩‍👧", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "🇩🇪", "a\u0301", "e\u0323\u0302", "\u0301", "é", "ﬁ", "Å", "Å",
+        "日本語", "中文", "。", "カﾞ", "한국어", "Привет", "مرحبا", "नमस्ते", "ไทย", "ß", "İ", "ǅ", "𝄞", "\U0001d4b3",
+        "def f(x):\n    return x[0] != {}", "</div>", "a->b", "...", "!!!", "``", "_", "\\", "/", "//", "!\n/",
+        "$", "^~|+<=>",
+        "\0", "\x01", "\x1b[31m", "\x7f", "\x80", "\ufffd", "\ufffe", "\U0010ffff", "\u2028",
+        "▁", "▁▁", "Ġ", "Ċ", "<0x0A>", "<unk>", "<s>", "CamelCaseWord", "ABCdef", "iPhone", "XMLHttp",
+        "the", " the", "The", " page", "aaaa", "aaaaaaa", "----",
+        "tokens", *SPECIAL, *USER, "<|begin", "call>",
+    ]  # fmt: skip
+    choose = random.Random(0)
+    words = " ".join(TRAINING).split(" ")
+    found = ["", *pieces, *TRAINING[:3]]
+    while len(found) < 1000:
+        kind = choose.random()
+        if kind < 0.7:
+            found.append("".join(choose.choices(pieces, k=choose.randint(1, 12))))
+        elif kind < 0.85:
+            found.append(choose.choice(["", " "]).join(choose.choices([*words, *pieces], k=choose.randint(1, 20))))
+        else:
+            limit = choose.choice([0x80, 0x500, 0x3000, 0x10000, 0x110000])
+            codes = (choose.randrange(limit) for _ in range(choose.randint(1, 20)))
+            found.append("".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000))
+    return found
+
+
+STRINGS = odd_strings()
+
+
+def split(pattern):
+    """As tokenizer.json files have it: a regular expression, then bytes."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+CONTRACTION|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*CONTRACTION|"
+    r"DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+REAL = {
+    "llama-bpe": (split(CL100K.replace("DIGITS", r"\p{N}{1,3}")), None, True),
+    "dbrx": (split(CL100K.replace("DIGITS", r"\p{N}{1,3}")), None, False),
+    "qwen2": (split(CL100K.replace("DIGITS", r"\p{N}")), normalizers.NFC(), False),
+    "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), None, False),
+    "refact": (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+        None,
+        False,
+    ),
+    "tekken": (split(O200K.replace("CONTRACTION", "").replace("DIGITS", r"\p{N}")), None, True),
+    "gpt-4o": (
+        split(O200K.replace("CONTRACTION", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", r"\p{N}{1,3}")),
+        None,
+        False,
+    ),
+}
+"""Of a name: how the model's own tokenizer splits and normalises, and whether whole words are looked up first."""
+
+
+@functools.cache
+def byte_level(name):
+    """A tokenizer of that kind, and what is said of its tokens: texts, types, merges."""
+    pre_tokenizer, normalizer, ignore_merges = REAL[name]
+    real = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    real.pre_tokenizer, real.decoder = pre_tokenizer, decoders.ByteLevel()
+    if normalizer is not None:
+        real.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    real.train_from_iterator(TRAINING, trainer)
+    real.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    real.add_tokens([AddedToken(token, special=False, normalized=False) for token in USER])
+    vocabulary = sorted(real.get_vocab(), key=real.get_vocab().__getitem__)
+    types = [CONTROL if t in SPECIAL else USER_DEFINED if t in USER else NORMAL for t in vocabulary]
+    merges = [" ".join(merge) for merge in json.loads(real.to_str())["model"]["merges"]]
+    return real, {"model": "gpt2", "pre": name, "tokens": vocabulary, "token_type": types, "merges": merges}
+
+
+@functools.cache
+def sentencepiece(prefix, with_bytes=True):
+    """The same of Llama 2's kind: scores fall with the order of training, characters have the lowest."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(TRAINING, trainers.BpeTrainer(vocab_size=900, show_progress=False))
+    pieces = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
+    pieces = [piece for piece in [*pieces, "▁▁", "▁▁▁▁"] if piece not in USER]
+    pieces = sorted(dict.fromkeys(pieces), key=lambda piece: len(piece) == 1)
+    all_bytes = [f"<0x{byte:02X}>" for byte in range(256)] if with_bytes else []
+    tokens = ["<unk>", "<s>", "</s>", *all_bytes, *pieces, *SPECIAL[:2], *USER]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * len(all_bytes), *[NORMAL] * len(pieces), CONTROL, CONTROL]
+    types += [USER_DEFINED] * len(USER)
+    scores = [0.0] * (3 + len(all_bytes)) + [-float(i) for i in range(len(pieces))] + [-1000.0] * (2 + len(USER))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    outside = {token for token, kind in zip(tokens, types, strict=True) if kind in (UNKNOWN, CONTROL, BYTE)}
+    merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)), outside)
+    real = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=with_bytes)
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    real.normalizer = normalizers.Replace(" ", "▁")
+    if prefix:
+        real.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), real.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    real.decoder = decoders.Sequence(steps)
+    real.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", *SPECIAL)])
+    real.add_tokens([AddedToken(token, special=False, normalized=False) for token in USER])
+    real.post_processor = processors.TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
+    said = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "add_space_prefix": prefix}
+    return real, said | {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+
+
+def add_vocabulary(writer, said):
+    for key, value in said.items():
+        if value is None:
+            continue
+        if key == "scores":
+            writer.add_key_value(f"tokenizer.ggml.{key}", value, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.FLOAT32)
+        elif isinstance(value, list | bytes):
+            writer.add_array(f"tokenizer.ggml.{key}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"tokenizer.ggml.{key}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"tokenizer.ggml.{key}", value)
+        else:
+            writer.add_string(f"tokenizer.ggml.{key}", value)
+
+
+def header(folder, said, architecture="llama"):
+    """Of a GGUF file with this vocabulary and nothing else."""
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    add_vocabulary(writer, said)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return read_header(folder / "model.gguf")
+
+
+def assert_agree(made, real, strings=STRINGS):
+    assert made.get_vocab() == real.get_vocab()
+    for text in strings:
+        found, expected = made.encode(text), real.encode(text)
+        assert (found.ids, found.tokens) == (expected.ids, expected.tokens), repr(text)
+        for skip in (True, False):
+            assert made.decode(found.ids, skip) == real.decode(expected.ids, skip), repr(text)
+    choose = random.Random(1)
+    for _ in range(200):  # what a model without sense says
+        ids = choose.choices(range(real.get_vocab_size()), k=10)
+        assert made.decode(ids) == real.decode(ids)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_byte_level(tmp_path, name):
+    real, said = byte_level(name)
+    made = make_tokenizer(header(tmp_path, said | {"add_bos_token": False}))
+    assert_agree(made, real)
+    for text in STRINGS:  # few merges cross the edges of pieces: tokens alone would hide some
+        pieces = real.pre_tokenizer.pre_tokenize_str(text)
+        assert made.pre_tokenizer.pre_tokenize_str(text) == pieces, repr(text)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_words_without_merges(tmp_path, name):
+    """Some models look a whole word up before they merge."""
+    said = byte_level(name)[1]
+    more = {"tokens": [*said["tokens"], "zebrafish"], "token_type": [*said["token_type"], NORMAL]}
+    made = make_tokenizer(header(tmp_path, said | more | {"add_bos_token": False}))
+    found = made.encode("zebrafish").tokens
+    assert (found == ["zebrafish"]) == REAL[name][2]
+
+
+@pytest.mark.parametrize("with_bytes", [True, False])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece(tmp_path, prefix, with_bytes):
+    real, said = sentencepiece(prefix, with_bytes)
+    made = make_tokenizer(header(tmp_path, said))
+    assert_agree(made, real)
+    assert json.loads(made.to_str())["model"]["merges"] == json.loads(real.to_str())["model"]["merges"]
+
+
+def merged_by_score(text, scores):
+    """SentencePiece's rule, word for word: of all neighbours that are a token together, those of the best score are
+    merged, the first of several; what is no token then is spelt in bytes.
+    """
+    symbols = list(text)
+    while True:
+        pairs = [(scores.get(a + b), -at) for at, (a, b) in enumerate(itertools.pairwise(symbols))]
+        known = [pair for pair in pairs if pair[0] is not None]
+        if not known:
+            break
+        at = -max(known)[1]
+        symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+    spelt = [[s] if s in scores else [f"<0x{byte:02X}>" for byte in s.encode()] for s in symbols]
+    return [token for tokens in spelt for token in tokens]
+
+
+def test_sentencepiece_is_its_own_rule(tmp_path):
+    """Against the rule itself: what merges by rank and merges by score would part on."""
+    _, said = sentencepiece(True)
+    made = make_tokenizer(header(tmp_path, said))
+    kinds = zip(said["tokens"], said["scores"], said["token_type"], strict=True)
+    scores = {token: score for token, score, kind in kinds if kind in (NORMAL, USER_DEFINED)}
+    cut = [*SPECIAL, *USER, "<s>", "<unk>"]
+    strings = [text for text in STRINGS if len(text) < 300 and not any(token in text for token in cut)]
+    assert len(strings) > 400
+    for text in strings:
+        expected = merged_by_score("▁" + text.replace(" ", "▁"), scores) if text else []
+        assert made.encode(text).tokens == ["<s>", *expected], repr(text)
+        assert made.decode(made.encode(text).ids) == text.replace("▁", " "), repr(text)
+
+
+def test_the_default_split(tmp_path):
+    """llama.cpp's, which no tokenizer.json has: expressions one after another, whose gaps are pieces too."""
+    _, said = byte_level("gpt-2")
+    made = make_tokenizer(header(tmp_path, said | {"pre": "default"}))
+    words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+    tried = 0
+    for text in STRINGS:
+        # Those are spaces to Python alone; characters of later versions of Unicode are letters to one library only.
+        if re.search("[\x1c-\x1f]", text) or any(unicodedata.category(character) == "Cn" for character in text):
+            continue
+        pieces = [text]
+        for expression in (r"[\p{P}\$\+<=>\^~\|]+", words, r"\p{N}+", "[0-9][0-9][0-9]"):
+            parts = [regex.split(f"({expression})", piece) for piece in pieces]
+            pieces = [part for split in parts for part in split if part]
+        tried += 1
+        found = [text[slice(*span)] for _, span in made.pre_tokenizer.pre_tokenize_str(text)]
+        assert found == pieces, repr(text)
+    assert tried > 700
+
+
+@pytest.mark.parametrize(
+    ("said", "ids"),
+    [
+        ({"add_bos_token": True}, ["bos", "x"]),
+        ({"add_bos_token": False, "add_eos_token": True}, ["x", "eos"]),
+        ({"add_bos_token": True, "add_eos_token": True}, ["bos", "x", "eos"]),
+        ({}, ["bos", "x"]),  # Llama 3's kind begins with it where the file says nothing
+        ({"pre": "qwen2"}, ["x"]),
+    ],
+)
+def test_first_and_last_tokens(tmp_path, said, ids):
+    real, given = byte_level("llama-bpe")
+    known = {"bos": real.token_to_id(SPECIAL[0]), "eos": real.token_to_id(SPECIAL[1]), "x": real.token_to_id("x")}
+    made = make_tokenizer(header(tmp_path, given | {"bos_token_id": known["bos"], "eos_token_id": known["eos"]} | said))
+    assert made.encode("x").ids == [known[name] for name in ids]
+    assert made.encode("x", add_special_tokens=False).ids == [known["x"]]
+
+
+def test_tokens_that_are_not_used(tmp_path):
+    """Rows that fill up a matrix, and tokens without a text: no text gives them, and they give none."""
+    real, said = byte_level("qwen2")
+    fill = {"tokens": [*said["tokens"], "[PAD1]", ""], "token_type": [*said["token_type"], UNUSED, NORMAL]}
+    made = make_tokenizer(header(tmp_path, said | fill))
+    assert_agree(made, real, STRINGS[:100])
+    assert made.decode([len(said["tokens"]), len(said["tokens"]) + 1, real.token_to_id("x")]) == "x"
+
+
+def test_phi3_drops_the_space_after_its_tokens(tmp_path):
+    _, said = sentencepiece(True)
+    made = make_tokenizer(header(tmp_path, said, "phi3"))
+    plain = make_tokenizer(header(tmp_path, said))
+    assert made.encode("<|begin|> x").ids == plain.encode("<|begin|>x").ids != plain.encode("<|begin|> x").ids
+    assert made.encode("<s> x").ids == plain.encode("<s> x").ids
+
+
+def changed(said, key, index, value):
+    return said | {key: [*said[key][:index], value, *said[key][index + 1 :]]}
+
+
+BPE_FAULTS = {
+    "kind": (lambda s: s | {"model": "bert"}, r"model = 'bert': only \"gpt2\" and \"llama\""),
+    "no kind": (lambda s: s | {"model": None}, "model = None: only"),
+    "split": (lambda s: s | {"pre": "bloom"}, "pre = 'bloom': how it splits a text is not known; known are gpt-2"),
+    "no split": (lambda s: s | {"pre": None}, "pre = None: how it splits"),
+    "no tokens": (lambda s: s | {"tokens": [1, 2]}, "tokens = .*: an array of strings"),
+    "twice": (lambda s: changed(s, "tokens", 300, s["tokens"][299]), "tokens = '.*': token 300 is there before"),
+    "a byte": (lambda s: changed(s, "tokens", 5, "bytes"), "tokens = 906: 1 of 256 bytes are no tokens"),
+    "long": (lambda s: changed(s, "tokens", 400, "a" * 70_000), "tokens = 'token 400': it has 70000 bytes"),
+    "types": (lambda s: s | {"token_type": s["token_type"][:-1]}, "token_type = 905: there are 906 tokens"),
+    "a type": (lambda s: changed(s, "token_type", 7, 9), "token_type = 9: 0 to 6 are expected"),
+    "type of types": (lambda s: s | {"token_type": [1.0] * 906}, "token_type = .*: an array of numbers"),
+    "no merges": (lambda s: s | {"merges": None}, "merges = None: an array of strings"),
+    "left": (lambda s: changed(s, "merges", 3, "nothere a"), "merges = 'nothere a': merge 3 is not of two tokens"),
+    "right": (lambda s: changed(s, "merges", 3, "a nothere"), "merge 3 is not of two tokens that make a third"),
+    "result": (lambda s: changed(s, "merges", 3, "Z Z"), "merges = 'Z Z': merge 3 is not of two"),
+    "one": (lambda s: changed(s, "merges", 3, "the"), "merges = 'the': merge 3 is not of two"),
+    "again": (lambda s: changed(s, "merges", 3, s["merges"][2]), "merge 3 is there before"),
+    "many": (lambda s: s | {"merges": s["merges"] * 20}, r"merges = \d+: the tokens can be made in \d+ ways"),
+    "bos": (lambda s: s | {"bos_token_id": 906}, "bos_token_id = 906: a token from 0 to 905"),
+    "bos of another type": (lambda s: s | {"bos_token_id": "<s>"}, "bos_token_id = '<s>': a token from 0"),
+    "empty bos": (lambda s: changed(s, "tokens", 905, "") | {"bos_token_id": 905}, "bos_token_id = 905: .* is empty"),
+    "no bos": (lambda s: s | {"add_bos_token": True}, "add_bos_token = True: but the file does not say which"),
+    "flag": (lambda s: s | {"add_bos_token": 1}, "add_bos_token = 1: true or false"),
+}
+SPM_FAULTS = {
+    "scores": (lambda s: s | {"scores": s["scores"][1:]}, r"scores = \d+: there are \d+ tokens"),
+    "no scores": (lambda s: s | {"scores": None}, "scores = None: an array of numbers"),
+    "a score": (lambda s: changed(s, "scores", 500, float("nan")), "scores = nan: finite numbers"),
+    "bytes": (lambda s: changed(s, "tokens", 20, "<0x1>"), "255 of the 256 bytes are tokens"),
+    "unknown": (lambda s: s | {"unknown_token_id": 10**6}, "unknown_token_id = 1000000: a token from 0"),
+    "prefix": (lambda s: s | {"add_space_prefix": "yes"}, "add_space_prefix = 'yes': true or false"),
+    "twice": (lambda s: changed(s, "tokens", 300, "▁the"), "'▁the': token .* is there before"),
+}
+
+
+@pytest.mark.parametrize("fault", BPE_FAULTS)
+def test_damaged_byte_level_vocabularies_are_refused(tmp_path, fault):
+    damage, message = BPE_FAULTS[fault]
+    said = byte_level("qwen2")[1]
+    make_tokenizer(header(tmp_path, said))
+    refused(make_tokenizer, header(tmp_path, damage(said)), match=rf"model\.gguf: tokenizer\.ggml\..*{message}")
+
+
+@pytest.mark.parametrize("fault", SPM_FAULTS)
+def test_damaged_sentencepiece_vocabularies_are_refused(tmp_path, fault):
+    damage, message = SPM_FAULTS[fault]
+    said = sentencepiece(True)[1]
+    make_tokenizer(header(tmp_path, said))
+    refused(make_tokenizer, header(tmp_path, damage(said)), match=rf"model\.gguf: tokenizer\.ggml\..*{message}")
+
+
+def test_no_unknown_and_no_bytes(tmp_path):
+    said = sentencepiece(True, False)[1]
+    said = changed(said, "token_type", 0, NORMAL) | {"unknown_token_id": None}
+    refused(make_tokenizer, header(tmp_path, said), match="neither bytes nor an unknown token are among them")
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    said = byte_level("qwen2")[1]
+    file = header(tmp_path, said).file
+    file.write_bytes(file.read_bytes().replace("Ġthe".encode(), b"\xff\xfethe", 1))
+    refused(make_tokenizer, read_header(file), match=r"tokens = .*: string \d+ is not UTF-8")
+
+
+def test_all_names_are_tried():
+    """Those that are not in REAL are others' equals."""
+    assert SPLITS.keys() - REAL.keys() == {"default", "llama3", "llama-v3", "smollm", "starcoder"}
+    assert SPLITS["llama3"] == SPLITS["llama-v3"] == SPLITS["llama-bpe"]
+    assert SPLITS["smollm"] == SPLITS["starcoder"] == SPLITS["refact"]
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A GGUF file with a vocabulary and nothing beside it; the user's cache is elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    real, said = byte_level("llama-bpe")
+    ids = {"bos_token_id": real.token_to_id(SPECIAL[0]), "eos_token_id": real.token_to_id(SPECIAL[1])}
+    (tmp_path / "model").mkdir()
+    llama = make_model("llama", vocab_size=1024, **ids, pad_token_id=None)
+    file = tmp_path / "model" / "model.gguf"
+    write_gguf(file, llama, lambda _: "Q4_0", vocabulary=lambda writer: add_vocabulary(writer, said))
+    return file, real
+
+
+def test_the_engine_takes_it(model, capsys):
+    file, real = model
+    source = open_source(file)
+    tokenizer = Tokenizer(source, source.config)
+    text = "the pages of 日本語 and 🎉"
+    assert tokenizer.encode(text) == [source.config.bos_token_id, *real.encode(text).ids]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert _run(["generate", "--model", str(file), "--prompt", ""]) == 2
+    assert "prompt '' is empty" in capsys.readouterr().err  # not that a tokenizer is missing
+
+
+def test_more_tokens_than_embeddings(model):
+    file, _ = model
+    checkpoint = open_gguf(file)
+    tensors = dict(checkpoint.header.tensors)
+    tensors["token_embd.weight"] = tensors["blk.0.attn_q.weight"]  # of 256 rows
+    few = dataclasses.replace(checkpoint.header, tensors=tensors)
+    refused(make_tokenizer, few, match="tokens = 906: there are embeddings of 256 tokens")
+
+
+def test_the_server_takes_it(model):
+    """The folder that it gets has a tokenizer.json, which transformers reads as it reads the real one."""
+    file, real = model
+    arguments = prepare(Serving(file, "127.0.0.1", 0, "float32", 4))
+    folder = Path(arguments[arguments.index("--model-path") + 1])
+    assert (folder / "tokenizer.json").read_text() == tokenizer_json(open_gguf(file).header)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "the pages of 日本語 and 🎉"
+    assert tokenizer(text).input_ids == [tokenizer.bos_token_id, *real.encode(text).ids]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == SPECIAL[:2]
+
+
+def test_a_tokenizer_beside_the_file_comes_first(model):
+    file, _ = model
+    other = byte_level("qwen2")[0]
+    other.save(str(file.with_name("tokenizer.json")))
+    source = open_source(file)
+    made, of = source.tokenizer()
+    assert of == file.with_name("tokenizer.json")
+    assert made.to_str() == other.to_str()
+
+
+def test_numbers_are_float32_in_the_file(tmp_path):
+    """Scores that only float64 tells apart are equal: the order of the tokens decides, as transformers has it."""
+    tokens = ["<unk>", "a", "b", "c", "ab", "bc"]
+    said = {"model": "llama", "tokens": tokens, "token_type": [UNKNOWN, *[NORMAL] * 5], "add_bos_token": False}
+    for order in ([-1.0, -2.0], [-2.0, -1.0], [-1.0, -1.0]):
+        made = make_tokenizer(
+            header(tmp_path, said | {"scores": [0.0, -9.0, -9.0, -9.0, *order], "add_space_prefix": False})
+        )
+        best = ["ab", "c"] if order[0] >= order[1] else ["a", "bc"]
+        assert made.encode("abc").tokens == best
+    assert np.float32(-1.0) == -1.0

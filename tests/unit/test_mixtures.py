@@ -1,0 +1,252 @@
+"""Qwen3-MoE and GPT-OSS: their config.json field by field, their experts in every layout, and what is refused."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from max.dtype import DType
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from paged_kv.checkpoint import mxfp4
+from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.source import open_source
+from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
+from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.mixture import ClampedUnits, Experts
+from paged_kv.graphs.models.tensors import expected_tensors
+from paged_kv.graphs.rope import Yarn
+from support.checkpoints import TORCH, random_tensors, raw_safetensors, to_torch
+
+QWEN = json.loads("""
+{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "bos_token_id": 151643,
+"decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+"intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+"model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32,
+"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+"output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0,
+"sliding_window": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_sliding_window": false,
+"vocab_size": 151936}
+""")
+"""As Qwen publishes it with Qwen3-30B-A3B."""
+GPT = json.loads("""
+{"architectures": ["GptOssForCausalLM"], "attention_bias": true, "eos_token_id": 200002, "experts_per_token": 4,
+"head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+"intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+"num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+"num_local_experts": 32, "output_router_logits": false, "pad_token_id": 199999, "rms_norm_eps": 1e-05,
+"rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": false, "vocab_size": 201088,
+"quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+"rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+"rope_type": "yarn", "truncate": false}}
+""")
+"""As OpenAI publishes it with gpt-oss-20b, without the list of windows, whose default it is."""
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
+         "num_hidden_layers": 2, "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None,
+         "intermediate_size": 32}  # fmt: skip
+SMALL_QWEN = QWEN | SIZES | {"num_experts": 4, "moe_intermediate_size": 24}
+SMALL_GPT = GPT | SIZES | {"num_local_experts": 4}
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+def read(folder, values, **overrides):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values | overrides))
+    return load_config(folder)
+
+
+def load(folder, config, tensors, dtype=DType.float32):
+    save_file(tensors, folder / SINGLE_FILE)
+    loaded = open_checkpoint(folder).load(config, dtype)
+    assert {name: tuple(buffer.shape) for name, buffer in loaded.items()} == expected_tensors(config)
+    return loaded
+
+
+def test_qwen3_moes_file(tmp_path):
+    config = read(tmp_path, QWEN)
+    assert config.experts == Experts(count=128, chosen=8, inner=768, layers=(True,) * 48, sums_to_one=True)
+    assert (config.qk_norm, config.qkv_bias, config.o_bias, config.windows) == ("head", False, False, ())
+
+
+def test_gpt_oss_file(tmp_path):
+    config = read(tmp_path, GPT)
+    assert config.experts == Experts(
+        count=32,
+        chosen=4,
+        inner=2880,
+        layers=(True,) * 24,
+        sums_to_one=True,
+        router="router",
+        bias=True,
+        units=ClampedUnits(alpha=1.702, limit=7.0),
+        alternating=True,
+        mxfp4=True,
+    )
+    assert (config.sinks, config.qkv_bias, config.o_bias, config.norm_rounds_once) == (True, True, True, True)
+    assert config.windows == (127, -1) * 12
+    assert config.rope.theta == 150000.0
+    assert config.rope.scaling == Yarn(32.0, 4096, Yarn.sharpening(32.0), truncate=False)
+    assert read(tmp_path, GPT, rope_scaling=None).rope == config.rope
+    assert read(tmp_path, GPT, layer_types=["full_attention", "sliding_attention"] * 12).windows == (-1, 127) * 12
+
+
+def test_which_layers_are_mixtures(tmp_path):
+    every_third = read(tmp_path, QWEN, num_hidden_layers=6, decoder_sparse_step=3)
+    assert every_third.experts.layers == (False, False, True) * 2
+    but_one = read(tmp_path, QWEN, num_hidden_layers=3, mlp_only_layers=[1])
+    assert but_one.experts.layers == (True, False, True)
+    assert [but_one.has_experts(layer) for layer in range(3)] == [True, False, True]
+    assert read(tmp_path, QWEN, num_hidden_layers=2, mlp_only_layers=[0, 1]).experts is None
+
+
+def test_the_number_of_experts_as_transformers_writes_it(tmp_path):
+    values = {key: value for key, value in QWEN.items() if key != "num_experts"}
+    assert read(tmp_path, values, num_local_experts=16).experts.count == 16
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "message"),
+    [
+        (QWEN, {"num_experts": None}, "num_experts is missing"),
+        (QWEN, {"num_local_experts": 64}, "num_local_experts = 64: differs from num_experts = 128"),
+        (QWEN, {"num_experts_per_tok": 129}, "num_experts_per_tok = 129: more than the 128 experts"),
+        (QWEN, {"moe_intermediate_size": 0}, "moe_intermediate_size = 0: a positive integer is expected"),
+        (QWEN, {"scoring_func": "sigmoid"}, 'scoring_func = "sigmoid": only "softmax" is supported'),
+        (QWEN, {"topk_method": "noaux_tc"}, 'topk_method = "noaux_tc": only "greedy" and "group_limited_greedy" are'),
+        (QWEN, {"norm_topk_prob": 1}, "norm_topk_prob = 1: true or false is expected"),
+        (QWEN, {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: a positive integer is expected"),
+        (QWEN, {"mlp_only_layers": [48]}, r"mlp_only_layers = \[48\]: a list of layers from 0 to 47 is expected"),
+        (QWEN, {"mlp_only_layers": 1}, "mlp_only_layers = 1: a list of layers"),
+        (QWEN, {"hidden_act": "gelu"}, 'hidden_act = "gelu": only "silu" is supported'),
+        (QWEN, {"quantization_config": {"quant_method": "fp8"}}, 'quantization_config = .*"fp8".*: quantized'),
+        (QWEN, {"quantization_config": {"quant_method": "mxfp4"}}, 'quantization_config = .*"mxfp4".*: quantized'),
+        (GPT, {"quantization_config": {"quant_method": "fp8"}}, 'quantization_config = .*"fp8".*: quantized'),
+        (GPT, {"quantization_config": {}}, "quantization_config = {}: quantized"),
+        (GPT, {"hidden_size": 2896}, "hidden_size = 2896: no multiple of 32, the values of an MXFP4 block"),
+        (GPT, {"intermediate_size": 2864}, "intermediate_size = 2864: no multiple of 32"),
+        (GPT, {"swiglu_limit": -7.0}, "swiglu_limit = -7.0: a positive number is expected"),
+        (GPT, {"scoring_func": "sigmoid"}, 'scoring_func = "sigmoid": only "softmax" is supported'),
+        (GPT, {"hidden_act": "gelu"}, 'hidden_act = "gelu": only "silu" is supported'),
+    ],
+)
+def test_what_is_not_computed_is_refused(tmp_path, values, said, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, values, **said)
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_experts_that_lie_apart_and_those_in_a_stack_are_loaded_alike(tmp_path, dtype):
+    config = read(tmp_path, SMALL_QWEN)
+    tensors = random_tensors(config)
+    loaded = load(tmp_path, config, tensors, dtype)
+    stacks = {}
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{at}.{expert}.{name}_proj.weight") for expert in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        stacks |= {f"{at}.gate_up_proj": torch.cat([gate, up], dim=1), f"{at}.down_proj": down}
+    in_stacks = load(tmp_path, config, tensors | stacks, dtype)
+    for name, tensor in stacks.items():
+        assert torch.equal(to_torch(loaded[f"{name}.weight"]), tensor.to(TORCH[dtype]))
+        assert torch.equal(to_torch(in_stacks[f"{name}.weight"]), tensor.to(TORCH[dtype]))
+
+
+def test_stacks_whose_gate_and_up_alternate(tmp_path):
+    config = read(tmp_path, SMALL_GPT, quantization_config=None)
+    tensors = random_tensors(config)
+    loaded = load(tmp_path, config, tensors)
+    stack, bias = tensors[f"{EXPERTS}.gate_up_proj"], tensors[f"{EXPERTS}.gate_up_proj_bias"]
+    for first, part in ((0, slice(0, 32)), (1, slice(32, 64))):
+        weights = to_torch(loaded[f"{EXPERTS}.gate_up_proj.weight"])[:, part]
+        assert torch.equal(weights, stack[:, :, first::2].transpose(1, 2))
+        assert torch.equal(to_torch(loaded[f"{EXPERTS}.gate_up_proj.bias"])[:, part], bias[:, first::2])
+    down = tensors[f"{EXPERTS}.down_proj"]
+    assert torch.equal(to_torch(loaded[f"{EXPERTS}.down_proj.weight"]), down.transpose(1, 2))
+    assert torch.equal(to_torch(loaded[f"{EXPERTS}.down_proj.bias"]), tensors[f"{EXPERTS}.down_proj_bias"])
+
+
+def in_blocks(config, largest_scale=140):
+    """The tensors of a checkpoint with MXFP4 experts, and its experts as transformers unpacks them."""
+    random = np.random.default_rng(3)
+    tensors, unpacked = random_tensors(config), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, columns, rows = tensors.pop(name).shape
+        blocks = torch.from_numpy(random.integers(0, 256, (count, rows, columns // 32, 16), np.uint8))
+        scales = torch.from_numpy(random.integers(0, largest_scale, (count, rows, columns // 32), np.uint8))
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        unpacked[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return tensors, unpacked
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_experts_in_mxfp4_blocks_are_loaded_as_their_values(tmp_path, dtype):
+    config = read(tmp_path, SMALL_GPT)
+    tensors, unpacked = in_blocks(config)
+    loaded = load(tmp_path, config, tensors, dtype)
+    for name in [name for name in tensors if name.endswith(("_blocks", "_scales"))]:
+        del tensors[name]
+    plain = load(tmp_path, config, tensors | {name: t.contiguous() for name, t in unpacked.items()}, dtype)
+    for name in unpacked:
+        # Bits: -0 is not 0.
+        got, expected = (to_torch(of[f"{name}.weight"]).view(torch.uint8) for of in (loaded, plain))
+        assert torch.equal(got, expected)
+
+
+def test_every_code_of_mxfp4_at_every_scale():
+    """The definition, value by value in float64; each byte holds the earlier value in its low bits."""
+
+    def value(code, scale):
+        sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+        magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        return (-1) ** sign * magnitude * 2.0 ** (scale - 127)
+
+    blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 16, 16), (255, 16, 16))
+    scales = np.broadcast_to(np.arange(255, dtype=np.uint8)[:, None], (255, 16))
+    got = mxfp4.unpack(blocks, scales)
+    assert (got.dtype, got.shape) == (np.float32, (255, 512))
+    expected = [[[value(byte & 15, s), value(byte >> 4, s)] for byte in range(256)] for s in range(255)]
+    with np.errstate(over="ignore"):
+        expected = np.array(expected).reshape(255, 512).astype(np.float32)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(expected))
+    with np.errstate(over="ignore"):  # bfloat16 has each of them too
+        np.testing.assert_array_equal(got.astype(ml_dtypes.bfloat16).astype(np.float32), got)
+
+
+def test_damaged_blocks_are_named(tmp_path):
+    config = read(tmp_path, SMALL_GPT)
+    tensors, _ = in_blocks(config)
+    blocks, scales = f"{EXPERTS}.down_proj_blocks", f"{EXPERTS}.down_proj_scales"
+    nan = tensors[scales].clone()
+    nan[3, 63, 0] = mxfp4.NAN
+    for changed, message in (
+        ({scales: nan}, f"tensor {scales} has a scale that is NaN"),
+        ({scales: tensors[scales][:, :-1].contiguous()}, rf"tensor {scales} has shape \[4, 63, 1\], expected"),
+        ({blocks: tensors[blocks].float()}, f"tensor {blocks} has dtype F32, expected U8"),
+        ({f"{EXPERTS}.down_proj": torch.zeros(4, 32, 64)}, f"tensor {EXPERTS}.down_proj is no part of the model"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path, config, tensors | changed)
+    del tensors[scales]
+    with pytest.raises(CheckpointError, match=f"tensor {scales} is missing"):
+        load(tmp_path, config, tensors)
+
+
+def test_blocks_that_config_json_does_not_announce_are_refused(tmp_path):
+    config = read(tmp_path, SMALL_GPT, quantization_config=None)
+    tensors, _ = in_blocks(config)
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj is missing"):
+        load(tmp_path, config, tensors)
+
+
+@pytest.mark.parametrize(("values", "key"), [(SMALL_QWEN, "num_experts"), (SMALL_GPT, "num_local_experts")])
+def test_numbers_of_experts_that_no_checkpoint_has_are_refused_before_names_are_made(tmp_path, values, key):
+    read(tmp_path, values, **{key: 2**31 - 8})
+    tensors = {f"{index}": ("F32", (1,), b"abcd") for index in range(24)}
+    (tmp_path / SINGLE_FILE).write_bytes(raw_safetensors(tensors))
+    with pytest.raises(CheckpointError, match=r"experts, but only 24 tensors|is missing"):
+        open_source(tmp_path).load(DType.float32)

@@ -1,0 +1,252 @@
+"""GPTQ, AWQ and compressed-tensors: layers packed here by the formats' definitions are read back, faults refused."""
+
+import dataclasses
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from max.dtype import DType
+from safetensors.torch import load_file, save_file
+
+from paged_kv.checkpoint.packed_layers import read_packing
+from paged_kv.checkpoint.source import open_source
+from paged_kv.cli import _run
+from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.serve.launch import Serving, prepare
+from support.checkpoints import make_checkpoint, to_torch, write_config
+from support.refusals import refused
+
+N, K, GROUP = 16, 64, 16
+
+
+def pack(values, bits):
+    """Along the last axis, the lowest bits first: `[..., C]` as int32 `[..., C * bits / 32]`."""
+    each = 32 // bits
+    fields = np.asarray(values, np.uint64).reshape(*values.shape[:-1], -1, each)
+    words = sum(fields[..., i] << np.uint64(bits * i) for i in range(each))
+    return words.astype(np.uint32).view(np.int32)
+
+
+def awq_pack(values):
+    """Word i holds columns 8 i + 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first."""
+    blocks = values.reshape(len(values), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+    return pack(blocks.reshape(len(values), -1), 4)
+
+
+def make(kind, rows=N, inputs=K, seed=0):
+    """The tensors of a layer by their last names, its weight in float64, and what config.json says."""
+    random = np.random.default_rng(seed)
+    method, bits, *options = kind.split()
+    bits, half = int(bits), 1 << (int(bits) - 1)
+    group = inputs if "rows" in options else GROUP
+    groups = inputs // group
+    codes = random.integers(0, 2 * half, (rows, inputs))
+    zeros = random.integers(0, 2 * half, (rows, groups))
+    scales = random.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)
+    index = np.arange(inputs) // group
+    if "order" in options:
+        index = random.permutation(index)
+    if "symmetric" in options:
+        zeros[:] = half
+    weight = (codes - zeros[:, index]) * scales[:, index].astype(np.float64)
+    size = -1 if "rows" in options else group
+    if method == "gptq":
+        stored = zeros if "v2" in options else (zeros - 1) % (2 * half)
+        tensors = {
+            "qweight": pack(codes, bits).T,
+            "qzeros": pack(stored.T, bits),
+            "scales": scales.T,
+            "g_idx": index.astype(np.int32),
+        }
+        said = {"bits": bits, "group_size": size, "desc_act": "order" in options}
+        said["checkpoint_format"] = "gptq_v2" if "v2" in options else "gptq"
+    elif method == "awq":
+        tensors = {"qweight": awq_pack(codes.T), "qzeros": awq_pack(zeros.T), "scales": scales.T}
+        said = {"bits": bits, "group_size": size, "version": "gemm", "zero_point": True}
+    else:
+        weights = {"num_bits": bits, "type": "int", "symmetric": "symmetric" in options, "group_size": size}
+        weights["strategy"] = "channel" if "rows" in options else "group"
+        said = {"config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}}
+        tensors = {"weight_scale": scales}
+        if "int" in options:
+            said["format"] = "int-quantized"
+            tensors["weight"] = (codes - half).astype(np.int8)
+            tensors["weight_zero_point"] = (zeros - half).astype(np.int8)
+        else:
+            said["format"] = "pack-quantized"
+            tensors["weight_packed"] = pack(codes, bits)
+            tensors["weight_shape"] = np.array([rows, inputs])
+            tensors["weight_zero_point"] = pack(zeros.T, bits).T
+            if "order" in options:
+                tensors["weight_g_idx"] = index.astype(np.int32)
+        if "symmetric" in options:
+            del tensors["weight_zero_point"]
+    return tensors, weight, {"quant_method": method, **said}
+
+
+KINDS = [
+    "gptq 4", "gptq 8", "gptq 4 v2", "gptq 4 order", "gptq 8 rows", "awq 4", "awq 4 rows",
+    "compressed-tensors 4", "compressed-tensors 4 symmetric", "compressed-tensors 8 symmetric rows",
+    "compressed-tensors 4 order", "compressed-tensors 8 int", "compressed-tensors 8 int symmetric rows",
+]  # fmt: skip
+
+
+def packing_of(said):
+    return read_packing(Fields("config.json", {"quantization_config": said}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_unpacked(kind):
+    """In the common form, and equal to the weight: both are exact in float32."""
+    tensors, weight, said = make(kind)
+    layer = packing_of(said).unpack(N, K, tensors.get)
+    groups = layer.scales.shape[1]
+    assert layer.codes.shape == (N, K)
+    assert (layer.codes.dtype == np.uint8) == (layer.zeros is not None) == ("symmetric" not in kind)
+    assert layer.zeros is None or (layer.zeros.shape == (N, groups) and layer.zeros.dtype == np.uint8)
+    assert (layer.order is not None) == ("order" in kind)
+    np.testing.assert_allclose(layer.dequantised(), weight, rtol=1e-6)
+
+
+def quantise(folder, kind, damage=lambda _: None):
+    """A checkpoint whose attention is quantised, and the model of the same weights."""
+    make_checkpoint(folder, hidden_size=64, intermediate_size=64, dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    expected = {}
+    for number, name in enumerate([name for name in tensors if "self_attn" in name and name.endswith("weight")]):
+        parts, weight, said = make(kind, *tensors.pop(name).shape, seed=number)
+        expected[name] = weight
+        layer = name.removesuffix(".weight")
+        tensors |= {f"{layer}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return expected, tensors
+
+
+@pytest.mark.parametrize("kind", [KINDS[3], KINDS[5], KINDS[8], KINDS[11]])
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_checkpoints_are_dequantised(tmp_path, kind, dtype):
+    expected, tensors = quantise(tmp_path, kind)
+    source = open_source(tmp_path)
+    loaded = source.load(dtype)
+    assert len(expected) == 8
+    for name, weight in expected.items():
+        rounded = weight.astype(np.float32).astype(ml_dtypes.bfloat16) if dtype == DType.bfloat16 else weight
+        got = to_torch(loaded[name]).float().numpy()
+        np.testing.assert_allclose(got, rounded.astype(np.float32), rtol=1e-6 if dtype == DType.float32 else 0.008)
+    plain = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(to_torch(loaded[plain]).float(), tensors[plain].to(to_torch(loaded[plain]).dtype).float())
+
+
+LAYER = "model.layers.1.self_attn.k_proj"
+
+
+def change(part, new):
+    def damage(tensors):
+        tensors[f"{LAYER}.{part}"] = new(tensors[f"{LAYER}.{part}"])
+
+    return damage
+
+
+def put(part, value):
+    return lambda tensors: tensors.update({f"{LAYER}.{part}": value})
+
+
+def with_nan(tensor):
+    tensor = tensor.clone()
+    tensor[0, 0] = float("nan")
+    return tensor
+
+
+FAULTS = {
+    "missing": ("gptq 4", lambda t: t.pop(f"{LAYER}.qzeros"), r"tensor \S+k_proj\.qzeros is missing"),
+    "shape": (
+        "gptq 4",
+        change("scales", lambda v: v[:-1].clone()),
+        r"k_proj\.scales has shape \[3, 32\], expected",
+    ),
+    "dtype": ("awq 4", change("qweight", lambda v: v.float()), r"k_proj\.qweight has dtype F32, expected I32"),
+    "scale": ("awq 4", change("scales", with_nan), r"layer \S+k_proj: a scale is not finite"),
+    "order": ("gptq 4 order", change("g_idx", lambda v: v * 0), r"k_proj: g_idx does not put 16 inputs into each of 4"),
+    "shape tensor": (
+        "compressed-tensors 4",
+        change("weight_shape", lambda v: v * 2),
+        r"k_proj: weight_shape is \[64, 128\], expected \[32, 64\]",
+    ),
+    "bias": ("gptq 4", put("bias", torch.ones(32)), r"k_proj\.bias is no part of the model"),
+    "more": ("gptq 4", put("lora", torch.ones(32)), r"k_proj\.lora is no part of the model"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_damaged_checkpoints_are_refused(tmp_path, fault):
+    kind, damage, message = FAULTS[fault]
+    quantise(tmp_path, kind, damage)
+    refused(open_source(tmp_path).load, DType.float32, match=message)
+
+
+def test_biases_of_zeros_are_ignored(tmp_path):
+    """Some writers store them for layers that have none."""
+    expected, _ = quantise(tmp_path, "gptq 4", put("bias", torch.zeros(32)))
+    assert f"{LAYER}.bias" not in open_source(tmp_path).load(DType.float32)
+    assert f"{LAYER}.weight" in expected
+
+
+def compressed(**weights):
+    said = make("compressed-tensors 4")[2]
+    said["config_groups"]["group_0"]["weights"] |= weights
+    return said
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            "quantization_config = .*: quantized .* not supported, but for",
+        ),
+        (make("gptq 4")[2] | {"bits": 3}, r"quantization_config\.bits = 3: only 4 and 8 are supported"),
+        (make("gptq 4")[2] | {"group_size": 0}, r"group_size = 0: a positive integer"),
+        (make("gptq 4")[2] | {"checkpoint_format": "marlin"}, r'checkpoint_format = "marlin"'),
+        (make("gptq 4")[2] | {"dynamic": {"-:x": {}}}, "dynamic = .*: layers of different bits"),
+        (make("awq 4")[2] | {"version": "gemv"}, r'version = "gemv": only "gemm"'),
+        (make("awq 4")[2] | {"bits": 8}, r"bits = 8: only 4"),
+        (make("awq 4")[2] | {"zero_point": False}, "zero_point = false: layers without zeros"),
+        (compressed() | {"format": "float-quantized"}, 'format = "float-quantized"'),
+        (compressed(type="float"), r'config_groups\.group_0\.weights\.type = "float"'),
+        (compressed(strategy="block"), 'strategy = "block"'),
+        (compressed(num_bits=2), "num_bits = 2: only 4 and 8"),
+        (compressed() | {"config_groups": {}}, "config_groups = {}: one group of layers"),
+    ],
+)
+def test_what_is_not_read_is_refused(tmp_path, said, message):
+    write_config(tmp_path, quantization_config=said)
+    refused(open_source, tmp_path, match=message)
+
+
+@pytest.mark.parametrize("kind", ["gptq 4", "awq 4", "compressed-tensors 4"])
+def test_odd_groups_are_refused(tmp_path, kind):
+    quantise(tmp_path, kind)
+    source = open_source(tmp_path)
+    odd = dataclasses.replace(source.checkpoint, packing=dataclasses.replace(source.checkpoint.packing, group=48))
+    refused(odd.load, source.config, DType.float32, match="64 inputs are no multiple of groups of 48")
+
+
+def test_the_server_refuses_them_by_name(tmp_path):
+    quantise(tmp_path, "awq 4")
+    refused(prepare, Serving(tmp_path, "127.0.0.1", 0, "float32", 4), match="AWQ weights of 4 bits are not served yet")
+
+
+def test_generate_says_it_in_a_line(tmp_path, monkeypatch, capsys):
+    def no_model(*_):
+        raise CheckpointError("no model")
+
+    monkeypatch.setattr("paged_kv.commands.generate.load_model", no_model)
+    quantise(tmp_path, "awq 4")
+    assert _run(["generate", "--model", str(tmp_path), "--prompt", "a", "--dtype", "bfloat16"]) == 2
+    assert "AWQ weights of 4 bits are dequantised to bfloat16 at load\n" in capsys.readouterr().err
