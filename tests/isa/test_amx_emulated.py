@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from paged_kv.runtime.cpu_target import CpuInfo
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
 from support import amx_emulation
 from support.background import Job
 from support.isa import OP_TESTS, run_tests
@@ -44,9 +44,10 @@ def test_no_other_file_names_a_tile_register():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (amx_emulation.NEEDED | amx_emulation.REAL, "has AMX"),
-        (amx_emulation.NEEDED - {"avx512vbmi"}, "avx512vbmi"),
-        (amx_emulation.NEEDED, None),
+        (REQUIRED_FLAGS["sapphirerapids"], "has AMX"),
+        (REQUIRED_FLAGS["icelake-server"], "avx512_bf16"),
+        (REQUIRED_FLAGS["icelake-server"] | {"avx512_bf16"}, "avx512vbmi, which target cooperlake lacks"),
+        (REQUIRED_FLAGS["znver4"], None),
     ],
 )
 def test_why_it_is_skipped(flags, words):
