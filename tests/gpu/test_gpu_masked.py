@@ -5,9 +5,10 @@ import pytest
 
 from paged_kv import reference
 from paged_kv.reference_mla import mla_attention
-from support import gpu_harness
+from support import harness, latent
 from support.cases import CacheCase, build
 from support.compare import assert_close, assert_lse_close
+from support.gpu_harness import Gpu
 
 LENGTHS = (700, 0, 33)
 REL = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
@@ -39,7 +40,7 @@ def test_masked_attention(dtype, kv_dtype, o_dtype, group, page_size, dims, rope
     }
     arrays = q, keys.k_blocks, values.v_blocks, keys.lookup_table, row_batch, row_lengths
     options = {} if rope_theta is None else {"rope_theta": rope_theta}
-    o, lse = gpu_harness.masked_attention(*arrays, **row_masks, **options, o_dtype=o_dtype)
+    o, lse = harness.masked_attention(*arrays, **row_masks, **options, o_dtype=o_dtype, on=Gpu())
     expected, expected_lse = reference.masked_attention(*arrays, **row_masks, **options)
     assert_close(o, expected, rel=REL[dtype], what="o")
     assert_lse_close(lse, expected_lse, tol=1e-4, what="lse")
@@ -56,7 +57,8 @@ def test_latent_attention(dtype, kv_dtype, dims, heads, page_size):
     row_batch, row_lengths = np.array([0, 0, 1, 2, -1], np.int32), np.array([700, 699, 0, 33, 5], np.int32)
     q_nope, q_pe = (rng.standard_normal((5, heads, dim), np.float32).astype(dtype) for dim in dims)
     arrays = q_nope, q_pe, ckv.k_blocks[:, :, 0], kpe.k_blocks[:, :, 0], ckv.lookup_table, row_batch, row_lengths
-    o, lse = gpu_harness.mla_attention(*arrays, sm_scale=0.05)
+    case = latent.LatentCase(*arrays[2:5], ckv.lengths, *arrays[:2], row_batch, row_lengths)
+    o, lse = latent.mla_attention(case, sm_scale=0.05, on=Gpu())
     expected, expected_lse = mla_attention(*arrays, sm_scale=0.05)
     assert_close(o, expected, rel=REL[dtype], what="o")
     assert_lse_close(lse, expected_lse, tol=1e-4, what="lse")

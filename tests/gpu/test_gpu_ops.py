@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from support import gpu_harness, harness
+from support import harness
 from support.attending import AXES, REL, compare_with_oracle, options_of, rows_of
 from support.cases import DTYPES, STORAGES, CacheCase, build, emptied, permuted
 from support.compare import assert_bits_equal
+from support.gpu_harness import Gpu
 from support.grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
 
 FLOAT8_REL = 2e-2
@@ -18,8 +19,8 @@ GRID = all_pairs(
 
 
 def compare(cache, rows, *, rel=None, batch_invariant=False, gpu_kernel="best", **options):
-    how = {"batch_invariant": batch_invariant, "gpu_kernel": gpu_kernel}
-    return compare_with_oracle(gpu_harness.attention, cache, rows, rel=rel, how=how, **options)
+    how = {"on": Gpu(batch_invariant, gpu_kernel)}
+    return compare_with_oracle(harness.attention, cache, rows, rel=rel, how=how, **options)
 
 
 @pytest.mark.parametrize("setting", GRID, ids=setting_id)
@@ -121,7 +122,7 @@ def test_what_the_device_finds_wrong_is_nan_in_its_row_alone(dtype, head_dim, gp
     row_lengths[2] = -1
     row_lengths[3] = table.shape[1] * 16 + 1
     pages = (cache.k_blocks, cache.v_blocks, table)
-    o, lse = gpu_harness.attention(q, *pages, row_batch, row_lengths, gpu_kernel=gpu_kernel)
+    o, lse = harness.attention(q, *pages, row_batch, row_lengths, on=Gpu(gpu_kernel=gpu_kernel))
     assert np.isnan(o[:4].astype(np.float32)).all()
     assert np.isnan(lse[:4]).all()
     assert_bits_equal(o[4], good[4], what="o of the row that is well")
@@ -150,9 +151,9 @@ def test_append_and_gather_move_bits(setting):
     capacity = cache.lookup_table.shape[1] * cache.case.page_size
     positions = np.concatenate([positions, [0, 0, -1, capacity]]).astype(np.int32)
     k, v = (np.concatenate([rows, np.ones((4, *rows.shape[1:]), rows.dtype)]) for rows in (k, v))
-    gpu_harness.append(k, v, batch, positions, *empty.pages, **cache.storage)
+    harness.append(k, v, batch, positions, *empty.pages, **cache.storage, on=Gpu())
     for found, expected in zip(empty.pages[:2], cache.pages[:2], strict=True):
         assert_bits_equal(found, expected, what="the cache after append")
-    found_k, found_v, _ = gpu_harness.gather(*cache.pages, cache.lengths, **cache.storage)
+    found_k, found_v, _ = harness.gather(*cache.pages, cache.lengths, **cache.storage, on=Gpu())
     assert_bits_equal(found_k, k[:-4], what="gathered K")
     assert_bits_equal(found_v, v[:-4], what="gathered V")

@@ -1,13 +1,14 @@
 """The ops, run by MAX on NumPy (`ml_dtypes`) arrays, with the oracle's own signatures.
 
-So a test reads `assert_close(harness.attention(...), reference.attention(...))`.
+So a test reads `assert_close(harness.attention(...), reference.attention(...))`. `on` is where: the CPU, or a
+`gpu_harness.Gpu`.
 """
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -36,6 +37,58 @@ MASKED_PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float8_e4m3
 """Of masked attention."""
 BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
 NONE = np.zeros(0, np.float32)
+Storage = tuple[np.ndarray, np.ndarray, str, int]
+"""k_blocks and v_blocks (or one array twice), layout, layer."""
+
+
+class Place(Protocol):
+    """Where an op runs."""
+
+    def execute(
+        self,
+        variant: Variant,
+        rows: list[np.ndarray],
+        storage: Storage,
+        lookup_table: np.ndarray,
+        tensors: tuple[np.ndarray, ...] = (),
+        numbers: tuple[np.ndarray | np.generic, ...] = (),
+    ) -> tuple[np.ndarray, ...]:
+        """The results of one variant, free of MAX's memory; what it writes to `storage` is there.
+
+        Args:
+            rows: The operands before the storage.
+            tensors: Those behind the lookup table that lie where the op runs.
+            numbers: Those that lie in the host's memory.
+        """
+        ...
+
+
+class Host:
+    """The CPU: ops read and write the arrays' own memory."""
+
+    def execute(
+        self,
+        variant: Variant,
+        rows: list[np.ndarray],
+        storage: Storage,
+        lookup_table: np.ndarray,
+        tensors: tuple[np.ndarray, ...] = (),
+        numbers: tuple[np.ndarray | np.generic, ...] = (),
+    ) -> tuple[np.ndarray, ...]:
+        views = cache_views(*storage)
+        if variant.op in ("append", "gather"):
+            views = tuple(map(as_bits, views))
+        k_blocks, v_blocks, view = cache_operands(*views)
+        if variant.op == "mla_attention":  # head_dim of V at the end, which others have where it is not K's
+            view = to_buffer(np.append(view.to_numpy()[:12], views[1].shape[-1]))
+        inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
+        options = [Buffer.from_dlpack(np.array(option)) for option in (*tensors, *numbers)]
+        loaded = {"masked_attention": masked_runtime, "mla_attention": default_runtime}.get(variant.op, runtime)()
+        results = loaded.execute(variant, *inputs, k_blocks, v_blocks, to_buffer(lookup_table), view, *options)
+        return tuple(to_numpy(result).copy() for result in results)
+
+
+HOST = Host()
 
 
 @cache
@@ -70,12 +123,13 @@ def attention(
     layout: str = "NHD",
     layer: int = 0,
     o_dtype: str | None = None,
+    on: Place = HOST,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """As `reference.attention`: o `[R, Hq, D]` in `o_dtype` or q's dtype, and lse `[R, Hq]` float32."""
     variant = Variant("attention", _dtype(q), _dtype(k_blocks), o_dtype and DType[o_dtype])
     storage = (k_blocks, v_blocks, layout, layer)
-    return _execute(variant, [q, row_batch, row_lengths], storage, lookup_table, _options(q, **options))
+    return on.execute(variant, [q, row_batch, row_lengths], storage, lookup_table, *_options(q, **options))
 
 
 def _options(
@@ -91,16 +145,12 @@ def _options(
     sinks: np.ndarray = NONE,
     rope_theta: float | None = None,
     rope_scale: float = 1.0,
-) -> tuple[np.ndarray | np.generic, ...]:
-    """The options of attention as operands, unchecked."""
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray | np.generic, ...]]:
+    """The options of attention as operands, unchecked: tensors, and numbers of the host."""
     scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
     numbers = [scale * q_scale * k_scale, logits_soft_cap, v_scale, rope_theta or 0.0, rope_scale]
-    return (
-        alibi_slopes.astype(np.float32),
-        sinks.astype(np.float32),
-        np.int32(window_left),
-        np.array(numbers, np.float32),
-    )
+    tensors = alibi_slopes.astype(np.float32), sinks.astype(np.float32)
+    return tensors, (np.int32(window_left), np.array(numbers, np.float32))
 
 
 def masked_attention(
@@ -119,6 +169,7 @@ def masked_attention(
     layout: str = "NHD",
     layer: int = 0,
     o_dtype: str | None = None,
+    on: Place = HOST,
     **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """As `reference.masked_attention`: o `[R, Hq, Dv]` in `o_dtype` or q's dtype, and lse `[R, Hq]` float32."""
@@ -136,7 +187,7 @@ def masked_attention(
         )
     ]
     rows = [q, row_batch, row_lengths, *row_masks, width]
-    return _execute(variant, rows, storage, lookup_table, _options(q, **options))
+    return on.execute(variant, rows, storage, lookup_table, *_options(q, **options))
 
 
 def append(
@@ -150,10 +201,11 @@ def append(
     *,
     layout: str = "NHD",
     layer: int = 0,
+    on: Place = HOST,
 ) -> None:
     """As `reference.append`."""
-    rows = [k_new, v_new, batch_indices, positions]
-    _execute(_moving("append", k_blocks), rows, (k_blocks, v_blocks, layout, layer), lookup_table)
+    rows = [as_bits(k_new), as_bits(v_new), batch_indices, positions]
+    on.execute(_moving("append", k_blocks), rows, (k_blocks, v_blocks, layout, layer), lookup_table)
 
 
 def gather(
@@ -164,10 +216,12 @@ def gather(
     *,
     layout: str = "NHD",
     layer: int = 0,
+    on: Place = HOST,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As `reference.gather`."""
     indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    k, v = gather_rows(indptr, int(indptr[-1]), k_blocks, v_blocks, lookup_table, layout=layout, layer=layer)
+    how: dict[str, Any] = {"layout": layout, "layer": layer, "on": on}
+    k, v = gather_rows(indptr, int(indptr[-1]), k_blocks, v_blocks, lookup_table, **how)
     return k, v, indptr
 
 
@@ -180,39 +234,24 @@ def gather_rows(
     *,
     layout: str = "NHD",
     layer: int = 0,
+    on: Place = HOST,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Gather as the op has it: K and V `[num_tokens, Hk, D]`, from any `indptr`."""
     storage = (k_blocks, v_blocks, layout, layer)
-    rows = _execute(_moving("gather", k_blocks), [indptr, like_of(num_tokens, storage)], storage, lookup_table)
+    rows = on.execute(_moving("gather", k_blocks), [indptr, like_of(num_tokens, storage)], storage, lookup_table)
     k, v = (row.view(k_blocks.dtype) for row in rows)
     return k, v
 
 
-def like_of(num_tokens: int, storage: tuple[np.ndarray, np.ndarray, str, int]) -> np.ndarray:
+def like_of(num_tokens: int, storage: Storage) -> np.ndarray:
     """What tells gather the shape of its result."""
     keys, _ = cache_views(*storage)
     return np.zeros((num_tokens, *keys.shape[2:]), np.int8)
 
 
-def _execute(
-    variant: Variant,
-    rows: list[np.ndarray],
-    storage: tuple[np.ndarray, np.ndarray, str, int],
-    lookup_table: np.ndarray,
-    options: tuple[np.ndarray | np.generic, ...] = (),
-) -> tuple[np.ndarray, ...]:
-    """Runs one variant; the results are copies, free of MAX's memory."""
-    views = cache_views(*storage)
-    if variant.op in ("append", "gather"):
-        bits = np.dtype(variant.kv_dtype.to_numpy())
-        views = tuple(view.view(bits) for view in views)
-        rows = [row.view(bits) if row.dtype == storage[0].dtype else row for row in rows]
-    k_blocks, v_blocks, view = cache_operands(*views)
-    scalars = [Buffer.from_dlpack(np.array(option)) for option in options]
-    inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
-    loaded = masked_runtime() if variant.op == "masked_attention" else runtime()
-    results = loaded.execute(variant, *inputs, k_blocks, v_blocks, to_buffer(lookup_table), view, *scalars)
-    return tuple(to_numpy(result).copy() for result in results)
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers."""
+    return array.view(f"u{array.itemsize}")
 
 
 def _moving(op: str, blocks: np.ndarray) -> Variant:

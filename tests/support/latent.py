@@ -4,15 +4,13 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from max.driver import Buffer
 from max.dtype import DType
 
-from paged_kv.arrays.cache_storage import cache_operands
-from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.options import LatentOptions
 from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
 from support.cases import DTYPES
+from support.harness import HOST, NONE, Place
 from support.op_graphs import one_process_at_a_time
 
 PAIRS = tuple(
@@ -107,23 +105,13 @@ def mla_attention(
     ckv_scale: float = 1.0,
     kpe_scale: float = 1.0,
     sinks: np.ndarray | None = None,
+    on: Place = HOST,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The op over a case, as `reference_mla.mla_attention` computes it."""
     variant = Variant("mla_attention", DType[case.q_nope.dtype.name], DType[case.ckv.dtype.name])
-    k_blocks, v_blocks, view = cache_operands(case.kpe[:, :, None], case.ckv[:, :, None])
-    numbers = view.to_numpy()
-    if len(numbers) == 12:
-        view = to_buffer(np.append(numbers, case.ckv.shape[-1]))
-    rows = [to_buffer(array) for array in (case.q_nope, case.q_pe, case.row_batch, case.row_lengths)]
-    results = default_runtime().execute(
-        variant,
-        *rows,
-        k_blocks,
-        v_blocks,
-        to_buffer(case.lookup_table),
-        view,
-        to_buffer(np.zeros(0, np.float32) if sinks is None else sinks.astype(np.float32)),
-        Buffer.from_dlpack(LatentOptions(sm_scale, ckv_scale, kpe_scale).numbers()),
-    )
-    o, lse = (to_numpy(result).copy() for result in results)
+    rows = [case.q_nope, case.q_pe, case.row_batch, case.row_lengths]
+    storage = case.kpe[:, :, None], case.ckv[:, :, None], "NHD", 0
+    numbers = LatentOptions(sm_scale, ckv_scale, kpe_scale).numbers()
+    tensors = (NONE if sinks is None else sinks.astype(np.float32),)
+    o, lse = on.execute(variant, rows, storage, case.lookup_table, tensors, (numbers,))
     return o, lse
