@@ -58,12 +58,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="take kernels from a folder of build_kernels, with a compiler that refuses; for tests/api",
     )
+    parser.addoption(
+        "--q-dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of tests/ops, the tests of queries of this dtype alone; they compile nothing for others",
+    )
     parser.addoption("--hostile-seed", type=int, default=0, help="what the cases of tests/hostile are drawn from")
     parser.addoption("--hostile-cases", type=int, default=1250, help="how many cases of tests/hostile there are")
     parser.addoption(
         "--emulate-amx",
         action="store_true",
-        help="run the kernels for AMX without AMX, on tile registers in memory; of tests/ops, tests of bfloat16 alone",
+        help="run the kernels for AMX without AMX, on tile registers in memory; of tests/ops, bfloat16's alone",
     )
 
 
@@ -101,6 +106,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from support import amx_emulation
 
         amx_emulation.install()
+        config.option.q_dtype = "bfloat16"
+    if (dtype := config.getoption("--q-dtype")) is not None:
+        from support import narrowed
+
+        narrowed.install(dtype)
     if (folder := config.getoption("--compiled-kernels")) is not None:
         from support import compiled_kernels
 
@@ -134,10 +144,10 @@ def _server_of(nodeid: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--emulate-amx"):
-        from support import amx_emulation
+    if (dtype := config.getoption("--q-dtype")) is not None:
+        from support import narrowed
 
-        amx_emulation.deselect_others(config, items)
+        narrowed.deselect_others(dtype, config, items)
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         item.add_marker(folder)

@@ -13,18 +13,24 @@ from support import background
 CPU_TARGETS = ("x86-64", *REQUIRED_FLAGS)
 """What can be forced. An unknown name would abort the process inside MAX."""
 
-ISA_PATHS = {
-    "x86-64": "SSE2 alone: 4 float32 lanes, no FMA; what the portable path must make do with",
-    "haswell": "AVX2: 8 float32 lanes in 16 registers",
-    "skylake-avx512": "AVX-512 without bfloat16 instructions or tiles",
+BFLOAT16 = ("--q-dtype=bfloat16",)
+ISA_PATHS: dict[str, tuple[str, ...]] = {
+    "x86-64": BFLOAT16,  # SSE2 alone: 4 float32 lanes, no FMA; what the portable path must make do with
+    "haswell": (),  # AVX2: 8 float32 lanes in 16 registers
+    "skylake-avx512": BFLOAT16,  # AVX-512 without bfloat16 instructions or tiles
 }
-"""One target for each path through the kernels that is not the best one of a recent CPU."""
+"""One target for each path through the kernels that is not the best one of a recent CPU, and what its tests take.
+
+The paths convert bfloat16 and float8 in ways of their own, and compute in float32; one of them runs all dtypes.
+"""
 
 OP_TESTS = (
     *(f"ops/test_{name}_op.py" for name in ("linear", "attention", "prefill", "rotary", "extremes")),
-    *("ops/test_masked_attention_op.py", "ops/test_mla_op.py", "ops/test_quantised.py"),
+    *("ops/test_masked_attention_op.py", "ops/test_mla_op.py"),
 )
-"""The tests of what differs between instruction sets."""
+"""The tests of what differs between instruction sets, AMX's among them."""
+QUANTISED = "ops/test_quantised.py"
+"""The same, but for AMX, which has no path of its own."""
 
 TESTS = Path(__file__).parents[1]
 
