@@ -12,7 +12,7 @@ from paged_kv.errors import RequestError
 from support.checkpoints import make_checkpoint
 from support.llama_family import Member, load_family, poison
 
-PAGE_SIZES = (1, 5, 16)
+PAGE_SIZES = (5, 16)
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 2}
 SLOTS = 400
 
