@@ -49,10 +49,14 @@ class Choice:
 
 CHOICES: dict[str, Choice] = {
     "fast_bf16_dot": Choice(("False", "True"), ("linear-1", "linear-8", "bf16", "group8", "prefill")),
-    "interleaves_page": Choice(("False", "True"), ("page128",)),
+    "interleaved_slots": Choice(("0", "16", "65536"), ("bf16", "page128", "hnd")),
+    "decode_prefetch_level": Choice(("1", "2"), ("bf16", "f32", "group8", "hnd")),
+    "decode_prefetch_bytes": Choice(("0", "32768", "65536"), ("bf16", "f32", "group8", "hnd")),
+    "decode_unit_bytes": Choice(("16384", "65536"), ("bf16", "f32", "group8", "hnd")),
     "linear_row_streams": Choice(("1", "2", "4", "8"), ("linear-1",)),
     "linear_streams": Choice(("1", "2", "4", "8"), ("linear-4",)),
-    "linear_prefetch": Choice(("False", "True"), ("linear-1", "linear-4")),
+    "linear_row_prefetch": Choice(("0", "1", "2"), ("linear-1",)),
+    "linear_prefetch": Choice(("0", "1", "2"), ("linear-4", "linear-8")),
 }
 """By field of `CpuTuning`, in the order in which they are tried."""
 

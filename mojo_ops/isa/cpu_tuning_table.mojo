@@ -8,14 +8,23 @@ struct CpuTuning(TrivialRegisterPassable):
     var fast_bf16_dot: Bool
     """Whether the dot product of bfloat16 pairs (`isa/bf16_dot.mojo`) has the rate of a float32 FMA, where the target
     has it."""
-    var interleaves_page: Bool
-    """Whether decode attention reads 8 runs of one page side by side, where pages are longer than a run of 16 tokens."""
+    var interleaved_slots: Int
+    """Slots of the longest pages that decode attention reads as 8 runs of 16 tokens side by side. Longer pages are read
+    in the order of memory."""
+    var decode_prefetch_level: Int
+    """The cache that decode attention in vectors prefetches into: 1, or 2 and then in the order of memory."""
+    var decode_prefetch_bytes: Int
+    """How far ahead it does so, rounded up to whole units (`vectors/segment.mojo`)."""
+    var decode_unit_bytes: Int
+    """Bytes of K or V that it computes before the next head's, or the other of the two, at least."""
     var linear_row_streams: Int
     """Rows of w that the linear layer reads side by side for one row of x, where the memory is the limit."""
     var linear_streams: Int
     """The same for 2 to 4 rows of x."""
-    var linear_prefetch: Bool
-    """Whether each such group of rows prefetches the next."""
+    var linear_row_prefetch: Int
+    """The cache that each such group of rows prefetches the next into, for one row of x: 1, 2, or 0 for none."""
+    var linear_prefetch: Int
+    """The same for 2 to 8 rows of x."""
 
 
 def tuning_of(family: StringSlice) -> CpuTuning:
@@ -24,33 +33,49 @@ def tuning_of(family: StringSlice) -> CpuTuning:
     if family == "znver5":
         return CpuTuning(
             fast_bf16_dot=True,
-            interleaves_page=False,
+            interleaved_slots=16,
+            decode_prefetch_level=1,
+            decode_prefetch_bytes=0,
+            decode_unit_bytes=16384,
             linear_row_streams=1,
             linear_streams=1,
-            linear_prefetch=True,
+            linear_row_prefetch=1,
+            linear_prefetch=1,
         )
     # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-23
     if family == "znver4":
         return CpuTuning(
             fast_bf16_dot=True,
-            interleaves_page=True,
+            interleaved_slots=0,
+            decode_prefetch_level=2,
+            decode_prefetch_bytes=65536,
+            decode_unit_bytes=65536,
             linear_row_streams=1,
             linear_streams=8,
-            linear_prefetch=False,
+            linear_row_prefetch=0,
+            linear_prefetch=2,
         )
     # Intel Xeon without AMX (Emerald Rapids), 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-23
     if family == "cooperlake":
         return CpuTuning(
             fast_bf16_dot=False,
-            interleaves_page=True,
+            interleaved_slots=65536,
+            decode_prefetch_level=1,
+            decode_prefetch_bytes=0,
+            decode_unit_bytes=16384,
             linear_row_streams=8,
             linear_streams=8,
-            linear_prefetch=True,
+            linear_row_prefetch=1,
+            linear_prefetch=1,
         )
     return CpuTuning(
         fast_bf16_dot=False,
-        interleaves_page=True,
+        interleaved_slots=65536,
+        decode_prefetch_level=1,
+        decode_prefetch_bytes=0,
+        decode_unit_bytes=16384,
         linear_row_streams=8,
         linear_streams=8,
-        linear_prefetch=True,
+        linear_row_prefetch=1,
+        linear_prefetch=1,
     )

@@ -5,12 +5,12 @@ stays in the second-level cache, each panel of x meets it in turn, and together 
 """
 
 from std.math import ceildiv, iota
-from std.sys.intrinsics import PrefetchOptions, masked_load, prefetch
+from std.sys.intrinsics import masked_load
 
 from ..isa.bf16_dot import BF16_DOT_ELEMENTS, BF16_DOT_LANES, bf16_dot
 from ..isa.convert import FloatVector, reduce_each
 from ..isa.cpu_tuning import CPU_TUNING
-from ..isa.memory import Bf16Pointer
+from ..isa.memory import Bf16Pointer, prefetch_line
 
 comptime STEP = BF16_DOT_ELEMENTS
 """Elements of K that one instruction takes."""
@@ -24,6 +24,15 @@ comptime PANEL_K = 1024
 """Elements of K of a panel of 8 rows of x in a block: 16 KB, a third of the first-level cache."""
 comptime NARROW_PANEL_BYTES = 2**15
 """Bytes of a block of a panel of fewer rows: few rows of w are in use beside it."""
+
+
+def prefetch_level(rows: Int) -> Int:
+    """The cache that weights are prefetched into beside panels of `rows` rows of x, 0 for none.
+
+    Panels of `PANEL_ROWS` always prefetch: with many sums for each line of w, too few lines are requested without.
+    """
+    var level = CPU_TUNING.linear_row_prefetch if rows == 1 else CPU_TUNING.linear_prefetch
+    return max(1, level) if rows == PANEL_ROWS else level
 
 
 def pack_panel[rows: Int](x: Bf16Pointer, present: Int, k: Int, packed: Bf16Pointer):
@@ -66,8 +75,8 @@ struct DotLinear[rows: Int](TrivialRegisterPassable):
     """Rows of w in a group. They are read side by side."""
     comptime K_BLOCK = PANEL_K if Self.rows == PANEL_ROWS else NARROW_PANEL_BYTES // (2 * Self.rows)
     """Elements of K after which the section's next group of rows follows."""
-    comptime PREFETCHES = CPU_TUNING.linear_prefetch or Self.rows == PANEL_ROWS
-    """Whether groups prefetch. With many sums for each line of w, too few lines are requested without it."""
+    comptime PREFETCH_LEVEL = prefetch_level(Self.rows)
+    """The cache that groups prefetch into, 0 where they do not."""
 
     def multiply_section(self, begin: Int, end: Int, next: Int, sums: Pointer[FloatVector, MutUntrackedOrigin]):
         """Computes columns `[begin, end)` of y, while the section that begins at column `next` is prefetched."""
@@ -146,11 +155,9 @@ struct DotLinear[rows: Int](TrivialRegisterPassable):
             var ws = Array[SIMD[DType.bfloat16, STEP], columns](fill=0)
             comptime for c in range(columns):
                 ws[c] = w.unsafe_load[width=STEP](c * self.k + p)
-            comptime if Self.PREFETCHES:
+            comptime if Self.PREFETCH_LEVEL > 0:
                 comptime for c in range(Self.W_ROWS):
-                    prefetch[PrefetchOptions().for_read().high_locality().to_data_cache()](
-                        coming.unsafe_offset(c * self.k + p)
-                    )
+                    prefetch_line[Self.PREFETCH_LEVEL](coming.unsafe_offset(c * self.k + p))
             Self.add_step[columns](x.unsafe_offset(p * Self.rows), ws, sums)
         if length % STEP:
             var p = length // STEP * STEP

@@ -10,12 +10,11 @@ the next group is prefetched. Several panels are in `vector_blocks.mojo`.
 
 from std.math import ceildiv
 from std.sys import size_of
-from std.sys.intrinsics import PrefetchOptions, prefetch
 
 from ..cache.pointers import untracked
 from ..isa.cpu_tuning import CPU_TUNING
 from ..isa.line_counter import LineCounter
-from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
+from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line, prefetch_line
 from ..isa.threads import run_tasks
 from .vector_blocks import PANEL_ROWS, BlockLinear
 from .vector_operands import (
@@ -151,6 +150,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
     """Rows of w that meet a block of K in turn, while the next group is prefetched."""
     comptime K_BLOCK = 512 if Self.GROUP_ROWS > Self.W_ROWS else PANEL_BYTES // (4 * Self.rows)
     """Elements of K after which the next rows of w follow."""
+    comptime PREFETCHES = (CPU_TUNING.linear_row_prefetch if Self.rows == 1 else CPU_TUNING.linear_prefetch) > 0
     comptime LINES = max(1, CHUNK * size_of[Self.weight_dtype]() // CACHE_LINE_BYTES)
     """Cache lines of a chunk of weights."""
 
@@ -225,11 +225,9 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
             comptime for c in range(columns):
                 low[c] = widen_half[0](w.unsafe_offset(c * self.k + p))
                 high[c] = widen_half[1](w.unsafe_offset(c * self.k + p))
-                comptime if CPU_TUNING.linear_prefetch:
+                comptime if Self.PREFETCHES:
                     comptime for line in range(Self.LINES):
-                        prefetch[PrefetchOptions().for_read().medium_locality().to_data_cache()](
-                            coming.unsafe_offset(c * self.k + p + line * (CHUNK // Self.LINES))
-                        )
+                        prefetch_line[2](coming.unsafe_offset(c * self.k + p + line * (CHUNK // Self.LINES)))
             Self.add_chunk[columns](x.unsafe_offset(p * Self.rows), low, high, sums)
         if length % CHUNK:
             var p = length // CHUNK * CHUNK

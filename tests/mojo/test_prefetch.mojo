@@ -29,7 +29,9 @@ from support import untracked, untracked_mutable
 comptime KV_HEADS = 3
 
 
-def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stride: Int, calls: Int) raises:
+def check_lines[
+    dtype: DType, *, side_by_side: Bool = True
+](heads: Int, dim: Int, head_stride: Int, token_stride: Int, calls: Int) raises:
     """After all calls each line of the tile was prefetched once, and evenly."""
     var storage = List[Scalar[dtype]](length=1, fill=0)
     var base = storage.unsafe_ptr()
@@ -40,7 +42,7 @@ def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stri
     var rows = heads // together
     var range_bytes = together * dim * size_of[dtype]()
     var addresses = List[Int](length=KV_TILE_TOKENS * rows, fill=0)
-    var prefetcher = Prefetcher[to_l1=True](untracked_mutable(addresses), range_bytes)
+    var prefetcher = Prefetcher[to_l1=True, side_by_side=side_by_side](untracked_mutable(addresses), range_bytes)
     for row in range(rows):
         # In two pieces, as units are.
         prefetcher.add_ranges(base, untracked_mutable(tokens), 0, STREAMS, row * head_stride)
@@ -60,8 +62,9 @@ def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stri
                 var line = burst[s] - Int(base)
                 assert_true(line not in lines)
                 lines.add(line)
-                # Each is of the next row.
-                var row = (Int(before[0]) - Int(addresses.unsafe_ptr())) // size_of[Int]() + s
+                # Each is of the next row, or all are of one.
+                var row = (Int(before[0]) - Int(addresses.unsafe_ptr())) // size_of[Int]()
+                row += 0 if prefetcher.one_by_one() else s
                 assert_true(addresses[row] <= burst[s] < addresses[row] + range_bytes)
         assert_true(abs(bursts * STREAMS * calls - (call + 1) * total) <= STREAMS * calls)
     assert_equal(len(lines), total)
@@ -78,6 +81,8 @@ def check_lines[dtype: DType](heads: Int, dim: Int, head_stride: Int, token_stri
 def test_every_line_once() raises:
     for calls in [256, 300, 1000]:
         check_lines[DType.bfloat16](8, 128, 128, 8 * 128, calls)  # NHD: heads are adjacent
+        check_lines[DType.bfloat16, side_by_side=False](8, 128, 128, 8 * 128, calls)
+        check_lines[DType.bfloat16, side_by_side=False](3, 96, 96, 3 * 96, calls)  # no multiple of 8 lines
         check_lines[DType.bfloat16](8, 128, KV_TILE_TOKENS * 128, 128, calls)  # HND
         check_lines[DType.float32](3, 80, 80, 240, calls)
         check_lines[DType.float8_e4m3fn](1, 64, 64, 64, calls)

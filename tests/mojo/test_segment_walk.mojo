@@ -6,7 +6,7 @@ from std.utils import IndexList
 
 from mojo_ops.attention.cpu.kv_tile import SPAN_TILES
 from mojo_ops.attention.cpu.plan import Segment
-from mojo_ops.attention.cpu.prefetch import KV_TILE_TOKENS, RUN_TOKENS, SPAN_TOKENS, STREAMS
+from mojo_ops.attention.cpu.prefetch import KV_TILE_TOKENS, SPAN_TOKENS, STREAMS
 from mojo_ops.attention.cpu.segment_walk import SegmentStep
 from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
@@ -68,8 +68,8 @@ def check[layout: StaticString](page_size: Int, begin: Int, end: Int, tiles: Int
                     assert_true(tile.first <= token < tile.end())
                     assert_true(token not in seen)
                     seen.add(token)
-            if page_size > RUN_TOKENS and not CPU_TUNING.interleaves_page:
-                assert_true(not tile.interleaved, "pages longer than a run are read in order")
+            if page_size > CPU_TUNING.interleaved_slots:
+                assert_true(not tile.interleaved, "longer pages are read in order")
             if tile.interleaved:
                 # Streams go up: each run's next token, not its first again.
                 for entry in range(STREAMS, KV_TILE_TOKENS):

@@ -2,9 +2,8 @@
 
 from std.math import ceildiv
 from std.sys import size_of
-from std.sys.intrinsics import PrefetchOptions, prefetch
 
-from ...isa.memory import CACHE_LINE_BYTES
+from ...isa.memory import CACHE_LINE_BYTES, prefetch_line
 
 comptime KV_TILE_TOKENS = 32
 """Tokens of a KV tile. With more, the sums stay in registers for longer; with fewer, K and V stay in the cache."""
@@ -22,8 +21,11 @@ comptime FIXED_POINT_ONE = 1 << 16
 comptime IntPointer = Pointer[Int, MutUntrackedOrigin]
 
 
-struct Prefetcher[*, to_l1: Bool](Movable):
+struct Prefetcher[*, to_l1: Bool, side_by_side: Bool = True](Movable):
     """Prefetches ranges of contiguous memory, `STREAMS` ranges side by side, one cache line of each at a time.
+
+    Unless `side_by_side`, ranges of whole `STREAMS` lines follow one another, `STREAMS` adjacent lines at a time, which
+    takes fewer instructions: the addresses of `STREAMS` lines are one and a constant.
 
     `add_ranges` lists the ranges and `start` divides their lines evenly among the calls of `run`, because memory idles
     when no request is outstanding. `run` stands between two steps of the arithmetic. It must not call a function, for
@@ -31,6 +33,7 @@ struct Prefetcher[*, to_l1: Bool](Movable):
 
     Parameters:
         to_l1: Whether the lines go into the first-level cache, else into the second-level cache.
+        side_by_side: Whether ranges are read side by side, whatever their length.
     """
 
     var addresses: IntPointer
@@ -80,24 +83,42 @@ struct Prefetcher[*, to_l1: Bool](Movable):
         self.rate = ceildiv(self.count // STREAMS * (self.range_bytes // CACHE_LINE_BYTES) * FIXED_POINT_ONE, calls)
 
     @always_inline
-    def address(self, stream: Int) -> Int:
-        """The address of a stream's next line."""
-        return self.addresses[unsafe_offset=stream] + self.line_offset
+    def one_by_one(self) -> Bool:
+        """Whether ranges follow one another."""
+        comptime if Self.side_by_side:
+            return False
+        return self.range_bytes % (STREAMS * CACHE_LINE_BYTES) == 0
+
+    @always_inline
+    def address(self, i: Int) -> Int:
+        """The address of line `i` of the next `STREAMS`."""
+        if self.one_by_one():
+            return self.addresses[] + self.line_offset + i * CACHE_LINE_BYTES
+        return self.addresses[unsafe_offset=i] + self.line_offset
 
     @always_inline
     def run(mut self):
         """Prefetches the lines that are due."""
-        comptime cache = PrefetchOptions().for_read().to_data_cache()
         self.due += self.rate
         while self.due >= FIXED_POINT_ONE:
             self.due -= FIXED_POINT_ONE
-            comptime for stream in range(STREAMS):
-                var line = Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=self.address(stream))
-                comptime if Self.to_l1:
-                    prefetch[cache.high_locality()](line)
-                else:
-                    prefetch[cache.medium_locality()](line)
+            var together = STREAMS
+            if self.one_by_one():
+                var first = self.address(0)
+                comptime for i in range(STREAMS):
+                    Self.request(first + i * CACHE_LINE_BYTES)
+                self.line_offset += (STREAMS - 1) * CACHE_LINE_BYTES
+                together = 1
+            else:
+                comptime for i in range(STREAMS):
+                    Self.request(self.address(i))
             self.line_offset += CACHE_LINE_BYTES
             if self.line_offset == self.range_bytes:
                 self.line_offset = 0
-                self.addresses = self.addresses.unsafe_offset(STREAMS)
+                self.addresses = self.addresses.unsafe_offset(together)
+
+    @staticmethod
+    @always_inline
+    def request(address: Int):
+        """Prefetches one line."""
+        prefetch_line[1 if Self.to_l1 else 2](Pointer[UInt8, MutUntrackedOrigin](unsafe_from_address=address))

@@ -5,7 +5,7 @@ from ...isa.cpu_tuning import CPU_TUNING
 from ..params import AttentionRows
 from .kv_tile import KVTile
 from .plan import Segment, SegmentQueue
-from .prefetch import KV_TILE_TOKENS, RUN_TOKENS, SPAN_TOKENS
+from .prefetch import KV_TILE_TOKENS, SPAN_TOKENS
 from .workspace import SegmentWorkspace
 
 
@@ -42,7 +42,7 @@ struct SegmentStep(TrivialRegisterPassable):
         """
         var span = begin // SPAN_TOKENS * SPAN_TOKENS
         var whole_span = span >= segment.begin and span + SPAN_TOKENS <= segment.end
-        var interleaved = CPU_TUNING.interleaves_page or k.slots() <= RUN_TOKENS
+        var interleaved = k.slots() <= CPU_TUNING.interleaved_slots
         self.tiles = workspace.tile(buffer)
         self.count = 1
         self.end = begin

@@ -5,10 +5,12 @@ prefetched into the first-level cache. Where the heads of a token are adjacent (
 with all their heads. Otherwise (HND) it is one head of a tile, and each head goes through all tiles of a span.
 """
 
+from std.math import align_up
 from std.sys import size_of
 
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.convert import ChunkConstants
+from ....isa.cpu_tuning import CPU_TUNING
 from ...logits import Logits
 from ...params import AttentionRows
 from ..kv_tile import SPAN_TILES
@@ -21,7 +23,7 @@ from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
 from .products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
 from .queries import pack_queries, packed_query_dtype
 
-comptime MIN_UNIT_BYTES = 16384
+comptime MIN_UNIT_BYTES = CPU_TUNING.decode_unit_bytes
 """Bytes of a unit, at least: the arithmetic on them takes longer than memory takes to deliver the next unit, and its
 sums are loaded and stored once in so many tokens."""
 comptime MAX_UNIT_QUERIES = 4
@@ -29,6 +31,9 @@ comptime MAX_UNIT_QUERIES = 4
 comptime MAX_LONG_UNIT_QUERIES = 16
 """Queries a KV head up to which a unit is at least 16 tokens, so that queries and sums return to the first-level cache
 half as often. For more queries, a unit is a tile."""
+
+comptime PREFETCHES_TO_L1 = CPU_TUNING.decode_prefetch_level == 1
+comptime UnitPrefetcher = Prefetcher[to_l1=PREFETCHES_TO_L1, side_by_side=PREFETCHES_TO_L1]
 
 
 struct TileOrder(TrivialRegisterPassable):
@@ -40,6 +45,8 @@ struct TileOrder(TrivialRegisterPassable):
     """Entries of a tile that a unit holds: 8, 16 or 32."""
     var range_bytes: Int
     """Contiguous bytes of a token in a unit."""
+    var ahead: Int
+    """Entries that are prefetched before their use, whole units."""
 
     def __init__(out self, heads: HeadLayout, queries: Int, element_bytes: Int):
         var adjacent = heads.adjacent()
@@ -50,11 +57,39 @@ struct TileOrder(TrivialRegisterPassable):
             self.unit = STREAMS if queries <= MAX_UNIT_QUERIES else 2 * STREAMS
         while self.unit < KV_TILE_TOKENS and self.unit * self.range_bytes < MIN_UNIT_BYTES:
             self.unit *= 2
+        self.ahead = align_up(max(1, CPU_TUNING.decode_prefetch_bytes // self.range_bytes), self.unit)
 
     @always_inline
     def step_tiles(self, heads: HeadLayout) -> Int:
         """Tiles of a step: one, or those of a span."""
         return 1 if self.heads == heads.kv_heads else SPAN_TILES
+
+    @always_inline
+    def first_entries(self, step: SegmentStep) -> Int:
+        """Entries of a step that are prefetched before its first use."""
+        return min(self.ahead, step.count * KV_TILE_TOKENS)
+
+
+@always_inline
+def add_keys(
+    mut prefetcher: UnitPrefetcher, k: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int
+):
+    """Lists K of entries `[begin, end)` of a step, counted through its tiles; `offset` leads to the KV head."""
+    for i in range(begin // KV_TILE_TOKENS, step.count):
+        var first = i * KV_TILE_TOKENS
+        var last = min(end - first, KV_TILE_TOKENS)
+        prefetcher.add_ranges(k.blocks.ptr, step.tiles[unsafe_offset=i].k, max(begin - first, 0), last, offset)
+
+
+@always_inline
+def add_values(
+    mut prefetcher: UnitPrefetcher, v: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int
+):
+    """The same of V."""
+    for i in range(begin // KV_TILE_TOKENS, step.count):
+        var first = i * KV_TILE_TOKENS
+        var last = min(end - first, KV_TILE_TOKENS)
+        prefetcher.add_ranges(v.blocks.ptr, step.tiles[unsafe_offset=i].v, max(begin - first, 0), last, offset)
 
 
 @always_inline
@@ -102,17 +137,11 @@ def attend_segment_vectors[
         buffer = SPAN_TILES - buffer
         var next = next_step(rows, k, v, request, segment, step.end, tiles, queue, workspace, buffer, following)
         for first in range(0, heads.kv_heads, order.heads):
-            var prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
-            # All units of K but the first, which was prefetched before, and the first unit of V.
-            for i in range(step.count):
-                prefetcher.add_ranges(
-                    k.blocks.ptr,
-                    step.tiles[unsafe_offset=i].k,
-                    0 if i > 0 else order.unit,
-                    KV_TILE_TOKENS,
-                    first * heads.k_stride,
-                )
-            prefetcher.add_ranges(v.blocks.ptr, step.tiles[].v, 0, order.unit, first * heads.v_stride)
+            var prefetcher = UnitPrefetcher(workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
+            # All of K but its first units, which were prefetched before, and the first units of V.
+            var fetched = order.first_entries(step)
+            add_keys(prefetcher, k, step, fetched, step.count * KV_TILE_TOKENS, first * heads.k_stride)
+            add_values(prefetcher, v, step, 0, fetched, first * heads.v_stride)
             prefetcher.start(step.count * score_runs)
             for i in range(step.count):
                 var tile = step.tiles[unsafe_offset=i]
@@ -149,21 +178,12 @@ def attend_segment_vectors[
                                 workspace,
                                 prefetcher,
                             )
-            prefetcher = Prefetcher[to_l1=True](workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
-            for i in range(step.count):
-                prefetcher.add_ranges(
-                    v.blocks.ptr,
-                    step.tiles[unsafe_offset=i].v,
-                    0 if i > 0 else order.unit,
-                    KV_TILE_TOKENS,
-                    first * heads.v_stride,
-                )
+            prefetcher = UnitPrefetcher(workspace.offset_buffer(TILE_BUFFERS), order.range_bytes)
+            add_values(prefetcher, v, step, fetched, step.count * KV_TILE_TOKENS, first * heads.v_stride)
             if first + order.heads < heads.kv_heads:
-                prefetcher.add_ranges(
-                    k.blocks.ptr, step.tiles[].k, 0, order.unit, (first + order.heads) * heads.k_stride
-                )
+                add_keys(prefetcher, k, step, 0, fetched, (first + order.heads) * heads.k_stride)
             elif next.has_tokens():
-                prefetcher.add_ranges(k.blocks.ptr, next.tiles[].k, 0, order.unit, 0)
+                add_keys(prefetcher, k, next, 0, order.first_entries(next), 0)
             prefetcher.start(step.count * sum_runs)
             for i in range(step.count):
                 var tile = step.tiles[unsafe_offset=i]
