@@ -71,9 +71,7 @@ struct TileOrder(TrivialRegisterPassable):
 
 
 @always_inline
-def add_keys(
-    mut prefetcher: UnitPrefetcher, k: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int
-):
+def add_keys(mut prefetcher: UnitPrefetcher, k: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int):
     """Lists K of entries `[begin, end)` of a step, counted through its tiles; `offset` leads to the KV head."""
     for i in range(begin // KV_TILE_TOKENS, step.count):
         var first = i * KV_TILE_TOKENS
@@ -82,9 +80,7 @@ def add_keys(
 
 
 @always_inline
-def add_values(
-    mut prefetcher: UnitPrefetcher, v: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int
-):
+def add_values(mut prefetcher: UnitPrefetcher, v: PagedKVCache, step: SegmentStep, begin: Int, end: Int, offset: Int):
     """The same of V."""
     for i in range(begin // KV_TILE_TOKENS, step.count):
         var first = i * KV_TILE_TOKENS
