@@ -163,7 +163,7 @@ def _attention(
     _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     _check_ranks(q, k_cache, v_cache)
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
-    attention = _planned(
+    attention = planned(
         (q.shape[1], num_kv_heads, head_dim, page_size),
         (q.dtype, k_cache.dtype),
         (sm_scale, window_left, logits_soft_cap, alibi),
@@ -212,12 +212,13 @@ def _gather(
 
 
 @lru_cache(maxsize=256)
-def _planned(
-    sizes: tuple[int, int, int, int],
+def planned(
+    sizes: tuple[int, int, int, int | None],
     dtypes: tuple[torch.dtype, torch.dtype],
     options: tuple[float | None, int, float, bool],
 ) -> Attention:
-    """The plan of these query heads, KV heads, head_dim and page_size, with its operands prepared."""
+    """The plan of these query heads, KV heads, head_dim and page_size, with its operands prepared; `paged_kv.transformers`
+    uses it too."""
     sm_scale, window_left, logits_soft_cap, alibi = options
     q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
     return Attention(
@@ -229,7 +230,8 @@ def _planned(
             AttentionOptions(sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap),
             dtype_names=_DTYPE_NAMES,
             cache_name="cache",
-        )
+        ),
+        keeps_storage=False,
     )
 
 
