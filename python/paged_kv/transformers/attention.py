@@ -64,7 +64,7 @@ def attention_mask(
     if attention_mask is not None:
         seen = attention_mask[:, :kv_length].numpy().astype(bool)
         if not seen.all():
-            padding = seen.argmax(1)
+            padding = np.where(seen.any(1), seen.argmax(1), seen.shape[1])
             is_known &= bool((seen.sum(1) == seen.shape[1] - padding).all())
     arguments = {
         "batch_size": batch_size,

@@ -137,10 +137,16 @@ class PageTables:
             raise ShapeError(f"past_key_values holds {self.batch} sequences, {batch} are given")
         if self.padding is None or not start:
             self.padding = np.zeros(batch, np.int64) if padding is None else padding
-        elif padding is not None and not np.array_equal(padding, self.padding):
-            raise ContractError(
-                f"attention_mask: {padding.tolist()} tokens of padding, past_key_values has {self.padding.tolist()}"
-            )
+        elif padding is not None:
+            # A prompt that comes in parts may have had nothing but padding so far.
+            differs = (padding != self.padding) & (self.padding < start)
+            if differs.any():
+                b = int(differs.argmax())
+                raise ContractError(
+                    f"attention_mask: sequence {b} begins with {padding[b]} tokens of padding, in past_key_values with"
+                    f" {self.padding[b]}"
+                )
+            self.padding = padding
         ends = np.maximum(start + new_tokens - self.padding, 0)
         begins = np.maximum(start - self.padding, 0)
         copies = self._make_writable(begins, ends)
