@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from paged_kv.errors import ToolchainError
+from paged_kv.transformers import linear
 from paged_kv.transformers.attention import attention_forward, attention_mask
 from paged_kv.transformers.batching import PagedFullAllocator, PagedSlidingAllocator
 from paged_kv.transformers.cache import PagedCache
@@ -31,7 +32,7 @@ TESTED = "5.23"
 _lock = threading.RLock()
 _originals: dict[str, Any] = {}
 _running: dict[int, tuple[int, str]] = {}
-"""By the id of a model that `generate` runs: by how many calls, and the attention that it had."""
+"""By the id of a model that runs on pages: in how many calls and managers, and the attention that it had."""
 
 
 def enable() -> None:
@@ -97,7 +98,7 @@ def _generate(original: Any) -> Any:
             return original(self, *args, **kwargs)
         if kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = PagedCache(self.config)
-        with _attention_of(self):
+        with _on_pages(self):
             return original(self, *args, **kwargs)
 
     return generate
@@ -111,31 +112,53 @@ def _switch(original: Any) -> Any:
             warn_once(model, "generate_batch", reason)
             original(self, model, auto_switch_to_flash)
             return
-        before = model.config._attn_implementation
-        if before != NAME:
-            model.set_attn_implementation(NAME)
-            self._original_attn_impl = before
+        if "stop" not in self.__dict__:  # a manager that was kept for another session is set up again
+            _take(model)
+            self.stop = _releasing(self, model)
 
     return switch_to_cb_friendly_attn
 
 
+def _releasing(manager: Any, model: Any) -> Any:
+    """`stop` of a continuous batching manager, after which its model is as before."""
+    stop = manager.stop
+
+    @wraps(stop)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            stop(*args, **kwargs)
+        finally:
+            if manager.__dict__.pop("stop", None) is not None:
+                _release(model)
+
+    return wrapper
+
+
 @contextmanager
-def _attention_of(model: Any) -> Iterator[None]:
-    """The model's attention is this package's until the last of the calls that run it at the same time has ended."""
-    key = id(model)
-    with _lock:
-        calls, before = _running.get(key, (0, model.config._attn_implementation))
-        if before != NAME and not calls:
-            model.set_attn_implementation(NAME)
-        _running[key] = calls + 1, before
+def _on_pages(model: Any) -> Iterator[None]:
+    _take(model)
     try:
         yield
     finally:
-        with _lock:
-            calls, before = _running[key]
-            if calls > 1:
-                _running[key] = calls - 1, before
-            else:
-                del _running[key]
-                if before != NAME:
-                    model.set_attn_implementation(before)
+        _release(model)
+
+
+def _take(model: Any) -> None:
+    """Gives a model this package's attention and linear layers, until as many calls of `_release`."""
+    with _lock:
+        calls, before = _running.get(id(model), (0, model.config._attn_implementation))
+        if not calls:
+            model.set_attn_implementation(NAME)
+            linear.replace(model)
+        _running[id(model)] = calls + 1, before
+
+
+def _release(model: Any) -> None:
+    with _lock:
+        calls, before = _running.pop(id(model))
+        if calls > 1:
+            _running[id(model)] = calls - 1, before
+        else:
+            linear.restore(model)
+            if before != NAME:
+                model.set_attn_implementation(before)
