@@ -7,7 +7,7 @@ and the masks of this package.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -31,8 +31,8 @@ TESTED = "5.23"
 
 _lock = threading.RLock()
 _originals: dict[str, Any] = {}
-_running: dict[int, tuple[int, str]] = {}
-"""By the id of a model that runs on pages: in how many calls and managers, and the attention that it had."""
+_running: dict[int, tuple[int, Callable[[], None]]] = {}
+"""By the id of a model that runs on pages: in how many calls and managers, and what makes it as it was."""
 
 
 def enable() -> None:
@@ -146,19 +146,28 @@ def _on_pages(model: Any) -> Iterator[None]:
 def _take(model: Any) -> None:
     """Gives a model this package's attention and linear layers, until as many calls of `_release`."""
     with _lock:
-        calls, before = _running.get(id(model), (0, model.config._attn_implementation))
-        if not calls:
-            model.set_attn_implementation(NAME)
-            linear.replace(model)
-        _running[id(model)] = calls + 1, before
+        calls, put_back = _running.get(id(model)) or (0, _replace(model))
+        _running[id(model)] = calls + 1, put_back
 
 
 def _release(model: Any) -> None:
     with _lock:
-        calls, before = _running.pop(id(model))
+        calls, put_back = _running.pop(id(model))
         if calls > 1:
-            _running[id(model)] = calls - 1, before
+            _running[id(model)] = calls - 1, put_back
         else:
-            linear.restore(model)
-            if before != NAME:
-                model.set_attn_implementation(before)
+            put_back()
+
+
+def _replace(model: Any) -> Callable[[], None]:
+    """Replaces a model's attention and linear layers; returns what puts them back."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    restore = linear.replace(model)
+
+    def put_back() -> None:
+        restore()
+        if before != NAME:
+            model.set_attn_implementation(before)
+
+    return put_back
