@@ -3,8 +3,8 @@
     from paged_kv.torch import append_paged_kv, gather_paged_kv, linear, paged_attention
 
 The functions call `torch.ops.paged_kv.*`, whose kernels are those of all other calls of this package. A cache is two
-tensors, K and V `[pages, page_size, Hk, D]`, with any strides of which the last is 1: two views of one tensor that holds
-both, of all layers too. A page table is `block_tables [B, n]`, int32, and `seq_lens [B]`, int32: the first
+tensors, K and V `[pages, page_size, Hk, D]`, with any strides of which the last is 1: two views of one tensor, for one,
+that holds both of all layers. A page table is `block_tables [B, n]`, int32, and `seq_lens [B]`, int32: the first
 `ceil(seq_lens[b] / page_size)` entries of row b are request b's pages in token order, what follows may be anything.
 
 No operator has a derivative. A call with a tensor that requires a gradient is refused while torch records gradients:
@@ -16,6 +16,7 @@ Letters in shapes: B requests, R query rows, N tokens, Hq query heads, Hk KV hea
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from paged_kv.calls.plan import AttentionPlan
 from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.options import AttentionOptions
 
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
@@ -148,7 +149,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     return torch.ops.paged_kv.linear(x, w)
 
 
-_LIBRARY = Library("paged_kv", "FRAGMENT")
+_LIBRARY: Any = Library("paged_kv", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens,"
     " Tensor? qo_indptr, float? sm_scale, SymInt window_left, float logits_soft_cap, Tensor? sinks, bool alibi)"
@@ -241,8 +242,9 @@ def planned(
     dtypes: tuple[torch.dtype, torch.dtype],
     options: tuple[float | None, int, float, bool],
 ) -> Attention:
-    """The plan of these query heads, KV heads, head_dim and page_size, with its operands prepared; `paged_kv.transformers`
-    uses it too."""
+    """The plan of these query heads, KV heads, head_dim and page_size, with its operands prepared; for
+    `paged_kv.transformers` too.
+    """
     sm_scale, window_left, logits_soft_cap, alibi = options
     q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
     return Attention(
@@ -289,29 +291,18 @@ def _check_ranks(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
             raise ShapeError(f"{name} must have {rank} dimensions, its shape is {tuple(tensor.shape)}")
 
 
-_LIBRARY.impl("paged_attention", _attention, "CPU")
-_LIBRARY.impl("append_paged_kv", _append, "CPU")
-_LIBRARY.impl("gather_paged_kv", _gather, "CPU")
-_LIBRARY.impl("linear", _linear, "CPU")
-
-
-@register_fake("paged_kv::paged_attention", lib=_LIBRARY)
-def _fake_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object
-) -> tuple[Tensor, Tensor]:
+def _fake_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     del rest
     _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache)
     _check_ranks(q, k_cache, v_cache)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@register_fake("paged_kv::append_paged_kv", lib=_LIBRARY)
 def _fake_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object) -> None:
     del rest
     _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
 
 
-@register_fake("paged_kv::gather_paged_kv", lib=_LIBRARY)
 def _fake_gather(
     k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
@@ -320,7 +311,6 @@ def _fake_gather(
     return k_cache.new_empty((num_tokens, *k_cache.shape[2:])), v_cache.new_empty((num_tokens, *v_cache.shape[2:]))
 
 
-@register_fake("paged_kv::linear", lib=_LIBRARY)
 def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
     _refuse_gradients(x=x, w=w)
     for name, tensor in (("x", x), ("w", w)):
@@ -330,3 +320,12 @@ def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 _DTYPE_NAMES = ("q", "cache")
+
+for _name, _kernel, _fake in (
+    ("paged_attention", _attention, _fake_attention),
+    ("append_paged_kv", _append, _fake_append),
+    ("gather_paged_kv", _gather, _fake_gather),
+    ("linear", _linear, _fake_linear),
+):
+    _LIBRARY.impl(_name, _kernel, "CPU")
+    register_fake(f"paged_kv::{_name}", _fake, lib=_LIBRARY)

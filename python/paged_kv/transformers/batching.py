@@ -140,9 +140,7 @@ def attend_batch(
     if step.paged is not None:
         some_q = q if step.chosen is None else q[step.chosen]
         plan = attention(allocator.tokens_per_page, -1)
-        o = plan.over_pages(
-            step.paged, some_q, _pages_of(allocator, layer), "NHD", _NO_SCALES, Results(), sinks=sinks
-        )
+        o = plan.over_pages(step.paged, some_q, _pages_of(allocator, layer), "NHD", _NO_SCALES, Results(), sinks=sinks)
         if step.chosen is None:
             return o[None]
     all_rows = torch.zeros_like(q)

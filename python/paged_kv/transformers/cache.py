@@ -49,7 +49,7 @@ class Step:
     """Pages that are copied before, from and to."""
 
 
-class PagedCache(Cache):
+class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
     """A `Cache` of transformers whose layers are pages; `generate` makes one where none is given.
 
     It may be given to `generate` again, as `past_key_values`, with the text so far. Beam search and assisted generation
@@ -218,7 +218,7 @@ class PageTables:
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no types
-    """The pages of one layer. `update` only keeps the new tokens: the attention, which knows the padding, stores them."""
+    """The pages of one layer. `update` only keeps new tokens: the attention, which knows the padding, stores them."""
 
     is_croppable = True
     is_sliding = False
@@ -265,7 +265,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
 
     def dense(self, step: Step) -> tuple[Tensor, Tensor]:
         """K and V of all tokens, `[B, Hk, tokens, D]`: zeros for padding."""
-        assert self.k_pages is not None and self.v_pages is not None
+        assert self.k_pages is not None
+        assert self.v_pages is not None
         table = self._cache.table
         positions = np.arange(self._seen) - step.padding[:, None]
         at = np.maximum(positions, 0)

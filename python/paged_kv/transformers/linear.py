@@ -29,7 +29,7 @@ def replace(model: nn.Module) -> Callable[[], None]:
         if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_served(module.weight)
     ]
     for module in replaced:
-        module.forward = _Forward(module)
+        module.__dict__["forward"] = _Forward(module)
     threads = _Threads()
     hooks = [threads.hook_into(model)] if replaced else []
 

@@ -45,7 +45,9 @@ def enable() -> None:
     """
     found = transformers.__version__
     if found.rpartition(".")[0] != TESTED:
-        raise ToolchainError(f"paged_kv.transformers knows the internals of transformers {TESTED}, {found} is installed")
+        raise ToolchainError(
+            f"paged_kv.transformers knows the internals of transformers {TESTED}, {found} is installed"
+        )
     with _lock:
         if _originals:
             return
