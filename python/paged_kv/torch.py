@@ -43,6 +43,8 @@ from paged_kv.options import AttentionOptions
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
 
 _LONGEST = 2**31 - 1
+_MOST_KEPT = 1 << 16
+"""Entries of a page table that are copied to be compared with the next call's."""
 _NO_SCALES: Scales = (None, None, None)
 
 
@@ -262,7 +264,28 @@ def planned(
 
 
 def _rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, page_size: int) -> Rows:
-    """The checked rows of a call; nothing of them is the caller's memory."""
+    """The checked rows of a call; nothing of them is the caller's memory.
+
+    The layers of a model are called with the same indices: the rows of the last call are kept, with a copy of what they
+    were made of.
+    """
+    global _last_rows
+    arrays = [
+        as_numpy(tensor, name)
+        for tensor, name in ((block_tables, "block_tables"), (seq_lens, "seq_lens"), (qo_indptr, "qo_indptr"))
+        if tensor is not None
+    ]
+    if sum(array.size for array in arrays) > _MOST_KEPT:
+        return _new_rows(block_tables, seq_lens, qo_indptr, page_size)
+    key = (page_size, *((array.shape, array.dtype, array.tobytes()) for array in arrays))
+    kept, rows = _last_rows
+    if rows is None or key != kept:
+        rows = _new_rows(block_tables, seq_lens, qo_indptr, page_size)
+        _last_rows = key, rows
+    return rows
+
+
+def _new_rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, page_size: int) -> Rows:
     batch = as_numpy(seq_lens, "seq_lens").size
     lengths = checked_lengths(seq_lens, batch, _LONGEST)
     table = lookup_table_of(block_entries(block_tables, batch), lengths, page_size)
@@ -320,6 +343,8 @@ def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 _DTYPE_NAMES = ("q", "cache")
+_last_rows: tuple[Any, Rows | None] = (), None
+"""Read and replaced as one value, by any number of threads."""
 
 for _name, _kernel, _fake in (
     ("paged_attention", _attention, _fake_attention),
