@@ -1,4 +1,4 @@
-"""A model of Hugging Face transformers on this package's pages: `generate` and `generate_batch`, the tokens unchanged."""
+"""A model of Hugging Face transformers on pages: `generate` and `generate_batch`, the tokens unchanged."""
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM

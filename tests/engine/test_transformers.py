@@ -60,7 +60,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PROMPTS = [np.random.default_rng(n).integers(2, 256, n).tolist() for n in (1, 2, 17, 32, 33, 100, 255, 300)]
-NEW_TOKENS = 12
+NEW_TOKENS = 10
+TOLERANCE = 1e-3
+"""Of the logarithm of a probability, in float32."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -89,26 +91,37 @@ def make(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **chang
     return model
 
 
-def generate(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> torch.Tensor:
+def generate(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:
     """`generate` over all prompts at once, padded on the left: the new tokens."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    found: torch.Tensor = model.generate(
-        ids, attention_mask=mask, **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
-    )
-    return found[:, longest:]
+    found = model.generate(ids, attention_mask=mask, **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options)
+    return found if options.get("return_dict_in_generate") else found[:, longest:]
+
+
+def with_logprobs(model: Any) -> tuple[list[list[int]], np.ndarray]:
+    """`generate`: the new tokens `[B, NEW_TOKENS]`, and the logarithm of each one's probability."""
+    found = generate(model, output_logits=True, return_dict_in_generate=True)
+    tokens = found.sequences[:, -NEW_TOKENS:]
+    logprobs = torch.stack(found.logits, 1).float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+    return tokens.tolist(), logprobs.numpy()
 
 
 def generate_batch(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
-    """`generate_batch`, whose prompts come in parts of up to 100 tokens, beside decode rows."""
+    """The new tokens of `results_of_batch`."""
+    return [result.generated_tokens for result in results_of_batch(model, prompts, **options)]
+
+
+def results_of_batch(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[Any]:
+    """`generate_batch`, whose prompts come in parts of up to 40 tokens, beside decode rows."""
     config = GenerationConfig(
         **{"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0} | options
     )
-    batching = ContinuousBatchingConfig(num_blocks=140, max_batch_tokens=100, page_size=16)
+    batching = ContinuousBatchingConfig(num_blocks=140, max_batch_tokens=40, page_size=16, return_logprobs=True)
     results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
     assert [result.error for result in results.values() if result.error] == []
-    return [result.generated_tokens for result in results.values()]
+    return list(results.values())
 
 
 @contextmanager
@@ -127,11 +140,15 @@ def on_pages_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_greedy_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(family)
     before = model.config._attn_implementation
-    expected = generate(model)
+    tokens, logprobs = with_logprobs(model)
     with on_pages_alone(monkeypatch):
-        assert generate(model).tolist() == expected.tolist()
+        found_tokens, found = with_logprobs(model)
         # transformers' own generate_batch drops Gemma 2's soft cap: its `generate` is the measure of both.
-        assert generate_batch(model) == expected.tolist()
+        batch = results_of_batch(model)
+    assert found_tokens == tokens
+    assert [result.generated_tokens for result in batch] == tokens
+    np.testing.assert_allclose(found, logprobs, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose([result.logprobs for result in batch], logprobs, atol=TOLERANCE, rtol=0)
     assert model.config._attn_implementation == before
 
 
