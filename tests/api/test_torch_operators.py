@@ -209,12 +209,28 @@ def test_gradients_are_refused(name: str) -> None:
         operator(*given)
 
 
-def test_no_call_keeps_a_cache_alive() -> None:
+def test_indices_that_change_in_place_between_calls() -> None:
     k, v, table, lengths = tensors()
+    q, indptr, _ = rows([1] * 4)
+    for tensor, at, value in ((lengths, 2, 40), (table, (0, 0), int(table[2, 0])), (indptr, slice(1, 4), 1)):
+        before = operators.paged_attention(q, k, v, table, lengths, indptr)[0]
+        tensor[at] = value
+        now = operators.paged_attention(q, k, v, table, lengths, indptr)[0]
+        alone = operators.paged_attention(q, k, v, *(x.clone() for x in (table, lengths, indptr)))[0]
+        operators.paged_attention(q[:1], k, v, table[3:], lengths[3:])  # other rows
+        again = operators.paged_attention(q, k, v, table, lengths, indptr)[0]
+        assert not torch.equal(now, before)
+        assert torch.equal(now, again)
+        assert torch.equal(now, alone)
+
+
+def test_no_call_keeps_a_cache_alive() -> None:
+    memory = CACHE.k_blocks.copy()
+    both, (_, _, table, lengths) = torch.from_numpy(memory), tensors()
     q, _, _ = rows([1] * 4)
-    operators.paged_attention(q, k, v, table, lengths)
-    storage = weakref.ref(k.untyped_storage())
-    held = weakref.ref(k._base)
-    del k, v
+    operators.paged_attention(q, both[:, 0], both[:, 1], table, lengths)
+    operators.gather_paged_kv(both[:, 0], both[:, 1], table, lengths, 70)
+    held = weakref.ref(memory)
+    del memory, both
     gc.collect()
-    assert held() is None or storage() is None
+    assert held() is None
