@@ -92,7 +92,8 @@ class _Forward:
         module = self._module
         weight = module.weight
         rows = x.numel() // x.shape[-1] if x.numel() else 0
-        if not 0 < rows <= MOST_ROWS or x.dtype != weight.dtype or torch.is_grad_enabled():
+        served = 0 < rows <= MOST_ROWS and x.dtype == weight.dtype and weight.is_contiguous()
+        if not served or torch.is_grad_enabled():
             return nn.functional.linear(x, weight, module.bias)
         seen = weight.data_ptr(), weight.shape, weight.stride()
         if self._weight is None or seen != self._seen:
