@@ -40,6 +40,10 @@ qourdyedsbtctyvucmsshnmsvyvsghuzbrnddvhvmddvdbsb
 48 tokens in 19 steps after the prompt, which added [4, 2, 2, 2, 2, 4, 4, 1, 2, 2, 2, 2, 1, 4, 4, 2, 4, 2, 4]
 plain greedy decoding gives the same text: True
 """,
+    "transformers_model.py": """\
+generate, the same tokens: True
+generate_batch, the same tokens: True
+""",
     "custom_op/mean_key.py": """\
 mean key of each request and head: (2, 2, 64), error <1e-5>
 """,

@@ -188,6 +188,8 @@ class HostArrays:
 
     def flat(self, view: np.ndarray, extent: int) -> Buffer:
         raw = view.view(RAW.get(view.dtype, view.dtype))  # as_strided does not know float8_e5m2
+        if raw.flags.c_contiguous and raw.size == extent:
+            return to_buffer(raw.reshape(-1).view(view.dtype))
         elements = np.lib.stride_tricks.as_strided(raw, (extent,), (view.itemsize,))
         return to_buffer(elements.view(view.dtype))
 

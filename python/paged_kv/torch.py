@@ -1,0 +1,356 @@
+"""torch operators over paged caches on a CPU: they run eagerly, and inside `torch.compile(fullgraph=True)`.
+
+    from paged_kv.torch import append_paged_kv, gather_paged_kv, linear, paged_attention
+
+The functions call `torch.ops.paged_kv.*`, whose kernels are those of all other calls of this package. A cache is two
+tensors, K and V `[pages, page_size, Hk, D]`, with any strides of which the last is 1: two views of one tensor, for one,
+that holds both of all layers. A page table is `block_tables [B, n]`, int32, and `seq_lens [B]`, int32: the first
+`ceil(seq_lens[b] / page_size)` entries of row b are request b's pages in token order, what follows may be anything.
+
+No operator has a derivative. A call with a tensor that requires a gradient is refused while torch records gradients:
+call it under `torch.inference_mode()` or `torch.no_grad()`.
+
+Letters in shapes: B requests, R query rows, N tokens, Hq query heads, Hk KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from paged_kv.arguments import integer
+from paged_kv.arrays.cache_storage import paged_views
+from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.host import HOST, as_indices, as_numpy
+from paged_kv.calls.append import WritableCache
+from paged_kv.calls.attend import Attention, Scales
+from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_table_of
+from paged_kv.calls.kv_copy import read_rows
+from paged_kv.calls.linear import Weight
+from paged_kv.calls.page_table import PageTable, check_offsets
+from paged_kv.calls.plan import AttentionPlan
+from paged_kv.calls.ragged import RaggedRequests
+from paged_kv.calls.results import Results
+from paged_kv.calls.rows import Rows
+from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.options import AttentionOptions
+
+__all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
+
+_LONGEST = 2**31 - 1
+_MOST_KEPT = 1 << 16
+"""Entries of a page table that are copied to be compared with the next call's."""
+_NO_SCALES: Scales = (None, None, None)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None = None,
+    *,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of query rows over the pages of their requests: decode, or causal prefill of ragged rows.
+
+    Args:
+        q: `[R, Hq, D]` float32, bfloat16 or float16.
+        k_cache, v_cache: `[pages, page_size, Hk, D]` in q's dtype, or float8.
+        block_tables: `[B, n]`.
+        seq_lens: `[B]`, tokens of each request, its new ones included.
+        qo_indptr: `[B + 1]` int32: rows `qo_indptr[b]` to `qo_indptr[b + 1]` of q are request b's last tokens, each of
+            which sees the tokens up to itself. None: one row a request, R = B.
+        sm_scale: Multiplies q . k; `1 / sqrt(D)` where None.
+        window_left: Keeps the last `window_left + 1` tokens; -1 keeps all.
+        logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; 0 is off.
+        sinks: `[Hq]` natural-log logits that join the denominator, and the lse.
+        alibi: Whether ALiBi's slopes are added to the scores.
+
+    Returns:
+        o `[R, Hq, D]` in q's dtype, and the base-2 lse `[R, Hq]` float32: 0 and -inf for a row that sees no token.
+
+    Raises:
+        ContractTypeError: a tensor has another dtype or device, or requires a gradient.
+        ShapeError: a rank, shape, head count or head_dim does not fit.
+        PageTableError: a page id is not one of the cache's; a length or an offset is out of range.
+        ContractError: a number is out of range.
+    """
+    return torch.ops.paged_kv.paged_attention(
+        q, k_cache, v_cache, block_tables, seq_lens, qo_indptr, sm_scale, window_left, logits_soft_cap, sinks, alibi
+    )
+
+
+def append_paged_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+) -> None:
+    """Writes N tokens into their pages, in place.
+
+    Args:
+        k, v: `[N, Hk, D]` in the cache's dtype: row i is token `positions[i]` of request `batch_indices[i]`.
+        k_cache, v_cache: `[pages, page_size, Hk, D]`, of which no two elements share memory.
+        block_tables: `[B, n]`; a row ends at its first -1.
+        batch_indices, positions: `[N]` int32; a row of request -1 is skipped.
+
+    Raises:
+        ContractTypeError, ShapeError: as `paged_attention`.
+        PageTableError: a position is outside its request's pages, a page id is not one of the cache's, or two rows are
+            for one slot. Nothing was written, as with every error.
+        ContractError: K and V of the cache share memory.
+    """
+    torch.ops.paged_kv.append_paged_kv(k, v, k_cache, v_cache, block_tables, batch_indices, positions)
+
+
+def gather_paged_kv(
+    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens of every request, out of their pages: k and v `[num_tokens, Hk, D]`, request after request.
+
+    Args:
+        k_cache, v_cache: `[pages, page_size, Hk, D]`.
+        block_tables: `[B, n]`.
+        seq_lens: `[B]`, tokens of each request.
+        num_tokens: Their sum: the shape of the result, which `torch.compile` has to know.
+
+    Raises:
+        ContractTypeError, PageTableError: as `paged_attention`.
+        ShapeError: also where `num_tokens` is another number.
+    """
+    return torch.ops.paged_kv.gather_paged_kv(k_cache, v_cache, block_tables, seq_lens, num_tokens)
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """`x w^T`: a linear layer, for few rows of bfloat16 faster than torch's on CPUs without AMX.
+
+    Args:
+        x: `[M, K]` float32, bfloat16 or float16.
+        w: `[N, K]` in x's dtype.
+
+    Returns:
+        `[M, N]` in x's dtype, accumulated in float32.
+
+    Raises:
+        ContractTypeError, ShapeError: a tensor has another dtype, device or shape, or requires a gradient.
+    """
+    return torch.ops.paged_kv.linear(x, w)
+
+
+_LIBRARY: Any = Library("paged_kv", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens,"
+    " Tensor? qo_indptr, float? sm_scale, SymInt window_left, float logits_soft_cap, Tensor? sinks, bool alibi)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_tables,"
+    " Tensor batch_indices, Tensor positions) -> ()"
+)
+_LIBRARY.define(
+    "gather_paged_kv(Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.define("linear(Tensor x, Tensor w) -> Tensor")
+
+
+def _attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None,
+    sm_scale: float | None,
+    window_left: int,
+    logits_soft_cap: float,
+    sinks: Tensor | None,
+    alibi: bool,
+) -> tuple[Tensor, Tensor]:
+    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+    _check_ranks(q, k_cache, v_cache)
+    page_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    attention = planned(
+        (q.shape[1], num_kv_heads, head_dim, page_size),
+        (q.dtype, k_cache.dtype),
+        (sm_scale, window_left, logits_soft_cap, alibi),
+    )
+    rows = _rows(block_tables, seq_lens, qo_indptr, page_size)
+    results = Results(return_lse=True)
+    found: tuple[Tensor, Tensor] = attention.over_pages(
+        rows, q, (k_cache, v_cache), "NHD", _NO_SCALES, results, sinks=sinks
+    )
+    return found
+
+
+def _append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+) -> None:
+    _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    cache = WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v)
+    rows = cache.rows(k, v, ("k", "v"))
+    entries = block_entries(block_tables, len(block_tables)) if block_tables.ndim == 2 else block_tables
+    table = PageTable.from_dense(entries, np.full(len(entries), cache.page_size, np.int32), cache.page_size)
+    requests, at = as_indices(batch_indices, "batch_indices"), as_indices(positions, "positions")
+    for indices, name in ((requests, "batch_indices"), (at, "positions")):
+        if len(indices) != len(rows[0]):
+            raise ShapeError(f"{name} has {len(indices)} entries, there are {len(rows[0])} rows to append")
+    cache.write(rows, table.slots(requests, at, cache.num_pages))
+
+
+def _gather(
+    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
+    k, v = paged_views((k_cache, v_cache), "NHD", "cache")
+    rows = _rows(block_tables, seq_lens, None, k.shape[1])
+    rows.table.check(len(k))
+    found = int(rows.lengths.sum(dtype=np.int64))
+    if found != integer("num_tokens", num_tokens, 0):
+        raise ShapeError(f"num_tokens is {num_tokens}, the requests have {found} (seq_lens)")
+    tokens = read_rows(HOST, k, v, rows.table.entries, rows.lengths)
+    return HOST.like(k_cache, tokens[0]), HOST.like(v_cache, tokens[1])
+
+
+def _linear(x: Tensor, w: Tensor) -> Tensor:
+    _refuse_gradients(x=x, w=w)
+    found: Tensor = Weight(w).apply(x)
+    return found
+
+
+@lru_cache(maxsize=256)
+def planned(
+    sizes: tuple[int, int, int, int | None],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    options: tuple[float | None, int, float, bool],
+) -> Attention:
+    """The plan of these query heads, KV heads, head_dim and page_size, with its operands prepared; for
+    `paged_kv.transformers` too.
+    """
+    sm_scale, window_left, logits_soft_cap, alibi = options
+    q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
+    return Attention(
+        AttentionPlan(
+            *sizes,
+            q_dtype,
+            kv_dtype,
+            "ALIBI" if alibi else "NONE",
+            AttentionOptions(sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap),
+            dtype_names=_DTYPE_NAMES,
+            cache_name="cache",
+        ),
+        keeps_storage=False,
+    )
+
+
+def _rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, page_size: int) -> Rows:
+    """The checked rows of a call; nothing of them is the caller's memory.
+
+    The layers of a model are called with the same indices: the rows of the last call are kept, with a copy of what they
+    were made of.
+    """
+    global _last_rows
+    arrays = [
+        as_numpy(tensor, name)
+        for tensor, name in ((block_tables, "block_tables"), (seq_lens, "seq_lens"), (qo_indptr, "qo_indptr"))
+        if tensor is not None
+    ]
+    if sum(array.size for array in arrays) > _MOST_KEPT:
+        return _new_rows(block_tables, seq_lens, qo_indptr, page_size)
+    key = (page_size, *((array.shape, array.dtype, array.tobytes()) for array in arrays))
+    kept, rows = _last_rows
+    if rows is None or key != kept:
+        rows = _new_rows(block_tables, seq_lens, qo_indptr, page_size)
+        _last_rows = key, rows
+    return rows
+
+
+def _new_rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, page_size: int) -> Rows:
+    batch = as_numpy(seq_lens, "seq_lens").size
+    lengths = checked_lengths(seq_lens, batch, _LONGEST)
+    table = lookup_table_of(block_entries(block_tables, batch), lengths, page_size)
+    if qo_indptr is None:
+        return Rows(table, np.arange(batch, dtype=np.int32), lengths.copy())
+    offsets = as_indices(qo_indptr, "qo_indptr").copy()
+    check_offsets(offsets, "qo_indptr", batch)
+    return RaggedRequests(offsets, lengths.copy(), table, None, True).rows
+
+
+def _refuse_gradients(**tensors: Tensor | None) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ContractTypeError(
+                f"{name} requires a gradient, and paged_kv's operators compute none: call them under"
+                " torch.inference_mode() or torch.no_grad()"
+            )
+
+
+def _check_ranks(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """What the shapes of the results follow from, eagerly and in a fake call."""
+    for name, tensor, rank in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
+        if tensor.dim() != rank:
+            raise ShapeError(f"{name} must have {rank} dimensions, its shape is {tuple(tensor.shape)}")
+
+
+def _fake_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    del rest
+    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache)
+    _check_ranks(q, k_cache, v_cache)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+def _fake_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object) -> None:
+    del rest
+    _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+
+
+def _fake_gather(
+    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    del block_tables, seq_lens
+    _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
+    return k_cache.new_empty((num_tokens, *k_cache.shape[2:])), v_cache.new_empty((num_tokens, *v_cache.shape[2:]))
+
+
+def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
+    _refuse_gradients(x=x, w=w)
+    for name, tensor in (("x", x), ("w", w)):
+        if tensor.dim() != 2:
+            raise ShapeError(f"{name} must have 2 dimensions, its shape is {tuple(tensor.shape)}")
+    return x.new_empty((x.shape[0], w.shape[0]))
+
+
+_DTYPE_NAMES = ("q", "cache")
+_last_rows: tuple[Any, Rows | None] = (), None
+"""Read and replaced as one value, by any number of threads."""
+
+for _name, _kernel, _fake in (
+    ("paged_attention", _attention, _fake_attention),
+    ("append_paged_kv", _append, _fake_append),
+    ("gather_paged_kv", _gather, _fake_gather),
+    ("linear", _linear, _fake_linear),
+):
+    _LIBRARY.impl(_name, _kernel, "CPU")
+    register_fake(f"paged_kv::{_name}", _fake, lib=_LIBRARY)

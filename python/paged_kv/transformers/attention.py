@@ -1,0 +1,171 @@
+"""The attention and the masks that transformers calls by the name "paged_kv".
+
+A mask is built only where the kernels do not know it: a causal one, or one with a sliding window, of sequences that are
+padded on the left, is a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from paged_kv.calls.results import Results
+from paged_kv.errors import ContractError
+from paged_kv.torch import planned
+from paged_kv.transformers.batching import attend_batch
+from paged_kv.transformers.cache import LAYER, PAGE_SIZE, Ints, PagedLayer, Step
+
+_MASK = "_paged_kv_mask"
+"""The attribute of what stands for a mask in a model's code."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What a row sees, as transformers asked for it."""
+
+    arguments: dict[str, Any]
+    """Of `sdpa_mask`."""
+    window: int | None
+    """A row sees its last `window` tokens; None: all of them."""
+    is_known: bool
+    """Whether it is causal, or causal with a window, over sequences that are padded on the left alone."""
+    padding: Ints | None
+    """`[B]`, tokens of padding; None where there is none."""
+
+    @cached_property
+    def dense(self) -> Tensor | None:
+        """Which tokens are seen, `[B, 1, T, tokens]`."""
+        mask: Tensor | None = sdpa_mask(**self.arguments | {"allow_is_causal_skip": False})
+        return mask
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """What a model's code hands on as its mask: an empty tensor that has a `Mask`; the arguments are transformers'."""
+    is_known, window = _pattern(mask_function)
+    padding = None
+    if attention_mask is not None:
+        seen = attention_mask[:, :kv_length].numpy().astype(bool)
+        if not seen.all():
+            padding = np.where(seen.any(1), seen.argmax(1), seen.shape[1])
+            is_known &= bool((seen.sum(1) == seen.shape[1] - padding).all())
+    arguments = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        **kwargs,
+    }
+    stand_in = torch.empty(0)
+    setattr(stand_in, _MASK, Mask(arguments, window, is_known, padding))
+    return stand_in
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query `[B, Hq, T, D]`, as transformers' own functions: `[B, T, Hq, D]`, and no weights.
+
+    Raises:
+        ContractError: what is asked for beside the mask is not computed here.
+    """
+    if dropout:
+        raise ContractError(f"dropout is {dropout}: paged_kv computes inference, call model.eval() first")
+    if isinstance(cache, PagedAttentionCache):
+        return attend_batch(module, query, key, value, scaling, softcap, s_aux, cache, kwargs), None
+    layer, mask = getattr(key, LAYER, None), getattr(attention_mask, _MASK, None)
+    if layer is None:
+        if softcap is not None or s_aux is not None:
+            raise ContractError("past_key_values: soft caps and sinks are computed over pages alone")
+        dense = attention_mask if mask is None else mask.dense
+        found = sdpa_attention_forward(module, query, key, value, dense, scaling=scaling, **kwargs)
+        return found[0], None
+    step = layer.store(None if mask is None or not mask.is_known else mask.padding)
+    plain = kwargs.get("position_bias") is None and kwargs.get("is_causal") in (None, True)
+    if plain and (attention_mask is None or (mask is not None and mask.is_known)):
+        window = None if mask is None else mask.window
+        return _attend(layer, step, query, scaling, window, softcap, s_aux), None
+    if softcap is not None or s_aux is not None:
+        raise ContractError("attention_mask: soft caps and sinks are computed under causal masks and windows alone")
+    keys, values = layer.dense(step)
+    dense = attention_mask if mask is None else mask.dense
+    return sdpa_attention_forward(module, query, keys, values, dense, scaling=scaling, **kwargs)[0], None
+
+
+def _attend(
+    layer: PagedLayer,
+    step: Step,
+    query: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    batch, heads, new_tokens, head_dim = query.shape
+    assert layer.k_pages is not None
+    q = query.transpose(1, 2).reshape(batch * new_tokens, heads, head_dim)
+    attention = planned(
+        (heads, layer.k_pages.shape[2], head_dim, PAGE_SIZE),
+        (query.dtype, query.dtype),
+        (scaling, -1 if window is None else window - 1, softcap or 0.0, False),
+    )
+    o: Tensor = attention.over_pages(
+        step.rows, q, (layer.k_pages, layer.v_pages), "NHD", (None, None, None), Results(), sinks=sinks
+    )
+    return o.view(batch, new_tokens, heads, head_dim)
+
+
+def _pattern(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
+    """Whether a mask of transformers is causal or a causal sliding window, and that window."""
+    if mask_function is causal_mask_function:
+        return True, None
+    for overlay, rest in _both(mask_function):
+        window = _closed_over(overlay, "sliding_window_overlay.<locals>.inner_mask", "sliding_window")
+        if rest is causal_mask_function and isinstance(window, int):
+            return True, window
+    return False, None
+
+
+def _both(mask_function: Callable[..., Any]) -> list[Any]:
+    """The two functions that `and_masks` joined; nothing for another function."""
+    functions = _closed_over(mask_function, "and_masks.<locals>.and_mask", "mask_functions")
+    return [functions] if isinstance(functions, tuple) and len(functions) == 2 else []
+
+
+def _closed_over(function: Any, qualname: str, name: str) -> Any:
+    """A variable that an inner function of transformers' masking_utils has closed over; None for another function."""
+    code = getattr(function, "__code__", None)
+    module = getattr(function, "__module__", None)
+    if code is None or module != "transformers.masking_utils" or function.__qualname__ != qualname:
+        return None
+    return dict(zip(code.co_freevars, function.__closure__, strict=True))[name].cell_contents

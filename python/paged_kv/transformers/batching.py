@@ -1,0 +1,198 @@
+"""Continuous batching (`generate_batch`) on transformers' own pages, which its scheduler hands out and shares.
+
+transformers keeps pages of all layers of one kind in one tensor, `[blocks, layers, K and V, page, Hk, D]`; a layer's K
+and V are strided views of it. Its scheduler, its prefix sharing and its writes stay; what changes is what is read: here
+pages, and not an index of every token, after which all requests attend as one row under a mask.
+
+A sliding layer's pages are a ring: token p lies in slot `p % window`. After a decode row has stored its token, the ring
+holds its window and nothing else, in some order, which attention does not depend on. The rows of a longer prompt are
+computed before they are stored, over what the ring holds of the past and the new tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache_allocators import (
+    FullAttentionCacheAllocator,
+    SlidingAttentionCacheAllocator,
+)
+
+from paged_kv.calls.attend import Attention
+from paged_kv.calls.ragged import RaggedRequests, TokenRanges
+from paged_kv.calls.results import Results
+from paged_kv.calls.rows import LookupTable, Rows
+from paged_kv.options import NO_PAGE
+from paged_kv.torch import planned
+from paged_kv.transformers.served import NAME
+
+_STEP = "_paged_kv_step"
+"""The attribute of a step's indices by which its layers find what they share."""
+
+
+class PagedFullAllocator(FullAttentionCacheAllocator):  # type: ignore[misc] # transformers has no types
+    """transformers' pages of full attention; for models on this package, what is read are page ids."""
+
+    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.on_pages = config._attn_implementation == NAME
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """The page ids of a request's tokens."""
+        if not self.on_pages:
+            return super().get_read_indices(request_id, past_length, query_length)
+        return self.block_table[request_id][: -(-(past_length + query_length) // self.tokens_per_page)]
+
+
+class PagedSlidingAllocator(SlidingAttentionCacheAllocator):  # type: ignore[misc]
+    """transformers' ring of pages; for models on this package, what is read by a decode row are page ids."""
+
+    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.on_pages = config._attn_implementation == NAME
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """The page ids of a decode row's window; of several rows the slots of the past tokens that they see."""
+        if not self.on_pages:
+            return super().get_read_indices(request_id, past_length, query_length)
+        if query_length == 1:
+            return self.block_table[request_id][: -(-min(past_length + 1, self.sliding_window) // self.tokens_per_page)]
+        return super().get_read_indices(request_id, past_length, query_length)[:-query_length]
+
+
+@dataclass(frozen=True, eq=False)
+class _Longer:
+    """The rows of one request that are computed over the past tokens of a ring and the new ones, side by side."""
+
+    begin: int
+    end: int
+    past: Tensor
+    """Slots of the past tokens."""
+    rows: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What the layers of one kind share in a forward pass."""
+
+    fresh: Rows | None
+    """All rows, over the new tokens alone: no request has past tokens."""
+    paged: Rows | None
+    """Rows over pages; None where there are none."""
+    chosen: Tensor | None
+    """Which rows `paged` has; None for all."""
+    longer: list[_Longer]
+
+
+def attend_batch(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    cache: Any,
+    given: dict[str, Any],
+) -> Tensor:
+    """Stores the new K and V `[1, Hk, T, D]` of all requests, and attends: query `[1, Hq, T, D]`, `[1, T, Hq, D]`.
+
+    Raises:
+        ContractError: a value is out of range.
+    """
+    layer = module.layer_idx
+    allocator = cache.layer_to_allocator[layer]
+    window = getattr(allocator, "sliding_window", None)
+    read, write = (given[name][allocator.index] for name in ("read_index", "write_index"))
+    step: _Step | None = getattr(write, _STEP, None)
+    if step is None:
+        lengths = np.diff(given["cu_seq_lens_k"][allocator.layer_type].numpy())
+        step = _plan(given["cu_seq_lens_q"].numpy(), lengths, read, allocator.tokens_per_page, window)
+        setattr(write, _STEP, step)
+
+    heads, head_dim = query.shape[1], query.shape[3]
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H, D]
+
+    def attention(page_size: int | None, window_left: int) -> Attention:
+        sizes = (heads, k.shape[1], head_dim, page_size)
+        return planned(sizes, (q.dtype, k.dtype), (scaling, window_left, softcap or 0.0, False))
+
+    def over_tokens(rows: Rows, some_q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        plan = attention(None, -1 if window is None else window - 1)
+        o: Tensor = plan.over_tokens(rows, some_q, kv, "NHD", _NO_SCALES, Results(), sinks=sinks)
+        return o
+
+    k_slots, v_slots = allocator._kv_token_views[layer]
+    parts = []
+    for longer in step.longer:  # before the ring is written
+        own = slice(longer.begin, longer.end)
+        kv = torch.cat([k_slots[longer.past], k[own]]), torch.cat([v_slots[longer.past], v[own]])
+        parts.append((own, over_tokens(longer.rows, q[own], kv)))
+    k_slots.index_copy_(0, write, k)
+    v_slots.index_copy_(0, write, v)
+    if step.fresh is not None:
+        return over_tokens(step.fresh, q, (k, v))[None]
+    o = None
+    if step.paged is not None:
+        some_q = q if step.chosen is None else q[step.chosen]
+        plan = attention(allocator.tokens_per_page, -1)
+        o = plan.over_pages(step.paged, some_q, _pages_of(allocator, layer), "NHD", _NO_SCALES, Results(), sinks=sinks)
+        if step.chosen is None:
+            return o[None]
+    all_rows = torch.zeros_like(q)
+    if o is not None:
+        all_rows[step.chosen] = o
+    for own, part in parts:
+        all_rows[own] = part
+    return all_rows[None]
+
+
+def _plan(offsets: Any, lengths: Any, read: Tensor, page_size: int, window: int | None) -> _Step:
+    """The rows of a step: `offsets` `[B + 1]` of q, `lengths` `[B]` of K and V, and what the allocator has to read."""
+    offsets, lengths = offsets.astype(np.int32), lengths.astype(np.int32)
+    counts = np.diff(offsets)
+    if not len(read):
+        table = TokenRanges(offsets, "cu_seq_lens_k").lookup_table()
+        return _Step(RaggedRequests(offsets, counts, table, None, True).rows, None, None, [])
+    single = counts == 1 if window is not None else np.ones(len(counts), bool)
+    num_pages = -(-lengths // np.int32(page_size))
+    ends = np.cumsum(np.where(single, num_pages, lengths - counts))
+    read_begins, found = ends - np.where(single, num_pages, lengths - counts), read.numpy()
+    longer = []
+    for b in np.flatnonzero(~single & (counts > 0)).tolist():
+        ranges = TokenRanges(np.array([0, lengths[b]], np.int32), "cu_seq_lens_k")
+        own = np.array([0, counts[b]], np.int32)
+        rows = RaggedRequests(own, lengths[b : b + 1], ranges.lookup_table(), None, True).rows
+        past = read[int(read_begins[b]) : int(ends[b])].clone()
+        longer.append(_Longer(int(offsets[b]), int(offsets[b + 1]), past, rows))
+    if not single.any():
+        return _Step(None, None, None, longer)
+    num_pages = np.where(single, num_pages, 0).astype(np.int32)
+    entries = np.full((len(counts), int(num_pages.max(initial=1))), NO_PAGE, np.uint32)
+    for b in np.flatnonzero(single).tolist():
+        entries[b, : num_pages[b]] = found[read_begins[b] : ends[b]]
+    used = entries[entries != NO_PAGE]
+    table = LookupTable(entries, num_pages, page_size, int(used.max(initial=0)), "block_table")
+    rows = RaggedRequests(offsets, lengths, table, None, True).rows
+    if not longer:
+        return _Step(None, rows, None, [])
+    chosen = np.flatnonzero(single[rows.batch])
+    some = Rows(table, rows.batch[chosen], rows.lengths[chosen])
+    return _Step(None, some, torch.from_numpy(chosen), longer)
+
+
+def _pages_of(allocator: Any, layer: int) -> tuple[Tensor, Tensor]:
+    """K and V of a layer, `[blocks, page, Hk, D]`: views of the tensor that all layers of its kind share."""
+    tokens, _, heads, head_dim = allocator.cache_tensor.shape
+    pages = allocator.cache_tensor.view(
+        tokens // allocator.tokens_per_block, allocator.pages_per_block, 2, allocator.tokens_per_page, heads, head_dim
+    )
+    at = allocator.layer_indices.index(layer)
+    return pages[:, at, 0], pages[:, at, 1]
+
+
+_NO_SCALES = (None, None, None)

@@ -1,0 +1,314 @@
+"""The cache of plain `generate`: one page table for all layers, and a tensor of pages for K and for V of each layer.
+
+A page is shared by several sequences after a beam search has reordered them, and copied when one of them writes to it.
+Left padding is not stored: a sequence's tokens begin with its first real one.
+
+Letters in shapes: B sequences, T new tokens of each, P tokens of a page, Hk KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from paged_kv.calls.rows import LookupTable, Rows
+from paged_kv.errors import ContractError, ShapeError
+from paged_kv.options import NO_PAGE
+
+PAGE_SIZE = 32
+LAYER = "_paged_kv_layer"
+"""The attribute of new keys by which the attention finds their layer."""
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The new tokens of one forward pass, the same for all layers."""
+
+    start: int
+    """Tokens of each sequence before, padding included."""
+    new_tokens: int
+    """T."""
+    padding: Ints
+    """`[B]`, tokens at the begin of each sequence that are none."""
+    rows: Rows
+    """The B * T query rows; those of padding see nothing."""
+    slots: Tensor
+    """`[N]`: page * P + slot of each token that is stored."""
+    stored: Tensor | None
+    """`[N]`: which of the B * T tokens these are; None for all."""
+    copies: list[tuple[int, int]]
+    """Pages that are copied before, from and to."""
+
+
+class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
+    """A `Cache` of transformers whose layers are pages; `generate` makes one where none is given.
+
+    It may be given to `generate` again, as `past_key_values`, with the text so far. Beam search and assisted generation
+    reorder and crop it.
+
+    Args:
+        config: Of the model.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.table = PageTables()
+        self._step: Step | None = None
+        super().__init__(layers=[PagedLayer(self) for _ in range(config.num_hidden_layers)])
+
+    def step(self, start: int, new_tokens: int, batch: int, padding: Ints | None) -> Step:
+        """The facts of a forward pass, made by its first layer.
+
+        Raises:
+            ContractError: the padding is another one than before.
+        """
+        step = self._step
+        if step is None or (step.start, step.new_tokens) != (start, new_tokens):
+            step = self._step = self.table.extend(start, new_tokens, batch, padding)
+        return step
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes what sequence `beam_idx[i]` was."""
+        self.table.select(beam_idx.cpu().numpy())
+        self._step = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence becomes `repeats` ones, side by side."""
+        self.table.select(np.repeat(np.arange(self.table.batch), repeats))
+        self._step = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """As `reorder_cache`, of any number of sequences."""
+        self.reorder_cache(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens; 0 removes none."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must not be positive, it is {tokens_to_remove}")
+        super().crop(tokens_to_remove)
+        self.table.crop(self.get_seq_length())
+        self._step = None
+
+    def reset(self) -> None:
+        """Removes all tokens."""
+        super().reset()
+        self.table = PageTables()
+        self._step = None
+
+
+class PageTables:
+    """The pages of each sequence, and by how many each page is used."""
+
+    def __init__(self) -> None:
+        self.entries = np.zeros((0, 0), np.int64)  # [B, n], -1 past a sequence's pages
+        self.counts = np.zeros(0, np.int64)  # [B]
+        self.padding: Ints | None = None  # [B]
+        self.users = np.zeros(0, np.int64)  # [pages]
+        self._free: list[int] = []
+
+    @property
+    def batch(self) -> int:
+        """B; 0 before the first tokens."""
+        return len(self.counts)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the layers' tensors must have."""
+        return len(self.users)
+
+    def extend(self, start: int, new_tokens: int, batch: int, padding: Ints | None) -> Step:
+        """Makes room for T tokens of each sequence after the `start` that it has.
+
+        Raises:
+            ShapeError: there are another number of sequences than before.
+            ContractError: the padding is another one than before.
+        """
+        if not self.batch:
+            self.entries, self.counts = np.full((batch, 0), -1, np.int64), np.zeros(batch, np.int64)
+        if batch != self.batch:
+            raise ShapeError(f"past_key_values holds {self.batch} sequences, {batch} are given")
+        if self.padding is None or not start:
+            self.padding = np.zeros(batch, np.int64) if padding is None else padding
+        elif padding is not None:
+            # A prompt that comes in parts may have had nothing but padding so far.
+            differs = (padding != self.padding) & (self.padding < start)
+            if differs.any():
+                b = int(differs.argmax())
+                raise ContractError(
+                    f"attention_mask: sequence {b} begins with {padding[b]} tokens of padding, in past_key_values with"
+                    f" {self.padding[b]}"
+                )
+            self.padding = padding
+        ends = np.maximum(start + new_tokens - self.padding, 0)
+        begins = np.maximum(start - self.padding, 0)
+        copies = self._make_writable(begins, ends)
+        positions = start + np.arange(new_tokens) - self.padding[:, None]  # [B, T]
+        real = positions >= 0
+        at = np.maximum(positions, 0)
+        pages = np.take_along_axis(self.entries, at // PAGE_SIZE, 1) if self.entries.size else at
+        slots = torch.from_numpy((pages * PAGE_SIZE + at % PAGE_SIZE)[real])
+        stored = None if real.all() else torch.from_numpy(np.flatnonzero(real))
+        lengths = np.maximum(positions + 1, 0).astype(np.int32).reshape(-1)
+        requests = np.repeat(np.arange(batch, dtype=np.int32), new_tokens)
+        entries = np.where(self.entries < 0, NO_PAGE, self.entries).astype(np.uint32)
+        highest = int(self.entries.max(initial=-1))
+        table = LookupTable(entries, self.counts.astype(np.int32), PAGE_SIZE, highest, "past_key_values")
+        rows = Rows(table, np.where(lengths > 0, requests, np.int32(-1)), lengths)
+        return Step(start, new_tokens, self.padding, rows, slots, stored, copies)
+
+    def select(self, indices: npt.NDArray[Any]) -> None:
+        """Sequence i becomes what sequence `indices[i]` was."""
+        self.entries, self.counts = self.entries[indices], self.counts[indices]
+        if self.padding is not None:
+            self.padding = self.padding[indices]
+        self._count()
+
+    def crop(self, tokens: int) -> None:
+        """Returns the pages past the first `tokens` tokens of each sequence, padding included."""
+        if self.padding is None:
+            return
+        self.counts = np.minimum(self.counts, -(-np.maximum(tokens - self.padding, 0) // PAGE_SIZE))
+        self.entries = np.where(np.arange(self.entries.shape[1]) < self.counts[:, None], self.entries, -1)
+        self._count()
+
+    def _count(self) -> None:
+        used = self.entries[self.entries >= 0]
+        self.users = np.bincount(used, minlength=len(self.users))
+        self._free = np.flatnonzero(self.users == 0)[::-1].tolist()
+
+    def _make_writable(self, begins: Ints, ends: Ints) -> list[tuple[int, int]]:
+        """Gives each sequence pages of its own for its tokens `begins[b]` to `ends[b]`; the copies of shared ones."""
+        needed = -(-ends // PAGE_SIZE)
+        more = int(needed.max(initial=0)) - self.entries.shape[1]
+        if more > 0:
+            room = np.full((self.batch, max(more, self.entries.shape[1] // 2)), -1, np.int64)
+            self.entries = np.concatenate([self.entries, room], 1)
+        copies = []
+        first = begins // PAGE_SIZE
+        for b in np.flatnonzero((begins < ends) & (first < self.counts)).tolist():
+            for column in range(int(first[b]), int(min(needed[b], self.counts[b]))):
+                page = int(self.entries[b, column])
+                if self.users[page] > 1:
+                    self.users[page] -= 1
+                    self.entries[b, column] = new = self._take()
+                    copies.append((page, new))
+        for b in np.flatnonzero(needed > self.counts).tolist():
+            for column in range(int(self.counts[b]), int(needed[b])):
+                self.entries[b, column] = self._take()
+            self.counts[b] = needed[b]
+        return copies
+
+    def _take(self) -> int:
+        if not self._free:
+            old = len(self.users)
+            new = max(2 * old, 8 * self.batch)
+            self.users = np.concatenate([self.users, np.zeros(new - old, np.int64)])
+            self._free = list(range(new - 1, old - 1, -1))
+        page = self._free.pop()
+        self.users[page] = 1
+        return page
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no types
+    """The pages of one layer. `update` only keeps new tokens: the attention, which knows the padding, stores them."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self._seen = 0
+        self._new: tuple[Tensor, Tensor] | None = None
+        self.k_pages: Tensor | None = None
+        self.v_pages: Tensor | None = None
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: pages are made as they are needed."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keeps the new K and V `[B, Hk, T, D]` for the attention, and returns them."""
+        del args, kwargs
+        if self._new is not None:
+            raise ContractError("past_key_values: a layer's keys were not attended to: is its attention replaced?")
+        if key_states.shape != value_states.shape:
+            raise ShapeError(f"keys are {list(key_states.shape)}, values {list(value_states.shape)}: not the same")
+        self._new = key_states, value_states
+        setattr(key_states, LAYER, self)
+        return key_states, value_states
+
+    def store(self, padding: Ints | None) -> Step:
+        """Writes the tokens that `update` was given to their pages."""
+        assert self._new is not None
+        (keys, values), self._new = self._new, None
+        batch, heads, new_tokens, head_dim = keys.shape
+        step = self._cache.step(self._seen, new_tokens, batch, padding)
+        k_pages, v_pages = self._pages(keys)
+        for source, target in step.copies:
+            k_pages[target], v_pages[target] = k_pages[source], v_pages[source]
+        for pages, states in ((k_pages, keys), (v_pages, values)):
+            rows = states.transpose(1, 2).reshape(batch * new_tokens, heads, head_dim)
+            if step.stored is not None:
+                rows = rows[step.stored]
+            pages.view(-1, heads, head_dim).index_copy_(0, step.slots, rows)
+        self._seen += new_tokens
+        return step
+
+    def dense(self, step: Step) -> tuple[Tensor, Tensor]:
+        """K and V of all tokens, `[B, Hk, tokens, D]`: zeros for padding."""
+        assert self.k_pages is not None
+        assert self.v_pages is not None
+        table = self._cache.table
+        positions = np.arange(self._seen) - step.padding[:, None]
+        at = np.maximum(positions, 0)
+        slots = np.take_along_axis(table.entries, at // PAGE_SIZE, 1) * PAGE_SIZE + at % PAGE_SIZE
+        real = torch.from_numpy(positions >= 0)[:, :, None, None]
+        found = []
+        for pages in (self.k_pages, self.v_pages):
+            rows = pages.view(-1, *pages.shape[2:])[torch.from_numpy(slots)]  # [B, tokens, Hk, D]
+            found.append(torch.where(real, rows, 0).transpose(1, 2))  # unused slots may hold anything
+        return found[0], found[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Tokens that a mask is for, and the first of them: all."""
+        return self._seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence, padding included."""
+        return self._seen
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens."""
+        self._seen = max(self._seen + tokens_to_remove, 0)
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self._seen, self._new = 0, None
+
+    def _pages(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The tensors of pages, as many as the table has."""
+        count, (heads, head_dim) = self._cache.table.num_pages, (keys.shape[1], keys.shape[3])
+        if self.k_pages is None or self.v_pages is None or len(self.k_pages) < count:
+            shape = (count, PAGE_SIZE, heads, head_dim)
+            self.k_pages, self.v_pages = _longer(self.k_pages, shape, keys), _longer(self.v_pages, shape, keys)
+        return self.k_pages, self.v_pages
+
+
+def _longer(pages: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    new = torch.empty(shape, dtype=like.dtype)
+    if pages is not None:
+        new[: len(pages)] = pages
+    return new

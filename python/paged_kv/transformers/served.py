@@ -1,0 +1,82 @@
+"""Which models and which calls run on pages; the others go on by transformers' own code, said once by a warning."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation.continuous_batching.utils import find_head_dim
+
+from paged_kv.options import Q_DTYPES, is_head_dim
+from paged_kv.transformers.cache import PagedCache
+
+NAME = "paged_kv"
+"""What transformers calls this attention: `config._attn_implementation`."""
+
+_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+_REPLACED = ("eager", "sdpa", NAME)
+"""A model that was told to use another attention keeps it."""
+
+_warned: set[tuple[str, str]] = set()
+
+
+def why_not(model: Any) -> str | None:
+    """Why a model does not run on pages; None where it does."""
+    config = model.config
+    if config.is_encoder_decoder:
+        return "it has an encoder and cross attention"
+    if config.get_text_config() is not config:
+        return "it reads more than text"
+    if model.device.type != "cpu":
+        return f"it is on {model.device}, and this runs on a CPU"
+    if str(model.dtype).removeprefix("torch.") not in Q_DTYPES:
+        return f"its dtype is {model.dtype}"
+    if config._attn_implementation not in _REPLACED:
+        return f"it was told to use {config._attn_implementation!r}"
+    if not model._can_set_attn_implementation() or not model._supports_default_dynamic_cache():
+        return "its attention cannot be replaced"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "its attention is latent (MLA)"
+    types = set(get_layer_types_and_kwargs(config)[0])
+    if not types <= _ATTENTION_TYPES:
+        return f"it has layers of type {', '.join(sorted(types - _ATTENTION_TYPES))}"
+    head_dim = find_head_dim(config)
+    if not is_head_dim(head_dim):
+        return f"its head_dim is {head_dim}"
+    return None
+
+
+def why_not_generate(model: Any, generation_config: Any, given: dict[str, Any]) -> str | None:
+    """Why a call of `generate` does not run on pages, which its model does; None where it does."""
+
+    def option(name: str) -> Any:
+        found = given.get(name)
+        found = getattr(generation_config, name, None) if found is None else found
+        return getattr(model.generation_config, name, None) if found is None else found
+
+    cache = given.get("past_key_values")
+    if cache is not None and not isinstance(cache, PagedCache):
+        return f"past_key_values is a {type(cache).__name__}"
+    if option("cache_implementation") not in (None, "dynamic"):
+        return f"cache_implementation is {option('cache_implementation')!r}"
+    if option("use_cache") is False:
+        return "use_cache is False"
+    if option("output_attentions"):
+        return "output_attentions is set"
+    mask = given.get("attention_mask")
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+        return "attention_mask is not [batch, tokens]"
+    return None
+
+
+def warn_once(model: Any, call: str, reason: str) -> None:
+    """Says of a class of models, once for each reason, that transformers' own code runs."""
+    key = type(model).__name__, reason
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(
+            f"paged_kv.transformers does not serve {call} of {key[0]}: {reason}; it runs by transformers' own code",
+            stacklevel=3,
+        )

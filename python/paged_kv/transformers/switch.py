@@ -1,0 +1,175 @@
+"""What is replaced in transformers, and put back: `generate`, and how continuous batching is set up.
+
+While a call runs, its model's `config._attn_implementation` is "paged_kv", under which transformers finds the attention
+and the masks of this package.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import transformers
+from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.utils import GenerationMixin
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from paged_kv.errors import ToolchainError
+from paged_kv.transformers import linear
+from paged_kv.transformers.attention import attention_forward, attention_mask
+from paged_kv.transformers.batching import PagedFullAllocator, PagedSlidingAllocator
+from paged_kv.transformers.cache import PagedCache
+from paged_kv.transformers.served import NAME, warn_once, why_not, why_not_generate
+
+TESTED = "5.23"
+"""The release of transformers whose internals this knows."""
+
+_lock = threading.RLock()
+_originals: dict[str, Any] = {}
+_running: dict[int, tuple[int, Callable[[], None]]] = {}
+"""By the id of a model that runs on pages: in how many calls and managers, and what makes it as it was."""
+
+
+def enable() -> None:
+    """Makes `generate` and `generate_batch` of every model that can run on pages do so, in this process.
+
+    A call that cannot runs by transformers' own code, which a warning says once for each class of models and reason.
+
+    Raises:
+        ToolchainError: another release of transformers is installed.
+    """
+    found = transformers.__version__
+    if found.rpartition(".")[0] != TESTED:
+        raise ToolchainError(
+            f"paged_kv.transformers knows the internals of transformers {TESTED}, {found} is installed"
+        )
+    with _lock:
+        if _originals:
+            return
+        _originals.update(
+            generate=GenerationMixin.generate,
+            switch=ContinuousBatchingManager.switch_to_cb_friendly_attn,
+            allocators=dict(ATTN_TYPE_TO_ALLOCATOR),
+        )
+        AttentionInterface.register(NAME, attention_forward)
+        AttentionMaskInterface.register(NAME, attention_mask)
+        GenerationMixin.generate = _generate(_originals["generate"])
+        ContinuousBatchingManager.switch_to_cb_friendly_attn = _switch(_originals["switch"])
+        ATTN_TYPE_TO_ALLOCATOR.update(full_attention=PagedFullAllocator, sliding_attention=PagedSlidingAllocator)
+
+
+def disable() -> None:
+    """Puts transformers' own code back. Calls that run, and managers that were made, go on as they began."""
+    with _lock:
+        if not _originals:
+            return
+        GenerationMixin.generate = _originals["generate"]
+        ContinuousBatchingManager.switch_to_cb_friendly_attn = _originals["switch"]
+        ATTN_TYPE_TO_ALLOCATOR.update(_originals["allocators"])
+        _originals.clear()
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """`enable()`, and at its end `disable()`, unless it was enabled before.
+
+    Raises:
+        ToolchainError: as `enable`.
+    """
+    before = bool(_originals)
+    enable()
+    try:
+        yield
+    finally:
+        if not before:
+            disable()
+
+
+def _generate(original: Any) -> Any:
+    @wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generation_config = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        reason = why_not(self) or why_not_generate(self, generation_config, kwargs)
+        if reason is not None:
+            warn_once(self, "generate", reason)
+            return original(self, *args, **kwargs)
+        if kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = PagedCache(self.config)
+        with _on_pages(self):
+            return original(self, *args, **kwargs)
+
+    return generate
+
+
+def _switch(original: Any) -> Any:
+    @wraps(original)
+    def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
+        reason = why_not(model)
+        if reason is not None:
+            warn_once(model, "generate_batch", reason)
+            original(self, model, auto_switch_to_flash)
+            return
+        if "stop" not in self.__dict__:  # a manager that was kept for another session is set up again
+            _take(model)
+            self.stop = _releasing(self, model)
+
+    return switch_to_cb_friendly_attn
+
+
+def _releasing(manager: Any, model: Any) -> Any:
+    """`stop` of a continuous batching manager, after which its model is as before."""
+    stop = manager.stop
+
+    @wraps(stop)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            stop(*args, **kwargs)
+        finally:
+            if manager.__dict__.pop("stop", None) is not None:
+                _release(model)
+
+    return wrapper
+
+
+@contextmanager
+def _on_pages(model: Any) -> Iterator[None]:
+    _take(model)
+    try:
+        yield
+    finally:
+        _release(model)
+
+
+def _take(model: Any) -> None:
+    """Gives a model this package's attention and linear layers, until as many calls of `_release`."""
+    with _lock:
+        calls, put_back = _running.get(id(model)) or (0, _replace(model))
+        _running[id(model)] = calls + 1, put_back
+
+
+def _release(model: Any) -> None:
+    with _lock:
+        calls, put_back = _running.pop(id(model))
+        if calls > 1:
+            _running[id(model)] = calls - 1, put_back
+        else:
+            put_back()
+
+
+def _replace(model: Any) -> Callable[[], None]:
+    """Replaces a model's attention and linear layers; returns what puts them back."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    restore = linear.replace(model)
+
+    def put_back() -> None:
+        restore()
+        if before != NAME:
+            model.set_attn_implementation(before)
+
+    return put_back

@@ -1,0 +1,297 @@
+"""transformers' `generate` and `generate_batch` on pages: greedy tokens in float32 are those of transformers alone."""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+import paged_kv.transformers
+from paged_kv.errors import ToolchainError
+from paged_kv.transformers import PagedCache, linear, switch
+from support.decoding import load_variants
+
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "num_hidden_layers": 3,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 2, "layer_types": WINDOWS, "sliding_window": 19}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", {}),
+    "Qwen2": (
+        "Qwen2ForCausalLM",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
+    ),
+    "Qwen3": ("Qwen3ForCausalLM", {}),
+    "Mistral": ("MistralForCausalLM", {"sliding_window": 21}),
+    "Gemma2": (
+        "Gemma2ForCausalLM",
+        {"sliding_window": 19, "layer_types": WINDOWS, "query_pre_attn_scalar": 50, "attn_logit_softcapping": 5.0},
+    ),
+    "Gemma3Text": (
+        "Gemma3ForCausalLM",
+        {"sliding_window": 19, "layer_types": WINDOWS, "query_pre_attn_scalar": 50},
+    ),
+    "Phi3": ("Phi3ForCausalLM", {"num_attention_heads": 4, "head_dim": 16, "sliding_window": 40}),
+    "Olmo2": ("Olmo2ForCausalLM", {"head_dim": 8}),
+    "GptOss": ("GptOssForCausalLM", {"num_local_experts": 4, "intermediate_size": 32} | EXPERTS),
+    "Qwen3Moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    ),
+}
+PROMPTS = [np.random.default_rng(n).integers(2, 256, n).tolist() for n in (1, 2, 17, 32, 33, 100, 255, 300)]
+NEW_TOKENS = 10
+TOLERANCE = 1e-3
+"""Of the logarithm of a probability, in float32."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _variants() -> None:
+    load_variants()
+
+
+@pytest.fixture(autouse=True)
+def _switched_off() -> Iterator[None]:
+    yield
+    paged_kv.transformers.disable()
+
+
+def make(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model with random weights, large enough that its attention decides."""
+    torch.manual_seed(seed)
+    name, options = FAMILIES[family]
+    config = getattr(transformers, f"{family}Config")(**BASE | options | changes)
+    model = getattr(transformers, name)(config).eval().to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.mul_(6)
+            if "sinks" in name:
+                parameter.normal_()
+    return model
+
+
+def generate(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:
+    """`generate` over all prompts at once, padded on the left: the new tokens."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    found = model.generate(ids, attention_mask=mask, **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options)
+    return found if options.get("return_dict_in_generate") else found[:, longest:]
+
+
+def with_logprobs(model: Any) -> tuple[list[list[int]], np.ndarray]:
+    """`generate`: the new tokens `[B, NEW_TOKENS]`, and the logarithm of each one's probability."""
+    found = generate(model, output_logits=True, return_dict_in_generate=True)
+    tokens = found.sequences[:, -NEW_TOKENS:]
+    logprobs = torch.stack(found.logits, 1).float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+    return tokens.tolist(), logprobs.numpy()
+
+
+def generate_batch(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+    """The new tokens of `results_of_batch`."""
+    return [result.generated_tokens for result in results_of_batch(model, prompts, **options)]
+
+
+def results_of_batch(model: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[Any]:
+    """`generate_batch`, whose prompts come in parts of up to 40 tokens, beside decode rows."""
+    config = GenerationConfig(
+        **{"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0} | options
+    )
+    batching = ContinuousBatchingConfig(num_blocks=140, max_batch_tokens=40, page_size=16, return_logprobs=True)
+    results = model.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
+    assert [result.error for result in results.values() if result.error] == []
+    return list(results.values())
+
+
+@contextmanager
+def on_pages_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Enabled, and torch's attention raises."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("torch's attention ran")
+
+    with paged_kv.transformers.enabled(), monkeypatch.context() as patched:
+        patched.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(family)
+    before = model.config._attn_implementation
+    tokens, logprobs = with_logprobs(model)
+    with on_pages_alone(monkeypatch):
+        found_tokens, found = with_logprobs(model)
+        # transformers' own generate_batch drops Gemma 2's soft cap: its `generate` is the measure of both.
+        batch = results_of_batch(model)
+    assert found_tokens == tokens
+    assert [result.generated_tokens for result in batch] == tokens
+    np.testing.assert_allclose(found, logprobs, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose([result.logprobs for result in batch], logprobs, atol=TOLERANCE, rtol=0)
+    assert model.config._attn_implementation == before
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Any:
+    return make("Gemma3Text")
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "beam search": lambda model: generate(model, num_beams=3),
+    "several of the beams": lambda model: generate(model, num_beams=4, num_return_sequences=3, length_penalty=0.5),
+    "prompts in parts": lambda model: generate(model, prefill_chunk_size=64),
+    "assisted": lambda model: generate(model, PROMPTS[4:5], assistant_model=make("Gemma3Text", seed=2)),
+    "prompt lookup": lambda model: generate(model, [PROMPTS[5] * 2], prompt_lookup_num_tokens=3),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_decoding(way: str, gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = WAYS[way](gemma)
+    with on_pages_alone(monkeypatch):
+        assert WAYS[way](gemma).tolist() == expected.tolist()
+
+
+def test_a_cache_is_used_again(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def turns(cache: Any) -> torch.Tensor:
+        options = {"max_new_tokens": 5, "do_sample": False}
+        first = gemma.generate(
+            torch.tensor([PROMPTS[4]]), past_key_values=cache, return_dict_in_generate=True, **options
+        )
+        text = torch.cat([first.sequences, torch.tensor([PROMPTS[2]])], 1)
+        found: torch.Tensor = gemma.generate(text, past_key_values=first.past_key_values, **options)
+        return found
+
+    expected = turns(DynamicCache(config=gemma.config))
+    with on_pages_alone(monkeypatch):
+        assert turns(PagedCache(gemma.config)).tolist() == expected.tolist()
+
+
+def test_a_mask_with_holes_is_built(gemma: Any) -> None:
+    mask = torch.ones(1, 33, dtype=torch.long)
+    mask[0, 5:9] = 0
+    ids = torch.tensor([PROMPTS[4]])
+    expected = gemma.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    with paged_kv.transformers.enabled():
+        found = gemma.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    assert found.tolist() == expected.tolist()
+
+
+def test_shared_prefixes_and_forks_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("Llama")
+    prompts = [PROMPTS[6] + PROMPTS[2], PROMPTS[6] + PROMPTS[3], PROMPTS[6][:200]]
+    expected = generate(model, prompts).tolist()
+    with on_pages_alone(monkeypatch):
+        found = generate_batch(model, prompts, do_sample=True, top_k=1, num_return_sequences=2)
+    assert found == [tokens for tokens in expected for _ in range(2)]
+
+
+def test_threads_share_a_model(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [generate(gemma, [prompt]).tolist() for prompt in PROMPTS[3:6]]
+    found: dict[int, Any] = {}
+    with on_pages_alone(monkeypatch):
+        threads = [
+            threading.Thread(target=lambda i=i: found.update({i: generate(gemma, [PROMPTS[3 + i]]).tolist()}))
+            for i in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=300)
+    assert [found[i] for i in range(3)] == expected
+    assert not switch._running
+
+
+def test_linear_layers_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make("Llama", dtype=torch.bfloat16, hidden_size=512), torch.tensor([PROMPTS[3]])
+    options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    threads, applied = torch.get_num_threads(), []
+    apply = linear.Weight.apply
+    monkeypatch.setattr(linear.Weight, "apply", lambda self, x: applied.append(len(x)) or apply(self, x))
+    with on_pages_alone(monkeypatch):
+        found = model.generate(ids, **options)
+    # Two weights of a layer are large enough, and the head, which has one row of the prompt too; its 32 are torch's.
+    assert set(applied) == {1}
+    assert len(applied) == 1 + 2 * (3 * 2 + 1)
+    with torch.no_grad():
+        expected = model(found.sequences[:, :-1]).logits[0, -1].float()
+    assert float((found.logits[-1][0].float() - expected).abs().max()) < 0.05 * float(expected.abs().max())
+    assert torch.get_num_threads() == threads
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_a_model_that_is_not_served_says_so_once() -> None:
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+    with paged_kv.transformers.enabled():
+        with pytest.warns(UserWarning, match="does not serve generate of T5.*: it has an encoder and cross attention"):
+            assert model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == expected.tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.generate(ids, max_new_tokens=3, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"past_key_values": "DynamicCache"}, "past_key_values is a DynamicCache"),
+        ({"cache_implementation": "static"}, "cache_implementation is 'static'"),
+        ({"use_cache": False}, "use_cache is False"),
+    ],
+    ids=["a cache", "a kind of cache", "no cache"],
+)
+def test_a_call_that_is_not_served(options: dict[str, Any], reason: str, gemma: Any) -> None:
+    if "past_key_values" in options:
+        options = {"past_key_values": DynamicCache(config=gemma.config)}
+    ids = torch.tensor([PROMPTS[2]])
+    with paged_kv.transformers.enabled(), pytest.warns(UserWarning, match=reason):
+        gemma.generate(ids, max_new_tokens=2, do_sample=False, **options)
+
+
+def test_disable_puts_everything_back() -> None:
+    def state() -> list[Any]:
+        manager = ContinuousBatchingManager
+        return [transformers.GenerationMixin.generate, manager.switch_to_cb_friendly_attn, dict(ATTN_TYPE_TO_ALLOCATOR)]
+
+    before = state()
+    paged_kv.transformers.enable()
+    paged_kv.transformers.enable()
+    with paged_kv.transformers.enabled():
+        assert state() != before
+    assert state() != before  # it was enabled before
+    paged_kv.transformers.disable()
+    paged_kv.transformers.disable()
+    assert state() == before
+
+
+def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.24.1")
+    with pytest.raises(ToolchainError, match=r"knows the internals of transformers 5\.23, 5\.24\.1 is installed"):
+        paged_kv.transformers.enable()
