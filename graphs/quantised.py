@@ -2,7 +2,7 @@
 
 A quantised weight `[N, K]` is a uint8 tensor `[N, bytes]`, as the file stores it: along each row, blocks of 32 or 256
 elements with their scales. The activations that it multiplies are rounded to int8 as llama.cpp rounds them: 32 to a
-float16 scale beside Q4_0, Q8_0 and IQ4_NL, 256 to a float32 scale beside the others
+float16 scale beside Q4_0, Q8_0, IQ4_NL and MXFP4, 256 to a float32 scale beside the others
 ([how](../mojo_ops/linear/quantised/README.md)). Each activation is thus off by about half a scale at most.
 """
 
@@ -17,7 +17,7 @@ from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_value, names
 
-Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 """Of GGUF's encodings, those that the kernels multiply by, in the order of their indices there."""
 
@@ -25,7 +25,7 @@ QUANTISED_LINEAR = "paged_kv_quantised_linear"
 QUANTISED_ROWS = "paged_kv_quantised_rows"
 
 _BLOCKS: dict[Encoding, tuple[int, int]] = {
-    "Q4_0": (32, 18), "Q8_0": (32, 34), "IQ4_NL": (32, 18),
+    "Q4_0": (32, 18), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "MXFP4": (32, 17),
     "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_XS": (256, 136),
 }  # fmt: skip
 """Elements and bytes of a block."""

@@ -17,6 +17,7 @@ from .linear.quantised.encodings import (
     ENCODING_COUNT,
     IQ4_NL,
     IQ4_XS,
+    MXFP4,
     Q4_0,
     Q4_K,
     Q5_K,
@@ -168,6 +169,8 @@ struct QuantisedRowsLayer:
             chosen.unpack[Q5_K](workers)
         elif encoding == Q6_K.INDEX:
             chosen.unpack[Q6_K](workers)
-        else:
-            comptime assert encoding == IQ4_XS.INDEX, "an encoding that is not known"
+        elif encoding == IQ4_XS.INDEX:
             chosen.unpack[IQ4_XS](workers)
+        else:
+            comptime assert encoding == MXFP4.INDEX, "an encoding that is not known"
+            chosen.unpack[MXFP4](workers)

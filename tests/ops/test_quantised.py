@@ -166,6 +166,8 @@ def test_rows(encoding, tokens):
     blocks = random_blocks(encoding, ODD, 768)
     kinds = np.array([0, 6e-8, 6.1e-5, 6.104e-5, 1, 65504], np.float16)  # zero, subnormal, smallest normal, largest
     set_scales(blocks, encoding, np.concatenate([kinds, -kinds]))
+    if encoding == "MXFP4":
+        blocks[:4, 0] = 2, 3, 253, 254  # at 0 and 1 values are below float32's normal numbers: threads may flush them
     chosen = np.random.default_rng(tokens).integers(0, ODD, tokens).astype(np.uint32)
     chosen[: min(tokens, 12)] = np.arange(min(tokens, 12))
     values = op_graphs.models()[f"rows_{encoding}"].execute(chosen, blocks)[0].to_numpy()

@@ -6,13 +6,13 @@ And activations, rounded as llama.cpp rounds them beside each encoding.
 import gguf
 import numpy as np
 
-ENCODINGS = ("Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+ENCODINGS = ("Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4")
 KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q4_1", *ENCODINGS)}
 SCALES = {
     "Q4_0": {0: 0.05}, "Q8_0": {0: 4e-3}, "IQ4_NL": {0: 4e-3}, "Q4_K": {0: 1e-3, 2: 1e-3}, "Q5_K": {0: 5e-4, 2: 5e-4},
     "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4},
 }  # fmt: skip
-"""Where a block's float16 numbers lie, and how large those of `random_blocks` are."""
+"""Where a block's float16 numbers lie, and how large those of `random_blocks` are. MXFP4 has a byte, E8M0, instead."""
 
 
 def quantise(weight, encoding):
@@ -38,16 +38,23 @@ def random_blocks(encoding, rows, elements, seed=0):
     blocks, block_bytes = gguf.GGML_QUANT_SIZES[KINDS[encoding]]
     data = random.integers(0, 256, (rows, elements // blocks, block_bytes), np.uint8)
 
-    for at, largest in SCALES[encoding].items():
+    if encoding == "MXFP4":
+        data[:, :, 0] = random.integers(116, 122, data.shape[:2])
+    for at, largest in SCALES.get(encoding, {}).items():
         values = random.uniform(-largest, largest, (*data.shape[:2], 1)).astype(np.float16)
         data[:, :, at : at + 2] = values.view(np.uint8)
     return data.reshape(rows, -1)
 
 
 def set_scales(blocks, encoding, values):
-    """Overwrites the float16 scales of the first blocks of `blocks` `[N, bytes]`, in place."""
+    """Overwrites the scales of the first blocks of `blocks` `[N, bytes]`, in place, by float16 numbers, or powers of two
+    as large.
+    """
     size = gguf.GGML_QUANT_SIZES[KINDS[encoding]][1]
     flat = blocks.reshape(-1, size)[: len(values)]
+    if encoding == "MXFP4":
+        flat[:, 0] = np.frexp(np.abs(values[: len(flat)], dtype=np.float32))[1] + 127
+        return
     for at in SCALES[encoding]:
         flat[:, at : at + 2] = _halves(values[: len(flat), None])
 

@@ -18,7 +18,7 @@ comptime ALL = Words(0x80808080)
 
 comptime BLOCK_ENCODINGS = 0b1111000
 """The bits of the encodings for which x is rounded by blocks of 256."""
-comptime ENCODING_COUNT = 7
+comptime ENCODING_COUNT = 8
 
 
 def encodings_mask(encodings: Int, count: Int) -> Int:
@@ -44,6 +44,7 @@ def check_row_bytes(found: Int, encoding: Int, k: Int) raises:
     check_row[Q5_K](found, encoding, k)
     check_row[Q6_K](found, encoding, k)
     check_row[IQ4_XS](found, encoding, k)
+    check_row[MXFP4](found, encoding, k)
 
 
 def check_row[E: Encoding](found: Int, encoding: Int, k: Int) raises:
@@ -104,14 +105,17 @@ def set_nibbles(tile: Tile, step: Int, quads: Words):
     tile.set_step(step + 4, (quads >> 4) & LOW)
 
 
-comptime IQ4_VALUES = SIMD[DType.int8, 16](-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+comptime Values = SIMD[DType.int8, 16]
+comptime IQ4_VALUES = Values(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What 4 bits mean in IQ4_NL and IQ4_XS: steps that are finer around zero."""
+comptime E2M1_VALUES = Values(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice what 4 bits mean in MXFP4: a sign, two bits of exponent, one of mantissa."""
 
 
 @always_inline
-def set_values(tile: Tile, step: Int, quads: Words):
-    """As `set_nibbles`, of `IQ4_VALUES`."""
-    comptime table = bitcast[DType.uint8, 16](IQ4_VALUES) + UInt8(SIGNED_OFFSET)
+def set_values[values: Values](tile: Tile, step: Int, quads: Words):
+    """As `set_nibbles`, of `values`."""
+    comptime table = bitcast[DType.uint8, 16](values) + UInt8(SIGNED_OFFSET)
     var low = table._dynamic_shuffle(bitcast[DType.uint8, 64](quads & LOW))
     var high = table._dynamic_shuffle(bitcast[DType.uint8, 64]((quads >> 4) & LOW))
     tile.set_step(step, bitcast[DType.uint32, DOT_ROWS](low))
@@ -165,7 +169,7 @@ struct IQ4_NL(Encoding):
 
     @staticmethod
     def unpack(raw: Raw, tile: Tile):
-        unpack_small[set_values](raw, tile)
+        unpack_small[set_values[IQ4_VALUES]](raw, tile)
 
 
 struct Q8_0(Encoding):
@@ -327,4 +331,36 @@ struct IQ4_XS(Encoding):
             comptime for i in range(4):
                 # 136 = 8 x 16 + 8: dwords 30 and 31 come once more before 32 and 33.
                 comptime dword = 2 + 4 * group + i
-                set_values(tile, 8 * group + i, raw[dword if dword < 32 else dword + 2])
+                set_values[IQ4_VALUES](tile, 8 * group + i, raw[dword if dword < 32 else dword + 2])
+
+
+@always_inline
+def half_of_power(words: Words) -> FloatVector:
+    """Half of the power of two that the lowest byte of each dword says in E8M0; below float32's normal numbers too.
+
+    255 means NaN, and is refused when a file is loaded.
+    """
+    var e = words & 255
+    return bitcast[DType.float32, DOT_ROWS](e.lt(2).select(Words(0x00200000) << e, (e - 1) << 23))
+
+
+struct MXFP4(Encoding):
+    """A block is a scale of E8M0 and 16 bytes as in Q4_0, of `E2M1_VALUES`."""
+
+    comptime INDEX = 7
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 136
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = not SIGNED_AS_UNSIGNED
+    comptime OFFSET = SIGNED_OFFSET
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        comptime for group in range(8):
+            comptime first = 17 * group
+            tile.set_scale(group, half_of_power(raw.at_byte[first, Self.BYTES]()))
+            comptime for i in range(4):
+                set_values[E2M1_VALUES](tile, 8 * group + i, raw.at_byte[first + 1 + 4 * i, Self.BYTES]())

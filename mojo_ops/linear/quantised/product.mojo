@@ -9,7 +9,7 @@ from ...isa.line_counter import LineCounter
 from ...isa.memory import CACHE_LINE_BYTES, align_to_line
 from ...isa.threads import run_tasks
 from .activations import RECORD_BYTES, round_rows
-from .encodings import BLOCK_ENCODINGS, Encoding, IQ4_NL, IQ4_XS, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
+from .encodings import BLOCK_ENCODINGS, Encoding, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
 from .multiply import MOST_ROWS, Sums, multiply
 from .tile import (
     BytePointer,
@@ -259,6 +259,7 @@ struct QuantisedGroup[dtype: DType, mask: Int](TrivialRegisterPassable):
         self.start[Q5_K](own)
         self.start[Q6_K](own)
         self.start[IQ4_XS](own)
+        self.start[MXFP4](own)
 
     @always_inline
     def start[E: Encoding](self, section: Section[Self.dtype]):

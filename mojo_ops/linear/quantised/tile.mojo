@@ -75,6 +75,21 @@ struct Raw(TrivialRegisterPassable):
         return (self[dword] >> 16) | (self[dword + 1] << 16)
 
     @always_inline
+    def at_byte[byte: Int, block_bytes: Int](self) -> Words:
+        """The 4 bytes from `byte` on, of blocks of so many bytes; what lies past these is anything."""
+        comptime dword = byte // 4
+        comptime shift = 8 * (byte % 4)
+        comptime whole = block_bytes // 16 * 4
+        # Dwords that the last vectors hold once more.
+        comptime again = (16 - block_bytes % 16) // 4 if block_bytes % 16 else 0
+        var low = self[dword if dword < whole else dword + again]
+        comptime if shift == 0:
+            return low
+        else:
+            var high = self[dword + 1 if dword + 1 < whole else dword + 1 + again]
+            return (low >> UInt32(shift)) | (high << UInt32(32 - shift))
+
+    @always_inline
     def transpose[block_bytes: Int](self, first: BytePointer, pitch: Int, coming: BytePointer):
         """Takes the block at `first`, and those of the next 15 rows, each `pitch` bytes on, and prefetches the
         first half of as many bytes from `coming` on.

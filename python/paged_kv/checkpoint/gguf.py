@@ -19,6 +19,7 @@ from max.dtype import DType
 
 from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
+from paged_kv.checkpoint import mxfp4
 from paged_kv.checkpoint.config import checkpoint_path, config_of
 from paged_kv.checkpoint.gguf_families import LONG_ROPE, ROPE_FREQUENCIES, find_family, hugging_face_config
 from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
@@ -32,8 +33,9 @@ from paged_kv.graphs.quantised import ENCODINGS, Encoding, block_bytes
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _SCALES: dict[Encoding, tuple[int, ...]] = {
     "Q4_0": (0,), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,),
+    "MXFP4": (),
 }  # fmt: skip
-"""Where the float16 numbers of a block lie."""
+"""Where the float16 numbers of a block lie. A block of MXFP4 begins with a byte, a power of two, instead."""
 _IGNORED = {ROPE_FREQUENCIES, *LONG_ROPE.values()}
 """Tensors that became part of the configuration."""
 
@@ -152,12 +154,15 @@ class GgufCheckpoint:
     def _check_scales(self, tensor: GgufTensor, encoding: Encoding) -> None:
         """Refuses blocks whose scales are NaN or infinite: whole rows of results would be."""
         blocks = tensor.data.reshape(-1, block_bytes(encoding))
-        for at in _SCALES[encoding]:
-            wrong = blocks[:, at + 1] & 0x7C == 0x7C  # all bits of the exponent
+        wrongs = {at: blocks[:, at + 1] & 0x7C == 0x7C for at in _SCALES[encoding]}  # all bits of the exponent
+        if encoding == "MXFP4":
+            wrongs[0] = blocks[:, 0] == mxfp4.NAN
+        for at, wrong in wrongs.items():
             if wrong.any():
                 block = int(wrong.argmax())
                 row = block * len(tensor.data) // len(blocks)
-                (value,) = blocks[block, at : at + 2].copy().view(np.float16)
+                half = blocks[block, at : at + 2].copy().view(np.float16)[0]
+                value = "nan" if encoding == "MXFP4" else half
                 problem = f"row {row} has the scale {value}, a finite one is expected"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)}: {problem}")
 
