@@ -222,7 +222,8 @@ def set_scales_and_mins(raw: Raw, tile: Tile):
 
 
 struct Q4_K(Encoding):
-    """A block is d, dmin, scales and minimums, and 4 times 32 bytes: two groups each, in the low and in the high halves."""
+    """A block is d, dmin, scales and minimums, and 4 times 32 bytes: two groups each, in the low and in the high halves.
+    """
 
     comptime INDEX = 3
     comptime BLOCK_ELEMENTS = 256
