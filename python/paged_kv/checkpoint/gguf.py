@@ -6,6 +6,7 @@ whose dtype differs from the requested one, and of the q and k of families whose
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -82,6 +83,8 @@ class GgufCheckpoint:
                 in an encoding that this package does not load.
         """
         config = config_of(hugging_face_config(self.header), self.header.file)
+        if config.experts is not None:
+            config = replace(config, experts=replace(config.experts, apart=True))
         check_layers(config, self.header.tensors, self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
         encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in ENCODINGS]
@@ -89,7 +92,7 @@ class GgufCheckpoint:
             tensors.get("model.layers.0.self_attn.q_proj.weight") or tensors["model.layers.0.self_attn.qkv_proj.weight"]
         )
         dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding, "float32")
-        return replace(config, encodings=tuple(encodings), dtype=dtype)
+        return replace(config, encodings=tuple(encodings), float32_activations=bool(encodings), dtype=dtype)
 
     @property
     def main_encoding(self) -> str | None:
@@ -132,7 +135,7 @@ class GgufCheckpoint:
         tensor = self.header.tensors.get(stored)
         if tensor is None:
             raise CheckpointError(f"{self.header.file}: tensor {stored} is missing")
-        known = (*_FLOATS, *ENCODINGS) if len(tensor.shape) == 2 else tuple(_FLOATS)
+        known = (*_FLOATS, *ENCODINGS) if len(tensor.shape) >= 2 and not name.endswith(".bias") else tuple(_FLOATS)
         if tensor.encoding not in known:
             problem = f"has encoding {tensor.encoding}, expected one of {', '.join(known)}"
             raise CheckpointError(f"{self.header.file}: tensor {stored} {problem}")
@@ -160,7 +163,7 @@ class GgufCheckpoint:
         for at, wrong in wrongs.items():
             if wrong.any():
                 block = int(wrong.argmax())
-                row = block * len(tensor.data) // len(blocks)
+                row = block * math.prod(tensor.shape[:-1]) // len(blocks)
                 half = blocks[block, at : at + 2].copy().view(np.float16)[0]
                 value = "nan" if encoding == "MXFP4" else half
                 problem = f"row {row} has the scale {value}, a finite one is expected"

@@ -42,6 +42,7 @@ from paged_kv.graphs.models.tensors import (
     expected_tensors,
     least_tensors,
 )
+from paged_kv.graphs.quantised import row_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -74,7 +75,8 @@ class Checkpoint:
     """How quantised linear layers are packed. They are dequantised when they are loaded."""
 
     def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
-        """Every weight of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`.
+        """Every weight of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`; those
+        of `config.encodings` are uint8, `[..., bytes of a row]`.
 
         Those of `assembled_tensors(config)` are put together in memory from the files' tensors.
         A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
@@ -160,6 +162,8 @@ class Checkpoint:
         self, shape: tuple[int, ...], assembled: Assembled, dtype: DType, packed: Mapping[str, tuple[int, int]]
     ) -> Buffer:
         """A weight from rows of several tensors, in memory of its own; the files are read and not mapped meanwhile."""
+        if assembled.is_packed:
+            shape, dtype = (*shape[:-1], row_bytes("MXFP4", shape[-1])), DType.uint8
         result = np.empty(shape, numpy_dtype(dtype))
         with ExitStack() as stack, np.errstate(over="ignore"):
             files = {self.tensors[name].file for name in assembled.sources if name not in packed}
@@ -175,7 +179,7 @@ class Checkpoint:
                 else:
                     rows = self._read(piece, piece.name, opened)
                 if piece.scales is not None:
-                    rows = self._unpack(rows, piece.scales, self._read(piece, piece.scales, opened))
+                    rows = self._blocks(rows, piece.scales, self._read(piece, piece.scales, opened))
                 rows = rows.T if piece.transposed else rows
                 index, first = piece.at
                 if piece.alternating:
@@ -194,11 +198,11 @@ class Checkpoint:
             rows = tensor[:] if piece.rows is None else tensor[slice(*piece.rows)]
         return rows
 
-    def _unpack(self, blocks: npt.NDArray[Any], name: str, scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """The values of MXFP4 blocks; `name` is the tensor of their scales."""
+    def _blocks(self, codes: npt.NDArray[Any], name: str, scales: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        """MXFP4 codes and scales in blocks; `name` is the tensor of the scales."""
         if (scales == mxfp4.NAN).any():
             raise CheckpointError(f"{self.tensors[name].file}: tensor {name} has a scale that is NaN")
-        return mxfp4.unpack(blocks, scales)
+        return mxfp4.blocks_of(codes, scales)
 
     def _check(
         self,
