@@ -2,7 +2,7 @@
 
 A quantised weight `[N, K]` is a uint8 tensor `[N, bytes]`, as the file stores it: along each row, blocks of 32 or 256
 elements with their scales. The activations that it multiplies are rounded to int8 as llama.cpp rounds them: 32 to a
-float16 scale beside Q4_0, Q8_0, IQ4_NL and MXFP4, 256 to a float32 scale beside the others
+float16 scale beside encodings with blocks of 32, 256 to a float32 scale beside the others
 ([how](../mojo_ops/linear/quantised/README.md)). Each activation is thus off by about half a scale at most.
 """
 
@@ -18,16 +18,17 @@ from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_value, names
 
-Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4"]
+Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "INT4", "INT8"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-"""Of GGUF's encodings, those that the kernels multiply by, in the order of their indices there."""
+"""Those that the kernels multiply by, in the order of their indices there: GGUF's, and INT4 and INT8, blocks of 32
+elements with a float16 scale and a zero, into which GPTQ's kind of checkpoints is put."""
 
 QUANTISED_LINEAR = "paged_kv_quantised_linear"
 QUANTISED_EXPERTS = "paged_kv_quantised_experts"
 QUANTISED_ROWS = "paged_kv_quantised_rows"
 
 _BLOCKS: dict[Encoding, tuple[int, int]] = {
-    "Q4_0": (32, 18), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "MXFP4": (32, 17),
+    "Q4_0": (32, 18), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "MXFP4": (32, 17), "INT4": (32, 20), "INT8": (32, 36),
     "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_XS": (256, 136),
 }  # fmt: skip
 """Elements and bytes of a block."""
@@ -109,7 +110,7 @@ def quantised_expert_linear(x: TensorValue, experts: TensorValue, *stacks: Quant
     """`x w[e]^T` for each stack w `[E, N, K]`, where each row has a weight of its own out of it.
 
     `experts` `[T, C]` int32 are those of `C` choices of each token; -1 gives zeros. x is `[T, K]`, each row for all
-    choices of its token, or `[T, C, K]`, a row for each choice; float32 or bfloat16. `[T, C, N]` in x's dtype. A row has
+    choices of its token, or `[T, C, K]`, a row for each; float32 or bfloat16. `[T, C, N]` in x's dtype. A row has
     the bits that `quantised_linear` gives it. An expert's blocks are read once for all of its rows (of more than 512,
     once for each 512), and those of experts without rows are not.
 

@@ -15,6 +15,8 @@ from .layers.take_rows import RowSelection, check_selection
 from .linear.member import LinearMember
 from .linear.quantised.encodings import (
     ENCODING_COUNT,
+    INT4,
+    INT8,
     IQ4_NL,
     IQ4_XS,
     MXFP4,
@@ -223,6 +225,10 @@ struct QuantisedRowsLayer:
             chosen.unpack[Q6_K](workers)
         elif encoding == IQ4_XS.INDEX:
             chosen.unpack[IQ4_XS](workers)
-        else:
-            comptime assert encoding == MXFP4.INDEX, "an encoding that is not known"
+        elif encoding == MXFP4.INDEX:
             chosen.unpack[MXFP4](workers)
+        elif encoding == INT4.INDEX:
+            chosen.unpack[INT4](workers)
+        else:
+            comptime assert encoding == INT8.INDEX, "an encoding that is not known"
+            chosen.unpack[INT8](workers)

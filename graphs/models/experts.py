@@ -6,7 +6,6 @@ import numpy as np
 from max.dtype import DType
 from max.graph import TensorValue, ops
 
-from paged_kv.graphs import ops as paged
 from paged_kv.graphs.models.mixture import ClampedUnits, Experts
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.paged_cache import constant

@@ -21,7 +21,6 @@ from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import (
-    ENCODINGS,
     QuantisedWeight,
     block_elements,
     quantised_linear,
@@ -29,6 +28,7 @@ from paged_kv.graphs.quantised import (
     row_bytes,
 )
 from paged_kv.serve.launch import Serving, prepare
+from support import gguf_blocks
 from support.gguf_blocks import SCALES, dequantise
 from support.gguf_files import MODELS, hugging_face_weights, make_model, write_gguf
 
@@ -101,7 +101,8 @@ def test_weights(pair):
 @pytest.mark.parametrize("pair", sorted(MODELS.keys() - {"granite", "olmo2", "qwen3moe", "gpt-oss"}), indirect=True)
 def test_transformers_reads_the_same(pair):
     """The converter's changes are undone as transformers undoes them; it does not know Granite and OLMo 2, and
-    has experts in stacks of its own."""
+    has experts in stacks of its own.
+    """
     file, model = pair
     weights = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     for name, value in floats(open_gguf(file)).items():
@@ -136,7 +137,7 @@ def test_weights_are_views_of_the_file(tmp_path):
     }
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", gguf_blocks.ENCODINGS)
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
 def test_scales_that_are_not_finite(tmp_path, encoding, scale):
     """Each of a block's: refused by the tensor's name, before a product turns whole rows into NaN."""
@@ -322,7 +323,9 @@ def test_what_the_server_is_told(with_tokenizer):
     )
     assert told == [str(with_tokenizer), "q4_0", "bfloat16"]
     described = transformers.AutoConfig.from_pretrained(folder)
-    expected = dataclasses.replace(open_gguf(with_tokenizer).config, encodings=(), float32_activations=False, dtype=None)
+    expected = dataclasses.replace(
+        open_gguf(with_tokenizer).config, encodings=(), float32_activations=False, dtype=None
+    )
     assert dataclasses.replace(config_of(described.to_dict(), folder), dtype=None) == expected
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer("a text").input_ids == byte_tokenizer().encode("a text").ids

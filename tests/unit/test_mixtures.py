@@ -89,7 +89,9 @@ def test_gpt_oss_file(tmp_path):
         alternating=True,
     )
     assert dict(config.encodings) == {
-        f"model.layers.{layer}.mlp.experts.{name}_proj.weight": "MXFP4" for layer in range(24) for name in ("gate_up", "down")
+        f"model.layers.{layer}.mlp.experts.{name}_proj.weight": "MXFP4"
+        for layer in range(24)
+        for name in ("gate_up", "down")
     }
     assert not config.float32_activations
     assert (config.sinks, config.qkv_bias, config.o_bias, config.norm_rounds_once) == (True, True, True, True)

@@ -1,4 +1,4 @@
-"""GGUF's encodings: what a block holds, and how 16 rows of blocks become a tile.
+"""GGUF's encodings, and two of GPTQ's kind: what a block holds, and how 16 rows of blocks become a tile.
 
 `raw` is transposed, so all code here works on one dword, one scale or four elements of 16 rows at once.
 """
@@ -18,7 +18,7 @@ comptime ALL = Words(0x80808080)
 
 comptime BLOCK_ENCODINGS = 0b1111000
 """The bits of the encodings for which x is rounded by blocks of 256."""
-comptime ENCODING_COUNT = 8
+comptime ENCODING_COUNT = 10
 
 
 def encodings_mask(encodings: Int, count: Int) -> Int:
@@ -45,6 +45,8 @@ def check_row_bytes(found: Int, encoding: Int, k: Int) raises:
     check_row[Q6_K](found, encoding, k)
     check_row[IQ4_XS](found, encoding, k)
     check_row[MXFP4](found, encoding, k)
+    check_row[INT4](found, encoding, k)
+    check_row[INT8](found, encoding, k)
 
 
 def check_row[E: Encoding](found: Int, encoding: Int, k: Int) raises:
@@ -73,6 +75,7 @@ trait Encoding:
     comptime OFFSET_BY_MINS: Bool
     """Whether a tile's minimums take the offset away. Else the int32 sum begins so that it does."""
     comptime HAS_MINS: Bool
+    """Whether groups have minimums: in steps of the scale where x is rounded 32 elements a scale, else as they are."""
 
     @staticmethod
     def unpack(raw: Raw, tile: Tile):
@@ -151,7 +154,7 @@ struct Q4_0(Encoding):
     def unpack(raw: Raw, tile: Tile):
         unpack_small[set_nibbles](raw, tile)
         comptime for group in range(8):
-            tile.set_min(group, tile.scale(group) * -8)
+            tile.set_min(group, -8)
 
 
 struct IQ4_NL(Encoding):
@@ -222,8 +225,7 @@ def set_scales_and_mins(raw: Raw, tile: Tile):
 
 
 struct Q4_K(Encoding):
-    """A block is d, dmin, scales and minimums, and 4 times 32 bytes: two groups each, in the low and in the high halves.
-    """
+    """A block is d, dmin, scales and minimums, and 4 times 32 bytes: two groups each, in the low and in the high halves."""
 
     comptime INDEX = 3
     comptime BLOCK_ELEMENTS = 256
@@ -365,3 +367,52 @@ struct MXFP4(Encoding):
             tile.set_scale(group, half_of_power(raw.at_byte[first, Self.BYTES]()))
             comptime for i in range(4):
                 set_values[E2M1_VALUES](tile, 8 * group + i, raw.at_byte[first + 1 + 4 * i, Self.BYTES]())
+
+
+struct INT4(Encoding):
+    """A block is d, a zero of one byte, a byte of no meaning, and 16 bytes as in Q4_0: d (q - zero)."""
+
+    comptime INDEX = 8
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 160
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = False
+    comptime OFFSET = 0
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        comptime for group in range(8):
+            comptime first = 5 * group
+            tile.set_scale(group, half(raw[first]))
+            tile.set_min(group, -byte(raw[first], 2))
+            comptime for i in range(4):
+                set_nibbles(tile, 8 * group + i, raw[first + 1 + i])
+
+
+struct INT8(Encoding):
+    """A block is d, a signed zero of one byte, a byte of no meaning, and 32 signed bytes: d (q - zero)."""
+
+    comptime INDEX = 9
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 288
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = not SIGNED_AS_UNSIGNED
+    comptime OFFSET = SIGNED_OFFSET
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        for group in range(8):
+            var first = 9 * group
+            tile.set_scale(group, half(raw[first]))
+            tile.set_min(group, -signed_byte(raw[first], 2))
+            comptime for i in range(8):
+                var quads = raw[first + 1 + i]
+                comptime if SIGNED_AS_UNSIGNED:
+                    quads ^= ALL
+                tile.set_step(8 * group + i, quads)

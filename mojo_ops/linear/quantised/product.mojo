@@ -14,7 +14,7 @@ from ...isa.memory import CACHE_LINE_BYTES, align_to_line
 from ...isa.threads import run_tasks
 from ..experts import Grouping
 from .activations import RECORD_BYTES, RoundedRows, round_rows
-from .encodings import BLOCK_ENCODINGS, Encoding, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
+from .encodings import BLOCK_ENCODINGS, Encoding, INT4, INT8, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
 from .multiply import MOST_ROWS, Sums, multiply
 from .tile import (
     BytePointer,
@@ -481,6 +481,8 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
         self.start[Q6_K](own)
         self.start[IQ4_XS](own)
         self.start[MXFP4](own)
+        self.start[INT4](own)
+        self.start[INT8](own)
 
     @always_inline
     def start[E: Encoding](self, section: Section[Self.dtype]):

@@ -16,7 +16,7 @@ comptime TILE_ELEMENTS = 256
 comptime STEPS = TILE_ELEMENTS // 4
 comptime VECTOR_BYTES = 64
 """A vector of the tile: 16 rows of 4 bytes."""
-comptime MAX_BLOCK_BYTES = 272
+comptime MAX_BLOCK_BYTES = 288
 """Of a row's 256 elements, in any encoding."""
 comptime RAW_BYTES = MAX_BLOCK_BYTES // 4 * VECTOR_BYTES
 comptime Q_BYTES = STEPS * VECTOR_BYTES
@@ -51,7 +51,7 @@ struct Tile(TrivialRegisterPassable):
 
     @always_inline
     def set_min(self, group: Int, mins: FloatVector):
-        """What a group of 32 adds to y for each 1 of the sum of its x."""
+        """What a group of 32 adds to y for each 1 of the sum of its x (`Encoding.HAS_MINS`)."""
         self.set_scale(16 + group, mins)
 
     @always_inline

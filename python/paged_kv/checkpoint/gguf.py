@@ -29,7 +29,7 @@ from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.graphs.quantised import ENCODINGS, Encoding, block_bytes
+from paged_kv.graphs.quantised import Encoding, block_bytes
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _SCALES: dict[Encoding, tuple[int, ...]] = {
@@ -87,7 +87,7 @@ class GgufCheckpoint:
             config = replace(config, experts=replace(config.experts, apart=True))
         check_layers(config, self.header.tensors, self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
-        encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in ENCODINGS]
+        encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in _SCALES]
         query = (
             tensors.get("model.layers.0.self_attn.q_proj.weight") or tensors["model.layers.0.self_attn.qkv_proj.weight"]
         )
@@ -99,7 +99,7 @@ class GgufCheckpoint:
         """That of most bytes of quantised weights, None where there are none."""
         sizes: dict[str, int] = {}
         for tensor in self.header.tensors.values():
-            if tensor.encoding in ENCODINGS:
+            if tensor.encoding in _SCALES:
                 sizes[tensor.encoding] = sizes.get(tensor.encoding, 0) + tensor.data.size
         return max(sizes, key=sizes.__getitem__, default=None)
 
@@ -135,7 +135,7 @@ class GgufCheckpoint:
         tensor = self.header.tensors.get(stored)
         if tensor is None:
             raise CheckpointError(f"{self.header.file}: tensor {stored} is missing")
-        known = (*_FLOATS, *ENCODINGS) if len(tensor.shape) >= 2 and not name.endswith(".bias") else tuple(_FLOATS)
+        known = (*_FLOATS, *_SCALES) if len(tensor.shape) >= 2 and not name.endswith(".bias") else tuple(_FLOATS)
         if tensor.encoding not in known:
             problem = f"has encoding {tensor.encoding}, expected one of {', '.join(known)}"
             raise CheckpointError(f"{self.header.file}: tensor {stored} {problem}")

@@ -116,9 +116,7 @@ GGUF_FAMILIES = {
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
-        _LAYER
-        | _EXPERTS
-        | {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},
+        _LAYER | _EXPERTS | {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},
         scalars={
             "num_local_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",
