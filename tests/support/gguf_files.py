@@ -195,7 +195,9 @@ def hugging_face_weights(model):
 
 
 def round_activations(reference, encodings):
-    """Every quantised linear layer gets its activations as int8, as llama.cpp rounds them beside its encoding."""
+    """Every quantised linear layer, those of experts too, gets its activations as int8, as llama.cpp rounds them beside
+    its encoding.
+    """
 
     def hook(encoding):
         def rounded(_, inputs):
@@ -205,11 +207,19 @@ def round_activations(reference, encodings):
 
         return rounded
 
+    def first_hook(rounded):
+        return lambda module, inputs: (rounded(module, inputs), *inputs[1:])
+
     tied = "lm_head.weight" not in encodings and reference.config.tie_word_embeddings
     for name, module in reference.named_modules():
         weight = "model.embed_tokens.weight" if tied and name == "lm_head" else f"{name}.weight"
         if isinstance(module, torch.nn.Linear) and weight in encodings:
             module.register_forward_pre_hook(hook(encodings[weight]))
+        if f"{name}.down_proj.weight" in encodings:  # a stack of experts
+            module.register_forward_pre_hook(first_hook(hook(encodings[f"{name}.gate_proj.weight"])))
+            gate, rounded = module._apply_gate, hook(encodings[f"{name}.down_proj.weight"])
+            module._apply_gate = lambda y, gate=gate, rounded=rounded: rounded(None, (gate(y),))
+            reference.set_experts_implementation("batched_mm")  # which calls `_apply_gate` in all families
 
 
 def _encoded(values, kind):
