@@ -184,6 +184,31 @@ def test_checkpoints_stay_packed(tmp_path, kind):
     assert {buffer.dtype for buffer in on_gpu.load(DType.bfloat16).values()} == {DType.bfloat16}
 
 
+def test_experts_that_lie_apart_become_a_stack_of_blocks(tmp_path):
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 64}
+    make_checkpoint(tmp_path, family="Qwen3Moe", dtype=torch.float32, **sizes)
+    tensors, stacks = load_file(tmp_path / "model.safetensors"), {}
+    for number, name in enumerate(sorted(name for name in tensors if ".experts." in name)):
+        parts, weight, said = make("awq 4 wide", *tensors.pop(name).shape, seed=number)
+        at, expert, part, _ = name.rsplit(".", 3)
+        stacks.setdefault(at, {})[int(expert), part] = weight
+        layer = name.removesuffix(".weight")
+        tensors |= {f"{layer}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    source = open_source(tmp_path)
+    loaded = source.load(DType.float32)
+    for at, weights in stacks.items():
+        for expert in range(3):
+            gate, up, down = (weights[expert, f"{name}_proj"] for name in ("gate", "up", "down"))
+            for name, expected in (("gate_up", np.concatenate([gate, up])), ("down", down)):
+                found = f"{at}.{name}_proj.weight"
+                assert dict(source.config.encodings)[found] == "INT4"
+                got = dequantise(to_numpy(loaded[found])[expert], "INT4")
+                np.testing.assert_array_equal(got, expected.astype(np.float32))
+
+
 LAYER = "model.layers.1.self_attn.k_proj"
 
 
