@@ -2,12 +2,13 @@
 
 A quantised weight `[N, K]` is a uint8 tensor `[N, bytes]`, as the file stores it: along each row, blocks of 32 or 256
 elements with their scales. The activations that it multiplies are rounded to int8 as llama.cpp rounds them: 32 to a
-float16 scale beside Q4_0, Q8_0 and IQ4_NL, 256 to a float32 scale beside the others
+float16 scale beside encodings with blocks of 32, 256 to a float32 scale beside the others
 ([how](../mojo_ops/linear/quantised/README.md)). Each activation is thus off by about half a scale at most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,15 +18,17 @@ from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_value, names
 
-Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "INT4", "INT8"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-"""Of GGUF's encodings, those that the kernels multiply by, in the order of their indices there."""
+"""Those that the kernels multiply by, in the order of their indices there: GGUF's, and INT4 and INT8, blocks of 32
+elements with a float16 scale and a zero, into which GPTQ's kind of checkpoints is put."""
 
 QUANTISED_LINEAR = "paged_kv_quantised_linear"
+QUANTISED_EXPERTS = "paged_kv_quantised_experts"
 QUANTISED_ROWS = "paged_kv_quantised_rows"
 
 _BLOCKS: dict[Encoding, tuple[int, int]] = {
-    "Q4_0": (32, 18), "Q8_0": (32, 34), "IQ4_NL": (32, 18),
+    "Q4_0": (32, 18), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "MXFP4": (32, 17), "INT4": (32, 20), "INT8": (32, 36),
     "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_XS": (256, 136),
 }  # fmt: skip
 """Elements and bytes of a block."""
@@ -58,26 +61,28 @@ def row_bytes(encoding: Encoding, elements: int) -> int:
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight `[N, K]` in GGUF's blocks."""
+    """A weight `[N, K]` in GGUF's blocks, or a stack of weights `[E, N, K]`."""
 
     blocks: TensorValue
-    """uint8 `[N, row_bytes(encoding, K)]`. Symbolic sizes are checked when the graph runs."""
+    """uint8 `[N, row_bytes(encoding, K)]`, or `[E, N, ...]`. Symbolic sizes are checked when the graph runs."""
     encoding: Encoding
 
     def __post_init__(self) -> None:
         if self.encoding not in ENCODINGS:
             raise ContractError(f"encoding {self.encoding!r} is none of {', '.join(ENCODINGS)}")
-        check_value("blocks", self.blocks, DType.uint8, [None, None], self.blocks.device)
+        if self.blocks.rank not in (2, 3):
+            raise ShapeError(f"blocks: rank {self.blocks.rank}, expected 2 or 3")
+        check_value("blocks", self.blocks, DType.uint8, [None] * self.blocks.rank, self.blocks.device)
         if self.blocks.device.is_gpu():
             raise ContractError("blocks: quantised weights run on the CPU alone")
-        size, block = self.blocks.shape[1], block_bytes(self.encoding)
+        size, block = self.blocks.shape[-1], block_bytes(self.encoding)
         if isinstance(size, StaticDim) and int(size) % block:
             raise ShapeError(f"blocks: rows of {size} bytes, no multiple of a block's {block}")
 
     @property
     def elements(self) -> StaticDim | None:
         """K, None where it is symbolic."""
-        size = self.blocks.shape[1]
+        size = self.blocks.shape[-1]
         if not isinstance(size, StaticDim):
             return None
         return StaticDim(int(size) // block_bytes(self.encoding) * block_elements(self.encoding))
@@ -88,22 +93,50 @@ def quantised_linear(x: TensorValue, *weights: QuantisedWeight) -> list[TensorVa
 
     Raises:
         ContractError: there is no weight, or there are more than 15.
-        ContractTypeError, ShapeError: x is neither float32 nor bfloat16, or not `[M, K]`.
+        ContractTypeError, ShapeError: x is neither float32 nor bfloat16, or not `[M, K]`; a weight is a stack.
     """
-    if not 1 <= len(weights) <= _MOST_WEIGHTS:
-        raise ContractError(f"weights: {len(weights)}, from 1 to {_MOST_WEIGHTS} are multiplied at once")
-    if x.dtype not in _DTYPES:
-        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(_DTYPES)}")
-    for weight in weights:
-        check_value("x", x, x.dtype, [None, weight.elements], weight.blocks.device)
+    _check_operands(x, [None], weights, 2)
     ys = ops.custom(
         QUANTISED_LINEAR,
         device=x.device,
         values=[x, *(weight.blocks for weight in weights)],
         out_types=[TensorType(x.dtype, [x.shape[0], weight.blocks.shape[0]], x.device) for weight in weights],
-        parameters={"encodings": sum(_index(weight.encoding) << 4 * i for i, weight in enumerate(weights))},
+        parameters={"encodings": _indices(weights)},
     )
     return [y.tensor for y in ys]
+
+
+def quantised_expert_linear(x: TensorValue, experts: TensorValue, *stacks: QuantisedWeight) -> list[TensorValue]:
+    """`x w[e]^T` for each stack w `[E, N, K]`, where each row has a weight of its own out of it.
+
+    `experts` `[T, C]` int32 are those of `C` choices of each token; -1 gives zeros. x is `[T, K]`, each row for all
+    choices of its token, or `[T, C, K]`, a row for each; float32 or bfloat16. `[T, C, N]` in x's dtype. A row has
+    the bits that `quantised_linear` gives it. An expert's blocks are read once for all of its rows (of more than 512,
+    once for each 512), and those of experts without rows are not.
+
+    Raises:
+        ContractError: there is no stack, or there are more than 15; their numbers of experts differ.
+        ContractTypeError, ShapeError: dtype or shape of an argument. An expert that is none of a stack's is an error
+            (`ValueError`) when the graph runs.
+    """
+    if x.rank not in (2, 3):
+        raise ShapeError(f"x: rank {x.rank}, expected 2 or 3")
+    _check_operands(x, [None] * (x.rank - 1), stacks, 3)
+    count = stacks[0].blocks.shape[0]
+    for stack in stacks[1:]:
+        check_value("blocks", stack.blocks, DType.uint8, [count, None, None], stack.blocks.device)
+    check_value("experts", experts, DType.int32, [x.shape[0], None if x.rank == 2 else x.shape[1]], x.device)
+    tokens, choices = experts.shape
+    rows = x if x.rank == 2 else ops.reshape(x, [tokens * choices, x.shape[2]])
+    sizes = [stack.blocks.shape[1] for stack in stacks]
+    ys = ops.custom(
+        QUANTISED_EXPERTS,
+        device=x.device,
+        values=[rows, ops.reshape(experts, [tokens * choices]), *(stack.blocks for stack in stacks)],
+        out_types=[TensorType(x.dtype, [tokens * choices, size], x.device) for size in sizes],
+        parameters={"encodings": _indices(stacks)},
+    )
+    return [ops.reshape(y.tensor, [tokens, choices, size]) for y, size in zip(ys, sizes, strict=True)]
 
 
 def quantised_rows(weight: QuantisedWeight, rows: TensorValue, elements: Dim | int | None = None) -> TensorValue:
@@ -129,6 +162,22 @@ def quantised_rows(weight: QuantisedWeight, rows: TensorValue, elements: Dim | i
         parameters={"encoding": _index(weight.encoding)},
     )
     return y.tensor
+
+
+def _check_operands(x: TensorValue, rows: Sequence[None], weights: Sequence[QuantisedWeight], rank: int) -> None:
+    if not 1 <= len(weights) <= _MOST_WEIGHTS:
+        raise ContractError(f"weights: {len(weights)}, from 1 to {_MOST_WEIGHTS} are multiplied at once")
+    if x.dtype not in _DTYPES:
+        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(_DTYPES)}")
+    for weight in weights:
+        if weight.blocks.rank != rank:
+            raise ShapeError(f"blocks: rank {weight.blocks.rank}, expected {rank}")
+        check_value("x", x, x.dtype, [*rows, weight.elements], weight.blocks.device)
+
+
+def _indices(weights: Sequence[QuantisedWeight]) -> int:
+    """The encodings of several weights, 4 bits each, as one number."""
+    return sum(_index(weight.encoding) << 4 * i for i, weight in enumerate(weights))
 
 
 def _index(encoding: Encoding) -> int:

@@ -15,8 +15,11 @@ from .layers.take_rows import RowSelection, check_selection
 from .linear.member import LinearMember
 from .linear.quantised.encodings import (
     ENCODING_COUNT,
+    INT4,
+    INT8,
     IQ4_NL,
     IQ4_XS,
+    MXFP4,
     Q4_0,
     Q4_K,
     Q5_K,
@@ -26,7 +29,7 @@ from .linear.quantised.encodings import (
     encoding_of,
     encodings_mask,
 )
-from .linear.quantised.product import QuantisedMember, linear_quantised
+from .linear.quantised.product import QuantisedMember, linear_quantised, linear_quantised_experts
 from .linear.quantised.rows import QuantisedRows
 
 
@@ -130,6 +133,58 @@ struct QuantisedLinear:
         linear_quantised[mask](members, untracked(x.unsafe_ptr()), x.dim_size(0), k, parallelism_level(None))
 
 
+@extensibility.register("paged_kv_quantised_experts")
+struct QuantisedExperts:
+    """Computes `y_i[r] = x[r // c] w_i[experts[r]]^T` for one or more stacks in GGUF's blocks. CPU only.
+
+    x `[M, K]`; w_i uint8 `[E, N_i, bytes of a row]`; experts `[R]` int32, R = c M; y_i `[R, N_i]` in x's dtype. A row
+    of expert -1 is 0. `encodings` as for `paged_kv_quantised_linear`.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, //, encodings: Int, target: StaticString
+    ](
+        ys: OutputVariadicTensors[dtype=dtype, rank=2, ...],
+        x: InputTensor[dtype=dtype, rank=2, ...],
+        experts: InputTensor[dtype=DType.int32, rank=1, ...],
+        ws: InputVariadicTensors[dtype=DType.uint8, rank=3, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_quantised_experts runs on the CPU alone")
+        comptime mask = encodings_mask(encodings, ws.size)
+        comptime assert mask < 1 << ENCODING_COUNT, "an encoding that is not known"
+        var k = x.dim_size(1)
+        var rows = experts.dim_size(0)
+        var count = ws[0].dim_size(0)
+        var members = Array[QuantisedMember[dtype], ws.size](uninitialized=True)
+        comptime for i in range(ws.size):
+            comptime encoding = encoding_of(encodings, i)
+            check_row_bytes(ws[i].dim_size(2), encoding, k)
+            check_equal("w: its number of experts", ws[i].dim_size(0), count)
+            check_equal("y: its number of rows", ys[i].dim_size(0), rows)
+            check_equal("y: its number of columns", ys[i].dim_size(1), ws[i].dim_size(1))
+            members[i] = QuantisedMember(
+                untracked(ys[i].unsafe_ptr()),
+                untracked(ws[i].unsafe_ptr()),
+                ws[i].dim_size(1),
+                ws[i].dim_size(2),
+                encoding,
+            )
+        check_experts(row_pointer(experts), rows, x.dim_size(0), count)
+        linear_quantised_experts[mask](
+            members,
+            untracked(x.unsafe_ptr()),
+            row_pointer(experts),
+            rows,
+            x.dim_size(0),
+            count,
+            k,
+            parallelism_level(None),
+        )
+
+
 @extensibility.register("paged_kv_quantised_rows")
 struct QuantisedRowsLayer:
     """`y[i] = w[rows[i]]` in float32, of weights in GGUF's blocks. CPU only.
@@ -168,6 +223,12 @@ struct QuantisedRowsLayer:
             chosen.unpack[Q5_K](workers)
         elif encoding == Q6_K.INDEX:
             chosen.unpack[Q6_K](workers)
-        else:
-            comptime assert encoding == IQ4_XS.INDEX, "an encoding that is not known"
+        elif encoding == IQ4_XS.INDEX:
             chosen.unpack[IQ4_XS](workers)
+        elif encoding == MXFP4.INDEX:
+            chosen.unpack[MXFP4](workers)
+        elif encoding == INT4.INDEX:
+            chosen.unpack[INT4](workers)
+        else:
+            comptime assert encoding == INT8.INDEX, "an encoding that is not known"
+            chosen.unpack[INT8](workers)

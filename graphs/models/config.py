@@ -89,7 +89,9 @@ class DecoderConfig:
     latent: LatentSizes | None = None
     experts: Experts | None = None
     encodings: tuple[tuple[str, Encoding], ...] = ()
-    """GGUF's encoding of each weight that stays in its blocks, by checkpoint name."""
+    """The encoding of each weight that stays in blocks, by checkpoint name."""
+    float32_activations: bool = False
+    """Whatever dtype is asked for (of the cache, then): beside the blocks of a GGUF file, as llama.cpp has it."""
 
     def window_left(self, layer: int) -> int:
         """Tokens that a token sees before itself, -1 for all."""
@@ -100,8 +102,8 @@ class DecoderConfig:
         return self.experts is not None and self.experts.layers[layer]
 
     def computed_in(self, dtype: DType) -> DType:
-        """The dtype of activations where `dtype` is asked for: quantised weights multiply float32 alone."""
-        return DType.float32 if self.encodings else dtype
+        """The dtype of activations, and of weights that are not in blocks, where `dtype` is asked for."""
+        return DType.float32 if self.float32_activations else dtype
 
     def layer_rope(self, layer: int) -> Rope:
         """The rotation in a layer."""

@@ -6,7 +6,6 @@ import numpy as np
 from max.dtype import DType
 from max.graph import TensorValue, ops
 
-from paged_kv.graphs import ops as paged
 from paged_kv.graphs.models.mixture import ClampedUnits, Experts
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.paged_cache import constant
@@ -50,18 +49,15 @@ def _of_greatest_groups(scores: TensorValue, experts: Experts) -> TensorValue:
 
 
 def _expert_mlps(parameters: Parameters, x: TensorValue, chosen: TensorValue, at: str) -> TensorValue:
-    gate_up = _expert_linear(parameters, x, chosen, f"{at}.gate_up_proj")
-    gate, up = ops.split(gate_up, [int(gate_up.shape[2]) // 2] * 2, axis=-1)
-    assert parameters.config.experts is not None
-    units = parameters.config.experts.units
-    gated = ops.silu(gate) * up if units is None else _clamped(gate, up, units)
-    return _expert_linear(parameters, gated, chosen, f"{at}.down_proj")
-
-
-def _expert_linear(parameters: Parameters, x: TensorValue, chosen: TensorValue, name: str) -> TensorValue:
-    y = paged.expert_linear(x, parameters.values[f"{name}.weight"], chosen)
-    bias = parameters.values.get(f"{name}.bias")
-    return y if bias is None else y + ops.gather(bias, chosen, axis=0)
+    experts = parameters.config.experts
+    assert experts is not None
+    if experts.apart:
+        gate, up = parameters.experts(x, chosen, f"{at}.gate_proj", f"{at}.up_proj")
+    else:
+        (gate_up,) = parameters.experts(x, chosen, f"{at}.gate_up_proj")
+        gate, up = ops.split(gate_up, [int(gate_up.shape[2]) // 2] * 2, axis=-1)
+    gated = ops.silu(gate) * up if experts.units is None else _clamped(gate, up, experts.units)
+    return parameters.experts(gated, chosen, f"{at}.down_proj")[0]
 
 
 def _clamped(gate: TensorValue, up: TensorValue, units: ClampedUnits) -> TensorValue:

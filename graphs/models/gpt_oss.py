@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
 from paged_kv.graphs.models.fields import Fields
-from paged_kv.graphs.models.mixture import BLOCK, ClampedUnits, read_experts
+from paged_kv.graphs.models.mixture import ClampedUnits, read_experts
+from paged_kv.graphs.quantised import Encoding, block_elements
 
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL_TYPE = "gpt_oss"
@@ -18,6 +19,7 @@ _YARN = {
     "original_max_position_embeddings": 4096,
 }
 """The rotation where config.json has none."""
+_STACKS = ("gate_up", "down")
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -40,10 +42,9 @@ def read(fields: Fields) -> DecoderConfig:
         bias=True,
         units=units,
         alternating=True,
-        mxfp4=_has_mxfp4(fields),
     )
     bias = fields.boolean("attention_bias", default=True)
-    # MXFP4 is the loader's matter: weights are unpacked.
+    # What it says is in the encodings.
     plain = Fields(fields.file, {**fields.values, "quantization_config": None}, fields.prefix)
     return read_config(
         plain,
@@ -54,7 +55,14 @@ def read(fields: Fields) -> DecoderConfig:
         sinks=True,
         norm_rounds_once=True,
         experts=experts,
+        encodings=_of_experts(layers) if _has_mxfp4(fields) else (),
     )
+
+
+def _of_experts(layers: int) -> tuple[tuple[str, Encoding], ...]:
+    """The experts' weights of all layers, which stay in their blocks."""
+    parts = [f"model.layers.{layer}.mlp.experts.{name}_proj.weight" for layer in range(layers) for name in _STACKS]
+    return tuple((name, "MXFP4") for name in parts)
 
 
 def _has_mxfp4(fields: Fields) -> bool:
@@ -64,6 +72,6 @@ def _has_mxfp4(fields: Fields) -> bool:
     if quantised.get("quant_method") != "mxfp4":
         raise quantised.error("quant_method", 'only "mxfp4" is supported')
     for key in ("hidden_size", "intermediate_size"):
-        if fields.integer(key) % BLOCK:
-            raise fields.error(key, f"no multiple of {BLOCK}, the values of an MXFP4 block")
+        if fields.integer(key) % block_elements("MXFP4"):
+            raise fields.error(key, f"no multiple of {block_elements('MXFP4')}, the values of an MXFP4 block")
     return True

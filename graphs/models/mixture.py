@@ -10,8 +10,6 @@ from paged_kv.graphs.models.fields import Fields
 
 COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 """What families call the number of experts; transformers writes the last for most of them."""
-BLOCK = 32
-"""Values of an MXFP4 block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +48,8 @@ class Experts:
     """The experts' gated units, where they are not SiLU's."""
     alternating: bool = False
     """In the checkpoint, gate and up alternate in one stack `[count, in, out]`."""
-    mxfp4: bool = False
-    """The checkpoint may have its experts as MXFP4 blocks."""
+    apart: bool = False
+    """Gate and up are two stacks, as GGUF files have them; else one, with gate above up."""
 
 
 def read_experts(

@@ -12,7 +12,13 @@ from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows, row_bytes
+from paged_kv.graphs.quantised import (
+    QuantisedWeight,
+    quantised_expert_linear,
+    quantised_linear,
+    quantised_rows,
+    row_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Parameters:
         for name, shape in expected_tensors(config).items():
             kind, align = dtype, dtype.size_in_bytes  # the loader aligns to the dtype; MAX's default is larger
             if name in quantised:
-                kind, align, shape = DType.uint8, 1, (shape[0], row_bytes(quantised[name], shape[1]))
+                kind, align, shape = DType.uint8, 1, (*shape[:-1], row_bytes(quantised[name], shape[-1]))
             values[name] = graph.add_weight(Weight(prefix + name, kind, shape, device, align=align))
         return Parameters(config, values)
 
@@ -62,7 +68,7 @@ class Parameters:
 
     def linear(self, x: TensorValue, *names: str) -> list[TensorValue]:
         """`x` `[M, in]` through several linear layers: `[M, out]` each."""
-        weights = [self._matrix(f"{name}.weight") for name in names]
+        weights = [self.weight(f"{name}.weight") for name in names]
         dense = [weight for weight in weights if not isinstance(weight, QuantisedWeight)]
         quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
         products = iter(paged.linear_group(x, dense) if dense else [])
@@ -79,14 +85,29 @@ class Parameters:
 
     def embed(self, tokens: TensorValue) -> TensorValue:
         """Token ids `[T]`, int32 or int64 -> `[T, hidden]`."""
-        weight = self._matrix("model.embed_tokens.weight")
+        weight = self.weight("model.embed_tokens.weight")
         if isinstance(weight, QuantisedWeight):
             x = quantised_rows(weight, tokens)
         else:
             x = paged.take_rows(weight, tokens if tokens.dtype == DType.int32 else ops.cast(tokens, DType.int32))
         return times(x, self.config.embedding_multiplier)
 
-    def _matrix(self, name: str) -> TensorValue | QuantisedWeight:
+    def experts(self, x: TensorValue, chosen: TensorValue, *names: str) -> list[TensorValue]:
+        """`x` `[T, in]` or `[T, C, in]` through stacks of experts, each row through those that `chosen` `[T, C]` names:
+        `[T, C, out]` each.
+        """
+        weights = [self.weight(f"{name}.weight") for name in names]
+        quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+        of_blocks = iter(quantised_expert_linear(x, chosen, *quantised) if quantised else [])
+        ys = [
+            next(of_blocks) if isinstance(weight, QuantisedWeight) else paged.expert_linear(x, weight, chosen)
+            for weight in weights
+        ]
+        biases = [self.values.get(f"{name}.bias") for name in names]
+        return [y if bias is None else y + ops.gather(bias, chosen, axis=0) for y, bias in zip(ys, biases, strict=True)]
+
+    def weight(self, name: str) -> TensorValue | QuantisedWeight:
+        """A weight as it multiplies."""
         encoding = dict(self.config.encodings).get(name)
         value = self.values[name]
         return value if encoding is None else QuantisedWeight(value, encoding)

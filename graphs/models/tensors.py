@@ -10,7 +10,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.mixture import BLOCK, Experts
+from paged_kv.graphs.models.mixture import Experts
+from paged_kv.graphs.quantised import Encoding, block_bytes, block_elements
 
 Shape = tuple[int, ...]
 
@@ -40,7 +41,7 @@ class TensorPart:
     index: int | None = None
     """The tensor is a stack `[count, rows, ...]`, and its rows are those of this entry."""
     scales: str | None = None
-    """The tensor is a stack of MXFP4 blocks `[count, rows, columns / 32, 16]`, and this the one of their scales."""
+    """The tensor is a stack of MXFP4 codes `[count, rows, columns / 32, 16]`, and this the one of their scales."""
     transposed: bool = False
     """The rows become columns."""
     alternating: bool = False
@@ -56,7 +57,7 @@ class Assembled:
     pieces: Callable[[], Iterator[TensorPart]]
     """Made when the tensors are known to be there: as many as a configuration says, whatever it says."""
     is_packed: bool = False
-    """The sources are bytes: MXFP4 blocks and scales."""
+    """The sources are bytes, MXFP4 codes and scales, and so is the weight: blocks of codes and scale together."""
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
@@ -81,12 +82,13 @@ def assembled_tensors(config: DecoderConfig, stored: Container[str] = ()) -> dic
     By these alone it shows whether experts lie apart, in stacks or in MXFP4 blocks.
     """
     found: dict[str, Assembled] = {}
+    encodings = dict(config.encodings)
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
         if config.latent is not None:
             found |= _heads(config, f"{layer}.self_attn")
         if config.has_experts(index):
-            found |= _stacks(config, f"{layer}.mlp.experts", stored)
+            found |= _stacks(config, f"{layer}.mlp.experts", stored, encodings)
     return found
 
 
@@ -161,9 +163,10 @@ def _gate_and_up(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]
 def _experts(config: DecoderConfig) -> dict[str, Shape]:
     assert config.experts is not None
     experts, hidden, shared = config.experts, config.hidden_size, "mlp.shared_experts"
+    gate_and_up = {"gate": experts.inner, "up": experts.inner} if experts.apart else {"gate_up": 2 * experts.inner}
     layers: dict[str, Shape] = {
         f"mlp.{experts.router}": (experts.count, hidden),
-        "mlp.experts.gate_up_proj": (experts.count, 2 * experts.inner, hidden),
+        **{f"mlp.experts.{name}_proj": (experts.count, rows, hidden) for name, rows in gate_and_up.items()},
         "mlp.experts.down_proj": (experts.count, hidden, experts.inner),
     }
     if experts.shared_inner:
@@ -205,10 +208,12 @@ def _heads(config: DecoderConfig, at: str) -> dict[str, Assembled]:
 
 def _is_stacked(experts: Experts, at: str, stored: Container[str]) -> bool:
     """Whether a checkpoint has the experts of a mixture in tensors of all of them."""
-    return experts.alternating or f"{at}.gate_up_proj" in stored
+    return experts.alternating or experts.apart or f"{at}.gate_up_proj" in stored
 
 
-def _stacks(config: DecoderConfig, at: str, stored: Container[str]) -> dict[str, Assembled]:
+def _stacks(
+    config: DecoderConfig, at: str, stored: Container[str], encodings: Mapping[str, Encoding]
+) -> dict[str, Assembled]:
     """The experts of a layer: gate and up of each one below the other, and down."""
     experts = config.experts
     assert experts is not None
@@ -216,7 +221,7 @@ def _stacks(config: DecoderConfig, at: str, stored: Container[str]) -> dict[str,
     found = {}
     for part, (rows, columns) in sizes.items():
         name, alternates = f"{at}.{part}_proj", experts.alternating and part == "gate_up"
-        if experts.mxfp4 and f"{name}_blocks" in stored:
+        if encodings.get(f"{name}.weight") == "MXFP4":
             found[f"{name}.weight"] = _of_blocks(name, experts.count, rows, columns, alternates)
         elif _is_stacked(experts, at, stored):
             shape = (columns, rows) if experts.alternating else (rows, columns)
@@ -254,12 +259,12 @@ def _of_stack(name: str, shape: Shape, transposed: bool, alternating: bool) -> A
 
 
 def _of_blocks(name: str, count: int, rows: int, columns: int, alternating: bool) -> Assembled:
-    """A stack that the checkpoint has as MXFP4 blocks of 32 values, and a scale for each."""
+    """A stack that the checkpoint has as MXFP4 codes, 16 bytes for 32 values, and their scales."""
     blocks, scales = f"{name}_blocks", f"{name}_scales"
-    shape = (count, rows, columns // BLOCK)
+    shape = (count, rows, columns // block_elements("MXFP4"))
 
     def pieces() -> Iterator[TensorPart]:
         for index in range(count):
             yield TensorPart(blocks, (index, 0), index=index, scales=scales, alternating=alternating)
 
-    return Assembled({blocks: (*shape, BLOCK // 2), scales: shape}, pieces, is_packed=True)
+    return Assembled({blocks: (*shape, block_bytes("MXFP4") - 1), scales: shape}, pieces, is_packed=True)

@@ -1,6 +1,7 @@
 """The decode benchmark: its grid and arithmetic, and that wrong results are seen. No times are asserted."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from paged_kv.bench.case_kinds import (
     AppendCase,
     AttentionCase,
     CascadeCase,
+    ExpertCase,
     LatentCase,
     LinearCase,
     PrefillCase,
@@ -26,6 +28,7 @@ from paged_kv.bench.peers.base import Peer
 from paged_kv.bench.problems import numpy_dtype, problem_of
 from paged_kv.bench.run import reason
 from support import harness
+from support.gguf_blocks import dequantise
 
 BY_NAME = {case.name: case for case in CASES}
 CASCADE = CascadeCase("", "", batch=3, shared=32, own=16, heads=4, kv_heads=2)
@@ -55,6 +58,8 @@ def test_bytes_and_arithmetic():
     assert small.flops == 2 * (5 + 4 + 3) * 2 * 8 * 4
     assert LinearCase("", "", rows=3, outer=5, inner=7).bytes == 70
     assert LinearCase("", "", rows=3, outer=5, inner=7).flops == 210
+    assert BY_NAME["experts-q4_k"].bytes == 8 * 2048 * 4096 * 9 // 16
+    assert BY_NAME["experts-mxfp4"].bytes == 8 * 2048 * 4096 * 17 // 32
     assert AppendCase("", "", batch=2, tokens=3, kv_heads=4, head_dim=8).bytes == 2 * 6 * 32 * 2
     assert CASCADE.bytes == 2 * (32 + 3 * 16) * 2 * 128 * 2  # the shared tokens once
     assert CASCADE.flops == CASCADE.flat.flops == 4 * 3 * 48 * 4 * 128
@@ -140,6 +145,18 @@ def test_the_checks_of_linear_and_append():
     assert append.error(written) == append.tolerance == 0
     written[1, 4, 1, 3] += 1
     assert append.error(written) > append.tolerance
+
+
+@pytest.mark.parametrize("encoding", [None, "Q4_K", "MXFP4"])
+def test_the_check_of_experts(encoding):
+    case = ExpertCase("", "", outer=40, inner=256, experts=4, chosen=2, encoding=encoding)
+    problem = problem_of(replace(case, dtype="float32"))
+    w = problem.w if encoding is None else dequantise(problem.w.reshape(160, -1), encoding).reshape(4, 40, 256)
+    chosen = problem.experts(0)[0]
+    right = np.einsum("tk,enk->ten", problem.x.astype(np.float64), w[chosen].astype(np.float64))
+    assert problem.error(right) < 1e-6
+    assert problem.error(right[:, ::-1]) > problem.tolerance
+    assert sorted(chosen.tolist() + problem.experts(1)[0].tolist()) == [0, 1, 2, 3]
 
 
 TINY_STEP = {"layers": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 70}

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from paged_kv.cli import _run
+from paged_kv.graphs.quantised import ENCODINGS
 from paged_kv.runtime import doctor, installed
 from paged_kv.runtime.cpu_target import CpuInfo
 from paged_kv.runtime.doctor import Report, collect, list_compiled, render
@@ -25,6 +26,17 @@ def test_this_installation_is_well():
     for name in ("max", "mojo", "python", "cpu", "features", "target", "gpu", "kernels", "cache", "compiled", "call"):
         assert f"\n{name} " in f"\n{text}"
     assert text.endswith("all is well")
+
+
+@pytest.mark.parametrize(
+    ("target", "kernel"),
+    [("znver4", "vpdpbusd of 512"), ("skylake-avx512", "vpmaddubsw of 512"), ("haswell", "vpmaddubsw of 256")],
+)
+def test_the_kernel_of_every_encoding_is_named(target, kernel):
+    text = render(Report(CpuInfo("x86_64", "", frozenset()), 2, target=target))
+    (line,) = (line for line in text.splitlines() if line.startswith("weights"))
+    assert kernel in line
+    assert all(f" {encoding}" in line for encoding in ENCODINGS)
 
 
 @pytest.mark.parametrize(

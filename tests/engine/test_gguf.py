@@ -22,6 +22,8 @@ CASES = {
     "q4_0": ("llama", {"tie_word_embeddings": True}, lambda _: "Q4_0", DType.bfloat16),
     "biases": ("qwen2", {}, lambda name: "F16" if "attn_q" in name else "Q4_0", DType.float32),
     "fused": ("phi3", {}, lambda _: "Q4_K", DType.float32),
+    "experts": ("qwen3moe", {}, lambda name: "Q6_K" if "down_exps" in name else "Q4_K", DType.float32),
+    "experts in MXFP4": ("gpt-oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0", DType.float32),
     "windows": ("gemma3", {}, lambda name: "BF16" if "token_embd" in name else "Q6_K", DType.float32),
 }
 """Architecture, what differs in its configuration, the encoding of each matrix, and the cache's dtype."""

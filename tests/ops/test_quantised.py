@@ -3,6 +3,9 @@
 Activations are rounded to int8 as llama.cpp rounds them; what is left is the rounding of float32 sums.
 """
 
+import ctypes
+import mmap
+
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from paged_kv.graphs.quantised import (
     ENCODINGS,
     QuantisedWeight,
     block_elements,
+    quantised_expert_linear,
     quantised_linear,
     quantised_rows,
     row_bytes,
@@ -42,8 +46,18 @@ def build(module):
             x, *ws = (value.tensor for value in graph.inputs)
             graph.output(*quantised_linear(x, *(QuantisedWeight(w, e) for w, e in zip(ws, encodings, strict=True))))
 
+    def add_experts(name, shape, dtype, encodings):
+        types = [TensorType(dtype, shape, cpu), TensorType(DType.int32, ["T", "C"], cpu)]
+        types += [TensorType(DType.uint8, ["E", f"N{i}", f"bytes{i}"], cpu) for i in range(len(encodings))]
+        title = f"experts_{name}"
+        with Graph(title, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+            x, chosen, *ws = (value.tensor for value in graph.inputs)
+            stacks = [QuantisedWeight(w, e) for w, e in zip(ws, encodings, strict=True)]
+            graph.output(*quantised_expert_linear(x, chosen, *stacks))
+
     for encoding in ENCODINGS:
         add(f"quantised_{encoding}", DType.float32, [encoding])
+        add_experts(encoding, ["T", "K"], DType.float32, [encoding])
         blocks = TensorType(DType.uint8, [ODD, row_bytes(encoding, 768)], cpu)
         types = [TensorType(DType.uint32, ["T"], cpu), blocks]
         with Graph(f"rows_{encoding}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
@@ -51,6 +65,7 @@ def build(module):
             graph.output(quantised_rows(QuantisedWeight(w, encoding), chosen))
     add("quantised_mixed", DType.float32, MIXED)
     add("quantised_bfloat16", DType.bfloat16, ["Q4_K"])
+    add_experts("mixed", ["T", "C", "K"], DType.float32, MIXED)
 
 
 def product(x, blocks, encoding):
@@ -159,6 +174,65 @@ def test_bfloat16_activations():
     assert_bits_equal(y, product(x.astype(np.float32), blocks, "Q4_K").astype("bfloat16"), what="rounded once")
 
 
+def stacks_of(encodings, count, n, k):
+    return [random_blocks(encoding, count * n, k, seed=n).reshape(count, n, -1) for encoding in encodings]
+
+
+def of_each_expert(x, experts, stack, encoding):
+    """Each row by the weight that it names, by the linear op."""
+    y = np.zeros((*experts.shape, stack.shape[1]), np.float32)
+    rows = x if x.ndim == 3 else np.repeat(x[:, None], experts.shape[1], axis=1)
+    for expert in np.unique(experts[experts >= 0]):
+        y[experts == expert] = product(rows[experts == expert], stack[expert].copy(), encoding)
+    return y
+
+
+def choose(tokens, choices, count):
+    """Some experts have no rows, one has many, and some rows have no expert."""
+    random = np.random.default_rng(tokens)
+    chosen = random.choice([-1, 0, 2, 3, 3, 3, 3, 5], (tokens, choices)).astype(np.int32)
+    assert chosen.max(initial=-1) < count
+    return chosen
+
+
+@pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 6), (17, 2), (300, 4)])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_experts_give_the_bits_of_their_linear_layers(encoding, tokens, choices):
+    """More rows than are rounded at once; rows of w that end within a tile."""
+    k = 288 if block_elements(encoding) == 32 else 512
+    x, experts = activations(tokens, k), choose(tokens, choices, 6)
+    (stack,) = stacks_of([encoding], 6, 70, k)
+    y = op_graphs.models()[f"experts_{encoding}"].execute(x, experts, stack)[0].to_numpy()
+    assert_bits_equal(y, of_each_expert(x, experts, stack, encoding), what="y")
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_stacks_of_several_encodings_and_a_row_of_x_for_each_choice(tokens):
+    x, experts = activations(max(3 * tokens, 1), 512)[: 3 * tokens].reshape(tokens, 3, 512), choose(tokens, 3, 6)
+    stacks = [stacks_of([encoding], 6, n, 512)[0] for encoding, n in zip(MIXED, (70, 1, 33), strict=True)]
+    ys = op_graphs.models()["experts_mixed"].execute(x, experts, *stacks)
+    for y, encoding, stack in zip(ys, MIXED, stacks, strict=True):
+        assert_bits_equal(y.to_numpy(), of_each_expert(x, experts, stack, encoding), what=encoding)
+
+
+def test_experts_that_nobody_chose_are_not_read():
+    """Their memory cannot be read."""
+    x, experts = activations(9, 512), choose(9, 2, 6)
+    (stack,) = stacks_of(["Q4_K"], 6, 128, 512)
+    size = stack[0].nbytes
+    page = mmap.PAGESIZE
+    assert size % page == 0
+    memory = mmap.mmap(-1, stack.nbytes)
+    held = np.frombuffer(memory, np.uint8).reshape(stack.shape)
+    held[:] = stack
+    expected = of_each_expert(x, experts, stack, "Q4_K")
+    libc = ctypes.CDLL(None, use_errno=True)
+    for expert in sorted(set(range(6)) - set(experts.ravel().tolist())):
+        assert libc.mprotect(ctypes.c_void_p(held[expert].ctypes.data), size, 0) == 0
+    y = op_graphs.models()["experts_Q4_K"].execute(x, experts, held)[0].to_numpy()
+    assert_bits_equal(y, expected, what="y")
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 771])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_rows(encoding, tokens):
@@ -166,6 +240,8 @@ def test_rows(encoding, tokens):
     blocks = random_blocks(encoding, ODD, 768)
     kinds = np.array([0, 6e-8, 6.1e-5, 6.104e-5, 1, 65504], np.float16)  # zero, subnormal, smallest normal, largest
     set_scales(blocks, encoding, np.concatenate([kinds, -kinds]))
+    if encoding == "MXFP4":
+        blocks[:4, 0] = 2, 3, 253, 254  # at 0 and 1 values are below float32's normal numbers: threads may flush them
     chosen = np.random.default_rng(tokens).integers(0, ODD, tokens).astype(np.uint32)
     chosen[: min(tokens, 12)] = np.arange(min(tokens, 12))
     values = op_graphs.models()[f"rows_{encoding}"].execute(chosen, blocks)[0].to_numpy()
@@ -178,6 +254,11 @@ def test_what_the_op_refuses():
         product(x, np.zeros((3, row_bytes("Q4_K", 256)), np.uint8), "Q4_K")
     with refused("x", 288, 256):
         product(np.zeros((2, 288), np.float32), np.zeros((3, row_bytes("Q4_K", 256)), np.uint8), "Q4_K")
+    (stack,) = stacks_of(["Q4_K"], 6, 8, 512)
+    with refused("experts", 1, 6):
+        op_graphs.models()["experts_Q4_K"].execute(x, np.array([[0], [6]], np.int32), stack)
+    with refused("w", row_bytes("Q4_K", 256), row_bytes("Q4_K", 512)):
+        op_graphs.models()["experts_Q4_K"].execute(x, np.array([[0], [1]], np.int32), stack[:, :, :144].copy())
     with refused("rows", ODD, 1):
         op_graphs.models()["rows_Q8_0"].execute(np.array([0, ODD], np.uint32), random_blocks("Q8_0", ODD, 768))
 
@@ -186,4 +267,4 @@ def test_what_the_op_refuses():
 def test_row_bytes(encoding):
     elements = block_elements(encoding)
     assert row_bytes(encoding, 3 * elements) == random_blocks(encoding, 1, 3 * elements).size
-    assert gguf_blocks.ENCODINGS == ENCODINGS
+    assert (*gguf_blocks.ENCODINGS, *gguf_blocks.OWN) == ENCODINGS

@@ -6,13 +6,15 @@ And activations, rounded as llama.cpp rounds them beside each encoding.
 import gguf
 import numpy as np
 
-ENCODINGS = ("Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+ENCODINGS = ("Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4")
+OWN = {"INT4": (32, 20), "INT8": (32, 36)}
+"""Encodings that are not GGUF's: elements and bytes of a block."""
 KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q4_1", *ENCODINGS)}
 SCALES = {
     "Q4_0": {0: 0.05}, "Q8_0": {0: 4e-3}, "IQ4_NL": {0: 4e-3}, "Q4_K": {0: 1e-3, 2: 1e-3}, "Q5_K": {0: 5e-4, 2: 5e-4},
-    "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4},
+    "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4}, "INT4": {0: 0.05}, "INT8": {0: 4e-3},
 }  # fmt: skip
-"""Where a block's float16 numbers lie, and how large those of `random_blocks` are."""
+"""Where a block's float16 numbers lie, and how large those of `random_blocks` are. MXFP4 has a byte, E8M0, instead."""
 
 
 def quantise(weight, encoding):
@@ -28,26 +30,35 @@ def quantise(weight, encoding):
 
 
 def dequantise(blocks, encoding):
-    """`[N, K]` float32, by the `gguf` package."""
+    """`[N, K]` float32, by the `gguf` package where the encoding is GGUF's."""
+    if encoding in OWN:
+        return _of_own(blocks, encoding)
     return gguf.quants.dequantize(blocks, KINDS[encoding])
 
 
 def random_blocks(encoding, rows, elements, seed=0):
     """Blocks whose every bit is random, but for scales that are small: elements of all values a format can hold."""
     random = np.random.default_rng(seed)
-    blocks, block_bytes = gguf.GGML_QUANT_SIZES[KINDS[encoding]]
+    blocks, block_bytes = size_of(encoding)
     data = random.integers(0, 256, (rows, elements // blocks, block_bytes), np.uint8)
 
-    for at, largest in SCALES[encoding].items():
+    if encoding == "MXFP4":
+        data[:, :, 0] = random.integers(116, 122, data.shape[:2])
+    for at, largest in SCALES.get(encoding, {}).items():
         values = random.uniform(-largest, largest, (*data.shape[:2], 1)).astype(np.float16)
         data[:, :, at : at + 2] = values.view(np.uint8)
     return data.reshape(rows, -1)
 
 
 def set_scales(blocks, encoding, values):
-    """Overwrites the float16 scales of the first blocks of `blocks` `[N, bytes]`, in place."""
-    size = gguf.GGML_QUANT_SIZES[KINDS[encoding]][1]
+    """Overwrites the scales of the first blocks of `blocks` `[N, bytes]`, in place, by float16 numbers, or by powers of
+    two as large.
+    """
+    size = size_of(encoding)[1]
     flat = blocks.reshape(-1, size)[: len(values)]
+    if encoding == "MXFP4":
+        flat[:, 0] = np.frexp(np.abs(values[: len(flat)], dtype=np.float32))[1] + 127
+        return
     for at in SCALES[encoding]:
         flat[:, at : at + 2] = _halves(values[: len(flat), None])
 
@@ -57,7 +68,7 @@ def round_activations(x, encoding):
 
     Beside the encodings of 32 elements 32 share a float16 scale (Q8_0), beside the others 256 a float32 one (Q8_K).
     """
-    size = gguf.GGML_QUANT_SIZES[KINDS[encoding]][0]
+    size = size_of(encoding)[0]
     groups = np.asarray(x, np.float32).reshape(len(x), -1, size)
     largest = np.abs(groups).max(-1, keepdims=True)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -66,6 +77,22 @@ def round_activations(x, encoding):
         scale = np.where(np.isfinite(factor), scale.astype(np.float32), 0)
         quants = np.rint(np.where(np.isfinite(factor), groups * factor, 0))
     return (quants.astype(np.float64) * scale).reshape(x.shape)
+
+
+def size_of(encoding):
+    """Elements and bytes of a block."""
+    return OWN[encoding] if encoding in OWN else gguf.GGML_QUANT_SIZES[KINDS[encoding]]
+
+
+def _of_own(blocks, encoding):
+    parts = blocks.reshape(-1, OWN[encoding][1])
+    scales = parts[:, :2].copy().view(np.float16).astype(np.float32)
+    if encoding == "INT4":
+        codes, zeros = np.concatenate([parts[:, 4:] & 15, parts[:, 4:] >> 4], axis=1), parts[:, 2:3]
+    else:
+        codes, zeros = parts[:, 4:].view(np.int8), parts[:, 2:3].view(np.int8)
+    values = scales * (codes.astype(np.float32) - zeros.astype(np.float32))
+    return values.reshape(len(blocks), -1)
 
 
 def _halves(values):

@@ -33,6 +33,17 @@ MODELS = {
         transformers.GraniteConfig,
         {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     ),
+    "qwen3moe": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 64, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+         "norm_topk_prob": True},
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256,
+         "sliding_window": 8, "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0,
+         "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}},
+    ),
     "phi3": (transformers.Phi3Config, {"sliding_window": 8}),
     "gemma3": (
         transformers.Gemma3TextConfig,
@@ -41,6 +52,8 @@ MODELS = {
     ),
 }  # fmt: skip
 """Of GGUF's architectures: transformers' configuration, and what is not in `SIZES`."""
+
+ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 
 _KEYS = {
     "embedding_length": "hidden_size",
@@ -53,6 +66,9 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "context_length": "max_position_embeddings",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -102,10 +118,14 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         vocabulary: Writes the tokenizer's metadata, given the writer.
     """
     config = model.config
-    architecture = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
     for key, name in _KEYS.items():
         value = getattr(config, name, None)
+        if value is None and name == "moe_intermediate_size" and architecture == "gpt-oss":
+            value = config.intermediate_size
+        if value is None and name == "num_local_experts":
+            value = getattr(config, "num_experts", None)
         if value is None and name == "head_dim":
             value = config.hidden_size // config.num_attention_heads
         if value is None or key in drop:
@@ -114,6 +134,10 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         add(f"{architecture}.{key}", value)
     parameters = config.rope_parameters
     writer.add_float32(f"{architecture}.rope.freq_base", parameters.get("full_attention", parameters)["rope_theta"])
+    if parameters.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
     writer.add_uint32("tokenizer.ggml.bos_token_id", config.bos_token_id)
     writer.add_uint32("tokenizer.ggml.eos_token_id", config.eos_token_id)
     for key, value in (metadata or {}).items():
@@ -123,15 +147,20 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     (known,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            kind = "F32" if weight.ndim == 1 else encoding_of(stored)
+        for name, weight in hugging_face_weights(model).items():
+            stored = names.get_name(name.replace("sinks.weight", "sinks"), try_suffixes=(".weight", ".bias"))
+            if name.endswith("sinks.weight"):
+                stored += ".weight"
+            plain = weight.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in stored
+            kind = "F32" if plain else encoding_of(stored)
             values = _converted(architecture, name, weight.numpy(), config)
-            data = _encoded(values, kind)
+            rows = _encoded(values.reshape(-1, values.shape[-1]), kind)
+            data = rows.reshape(*values.shape[:-1], -1)
             if stored not in drop:
                 raw = KINDS[kind] if kind not in ("F32", "F16") else None
                 writer.add_tensor(stored, data, raw_dtype=raw)
-            weight.copy_(torch.from_numpy(_converted(architecture, name, _decoded(data, kind), config, back=True)))
+            decoded = _decoded(rows, kind).reshape(values.shape)
+            weight.copy_(torch.from_numpy(_converted(architecture, name, decoded, config, back=True)))
     for name, values in (more_tensors or {}).items():
         writer.add_tensor(name, np.asarray(values, np.float32))
     writer.write_header_to_file()
@@ -141,8 +170,34 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     return file
 
 
+def hugging_face_weights(model):
+    """Views of the model's weights by their names in a checkpoint; of experts, stacks `[count, out, in]` of gate, of up
+    and of down.
+    """
+    found = {}
+    alternates = model.config.model_type == "gpt_oss"
+    for name, weight in model.named_parameters():
+        stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+        if name.endswith("sinks"):
+            found[f"{name}.weight"] = weight
+        elif ".experts." not in name:
+            found[name] = weight
+        else:
+            rows = weight.transpose(1, 2) if alternates and kind == "weight" else weight
+            if stem.endswith("down_proj"):
+                found[f"{stem}.{kind}"] = rows
+                continue
+            half = rows.shape[1] // 2
+            parts = (rows[:, 0::2], rows[:, 1::2]) if alternates else (rows[:, :half], rows[:, half:])
+            for part, values in zip(("gate", "up"), parts, strict=True):
+                found[f"{stem.replace('gate_up', part)}.{kind}"] = values
+    return found
+
+
 def round_activations(reference, encodings):
-    """Every quantised linear layer gets its activations as int8, as llama.cpp rounds them beside its encoding."""
+    """Every quantised linear layer, those of experts too, gets its activations as int8, as llama.cpp rounds them beside
+    its encoding.
+    """
 
     def hook(encoding):
         def rounded(_, inputs):
@@ -152,11 +207,19 @@ def round_activations(reference, encodings):
 
         return rounded
 
+    def first_hook(rounded):
+        return lambda module, inputs: (rounded(module, inputs), *inputs[1:])
+
     tied = "lm_head.weight" not in encodings and reference.config.tie_word_embeddings
     for name, module in reference.named_modules():
         weight = "model.embed_tokens.weight" if tied and name == "lm_head" else f"{name}.weight"
         if isinstance(module, torch.nn.Linear) and weight in encodings:
             module.register_forward_pre_hook(hook(encodings[weight]))
+        if f"{name}.down_proj.weight" in encodings:  # a stack of experts
+            module.register_forward_pre_hook(first_hook(hook(encodings[f"{name}.gate_proj.weight"])))
+            gate, rounded = module._apply_gate, hook(encodings[f"{name}.down_proj.weight"])
+            module._apply_gate = lambda y, gate=gate, rounded=rounded: rounded(None, (gate(y),))
+            reference.set_experts_implementation("batched_mm")  # which calls `_apply_gate` in all families
 
 
 def _encoded(values, kind):

@@ -141,15 +141,15 @@ def gguf_string(text):
     return struct.pack("<Q", len(data)) + data
 
 
-def gguf_model():
-    """The metadata of a small Llama: {key: (type, bytes)}."""
+def gguf_model(kind="llama"):
+    """The metadata of a small model: {key: (type, bytes)}."""
     sizes = {"embedding_length": 16, "feed_forward_length": 16, "block_count": 1, "context_length": 64}
     sizes |= {"attention.head_count": 2, "attention.head_count_kv": 2, "attention.key_length": 8}
     numbers = {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 1e4}
     return (
-        {"general.architecture": (8, gguf_string("llama"))}
-        | {f"llama.{key}": (4, struct.pack("<I", value)) for key, value in sizes.items()}
-        | {f"llama.{key}": (6, struct.pack("<f", value)) for key, value in numbers.items()}
+        {"general.architecture": (8, gguf_string(kind))}
+        | {f"{kind}.{key}": (4, struct.pack("<I", value)) for key, value in sizes.items()}
+        | {f"{kind}.{key}": (6, struct.pack("<f", value)) for key, value in numbers.items()}
     )
 
 
@@ -202,8 +202,10 @@ def test_shapes_past_the_end_of_a_gguf_file(tmp_path, dims):
         ([("a", (), 0)], "has 0 dimensions, from 1 to 4"),
         ([("a", (1,) * 5, 0)], "has 5 dimensions, from 1 to 4"),
         ([("a", (100,), 12)], "Q4_K has blocks of 256"),
+        ([("a", (48, 2), 39)], "MXFP4 has blocks of 32"),
+        ([("a", (64, 8192, 8), 39)], "cut short"),
     ],
-    ids=["a name twice", "rank 0", "rank 5", "half a block"],
+    ids=["a name twice", "rank 0", "rank 5", "half a block", "half a block of MXFP4", "more experts than bytes"],
 )
 def test_tensors_that_a_gguf_file_cannot_have(tmp_path, tensors, words):
     refused(open_gguf, raw_gguf(tmp_path / "a.gguf", gguf_model(), tensors), match=words)
@@ -242,6 +244,21 @@ def test_hostile_metadata_of_a_gguf_file_is_refused(tmp_path, key, rope):
     tensors = [("token_embd.weight", (16, 32), 0)] + [("rope_freqs.weight", (4,), 0)] * rope
     for number, value in enumerate(gguf_values()):
         file = raw_gguf(tmp_path / f"{number}.gguf", gguf_model() | {key: value}, tensors)
+        refused(config_of_gguf, file)
+
+
+SIZES_OF_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 16}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize("key", [*SIZES_OF_EXPERTS, "expert_weights_norm", "block_count"])
+def test_hostile_metadata_of_a_mixture_is_refused(tmp_path, kind, key):
+    model = gguf_model(kind)
+    model |= {f"{kind}.{name}": (4, struct.pack("<I", size)) for name, size in SIZES_OF_EXPERTS.items()}
+    for number, value in enumerate(gguf_values()):
+        metadata = model | {f"{kind}.{key}": value}
+        file = raw_gguf(tmp_path / f"{number}.gguf", metadata, [("token_embd.weight", (16, 32), 0)])
         refused(config_of_gguf, file)
 
 

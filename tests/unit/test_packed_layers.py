@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from max.dtype import DType
+from max.graph import DeviceRef
 from safetensors.torch import load_file, save_file
 
+from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.packed_layers import read_packing
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
@@ -17,6 +19,7 @@ from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.serve.launch import Serving, prepare
 from support.checkpoints import make_checkpoint, to_torch, write_config
+from support.gguf_blocks import dequantise
 from support.refusals import refused
 
 N, K, GROUP = 16, 64, 16
@@ -41,7 +44,7 @@ def make(kind, rows=N, inputs=K, seed=0):
     random = np.random.default_rng(seed)
     method, bits, *options = kind.split()
     bits, half = int(bits), 1 << (int(bits) - 1)
-    group = inputs if "rows" in options else GROUP
+    group = inputs if "rows" in options else 32 if "wide" in options else GROUP
     groups = inputs // group
     codes = random.integers(0, 2 * half, (rows, inputs))
     zeros = random.integers(0, 2 * half, (rows, groups))
@@ -62,6 +65,7 @@ def make(kind, rows=N, inputs=K, seed=0):
             "g_idx": index.astype(np.int32),
         }
         said = {"bits": bits, "group_size": size, "desc_act": "order" in options}
+        said["sym"] = "symmetric" in options
         said["checkpoint_format"] = "gptq_v2" if "v2" in options else "gptq"
     elif method == "awq":
         tensors = {"qweight": awq_pack(codes.T), "qzeros": awq_pack(zeros.T), "scales": scales.T}
@@ -94,6 +98,15 @@ KINDS = [
 ]  # fmt: skip
 
 
+IN_BLOCKS = {
+    "gptq 4 wide": "INT4", "gptq 4 symmetric wide": "Q4_0", "gptq 8 rows": "INT8", "gptq 8 symmetric wide": "Q8_0",
+    "awq 4 wide": "INT4", "awq 4 rows": "INT4", "compressed-tensors 4 wide": "INT4",
+    "compressed-tensors 4 symmetric wide": "Q4_0", "compressed-tensors 8 int wide": "INT8",
+    "compressed-tensors 8 symmetric rows": "Q8_0",
+}  # fmt: skip
+"""What stays packed, and as which blocks."""
+
+
 def packing_of(said):
     return read_packing(Fields("config.json", {"quantization_config": said}))
 
@@ -109,6 +122,21 @@ def test_layers_are_unpacked(kind):
     assert layer.zeros is None or (layer.zeros.shape == (N, groups) and layer.zeros.dtype == np.uint8)
     assert (layer.order is not None) == ("order" in kind)
     np.testing.assert_allclose(layer.dequantised(), weight, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", IN_BLOCKS)
+def test_layers_are_put_into_blocks(kind):
+    """Of the same weights, exactly."""
+    tensors, weight, said = make(kind, 24, 128)
+    packing = packing_of(said)
+    assert packing.encoding(128) == IN_BLOCKS[kind]
+    blocks = packing.unpack(24, 128, tensors.get).blocks(IN_BLOCKS[kind])
+    np.testing.assert_array_equal(dequantise(blocks, IN_BLOCKS[kind]), weight.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["gptq 4", "gptq 4 order wide", "compressed-tensors 4"])
+def test_what_is_dequantised_instead(kind):
+    assert packing_of(make(kind)[2]).encoding(K) is None
 
 
 def quantise(folder, kind, damage=lambda _: None):
@@ -141,6 +169,44 @@ def test_checkpoints_are_dequantised(tmp_path, kind, dtype):
         np.testing.assert_allclose(got, rounded.astype(np.float32), rtol=1e-6 if dtype == DType.float32 else 0.008)
     plain = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(to_torch(loaded[plain]).float(), tensors[plain].to(to_torch(loaded[plain]).dtype).float())
+
+
+@pytest.mark.parametrize("kind", ["gptq 4 symmetric wide", "awq 4 wide", "compressed-tensors 8 int wide"])
+def test_checkpoints_stay_packed(tmp_path, kind):
+    expected, _ = quantise(tmp_path, kind)
+    source = open_source(tmp_path)
+    assert dict(source.config.encodings) == dict.fromkeys(expected, IN_BLOCKS[kind])
+    loaded = source.load(DType.bfloat16)
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(dequantise(to_numpy(loaded[name]), IN_BLOCKS[kind]), weight.astype(np.float32))
+    on_gpu = source.on(DeviceRef.GPU())
+    assert on_gpu.config.encodings == ()
+    assert {buffer.dtype for buffer in on_gpu.load(DType.bfloat16).values()} == {DType.bfloat16}
+
+
+def test_experts_that_lie_apart_become_a_stack_of_blocks(tmp_path):
+    sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 64}
+    make_checkpoint(tmp_path, family="Qwen3Moe", dtype=torch.float32, **sizes)
+    tensors, stacks = load_file(tmp_path / "model.safetensors"), {}
+    for number, name in enumerate(sorted(name for name in tensors if ".experts." in name)):
+        parts, weight, said = make("awq 4 wide", *tensors.pop(name).shape, seed=number)
+        at, expert, part, _ = name.rsplit(".", 3)
+        stacks.setdefault(at, {})[int(expert), part] = weight
+        layer = name.removesuffix(".weight")
+        tensors |= {f"{layer}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    source = open_source(tmp_path)
+    loaded = source.load(DType.float32)
+    for at, weights in stacks.items():
+        for expert in range(3):
+            gate, up, down = (weights[expert, f"{name}_proj"] for name in ("gate", "up", "down"))
+            for name, expected in (("gate_up", np.concatenate([gate, up])), ("down", down)):
+                found = f"{at}.{name}_proj.weight"
+                assert dict(source.config.encodings)[found] == "INT4"
+                got = dequantise(to_numpy(loaded[found])[expert], "INT4")
+                np.testing.assert_array_equal(got, expected.astype(np.float32))
 
 
 LAYER = "model.layers.1.self_attn.k_proj"
@@ -177,6 +243,21 @@ FAULTS = {
         "compressed-tensors 4",
         change("weight_shape", lambda v: v * 2),
         r"k_proj: weight_shape is \[64, 128\], expected \[32, 64\]",
+    ),
+    "large scale": (
+        "awq 4 wide",
+        change("scales", lambda v: v.float() * 1e8),
+        r"layer \S+k_proj: a scale is larger than float16 holds",
+    ),
+    "zero": (
+        "gptq 4 symmetric wide",
+        change("qzeros", lambda v: v + 1),
+        r"layer \S+k_proj: a zero is not 8, though all are said to be",
+    ),
+    "order that nothing announces": (
+        "gptq 4 wide",
+        change("g_idx", lambda v: v.flip(0).contiguous()),
+        r"layer \S+k_proj: g_idx is not in order, though no reordering is announced",
     ),
     "bias": ("gptq 4", put("bias", torch.ones(32)), r"k_proj\.bias is no part of the model"),
     "more": ("gptq 4", put("lora", torch.ones(32)), r"k_proj\.lora is no part of the model"),
@@ -250,3 +331,7 @@ def test_generate_says_it_in_a_line(tmp_path, monkeypatch, capsys):
     quantise(tmp_path, "awq 4")
     assert _run(["generate", "--model", str(tmp_path), "--prompt", "a", "--dtype", "bfloat16"]) == 2
     assert "AWQ weights of 4 bits are dequantised to bfloat16 at load\n" in capsys.readouterr().err
+    (tmp_path / "packed").mkdir()
+    quantise(tmp_path / "packed", "awq 4 wide")
+    assert _run(["generate", "--model", str(tmp_path / "packed"), "--prompt", "a", "--dtype", "bfloat16"]) == 2
+    assert "AWQ weights of 4 bits stay packed, as INT4\n" in capsys.readouterr().err

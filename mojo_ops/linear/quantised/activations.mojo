@@ -96,22 +96,60 @@ def round_block[
         record.unsafe_offset(RECORD_SUMS).unsafe_bitcast[Float32]()[unsafe_offset=group] = both.cast[DType.float32]()
 
 
+@fieldwise_init
+struct RoundedRows(TrivialRegisterPassable):
+    """Some rows of x that meet the same weights."""
+
+    var order: Pointer[Int, MutUntrackedOrigin]
+    """`[m]`: the row of y that each makes. The row of x is this one, divided by the rows of y that a row of x makes."""
+    var m: Int
+    var records: BytePointer
+    """`[columns, m, RECORD_BYTES]`: as `round_rows` leaves them."""
+
+
 def round_rows[
     dtype: DType, //, blocks: Bool
-](x: Pointer[Scalar[dtype], MutUntrackedOrigin], m: Int, k: Int, records: BytePointer, workers: Int):
-    """Rounds x `[m, k]` to `records` `[ceil(k / 256), m, RECORD_BYTES]` on up to `workers` threads."""
+](
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    share: Int,
+    k: Int,
+    batches: Pointer[RoundedRows, MutUntrackedOrigin],
+    rows: Int,
+    workers: Int,
+):
+    """Makes the records of all batches on up to `workers` threads.
+
+    Parameters:
+        dtype: Of x.
+        blocks: Whether 256 elements share a scale, else 32.
+
+    Args:
+        x: `[., k]`.
+        share: Rows of y that a row of x makes.
+        k: Elements of a row.
+        batches: Rows that follow one another.
+        rows: Of all batches.
+        workers: Threads.
+    """
     var columns = ceildiv(k, TILE_ELEMENTS)
     # A block takes 100 ns: a task takes longer than a thread takes to begin.
-    var tasks = max(1, min(workers, m * columns // 256))
+    var tasks = max(1, min(workers, rows * columns // 256))
 
-    def task(index: Int) {var x, var m, var k, var records, var columns, var tasks}:
-        for row in range(index * m // tasks, (index + 1) * m // tasks):
+    def task(index: Int) {var x, var share, var k, var batches, var rows, var columns, var tasks}:
+        var batch = 0
+        var first = 0
+        for row in range(index * rows // tasks, (index + 1) * rows // tasks):
+            while row - first >= batches[unsafe_offset=batch].m:
+                first += batches[unsafe_offset=batch].m
+                batch += 1
+            var own = batches[unsafe_offset=batch]
+            var source = x.unsafe_offset(own.order[unsafe_offset=row - first] // share * k)
             for column in range(columns):
-                var first = column * TILE_ELEMENTS
+                var at = column * TILE_ELEMENTS
                 round_block[blocks](
-                    x.unsafe_offset(row * k + first),
-                    min(TILE_ELEMENTS, k - first),
-                    records.unsafe_offset((column * m + row) * RECORD_BYTES),
+                    source.unsafe_offset(at),
+                    min(TILE_ELEMENTS, k - at),
+                    own.records.unsafe_offset((column * own.m + row - first) * RECORD_BYTES),
                 )
 
     run_tasks(task, tasks, min(workers, tasks))

@@ -1,4 +1,4 @@
-"""GGUF's encodings: what a block holds, and how 16 rows of blocks become a tile.
+"""GGUF's encodings, and two of GPTQ's kind: what a block holds, and how 16 rows of blocks become a tile.
 
 `raw` is transposed, so all code here works on one dword, one scale or four elements of 16 rows at once.
 """
@@ -18,7 +18,7 @@ comptime ALL = Words(0x80808080)
 
 comptime BLOCK_ENCODINGS = 0b1111000
 """The bits of the encodings for which x is rounded by blocks of 256."""
-comptime ENCODING_COUNT = 7
+comptime ENCODING_COUNT = 10
 
 
 def encodings_mask(encodings: Int, count: Int) -> Int:
@@ -44,6 +44,9 @@ def check_row_bytes(found: Int, encoding: Int, k: Int) raises:
     check_row[Q5_K](found, encoding, k)
     check_row[Q6_K](found, encoding, k)
     check_row[IQ4_XS](found, encoding, k)
+    check_row[MXFP4](found, encoding, k)
+    check_row[INT4](found, encoding, k)
+    check_row[INT8](found, encoding, k)
 
 
 def check_row[E: Encoding](found: Int, encoding: Int, k: Int) raises:
@@ -72,6 +75,7 @@ trait Encoding:
     comptime OFFSET_BY_MINS: Bool
     """Whether a tile's minimums take the offset away. Else the int32 sum begins so that it does."""
     comptime HAS_MINS: Bool
+    """Whether groups have minimums: in steps of the scale where x is rounded 32 elements a scale, else as they are."""
 
     @staticmethod
     def unpack(raw: Raw, tile: Tile):
@@ -104,14 +108,17 @@ def set_nibbles(tile: Tile, step: Int, quads: Words):
     tile.set_step(step + 4, (quads >> 4) & LOW)
 
 
-comptime IQ4_VALUES = SIMD[DType.int8, 16](-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+comptime Values = SIMD[DType.int8, 16]
+comptime IQ4_VALUES = Values(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What 4 bits mean in IQ4_NL and IQ4_XS: steps that are finer around zero."""
+comptime E2M1_VALUES = Values(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice what 4 bits mean in MXFP4: a sign, two bits of exponent, one of mantissa."""
 
 
 @always_inline
-def set_values(tile: Tile, step: Int, quads: Words):
-    """As `set_nibbles`, of `IQ4_VALUES`."""
-    comptime table = bitcast[DType.uint8, 16](IQ4_VALUES) + UInt8(SIGNED_OFFSET)
+def set_values[values: Values](tile: Tile, step: Int, quads: Words):
+    """As `set_nibbles`, of `values`."""
+    comptime table = bitcast[DType.uint8, 16](values) + UInt8(SIGNED_OFFSET)
     var low = table._dynamic_shuffle(bitcast[DType.uint8, 64](quads & LOW))
     var high = table._dynamic_shuffle(bitcast[DType.uint8, 64]((quads >> 4) & LOW))
     tile.set_step(step, bitcast[DType.uint32, DOT_ROWS](low))
@@ -147,7 +154,7 @@ struct Q4_0(Encoding):
     def unpack(raw: Raw, tile: Tile):
         unpack_small[set_nibbles](raw, tile)
         comptime for group in range(8):
-            tile.set_min(group, tile.scale(group) * -8)
+            tile.set_min(group, -8)
 
 
 struct IQ4_NL(Encoding):
@@ -165,7 +172,7 @@ struct IQ4_NL(Encoding):
 
     @staticmethod
     def unpack(raw: Raw, tile: Tile):
-        unpack_small[set_values](raw, tile)
+        unpack_small[set_values[IQ4_VALUES]](raw, tile)
 
 
 struct Q8_0(Encoding):
@@ -327,4 +334,85 @@ struct IQ4_XS(Encoding):
             comptime for i in range(4):
                 # 136 = 8 x 16 + 8: dwords 30 and 31 come once more before 32 and 33.
                 comptime dword = 2 + 4 * group + i
-                set_values(tile, 8 * group + i, raw[dword if dword < 32 else dword + 2])
+                set_values[IQ4_VALUES](tile, 8 * group + i, raw[dword if dword < 32 else dword + 2])
+
+
+@always_inline
+def half_of_power(words: Words) -> FloatVector:
+    """Half of the power of two that the lowest byte of each dword says in E8M0; below float32's normal numbers too.
+
+    255 means NaN, and is refused when a file is loaded.
+    """
+    var e = words & 255
+    return bitcast[DType.float32, DOT_ROWS](e.lt(2).select(Words(0x00200000) << e, (e - 1) << 23))
+
+
+struct MXFP4(Encoding):
+    """A block is a scale of E8M0 and 16 bytes as in Q4_0, of `E2M1_VALUES`."""
+
+    comptime INDEX = 7
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 136
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = not SIGNED_AS_UNSIGNED
+    comptime OFFSET = SIGNED_OFFSET
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = False
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        comptime for group in range(8):
+            comptime first = 17 * group
+            tile.set_scale(group, half_of_power(raw.at_byte[first, Self.BYTES]()))
+            comptime for i in range(4):
+                set_values[E2M1_VALUES](tile, 8 * group + i, raw.at_byte[first + 1 + 4 * i, Self.BYTES]())
+
+
+struct INT4(Encoding):
+    """A block is d, a zero of one byte, a byte of no meaning, and 16 bytes as in Q4_0: d (q - zero)."""
+
+    comptime INDEX = 8
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 160
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = False
+    comptime OFFSET = 0
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        comptime for group in range(8):
+            comptime first = 5 * group
+            tile.set_scale(group, half(raw[first]))
+            tile.set_min(group, -byte(raw[first], 2))
+            comptime for i in range(4):
+                set_nibbles(tile, 8 * group + i, raw[first + 1 + i])
+
+
+struct INT8(Encoding):
+    """A block is d, a signed zero of one byte, a byte of no meaning, and 32 signed bytes: d (q - zero)."""
+
+    comptime INDEX = 9
+    comptime BLOCK_ELEMENTS = 32
+    comptime BYTES = 288
+    comptime GROUP = 32
+    comptime ROUNDS_BLOCKS = False
+    comptime SIGNED = not SIGNED_AS_UNSIGNED
+    comptime OFFSET = SIGNED_OFFSET
+    comptime OFFSET_BY_MINS = False
+    comptime HAS_MINS = True
+
+    @staticmethod
+    def unpack(raw: Raw, tile: Tile):
+        for group in range(8):
+            var first = 9 * group
+            tile.set_scale(group, half(raw[first]))
+            tile.set_min(group, -signed_byte(raw[first], 2))
+            comptime for i in range(8):
+                var quads = raw[first + 1 + i]
+                comptime if SIGNED_AS_UNSIGNED:
+                    quads ^= ALL
+                tile.set_step(8 * group + i, quads)

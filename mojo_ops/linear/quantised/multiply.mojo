@@ -68,9 +68,9 @@ def multiply_side[E: Encoding, rows: Int](tile: Tile, x: BytePointer, sums: Sums
                 comptime if E.HAS_MINS:
                     totals[r] = tile.min(group).fma(float_of[r](x, RECORD_SUMS, group), totals[r])
             else:
-                product *= scale
-                comptime if E.HAS_MINS:
+                comptime if E.HAS_MINS:  # both are integers below 2^24: their sum is exact
                     product = tile.min(group).fma(float_of[r](x, RECORD_SUMS, group), product)
+                product *= scale
                 totals[r] = product.fma(float_of[r](x, RECORD_SCALES, group), totals[r])
     comptime for r in range(rows):
         comptime if E.ROUNDS_BLOCKS:

@@ -1,15 +1,20 @@
-"""`y_i = x w_i^T` for weights in GGUF's blocks: x rounded once for all, sections of rows of w for the threads."""
+"""`y_i = x w_i^T` for weights in GGUF's blocks: x rounded once for all, sections of rows of w for the threads.
+
+Experts are products like those of other layers, each with its own rows of x.
+"""
 
 from std.math import ceildiv
+from std.memory import unsafe_memset_zero
 
-from ...cache.pointers import untracked
+from ...cache.pointers import RowPointer, untracked
 from ...isa.convert import FloatVector, narrow
 from ...isa.int8_dot import DOT_ROWS
 from ...isa.line_counter import LineCounter
 from ...isa.memory import CACHE_LINE_BYTES, align_to_line
 from ...isa.threads import run_tasks
-from .activations import RECORD_BYTES, round_rows
-from .encodings import BLOCK_ENCODINGS, Encoding, IQ4_NL, IQ4_XS, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
+from ..experts import Grouping
+from .activations import RECORD_BYTES, RoundedRows, round_rows
+from .encodings import BLOCK_ENCODINGS, Encoding, INT4, INT8, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
 from .multiply import MOST_ROWS, Sums, multiply
 from .tile import (
     BytePointer,
@@ -44,6 +49,25 @@ struct QuantisedMember[dtype: DType](TrivialRegisterPassable):
     var encoding: Int
     """An index of `encodings.mojo`."""
 
+    def rounds_blocks(self) -> Bool:
+        """Whether its x is rounded by blocks of 256."""
+        return Bool((BLOCK_ENCODINGS >> self.encoding) & 1)
+
+
+@fieldwise_init
+struct Product[dtype: DType](TrivialRegisterPassable):
+    """Weights by the rows of x that meet them."""
+
+    var member: QuantisedMember[Self.dtype]
+    var rows: RoundedRows
+
+    def depth(self, of_many: Int) -> Int:
+        """Rows of w in a section."""
+        return DOT_ROWS if self.rows.m <= FEW_ROWS else of_many
+
+    def sections(self, of_many: Int) -> Int:
+        return ceildiv(self.member.n, self.depth(of_many))
+
 
 def linear_quantised[
     dtype: DType, count: Int, //, mask: Int
@@ -77,37 +101,222 @@ def linear_members[
     workers: Int,
 ):
     """As `linear_quantised`."""
-    comptime kinds = Int(mask & BLOCK_ENCODINGS != 0) + Int(mask & ~BLOCK_ENCODINGS != 0)
-    var columns = ceildiv(k, TILE_ELEMENTS)
-    var bytes = columns * min(m, ROUNDED_ROWS) * RECORD_BYTES
-    var memory = List[UInt8](capacity=kinds * bytes + CACHE_LINE_BYTES)
-    var records = align_to_line(untracked(memory.unsafe_ptr()))
-    # The records of Q8_K are the second ones where both are needed.
-    var records_of_blocks = records.unsafe_offset((kinds - 1) * bytes)
+    var most = min(m, ROUNDED_ROWS)
+    var records = Records[mask](most, k)
+    var order = List[Int](capacity=most)
+    for row in range(most):
+        order.append(row)
+    var products = List[Product[dtype]](capacity=count)
     for first in range(0, m, ROUNDED_ROWS):
         var present = min(ROUNDED_ROWS, m - first)
-        var rows = x.unsafe_offset(first * k)
-        comptime if mask & ~BLOCK_ENCODINGS:
-            round_rows[False](rows, present, k, records, workers)
-        comptime if mask & BLOCK_ENCODINGS:
-            round_rows[True](rows, present, k, records_of_blocks, workers)
-        QuantisedGroup[dtype, mask](members, count, records, records_of_blocks, first, present, columns).run(workers)
-    _ = memory^
+        var batch = List[Batch](length=1, fill=Batch(0, present))
+        var rounded = records.round(
+            x.unsafe_offset(first * k), 1, untracked(order.unsafe_ptr()), batch, present, workers
+        )
+        products.clear()
+        for i in range(count):
+            var member = members[unsafe_offset=i]
+            member.y = member.y.unsafe_offset(first * member.n)
+            products.append(Product(member, rounded.of(0, member.rounds_blocks())))
+        multiply_products[mask](products, records.columns, workers)
+    _ = records^
+    _ = order^
+
+
+def linear_quantised_experts[
+    dtype: DType, count: Int, //, mask: Int
+](
+    members: Array[QuantisedMember[dtype], count],
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    experts: RowPointer,
+    rows: Int,
+    m: Int,
+    expert_count: Int,
+    k: Int,
+    workers: Int,
+):
+    """Computes every member's `y[r] = x[r // (rows / m)] w[experts[r]]^T`; 0 where the expert is -1.
+
+    The sections of all experts with rows are one list for the threads: each expert's blocks are read once for up to
+    `ROUNDED_ROWS` of its rows, and others not at all.
+
+    Parameters:
+        dtype: Of x and y.
+        count: Of the members.
+        mask: The bits of the encodings that members may have.
+
+    Args:
+        members: Of each y `[rows, n]`, w `[expert_count, n, row_bytes]`.
+        x: `[m, k]`.
+        experts: `[rows]`, checked.
+        rows: Rows of y.
+        m: Rows of x, a divisor of `rows`.
+        expert_count: Experts.
+        k: Columns of x.
+        workers: Threads; the result does not depend on them.
+    """
+    if rows > 0:
+        expert_members[mask](
+            untracked(Pointer(to=members[0]).unsafe_mut_cast[True]()),
+            count,
+            x,
+            experts,
+            rows,
+            m,
+            expert_count,
+            k,
+            workers,
+        )
+    _ = members
+
+
+@no_inline
+def expert_members[
+    dtype: DType, //, mask: Int
+](
+    members: Pointer[QuantisedMember[dtype], MutUntrackedOrigin],
+    count: Int,
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    experts: RowPointer,
+    rows: Int,
+    m: Int,
+    expert_count: Int,
+    k: Int,
+    workers: Int,
+):
+    """As `linear_quantised_experts`."""
+    var grouping = Grouping(experts, rows, expert_count)
+    var order = untracked(grouping.order.unsafe_ptr())
+    var used = grouping.starts[expert_count]
+    var batches = List[Batch]()
+    var chosen = List[Int]()
+    for expert in range(expert_count):
+        for first in range(grouping.starts[expert], grouping.starts[expert + 1], ROUNDED_ROWS):
+            batches.append(Batch(first, min(ROUNDED_ROWS, grouping.starts[expert + 1] - first)))
+            chosen.append(expert)
+    if used > 0:
+        var records = Records[mask](used, k)
+        var rounded = records.round(x, rows // m, order, batches, used, workers)
+        var products = List[Product[dtype]](capacity=count * len(batches))
+        for i in range(len(batches)):
+            for index in range(count):
+                var member = members[unsafe_offset=index]
+                member.w = member.w.unsafe_offset(chosen[i] * member.n * member.row_bytes)
+                products.append(Product(member, rounded.of(i, member.rounds_blocks())))
+        multiply_products[mask](products, records.columns, workers)
+        _ = records^
+    for i in range(count):
+        ref member = members[unsafe_offset=i]
+        for at in range(used, rows):
+            unsafe_memset_zero(member.y.unsafe_offset(order[unsafe_offset=at] * member.n), member.n)
+    _ = grouping^
+
+
+@fieldwise_init
+struct Batch(TrivialRegisterPassable):
+    """Rows `[first, first + m)` of some order."""
+
+    var first: Int
+    var m: Int
+
+
+struct Rounded(Movable):
+    """Batches of rounded rows, for the encodings of 32 elements a scale of x and for those of 256."""
+
+    var rows: List[RoundedRows]
+    var rows_of_blocks: List[RoundedRows]
+
+    def __init__(out self):
+        self.rows = List[RoundedRows]()
+        self.rows_of_blocks = List[RoundedRows]()
+
+    def of(self, batch: Int, blocks: Bool) -> RoundedRows:
+        return self.rows_of_blocks[batch] if blocks else self.rows[batch]
+
+
+struct Records[mask: Int](Movable):
+    """Memory for rounded rows, as the encodings of `mask` want them: Q8_0, Q8_K or both."""
+
+    var memory: List[UInt8]
+    var columns: Int
+    """Tiles along K."""
+    var k: Int
+    var bytes: Int
+    """Of each kind."""
+
+    comptime SMALL = Self.mask & ~BLOCK_ENCODINGS != 0
+    comptime BLOCKS = Self.mask & BLOCK_ENCODINGS != 0
+
+    def __init__(out self, rows: Int, k: Int):
+        self.columns = ceildiv(k, TILE_ELEMENTS)
+        self.k = k
+        self.bytes = self.columns * rows * RECORD_BYTES
+        self.memory = List[UInt8](capacity=(Int(Self.SMALL) + Int(Self.BLOCKS)) * self.bytes + CACHE_LINE_BYTES)
+
+    def round[
+        dtype: DType, //
+    ](
+        mut self,
+        x: Pointer[Scalar[dtype], MutUntrackedOrigin],
+        share: Int,
+        order: Pointer[Int, MutUntrackedOrigin],
+        batches: List[Batch],
+        rows: Int,
+        workers: Int,
+    ) -> Rounded:
+        """Rounds `rows` rows of all batches of `order`; the arguments are those of `round_rows`."""
+        var rounded = Rounded()
+        var start = align_to_line(untracked(self.memory.unsafe_ptr()))
+        comptime if Self.SMALL:
+            rounded.rows = self.placed(start, order, batches)
+            round_rows[False](x, share, self.k, untracked(rounded.rows.unsafe_ptr()), rows, workers)
+            start = start.unsafe_offset(self.bytes)
+        comptime if Self.BLOCKS:
+            rounded.rows_of_blocks = self.placed(start, order, batches)
+            round_rows[True](x, share, self.k, untracked(rounded.rows_of_blocks.unsafe_ptr()), rows, workers)
+        return rounded^
+
+    def placed(
+        self, start: BytePointer, order: Pointer[Int, MutUntrackedOrigin], batches: List[Batch]
+    ) -> List[RoundedRows]:
+        """The batches, one after another from `start` on."""
+        var found = List[RoundedRows](capacity=len(batches))
+        var at = start
+        for batch in batches:
+            found.append(RoundedRows(order.unsafe_offset(batch.first), batch.m, at))
+            at = at.unsafe_offset(batch.m * self.columns * RECORD_BYTES)
+        return found^
+
+
+def multiply_products[dtype: DType, //, mask: Int](products: List[Product[dtype]], columns: Int, workers: Int):
+    """Computes every product. The next idle thread takes the next section of rows of w of any of them."""
+    var n = 0
+    var most = 0
+    for product in products:
+        n += product.member.n
+        most = max(most, product.rows.m)
+    var depth = DOT_ROWS
+    if most > FEW_ROWS:
+        depth *= SECTION_TILES
+        while depth > DOT_ROWS and depth * workers * 4 > n:
+            depth //= 2
+    var sections = 0
+    for product in products:
+        sections += product.sections(depth)
+    ProductList[dtype, mask](
+        untracked(products.unsafe_ptr().unsafe_mut_cast[True]()), len(products), sections, depth, most, columns
+    ).run(workers)
 
 
 @fieldwise_init
 struct Section[dtype: DType](TrivialRegisterPassable):
-    """Rows of w of one member, and what a thread needs to multiply them."""
+    """Rows of w of one product, and what a thread needs to multiply them."""
 
     var member: QuantisedMember[Self.dtype]
+    var rows: RoundedRows
     var begin: Int
     """The first row of w."""
     var end: Int
-    var x: BytePointer
-    """Records `[columns, m]`."""
-    var first: Int
-    """The row of y that the first row of x belongs to."""
-    var m: Int
     var columns: Int
     """Tiles along K."""
     var memory: BytePointer
@@ -127,21 +336,22 @@ struct Section[dtype: DType](TrivialRegisterPassable):
     def multiply[E: Encoding](self):
         """Computes columns `[begin, end)` of y."""
         var tiles = ceildiv(self.end - self.begin, DOT_ROWS)
+        var m = self.rows.m
         var sums = self.memory.unsafe_offset(Self.TILES + tiles * TILE_BYTES).unsafe_bitcast[Float32]()
         var vectors = sums.unsafe_bitcast[FloatVector]()
-        for i in range(tiles * self.m):
+        for i in range(tiles * m):
             vectors[unsafe_offset=i] = 0
         for column in range(self.columns):
             for i in range(tiles):
                 self.unpack[E](i, column, self.coming_tile[E](i, column, tiles))
-            var x = self.x.unsafe_offset(column * self.m * RECORD_BYTES)
-            for row in range(0, self.m, MOST_ROWS):
+            var x = self.rows.records.unsafe_offset(column * m * RECORD_BYTES)
+            for row in range(0, m, MOST_ROWS):
                 for i in range(tiles):
                     multiply[E](
                         self.tile(i),
                         x.unsafe_offset(row * RECORD_BYTES),
-                        min(MOST_ROWS, self.m - row),
-                        vectors.unsafe_offset(i * self.m + row),
+                        min(MOST_ROWS, m - row),
+                        vectors.unsafe_offset(i * m + row),
                         self.coming_tile[E](i, column, tiles),
                     )
         self.store(tiles, vectors)
@@ -173,11 +383,12 @@ struct Section[dtype: DType](TrivialRegisterPassable):
 
     def store(self, tiles: Int, sums: Sums):
         """Writes the sums `[tiles, m]` to y."""
+        var m = self.rows.m
         for i in range(tiles):
             var column = self.begin + DOT_ROWS * i
-            for row in range(self.m):
-                var target = self.member.y.unsafe_offset((self.first + row) * self.member.n + column)
-                var values = narrow[Self.dtype](sums[unsafe_offset=i * self.m + row])
+            for row in range(m):
+                var target = self.member.y.unsafe_offset(self.rows.order[unsafe_offset=row] * self.member.n + column)
+                var values = narrow[Self.dtype](sums[unsafe_offset=i * m + row])
                 if self.end - column >= DOT_ROWS:
                     target.unsafe_store(values)
                 else:
@@ -186,68 +397,78 @@ struct Section[dtype: DType](TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct QuantisedGroup[dtype: DType, mask: Int](TrivialRegisterPassable):
-    """The operands of one call, or of `ROUNDED_ROWS` of its rows."""
+struct Place(TrivialRegisterPassable):
+    """Where a section lies: a product, and the number of this one's first section."""
 
-    var members: Pointer[QuantisedMember[Self.dtype], MutUntrackedOrigin]
+    var product: Int
+    var start: Int
+
+
+@fieldwise_init
+struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
+    """Products whose sections the threads share."""
+
+    var products: Pointer[Product[Self.dtype], MutUntrackedOrigin]
     var count: Int
-    var records: BytePointer
-    """Q8_0 `[columns, m]`."""
-    var records_of_blocks: BytePointer
-    """Q8_K `[columns, m]`."""
-    var first: Int
-    """The row of each y that the first row of x belongs to."""
-    var m: Int
+    var sections: Int
+    """Of all of them."""
+    var depth: Int
+    """Rows of w in a section that more than `FEW_ROWS` rows of x meet."""
+    var most: Int
+    """Rows of x of any product."""
     var columns: Int
+    """Tiles along K."""
 
     def run(self, workers: Int):
-        """Computes every y on all workers. The next idle thread takes the next section of rows of any w."""
-        var n = 0
-        for i in range(self.count):
-            n += self.members[unsafe_offset=i].n
-        var depth = DOT_ROWS
-        if self.m > FEW_ROWS:
-            depth *= SECTION_TILES
-            while depth > DOT_ROWS and depth * workers * 4 > n:
-                depth //= 2
-        var sections = 0
-        for i in range(self.count):
-            sections += ceildiv(self.members[unsafe_offset=i].n, depth)
         var counter = LineCounter()
         var taken = counter.at()
 
-        def task(index: Int) {var self, var depth, var sections, var taken}:
-            var memory = List[UInt8](capacity=Section[Self.dtype].bytes(depth // DOT_ROWS, self.m) + CACHE_LINE_BYTES)
+        def task(index: Int) {var self, var taken}:
+            var bytes = Section[Self.dtype].bytes(self.depth // DOT_ROWS, self.most)
+            var memory = List[UInt8](capacity=bytes + CACHE_LINE_BYTES)
             var own = align_to_line(untracked(memory.unsafe_ptr()))
             var section = Int(taken[].fetch_add(1))
-            while section < sections:
+            var here = self.place(section, Place(0, 0))
+            while section < self.sections:
                 # Taken early, so that it can be prefetched.
                 var next = Int(taken[].fetch_add(1))
-                self.multiply(section, next, depth, own)
+                var after = self.place(next, here)
+                self.multiply(section, here, next, after, own)
                 section = next
+                here = after
             _ = memory^
 
-        run_tasks(task, max(1, min(sections, workers)), workers)
+        run_tasks(task, max(1, min(self.sections, workers)), workers)
         _ = counter^
 
     @always_inline
-    def multiply(self, section: Int, next: Int, depth: Int, memory: BytePointer):
+    def place(self, section: Int, before: Place) -> Place:
+        """The place of a section, given that of an earlier one."""
+        var at = before
+        while at.product < self.count:
+            var next = at.start + self.products[unsafe_offset=at.product].sections(self.depth)
+            if section < next:
+                break
+            at = Place(at.product + 1, next)
+        return at
+
+    @always_inline
+    def multiply(self, section: Int, here: Place, next: Int, after: Place, memory: BytePointer):
         """Computes a section while the next one is prefetched."""
-        var at = self.member_of(section, depth)
-        var member = self.members[unsafe_offset=at[0]]
-        var coming = member.w.unsafe_offset(at[1] * member.row_bytes)
-        var after = self.member_of(next, depth)
-        if after[0] < self.count:
-            ref other = self.members[unsafe_offset=after[0]]
-            coming = other.w.unsafe_offset(after[1] * other.row_bytes)
-        var x = self.records_of_blocks if (BLOCK_ENCODINGS >> member.encoding) & 1 else self.records
+        ref product = self.products[unsafe_offset=here.product]
+        var depth = product.depth(self.depth)
+        var begin = (section - here.start) * depth
+        var member = product.member
+        var coming = member.w.unsafe_offset(begin * member.row_bytes)
+        if after.product < self.count:
+            ref other = self.products[unsafe_offset=after.product]
+            var row = (next - after.start) * other.depth(self.depth)
+            coming = other.member.w.unsafe_offset(row * other.member.row_bytes)
         var own = Section[Self.dtype](
             member,
-            at[1],
-            min(member.n, at[1] + depth),
-            x,
-            self.first,
-            self.m,
+            product.rows,
+            begin,
+            min(member.n, begin + depth),
             self.columns,
             memory,
             coming,
@@ -259,6 +480,9 @@ struct QuantisedGroup[dtype: DType, mask: Int](TrivialRegisterPassable):
         self.start[Q5_K](own)
         self.start[Q6_K](own)
         self.start[IQ4_XS](own)
+        self.start[MXFP4](own)
+        self.start[INT4](own)
+        self.start[INT8](own)
 
     @always_inline
     def start[E: Encoding](self, section: Section[Self.dtype]):
@@ -266,14 +490,3 @@ struct QuantisedGroup[dtype: DType, mask: Int](TrivialRegisterPassable):
         comptime if (Self.mask >> E.INDEX) & 1:
             if section.member.encoding == E.INDEX:
                 section.multiply[E]()
-
-    @always_inline
-    def member_of(self, section: Int, depth: Int) -> Tuple[Int, Int]:
-        """The member that a section belongs to, and its first row there; `(count, 0)` past the last."""
-        var left = section
-        for i in range(self.count):
-            var sections = ceildiv(self.members[unsafe_offset=i].n, depth)
-            if left < sections:
-                return (i, left * depth)
-            left -= sections
-        return (self.count, 0)

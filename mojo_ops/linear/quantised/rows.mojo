@@ -67,7 +67,11 @@ struct QuantisedRows(TrivialRegisterPassable):
                 var whole = bytes.cast[DType.int32]() - Int32(E.OFFSET)
                 comptime if E.SIGNED:
                     whole = bitcast[DType.int8, 4](bytes).cast[DType.int32]()
-                var values = whole.cast[DType.float32]() * tile.scale(group)[r]
-                comptime if E.HAS_MINS and E.OFFSET == 0:
+                var values = whole.cast[DType.float32]()
+                comptime has_mins = E.HAS_MINS and not E.OFFSET_BY_MINS
+                comptime if has_mins and not E.ROUNDS_BLOCKS:
+                    values += tile.min(group)[r]
+                values *= tile.scale(group)[r]
+                comptime if has_mins and E.ROUNDS_BLOCKS:
                     values += tile.min(group)[r]
                 target.unsafe_store(4 * step, values)

@@ -16,7 +16,7 @@ comptime TILE_ELEMENTS = 256
 comptime STEPS = TILE_ELEMENTS // 4
 comptime VECTOR_BYTES = 64
 """A vector of the tile: 16 rows of 4 bytes."""
-comptime MAX_BLOCK_BYTES = 272
+comptime MAX_BLOCK_BYTES = 288
 """Of a row's 256 elements, in any encoding."""
 comptime RAW_BYTES = MAX_BLOCK_BYTES // 4 * VECTOR_BYTES
 comptime Q_BYTES = STEPS * VECTOR_BYTES
@@ -51,7 +51,7 @@ struct Tile(TrivialRegisterPassable):
 
     @always_inline
     def set_min(self, group: Int, mins: FloatVector):
-        """What a group of 32 adds to y for each 1 of the sum of its x."""
+        """What a group of 32 adds to y for each 1 of the sum of its x (`Encoding.HAS_MINS`)."""
         self.set_scale(16 + group, mins)
 
     @always_inline
@@ -73,6 +73,21 @@ struct Raw(TrivialRegisterPassable):
     def from_middle(self, dword: Int) -> Words:
         """The 4 bytes that begin in the middle of a dword."""
         return (self[dword] >> 16) | (self[dword + 1] << 16)
+
+    @always_inline
+    def at_byte[byte: Int, block_bytes: Int](self) -> Words:
+        """The 4 bytes from `byte` on, of blocks of so many bytes; what lies past these is anything."""
+        comptime dword = byte // 4
+        comptime shift = 8 * (byte % 4)
+        comptime whole = block_bytes // 16 * 4
+        # Dwords that the last vectors hold once more.
+        comptime again = (16 - block_bytes % 16) // 4 if block_bytes % 16 else 0
+        var low = self[dword if dword < whole else dword + again]
+        comptime if shift == 0:
+            return low
+        else:
+            var high = self[dword + 1 if dword + 1 < whole else dword + 1 + again]
+            return (low >> UInt32(shift)) | (high << UInt32(32 - shift))
 
     @always_inline
     def transpose[block_bytes: Int](self, first: BytePointer, pitch: Int, coming: BytePointer):

@@ -15,7 +15,9 @@ machines."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 Layout = Literal["NHD", "HND", "MAX"]
-QuantisedEncoding = Literal["Q4_K", "Q8_0"]
+QuantisedEncoding = Literal["Q4_K", "Q8_0", "MXFP4", "INT4"]
+BYTES_OF_32 = {"Q4_K": 18, "Q8_0": 34, "MXFP4": 17, "INT4": 20}
+"""Bytes of 32 quantised weights."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,44 @@ class QuantisedCase(LinearCase):
     @property
     def row_bytes(self) -> int:
         """Of a row of w."""
-        return self.inner // 256 * 144 if self.encoding == "Q4_K" else self.inner // 32 * 34
+        return self.inner // 32 * BYTES_OF_32[self.encoding]
 
     @property
     def bytes(self) -> int:
         return self.outer * self.row_bytes
+
+
+@dataclass(frozen=True)
+class ExpertCase(Case):
+    """One row of x through `chosen` experts of a stack w `[experts, outer, inner]`; the next run chooses others."""
+
+    outer: int = 2048
+    inner: int = 4096
+    dtype: str = "bfloat16"
+    experts: int = 64
+    chosen: int = 8
+    encoding: QuantisedEncoding | None = None
+    """Of w, x being float32; w is of `dtype` too where it is None."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of an expert."""
+        if self.encoding is None:
+            return self.inner * DTYPE_BYTES[self.dtype]
+        return self.inner // 32 * BYTES_OF_32[self.encoding]
+
+    @property
+    def bytes(self) -> int:
+        return self.chosen * self.outer * self.row_bytes
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.chosen * self.outer * self.inner
+
+    @property
+    def copies(self) -> int:
+        """Stacks."""
+        return max(1, -int(-MIN_ROTATED // (self.experts * self.outer * self.row_bytes)))
 
 
 @dataclass(frozen=True)

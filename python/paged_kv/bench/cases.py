@@ -11,6 +11,7 @@ from paged_kv.bench.case_kinds import (
     AttentionCase,
     CascadeCase,
     Case,
+    ExpertCase,
     LatentCase,
     LinearCase,
     PrefillCase,
@@ -45,6 +46,8 @@ def _variant(name: str, title: str, share: float | None = 0.85, *versus: Versus,
     fields: dict[str, object] = {"name": name, "title": title, "share": share, "versus": versus, **changes}
     return replace(_BASE, **fields)  # type: ignore[arg-type]
 
+
+_EXPERTS: dict[str, QuantisedEncoding | None] = {"bf16": None, "Q4_K": "Q4_K", "MXFP4": "MXFP4"}
 
 CASES: tuple[Case, ...] = (
     _BASE,
@@ -110,7 +113,18 @@ CASES: tuple[Case, ...] = (
             encoding=encoding,
         )
         for encoding in get_args(QuantisedEncoding)
-        for n in (1, 8, 64)
+        for n in (1, 4, 8, 64)
+    ),
+    *(
+        ExpertCase(
+            f"experts-{name.lower()}",
+            f"experts {name}, 8 of 64, 2048 x 4096, 1 row",
+            None if encoding is None else 0.8,
+            () if encoding is None else (Versus("our own bf16 experts", ("ours-experts",)),),
+            dtype="bfloat16" if encoding is None else "float32",
+            encoding=encoding,
+        )
+        for name, encoding in _EXPERTS.items()
     ),
     *(
         StepCase(

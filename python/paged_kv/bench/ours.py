@@ -16,12 +16,13 @@ from max.graph import DeviceRef, Graph, Module, TensorType
 
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.bench.case_kinds import Case, LinearCase, QuantisedCase
+from paged_kv.bench.case_kinds import Case, ExpertCase, LinearCase, QuantisedCase
 from paged_kv.bench.peers.base import Peer, repeat
 from paged_kv.bench.problems import (
     AppendProblem,
     Array,
     AttentionProblem,
+    ExpertProblem,
     LinearProblem,
     StepProblem,
     bits,
@@ -29,7 +30,7 @@ from paged_kv.bench.problems import (
     numpy_dtype,
 )
 from paged_kv.graphs import ops
-from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear
+from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
@@ -267,6 +268,61 @@ def quantised_model(case: QuantisedCase) -> Model:
     return load_graphs(default_runtime().session, {"linear": key}, build)["linear"]
 
 
+class OursExperts(Ours):
+    def prepare(self, problem: ExpertProblem, copies: int) -> None:
+        case = problem.case
+        self._model = expert_model(case)
+        self.memory = repeat(problem.w, copies)
+        self._x, self._stacks = to_buffer(problem.x), [to_buffer(w) for w in self.memory]
+        self._experts = [to_buffer(problem.experts(run)) for run in range(case.experts // case.chosen)]
+
+    def run(self, i: int) -> None:
+        turn, chosen = divmod(i, len(self._experts))
+        w = self._stacks[turn % len(self._stacks)]
+        self._y = self._model.execute(self._x, self._experts[chosen], w)[0]
+
+    def output(self) -> Array:
+        self.run(0)
+        return to_numpy(self._y)
+
+
+class OursBfloat16Experts(OursExperts):
+    """As many experts of the same sizes, in bfloat16."""
+
+    name = "our own bf16 experts"
+
+    def available(self, case: Case) -> str | None:
+        return None if isinstance(case, ExpertCase) else "no such case"
+
+    def prepare(self, problem: ExpertProblem, copies: int) -> None:  # noqa: ARG002
+        case = replace(problem.case, dtype="bfloat16", encoding=None)
+        self._other = ExpertProblem(case, 0)
+        super().prepare(self._other, case.copies)
+
+    def error(self, problem: Any) -> float:  # noqa: ARG002
+        return self._other.error(self.output())
+
+
+def expert_model(case: ExpertCase) -> Model:
+    """A graph of one layer of experts whose weights are an argument."""
+    dtype, cpu = DType[case.dtype], DeviceRef.CPU()
+
+    def build(module: Module, names: Any) -> None:
+        shape = [case.experts, case.outer, case.row_bytes if case.encoding else case.inner]
+        types = [TensorType(dtype, ["T", case.inner], cpu), TensorType(DType.int32, ["T", case.chosen], cpu)]
+        types.append(TensorType(DType.uint8 if case.encoding else dtype, shape, cpu))
+        for name in names:
+            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
+                x, chosen, w = (value.tensor for value in graph.inputs)
+                if case.encoding is None:
+                    graph.output(ops.expert_linear(x, w, chosen))
+                else:
+                    graph.output(*quantised_expert_linear(x, chosen, QuantisedWeight(w, case.encoding)))
+
+    key = CompileKey(f"benchmark experts {case.encoding} {case.dtype} {case.experts} {case.outer} {case.inner}")
+    return load_graphs(default_runtime().session, {"experts": key}, build)["experts"]
+
+
 class OursStep(Ours):
     """`DecoderModel.step`: everything between a step's tokens and its logits, Python included."""
 
@@ -321,6 +377,7 @@ def make_ours(case: Case) -> Ours:
         "AppendCase": OursAppend,
         "LinearCase": OursLinear,
         "QuantisedCase": OursLinear,
+        "ExpertCase": OursExperts,
         "StepCase": OursStep,
     }
     kind = type(case).__name__

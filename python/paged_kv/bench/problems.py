@@ -18,6 +18,7 @@ from paged_kv.bench.case_kinds import (
     AttentionCase,
     CascadeCase,
     Case,
+    ExpertCase,
     LatentCase,
     LinearCase,
     PrefillCase,
@@ -65,6 +66,7 @@ def problem_of(case: Case, seed: int = 0) -> Problem:
         AppendCase: AppendProblem,
         LinearCase: LinearProblem,
         QuantisedCase: QuantisedProblem,
+        ExpertCase: ExpertProblem,
         StepCase: StepProblem,
     }
     problem: Problem = kinds[type(case)](case, seed)
@@ -244,13 +246,63 @@ class QuantisedProblem(LinearProblem):
         self.case = case
         self.tolerance = 2e-2
         self.x = normal(rng, (case.rows, case.inner), case.dtype)
-        self.w, values = (_q4_k if case.encoding == "Q4_K" else _q8_0)(rng, case.outer, case.inner)
+        self.w, values = _BLOCKS_OF[case.encoding](rng, case.outer, case.inner)
         self._sample = np.sort(rng.choice(case.outer, min(512, case.outer), replace=False))
         self._values = values[self._sample]
 
     @cached_property
     def _expected(self) -> Array:
         return self.x.astype(np.float64) @ self._values.astype(np.float64).T
+
+
+class ExpertProblem(Problem):
+    """Expert `e` has the rows of the first one, `31 e` further on: as large as others, and made in no time."""
+
+    STEP = 31
+
+    def __init__(self, case: ExpertCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = TOLERANCE[case.dtype] if case.encoding is None else 2e-2
+        self.x = normal(rng, (1, case.inner), case.dtype)
+        if case.encoding is None:
+            first = values = normal(rng, (case.outer, case.inner), case.dtype, case.inner**-0.5)
+        else:
+            first, values = _BLOCKS_OF[case.encoding](rng, case.outer, case.inner)
+        self.w = np.empty((case.experts, *first.shape), first.dtype)
+        for expert in range(case.experts):
+            bits(self.w)[expert] = np.roll(bits(first), -self.STEP * expert, axis=0)
+        self._y = self.x.astype(np.float64) @ values.astype(np.float64).T
+
+    def experts(self, run: int) -> Array:
+        """Those that a run chooses, `[1, chosen]` int32: each run has others, until all had their turn."""
+        order = np.random.default_rng(7).permutation(self.case.experts).reshape(-1, self.case.chosen)
+        return order[run % len(order) : run % len(order) + 1].astype(np.int32)
+
+    def error(self, output: Array) -> float:
+        """`output` `[1, chosen, outer]`: of run 0."""
+        each = [np.roll(self._y, -self.STEP * expert, axis=1) for expert in self.experts(0)[0]]
+        return relative_error(output, np.stack(each, axis=1))
+
+
+def _mxfp4(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
+    """Blocks of 32 elements, uint8 `[rows, bytes]`, and what they mean, float32."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    shape = (rows, elements // 32)
+    exponents, q = rng.integers(116, 120, (*shape, 1), np.uint8), rng.integers(0, 16, (*shape, 32), np.uint8)
+    values = np.concatenate([magnitudes, -magnitudes])[q] * np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    blocks = np.concatenate([exponents, q[..., :16] | q[..., 16:] << 4], axis=-1)
+    return blocks.reshape(rows, -1), values.reshape(rows, elements)
+
+
+def _int4(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
+    """The same of a scale and a zero."""
+    shape = (rows, elements // 32)
+    d = rng.uniform(1e-3, 2e-3, (*shape, 1)).astype(np.float16)
+    zeros, q = rng.integers(4, 12, (*shape, 1), np.uint8), rng.integers(0, 16, (*shape, 32), np.uint8)
+    blocks = [d.view(np.uint8), zeros, np.zeros_like(zeros), q[..., :16] | q[..., 16:] << 4]
+    values = d.astype(np.float32) * (q.astype(np.float32) - zeros)
+    return np.concatenate(blocks, axis=-1).reshape(rows, -1), values.reshape(rows, elements)
 
 
 def _q8_0(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
@@ -396,3 +448,6 @@ def _fill_weight(weight: Array, rng: np.random.Generator, noise: Array) -> None:
         begin = rng.integers(0, noise.size - part.size)
         values = noise[begin : begin + part.size]
         part[:] = (1 + np.float32(0.1) * values if weight.ndim == 1 else scale * values).astype(weight.dtype)
+
+
+_BLOCKS_OF = {"Q4_K": _q4_k, "Q8_0": _q8_0, "MXFP4": _mxfp4, "INT4": _int4}

@@ -6,6 +6,7 @@ whose dtype differs from the requested one, and of the q and k of families whose
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from max.dtype import DType
 
 from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
+from paged_kv.checkpoint import mxfp4
 from paged_kv.checkpoint.config import checkpoint_path, config_of
 from paged_kv.checkpoint.gguf_families import LONG_ROPE, ROPE_FREQUENCIES, find_family, hugging_face_config
 from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
@@ -27,13 +29,14 @@ from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.graphs.quantised import ENCODINGS, Encoding, block_bytes
+from paged_kv.graphs.quantised import Encoding, block_bytes
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _SCALES: dict[Encoding, tuple[int, ...]] = {
     "Q4_0": (0,), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,),
+    "MXFP4": (),
 }  # fmt: skip
-"""Where the float16 numbers of a block lie."""
+"""Where the float16 numbers of a block lie. A block of MXFP4 begins with a byte, a power of two, instead."""
 _IGNORED = {ROPE_FREQUENCIES, *LONG_ROPE.values()}
 """Tensors that became part of the configuration."""
 
@@ -80,21 +83,23 @@ class GgufCheckpoint:
                 in an encoding that this package does not load.
         """
         config = config_of(hugging_face_config(self.header), self.header.file)
+        if config.experts is not None:
+            config = replace(config, experts=replace(config.experts, apart=True))
         check_layers(config, self.header.tensors, self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
-        encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in ENCODINGS]
+        encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in _SCALES]
         query = (
             tensors.get("model.layers.0.self_attn.q_proj.weight") or tensors["model.layers.0.self_attn.qkv_proj.weight"]
         )
         dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding, "float32")
-        return replace(config, encodings=tuple(encodings), dtype=dtype)
+        return replace(config, encodings=tuple(encodings), float32_activations=bool(encodings), dtype=dtype)
 
     @property
     def main_encoding(self) -> str | None:
         """That of most bytes of quantised weights, None where there are none."""
         sizes: dict[str, int] = {}
         for tensor in self.header.tensors.values():
-            if tensor.encoding in ENCODINGS:
+            if tensor.encoding in _SCALES:
                 sizes[tensor.encoding] = sizes.get(tensor.encoding, 0) + tensor.data.size
         return max(sizes, key=sizes.__getitem__, default=None)
 
@@ -130,7 +135,7 @@ class GgufCheckpoint:
         tensor = self.header.tensors.get(stored)
         if tensor is None:
             raise CheckpointError(f"{self.header.file}: tensor {stored} is missing")
-        known = (*_FLOATS, *ENCODINGS) if len(tensor.shape) == 2 else tuple(_FLOATS)
+        known = (*_FLOATS, *_SCALES) if len(tensor.shape) >= 2 and not name.endswith(".bias") else tuple(_FLOATS)
         if tensor.encoding not in known:
             problem = f"has encoding {tensor.encoding}, expected one of {', '.join(known)}"
             raise CheckpointError(f"{self.header.file}: tensor {stored} {problem}")
@@ -152,12 +157,15 @@ class GgufCheckpoint:
     def _check_scales(self, tensor: GgufTensor, encoding: Encoding) -> None:
         """Refuses blocks whose scales are NaN or infinite: whole rows of results would be."""
         blocks = tensor.data.reshape(-1, block_bytes(encoding))
-        for at in _SCALES[encoding]:
-            wrong = blocks[:, at + 1] & 0x7C == 0x7C  # all bits of the exponent
+        wrongs = {at: blocks[:, at + 1] & 0x7C == 0x7C for at in _SCALES[encoding]}  # all bits of the exponent
+        if encoding == "MXFP4":
+            wrongs[0] = blocks[:, 0] == mxfp4.NAN
+        for at, wrong in wrongs.items():
             if wrong.any():
                 block = int(wrong.argmax())
-                row = block * len(tensor.data) // len(blocks)
-                (value,) = blocks[block, at : at + 2].copy().view(np.float16)
+                row = block * math.prod(tensor.shape[:-1]) // len(blocks)
+                half = blocks[block, at : at + 2].copy().view(np.float16)[0]
+                value = "nan" if encoding == "MXFP4" else half
                 problem = f"row {row} has the scale {value}, a finite one is expected"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(tensor.name)}: {problem}")
 

@@ -32,6 +32,13 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
 _NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -57,10 +64,18 @@ class GgufFamily:
     """Keys of config.json that the metadata has no words for."""
     scalars: Mapping[str, str] = field(default_factory=dict)
     """More keys: Hugging Face's to GGUF's."""
+    yarn: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of its scaling by YaRN that the metadata has no words for."""
+
+    @property
+    def is_mixture(self) -> bool:
+        return "expert_count" in self.scalars.values()
 
     def tensor(self, name: str) -> str:
         """GGUF's name of the tensor that Hugging Face calls `name`."""
         stem, _, kind = name.rpartition(".")
+        if kind == "sinks":
+            stem, kind = stem.replace("self_attn", "self_attn.sinks"), "weight"
         if stem in _MODEL:
             return f"{_MODEL[stem]}.{kind}"
         layer, _, rest = stem.removeprefix("model.layers.").partition(".")
@@ -87,6 +102,27 @@ GGUF_FAMILIES = {
         "Phi3ForCausalLM",
         _LAYER | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
         scalars={"original_max_position_embeddings": "rope.scaling.original_context_length"},
+    ),
+    "qwen3moe": GgufFamily(
+        "Qwen3MoeForCausalLM",
+        _LAYER | _EXPERTS,
+        defaults={"norm_topk_prob": True},
+        scalars={
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "norm_topk_prob": "expert_weights_norm",
+        },
+    ),
+    "gpt-oss": GgufFamily(
+        "GptOssForCausalLM",
+        _LAYER | _EXPERTS | {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},
+        scalars={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        yarn={"truncate": False},
     ),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM",
@@ -132,8 +168,8 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     """
     family = find_family(header)
     kind = header.metadata["general.architecture"]
-    if _scalar(header, f"{kind}.expert_count"):
-        raise CheckpointError(f"{header.file}: {kind}.expert_count: mixtures of experts are not supported")
+    if not family.is_mixture and _scalar(header, f"{kind}.expert_count"):
+        raise CheckpointError(f"{header.file}: {kind}.expert_count: mixtures of experts are not supported of {kind}")
     values: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.defaults}
     for key, name in {**_SCALARS, **family.scalars}.items():
         value = _scalar(header, f"{kind}.{name}")
@@ -189,12 +225,13 @@ def _rope_scaling(header: GgufHeader, kind: str, rotated: int, values: Mapping[s
         return scaling | {"original_max_position_embeddings": original} | {k: v.tolist() for k, v in factors.items()}
     scaling = said("type")
     if scaling in (None, "none"):
-        return None
+        return {"rope_type": "default"} if kind == "gpt-oss" else None  # without one, that of the family's files
     if scaling == "linear":
         return {"rope_type": "linear", "factor": said("factor")}
     if scaling == "yarn":
         context = said("original_context_length")
-        return {"rope_type": "yarn", "factor": said("factor"), "original_max_position_embeddings": context}
+        scaling = {"rope_type": "yarn", "factor": said("factor"), "original_max_position_embeddings": context}
+        return scaling | dict(find_family(header).yarn)
     raise CheckpointError(
         f"{header.file}: {kind}.rope.scaling.type = {shown(scaling)}: only linear and yarn are supported"
     )

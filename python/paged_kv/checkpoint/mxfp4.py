@@ -7,20 +7,17 @@ import numpy.typing as npt
 
 NAN = 0xFF
 """A scale of E8M0 that is no number."""
-_BIAS = 127
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = np.array([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], np.float32)
-"""Of each code of E2M1: a sign, two bits of exponent and one of mantissa."""
-_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)
-"""The two values of each byte: its low bits are the first."""
 
 
-def unpack(blocks: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """The values `[..., 32 * G]` of blocks `[..., G, 16]` and their scales `[..., G]`, exact but for an overflow.
+def blocks_of(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Codes `[..., G, 16]`, each byte of which holds two values that follow one another, and their scales `[..., G]` as
+    blocks `[..., 17 G]` of GGUF's order: the scale, and 16 bytes of values `i` and `i + 16`.
 
-    A value is that of its code times 2^(scale - 127). Past float32's largest it is infinity; scales are not `NAN`.
+    The first value of a byte is in its low bits in both.
     """
-    with np.errstate(over="ignore"):
-        factors = np.ldexp(np.float32(1), scales.astype(np.int32) - _BIAS)
-        values = _PAIRS[blocks].reshape(*blocks.shape[:-1], 2 * blocks.shape[-1]) * factors[..., None]
-    return values.reshape(*scales.shape[:-1], -1)
+    result = np.empty((*scales.shape, 17), np.uint8)
+    result[..., 0] = scales
+    first, second = codes[..., :8], codes[..., 8:]
+    result[..., 1::2] = first & 15 | second << 4
+    result[..., 2::2] = first >> 4 | second & 0xF0
+    return result.reshape(*scales.shape[:-1], -1)

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.quantised import Encoding, block_bytes
 
 _FLOATS = ("F16", "BF16", "F32")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -60,6 +61,44 @@ class GroupedWeight:
         result[:, self.order] = flat
         return result
 
+    def blocks(self, encoding: Encoding) -> npt.NDArray[np.uint8]:
+        """The weight in blocks of 32 inputs, each of which has the scale of its group: `[N, row_bytes(encoding, K)]`.
+
+        Scales are rounded to float16: those of that dtype are kept, and those of bfloat16 from 2^-17 to 65504.
+
+        Raises:
+            ValueError: a scale is larger than float16 holds; a zero is not the one that `encoding` means, or the inputs
+                are not in the order of their groups.
+        """
+        if self.order is not None:
+            raise ValueError("g_idx is not in order, though no reordering is announced")
+        rows, inputs = self.codes.shape
+        each = inputs // self.scales.shape[1] // 32  # blocks of a group
+        half = 8 if encoding in ("Q4_0", "INT4") else 128
+        with np.errstate(over="ignore"):
+            scales = self.scales.astype(np.float16)
+        if not np.isfinite(scales).all():
+            raise ValueError("a scale is larger than float16 holds")
+        has_zeros = encoding in ("INT4", "INT8")
+        if self.zeros is not None and not has_zeros and (self.zeros != half).any():
+            raise ValueError(f"a zero is not {half}, though all are said to be")
+        result = np.empty((rows, inputs // 32, block_bytes(encoding)), np.uint8)
+        result[..., :2] = np.repeat(scales, each, axis=1)[..., None].view(np.uint8)
+        first = 2
+        if has_zeros:
+            assert self.zeros is not None
+            zeros = np.repeat(self.zeros, each, axis=1)
+            result[..., 2], result[..., 3] = zeros if half == 8 else zeros ^ 128, 0
+            first = 4
+        # Signed codes and those plus `half` differ in their upper bit.
+        codes: Array = self.codes.view(np.uint8).reshape(rows, -1, 32)
+        if half == 8:
+            codes = codes if self.zeros is not None else (codes + 8) & 15
+            result[..., first:] = codes[..., :16] | codes[..., 16:] << 4
+        else:
+            result[..., first:] = codes if self.zeros is None else codes ^ 128
+        return result.reshape(rows, -1)
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -73,9 +112,11 @@ class Packing:
     zero_offset: int = 0
     """What is missing from stored zeros."""
     symmetric: bool = False
-    """There are no zeros."""
+    """There are no zeros, or all are those of signed codes."""
     packed: bool = True
     """int32 hold several codes; int8 are codes otherwise."""
+    reordered: bool = False
+    """Inputs may not be in the order of their groups."""
 
     def describe(self) -> str:
         """For one line of a log."""
@@ -120,6 +161,17 @@ class Packing:
             "scales": (floats, (groups, rows), True),
         }
         return found | ({"g_idx": (ints, (inputs,), False)} if self.method == "GPTQ" else {})
+
+    def encoding(self, inputs: int) -> Encoding | None:
+        """The blocks that a layer is put into when it is loaded; None where it is dequantised instead: its groups are
+        no multiples of 32 inputs, or not in order.
+        """
+        group = self.group or inputs
+        if self.reordered or group % 32 or inputs % group:
+            return None
+        if self.bits == 4:
+            return "Q4_0" if self.symmetric else "INT4"
+        return "Q8_0" if self.symmetric else "INT8"
 
     @property
     def codes_name(self) -> str:
@@ -201,7 +253,19 @@ def read_packing(fields: Fields) -> Packing | None:
 def _gptq(said: Fields) -> Packing:
     said.refuse("dynamic", "layers of different bits are not supported")
     form = said.one_of("checkpoint_format", {"gptq": 1, "gptq_v2": 0})
-    return Packing("GPTQ", _bits(said, "bits", (4, 8)), _group(said, "group_size"), zero_offset=form)
+    group, symmetric, reordered = (
+        _group(said, "group_size"),
+        said.boolean("sym", False),
+        said.boolean("desc_act", False),
+    )
+    return Packing(
+        "GPTQ",
+        _bits(said, "bits", (4, 8)),
+        group,
+        zero_offset=form,
+        symmetric=symmetric,
+        reordered=reordered and group is not None,
+    )
 
 
 def _awq_config(said: Fields) -> Packing:
@@ -232,7 +296,8 @@ def _compressed(said: Fields) -> Packing:
     size = _group(weights, "group_size") if strategy else None
     symmetric = weights.boolean("symmetric", True)
     bits = _bits(weights, "num_bits", (4, 8) if packed else (8,))
-    return Packing("compressed-tensors", bits, size, symmetric=symmetric, packed=packed)
+    reordered = weights.get("actorder") is not None and size is not None
+    return Packing("compressed-tensors", bits, size, symmetric=symmetric, packed=packed, reordered=reordered)
 
 
 def _bits(said: Fields, key: str, known: tuple[int, ...]) -> int:

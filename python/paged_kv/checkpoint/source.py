@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 from max.driver import Buffer
 from max.dtype import DType
+from max.graph import DeviceRef
 
 from paged_kv.checkpoint.config import checkpoint_folder, checkpoint_path, load_config
 from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
@@ -42,6 +43,12 @@ class Source:
                 return make_tokenizer(header), header.file
         return read_tokenizer(file), file
 
+    def on(self, device: DeviceRef) -> Source:
+        """The model as it runs on a device: GPUs multiply no blocks, so a folder's packed layers are dequantised."""
+        if not device.is_gpu() or isinstance(self.checkpoint, GgufCheckpoint) or self.checkpoint.packing is None:
+            return self
+        return replace(self, config=replace(self.config, encodings=()))
+
     def load(self, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
         """Every weight of the model as a host Buffer, ready for `weights_registry`.
 
@@ -68,6 +75,7 @@ def open_source(path: Path | str) -> Source:
         checkpoint = open_checkpoint(path)
         check_layers(config, checkpoint.tensors, path)
         packing = read_packing(Fields.read(path / "config.json"))
-        return Source(path, config, replace(checkpoint, packing=packing))
+        checkpoint = replace(checkpoint, packing=packing)
+        return Source(path, replace(config, encodings=config.encodings + checkpoint.encodings(config)), checkpoint)
     gguf = open_gguf(file)
     return Source(file.parent, gguf.config, gguf)

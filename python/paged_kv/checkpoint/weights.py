@@ -30,7 +30,7 @@ from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint import mxfp4
 from paged_kv.checkpoint.config import checkpoint_folder
-from paged_kv.checkpoint.packed_layers import Packing, check_layer
+from paged_kv.checkpoint.packed_layers import GroupedWeight, Packing, check_layer
 from paged_kv.errors import CheckpointError
 from paged_kv.files import open_regular, path_of, read_regular
 from paged_kv.graphs.models.config import DecoderConfig
@@ -42,6 +42,7 @@ from paged_kv.graphs.models.tensors import (
     expected_tensors,
     least_tensors,
 )
+from paged_kv.graphs.quantised import Encoding, row_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -71,10 +72,26 @@ class Checkpoint:
     folder: Path
     tensors: Mapping[str, StoredTensor]
     packing: Packing | None = None
-    """How quantised linear layers are packed. They are dequantised when they are loaded."""
+    """How quantised linear layers are packed: those of `encodings` are put into blocks when they are loaded, and others
+    are dequantised."""
+
+    def encodings(self, config: DecoderConfig) -> tuple[tuple[str, Encoding], ...]:
+        """The weights of `expected_tensors(config)` that are put into blocks, by what files' headers say."""
+        if self.packing is None:
+            return ()
+        assembled, found = assembled_tensors(config, self.tensors), []
+        for name, shape in expected_tensors(config).items():
+            parts = [name] if name not in assembled else list(assembled[name].sources)
+            encoding = self.packing.encoding(shape[-1])
+            of_heads = name in assembled and ".experts." not in name  # rows of one tensor, transposed
+            layers = [f"{part.removesuffix('.weight')}.{self.packing.codes_name}" for part in parts]
+            if len(shape) >= 2 and encoding and not of_heads and all(layer in self.tensors for layer in layers):
+                found.append((name, encoding))
+        return tuple(found)
 
     def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
-        """Every weight of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`.
+        """Every weight of `expected_tensors(config)` as a host Buffer of `dtype`, ready for `weights_registry`; those
+        of `config.encodings` are uint8, `[..., bytes of a row]`.
 
         Those of `assembled_tensors(config)` are put together in memory from the files' tensors.
         A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
@@ -89,6 +106,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: weights cannot be loaded as {dtype.name}")
         check_layers(config, self.tensors, self.folder)
         expected, assembled = expected_tensors(config), assembled_tensors(config, self.tensors)
+        encodings = dict(config.encodings)
         sources = checkpoint_tensors(config, self.tensors)
         packed = self._packed(sources)
         as_bytes = {name for weight in assembled.values() if weight.is_packed for name in weight.sources}
@@ -101,7 +119,9 @@ class Checkpoint:
         buffers = {}
         for name, shape in expected.items():
             if name in assembled:
-                buffers[name] = self._assemble(shape, assembled[name], dtype, packed)
+                buffers[name] = self._assemble(shape, assembled[name], dtype, packed, encodings.get(name))
+            elif name in packed and name in encodings:
+                buffers[name] = _buffer(self._in_blocks(name, packed[name], encodings[name]), DType.uint8)
             elif name in packed:
                 with np.errstate(over="ignore"):
                     values = self._dequantised(name, packed[name]).astype(numpy_dtype(dtype))
@@ -131,6 +151,14 @@ class Checkpoint:
 
     def _dequantised(self, name: str, shape: tuple[int, int]) -> np.ndarray:
         """A quantised weight in float32."""
+        return self._unpacked(name, shape, GroupedWeight.dequantised)
+
+    def _in_blocks(self, name: str, shape: tuple[int, int], encoding: Encoding) -> np.ndarray:
+        """A quantised weight in blocks."""
+        return self._unpacked(name, shape, lambda weight: weight.blocks(encoding))
+
+    def _unpacked(self, name: str, shape: tuple[int, int], make: Callable[[GroupedWeight], np.ndarray]) -> np.ndarray:
+        """What `make` makes of a quantised weight."""
         assert self.packing is not None
         layer = name.removesuffix(".weight")
 
@@ -144,7 +172,7 @@ class Checkpoint:
             return values[:, None] if per_row else values
 
         try:
-            return self.packing.unpack(*shape, read).dequantised()
+            return make(self.packing.unpack(*shape, read))
         except ValueError as error:
             raise CheckpointError(f"{self.folder}: layer {layer}: {error}") from None
 
@@ -157,9 +185,16 @@ class Checkpoint:
             return not np.any(opened.get_slice(name)[:])
 
     def _assemble(
-        self, shape: tuple[int, ...], assembled: Assembled, dtype: DType, packed: Mapping[str, tuple[int, int]]
+        self,
+        shape: tuple[int, ...],
+        assembled: Assembled,
+        dtype: DType,
+        packed: Mapping[str, tuple[int, int]],
+        encoding: Encoding | None,
     ) -> Buffer:
         """A weight from rows of several tensors, in memory of its own; the files are read and not mapped meanwhile."""
+        if encoding is not None:
+            shape, dtype = (*shape[:-1], row_bytes(encoding, shape[-1])), DType.uint8
         result = np.empty(shape, numpy_dtype(dtype))
         with ExitStack() as stack, np.errstate(over="ignore"):
             files = {self.tensors[name].file for name in assembled.sources if name not in packed}
@@ -170,12 +205,14 @@ class Checkpoint:
             for piece in assembled.pieces():
                 if piece.name in packed:
                     if last is None or last[0] != piece.name:
-                        last = piece.name, self._dequantised(piece.name, packed[piece.name])
+                        found = packed[piece.name]
+                        values = self._in_blocks(piece.name, found, encoding) if encoding else None
+                        last = piece.name, self._dequantised(piece.name, found) if values is None else values
                     rows = last[1] if piece.rows is None else last[1][slice(*piece.rows)]
                 else:
                     rows = self._read(piece, piece.name, opened)
                 if piece.scales is not None:
-                    rows = self._unpack(rows, piece.scales, self._read(piece, piece.scales, opened))
+                    rows = self._blocks(rows, piece.scales, self._read(piece, piece.scales, opened))
                 rows = rows.T if piece.transposed else rows
                 index, first = piece.at
                 if piece.alternating:
@@ -194,11 +231,11 @@ class Checkpoint:
             rows = tensor[:] if piece.rows is None else tensor[slice(*piece.rows)]
         return rows
 
-    def _unpack(self, blocks: npt.NDArray[Any], name: str, scales: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """The values of MXFP4 blocks; `name` is the tensor of their scales."""
+    def _blocks(self, codes: npt.NDArray[Any], name: str, scales: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        """MXFP4 codes and scales in blocks; `name` is the tensor of the scales."""
         if (scales == mxfp4.NAN).any():
             raise CheckpointError(f"{self.tensors[name].file}: tensor {name} has a scale that is NaN")
-        return mxfp4.unpack(blocks, scales)
+        return mxfp4.blocks_of(codes, scales)
 
     def _check(
         self,

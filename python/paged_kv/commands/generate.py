@@ -102,7 +102,9 @@ def generate(
     needed = sum(count * line.n for count, line in zip(each, asked, strict=True))
     dtype = config.dtype if dtype is None else dtype
     if isinstance(opened.checkpoint, Checkpoint) and opened.checkpoint.packing is not None:
-        say(f"{opened.checkpoint.packing.describe()} are dequantised to {dtype or 'float32'} at load")
+        kinds = " and ".join(dict.fromkeys(encoding for _, encoding in config.encodings))
+        kept = f"stay packed, as {kinds}" if kinds else f"are dequantised to {dtype or 'float32'} at load"
+        say(f"{opened.checkpoint.packing.describe()} {kept}")
     with trace_file(trace) as file:  # before a compile
         model = load_model(folder, dtype, pages or max(needed, 1), page_size, device, compiled)
         engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens)

@@ -100,7 +100,8 @@ class DecoderModel:
         Raises:
             CheckpointError: there is no checkpoint that this package runs.
         """
-        source = open_source(folder)
+        runtime = default_runtime() if runtime is None else runtime
+        source = open_source(folder).on(runtime.device)
         weights = source.load(dtype, on_progress)
         return cls(
             source.config,

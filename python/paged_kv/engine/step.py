@@ -82,11 +82,12 @@ def compile_checkpoint(checkpoint: Path, dtype: str | None, target: str | None, 
         ToolchainError: it cannot be compiled or kept.
     """
     check_target(target)
-    config = open_source(checkpoint).config
-    step = Step.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32)
+    source = open_source(checkpoint)
     if target is not None:
         set_virtual_cpu_target(target)
     runtime = default_runtime()
+    config = source.on(runtime.device).config
+    step = Step.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32)
 
     def build(module: Module, _: Sequence[str]) -> None:
         step.build(module, runtime.device)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from paged_kv.runtime.cache_folder import cache_folder
-from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, apply_cpu_target
 from paged_kv.runtime.kernel_choice import explain, kernels_of
 from paged_kv.runtime.threads import allowed_cpus, cgroup_quota, started_pool_threads
 from paged_kv.versions import PINNED
@@ -117,7 +117,7 @@ def render(report: Report) -> str:
         "cache": str(report.cache or "none"),
         "compiled": _compiled_in_words(report.compiled),
         "call": _first_call_in_words(report.compiled),
-        "weights": "GGUF blocks as they are; GPTQ, AWQ and compressed-tensors dequantised at load",
+        "weights": _quantised_in_words(report.target),
         **{name: _step_in_words(place) for name, place in report.steps.items()},
     }
     lines = [f"{name:<10}{value}" for name, value in rows.items()]
@@ -148,6 +148,24 @@ def _attention_on(architectures: Sequence[str]) -> dict[str, str]:
 def list_compiled(report: Report) -> str:
     """A line for each kernel of the API: where its code lies."""
     return "\n".join(f"  {name}: {place or 'compiled by the first call'}" for name, place in report.compiled.items())
+
+
+def _quantised_in_words(target: str | None) -> str:
+    """Which kernel multiplies by which quantised weights: one instruction for all of them, by the target's features."""
+    flags = REQUIRED_FLAGS.get(target or "")
+    if flags is None:
+        kernel = "the kernel of MAX's own target"
+    elif "avx512_vnni" in flags:
+        kernel = "vpdpbusd of 512 bits"
+    elif "avx512bw" in flags:
+        kernel = "vpmaddubsw of 512 bits"
+    else:
+        kernel = "vpmaddubsw of 256 bits"
+    return (
+        f"{kernel}, dense and of experts: Q4_0, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4 (GPT-OSS);"
+        " GPTQ, AWQ and compressed-tensors as Q4_0, Q8_0, INT4, INT8, dequantised at load where groups are no multiple"
+        " of 32 or out of order"
+    )
 
 
 def _compiled_in_words(compiled: Mapping[str, str | None]) -> str:

@@ -252,7 +252,7 @@ def _max_encoding(encoding: str) -> str:
     """MAX's name of an encoding. It reads from it that weights are bytes and that activations are float32; of
     encodings that it lacks, which this package's step multiplies all the same, that of Q4_K says this too.
     """
-    lacking = {"Q5_K", "Q8_0", "IQ4_NL", "IQ4_XS"}
+    lacking = {"Q5_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"}
     return "q4_k" if encoding in lacking else encoding.lower()
 
 

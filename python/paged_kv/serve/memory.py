@@ -11,6 +11,7 @@ from pathlib import Path
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
+from paged_kv.graphs.quantised import row_bytes
 
 SHARE = 0.5
 """Of what is free once the weights are in memory: the part that the cache takes."""
@@ -51,11 +52,15 @@ class ServerMemory:
         quantised = encoding not in _BYTES
         files = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
         stored = files + sum(file.stat().st_size for file in more)
-        values = sum(math.prod(shape) for shape in expected_tensors(config).values())
+        encodings, each = dict(config.encodings), _BYTES.get(encoding, 0)
+        held = 0
+        for name, shape in expected_tensors(config).items():
+            row = row_bytes(encodings[name], shape[-1]) if name in encodings else shape[-1] * each
+            held += math.prod(shape[:-1]) * row
         kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         # MAX's activations beside quantised weights are float32, and the cache has their dtype.
         wide = _BYTES.get(cache_format or encoding, 4)
-        return cls(stored if quantised else values * _BYTES[encoding], files, kv * wide, config.max_position_embeddings)
+        return cls(stored if quantised else held, files, kv * wide, config.max_position_embeddings)
 
     def least(self, page_size: int) -> CachePlan:
         """Room for a request of one page: for a server that is made without being asked anything."""

@@ -29,6 +29,7 @@ PEERS = {
     "torch-mla-sdpa": "latent:TorchSdpa",
     "vllm-mla": "latent:VllmLatent",
     "ours-bf16": "ours:OursBfloat16",
+    "ours-experts": "ours:OursBfloat16Experts",
     "ours-1": "ours:OursOneToken",
     "ours-rotated": "ours:OursRotated",
     "ours-flat": "wrappers:OursFlat",
