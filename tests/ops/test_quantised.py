@@ -30,6 +30,8 @@ from support.harness import refused
 
 MIXED = ("Q4_K", "Q6_K", "Q8_0")
 """Encodings of three weights of one x, of both ways to round it."""
+EXPERTS = ("Q4_0", "Q4_K", "MXFP4", "INT4")
+"""Of stacks: small and large blocks, blocks that begin at any byte, and zeros. Products know nothing of stacks."""
 ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 64, 100)
 ODD = 67
 """Rows of w: more than a section, and a part of a tile."""
@@ -57,12 +59,13 @@ def build(module):
 
     for encoding in ENCODINGS:
         add(f"quantised_{encoding}", DType.float32, [encoding])
-        add_experts(encoding, ["T", "K"], DType.float32, [encoding])
         blocks = TensorType(DType.uint8, [ODD, row_bytes(encoding, 768)], cpu)
         types = [TensorType(DType.uint32, ["T"], cpu), blocks]
         with Graph(f"rows_{encoding}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             chosen, w = (value.tensor for value in graph.inputs)
             graph.output(quantised_rows(QuantisedWeight(w, encoding), chosen))
+    for encoding in EXPERTS:
+        add_experts(encoding, ["T", "K"], DType.float32, [encoding])
     add("quantised_mixed", DType.float32, MIXED)
     add("quantised_bfloat16", DType.bfloat16, ["Q4_K"])
     add_experts("mixed", ["T", "C", "K"], DType.float32, MIXED)
@@ -196,7 +199,7 @@ def choose(tokens, choices, count):
 
 
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (1, 6), (17, 2), (300, 4)])
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", EXPERTS)
 def test_experts_give_the_bits_of_their_linear_layers(encoding, tokens, choices):
     """More rows than are rounded at once; rows of w that end within a tile."""
     k = 288 if block_elements(encoding) == 32 else 512
