@@ -1,4 +1,4 @@
-"""Folders of a disk tier whose writers are killed; as a program, `FOLDER KILLS`: kills two at once, as often as told."""
+"""Folders of a disk tier whose writers are killed; as a program, with `FOLDER KILLS`, it kills them two at a time."""
 
 from __future__ import annotations
 

@@ -439,8 +439,8 @@ def _open_folder(path: Path) -> int:
         return number
     os.close(number)
     raise ContractError(
-        f"folder: {path} has owner {status.st_uid} and mode {stat.filemode(status.st_mode)}: it must be a folder of user"
-        f" {os.geteuid()} that no other user can write to, or texts could be changed by them"
+        f"folder: {path} has owner {status.st_uid} and mode {stat.filemode(status.st_mode)}: it must be a folder of"
+        f" user {os.geteuid()} that no other user can write to, or texts could be changed by them"
     )
 
 
