@@ -63,7 +63,7 @@ class FakeModel:
         self.config = fake_config(max_positions, window)
         self.num_pages, self.page_size, self.window = num_pages, page_size, window
         self.storage = np.full((num_pages, page_size), EMPTY, np.int32)
-        self.digest = "fake"
+        self.digest = self.kernels = "fake"
         self.computed = 0
         """Tokens of all steps."""
         self.largest = 0

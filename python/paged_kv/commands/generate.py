@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import integer, printable
 from paged_kv.commands.options import (
     device_option,
     load_model,
@@ -42,6 +42,12 @@ from paged_kv.output import say
 @click.option(
     "--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Where paged-kv compile --out kept the step."
 )
+@click.option(
+    "--kv-disk", type=click.Path(path_type=Path), metavar="DIR", help="Keep pages of prefixes there, and find them."
+)
+@click.option(
+    "--kv-disk-gb", type=float, default=10.0, show_default=True, help="The most that --kv-disk may hold, in 10^9 bytes."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends. --logprobs implies it.")
 @click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write what happens to pages, for `paged-kv inspect`.")
@@ -56,6 +62,8 @@ def generate(
     max_step_tokens: int,
     device: str,
     compiled: Path | None,
+    kv_disk: Path | None,
+    kv_disk_gb: float,
     as_json: bool,
     live: bool | None,
     trace: Path | None,
@@ -74,6 +82,7 @@ def generate(
     from paged_kv.commands.printing import Printer
     from paged_kv.commands.prompts import Asked, Refused, encode, given, read
     from paged_kv.commands.trace import trace_file, traced
+    from paged_kv.engine.disk_tier import DiskTier
     from paged_kv.engine.engine import MAX_RUNNING, Engine
     from paged_kv.engine.tokenizer import Tokenizer
 
@@ -84,6 +93,9 @@ def generate(
     integer("--n", samples, 1, MAX_RUNNING)
     if bool(prompts) == (source is not None):
         raise ContractError("give prompts by --prompt or by --input, one of the two")
+    if not 0 < kv_disk_gb < 1e9:
+        raise ContractError(f"--kv-disk-gb must be above 0 and below 10^9, not {kv_disk_gb}")
+    disk = None if kv_disk is None else DiskTier(kv_disk, max(int(kv_disk_gb * 1e9), 1))
     sampling = Sampling(**options)
     opened = open_source(folder)
     config = opened.config
@@ -107,7 +119,7 @@ def generate(
         say(f"{opened.checkpoint.packing.describe()} {kept}")
     with trace_file(trace) as file:  # before a compile
         model = load_model(folder, dtype, pages or max(needed, 1), page_size, device, compiled)
-        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens)
+        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk)
         printer = Printer(as_json=as_json or source is not None or sampling.logprobs is not None)
         for line in lines:
             try:
@@ -127,4 +139,7 @@ def generate(
                 for output in engine.step():
                     printer.add(output)
         print_statistics(engine.statistics, model)
+        if disk is not None:
+            engine.flush()
+            say(f"disk: {engine.tokens_restored} tokens read from {printable(disk.folder)}")
         return int(printer.failed)

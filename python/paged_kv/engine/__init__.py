@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paged_kv.engine.async_engine import AsyncEngine
+    from paged_kv.engine.disk_tier import DiskTier
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
 
-__all__ = ["AsyncEngine", "Engine", "Logprobs", "Output", "Sampling", "load"]
+__all__ = ["AsyncEngine", "DiskTier", "Engine", "Logprobs", "Output", "Sampling", "load"]
 
 _HOME = {
     "AsyncEngine": "async_engine",
+    "DiskTier": "disk_tier",
     "Engine": "engine",
     "Logprobs": "sampling",
     "Output": "requests",

@@ -13,8 +13,10 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 
+from paged_kv.engine.disk_tier import DiskPages
 from paged_kv.engine.requests import Sample
 from paged_kv.errors import PoolExhausted, RequestError
+from paged_kv.options import NO_PAGE
 from paged_kv.pool import PagePool, PrefixCache
 
 Plan = list[tuple[Sample, list[int]]]
@@ -30,6 +32,7 @@ class Batching:
         max_step_tokens: Tokens of a step at most.
         max_running: Samples of a step at most; a prompt counts for all samples that will begin with it.
         share_prefixes: Whether prompts that begin alike share pages.
+        disk: Where full pages are kept too, with `share_prefixes`.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Batching:
         max_step_tokens: int,
         max_running: int,
         share_prefixes: bool,
+        disk: DiskPages | None = None,
     ) -> None:
         self.pool = pool
         self.prefixes = PrefixCache(pool) if share_prefixes else None
@@ -49,6 +53,9 @@ class Batching:
         """How often a sample gave its pages back before its end."""
         self.tokens_found = 0
         """Prompt tokens whose K and V were in the cache already."""
+        self.tokens_restored = 0
+        """Tokens whose K and V were read from the disk."""
+        self._disk = disk
         self._copy_page = copy_page
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
@@ -94,6 +101,7 @@ class Batching:
             self.add(child)
             self.pool.fork(sample.key, child.key)
             child.cached, child.stored = len(child.tokens), sample.stored
+            child.chain, child.offered = list(sample.chain), sample.offered
             children.append(child)
         return children
 
@@ -131,14 +139,40 @@ class Batching:
         """Takes a sample's pages, if it has any."""
         with suppress(RequestError):
             self.pool.free(sample.key)
-        sample.cached = sample.stored = 0
+        if self._disk is not None and sample.cached:
+            self._disk.used(sample.chain)
+        sample.cached = sample.stored = sample.offered = 0
         _remove(self.running, sample)
 
     def _store(self, sample: Sample, count: int) -> None:
         size = self.pool.page_size
         if self.prefixes is not None and count // size > sample.stored // size:
             self.prefixes.store(sample.key, sample.tokens[:count], sample.request.namespace)
+            self._offer(sample, count // size)
             sample.stored = count
+
+    def _offer(self, sample: Sample, count: int) -> None:
+        """Offers the disk the first `count` pages of a sample, but for those that it was offered and those dropped."""
+        root, tokens = sample.request.root, sample.tokens
+        if self._disk is not None and root is not None:
+            self._disk.grow(sample.chain, root, tokens, count)
+            pages = self.pool.pages(sample.key)[:count]
+            first = max(sample.offered, pages.count(NO_PAGE))
+            sample.offered = self._disk.offer(sample.chain, root, tokens, first, pages[first:])
+
+    def _restore(self, sample: Sample) -> None:
+        """Reads pages that follow those that a sample begins with, but for the one of its last token."""
+        root, tokens, size = sample.request.root, sample.tokens, self.pool.page_size
+        if self._disk is None or self.prefixes is None or root is None:
+            return
+        first, count = sample.cached // size, (len(tokens) - 1) // size
+        self._disk.grow(sample.chain, root, tokens, count)
+        pages = self.pool.pages(sample.key)[first:count]
+        found = self._disk.restore(sample.chain, root, tokens, first, pages) * size
+        if found:
+            self.prefixes.store(sample.key, tokens[: sample.cached + found], sample.request.namespace)
+            sample.cached += found
+            self.tokens_restored += found
 
     def _admit(self) -> None:
         rows = sum(sample.rows for sample in self.running)
@@ -154,8 +188,9 @@ class Batching:
                     sample.cached = self.prefixes.start(sample.key, sample.tokens, sample.request.namespace)
             except PoolExhausted:
                 return
-            sample.stored = sample.cached
             self.tokens_found += sample.cached
+            self._restore(sample)
+            sample.stored = sample.cached
             self.enter(sample)
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
 from paged_kv.engine.batching import Batching, Plan
+from paged_kv.engine.disk_tier import DiskPages, DiskTier
 from paged_kv.engine.interfaces import Model, Statistics, TextCoder
 from paged_kv.engine.outputs import Commit, OutputStream
 from paged_kv.engine.prefix_file import check_key, load_prefix, save_prefix
@@ -58,9 +59,12 @@ class Engine:
         max_running: Samples of a step at most; a prompt counts for all its samples.
         num_pages: How many of the model's pages to use; all where None.
         share_prefixes: Whether prompts that begin alike share pages.
+        disk: Where full pages of prefixes are kept as well, and found after a restart (`disk_tier`). The model's
+            weights are read once for it.
 
     Raises:
-        ContractTypeError, ContractError: a number is no positive integer, or `num_pages` more than the model has.
+        ContractTypeError, ContractError: a number is no positive integer, or `num_pages` more than the model has; the
+            folder of `disk` is not the user's own, or its limit is less than a page; `disk` without `share_prefixes`.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Engine:
         max_running: int = MAX_RUNNING,
         num_pages: int | None = None,
         share_prefixes: bool = True,
+        disk: DiskTier | None = None,
     ) -> None:
         self.model = model
         self.statistics = Statistics()
@@ -79,12 +84,19 @@ class Engine:
         self.pool = PagePool(pages, model.page_size)
         self._tokenizer = tokenizer
         self._max_running = integer("max_running", max_running, 1)
+        if disk is not None and not isinstance(disk, DiskTier):
+            raise ContractTypeError(f"disk must be a DiskTier, not {shown(disk)}")
+        if disk is not None and not share_prefixes:
+            raise ContractError("disk: an engine without share_prefixes knows no prefix")
+        max_step_tokens = integer("max_step_tokens", max_step_tokens, 1)
+        self._disk = None if disk is None else DiskPages(disk, model)
         self._batching = Batching(
             self.pool,
             model.copy_page,
-            max_step_tokens=integer("max_step_tokens", max_step_tokens, 1),
+            max_step_tokens=max_step_tokens,
             max_running=self._max_running,
             share_prefixes=share_prefixes,
+            disk=self._disk,
         )
         windows = model.config.windows
         self._window_left = max(windows) if windows and min(windows) >= 0 else -1
@@ -106,6 +118,16 @@ class Engine:
     def tokens_found(self) -> int:
         """Tokens of prompts whose K and V were in the cache already."""
         return self._batching.tokens_found
+
+    @property
+    def tokens_restored(self) -> int:
+        """Tokens whose K and V were read from the disk tier."""
+        return self._batching.tokens_restored
+
+    def flush(self) -> None:
+        """Waits until the disk tier, if there is one, has written all pages that it was given."""
+        if self._disk is not None:
+            self._disk.flush()
 
     @property
     def num_waiting(self) -> int:
@@ -268,6 +290,7 @@ class Engine:
         if sampling.stop and self._tokenizer is None:
             raise ContractError("stop: texts that end a sample need a tokenizer")
         sampling.check_vocabulary(config.vocab_size)
+        root = None if self._disk is None else self._disk.root(namespace)
         namespace = self._namespace(namespace)
         limit = most_tokens(config, tokens, sampling)
         needed = pages_needed(limit - 1, self.pool.page_size)
@@ -278,7 +301,7 @@ class Engine:
             )
         end = frozenset(sampling.stop_tokens) | frozenset(() if sampling.ignore_end else config.eos_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox)
+        return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, root=root)
 
     def _add(self, request: Request) -> None:
         self._unfinished[request.number] = request

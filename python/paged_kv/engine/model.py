@@ -26,6 +26,7 @@ from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.runtime.artefacts import load_graphs
+from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
 
@@ -71,9 +72,10 @@ class DecoderModel:
         step = Step.of(config, dtype)
         self.geometry = step.geometry
         self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)
+        self._keys = step.keys(runtime.architecture)
         models = load_graphs(
             runtime.session,
-            step.keys(runtime.architecture),
+            self._keys,
             lambda module, _: step.build(module, runtime.device),
             weights=weights,
             on_compile=on_compile,
@@ -133,6 +135,11 @@ class DecoderModel:
             found.update(f"{name} {array.dtype} {array.shape}".encode())
             found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         return found.hexdigest()
+
+    @cached_property
+    def kernels(self) -> str:
+        """What the step is compiled from, by which compilers and for which CPU: its artefact's name."""
+        return digests_of(self._keys, Sources.installed())[decoder.STEP]
 
     @property
     def page_kind(self) -> tuple[str, tuple[int, ...]]:

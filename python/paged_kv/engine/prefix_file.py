@@ -12,7 +12,7 @@ import hmac
 import json
 import os
 import tempfile
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save, save_file
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_path
@@ -47,6 +47,11 @@ class PagedModel(Protocol):
     @property
     def digest(self) -> str:
         """SHA-256 of weights and geometry, in hexadecimal."""
+        ...
+
+    @property
+    def kernels(self) -> str:
+        """What computed the pages: other kernels round otherwise. Of the disk tier alone."""
         ...
 
     @property
@@ -131,10 +136,7 @@ def write_prefix(
         CheckpointError: the file cannot be written.
     """
     target = checkpoint_path(path)
-    tensors = {"tokens": np.array(tokens, np.int64), "pages": model.read_pages(pages)}
-    said = _expected(model)
-    digest = _digest(said, tensors["tokens"], tensors["pages"], key)
-    metadata = said | {_PLAIN if key is None else _KEYED: digest}
+    tensors, metadata = _contents(tokens, model.read_pages(pages), expected(model), key)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
             made = Path(folder) / "prefix"
@@ -156,33 +158,87 @@ def read_prefix(path: Path | str, model: PagedModel, key: bytes | None = None) -
     try:
         with open_regular(file) as regular, safe_open(path_of(regular), framework="numpy") as opened:
             metadata = opened.metadata() or {}
-            for field, value in _expected(model).items():
-                if metadata.get(field) != value:
-                    found = printable(repr(metadata.get(field)))
-                    raise CheckpointError(f"{name}: {field} is {found}, that of this model is {value!r}")
-            if sorted(opened.keys()) != ["pages", "tokens"]:
-                raise CheckpointError(f"{name}: holds other tensors than tokens and pages")
+            _check_metadata(name, metadata, expected(model), opened.keys())
             tokens, pages = opened.get_tensor("tokens"), opened.get_tensor("pages")
     except CheckpointError:
         raise
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise CheckpointError(f"{name}: cannot be read: {printable(error)}") from None
-    dtype, shape = model.page_kind
-    bits = np.dtype(f"uint{8 * _itemsize(dtype)}")
+    _check_tensors(name, metadata, tokens, pages, model, expected(model), key)
+    return tokens.tolist(), pages
+
+
+def pack(tokens: npt.NDArray[np.int64], bits: Bits, said: Mapping[str, str]) -> bytes:
+    """The content of a file without a key, as `write_prefix` writes it, which says `said` of its pages."""
+    tensors, metadata = _contents(tokens, bits, said, None)
+    return save(tensors, metadata)
+
+
+def unpack(name: str, data: bytes, model: PagedModel, said: Mapping[str, str]) -> tuple[npt.NDArray[np.int64], Bits]:
+    """The tokens and the pages `[n, ...]` of what `pack` gave.
+
+    Raises:
+        CheckpointError: as `read_prefix`; messages call the file `name`.
+    """
+    try:
+        tensors = load(data)
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        _check_metadata(name, metadata, said, tensors)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damage of any kind, as several parsers tell it
+        raise CheckpointError(f"{name}: cannot be read: {printable(error)}") from None
+    _check_tensors(name, metadata, tensors["tokens"], tensors["pages"], model, said, None)
+    return tensors["tokens"], tensors["pages"]
+
+
+def _contents(
+    tokens: Sequence[int] | npt.NDArray[np.int64], bits: Bits, said: Mapping[str, str], key: bytes | None
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
+    """The tensors and the metadata of a file."""
+    tensors = {"tokens": np.asarray(tokens, np.int64), "pages": bits}
+    digest = _digest(said, tensors["tokens"], bits, key)
+    return tensors, {**said, _PLAIN if key is None else _KEYED: digest}
+
+
+def _check_metadata(name: str, metadata: Mapping[str, str], said: Mapping[str, str], tensors: Iterable[str]) -> None:
+    for field, value in said.items():
+        if metadata.get(field) != value:
+            found = printable(repr(metadata.get(field)))
+            raise CheckpointError(f"{name}: {field} is {found}, that of this model is {value!r}")
+    if sorted(tensors) != ["pages", "tokens"]:
+        raise CheckpointError(f"{name}: holds other tensors than tokens and pages")
+
+
+def _check_tensors(
+    name: str,
+    metadata: Mapping[str, str],
+    tokens: npt.NDArray[Any],
+    pages: Bits,
+    model: PagedModel,
+    said: Mapping[str, str],
+    key: bytes | None,
+) -> None:
+    bits, shape = page_bits(model)
     if pages.dtype != bits or pages.ndim != 1 + len(shape) or pages.shape[1:] != shape:
         raise CheckpointError(f"{name}: pages are {pages.dtype} {list(pages.shape)}, expected {bits} [n, *{shape}]")
     if tokens.dtype != np.int64 or tokens.shape != (len(pages) * model.page_size,):
         raise CheckpointError(f"{name}: {list(tokens.shape)} tokens of {tokens.dtype} for {len(pages)} pages")
     if (key is None) == (_KEYED in metadata):
         raise CheckpointError(f"{name}: was saved {'without a' if key is not None else 'with a'} key")
-    said = metadata.get(_PLAIN if key is None else _KEYED, "")
-    if not hmac.compare_digest(said.encode(), _digest(_expected(model), tokens, pages, key).encode()):
+    digest = str(metadata.get(_PLAIN if key is None else _KEYED, ""))
+    if not hmac.compare_digest(digest.encode(errors="replace"), _digest(said, tokens, pages, key).encode()):
         kind = "SHA-256 than it says" if key is None else "HMAC than it says, or the key is another"
         raise CheckpointError(f"{name}: is damaged: its content has another {kind}")
-    return tokens.tolist(), pages
 
 
-def _expected(model: PagedModel) -> dict[str, str]:
+def page_bits(model: PagedModel) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """The unsigned integers that a page's elements are kept as, and its shape."""
+    dtype, shape = model.page_kind
+    return np.dtype(f"uint{8 * _itemsize(dtype)}"), shape
+
+
+def expected(model: PagedModel) -> dict[str, str]:
     """What a file says of its pages, but for the digest of its content."""
     dtype, shape = model.page_kind
     return {
@@ -198,12 +254,12 @@ def _itemsize(dtype: str) -> int:
     return {"float32": 4, "bfloat16": 2, "float16": 2}.get(dtype, 1)
 
 
-def _digest(said: dict[str, str], tokens: npt.NDArray[Any], pages: Bits, key: bytes | None) -> str:
+def _digest(said: Mapping[str, str], tokens: npt.NDArray[Any], pages: Bits, key: bytes | None) -> str:
     """Of all a file says and holds; without a key, of what it holds."""
     if key is None:
         found: Any = hashlib.sha256()
     else:
-        found = hmac.new(key, json.dumps([said, list(pages.shape)], sort_keys=True).encode(), hashlib.sha256)
+        found = hmac.new(key, json.dumps([dict(said), list(pages.shape)], sort_keys=True).encode(), hashlib.sha256)
     found.update(np.ascontiguousarray(tokens).data)
     found.update(np.ascontiguousarray(pages).data)
     return str(found.hexdigest())

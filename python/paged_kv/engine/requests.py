@@ -89,6 +89,8 @@ class Request:
     """The samples that have ended."""
     aborted: bool = False
     """Whether nobody waits for it any more."""
+    root: bytes | None = None
+    """Where the chains of its pages on disk begin (`disk_tier`); None where they are not kept there."""
 
 
 @dataclass(eq=False)
@@ -105,6 +107,10 @@ class Sample:
     """How many of `tokens` have their K and V in the cache."""
     stored: int = 0
     """How many of them the prefix cache was told of."""
+    chain: list[bytes] = field(default_factory=list)
+    """The digests of its first full pages, as the disk tier knows them."""
+    offered: int = 0
+    """How many of them the disk tier was offered."""
     history: History = field(init=False)
     """What its next tokens are chosen by."""
 

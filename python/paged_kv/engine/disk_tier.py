@@ -1,0 +1,469 @@
+"""Known prefixes that outlive the process without being asked to: each full page is a file of a folder.
+
+A page is known by a chain of SHA-256: of the model's digest, what computed it, the kind of page and the namespace, then
+of the tokens of each page. The name of a page's file is the chain's digest with the page's own tokens; the file has the
+form of `prefix_file`, and says in its metadata the digest before it. A reader compares all of that and the tokens
+themselves, and the SHA-256 of the content, before a page of the model is written. So a file that is damaged, cut short,
+renamed or of another model is as if it were missing. It tells damage, not malice: the folder is the user's alone.
+
+Pages are written behind. A step copies a new page's bits into a queue, which has a limit; a thread writes them and ends
+when the queue is empty, so a process that ends waits for what is queued. What the queue has no place for is offered
+again with the next page of the same sample. Pages are read inside a step, when a sample gets its pages.
+
+The files of all processes are within the limit at any time. Whoever writes holds a lock of the folder, removes the
+pages used least recently until the new one fits, writes it under another name, and renames it. A process that is killed
+leaves at most that other name, for which room had been made; the next one removes it. Times of use are those of the
+files: a sample that ends sets them for its whole chain, the last page oldest, so that chains are shortened from their
+ends. Nothing is synced to the disk: what a crash of the machine tears, the SHA-256 tells.
+
+Whatever the disk refuses turns the tier off for this process, with one `RuntimeWarning`; requests go on without it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.arguments import integer, shown
+from paged_kv.engine.prefix_file import Bits, PagedModel, expected, pack, page_bits, unpack
+from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
+
+QUEUE_BYTES = 1 << 28
+"""Of pages that wait to be written: they are copies."""
+LOCK_SECONDS = 5.0
+"""How long a writer waits for another process; then what is queued is dropped."""
+_PAGE = re.compile(r"[0-9a-f]{64}\.page")
+_LOCK = "lock"
+_UNFINISHED = "unfinished"
+_OWNER_BYTES = 32
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_OPEN = getattr(os, "O_CLOEXEC", 0) | os.O_NOFOLLOW | os.O_NONBLOCK
+_PLAIN = (str, bytes, int, bool, type(None))
+_LARGEST_NAME = 4096
+
+
+@dataclass(frozen=True)
+class DiskTier:
+    """Where an engine keeps full pages of prefixes, so that a restarted one finds them.
+
+    Raises:
+        ContractTypeError, ContractError: `folder` is no path; `bytes` is no positive integer.
+    """
+
+    folder: Path | str
+    """Made, for this user alone, where it is missing. Engines, models and processes may share it."""
+    bytes: int
+    """The most that all files in it may have together."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not isinstance(os.fspath(self.folder), str):
+            raise ContractTypeError(f"folder must be a path, not {shown(self.folder)}")
+        if not os.fspath(self.folder) or "\0" in os.fspath(self.folder):
+            raise ContractError(f"folder must be the path of a folder, not {shown(self.folder)}")
+        object.__setattr__(self, "bytes", integer("bytes", self.bytes, 1))
+
+
+class _File(NamedTuple):
+    used: int
+    """When, in nanoseconds."""
+    size: int
+
+
+class _Page(NamedTuple):
+    """A page to be written."""
+
+    digest: bytes
+    before: bytes
+    tokens: npt.NDArray[np.int64]
+    bits: Bits
+
+
+class _Used(NamedTuple):
+    """A chain that a sample had."""
+
+    chain: tuple[bytes, ...]
+
+
+class DiskPages:
+    """The pages of one model in a folder. One thread at a time reads and offers; another one, its own, writes.
+
+    Args:
+        tier: The folder and its limit.
+        model: Whose pages they are.
+
+    Raises:
+        ContractError: the folder is another user's, or others can write to it; its place is taken by something else; a
+            single page is larger than the limit.
+    """
+
+    def __init__(self, tier: DiskTier, model: PagedModel) -> None:
+        self._path, self._limit, self._model = Path(tier.folder), tier.bytes, model
+        self._said = expected(model) | {"kernels": model.kernels}
+        dtype, shape = page_bits(model)
+        page = pack(np.zeros(model.page_size, np.int64), np.zeros((1, *shape), dtype), self._said_of(bytes(32)))
+        self._size = len(page)
+        self._most_queued = max(1, QUEUE_BYTES // self._size)
+        if self._size + _OWNER_BYTES > self._limit:
+            raise ContractError(f"bytes: a page's file has {self._size} bytes, the limit is {self._limit}")
+        self._own = secrets.token_hex(_OWNER_BYTES // 2).encode()
+        self._files: dict[str, _File] = {}  # what the folder holds; true while nobody else has written since
+        self._missing: set[str] = set()  # files of `_files` that a reader missed, or removed
+        self._queue: SimpleQueue[_Page | _Used] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._worker: threading.Thread | None = None
+        self._folder = -1
+        self.off = False
+        """Whether the disk has failed: nothing is read or written any more."""
+        try:
+            self._folder = _open_folder(self._path)
+        except OSError as error:
+            self._fail(error)
+        else:
+            self._wake()  # looks at what is there
+
+    def __del__(self) -> None:
+        if getattr(self, "_folder", -1) >= 0:
+            with suppress(OSError):
+                os.close(self._folder)
+
+    def root(self, namespace: Hashable) -> bytes | None:
+        """Where the chains of a namespace begin; None where it has no name that another process would know.
+
+        Names are None, texts, bytes, numbers and tuples of them; nothing of any other object is called.
+        """
+        parts = namespace if type(namespace) is tuple else (namespace,)
+        if any(type(part) not in _PLAIN for part in parts):
+            return None
+        if any(isinstance(part, int) and part.bit_length() > _LARGEST_NAME for part in parts):
+            return None
+        return hashlib.sha256(json.dumps([self._said, repr(namespace)], sort_keys=True).encode()).digest()
+
+    def grow(self, chain: list[bytes], root: bytes, tokens: Sequence[int], count: int) -> None:
+        """Appends to a chain until it has the digests of the first `count` pages of `tokens`."""
+        size = self._model.page_size
+        while len(chain) < count:
+            before, at = chain[-1] if chain else root, len(chain) * size
+            chain.append(hashlib.sha256(before + _array(tokens[at : at + size]).tobytes()).digest())
+
+    def restore(
+        self, chain: Sequence[bytes], root: bytes, tokens: Sequence[int], first: int, pages: Sequence[int]
+    ) -> int:
+        """Reads pages `first` on of a chain into pages of the model, up to one that is missing.
+
+        Args:
+            chain: Of `grow`.
+            root: Where it begins.
+            tokens: Those of the chain.
+            first: The page of the chain that goes to `pages[0]`.
+            pages: Of the model; nobody else uses them.
+
+        Returns:
+            How many were written; the others are as before.
+        """
+        size = self._model.page_size
+        for index, page in enumerate(pages):
+            at = first + index
+            before = chain[at - 1] if at else root
+            found = self._read(chain[at], before, _array(tokens[at * size : (at + 1) * size]))
+            if found is None:
+                return index
+            self._model.write_pages([page], found)
+        return len(pages)
+
+    def offer(
+        self, chain: Sequence[bytes], root: bytes, tokens: Sequence[int], first: int, pages: Sequence[int]
+    ) -> int:
+        """Queues pages `first` on of a chain that the folder lacks, as copies. Arguments as of `restore`.
+
+        Returns the first page of the chain that there was no place for, else the one after the last.
+        """
+        size, queued = self._model.page_size, False
+        for at, page in enumerate(pages, first):
+            if self.off:
+                break
+            if (name := _name(chain[at])) in self._files and name not in self._missing:
+                continue
+            if self._queue.qsize() >= self._most_queued:
+                break
+            before = chain[at - 1] if at else root
+            copy = self._model.read_pages([page])
+            self._queue.put(_Page(chain[at], before, _array(tokens[at * size : (at + 1) * size]), copy))
+            queued = True
+        else:
+            at = first + len(pages)
+        if queued:
+            self._wake()
+        return at
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """Says that a sample had these pages until now."""
+        if chain and not self.off and self._queue.qsize() < 2 * self._most_queued:
+            self._queue.put(_Used(tuple(chain)))
+            self._wake()
+
+    def flush(self) -> None:
+        """Waits until all that is queued is written, or the tier is off."""
+        while True:
+            with self._lock:
+                worker = self._worker
+            if worker is None or not worker.is_alive():  # as after a fork
+                return
+            worker.join()
+
+    def _said_of(self, before: bytes) -> dict[str, str]:
+        return self._said | {"after": before.hex()}
+
+    def _read(self, digest: bytes, before: bytes, tokens: npt.NDArray[np.int64]) -> Bits | None:
+        """The bits of a page `[1, ...]`, None where it is not there as it should be."""
+        if self.off:
+            return None
+        name = _name(digest)
+        try:
+            number = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self._folder)
+        except FileNotFoundError:
+            if name in self._files:
+                self._missing.add(name)
+            return None
+        except OSError as error:
+            if _is_taken(self._folder, name):  # by a symbolic link, a socket
+                return None
+            self._fail(error)
+            return None
+        try:
+            with open(number, "rb") as file:
+                status = os.fstat(number)
+                if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+                    return None
+                data = file.read(self._size + 1) if status.st_size == self._size else b""
+            found, bits = unpack(name, data, self._model, self._said_of(before))
+            if found.shape == tokens.shape and (found == tokens).all():
+                return bits
+        except CheckpointError:
+            pass
+        except OSError as error:
+            self._fail(error)
+            return None
+        with suppress(OSError):  # it is damaged: as if it were missing, and written again
+            os.unlink(name, dir_fd=self._folder)
+        self._missing.add(name)
+        return None
+
+    def _wake(self) -> None:
+        """Sees to it that a thread carries out what is queued."""
+        with self._lock:
+            if self.off or (self._worker is not None and self._worker.is_alive()):
+                return
+            self._worker = worker = threading.Thread(target=self._work, name="paged-kv disk tier")
+            try:
+                worker.start()
+            except BaseException as error:
+                self._worker = None  # one that did start excludes a second one by the folder's lock
+                if not isinstance(error, RuntimeError):
+                    raise
+                self._fail(error)  # no more threads, or the interpreter is about to end
+
+    def _work(self) -> None:
+        while True:
+            try:
+                self._carry_out()
+            except Exception as error:
+                self._fail(error)
+            with self._lock:
+                if self.off or self._queue.empty():
+                    self._worker = None
+                    return
+
+    def _carry_out(self) -> None:
+        """All that is queued."""
+        with self._locked() as mine:
+            total = self._make_room(self._total(), 0) if mine else 0
+            while True:
+                try:
+                    item = self._queue.get_nowait()
+                except Empty:
+                    return
+                if not mine:
+                    continue  # drop it
+                if isinstance(item, _Used):
+                    self._touch(item.chain)
+                elif _name(item.digest) not in self._files:
+                    total = self._write(item, total)
+
+    def _total(self) -> int:
+        """The bytes of all files that count. Who has the lock looks where readers missed one."""
+        for name in list(self._missing):
+            if not os.access(name, os.F_OK, dir_fd=self._folder, follow_symlinks=False):
+                self._files.pop(name, None)
+            self._missing.discard(name)
+        return sum(file.size for file in self._files.values())
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Holds the folder's lock and knows what is in it; False where another process does not let go."""
+        number = os.open(_LOCK, os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=self._folder)
+        try:
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                raise OSError(f"{_LOCK} is no plain file")
+            end = time.monotonic() + LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        yield False
+                        return
+                    time.sleep(0.002)
+            if os.pread(number, _OWNER_BYTES + 1, 0) != self._own:  # before anything is changed: this process may end
+                self._scan()
+                os.ftruncate(number, 0)
+                _write_all(number, self._own)
+            yield True
+        finally:
+            os.close(number)
+
+    def _scan(self) -> None:
+        """Finds out what is there. Who has the lock removes what a writer that was killed left."""
+        with suppress(FileNotFoundError):
+            os.unlink(_UNFINISHED, dir_fd=self._folder)
+        found = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if _PAGE.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):  # removed by a reader
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode) and _is_own(status):
+                            found[entry.name] = _File(status.st_mtime_ns, status.st_size)
+        self._files = found
+
+    def _make_room(self, total: int, size: int) -> int:
+        """Removes files, the one used least recently first, until `size` more bytes fit; the bytes that are left."""
+        size += _OWNER_BYTES
+        if total + size <= self._limit:
+            return total
+        # A twentieth more, so that the next pages need no other look at all files.
+        most = max(self._limit - size - self._limit // 20, 0)
+        for name, file in sorted(self._files.items(), key=lambda item: item[1].used):
+            if total <= most:
+                break
+            with suppress(FileNotFoundError):
+                used = os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
+                if used > file.used:  # by another process
+                    self._files[name] = file._replace(used=used)
+                    continue
+                os.unlink(name, dir_fd=self._folder)
+            del self._files[name]
+            total -= file.size
+        if total + size > self._limit:  # all that are left were in use
+            return self._make_room(total, size - _OWNER_BYTES)
+        return total
+
+    def _write(self, page: _Page, total: int) -> int:
+        """Writes a page's file, whole or not at all; the bytes that there are then."""
+        data = pack(page.tokens, page.bits, self._said_of(page.before))
+        total = self._make_room(total, len(data))
+        name = _name(page.digest)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
+            number = os.open(_UNFINISHED, flags, 0o600, dir_fd=self._folder)
+            try:
+                _write_all(number, data)
+            finally:
+                os.close(number)
+            os.rename(_UNFINISHED, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except BaseException as error:
+            with suppress(OSError):
+                os.unlink(_UNFINISHED, dir_fd=self._folder)
+            if isinstance(error, IsADirectoryError):  # somebody's folder has the page's name
+                return total
+            raise
+        self._files[name] = _File(time.time_ns(), len(data))
+        return total + len(data)
+
+    def _touch(self, chain: Sequence[bytes]) -> None:
+        now = time.time_ns()
+        for depth, digest in enumerate(chain):
+            name = _name(digest)
+            file = self._files.get(name)
+            if file is None:
+                continue
+            used = now - 1000 * depth
+            with suppress(FileNotFoundError):
+                os.utime(name, ns=(used, used), dir_fd=self._folder, follow_symlinks=False)
+                self._files[name] = file._replace(used=used)
+
+    def _fail(self, error: BaseException) -> None:
+        """Turns the tier off."""
+        if self.off:
+            return
+        self.off = True
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        warnings.warn(f"the disk tier in {self._path} is off: {error}", RuntimeWarning, 2)
+
+
+def _open_folder(path: Path) -> int:
+    """A descriptor of the folder, made where it is missing.
+
+    Raises:
+        OSError: it cannot be made or opened.
+        ContractError: it is not the user's own, or is no folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # looked at below
+        path.mkdir(mode=0o700)
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | getattr(os, "O_CLOEXEC", 0))
+    except NotADirectoryError:
+        raise ContractError(f"folder: {path} is no folder") from None
+    status = os.fstat(number)
+    if _is_own(status):
+        return number
+    os.close(number)
+    raise ContractError(
+        f"folder: {path} has owner {status.st_uid} and mode {stat.filemode(status.st_mode)}: it must be a folder of"
+        f" user {os.geteuid()} that no other user can write to, or texts could be changed by them"
+    )
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & _WRITABLE_BY_OTHERS
+
+
+def _is_taken(folder: int, name: str) -> bool:
+    """Whether something that is no plain file has a page's name."""
+    with suppress(OSError):
+        return not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    return False
+
+
+def _write_all(number: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(number, view) :]
+
+
+def _name(digest: bytes) -> str:
+    return f"{digest.hex()}.page"
+
+
+def _array(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.array(tokens, np.int64)

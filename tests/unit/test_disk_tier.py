@@ -1,0 +1,402 @@
+"""Prefixes on disk: a restart finds them; whatever happens to a folder, no token is wrong and the limit holds."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paged_kv.engine import disk_tier
+from paged_kv.engine.disk_tier import DiskTier
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.prefix_file import expected, pack
+from paged_kv.engine.requests import Sampling
+from paged_kv.errors import ContractError, ContractTypeError
+from support.disk_folders import bytes_in
+from support.engine_runs import Ledger
+from support.fake_model import VOCAB, FakeModel, alone
+from support.interrupts import interrupted
+
+PROMPT = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
+FIVE = Sampling(5)
+
+
+def engine_on(folder, *, pages=200, page_size=8, limit=1 << 20, model=None, **options):
+    return Engine(model or FakeModel(pages, page_size), disk=DiskTier(folder, limit), **options)
+
+
+def answered(engine, prompt=PROMPT, namespace=None):
+    return [token for output in engine.stream(prompt, FIVE, namespace=namespace) for token in output.tokens]
+
+
+def written(folder, prompt=PROMPT, namespace=None, **options):
+    """Answers in an engine that then ends."""
+    engine = engine_on(folder, **options)
+    assert answered(engine, prompt, namespace) == alone(prompt, FIVE)
+    engine.flush()
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("max_step_tokens", [37, 2048])
+def test_a_restarted_engine_computes_only_what_no_full_page_has(tmp_path, page_size, max_step_tokens):
+    options = {"page_size": page_size, "pages": 400, "max_step_tokens": max_step_tokens}
+    written(tmp_path / "made" / "here", **options)
+    engine = engine_on(tmp_path / "made" / "here", **options)
+    assert answered(engine) == alone(PROMPT, FIVE)
+    assert engine.tokens_restored == 299 // page_size * page_size
+    assert engine.model.computed == 300 - engine.tokens_restored + 4
+    longer = [*PROMPT, *alone(PROMPT, FIVE), 1, 2, 3]  # what it said is in pages too
+    restarted = engine_on(tmp_path / "made" / "here", **options)
+    assert answered(restarted, longer) == alone(longer, FIVE)
+    assert restarted.tokens_restored == 304 // page_size * page_size
+    assert (tmp_path / "made" / "here").stat().st_mode & 0o777 == 0o700
+
+
+def test_pages_that_left_the_pool_come_back_from_disk(tmp_path):
+    engine = engine_on(tmp_path, pages=45)
+    for _ in range(2):
+        for first in range(4):
+            prompt = [first, *PROMPT]
+            assert answered(engine, prompt) == alone(prompt, FIVE)
+            engine.flush()
+    assert engine.tokens_found == 0
+    assert engine.tokens_restored == 4 * 296
+    engine.pool.check_integrity()
+
+
+@pytest.mark.parametrize("other", ["digest", "kernels", "page_size", "namespace"])
+def test_pages_of_another_model_kernel_size_or_namespace_are_not_found(tmp_path, other):
+    written(tmp_path)
+    model = FakeModel(200, 4 if other == "page_size" else 8)
+    if other in ("digest", "kernels"):
+        setattr(model, other, "another")
+    engine = engine_on(tmp_path, model=model)
+    assert answered(engine, namespace="a" if other == "namespace" else None) == alone(PROMPT, FIVE)
+    assert engine.tokens_restored == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["tenant", b"\xff", 7, True, ("a", 1), "\ud800", (), pytest.param(10**1000, id="large")]
+)
+def test_a_namespace_with_a_plain_name_is_found_again(tmp_path, name):
+    written(tmp_path, namespace=name)
+    engine = engine_on(tmp_path)
+    answered(engine, namespace=name)
+    assert engine.tokens_restored == 296
+
+
+@pytest.mark.parametrize("name", [object(), frozenset("a"), 1.5, ("a", object()), pytest.param(10**5000, id="large")])
+def test_what_no_other_process_could_name_is_not_kept(tmp_path, name):
+    written(tmp_path, namespace=name)
+    assert bytes_in(tmp_path, pages_only=True) == 0
+
+
+def test_the_limit_is_held_and_the_chain_used_last_stays(tmp_path):
+    written(tmp_path)
+    each = bytes_in(tmp_path)
+    limit = 3 * each
+    for turn in range(8):
+        written(tmp_path, [turn, *PROMPT[1:]], limit=limit)
+        written(tmp_path, limit=limit)
+        assert each < bytes_in(tmp_path) <= limit
+    engine = engine_on(tmp_path, limit=limit)
+    answered(engine)
+    assert engine.tokens_restored == 296
+    engine = engine_on(tmp_path, limit=each // 2)  # a lower limit counts at once; of a chain its end goes first
+    engine.flush()
+    assert bytes_in(tmp_path) <= each // 2
+    answered(engine)
+    assert 0 < engine.tokens_restored < 296 // 2
+
+
+def damage(file, rng):
+    """One of the things that happen to files."""
+    data = bytearray(file.read_bytes())
+    kind = rng.randrange(7)
+    if kind == 0:
+        data = data[: rng.randrange(len(data))]
+    elif kind == 1:
+        data += rng.randbytes(rng.randrange(1, 100))
+    elif kind == 2:
+        at = rng.randrange(len(data))
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == 3:
+        at, count = rng.randrange(len(data)), rng.randrange(1, 64)
+        data[at : at + count] = rng.randbytes(len(data[at : at + count]))
+    elif kind == 4:
+        data = bytearray(rng.choice(sorted(file.parent.glob("*.page"))).read_bytes())  # another page's whole file
+    elif kind == 5:
+        at = rng.randrange(min(8, len(data)) or 1)  # the length of the header
+        data[at : at + 1] = rng.randbytes(1)
+    else:
+        data = bytearray(len(data))
+    file.write_bytes(data)
+
+
+def test_damage_costs_time_and_changes_no_token(tmp_path):
+    rng, restored, damaged, prompt = random.Random(5), [], 0, PROMPT[:150]
+    expected_tokens = alone(prompt, FIVE)
+    written(tmp_path, prompt)
+    whole = {file: file.read_bytes() for file in sorted(tmp_path.glob("*.page"))}
+    assert len(whole) == 19
+    for _ in range(int(os.environ.get("PAGED_KV_DAMAGES", "300"))):
+        for file, data in whole.items():
+            if not file.exists() or file.read_bytes() != data:
+                file.write_bytes(data)
+        for file in rng.sample(list(whole), rng.choice([1, 1, 2, 9])):
+            damage(file, rng)
+        damaged += any(file.read_bytes() != data for file, data in whole.items())
+        engine = engine_on(tmp_path, pages=30)
+        assert answered(engine, prompt) == expected_tokens
+        restored.append(engine.tokens_restored)
+        engine.flush()
+    assert len(set(restored)) == 19
+    assert sum(found < 144 for found in restored) > 0.8 * damaged  # the others harmed the page of what it said
+    assert not engine._disk.off
+    for _ in range(10):  # what is damaged is found in the order of the pages, and then written again
+        if engine.tokens_restored == 144:
+            break
+        engine = engine_on(tmp_path)
+        answered(engine, prompt)
+        engine.flush()
+    assert engine.tokens_restored == 144
+
+
+def test_a_whole_file_that_says_what_is_not_so_is_not_read(tmp_path):
+    """Each has a checksum that fits; it lies of its tokens, of the page before it, or of its kind."""
+    written(tmp_path)
+    disk = engine_on(tmp_path)._disk
+    chain, root = [], disk.root(None)
+    disk.grow(chain, root, PROMPT, 2)
+    file = tmp_path / f"{chain[1].hex()}.page"
+    tokens, bits = np.array(PROMPT[8:16]), np.full((1, 8), 3, np.uint32)
+    true = disk._said_of(chain[0])
+    assert len(pack(tokens, bits, true)) == file.stat().st_size
+    for lying_tokens, said in (
+        (tokens[::-1].copy(), true),
+        (tokens, disk._said_of(chain[1])),
+        (tokens, true | {"model": "fakd"}),
+        (tokens, true | {"kernels": "fakd"}),
+        (tokens, expected(disk._model)),
+    ):
+        file.write_bytes(pack(lying_tokens, bits, said))
+        engine = engine_on(tmp_path)
+        assert answered(engine) == alone(PROMPT, FIVE)
+        assert engine.tokens_restored == 8
+        engine.flush()
+    file.write_bytes(pack(tokens, bits, true))
+    assert answered(engine_on(tmp_path)) != alone(PROMPT, FIVE)  # the lie would be seen
+
+
+def test_what_is_not_a_page_is_not_touched(tmp_path):
+    written(tmp_path)
+    files = sorted(tmp_path.glob("*.page"))
+    outside = tmp_path.parent / "outside"
+    outside.write_bytes(files[0].read_bytes())
+    for file, make in zip(files, (os.mkfifo, os.mkdir, lambda path: path.symlink_to(outside)), strict=False):
+        file.unlink()
+        make(file)
+    (tmp_path / "notes.page").write_text("mine")
+    engine = engine_on(tmp_path, limit=3000)
+    assert answered(engine) == alone(PROMPT, FIVE)
+    engine.flush()
+    assert (tmp_path / "notes.page").read_text() == "mine"
+    assert outside.exists()
+    assert files[1].is_dir()
+    assert not engine._disk.off
+
+
+def test_a_process_that_is_killed_leaves_a_folder_within_its_limit(tmp_path):
+    """Two write at once and both are killed at some moment, 20 times; the next ones find what they left."""
+    program = [sys.executable, "-m", "support.disk_folders", tmp_path, os.environ.get("PAGED_KV_KILLS", "20")]
+    path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(program, env=path, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    restored, evicted, _ = map(int, done.stdout.split())
+    assert restored > 100
+    assert evicted > 3
+
+
+def test_two_engines_share_a_folder(tmp_path):
+    first, second = engine_on(tmp_path), engine_on(tmp_path)
+    answered(first)
+    first.flush()
+    assert answered(second) == alone(PROMPT, FIVE)
+    assert second.tokens_restored == 296
+    other = [5, *PROMPT]
+    answered(second, other)
+    second.flush()
+    assert answered(first, other) == alone(other, FIVE)
+    assert first.tokens_restored == 296
+
+
+@pytest.mark.parametrize("place", ["_write_all", "os.rename", "os.open"])
+def test_a_disk_that_fails_turns_the_tier_off_with_one_warning(tmp_path, monkeypatch, place):
+    written(tmp_path, PROMPT[:100])
+    engine = engine_on(tmp_path)
+    engine.flush()
+    calls = [0]
+
+    def fails(*arguments, **_):
+        calls[0] += 1
+        if place == "_write_all":
+            os.write(arguments[0], arguments[1][:50])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    holder = disk_tier.os if "." in place else disk_tier
+    monkeypatch.setattr(holder, place.removeprefix("os."), fails)
+
+    def answers():
+        for first in range(3):
+            prompt = [first, *PROMPT]
+            assert answered(engine, prompt) == alone(prompt, FIVE)
+            engine.flush()
+
+    with pytest.warns(RuntimeWarning, match=r"the disk tier in .* is off: .*No space") as caught:
+        answers()
+    assert len(caught) == calls[0] == 1
+    monkeypatch.undo()
+    assert not (tmp_path / "unfinished").exists()
+    engine = engine_on(tmp_path)
+    assert answered(engine) == alone(PROMPT, FIVE)
+    assert engine.tokens_restored == 96
+
+
+def test_a_folder_that_vanishes_turns_it_off(tmp_path):
+    engine = engine_on(tmp_path / "gone")
+    engine.flush()
+    (tmp_path / "gone" / "lock").unlink()
+    (tmp_path / "gone").rmdir()
+
+    def answers():
+        assert answered(engine) == alone(PROMPT, FIVE)
+        engine.flush()
+
+    with pytest.warns(RuntimeWarning, match="is off"):
+        answers()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
+def test_a_folder_of_another_user_is_refused(tmp_path):
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(ContractError, match="has owner 12345"):
+        engine_on(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_none_or_others_can_write_to_is_refused(tmp_path):
+    tmp_path.chmod(0o770)
+    with pytest.raises(ContractError, match="no other user can write to"):
+        engine_on(tmp_path)
+    tmp_path.chmod(0o700)
+    (tmp_path / "file").touch()
+    with pytest.raises(ContractError, match="is no folder"):
+        engine_on(tmp_path / "file")
+    with pytest.warns(RuntimeWarning, match="is off"):
+        engine = engine_on(tmp_path / "file" / "below")
+    assert answered(engine) == alone(PROMPT, FIVE)
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "error", "name"),
+    [
+        (3, 10, ContractTypeError, "folder"),
+        (b"x", 10, ContractTypeError, "folder"),
+        ("", 10, ContractError, "folder"),
+        ("a\0b", 10, ContractError, "folder"),
+        ("x", 0, ContractError, "bytes"),
+        ("x", 1.5, ContractTypeError, "bytes"),
+    ],
+)
+def test_what_is_wrong_with_a_tier_is_refused(folder, limit, error, name):
+    with pytest.raises(error, match=f"^{name} must"):
+        DiskTier(folder, limit)
+
+
+def test_what_is_wrong_with_an_engines_tier_is_refused(tmp_path):
+    with pytest.raises(ContractTypeError, match=r"^disk must be a DiskTier"):
+        Engine(FakeModel(4, 4), disk=tmp_path)
+    with pytest.raises(ContractError, match=r"^disk: .*share_prefixes"):
+        engine_on(tmp_path / "new", share_prefixes=False)
+    with pytest.raises(ContractError, match=r"^bytes: a page's file has \d+ bytes"):
+        engine_on(tmp_path / "new", limit=100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_is_held_up_holds_no_step_up(tmp_path, monkeypatch):
+    """Another process has the lock and keeps it."""
+    monkeypatch.setattr(disk_tier, "LOCK_SECONDS", 1.0)
+    monkeypatch.setattr(disk_tier, "QUEUE_BYTES", 5000)
+    engine = engine_on(tmp_path)
+    engine.flush()
+    with open(tmp_path / "lock") as lock:
+        disk_tier.fcntl.flock(lock, disk_tier.fcntl.LOCK_EX)
+        worker = None
+        for first in range(3):
+            prompt = [first, *PROMPT]
+            assert answered(engine, prompt) == alone(prompt, FIVE)
+            worker = worker or engine._disk._worker
+        assert worker is not None
+        engine.flush()
+    assert bytes_in(tmp_path, pages_only=True) == 0
+    assert answered(engine, [7, *PROMPT]) == alone([7, *PROMPT], FIVE)
+    engine.flush()
+    assert bytes_in(tmp_path, pages_only=True) > 0  # what the queue had a place for
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_200_requests_in_turns_of_engines_on_one_folder_get_their_own_tokens(tmp_path, temperature):
+    """Shared, forked, aborted, preempted; the limit is less than they write."""
+    rng = np.random.default_rng(3)
+    prefixes = [rng.integers(0, VOCAB, 60).tolist() for _ in range(4)]
+    restored = 0
+    for _ in range(4):
+        ledger = Ledger(engine_on(tmp_path, pages=34, page_size=5, limit=40_000, max_step_tokens=40, max_running=12))
+        for turn in range(50):
+            prompt = [*prefixes[rng.integers(4)][: rng.integers(1, 61)], *rng.integers(0, VOCAB, 9).tolist()]
+            sampling = Sampling(int(rng.integers(1, 40)), temperature, seed=turn, stop_tokens=(3,))
+            ledger.add(prompt, sampling, int(rng.choice([1, 1, 2, 3])), [None, "tenant"][rng.integers(2)])
+            for _ in range(rng.integers(0, 3)):
+                ledger.outputs += ledger.engine.step()
+            ledger.engine.pool.check_integrity()
+            if turn % 9 == 5 and not ledger.engine.has_ended(turn):
+                ledger.engine.abort(turn)
+                ledger.aborted.add(turn)
+        ledger.finish()
+        assert ledger.check() == 0
+        assert ledger.engine.preemptions > 3
+        assert ledger.aborted
+        restored += ledger.engine.tokens_restored
+        ledger.engine.flush()
+        assert bytes_in(tmp_path) <= 40_000
+    assert restored > 1000
+
+
+def test_an_interrupt_anywhere_leaves_requests_and_the_folder_right(tmp_path):
+    def crowded():
+        ledger = Ledger(engine_on(tmp_path, pages=9, page_size=3, max_step_tokens=9, max_running=6))
+        ledger.add([1, 2, 3, 4, 5, 6, 7, 8], FIVE, 3)
+        ledger.add([1, 2, 3, 5, 6, 7, 8], FIVE, 2)
+        return ledger
+
+    whole = crowded()
+    whole.finish()
+    restored, at = 0, 0
+    while True:
+        at += 1201
+        ledger = crowded()
+        reached = interrupted(ledger.finish, at)
+        ledger.finish()
+        ledger.check(most_errors=1)
+        restored += ledger.engine.tokens_restored
+        ledger.engine.flush()
+        assert not ledger.engine._disk.off
+        if not reached:
+            break
+    assert at > 10_000
+    assert restored > 30
