@@ -9,16 +9,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paged_kv.engine.async_engine import AsyncEngine
     from paged_kv.engine.engine import Engine
+    from paged_kv.engine.forms import Grammar, JsonSchema, Regex
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
 
-__all__ = ["AsyncEngine", "Engine", "Logprobs", "Output", "Sampling", "load"]
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "Grammar",
+    "JsonSchema",
+    "Logprobs",
+    "Output",
+    "Regex",
+    "Sampling",
+    "load",
+]
 
 _HOME = {
     "AsyncEngine": "async_engine",
     "Engine": "engine",
+    "Grammar": "forms",
+    "JsonSchema": "forms",
     "Logprobs": "sampling",
     "Output": "requests",
+    "Regex": "forms",
     "Sampling": "sampling",
 }
 
