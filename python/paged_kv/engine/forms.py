@@ -281,7 +281,8 @@ def _grammar(form: Form) -> tuple[str, str]:
 def _problem(matcher: LLMatcher) -> str:
     """What is wrong with a matcher, in one line; nothing where nothing is."""
     if matcher.is_error():
-        return printable(" ".join(matcher.get_error().split()))
+        problem = " ".join(matcher.get_error().split())
+        return "no token continues it" if problem.startswith("NoExtension") else printable(problem)
     return "no text has this form" if matcher.is_stopped() and not matcher.is_accepting() else ""
 
 
