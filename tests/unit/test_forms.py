@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paged_kv.checkpoint.config import load_config
+from paged_kv.commands.options import form_of
 from paged_kv.commands.prompts import Refused, encode, read
 from paged_kv.engine import Grammar, JsonSchema, Regex, Sampling
 from paged_kv.engine.demo_model import FOLDER
@@ -238,3 +239,19 @@ def test_json_lines_have_forms(tokenizer, tmp_path: Path):
     assert "Invalid type: nothing" in third.error
     assert isinstance(fourth, Refused)
     assert fifth.sampling.form == NAME
+
+
+def test_options_of_the_command(tmp_path: Path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    assert form_of(file, None, None) == JsonSchema({"type": "integer"})
+    assert form_of(None, "a+", None) == Regex("a+")
+    assert form_of(None, None, file) == Grammar('{"type": "integer"}')
+    assert form_of(None, None, None) is None
+    for arguments, message in (
+        ((file, "a", None), "--json-schema or --regex"),
+        ((tmp_path / "none", None, None), "--json-schema .*cannot be read"),
+        ((tmp_path, None, None), "--json-schema .*cannot be read"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            form_of(*arguments)

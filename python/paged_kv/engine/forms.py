@@ -139,7 +139,11 @@ class Forms:
         self._limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
         ended = type(tokenizer).from_str(tokenizer.to_str())
         ended.add_special_tokens([_END])
-        self.end = int(ended.token_to_id(_END))
+        end = ended.token_to_id(_END)
+        if end is None:
+            raise ToolchainError("form: the tokenizer takes no further token")
+        self.end = end
+        """The token that says where a form may end; the model has no such token."""
         try:
             self._tokens = llguidance.LLTokenizer(ended.to_str(), eos_token=self.end)
         except ValueError as error:

@@ -55,7 +55,7 @@ class FormCoder(Protocol):
         ...
 
 
-def compile_form(tokenizer: TextCoder | None, form: Form | None) -> CompiledForm | None:
+def compile_form(tokenizer: object, form: Form | None) -> CompiledForm | None:
     """A request's form for a tokenizer.
 
     Raises:
