@@ -72,7 +72,7 @@ def test_options_and_lines_say_the_same_of_every_field_of_sampling(lines):
         arguments = [part for each in (value if isinstance(value, list) else [value]) for part in (option, each)]
         (by_option,) = lines([{"prompt": "the sea"} | record], *arguments)[1]
         assert by_option["text"] == in_lines[index, 0]["text"], name
-    assert {*base, *values, "ignore_end", "logprobs"} == {each.name for each in fields(Sampling)}
+    assert {*base, *values, "ignore_end", "logprobs", "form"} == {each.name for each in fields(Sampling)}
 
 
 def test_log_probabilities_are_part_of_a_record(lines):

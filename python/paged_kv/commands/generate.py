@@ -11,6 +11,8 @@ import click
 from paged_kv.arguments import integer, printable
 from paged_kv.commands.options import (
     device_option,
+    form_of,
+    form_options,
     load_model,
     print_statistics,
     sampling_options,
@@ -32,6 +34,7 @@ from paged_kv.output import say
 )
 @click.option("--n", "samples", type=int, default=1, show_default=True, help="Samples of each prompt.")
 @sampling_options(seed=0)
+@form_options
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of quantised models the cache's. Default: its own."
 )
@@ -67,12 +70,16 @@ def generate(
     as_json: bool,
     live: bool | None,
     trace: Path | None,
+    json_schema: Path | None,
+    regex: str | None,
+    grammar: Path | None,
     **options: Any,
 ) -> int:
     """Continue prompts with a checkpoint in Hugging Face format or a GGUF file, all of them as one batch.
 
     A line of --input is an object with "prompt", a text or token ids, and perhaps "n", "namespace", "max_tokens" and
-    the other fields of Sampling: "temperature", "top_p", "top_k", "stop" and so on, as the options here with _ for -.
+    the other fields of Sampling: "temperature", "top_p", "top_k", "stop" and so on, as the options here with _ for -;
+    "json_schema" and "grammar" are the schema and the grammar themselves.
     Options say what a line leaves out. A line that is malformed, or that the model cannot take, is an object with
     "error" and a line on stderr; the others go on, and the exit status is 1.
     """
@@ -96,7 +103,7 @@ def generate(
     if not 0 < kv_disk_gb < 1e9:
         raise ContractError(f"--kv-disk-gb must be above 0 and below 10^9, not {kv_disk_gb}")
     disk = None if kv_disk is None else DiskTier(kv_disk, max(int(kv_disk_gb * 1e9), 1))
-    sampling = Sampling(**options)
+    sampling = Sampling(**options, form=form_of(json_schema, regex, grammar))
     opened = open_source(folder)
     config = opened.config
     tokenizer = Tokenizer(opened, config)

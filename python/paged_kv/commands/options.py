@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from paged_kv.arguments import shown
+from paged_kv.arguments import printable, shown
+from paged_kv.engine.forms import MOST_CHARACTERS, Form, Grammar, JsonSchema, Regex
 from paged_kv.engine.sampling import Kind, Sampling
 from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.files import read_regular
 from paged_kv.output import say
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
@@ -70,7 +72,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def sampling_options(*left_out: str, **defaults: Any) -> Callable[[Command], Command]:
-    """An option for each field of `Sampling` but some, which the command gets by the field's name.
+    """An option for each field of `Sampling` but some and its form, which the command gets by the field's name.
 
     Args:
         left_out: Fields without an option.
@@ -79,7 +81,7 @@ def sampling_options(*left_out: str, **defaults: Any) -> Callable[[Command], Com
 
     def decorate(command: Command) -> Command:
         for each in reversed(fields(Sampling)):
-            if each.name not in left_out:
+            if each.name not in left_out and each.metadata["kind"] != "form":
                 flag = each.metadata["flag"] or "--" + each.name.replace("_", "-")
                 default = defaults.get(each.name, each.default)
                 kind = _KINDS[each.metadata["kind"]]
@@ -87,6 +89,42 @@ def sampling_options(*left_out: str, **defaults: Any) -> Callable[[Command], Com
         return command
 
     return decorate
+
+
+def form_options(command: Command) -> Command:
+    """`--json-schema`, `--regex` and `--grammar`, which the command gets by these names."""
+    file = click.Path(path_type=Path)
+    for option in (
+        click.option("--grammar", type=file, metavar="FILE", help="Texts of a grammar: llguidance's kind of Lark."),
+        click.option("--regex", metavar="PATTERN", help="Texts that a regular expression matches as a whole."),
+        click.option("--json-schema", type=file, metavar="FILE", help="JSON that is valid by the schema in a file."),
+    ):
+        command = option(command)
+    return command
+
+
+def form_of(json_schema: Path | None, regex: str | None, grammar: Path | None) -> Form | None:
+    """The form that these options ask for.
+
+    Raises:
+        ContractTypeError, ContractError: there are several, a file cannot be read, or a form is malformed.
+    """
+    given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ContractError(f"a text has one form: {' or '.join(names)}, not both")
+    if json_schema is not None:
+        return JsonSchema(_read_form("--json-schema", json_schema))
+    if grammar is not None:
+        return Grammar(_read_form("--grammar", grammar))
+    return None if regex is None else Regex(regex)
+
+
+def _read_form(name: str, path: Path) -> str:
+    try:
+        return read_regular(path, 4 * MOST_CHARACTERS).decode()
+    except (OSError, ValueError) as error:
+        raise ContractError(f"{name} {printable(path)}: cannot be read: {printable(error)}") from None
 
 
 def load_model(

@@ -10,17 +10,32 @@ if TYPE_CHECKING:
     from paged_kv.engine.async_engine import AsyncEngine
     from paged_kv.engine.disk_tier import DiskTier
     from paged_kv.engine.engine import Engine
+    from paged_kv.engine.forms import Grammar, JsonSchema, Regex
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
 
-__all__ = ["AsyncEngine", "DiskTier", "Engine", "Logprobs", "Output", "Sampling", "load"]
+__all__ = [
+    "AsyncEngine",
+    "DiskTier",
+    "Engine",
+    "Grammar",
+    "JsonSchema",
+    "Logprobs",
+    "Output",
+    "Regex",
+    "Sampling",
+    "load",
+]
 
 _HOME = {
     "AsyncEngine": "async_engine",
     "DiskTier": "disk_tier",
     "Engine": "engine",
+    "Grammar": "forms",
+    "JsonSchema": "forms",
     "Logprobs": "sampling",
     "Output": "requests",
+    "Regex": "forms",
     "Sampling": "sampling",
 }
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from paged_kv.arguments import integer, shown
 from paged_kv.engine.batching import Batching, Plan
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
-from paged_kv.engine.interfaces import Model, Statistics, TextCoder
+from paged_kv.engine.interfaces import Model, Statistics, TextCoder, compile_form
 from paged_kv.engine.outputs import Commit, OutputStream
 from paged_kv.engine.prefix_file import check_key, load_prefix, save_prefix
 from paged_kv.engine.requests import (
@@ -171,6 +171,7 @@ class Engine:
             ContractTypeError, ContractError: an argument has the wrong type or is out of range; the prompt is empty,
                 too long for the model, or has a token that is not in the vocabulary.
             PoolExhausted: the prompt and its new tokens need more pages than there are.
+            ToolchainError: it has a form, and llguidance is not installed.
         """
         request = self._request(prompt, sampling, n, namespace, self._outputs)
         self._add(request)
@@ -299,9 +300,10 @@ class Engine:
                 f"prompt of {len(tokens)} tokens with up to {limit - len(tokens)} new ones needs {needed} pages of"
                 f" {self.pool.page_size}, the pool has {self.pool.num_pages}"
             )
+        form = compile_form(self._tokenizer, sampling.form)
         end = frozenset(sampling.stop_tokens) | frozenset(() if sampling.ignore_end else config.eos_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, root=root)
+        return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, form, root=root)
 
     def _add(self, request: Request) -> None:
         self._unfinished[request.number] = request
@@ -366,15 +368,22 @@ class Engine:
             if sample.text is None:
                 decoder = None if self._tokenizer is None else self._tokenizer.stream()
                 sample.text = StopText(decoder, tuple(request.sampling.stop))
+            form = sample.history.form
+            at_end = form is not None and form.push(token)
             text, stops = sample.text.push(token)
             finish: FinishReason | None = None
-            if stops or token in request.end_tokens:
+            if stops or at_end or token in request.end_tokens:
                 finish = "stop"
             elif len(sample.tokens) + 1 >= request.limit:
                 finish = "length"
             if finish is not None and not stops:
                 rest, stops = sample.text.flush()
                 text, finish = text + rest, "stop" if stops else finish
+            if form is not None:
+                form.add_text(text)
+                if finish == "stop" and not form.is_whole():
+                    # By a stop text, by a stop token within it, or by a tokenizer that spells tokens in two ways.
+                    return _failed(sample, f"request {request.number}: its text ended before its form did")
         except Exception as error:  # a decoder may raise anything
             return _failed(sample, str(error) if isinstance(error, PagedKVError) else shown(error))
         logprobs = () if choice.logprobs is None else (choice.logprobs,)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.engine.forms import CompiledForm, Form, Forms
 from paged_kv.engine.prefix_file import PagedModel
 from paged_kv.engine.stop_text import Decoder
+from paged_kv.errors import ContractError
 from paged_kv.graphs.models.config import DecoderConfig
 
 
@@ -41,6 +43,30 @@ class TextCoder(Protocol):
     def stream(self) -> Decoder:
         """A decoder for the tokens of one sample."""
         ...
+
+
+@runtime_checkable
+class FormCoder(Protocol):
+    """What it needs of a tokenizer beside that, where requests have forms."""
+
+    @property
+    def forms(self) -> Forms:
+        """Compiles forms for its vocabulary."""
+        ...
+
+
+def compile_form(tokenizer: object, form: Form | None) -> CompiledForm | None:
+    """A request's form for a tokenizer.
+
+    Raises:
+        ContractError: the tokenizer has no forms, or this one cannot be compiled.
+        ToolchainError: as `Forms`.
+    """
+    if form is None:
+        return None
+    if not isinstance(tokenizer, FormCoder):
+        raise ContractError("form: the text of a form needs a tokenizer that has `forms`")
+    return tokenizer.forms.compile(form)
 
 
 @dataclass

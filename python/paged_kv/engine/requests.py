@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from paged_kv.engine.forms import CompiledForm
 from paged_kv.engine.sampling import History, Logprobs, Sampling
 from paged_kv.engine.stop_text import StopText
 from paged_kv.errors import ContractError, ContractTypeError
@@ -28,7 +29,8 @@ class Output:
     text: str
     """The text that it completes, perhaps none; always empty without a tokenizer."""
     finish: FinishReason | None = None
-    """Why the sample ends with it: "stop" for an end token or a stop text, "length" for its limit, "error"."""
+    """Why the sample ends with it: "stop" for an end token, a stop text or the end of its form, "length" for its limit,
+    "error"."""
     error: str | None = None
     """What went wrong, where it did."""
     logprobs: tuple[Logprobs, ...] = ()
@@ -85,6 +87,8 @@ class Request:
     end_tokens: frozenset[int]
     outbox: Outbox
     """Where its outputs go."""
+    form: CompiledForm | None = None
+    """What its texts must be."""
     ended: set[int] = field(default_factory=set)
     """The samples that have ended."""
     aborted: bool = False
@@ -116,7 +120,8 @@ class Sample:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.history = History(request.sampling, request.seed, self.index, self.tokens, len(request.prompt))
+        form = None if request.form is None else request.form.begin(request.end_tokens)
+        self.history = History(request.sampling, request.seed, self.index, self.tokens, len(request.prompt), form)
 
     @property
     def key(self) -> tuple[int, int]:

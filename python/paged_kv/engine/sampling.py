@@ -21,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
+from paged_kv.engine.forms import Form, FormState, Grammar, JsonSchema, Regex
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Logits: TypeAlias = npt.NDArray[np.float32]
-Kind = Literal["number", "integer", "flag", "texts", "tokens", "biases"]
-"""What a field of `Sampling` holds; the command line makes its options of it."""
+Kind = Literal["number", "integer", "flag", "texts", "tokens", "biases", "form"]
+"""What a field of `Sampling` holds; the command line makes its options of it, but of a form."""
 
 
 def _number(wording: str, fits: Callable[[float], bool]) -> Callable[[str, Any], float]:
@@ -80,6 +81,12 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         token = integer(f"{name}: a token", token, 0)
         biases[token] = number(f"{name} of token {shown(token)}", bias)
     return tuple(sorted(biases.items()))
+
+
+def _form(name: str, value: Any) -> Form | None:
+    if not isinstance(value, JsonSchema | Regex | Grammar | None):
+        raise ContractTypeError(f"{name} must be a JsonSchema, a Regex or a Grammar, not {shown(value)}")
+    return value
 
 
 def _option(kind: Kind, check: Callable[[str, Any], Any], text: str, flag: str | None = None) -> dict[str, Any]:
@@ -176,6 +183,9 @@ class Sampling:
         ),
     )
     """None for no log-probabilities; 0 for those of the tokens, n for those of the n most likely as well."""
+    form: Form | None = field(default=None, metadata=_option("form", _form, ""))
+    """What each text must be, from its first character to its last: a JSON schema, a regular expression or a grammar.
+    It needs a tokenizer, and the extra `structured`."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -230,10 +240,19 @@ class History:
         index: Of the sample among those of the request.
         tokens: The prompt, and what was chosen so far; the caller appends to it.
         prompt_length: How many of them are the prompt's.
+        form: How far its text has come in the form that it must have.
     """
 
-    def __init__(self, sampling: Sampling, seed: int, index: int, tokens: Sequence[int], prompt_length: int) -> None:
-        self.sampling = sampling
+    def __init__(
+        self,
+        sampling: Sampling,
+        seed: int,
+        index: int,
+        tokens: Sequence[int],
+        prompt_length: int,
+        form: FormState | None = None,
+    ) -> None:
+        self.sampling, self.form = sampling, form
         self._seed, self._index = seed, index
         self.tokens, self.prompt_length = tokens, prompt_length
         self._copied = np.empty(0, np.int64)
@@ -289,7 +308,8 @@ def choose(logits: Logits, rows: Sequence[int], histories: Sequence[History]) ->
         histories: The samples.
 
     Returns:
-        A choice for each sample; a `ContractError` where its row holds NaN or +inf, or only -inf.
+        A choice for each sample; a `ContractError` where its row holds NaN or +inf, or only -inf, or no token continues
+        its form.
 
     Raises:
         ShapeError: `logits` is not of two dimensions with at least one column.
@@ -311,8 +331,20 @@ def _choose(logits: Logits, history: History) -> Choice | ContractError:
     token = int(scores.argmax())  # NaN is larger than any number
     if not np.isfinite(scores[token]):
         return ContractError("its logits hold NaN or +inf, or are all -inf")
+    ids = None
+    if history.form is not None:
+        try:
+            ids = history.form.allowed()
+        except ContractError as error:
+            return error
+        scores = scores[ids]
+        token = int(scores.argmax())
+        if not np.isfinite(scores[token]):
+            return ContractError("its logits are -inf for all tokens that its form allows")
     if sampling.temperature > 0:
         token = _draw(scores, sampling, history.uniform())
+    if ids is not None:
+        token = int(ids[token])
     return Choice(token, None if sampling.logprobs is None else _logprobs(logits, token, sampling.logprobs))
 
 

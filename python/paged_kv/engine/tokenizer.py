@@ -4,12 +4,14 @@ vocabulary.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, library_errors, read_tokenizer
+from paged_kv.engine.forms import Forms
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.graphs.models.config import DecoderConfig
 
@@ -74,6 +76,11 @@ class Tokenizer:
         """The text of some tokens, without special tokens."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+    @cached_property
+    def forms(self) -> Forms:
+        """Compiles forms for its vocabulary: half a second for a large one, the first time. Raises as `Forms`."""
+        return Forms(self._tokenizer)
 
     def stream(self) -> StreamDecoder:
         """A decoder for the tokens of one request."""

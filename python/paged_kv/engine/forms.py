@@ -1,0 +1,355 @@
+"""Forms that a request's text must have: a JSON schema, a regular expression or a grammar.
+
+llguidance (the extra `structured`) compiles them and says before each token which ones may come next; it is imported
+with the first request that asks. It never raises for what users write: a matcher that fails stays in error, and ends
+its sample alone. Sizes are bounded here, the work of a step by the library's own limits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.arguments import printable, shown
+from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
+
+if TYPE_CHECKING:
+    import tokenizers
+    from llguidance import LLMatcher, LLTokenizer
+
+Tokens: TypeAlias = npt.NDArray[np.int64]
+
+MOST_CHARACTERS = 1 << 18
+"""Of a form: llguidance reads 10 MB, and takes seconds and hundreds of megabytes to refuse them."""
+MOST_DEPTH = 64
+"""Of objects and arrays within a schema."""
+MOST_PATTERNS = 32
+"""Of `patternProperties` in a schema: llguidance proves each pair of them disjoint, 4,000 take minutes."""
+_MOST_STATES = 50_000
+"""Of a lexer, 1 to 2 KB each."""
+_SECONDS_TO_LOCATE = 0.5
+"""At most, to find the part of a schema that cannot be compiled."""
+_END = "<|paged-kv: the end of a form|>"
+"""A token that is added to the vocabulary that llguidance sees: where it may come, the form may end."""
+
+
+@dataclass(frozen=True)
+class JsonSchema:
+    """Texts that are JSON and valid by a schema (JSON Schema 2020-12 and earlier, as far as llguidance has it).
+
+    Properties come in the order of the schema. What cannot be kept (`uniqueItems`, `not`, alternatives of `oneOf` that
+    may overlap) is refused when the request is added, not ignored.
+
+    Args:
+        schema: The schema, or its JSON.
+
+    Raises:
+        ContractTypeError, ContractError: it is no schema, or too large or too deep.
+    """
+
+    KIND: ClassVar[str] = "JSON schema"
+    schema: Mapping[str, Any] | bool | str
+    """Its JSON, once it was checked."""
+
+    def __post_init__(self) -> None:
+        given = self.schema
+        if not isinstance(given, Mapping | bool | str):
+            raise ContractTypeError(f"form: a JSON schema must be an object, a truth value or JSON, not {shown(given)}")
+        try:
+            _check_size(given if isinstance(given, str) else "")
+            parsed = json.loads(given) if isinstance(given, str) else given
+            _check_depth(parsed)
+            text = json.dumps(parsed, allow_nan=False, ensure_ascii=False)
+        except RecursionError:
+            raise ContractError(f"form: the JSON schema is more than {MOST_DEPTH} deep") from None
+        except ContractError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ContractError(f"form: the JSON schema is no JSON: {printable(error)}") from None
+        if not isinstance(parsed, Mapping | bool):
+            raise ContractTypeError(f"form: a JSON schema must be an object or a truth value, not {shown(parsed)}")
+        _check_size(text)
+        patterns = sum(len(node.get("patternProperties", ())) for _, node in _parts("#", json.loads(text)))
+        if patterns > MOST_PATTERNS:
+            raise ContractError(
+                f"form: the JSON schema has {patterns} patternProperties, at most {MOST_PATTERNS} may be"
+            )
+        object.__setattr__(self, "schema", text)
+
+
+@dataclass(frozen=True)
+class Regex:
+    """Texts that a regular expression matches as a whole, in the syntax of Rust's `regex`: no look-around.
+
+    Raises:
+        ContractTypeError, ContractError: it is no string, or too long.
+    """
+
+    KIND: ClassVar[str] = "regular expression"
+    pattern: str
+
+    def __post_init__(self) -> None:
+        _check_text("a regular expression", self.pattern)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Texts of a context-free grammar in llguidance's kind of Lark, which begins with its rule `start`.
+
+    Raises:
+        ContractTypeError, ContractError: it is no string, or too long.
+    """
+
+    KIND: ClassVar[str] = "grammar"
+    lark: str
+
+    def __post_init__(self) -> None:
+        _check_text("a grammar", self.lark)
+
+
+Form: TypeAlias = JsonSchema | Regex | Grammar
+
+
+class Forms:
+    """Compiles forms for one vocabulary.
+
+    Args:
+        tokenizer: Of the model.
+
+    Raises:
+        ToolchainError: llguidance is not installed, or cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise ToolchainError(
+                "form: forms need llguidance, which is not installed: pip install 'paged-kv[structured]'"
+            ) from None
+        self._library = llguidance
+        self._limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
+        ended = type(tokenizer).from_str(tokenizer.to_str())
+        ended.add_special_tokens([_END])
+        end = ended.token_to_id(_END)
+        if end is None:
+            raise ToolchainError("form: the tokenizer takes no further token")
+        self.end = end
+        """The token that says where a form may end; the model has no such token."""
+        try:
+            self._tokens = llguidance.LLTokenizer(ended.to_str(), eos_token=self.end)
+        except ValueError as error:
+            raise ToolchainError(f"form: llguidance cannot read the tokenizer: {printable(error)}") from None
+
+    @cached_property
+    def _bytes(self) -> LLTokenizer:
+        return self._library.LLTokenizer("byte")
+
+    def is_silent(self, token: int) -> bool:
+        """Whether a token has no text: a special one."""
+        return token < self._tokens.vocab_size and self._tokens.is_special_token(token)
+
+    def compile(self, form: Form) -> CompiledForm:
+        """A form that samples can begin.
+
+        Raises:
+            ContractError: it cannot be compiled, or no text has it; the message says where, for a schema as a pointer.
+        """
+        matcher = self._matcher(_grammar(form), self._tokens)
+        problem = _problem(matcher)
+        if not problem:
+            compiled = CompiledForm(self, form, matcher)
+            try:
+                compiled.begin().allowed()
+            except ContractError as error:
+                problem = str(error)
+            else:
+                return compiled
+        raise ContractError(f"form: the {form.KIND} cannot be compiled{self._place(form, problem)}: {problem}")
+
+    def accepts(self, form: Form, text: str) -> bool:
+        """Whether a whole text has a form, whatever tokens it came in."""
+        matcher = self._matcher(_grammar(form), self._bytes)
+        return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting() and not matcher.is_error()
+
+    def _matcher(self, grammar: tuple[str, str], tokens: LLTokenizer) -> LLMatcher:
+        kind, text = grammar
+        compiled = getattr(self._library.LLMatcher, f"grammar_from_{kind}")(text)
+        return self._library.LLMatcher(tokens, compiled, log_level=0, limits=self._limits)
+
+    def _place(self, form: Form, problem: str) -> str:
+        """In words, the smallest part of a schema that has the same problem alone, as far as it is found in time."""
+        if not isinstance(form, JsonSchema):
+            return ""
+        schema, place = json.loads(str(form.schema)), "#"
+        until, found = time.monotonic() + _SECONDS_TO_LOCATE, True
+        # References of a part lead to the whole schema, which lies beside it.
+        whole = _moved(schema, "#/$defs/whole")
+        while found:
+            found = False
+            for pointer, _ in _parts(place, _at(schema, place), deep=False):
+                if time.monotonic() > until:
+                    break
+                alone = {"$defs": {"whole": whole}, "$ref": "#/$defs/whole" + pointer[1:]}
+                if _problem(self._matcher(("json_schema", json.dumps(alone)), self._bytes)) == problem:
+                    place, found = pointer, True
+                    break
+        return f" at {printable(place)}"
+
+
+class CompiledForm:
+    """A form of one vocabulary; any thread may begin samples of it."""
+
+    def __init__(self, forms: Forms, form: Form, matcher: LLMatcher) -> None:
+        self.forms, self.form, self._matcher = forms, form, matcher
+
+    def begin(self, end_tokens: frozenset[int] = frozenset()) -> FormState:
+        """The form at the beginning of a sample's text; tokens that end it and have no text may come where it ends."""
+        silent = np.array(sorted(filter(self.forms.is_silent, end_tokens)), np.int64)
+        return FormState(self, self._matcher.deep_copy(), silent)
+
+
+class FormState:
+    """How far one sample's text has come in its form."""
+
+    def __init__(self, compiled: CompiledForm, matcher: LLMatcher, ends: Tokens) -> None:
+        self._compiled, self._matcher, self._ends = compiled, matcher, ends
+        self._text = ""
+        self._next: Tokens | None = None
+
+    def allowed(self) -> Tokens:
+        """The tokens that may come next, in ascending order.
+
+        Raises:
+            ContractError: there are none, or a limit of the library was reached.
+        """
+        if self._next is None:
+            self._next = self._following()
+        if problem := _problem(self._matcher):
+            raise ContractError(f"its form cannot be followed: {problem}")
+        if not self._next.size:
+            raise ContractError("no token of the vocabulary continues its form")
+        return self._next
+
+    def push(self, token: int) -> bool:
+        """Takes the next token; whether the form ends with it, since nothing can follow.
+
+        Raises:
+            ContractError: the form does not allow it, or a limit of the library was reached.
+        """
+        if token in self._ends:
+            return True
+        if not self._matcher.consume_token(token):
+            raise ContractError(f"token {token} breaks its form: {_problem(self._matcher)}")
+        self._next = None if self._matcher.is_stopped() else self._following()
+        return self._matcher.is_accepting() and (self._next is None or self._next.size == self._ends.size)
+
+    def _following(self) -> Tokens:
+        """The tokens that may come next; none where the matcher has failed."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little").view(bool))
+        end = self._compiled.forms.end
+        at = int(np.searchsorted(tokens, end))
+        if at < tokens.size and tokens[at] == end:
+            tokens = np.union1d(np.delete(tokens, at), self._ends)
+        return tokens
+
+    def add_text(self, text: str) -> None:
+        """Takes what the sample shows of it."""
+        self._text += text
+
+    def is_whole(self) -> bool:
+        """Whether the text that was shown has the form, from beginning to end."""
+        return self._compiled.forms.accepts(self._compiled.form, self._text)
+
+
+def _grammar(form: Form) -> tuple[str, str]:
+    """What llguidance calls the kind of a form, and its text."""
+    match form:
+        case JsonSchema():
+            return "json_schema", str(form.schema)
+        case Regex():
+            return "regex", form.pattern
+        case Grammar():
+            return "lark", form.lark
+
+
+def _problem(matcher: LLMatcher) -> str:
+    """What is wrong with a matcher, in one line; nothing where nothing is."""
+    if matcher.is_error():
+        problem = " ".join(matcher.get_error().split())
+        return "no token continues it" if problem.startswith("NoExtension") else printable(problem)
+    return "no text has this form" if matcher.is_stopped() and not matcher.is_accepting() else ""
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise ContractTypeError(f"form: {name} must be a string, not {shown(text)}")
+    _check_size(text)
+
+
+def _check_size(text: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise ContractError(f"form: it has {len(text)} characters, at most {MOST_CHARACTERS} may be")
+
+
+def _check_depth(node: Any, depth: int = 0) -> None:
+    if depth > MOST_DEPTH:
+        raise ContractError(f"form: the JSON schema is more than {MOST_DEPTH} deep")
+    if isinstance(node, Mapping | list | tuple):
+        for each in node.values() if isinstance(node, Mapping) else node:
+            _check_depth(each, depth + 1)
+
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
+
+
+def _parts(place: str, node: Any, *, deep: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas in a schema with their JSON pointers: itself and all below it, or those right below it."""
+    if not isinstance(node, dict):
+        return
+    if deep:
+        yield place, node
+    below: list[tuple[str, Any]] = []
+    for name in _MAPS:
+        if isinstance(node.get(name), dict):
+            below += [(f"{place}/{name}/{_escaped(key)}", each) for key, each in node[name].items()]
+    for name in _LISTS:
+        if isinstance(node.get(name), list):
+            below += [(f"{place}/{name}/{index}", each) for index, each in enumerate(node[name])]
+    below += [(f"{place}/{name}", node[name]) for name in _SINGLE if isinstance(node.get(name), dict)]
+    for pointer, each in below:
+        if deep:
+            yield from _parts(pointer, each)
+        elif isinstance(each, dict):
+            yield pointer, each
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _at(schema: Any, pointer: str) -> Any:
+    for key in pointer.split("/")[1:]:
+        name = key.replace("~1", "/").replace("~0", "~")
+        schema = schema[int(name)] if isinstance(schema, list) else schema[name]
+    return schema
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema for another place: its references to itself lead there."""
+    moved = deepcopy(schema)
+    for _, node in _parts("#", moved):
+        if isinstance(node.get("$ref"), str) and node["$ref"].startswith("#"):
+            node["$ref"] = to + node["$ref"][1:]
+    return moved

@@ -1,0 +1,257 @@
+"""Texts of a form: what finished by itself has it, whatever the model says, and what cannot be compiled is refused."""
+
+import builtins
+import json
+import re
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paged_kv.checkpoint.config import load_config
+from paged_kv.commands.options import form_of
+from paged_kv.commands.prompts import Refused, encode, read
+from paged_kv.engine import Grammar, JsonSchema, Regex, Sampling
+from paged_kv.engine.demo_model import FOLDER
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.forms import MOST_CHARACTERS, Forms
+from paged_kv.engine.tokenizer import Tokenizer
+from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, ToolchainError
+from support.fake_model import FakeModel
+from support.form_cases import HOSTILE, schemas
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+CONFIG = load_config(FOLDER)
+NUM_ROWS = 1 << 16
+NOISE = np.random.default_rng(0).standard_normal(NUM_ROWS + CONFIG.vocab_size, np.float32)
+NAME = JsonSchema({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
+POINT = JsonSchema(
+    {
+        "type": "object",
+        "properties": {"x": {"type": "integer"}, "s": {"type": "string", "maxLength": 6}},
+        "required": ["x", "s"],
+        "additionalProperties": False,
+    }
+)
+
+
+class Nonsense(FakeModel):
+    """Any token of the demo's vocabulary is as likely as any other, by what was said before."""
+
+    def __init__(self, num_pages, page_size=16):
+        super().__init__(num_pages, page_size)
+        self.config = replace(self.config, vocab_size=CONFIG.vocab_size, eos_token_ids=CONFIG.eos_token_ids)
+
+    def step(self, tokens, cache_lengths, pages):
+        rows = []
+        for new, cached, mine in zip(tokens, cache_lengths, pages, strict=True):
+            for position, token in enumerate(new, cached):
+                self.storage[mine[position // self.page_size], position % self.page_size] = token
+            past = self.storage[list(mine)].ravel()[: cached + len(new)]
+            self.computed += len(new)
+            at = zlib.crc32(past.tobytes()) % NUM_ROWS
+            rows.append(NOISE[at : at + CONFIG.vocab_size])
+        return np.array(rows)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(FOLDER, CONFIG)
+
+
+def outputs(engine):
+    """The text and the last output of each sample."""
+    texts, last = {}, {}
+    while not engine.is_idle:
+        for output in engine.step():
+            key = output.request, output.sample
+            texts[key] = texts.get(key, "") + output.text
+            last[key] = output
+        engine.pool.check_integrity()
+    assert engine.pool.num_used == 0
+    return {key: (texts[key], last[key]) for key in texts}
+
+
+def is_valid(schema, text):
+    validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    return validator(schema, format_checker=validator.FORMAT_CHECKER).is_valid(json.loads(text))
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_what_finished_is_valid_and_what_was_cut_says_so(tokenizer, temperature):
+    engine, asked = Engine(Nonsense(4000), tokenizer), schemas(200)
+    for number, schema in enumerate(asked):
+        sampling = Sampling(120, temperature=temperature, seed=number, form=JsonSchema(schema))
+        assert engine.add_request([1 + number], sampling) == number
+    finished = 0
+    for (number, _), (text, last) in outputs(engine).items():
+        assert last.finish in ("stop", "length"), (asked[number], last.error)
+        if last.finish == "stop":
+            finished += 1
+            assert is_valid(asked[number], text), (asked[number], text)
+    assert finished > 150
+
+
+def test_preempted_forked_and_chunked_samples_get_their_own_texts(tokenizer):
+    forms = [NAME, POINT, Regex("[a-c]{3,40}"), None, Grammar('start: "(" start ")" | "x"\n')]
+    found = []
+    for num_pages in (400, 24):
+        engine = Engine(Nonsense(num_pages, 4), tokenizer, max_step_tokens=16)
+        for number in range(20):
+            sampling = Sampling(30, temperature=1.5, seed=number, form=forms[number % 5], top_p=0.9, min_p=0.01)
+            engine.add_request(list(range(3, 4 + number)), sampling, n=1 + number % 3)
+        found.append(outputs(engine))
+    assert engine.preemptions > 5
+    assert found[0] == found[1]
+    for (number, _), (text, last) in found[0].items():
+        if last.finish == "stop" and number % 5 == 2:
+            assert re.fullmatch("[a-c]{3,40}", text)
+        if last.finish == "stop" and number % 5 == 4:
+            assert re.fullmatch(r"\(*x\)*", text)
+            assert text.count("(") == text.count(")")
+        assert last.finish != "error"
+
+
+def test_a_form_that_may_go_on_ends_by_an_end_token_or_at_the_limit(tokenizer):
+    (end,) = CONFIG.eos_token_ids
+    for ignore_end, reason in ((False, "stop"), (True, "length")):
+        bias = {end: 100} if not ignore_end else {}
+        engine = Engine(Nonsense(40), tokenizer)
+        engine.add_request([5], Sampling(20, form=Regex("aaaa[a-z]*"), logit_bias=bias, ignore_end=ignore_end))
+        ((text, last),) = outputs(engine).values()
+        assert last.finish == reason
+        assert re.fullmatch("aaaa[a-z]*", text)
+        assert last.tokens == ((end,) if reason == "stop" else last.tokens)
+
+
+def test_a_text_that_a_stop_cut_short_is_an_error_and_no_other_request_notices(tokenizer):
+    engine = Engine(Nonsense(40), tokenizer)
+    engine.add_request([5], Sampling(40, form=NAME, stop='"'))
+    engine.add_request([5], Sampling(40, form=Regex("abc"), stop="nothing"))
+    engine.add_request([5], Sampling(40, form=Regex("[ab]"), stop_tokens=tokenizer.encode("ab")))
+    engine.add_request([5], Sampling(40, form=Regex("[ab]{9}"), stop_tokens=range(2, 1000)))
+    (_, cut), (text, whole), (short, inside), (_, too_soon) = outputs(engine).values()
+    for last in (cut, too_soon):
+        assert (last.finish, last.error) == ("error", f"request {last.request}: its text ended before its form did")
+    assert (text, whole.finish) == ("abc", "stop")
+    assert (short in ("a", "b"), inside.finish) == (True, "stop")
+
+
+def test_a_library_that_fails_in_between_ends_its_request_alone(tokenizer):
+    engine = Engine(Nonsense(40), tokenizer)
+    for _ in range(2):
+        engine.add_request([5], Sampling(40, form=POINT))
+    first = engine._unfinished[0]
+    begin = first.form.begin
+
+    def broken(ends):
+        state = begin(ends)
+        state._matcher.consume_token(7)  # not what the form begins with: an error for ever
+        return state
+
+    first.form.begin = broken
+    (_, failed), (text, whole) = outputs(engine).values()
+    assert failed.finish == "error"
+    assert "form" in failed.error
+    assert whole.finish == "stop"
+    assert is_valid(json.loads(POINT.schema), text)
+
+
+FOLLOWED = {
+    *("doubling references", "nested repetitions", "long repetition", "many items"),
+    *("automaton of 2^200 states", "nested arrays with bounds", "needs itself"),
+}
+"""A few milliseconds compile these; their texts are long, or never end."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_hostile_is_refused_or_followed_within_bounds(tokenizer, name):
+    engine, refused = Engine(Nonsense(40), tokenizer), ""
+    try:
+        engine.add_request([5], Sampling(20, form=JsonSchema(HOSTILE[name])))
+    except PagedKVError as error:
+        refused = str(error)
+    assert len(refused.splitlines()) <= 1
+    assert len(refused) < 400
+    assert bool(refused) == (name not in FOLLOWED)
+    for _, last in outputs(engine).values():
+        assert last.finish in ("length", "stop")
+
+
+def test_errors_name_the_place(tokenizer):
+    schema = {"properties": {"ok": {}, "a/b": {"items": {"$ref": "#/$defs/w"}}}, "$defs": {"w": {"format": "weird"}}}
+    for bad, message in (
+        (JsonSchema(schema), "cannot be compiled at #/properties/a~1b/items: Unknown format: weird"),
+        (JsonSchema({"anyOf": [{"type": "string"}, {"not": {}}]}), 'at #/anyOf/1: Unimplemented keys: ["not"]'),
+        (JsonSchema({"$ref": "#"}), "cannot be compiled at #: its form cannot be followed: no token continues it"),
+        (Regex("(a"), "the regular expression cannot be compiled: "),
+        (Regex("(?=a)b"), "the regular expression cannot be compiled: "),
+        (Grammar("start: nothing\n"), "the grammar cannot be compiled: "),
+    ):
+        with pytest.raises(ContractError, match=re.escape(message)):
+            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(form=bad))
+    for make, kind in (
+        (lambda: JsonSchema("{"), ContractError),
+        (lambda: JsonSchema(3), ContractTypeError),
+        (lambda: JsonSchema("[]"), ContractTypeError),
+        (lambda: JsonSchema({"const": float("nan")}), ContractError),
+        (lambda: Regex(b"a"), ContractTypeError),
+        (lambda: Grammar("x" * (MOST_CHARACTERS + 1)), ContractError),
+        (lambda: Sampling(form="a"), ContractTypeError),
+    ):
+        with pytest.raises(kind, match=r"^form"):
+            make()
+
+
+def test_without_the_library_or_a_tokenizer_of_that_kind(tokenizer, monkeypatch):
+    with pytest.raises(ContractError, match="needs a tokenizer"):
+        Engine(Nonsense(4)).add_request([5], Sampling(form=NAME))
+    imported = builtins.__import__
+
+    def missing(name, *others):
+        if name == "llguidance":
+            raise ImportError(name)
+        return imported(name, *others)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ToolchainError, match=r"pip install 'paged-kv\[structured\]'"):
+        Forms(tokenizer._tokenizer)
+
+
+def test_json_lines_have_forms(tokenizer, tmp_path: Path):
+    lines = [
+        {"prompt": "a", "json_schema": {"type": "integer"}},
+        {"prompt": "a", "regex": "a+"},
+        {"prompt": "a", "json_schema": {"type": "nothing"}},
+        {"prompt": "a", "regex": "a", "grammar": "b"},
+        {"prompt": "a"},
+    ]
+    file = tmp_path / "lines"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    first, second, third, fourth, fifth = encode(read(str(file), Sampling(form=NAME), 1), tokenizer, CONFIG)
+    assert first.sampling.form == JsonSchema({"type": "integer"})
+    assert second.sampling.form == Regex("a+")
+    assert isinstance(third, Refused)
+    assert "Invalid type: nothing" in third.error
+    assert isinstance(fourth, Refused)
+    assert fifth.sampling.form == NAME
+
+
+def test_options_of_the_command(tmp_path: Path):
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    assert form_of(file, None, None) == JsonSchema({"type": "integer"})
+    assert form_of(None, "a+", None) == Regex("a+")
+    assert form_of(None, None, file) == Grammar('{"type": "integer"}')
+    assert form_of(None, None, None) is None
+    for arguments, message in (
+        ((file, "a", None), "--json-schema or --regex"),
+        ((tmp_path / "none", None, None), "--json-schema .*cannot be read"),
+        ((tmp_path, None, None), "--json-schema .*cannot be read"),
+    ):
+        with pytest.raises(ContractError, match=message):
+            form_of(*arguments)
