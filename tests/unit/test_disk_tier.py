@@ -381,6 +381,7 @@ def test_a_writer_that_is_held_up_holds_no_step_up(tmp_path, monkeypatch):
             prompt = [first, *PROMPT]
             assert answered(engine, prompt) == alone(prompt, FIVE)
             worker = worker or engine._disk._worker
+            assert engine._disk._queue.qsize() <= 2 * engine._disk._most_queued < 30
         assert worker is not None
         engine.flush()
     assert bytes_in(tmp_path, pages_only=True) == 0
