@@ -183,6 +183,8 @@ class DiskPages:
             before = chain[at - 1] if at else root
             found = self._read(chain[at], before, _array(tokens[at * size : (at + 1) * size]))
             if found is None:
+                if _name(chain[at]) in self._files:  # which is out of date: the pages after it may be gone too
+                    self._missing.update(name for name in map(_name, chain[at:]) if not self._has(name))
                 return index
             self._model.write_pages([page], found)
         return len(pages)
@@ -238,8 +240,6 @@ class DiskPages:
         try:
             number = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self._folder)
         except FileNotFoundError:
-            if name in self._files:
-                self._missing.add(name)
             return None
         except OSError as error:
             if _is_taken(self._folder, name):  # by a symbolic link, a socket
@@ -247,10 +247,11 @@ class DiskPages:
             self._fail(error)
             return None
         try:
+            status = os.fstat(number)
+            if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+                os.close(number)
+                return None
             with open(number, "rb") as file:
-                status = os.fstat(number)
-                if not stat.S_ISREG(status.st_mode) or not _is_own(status):
-                    return None
                 data = file.read(self._size + 1) if status.st_size == self._size else b""
             found, bits = unpack(name, data, self._model, self._said_of(before))
             if found.shape == tokens.shape and (found == tokens).all():
@@ -262,7 +263,6 @@ class DiskPages:
             return None
         with suppress(OSError):  # it is damaged: as if it were missing, and written again
             os.unlink(name, dir_fd=self._folder)
-        self._missing.add(name)
         return None
 
     def _wake(self) -> None:
@@ -306,10 +306,13 @@ class DiskPages:
                 elif _name(item.digest) not in self._files:
                     total = self._write(item, total)
 
+    def _has(self, name: str) -> bool:
+        return os.access(name, os.F_OK, dir_fd=self._folder, follow_symlinks=False)
+
     def _total(self) -> int:
         """The bytes of all files that count. Who has the lock looks where readers missed one."""
         for name in list(self._missing):
-            if not os.access(name, os.F_OK, dir_fd=self._folder, follow_symlinks=False):
+            if not self._has(name):
                 self._files.pop(name, None)
             self._missing.discard(name)
         return sum(file.size for file in self._files.values())
