@@ -2,8 +2,8 @@
 
 llguidance (the extra `structured`) compiles them and says before each token which ones may come next; it is imported
 with the first request that asks. It never raises for what users write: a matcher that fails stays in error, and ends
-its sample alone. Sizes are bounded here, the work of a step by the library's own limits; what may take long is compiled in a
-process of its own first, which may fail.
+its sample alone. Sizes are bounded here, the work of a step by the library's own limits. What may take long to compile
+is compiled in a process of its own first, which may fail.
 """
 
 from __future__ import annotations
