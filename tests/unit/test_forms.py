@@ -182,6 +182,14 @@ def test_what_is_hostile_is_refused_or_followed_within_bounds(tokenizer, name):
         assert last.finish in ("length", "stop")
 
 
+def test_what_would_end_the_process_or_take_minutes_is_refused(tokenizer):
+    chain = "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(9000))
+    remainders = {"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967, 9949, 9941)]}
+    for form in (Grammar(f'start: a0\n{chain}\na9000: "x"\n'), JsonSchema(remainders)):
+        with pytest.raises(ContractError, match=r"^form: it cannot be compiled within 4 s, 4 GiB of memory"):
+            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(form=form))
+
+
 def test_errors_name_the_place(tokenizer):
     schema = {"properties": {"ok": {}, "a/b": {"items": {"$ref": "#/$defs/w"}}}, "$defs": {"w": {"format": "weird"}}}
     for bad, message in (

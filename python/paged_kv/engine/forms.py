@@ -2,17 +2,21 @@
 
 llguidance (the extra `structured`) compiles them and says before each token which ones may come next; it is imported
 with the first request that asks. It never raises for what users write: a matcher that fails stays in error, and ends
-its sample alone. Sizes are bounded here, the work of a step by the library's own limits.
+its sample alone. Sizes are bounded here, the work of a step by the library's own limits. What may take long to compile
+is compiled in a process of its own first, which may fail.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -33,6 +37,11 @@ MOST_DEPTH = 64
 """Of objects and arrays within a schema."""
 MOST_PATTERNS = 32
 """Of `patternProperties` in a schema: llguidance proves each pair of them disjoint, 4,000 take minutes."""
+SECONDS_TO_COMPILE = 4
+"""Of CPU time at most."""
+_SURE_CHARACTERS = 2048
+_UNSURE = ("allOf", "multipleOf", "pattern")
+"""A short schema without these compiles in milliseconds; with one, 200 characters may take minutes."""
 _MOST_STATES = 50_000
 """Of a lexer, 1 to 2 KB each."""
 _SECONDS_TO_LOCATE = 0.5
@@ -115,6 +124,20 @@ class Grammar:
         _check_text("a grammar", self.lark)
 
 
+_TRIAL = """
+import json, resource, sys
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+kind, text, states, seconds = json.loads(sys.stdin.read())
+for limit, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, 4 << 30), (resource.RLIMIT_STACK, 4 << 20)):
+    _, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most if hard < 0 else min(most, hard), hard))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+grammar = getattr(LLMatcher, "grammar_from_" + kind)(text)
+limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
+LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits).compute_bitmask()
+"""
+"""Compiles a form in a process of its own: some overflow llguidance's stack, or take minutes."""
+
 Form: TypeAlias = JsonSchema | Regex | Grammar
 
 
@@ -163,6 +186,7 @@ class Forms:
         Raises:
             ContractError: it cannot be compiled, or no text has it; the message says where, for a schema as a pointer.
         """
+        _try_out(*_grammar(form))
         matcher = self._matcher(_grammar(form), self._tokens)
         problem = _problem(matcher)
         if not problem:
@@ -269,6 +293,26 @@ class FormState:
     def is_whole(self) -> bool:
         """Whether the text that was shown has the form, from beginning to end."""
         return self._compiled.forms.accepts(self._compiled.form, self._text)
+
+
+@lru_cache(64)
+def _try_out(kind: str, text: str) -> None:
+    """Refuses a form that cannot be compiled in bounded time, memory and stack."""
+    if kind == "json_schema" and len(text) <= _SURE_CHARACTERS and not any(name in text for name in _UNSURE):
+        return
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    given = json.dumps([kind, text, _MOST_STATES, SECONDS_TO_COMPILE]).encode()
+    try:
+        trial = subprocess.run(
+            [sys.executable, "-c", _TRIAL], input=given, env=environment, capture_output=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ContractError(f"form: it cannot be tried out: {printable(error)}") from None
+    if trial.returncode:
+        raise ContractError(
+            f"form: it cannot be compiled within {SECONDS_TO_COMPILE} s, 4 GiB of memory and 4 MiB of stack"
+            f" (a process that tried ended with {trial.returncode})"
+        )
 
 
 def _grammar(form: Form) -> tuple[str, str]:
