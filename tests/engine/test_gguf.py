@@ -19,9 +19,13 @@ PAGE_SIZE = 16
 CASES = {
     "q4_k_m": ("llama", {}, q4_k_m, DType.float32),
     "each_encoding": ("llama", {"num_hidden_layers": 1}, each_encoding, DType.float32),
-    "q4_0": ("llama", {"tie_word_embeddings": True}, lambda _: "Q4_0", DType.bfloat16),
-    "biases": ("qwen2", {}, lambda name: "F16" if "attn_q" in name else "Q4_0", DType.float32),
-    "fused": ("phi3", {}, lambda _: "Q4_K", DType.float32),
+    "biases, tied": (
+        "qwen2",
+        {"tie_word_embeddings": True},
+        lambda name: "F16" if "attn_q" in name else "Q4_0",
+        DType.float32,
+    ),
+    "fused": ("phi3", {}, lambda _: "Q4_K", DType.bfloat16),
     "experts": ("qwen3moe", {}, lambda name: "Q6_K" if "down_exps" in name else "Q4_K", DType.float32),
     "experts in MXFP4": ("gpt-oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0", DType.float32),
     "windows": ("gemma3", {}, lambda name: "BF16" if "token_embd" in name else "Q6_K", DType.float32),
