@@ -214,15 +214,15 @@ def test_large_logits_do_not_overflow():
 
 
 def test_a_bias_and_penalties_change_the_logits_in_the_order_of_the_docs():
-    logits = np.array([2, -2, 1, 0.5, 0], np.float32)
+    logits = np.array([2, -2, 1, 0.125, 0], np.float32)
     prompt, new = [1, 0], [2, 2, 3]
     sampling = Sampling(
         repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.5, logit_bias={0: -1, 4: 100, 2: 3}
     )
-    # bias: 1, -2, 4, 0.5, 100; repetition: 0.5, -4, 2, 0.25, 100; of the new ones: 2 twice, 3 once.
+    # bias: 1, -2, 4, 0.125, 100; repetition: 0.5, -4, 2, 0.0625, 100; of the new ones: 2 twice, 3 once.
     scores = history(sampling, tokens=prompt + new, prompt_length=2).adjust(logits)
-    np.testing.assert_array_equal(scores, np.array([0.5, -4, 2 - 0.25 - 1, 0.25 - 0.25 - 0.5, 100], np.float32))
-    assert logits.tolist() == [2, -2, 1, 0.5, 0]
+    np.testing.assert_array_equal(scores, np.array([0.5, -4, 2 - 0.25 - 1, 0.0625 - 0.25 - 0.5, 100], np.float32))
+    assert logits.tolist() == [2, -2, 1, 0.125, 0]
 
 
 def test_penalties_see_tokens_as_they_come():
