@@ -12,17 +12,17 @@ from paged_kv.errors import RequestError
 from support.checkpoints import make_checkpoint
 from support.llama_family import Member, load_family, poison
 
-PAGE_SIZES = (5, 16)
+PAGE_SIZE = 5
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 8, "num_key_value_heads": 2}
 SLOTS = 400
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine") / "model"
     make_checkpoint(folder, **SHAPE)
-    members = {f"pages_of_{size}": Member(folder, DType.float32, size, SLOTS // size) for size in PAGE_SIZES}
-    return load_family(members)
+    (model,) = load_family({"model": Member(folder, DType.float32, PAGE_SIZE, SLOTS // PAGE_SIZE)}).values()
+    return model
 
 
 def run(engine, found):
@@ -47,9 +47,8 @@ def asked(rng):
         yield prompt, sampling, int(rng.choice([1, 1, 1, 2, 3]))
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_200_requests_that_share_get_the_tokens_that_each_gets_alone(models, page_size):
-    model, rng = models[f"pages_of_{page_size}"], np.random.default_rng(page_size)
+def test_200_requests_that_share_get_the_tokens_that_each_gets_alone(model):
+    rng = np.random.default_rng(PAGE_SIZE)
     poison(model)
     together, requests, aborted = defaultdict(list), list(asked(rng)), set()
     engine = Engine(model, max_step_tokens=64, max_running=16)
@@ -85,8 +84,7 @@ def test_200_requests_that_share_get_the_tokens_that_each_gets_alone(models, pag
             assert tokens == (whole[: len(tokens)] if number in aborted else whole), (number, sample)
 
 
-def test_a_prefix_from_a_file_gives_the_tokens_of_one_that_was_computed(models, tmp_path):
-    model = models["pages_of_16"]
+def test_a_prefix_from_a_file_gives_the_tokens_of_one_that_was_computed(model, tmp_path):
     prompt = np.random.default_rng(3).integers(0, 256, 300).tolist()
 
     def answer(engine):
@@ -95,9 +93,9 @@ def test_a_prefix_from_a_file_gives_the_tokens_of_one_that_was_computed(models, 
     poison(model)
     first = Engine(model)
     expected = answer(first)
-    assert first.save_prefix(tmp_path / "prefix", prompt) == 288
+    assert first.save_prefix(tmp_path / "prefix", prompt) == 295
     poison(model)
     restarted = Engine(model)
-    assert restarted.load_prefix(tmp_path / "prefix") == 288
+    assert restarted.load_prefix(tmp_path / "prefix") == 295
     assert answer(restarted) == expected
-    assert restarted.statistics.prompt_tokens == 12
+    assert restarted.statistics.prompt_tokens == 5

@@ -8,7 +8,7 @@ import torch
 from max.dtype import DType
 
 from paged_kv.engine.model import DecoderModel
-from support.gguf_files import each_encoding, make_model, q4_k_m, round_activations, write_gguf
+from support.gguf_files import make_model, q4_k_m, round_activations, write_gguf
 from support.llama_family import Member, load_family, poison
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (19, 1, 130, 16)]
@@ -18,7 +18,6 @@ PAGE_SIZE = 16
 
 CASES = {
     "q4_k_m": ("llama", {}, q4_k_m, DType.float32),
-    "each_encoding": ("llama", {"num_hidden_layers": 1}, each_encoding, DType.float32),
     "biases, tied": (
         "qwen2",
         {"tie_word_embeddings": True},

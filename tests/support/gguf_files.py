@@ -82,15 +82,6 @@ def q4_k_m(name):
     return "Q6_K" if any(part in f"{name}." for part in wide) and "attn_output" not in name else "Q4_K"
 
 
-def each_encoding(name):
-    """All encodings in one model: of q, k and v, and of gate and up, each has another one."""
-    others = {
-        "attn_q": "Q5_K", "attn_k": "Q8_0", "attn_v": "IQ4_NL", "attn_output": "IQ4_XS", "ffn_gate": "Q4_0",
-        "ffn_up": "Q6_K", "ffn_down": "Q5_K", "token_embd": "IQ4_XS", "output": "Q8_0",
-    }  # fmt: skip
-    return next(encoding for part, encoding in others.items() if f"{part}." in f"{name}.")
-
-
 def make_model(architecture, **overrides):
     """A seeded float32 model of transformers, with every weight of use: biases and norms are not the usual 0 and 1."""
     kind, own = MODELS[architecture]

@@ -1,12 +1,12 @@
 """How many cases Hypothesis draws: a test says how many it needs, the run's profile scales that.
 
-`quick` draws a quarter, `default` what the tests say, `ci` four times as many, `million` 200 times: a state machine of
+`quick` draws a quarter, `default` what the tests say, `ci` twice as many, `million` 200 times: a state machine of
 100 cases and 50 steps then takes 10^6 steps.
 """
 
 from hypothesis import settings
 
-PERCENT = {"quick": 25, "default": 100, "ci": 400, "million": 20000}
+PERCENT = {"quick": 25, "default": 100, "ci": 200, "million": 20000}
 
 for _name, _percent in PERCENT.items():
     settings.register_profile(_name, max_examples=_percent, deadline=None)

@@ -72,9 +72,16 @@ def test_other_sources_are_another_file(sources, compiles, change):
     assert len(compiles) == 2
 
 
-def test_another_compiler_is_another_file(sources, monkeypatch):
+def test_another_name_of_a_source_is_another_file(sources):
     library = kernel_library(sources)
-    monkeypatch.setattr(module, "version", lambda name: f"{name} of tomorrow")
+    (sources / "inner" / "answer.mojo").rename(sources / "inner" / "reply.mojo")
+    assert kernel_library(sources) != library
+
+
+@pytest.mark.parametrize("compiler", ["max", "mojo"])
+def test_another_compiler_is_another_file(sources, monkeypatch, compiler):
+    library, version = kernel_library(sources), module.version
+    monkeypatch.setattr(module, "version", lambda name: "tomorrow's" if name == compiler else version(name))
     assert kernel_library(sources) != library
 
 
