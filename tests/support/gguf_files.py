@@ -206,7 +206,7 @@ def round_activations(reference, encodings):
         weight = "model.embed_tokens.weight" if tied and name == "lm_head" else f"{name}.weight"
         if isinstance(module, torch.nn.Linear) and weight in encodings:
             module.register_forward_pre_hook(hook(encodings[weight]))
-        if f"{name}.down_proj.weight" in encodings:  # a stack of experts
+        if hasattr(module, "_apply_gate") and f"{name}.down_proj.weight" in encodings:  # a stack of experts
             module.register_forward_pre_hook(first_hook(hook(encodings[f"{name}.gate_proj.weight"])))
             gate, rounded = module._apply_gate, hook(encodings[f"{name}.down_proj.weight"])
             module._apply_gate = lambda y, gate=gate, rounded=rounded: rounded(None, (gate(y),))
