@@ -19,7 +19,6 @@ MEMBERS = {
     "lite": (DType.float32, *PAGES),
     "lite, bfloat16": (DType.bfloat16, *PAGES),
     "v2": (DType.float32, *PAGES_OF_5),
-    "64 experts": (DType.float32, *PAGES),
 }
 EXACT = [name for name, (dtype, *_) in MEMBERS.items() if dtype == DType.float32]
 

@@ -113,8 +113,8 @@ LATENT_CASES = {
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
             "n_shared_experts": 2,
             "moe_intermediate_size": 64,
             "rope_parameters": DEEPSEEK_YARN,
@@ -136,10 +136,6 @@ LATENT_CASES = {
             "tie_word_embeddings": True,
             "rope_parameters": DEEPSEEK_YARN | {"mscale": 1.5},
         },
-    ),
-    "64 experts": (
-        "DeepseekV2",
-        DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_routed_experts": 64, "num_experts_per_tok": 6},
     ),
 }
 """What the engine runs and the server does not."""
