@@ -93,9 +93,9 @@ def test_a_prefix_from_a_file_gives_the_tokens_of_one_that_was_computed(model, t
     poison(model)
     first = Engine(model)
     expected = answer(first)
-    assert first.save_prefix(tmp_path / "prefix", prompt) == 295
+    assert first.save_prefix(tmp_path / "prefix", prompt) == 300
     poison(model)
     restarted = Engine(model)
-    assert restarted.load_prefix(tmp_path / "prefix") == 295
+    assert restarted.load_prefix(tmp_path / "prefix") == 300
     assert answer(restarted) == expected
     assert restarted.statistics.prompt_tokens == 5

@@ -11,7 +11,7 @@ from paged_kv.engine.model import DecoderModel
 from support.gguf_files import make_model, q4_k_m, round_activations, write_gguf
 from support.llama_family import Member, load_family, poison
 
-PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (19, 1, 130, 16)]
+PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (19, 1, 130, 2)]
 NEW_TOKENS = 6
 PAGE_SIZE = 16
 
@@ -24,7 +24,7 @@ CASES = {
         lambda name: "F16" if "attn_q" in name else "Q4_0",
         DType.float32,
     ),
-    "fused": ("phi3", {}, lambda _: "Q4_K", DType.bfloat16),
+    "fused": ("phi3", {}, lambda _: "Q4_K", DType.float32),
     "experts": ("qwen3moe", {}, lambda name: "Q6_K" if "down_exps" in name else "Q4_K", DType.float32),
     "experts in MXFP4": ("gpt-oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0", DType.float32),
     "windows": ("gemma3", {}, lambda name: "BF16" if "token_embd" in name else "Q6_K", DType.float32),
@@ -69,8 +69,8 @@ def run(case):
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits(cases, name):
-    """To float32's digits, but where an activation lies between two int8: there the last bit of a sum decides, and
-    one element of one layer is a step off. A cache of bfloat16 moves every activation a little.
+    """To float32's digits in a whole text, and in all texts until an activation lies between two int8: there the last
+    bit of a sum decides, one element of one layer is a step off, and all that attends to its token is.
     """
     case = cases[name]
     tokens, logits = run(case)
@@ -78,10 +78,9 @@ def test_logits(cases, name):
     for sequence, found in zip(tokens, logits, strict=True):
         with torch.no_grad():
             expected = case.reference(torch.tensor([sequence[:-1]])).logits[0, -NEW_TOKENS:].numpy()
-        errors += (np.abs(found - expected).max(-1) / np.abs(expected).max(-1)).tolist()
+        errors.append((np.abs(found - expected).max(-1) / np.abs(expected).max(-1)).max())
         best = np.sort(expected, -1)
         clear = best[:, -1] - best[:, -2] > 0.05 * np.abs(expected).max(-1)
         np.testing.assert_array_equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
     assert max(errors) < 0.05
-    if case.model._blocks.dtype == DType.float32:
-        assert np.quantile(errors, 0.25) < 1e-5
+    assert min(errors) < 1e-5
