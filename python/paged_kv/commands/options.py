@@ -104,7 +104,7 @@ def form_options(command: Command) -> Command:
 
 
 def form_of(json_schema: Path | None, regex: str | None, grammar: Path | None) -> Form | None:
-    """The form that these options ask for.
+    """The form that these options give.
 
     Raises:
         ContractTypeError, ContractError: there are several, a file cannot be read, or a form is malformed.

@@ -10,7 +10,7 @@ Pages are written behind. A step copies a new page's bits into a queue, which ha
 when the queue is empty, so a process that ends waits for what is queued. What the queue has no place for is offered
 again with the next page of the same sample. Pages are read inside a step, when a sample gets its pages.
 
-The files of all processes are within the limit at any time. Whoever writes holds a lock of the folder, removes the
+The files of all processes are within the limit at any time. A writer holds the lock of the folder, removes the
 pages used least recently until the new one fits, writes it under another name, and renames it. A process that is killed
 leaves at most that other name, for which room had been made; the next one removes it. Times of use are those of the
 files: a sample that ends sets them for its whole chain, the last page oldest, so that chains are shortened from their
@@ -123,7 +123,7 @@ class DiskPages:
         if self._size + _OWNER_BYTES > self._limit:
             raise ContractError(f"bytes: a page's file has {self._size} bytes, the limit is {self._limit}")
         self._own = secrets.token_hex(_OWNER_BYTES // 2).encode()
-        self._files: dict[str, _File] = {}  # what the folder holds; true while nobody else has written since
+        self._files: dict[str, _File] = {}  # what the folder holds; true until another process writes
         self._missing: set[str] = set()  # files of `_files` that a reader missed, or removed
         self._queue: SimpleQueue[_Page | _Used] = SimpleQueue()
         self._lock = threading.Lock()
@@ -172,7 +172,7 @@ class DiskPages:
             root: Where it begins.
             tokens: Those of the chain.
             first: The page of the chain that goes to `pages[0]`.
-            pages: Of the model; nobody else uses them.
+            pages: Of the model, in use by no request.
 
         Returns:
             How many were written; the others are as before.
