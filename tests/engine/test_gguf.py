@@ -17,19 +17,18 @@ PAGE_SIZE = 16
 
 
 CASES = {
-    "q4_k_m": ("llama", {}, q4_k_m, DType.float32),
+    "q4_k_m": ("llama", {}, q4_k_m),
     "biases, tied": (
         "qwen2",
         {"tie_word_embeddings": True},
         lambda name: "F16" if "attn_q" in name else "Q4_0",
-        DType.float32,
     ),
-    "fused": ("phi3", {}, lambda _: "Q4_K", DType.float32),
-    "experts": ("qwen3moe", {}, lambda name: "Q6_K" if "down_exps" in name else "Q4_K", DType.float32),
-    "experts in MXFP4": ("gpt-oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0", DType.float32),
-    "windows": ("gemma3", {}, lambda name: "BF16" if "token_embd" in name else "Q6_K", DType.float32),
+    "fused": ("phi3", {}, lambda _: "Q4_K"),
+    "experts": ("qwen3moe", {}, lambda name: "Q6_K" if "down_exps" in name else "Q4_K"),
+    "experts in MXFP4": ("gpt-oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0"),
+    "windows": ("gemma3", {}, lambda name: "BF16" if "token_embd" in name else "Q6_K"),
 }
-"""Architecture, what differs in its configuration, the encoding of each matrix, and the cache's dtype."""
+"""Architecture, what differs in its configuration, and the encoding of each matrix."""
 
 
 @dataclass
@@ -42,10 +41,10 @@ class Case:
 def cases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
     references, members = {}, {}
-    for name, (architecture, overrides, encoding_of, dtype) in CASES.items():
+    for name, (architecture, overrides, encoding_of) in CASES.items():
         references[name] = make_model(architecture, **overrides)
         file = write_gguf(folder / f"{name}.gguf", references[name], encoding_of)
-        members[name] = Member(file, dtype, PAGE_SIZE, 64)
+        members[name] = Member(file, DType.float32, PAGE_SIZE, 64)
     models = load_family(members)
     for name, model in models.items():
         poison(model)
