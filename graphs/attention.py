@@ -153,7 +153,7 @@ def check_operands(
         raise ContractTypeError(f"q: dtype {q.dtype.name} is none of {names(DTYPES)}")
     if o_dtype is not None and o_dtype not in DTYPES:
         raise ContractTypeError(f"o_dtype {o_dtype.name} is none of {names(DTYPES)}")
-    if cache.dtype not in KV_DTYPES:
+    if cache.dtype not in KV_DTYPES and cache.kv_format is None:
         raise ContractTypeError(f"k_blocks: dtype {cache.dtype.name} is none of {names(KV_DTYPES)}")
     cache.check("q", q, q.dtype, [None, None, cache.head_dim])
     rows, heads, head_dim = q.shape

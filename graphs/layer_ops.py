@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 from max.dtype import DType
-from max.graph import Dim, TensorType, TensorValue, ops
+from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_tensor, check_value, names
@@ -19,6 +19,7 @@ from paged_kv.graphs.paged_cache import DTYPES, constant
 TAKE_ROWS = "paged_kv_take_rows"
 RMS_NORM = "paged_kv_rms_norm"
 ROTATE = "paged_kv_rotate"
+HADAMARD = "paged_kv_hadamard"
 ROTARY_TABLES = "paged_kv_rotary_tables"
 ADD_SCALED = "paged_kv_add_scaled"
 GATE_UNITS = "paged_kv_gate_units"
@@ -118,6 +119,48 @@ def _rotate_of_ops(x: TensorValue, cos: TensorValue, sin: TensorValue) -> Tensor
     if 2 * half < int(x.shape[-1]):
         parts.append(wide[:, :, 2 * half :])
     return ops.cast(ops.concat(parts, -1), x.dtype)
+
+
+def hadamard(x: TensorValue) -> TensorValue:
+    """Every head of x `[N, H, D]` times Sylvester's matrix over sqrt(D), in float32: the Walsh-Hadamard transform.
+
+    D is a power of two from 8 to 512. The matrix is orthogonal and its own inverse: products of q and k that are both
+    transformed stay the same, and what a few channels hold is spread over all of them.
+
+    Raises:
+        ContractTypeError, ShapeError: dtype, rank or head_dim of x.
+    """
+    check_tensor("x", x)
+    if x.dtype not in DTYPES:
+        raise ContractTypeError(f"x: dtype {x.dtype.name} is none of {names(DTYPES)}")
+    if x.rank != 3:
+        raise ShapeError(f"x: rank {x.rank}, expected 3")
+    if not isinstance(x.shape[2], StaticDim):
+        raise ShapeError(f"x: head_dim {x.shape[2]} is not known while the graph is built")
+    head_dim = int(x.shape[2])
+    if not is_hadamard_size(head_dim):
+        raise ShapeError(f"x: head_dim {head_dim} is no power of two from 8 to 512")
+    if x.device.is_gpu():
+        return _hadamard_of_ops(x, head_dim)
+    (y,) = ops.custom(HADAMARD, device=x.device, values=[x], out_types=[x.type], parameters={"head_dim": head_dim})
+    return y.tensor
+
+
+def is_hadamard_size(head_dim: int) -> bool:
+    """Whether `hadamard` takes heads of this head_dim."""
+    return 8 <= head_dim <= 512 and head_dim & (head_dim - 1) == 0
+
+
+def _hadamard_of_ops(x: TensorValue, head_dim: int) -> TensorValue:
+    rows, heads, _ = x.shape
+    y = ops.cast(x, DType.float32)
+    stride = 1
+    while stride < head_dim:
+        pairs = ops.reshape(y, [rows, heads, head_dim // (2 * stride), 2, stride])
+        a, b = pairs[:, :, :, :1], pairs[:, :, :, 1:]
+        y = ops.concat([a + b, a - b], 3)
+        stride *= 2
+    return ops.cast(ops.reshape(y, x.shape) * head_dim**-0.5, x.dtype)
 
 
 def rotary_tables(

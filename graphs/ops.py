@@ -29,6 +29,7 @@ from paged_kv.graphs.latent_ops import (
 from paged_kv.graphs.layer_ops import (
     ADD_SCALED,
     GATE_UNITS,
+    HADAMARD,
     RMS_NORM,
     ROTARY_TABLES,
     ROTATE,
@@ -37,6 +38,8 @@ from paged_kv.graphs.layer_ops import (
     WIDEN,
     add_scaled,
     gate_units,
+    hadamard,
+    is_hadamard_size,
     lengths_and_last_rows,
     rms_norm,
     rotary_tables,
@@ -46,15 +49,17 @@ from paged_kv.graphs.layer_ops import (
 )
 from paged_kv.graphs.linear_ops import EXPERT_LINEAR, LINEAR, expert_linear, linear, linear_group
 from paged_kv.graphs.masked_attention import MASKED_ATTENTION, masked_attention, masked_attention_at_run_time
-from paged_kv.graphs.paged_cache import BITS, DTYPES, KV_DTYPES, KVLayout, PagedCache
+from paged_kv.graphs.paged_cache import BITS, CODES, DTYPES, KV_DTYPES, KVLayout, PagedCache, cache_dtype
 
 __all__ = [
     "ADD_SCALED",
     "ATTENTION",
     "BITS",
+    "CODES",
     "DTYPES",
     "EXPERT_LINEAR",
     "GATE_UNITS",
+    "HADAMARD",
     "KV_DTYPES",
     "LINEAR",
     "MASKED_ATTENTION",
@@ -74,11 +79,14 @@ __all__ = [
     "append_latent",
     "attention",
     "attention_at_run_time",
+    "cache_dtype",
     "compiled_kernels",
     "copy_pages",
     "expert_linear",
     "gate_units",
     "gather",
+    "hadamard",
+    "is_hadamard_size",
     "kernels",
     "lengths_and_last_rows",
     "linear",
@@ -134,13 +142,15 @@ def append(
 ) -> None:
     """Writes `N` tokens into their pages, in place.
 
-    Row `i` of `k` and `v` `[N, Hk, D]` (in the cache's dtype) becomes token `positions[i]` of request
-    `batch_indices[i]` (both `[N]` int32); a row whose batch index is -1 is skipped. When the graph runs, a
-    position outside the request's pages, a page id outside the pool and two rows for one slot are errors
-    (`ValueError`), and nothing is written.
+    Row `i` of `k` and `v` `[N, Hk, D]` (in the cache's dtype; of a cache of codes in any of `DTYPES`, and quantised)
+    becomes token `positions[i]` of request `batch_indices[i]` (both `[N]` int32); a row whose batch index is -1 is
+    skipped. When the graph runs, a position outside the request's pages, a page id outside the pool and two rows for
+    one slot are errors (`ValueError`), and nothing is written.
     """
-    cache.check("k", k, cache.dtype, [None, cache.num_kv_heads, cache.head_dim])
-    cache.check("v", v, cache.dtype, [k.shape[0], cache.num_kv_heads, cache.head_dim])
+    check_tensor("k", k)
+    dtype = k.dtype if cache.takes(k.dtype) else cache.dtype
+    cache.check("k", k, dtype, [None, cache.num_kv_heads, cache.head_dim])
+    cache.check("v", v, dtype, [k.shape[0], cache.num_kv_heads, cache.head_dim])
     cache.check("batch_indices", batch_indices, DType.int32, [k.shape[0]])
     cache.check("positions", positions, DType.int32, [k.shape[0]])
     ops.inplace_custom(
@@ -159,16 +169,21 @@ def gather(
     num_kv_heads: Dim | str | int | None = None,
     head_dim: Dim | str | int | None = None,
     layer: int = 0,
+    dtype: DType | None = None,
 ) -> tuple[TensorValue, TensorValue]:
     """The tokens of every request, out of their pages: k and v `[num_tokens, Hk, D]`, request after request.
 
     `indptr` `[B + 1]` int32: request `b` fills rows `[indptr[b], indptr[b + 1])`; its last entry is `num_tokens`.
-    `num_kv_heads` and `head_dim` are needed where the storage is strided, and are the cache's elsewhere.
+    `num_kv_heads` and `head_dim` are needed where the storage is strided, and are the cache's elsewhere. `dtype` is
+    that of k and v: the cache's, or of a cache of codes one of `DTYPES`, float32 where it is None.
     """
     cache.check("indptr", indptr, DType.int32, [None])
     heads = cache.size("num_kv_heads", num_kv_heads, cache.num_kv_heads)
     dim = cache.size("head_dim", head_dim, cache.head_dim)
-    kind = TensorType(cache.dtype, [num_tokens, heads, dim], cache.device)
+    dtype = dtype or (cache.dtype if cache.kv_format is None else DType.float32)
+    if not cache.takes(dtype):
+        raise ContractTypeError(f"dtype: rows of {dtype.name} do not come out of a cache of {cache.dtype.name}")
+    kind = TensorType(dtype, [num_tokens, heads, dim], cache.device)
     k, v = ops.inplace_custom(
         GATHER,
         device=cache.device,

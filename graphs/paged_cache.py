@@ -13,15 +13,24 @@ from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorValue, ops
 from paged_kv import options
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_value, names, show
+from paged_kv.options import KVFormat
 
 KVLayout = Literal["NHD", "HND", "STRIDED"]
+
 
 DTYPES = tuple(DType[name] for name in options.Q_DTYPES)
 """Of queries, outputs and linear layers."""
 KV_DTYPES = tuple(DType[name] for name in options.KV_DTYPES)
 """Of a cache that attention reads."""
+CODES: dict[DType, KVFormat] = {DType.int8: "int8", DType.uint8: "int4"}
+"""Caches of codes, by the dtype of their memory."""
 BITS = (DType.uint8, DType.uint16, DType.uint32)
 """Append and gather, which only copy rows, take a cache of any dtype as the one of these of its size."""
+
+
+def cache_dtype(dtype: DType, kv_format: KVFormat | None) -> DType:
+    """The dtype of a cache's memory: `dtype`, or that of codes."""
+    return next((memory for memory, codes in CODES.items() if codes == kv_format), dtype)
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,9 @@ class PagedCache:
     * rank 1, two buffers, kv_layout "STRIDED": flat memory whose shape and strides are told at run time by
       `view`, `[12]` or `[13]` int64 on the host (`mojo_ops/ops.mojo`); every size of the cache is then unknown here.
 
+    A cache of codes has a scale with every head (`mojo_ops/cache/README.md`): the last dimension of its memory is
+    `options.stored_head`, its dtype int8, or uint8 with `kv_format` "int4". Without that, uint8 is the bits of a cache.
+
     `lookup_table` is `[B, max_pages]` uint32. All of it lies on one device, which is where the ops over it run.
     """
 
@@ -44,6 +56,7 @@ class PagedCache:
     lookup_table: TensorValue
     kv_layout: KVLayout = "NHD"
     view: TensorValue | None = None
+    kv_format: KVFormat | None = None
 
     def __post_init__(self) -> None:
         for name in ("k_blocks", "v_blocks"):
@@ -53,8 +66,16 @@ class PagedCache:
                     f"{name} must be a graph buffer (BufferType input), not {type(blocks).__name__}"
                 )
         k, v = self.k_blocks, self.v_blocks
-        if k.dtype not in KV_DTYPES + BITS:
-            raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {names(KV_DTYPES + BITS)}")
+        if k.dtype not in (*KV_DTYPES, *BITS, *CODES):
+            raise ContractTypeError(
+                f"k_blocks: dtype {k.dtype.name} is none of {names((*KV_DTYPES, *BITS, DType.int8))}"
+            )
+        if self.kv_format is None and k.dtype == DType.int8:
+            object.__setattr__(self, "kv_format", "int8")
+        if self.kv_format is not None and CODES.get(k.dtype) != self.kv_format:
+            raise ContractTypeError(f"kv_format: {self.kv_format!r} does not lie in memory of {k.dtype.name}")
+        if self.kv_format is not None and k.device.is_gpu():
+            raise ContractError(f"k_blocks: a cache of {self.kv_format} codes is not supported on a GPU")
         if v.dtype != k.dtype:
             raise ContractTypeError(f"v_blocks: dtype {v.dtype.name} differs from k_blocks' {k.dtype.name}")
         if v.device != k.device:
@@ -89,9 +110,14 @@ class PagedCache:
             raise ShapeError(f"k_blocks: dimension 1 must be 2 (K and V), not {k.shape[1]}")
 
     @staticmethod
-    def of(blocks: BufferValue, lookup_table: TensorValue, kv_layout: KVLayout = "NHD") -> PagedCache:
+    def of(
+        blocks: BufferValue,
+        lookup_table: TensorValue,
+        kv_layout: KVLayout = "NHD",
+        kv_format: KVFormat | None = None,
+    ) -> PagedCache:
         """The cache whose one buffer holds K and V (rank 5 or 6)."""
-        return PagedCache(blocks, blocks, lookup_table, kv_layout)
+        return PagedCache(blocks, blocks, lookup_table, kv_layout, kv_format=kv_format)
 
     @property
     def dtype(self) -> DType:
@@ -109,8 +135,19 @@ class PagedCache:
 
     @property
     def head_dim(self) -> Dim | None:
-        """Elements of a head; None where the storage is strided."""
-        return None if self.kv_layout == "STRIDED" else self.k_blocks.shape[-1]
+        """Elements of a head; None where the storage is strided, or holds codes and their number is symbolic."""
+        if self.kv_layout == "STRIDED":
+            return None
+        stored = self.k_blocks.shape[-1]
+        if self.kv_format is None:
+            return stored
+        if not isinstance(stored, StaticDim):
+            return None
+        return Dim((int(stored) - options.SCALE_BYTES) * (2 if self.kv_format == "int4" else 1))
+
+    def takes(self, dtype: DType) -> bool:
+        """Whether rows of this dtype are appended to the cache and come out of it: its own, or any float over codes."""
+        return dtype == self.dtype if self.kv_format is None else dtype in DTYPES
 
     def operands(self, layer: int) -> list[BufferValue | TensorValue]:
         """What every op over pages takes after its own tensors."""

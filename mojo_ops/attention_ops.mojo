@@ -24,6 +24,7 @@ from .attention.row_masks import CustomMasks, NoMasks
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair
 from .cache.pointers import untracked, untracked_immutable
+from .isa.codes import is_codes
 
 
 @extensibility.register("paged_kv_attention")
@@ -68,7 +69,7 @@ struct Attention:
         options: InputTensor[dtype=DType.float32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = KVCachePair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var pair = KVCachePair[kv_dtype, codes=is_codes(kv_dtype)].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         var call = AttentionOperands[dtype, o_dtype, NoMasks].of(
             o, lse, q, row_batch, row_lengths, NoMasks(), alibi_slopes, sinks, window_left, options
         )
@@ -77,7 +78,9 @@ struct Attention:
         check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
         check_equal("v_blocks: its head_dim", pair.v.head_dim(), pair.k.head_dim())
         logits.check()
-        comptime if is_gpu[target]():
+        comptime if is_gpu[target]() and is_codes(kv_dtype):
+            raise Error("k_blocks: a cache of int8 or int4 codes is not supported on a GPU")
+        elif is_gpu[target]():
             pair.table.check_shape()
             var params = GpuAttentionParams[dtype, o_dtype].of(
                 rows, logits, pair.table, pair.k.head_dim(), GpuNoMasks()
@@ -91,7 +94,9 @@ struct Attention:
             if not rotates_keys(rows.rope_theta):
                 attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
                 return
-            comptime if may_rotate_keys:
+            comptime if is_codes(kv_dtype):
+                raise Error("options: rope_theta is ", rows.rope_theta, ", keys of int8 and int4 codes are not rotated")
+            elif may_rotate_keys:
                 attend_on_cpu[rotates=True](rows, pair.k, pair.v, logits, parallelism_level(None))
             else:
                 raise Error("options: rope_theta is ", rows.rope_theta, ", the op is compiled without rotation of keys")
@@ -143,7 +148,7 @@ struct MaskedAttention:
         options: InputTensor[dtype=DType.float32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = KVCachePair[kv_dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        var pair = KVCachePair[kv_dtype, codes=is_codes(kv_dtype)].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         var batch = pair.table.batch
         var masks = custom_masks(q.dim_size(0), batch, row_positions, token_offsets, mask, mask_starts, mask_firsts)
         var call = AttentionOperands[dtype, o_dtype, CustomMasks].of(
@@ -155,7 +160,9 @@ struct MaskedAttention:
         check_dim("head_dim of V", pair.v.head_dim())
         logits.check()
         check_equal("o: its head_dim", o.dim_size(2), pair.v.head_dim())
-        comptime if is_gpu[target]():
+        comptime if is_gpu[target]() and is_codes(kv_dtype):
+            raise Error("k_blocks: a cache of int8 or int4 codes is not supported on a GPU")
+        elif is_gpu[target]():
             pair.table.check_shape()
             var params = GpuAttentionParams[dtype, o_dtype, GpuCustomMasks].of(
                 rows, logits, pair.table, pair.k.head_dim(), GpuCustomMasks.of(masks, pair.v.head_dim())
@@ -168,7 +175,9 @@ struct MaskedAttention:
             if not rotates_keys(rows.rope_theta):
                 attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
                 return
-            comptime if may_rotate_keys:
+            comptime if is_codes(kv_dtype):
+                raise Error("options: rope_theta is ", rows.rope_theta, ", keys of int8 and int4 codes are not rotated")
+            elif may_rotate_keys:
                 attend_on_cpu[rotates=True](rows, pair.k, pair.v, logits, parallelism_level(None))
             else:
                 raise Error("options: rope_theta is ", rows.rope_theta, ", the op is compiled without rotation of keys")

@@ -13,6 +13,7 @@ from std.sys import size_of
 from .cache.checks import check_equal
 from .cache.pointers import untracked, untracked_immutable
 from .layers.elementwise import add_scaled, gate_units, widen_all
+from .layers.hadamard import GREATEST_HEAD_DIM, HadamardRows, LEAST_HEAD_DIM
 from .layers.rms_norm import RmsNorm
 from .layers.rotary_tables import RotaryTables
 from .layers.rotate import RotaryRows
@@ -119,6 +120,29 @@ struct Rotate:
             x.dim_size(2),
             cos.dim_size(1),
         ).run(parallelism_level(None))
+
+
+@extensibility.register("paged_kv_hadamard")
+struct Hadamard:
+    """Transforms every head by Walsh and Hadamard's matrix over sqrt(head_dim), in float32. CPU only.
+
+    x, y `[N, H, D]`; the parameter head_dim is D, a power of two from 8 to 512. Twice is x again, to rounding.
+    """
+
+    @staticmethod
+    def execute[
+        dtype: DType, //, target: StaticString, head_dim: Int
+    ](y: OutputTensor[dtype=dtype, rank=3, ...], x: InputTensor[dtype=dtype, rank=3, ...], ctx: DeviceContext) raises:
+        comptime if is_gpu[target]():
+            raise Error("paged_kv_hadamard runs on the CPU alone")
+        comptime if head_dim < LEAST_HEAD_DIM or head_dim > GREATEST_HEAD_DIM or head_dim & (head_dim - 1) != 0:
+            raise Error("head_dim: ", head_dim, " is no power of two from 8 to 512")
+        else:
+            check_equal("x: its head_dim", x.dim_size(2), head_dim)
+            check_equal("y: its number of elements", y.size(), x.size())
+            HadamardRows[dtype, head_dim](
+                untracked(y.unsafe_ptr()), untracked(x.unsafe_ptr()), x.dim_size(0), x.dim_size(1)
+            ).run(parallelism_level(None))
 
 
 @extensibility.register("paged_kv_rotary_tables")

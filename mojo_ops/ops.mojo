@@ -22,6 +22,7 @@ from max.runtime.asyncrt import parallelism_level
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair, row_pointer
 from .cache.pointers import untracked, untracked_immutable
+from .isa.codes import is_codes
 from .transfer.append import AppendRows, append_rows
 from .transfer.checks import check_append, check_gather, check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
@@ -37,24 +38,29 @@ from .transfer.ragged_rows import fill_ragged_rows
 struct Append:
     """Writes K and V of `N` tokens into their pages, in place; a row of batch index -1 is skipped.
 
-    k, v `[N, Hk, D]` in the cache's dtype; batch_indices, positions `[N]` int32.
+    k, v `[N, Hk, D]` in the cache's dtype, which are copied, or float32, bfloat16 or float16 over a cache of int8 or
+    uint8, which are quantised (`isa/codes.mojo`); batch_indices, positions `[N]` int32.
     """
 
     @staticmethod
     def execute[
-        dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
+        dtype: DType, kv_dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
     ](
         k: InputTensor[dtype=dtype, rank=3, ...],
         v: InputTensor[dtype=dtype, rank=3, ...],
         batch_indices: InputTensor[dtype=DType.int32, rank=1, ...],
         positions: InputTensor[dtype=DType.int32, rank=1, ...],
-        k_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
-        v_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        k_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
         lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
         view: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = KVCachePair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        comptime quantises = dtype != kv_dtype
+        comptime assert not quantises or (
+            dtype.is_floating_point() and is_codes(kv_dtype)
+        ), "k and v have the cache's dtype, or a float dtype over codes"
+        var pair = KVCachePair[kv_dtype, codes=quantises].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         var count = k.dim_size(0)
         pair.check_token_rows(k.shape(), v.shape())
         check_equal("batch_indices: its length", batch_indices.dim_size(0), count)
@@ -63,8 +69,13 @@ struct Append:
         var v_rows = untracked(v.unsafe_ptr())
         var requests = row_pointer(batch_indices)
         comptime if is_gpu[target]():
-            pair.table.check_shape()
-            append_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, requests, row_pointer(positions), count)
+            comptime if quantises:
+                raise Error("k_blocks: a cache of int8 or int4 codes is not supported on a GPU")
+            else:
+                pair.table.check_shape()
+                var k_bits = k_rows.unsafe_bitcast[Scalar[kv_dtype]]()
+                var v_bits = v_rows.unsafe_bitcast[Scalar[kv_dtype]]()
+                append_on_gpu(ctx, pair.k, pair.v, k_bits, v_bits, requests, row_pointer(positions), count)
         else:
             check_append(pair.table, requests, row_pointer(positions), count)
             append_rows(pair.k, pair.v, k_rows, v_rows, AppendRows(requests, row_pointer(positions), count))
@@ -74,30 +85,40 @@ struct Append:
 struct Gather:
     """Copies the tokens of every request out of their pages.
 
-    indptr `[B + 1]` int32: request b's tokens go to rows `[indptr[b], indptr[b + 1])` of k and v `[N, Hk, D]`.
+    indptr `[B + 1]` int32: request b's tokens go to rows `[indptr[b], indptr[b + 1])` of k and v `[N, Hk, D]`, which
+    have the cache's dtype, or float32, bfloat16 or float16 over a cache of int8 or uint8 codes.
     """
 
     @staticmethod
     def execute[
-        dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
+        dtype: DType, kv_dtype: DType, rank: Int, //, target: StaticString, kv_layout: StaticString
     ](
         k: OutputTensor[dtype=dtype, rank=3, ...],
         v: OutputTensor[dtype=dtype, rank=3, ...],
         indptr: InputTensor[dtype=DType.int32, rank=1, ...],
-        k_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
-        v_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        k_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=kv_dtype, rank=rank, ...],
         lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
         view: InputTensor[dtype=DType.int64, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = KVCachePair[dtype].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
+        comptime widens = dtype != kv_dtype
+        comptime assert not widens or (
+            dtype.is_floating_point() and is_codes(kv_dtype)
+        ), "k and v have the cache's dtype, or a float dtype over codes"
+        var pair = KVCachePair[kv_dtype, codes=widens].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
         check_equal("indptr: its length", indptr.dim_size(0), pair.table.batch + 1)
         pair.check_token_rows(k.shape(), v.shape())
         var k_rows = untracked(k.unsafe_ptr())
         var v_rows = untracked(v.unsafe_ptr())
         comptime if is_gpu[target]():
-            pair.table.check_shape()
-            gather_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), k.dim_size(0))
+            comptime if widens:
+                raise Error("k_blocks: a cache of int8 or int4 codes is not supported on a GPU")
+            else:
+                pair.table.check_shape()
+                var k_bits = k_rows.unsafe_bitcast[Scalar[kv_dtype]]()
+                var v_bits = v_rows.unsafe_bitcast[Scalar[kv_dtype]]()
+                gather_on_gpu(ctx, pair.k, pair.v, k_bits, v_bits, row_pointer(indptr), k.dim_size(0))
         else:
             check_gather(pair.table, row_pointer(indptr), k.dim_size(0))
             gather_rows(pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), pair.table.batch)

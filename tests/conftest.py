@@ -24,11 +24,12 @@ FOLDERS = {
     "gpu_sim": "GPU kernels on a model of the hardware",
     "gpu": "needs a GPU that MAX can use",
     "serve": "MAX Serve with these kernels; needs an environment of its own",
+    "ray": "replicas and offline batches on a local cluster of Ray; needs an environment of its own",
 }
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve")
+ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve", "ray")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
 takes several GB. CI gives servers two workers, by `_server_of`."""
 

@@ -83,7 +83,9 @@ class Loop:
 
         pages = [list(range(at * self._each, (at + 1) * self._each)) for at in range(len(prompts))]
         requests = list(range(len(prompts)))
-        histories = [History(Sampling(), 0, request, prompt, len(prompt)) for request, prompt in enumerate(prompts)]
+        histories = [
+            History(Sampling(), 0, request, list(prompt), len(prompt)) for request, prompt in enumerate(prompts)
+        ]
         sent = time.perf_counter()
         if prompts != self._prompts:
             for prompt, own in zip(prompts, pages, strict=True):

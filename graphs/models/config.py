@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from max.dtype import DType
 
+from paged_kv.arguments import shown
+from paged_kv.errors import ContractError
+from paged_kv.graphs.layer_ops import is_hadamard_size
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.quantised import Encoding
 from paged_kv.graphs.rope import Linear, Llama3, LongRope, Rope, Scaling, Yarn
-from paged_kv.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, Q_DTYPES, is_head_dim
+from paged_kv.options import (
+    CACHE_ROTATIONS,
+    HEAD_DIM_MULTIPLE,
+    MAX_HEAD_DIM,
+    Q_DTYPES,
+    CacheRotation,
+    is_head_dim,
+)
 
 Activation = Literal["silu", "gelu_tanh"]
 NormPlace = Literal["before", "after", "around"]
@@ -90,6 +100,9 @@ class DecoderConfig:
     experts: Experts | None = None
     encodings: tuple[tuple[str, Encoding], ...] = ()
     """The encoding of each weight that stays in blocks, by checkpoint name."""
+    rotate: CacheRotation | None = None
+    """What q and k go through after their rotary embedding, so that a cache of few bits keeps more of k
+    (docs/quantised-cache.md); no checkpoint says it, the user does (`with_cache_rotation`)."""
     float32_activations: bool = False
     """Whatever dtype is asked for (of the cache, then): beside the blocks of a GGUF file, as llama.cpp has it."""
 
@@ -108,6 +121,23 @@ class DecoderConfig:
     def layer_rope(self, layer: int) -> Rope:
         """The rotation in a layer."""
         return self.local_rope if self.local_rope is not None and self.window_left(layer) >= 0 else self.rope
+
+
+def with_cache_rotation(config: DecoderConfig, rotate: CacheRotation | None) -> DecoderConfig:
+    """The model with q and k rotated before they meet the cache: scores stay what they were, to rounding.
+
+    Raises:
+        ContractError: the rotation is unknown, or the model's heads cannot have it.
+    """
+    if rotate is None:
+        return config
+    if rotate not in CACHE_ROTATIONS:
+        raise ContractError(f"rotate must be {' or '.join(CACHE_ROTATIONS)}, not {shown(rotate)}")
+    if config.latent is not None:
+        raise ContractError(f"rotate: {rotate} is of keys, and this model's cache holds latents")
+    if not is_hadamard_size(config.head_dim):
+        raise ContractError(f"rotate: {rotate} needs a head_dim that is a power of two, not {config.head_dim}")
+    return replace(config, rotate=rotate)
 
 
 def read_config(fields: Fields, **switches: Any) -> DecoderConfig:

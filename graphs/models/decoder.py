@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, Module, TensorValue, ops
+from max.graph import DeviceRef, Graph, Module, TensorType, TensorValue, ops
 
+from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.inputs import graph_inputs, input_types
 from paged_kv.graphs.layers import Rotary, StepRows
@@ -20,20 +21,30 @@ from paged_kv.graphs.models.experts import chosen_experts
 from paged_kv.graphs.models.latent import latent_attention
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.tensors import NORMS
-from paged_kv.graphs.ops import LatentCache, PagedCache, kernels
+from paged_kv.graphs.ops import LatentCache, PagedCache, cache_dtype, kernels
 from paged_kv.graphs.rope import Rope
+from paged_kv.options import KVFormat, stored_head
 
 STEP = "decoder_step"
 
 
-def cache_shape(config: DecoderConfig, pages: int | str, page_size: int | str) -> list[int | str]:
+def cache_shape(
+    config: DecoderConfig, pages: int | str, page_size: int | str, kv_format: KVFormat | None = None
+) -> list[int | str]:
     """`[pages, 2, layers, page_size, Hk, D]`: one buffer for the K and V of every layer.
 
-    With latent attention `[pages, layers, page_size, width]`: one latent a token, and the rotated part beside it.
+    A head of codes is as long as `options.stored_head` says. With latent attention `[pages, layers, page_size, width]`:
+    one latent a token, and the rotated part beside it.
+
+    Raises:
+        ContractError: latents as codes.
     """
     if config.latent is not None:
+        if kv_format is not None:
+            raise ContractError(f"cache dtype {kv_format}: a cache of latents has no codes")
         return [pages, config.num_hidden_layers, page_size, config.latent.kv_rank + config.latent.rope_dim]
-    return [pages, 2, config.num_hidden_layers, page_size, config.num_key_value_heads, config.head_dim]
+    head = stored_head(kv_format or "", config.head_dim)
+    return [pages, 2, config.num_hidden_layers, page_size, config.num_key_value_heads, head]
 
 
 @dataclass(frozen=True)
@@ -113,8 +124,8 @@ def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
 def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wanted: TensorValue | None) -> TensorValue:
     """The attention of `x` `[T, hidden]` over everything its requests have cached and these tokens themselves.
 
-    Of several devices, it is the part that comes from the device's heads. Keys enter the cache rotated. Only the rows
-    `wanted` `[N]` are computed where it is not None.
+    Of several devices, it is the part that comes from the device's heads. Keys enter the cache rotated, by positions
+    and then as `config.rotate` says. Only the rows `wanted` `[N]` are computed where it is not None.
     """
     parameters, cache, rows = step.parameters, step.cache, step.rows
     if isinstance(cache, LatentCache):
@@ -131,6 +142,9 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
         y = split_heads(y)
         return parameters.norm(f"{at}.{name}_norm", y) if config.qk_norm == "head" else y
 
+    def rotated(y: TensorValue, by: Rotary) -> TensorValue:
+        return by(y) if config.rotate is None else paged.hadamard(by(y))
+
     of_q, q_rotary = rows, rotary
     if config.fused_projections:
         keys = config.num_key_value_heads * config.head_dim
@@ -144,11 +158,13 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
         q = parameters.linear(paged.take_rows(x, wanted), f"{at}.q_proj")[0]
     if wanted is not None:
         of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
-    k, v = (ops.cast(y, cache.dtype) for y in (rotary(heads(k, "k")), split_heads(v)))
+    k, v = rotated(heads(k, "k"), rotary), split_heads(v)
+    if cache.kv_format is None:
+        k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)
     paged.append(cache, k, v, rows.batch, rows.slots, layer=layer)
     o = of_q.attend(
         cache,
-        q_rotary(heads(q, "q")),
+        rotated(heads(q, "q"), q_rotary),
         layer=layer,
         sm_scale=config.sm_scale,
         window_left=config.window_left(layer),
@@ -188,21 +204,27 @@ def build_step(
     *,
     name: str = STEP,
     weight_prefix: str = "",
+    kv_format: KVFormat | None = None,
 ) -> None:
-    """Adds the graph `name` to `module`: `DecodeInputs` -> logits `[B, vocab]` float32 after each request's last token.
+    """Adds the graph `name` to `module`: `DecodeInputs` and rows `[N]` int32 -> logits `[N, vocab]` float32 after them.
 
-    Batch, tokens, lengths and the page size are symbolic. `dtype` is that of weights, activations and cache, of
-    quantised models that of the cache alone. Weights are bound when the model is initialised, from the host's memory,
-    by their checkpoint names after `weight_prefix`. All inputs and the logits lie on `device`, the CPU where it is
-    None; on a GPU linear layers are MAX's matmul.
+    A row is a token's place in `DecodeInputs.tokens`. Batch, tokens, lengths and the page size are symbolic. `dtype` is
+    that of weights, activations and cache, of quantised models that of the cache alone; with `kv_format` the cache
+    holds such codes. Weights are bound when the model is initialised, from the host's memory, by their checkpoint names
+    after `weight_prefix`. All inputs and the logits lie on `device`, the CPU where it is None; on a GPU linear layers
+    are MAX's matmul.
     """
     device = device or DeviceRef.CPU()
-    types = input_types(dtype, cache_shape(config, "pages", "page_size"), device)
-    with Graph(name, input_types=types.flatten(), custom_extensions=[kernels()], module=module) as graph:
+    inputs = input_types(cache_dtype(dtype, kv_format), cache_shape(config, "pages", "page_size", kv_format), device)
+    types = [*inputs.flatten(), TensorType(DType.int32, ["N"], device)]
+    with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device, weight_prefix)
-        step = graph_inputs(graph.inputs)
-        storage = PagedCache.of if config.latent is None else LatentCache
-        cache = storage(step.blocks, step.lookup_table)
+        *values, wanted = graph.inputs
+        step = graph_inputs(values)
+        if config.latent is None:
+            cache: PagedCache | LatentCache = PagedCache.of(step.blocks, step.lookup_table, kv_format=kv_format)
+        else:
+            cache = LatentCache(step.blocks, step.lookup_table)
         rows = StepRows.of(step.row_offsets, step.cache_lengths, step.tokens)
-        (x,) = decode([DeviceStep(parameters, step.tokens, cache, rows, rows.last)])  # [B, hidden]
+        (x,) = decode([DeviceStep(parameters, step.tokens, cache, rows, wanted.tensor)])  # [N, hidden]
         graph.output(logits(parameters, x))

@@ -13,8 +13,9 @@ from paged_kv.graphs.layers import StepRows
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.parameters import Parameters
-from paged_kv.graphs.ops import PagedCache, kernels
+from paged_kv.graphs.ops import PagedCache, cache_dtype, kernels
 from paged_kv.graphs.trees import LARGEST_TREE, TreeRows, move_tokens, tree_attention
+from paged_kv.options import KVFormat
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def build_tree_step(
     name: str,
     layers: int | None = None,
     largest_tree: int = LARGEST_TREE,
+    kv_format: KVFormat | None = None,
 ) -> None:
     """Adds the graph `name` to `module`: `DecodeInputs` and parents `[T]` int32 -> logits `[T, vocab]` float32, after
     each row.
@@ -76,14 +78,15 @@ def build_tree_step(
     reads and writes the K and V of these layers, which are the model's own. All else is as in `decoder.build_step`.
     """
     device = device or DeviceRef.CPU()
-    inputs = input_types(dtype, decoder.cache_shape(config, "pages", "page_size"), device)
+    shape = decoder.cache_shape(config, "pages", "page_size", kv_format)
+    inputs = input_types(cache_dtype(dtype, kv_format), shape, device)
     types = [*inputs.flatten(), TensorType(DType.int32, ["T"], device)]
     config = replace(config, num_hidden_layers=layers or config.num_hidden_layers)
     with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
         parameters = Parameters.of(graph, config, dtype, device)
         *values, parents = graph.inputs
         step = graph_inputs(values)
-        cache = PagedCache.of(step.blocks, step.lookup_table)
+        cache = PagedCache.of(step.blocks, step.lookup_table, kv_format=kv_format)
         rows = TreeStepRows.of_trees(
             parents.tensor, step.row_offsets, step.cache_lengths, config, largest_tree=largest_tree
         )
@@ -92,18 +95,25 @@ def build_tree_step(
 
 
 def build_moves(
-    config: DecoderConfig, dtype: DType, module: Module, device: DeviceRef | None = None, *, name: str
+    config: DecoderConfig,
+    dtype: DType,
+    module: Module,
+    device: DeviceRef | None = None,
+    *,
+    name: str,
+    kv_format: KVFormat | None = None,
 ) -> None:
     """Adds the graph `name` to `module`: `move_tokens` in a cache.
 
     Its inputs are requests, sources and targets (each `[N]` int32), the lookup table and the cache.
     """
     device = device or DeviceRef.CPU()
-    inputs = input_types(dtype, decoder.cache_shape(config, "pages", "page_size"), device)
+    shape = decoder.cache_shape(config, "pages", "page_size", kv_format)
+    inputs = input_types(cache_dtype(dtype, kv_format), shape, device)
     number = TensorType(DType.int32, ["N"], device)
     types: list[TensorType | BufferType] = [number, number, number, inputs.lookup_table, inputs.blocks]
     with Graph(name, input_types=types, custom_extensions=[kernels()], module=module) as graph:
         *numbers, table, blocks = graph.inputs
-        cache = PagedCache.of(blocks.buffer, table.tensor)
+        cache = PagedCache.of(blocks.buffer, table.tensor, kv_format=kv_format)
         move_tokens(cache, *(number.tensor for number in numbers))
         graph.output()

@@ -4,6 +4,7 @@ from extensibility import InputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from std.utils import IndexList
 
+from ..isa.codes import SCALE_BYTES, STEP, elements_of, is_codes, units_of
 from .checks import check_equal, check_same_cache, check_view
 from .page_table import PageTable
 from .paged_kv_cache import DynamicKVCache
@@ -12,8 +13,14 @@ from .strides import PageStrides, page_shape
 
 
 @fieldwise_init
-struct KVCachePair[dtype: DType](TrivialRegisterPassable):
-    """The K and V views of one call, checked against each other, and their page table."""
+struct KVCachePair[dtype: DType, codes: Bool = False](TrivialRegisterPassable):
+    """The K and V views of one call, checked against each other, and their page table.
+
+    Parameters:
+        dtype: Of the storage.
+        codes: Whether a head is codes and a scale (`../isa/codes.mojo`). The last dimension of the storage, and of a
+            strided view, is then that of a stored head, that of `k` and `v` its elements.
+    """
 
     var k: DynamicKVCache[Self.dtype]
     var v: DynamicKVCache[Self.dtype]
@@ -72,6 +79,9 @@ struct KVCachePair[dtype: DType](TrivialRegisterPassable):
             k_strides = PageStrides.of[kv_layout](k_blocks.shape(), False, layer)
             v_strides = PageStrides.of[kv_layout](v_blocks.shape(), True, layer)
             v_shape = shape
+        comptime if Self.codes:
+            shape[3] = Self.head_elements("k_blocks", shape[3])
+            v_shape[3] = Self.head_elements("v_blocks", v_shape[3])
         var entries = untracked_immutable(lookup_table.unsafe_ptr())
         var batch = lookup_table.dim_size(0)
         var max_pages = lookup_table.dim_size(1)
@@ -80,6 +90,22 @@ struct KVCachePair[dtype: DType](TrivialRegisterPassable):
             DynamicKVCache[Self.dtype](v_storage, v_shape, v_strides, entries, batch, max_pages),
             PageTable(entries, batch, max_pages, shape[0], shape[1]),
         )
+
+    @staticmethod
+    def head_elements(what: StaticString, units: Int) raises -> Int:
+        """The head_dim of stored heads of codes; refuses a size that no head of a multiple of 8 elements has."""
+        comptime assert is_codes(Self.dtype), "codes lie in memory of int8 or uint8"
+        var count = units - SCALE_BYTES
+        if count < 0 or count % units_of(Self.dtype, STEP) != 0:
+            raise Error(
+                what,
+                ": heads of ",
+                units,
+                " bytes are not the codes of a multiple of 8 elements and ",
+                SCALE_BYTES,
+                " bytes of scale",
+            )
+        return elements_of(Self.dtype, units)
 
     def check_token_rows(self, k_shape: IndexList[3], v_shape: IndexList[3]) raises:
         """Checks that k and v `[N, Hk, D]`, the contiguous rows beside the cache, fit it and each other."""

@@ -1,22 +1,24 @@
 """Stored elements as float32 vectors, one chunk at a time, in the lane order that takes the fewest instructions.
 
-bfloat16 becomes its even and its odd elements (a shift and a mask). float8 becomes bfloat16 first, where the target
-looks up 64 bytes at once. Queries are packed in the same order and outputs unpacked from it, so no other code depends
-on the order.
+bfloat16 becomes its even and its odd elements (a shift and a mask), and so do pairs of int4 codes. float8 becomes
+bfloat16 first, where the target looks up 64 bytes at once. Queries are packed in the same order and outputs unpacked
+from it, so no other code depends on the order.
 """
 
 from std.memory import bitcast
-from std.sys import CompilationTarget
+from std.sys import CompilationTarget, llvm_intrinsic
 from std.utils import IndexList
 
-from .float8 import Float8Tables, HAS_BYTE_LOOKUP, float8_word_order, float8_words
+from .bf16_lookup import HAS_BYTE_LOOKUP, LookupTables, bf16_words, is_looked_up, word_order
 from .held import held
 
 comptime LANES = 16
 """Float32 lanes of a vector. A target with narrower registers takes several registers for each."""
 comptime CHUNK_ELEMENTS = 2 * LANES
-"""Elements of a chunk, but of float8 by look-up (`chunk_of`)."""
+"""Elements of a chunk, but of types that are looked up (`chunk_of`)."""
 comptime FloatVector = SIMD[DType.float32, LANES]
+comptime HAS_NUMBER_LOOKUP = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512f"]()
+"""Whether the CPU target looks up 16 float32 with one instruction."""
 comptime CONVERTS_TO_BF16 = not CompilationTarget.is_x86() or CompilationTarget._has_feature["avx512bf16"]()
 """Whether the CPU target has an instruction that rounds float32 to bfloat16, or is left to the compiler."""
 
@@ -27,20 +29,23 @@ def is_float8(dtype: DType) -> Bool:
 
 def chunk_of(dtype: DType) -> Int:
     """Elements that `load_chunk` takes."""
-    return 2 * CHUNK_ELEMENTS if is_float8(dtype) and HAS_BYTE_LOOKUP else CHUNK_ELEMENTS
+    return 2 * CHUNK_ELEMENTS if is_looked_up(dtype) else CHUNK_ELEMENTS
 
 
 struct ChunkConstants[dtype: DType](TrivialRegisterPassable):
     """The constants of `load_chunk`, made once before the loop that loads (`held.mojo`)."""
 
-    var tables: Float8Tables[Self.dtype]
+    var tables: LookupTables[Self.dtype]
     var odd: SIMD[DType.uint32, LANES]
     """The upper half of each 32 bits: the odd element of a pair of bfloat16."""
+    var int4: FloatVector
+    """The number of each int4 code, by its bits."""
 
     @always_inline
     def __init__(out self):
-        self.tables = Float8Tables[Self.dtype]().held()
+        self.tables = LookupTables[Self.dtype]().held()
         self.odd = held(SIMD[DType.uint32, LANES](0xFFFF0000))
+        self.int4 = held(FloatVector(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1))
 
 
 @always_inline
@@ -60,7 +65,7 @@ def load_chunk[
     elif is_float8(dtype):
         comptime if HAS_BYTE_LOOKUP:
             var bytes = load_bits[DType.uint8, full, 2 * CHUNK_ELEMENTS](source, count)
-            var words = float8_words(bytes, constants.tables)
+            var words = bf16_words(bytes, constants.tables)
             return rebind[Out](split_even_odd(words[0], constants.odd).join(split_even_odd(words[1], constants.odd)))
         else:
             var bits = load_bits[DType.uint8, full](source, count)
@@ -69,6 +74,16 @@ def load_chunk[
                     widen_float8[dtype](bits.slice[LANES, offset=LANES]())
                 )
             )
+    elif dtype == DType.int8:
+        # In their order: a cast takes fewer instructions than a look-up of bfloat16, which is made float32 after it.
+        return bitcast[DType.int8, length](load_bits[DType.uint8, full, length](source, count)).cast[DType.float32]()
+    elif dtype == DType.uint8:
+        var first = split_halves(load_pairs[LANES, full](source, count).cast[DType.uint32](), constants)
+        comptime if length == CHUNK_ELEMENTS:
+            return rebind[Out](first)
+        else:
+            var rest = load_pairs[LANES, full](source.unsafe_offset(LANES), count - CHUNK_ELEMENTS)
+            return rebind[Out](first.join(split_halves(rest.cast[DType.uint32](), constants)))
     elif full:
         return source.unsafe_load[width=length]().cast[DType.float32]()
     else:
@@ -85,6 +100,41 @@ def split_even_odd(
     return rebind[SIMD[DType.float32, CHUNK_ELEMENTS]](
         bitcast[DType.float32, LANES](pairs << 16).join(bitcast[DType.float32, LANES](pairs & odd))
     )
+
+
+@always_inline
+def load_pairs[
+    dtype: DType, //, width: Int, full: Bool
+](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[DType.uint8, width]:
+    """Loads `width` bytes with two int4 codes each; unless `full`, only those of the first `count` codes, then zeros."""
+    var bytes = source.unsafe_bitcast[UInt8]()
+    comptime if full:
+        return bytes.unsafe_load[width=width, alignment=1]()
+    else:
+        var out = SIMD[DType.uint8, width](0)
+        comptime for i in range(width // 4):
+            if 8 * i < count:
+                out = out.insert[offset=4 * i](bytes.unsafe_load[width=4, alignment=1](4 * i))
+        return out
+
+
+@always_inline
+def split_halves(pairs: SIMD[DType.uint32, LANES], constants: ChunkConstants) -> SIMD[DType.float32, CHUNK_ELEMENTS]:
+    """The even int4 codes, in the low halves of bytes, then the odd ones."""
+    comptime if HAS_NUMBER_LOOKUP:
+        # By the low 4 bits of each index.
+        var even = llvm_intrinsic["llvm.x86.avx512.permvar.sf.512", FloatVector](
+            constants.int4, bitcast[DType.int32, LANES](pairs)
+        )
+        var odd = llvm_intrinsic["llvm.x86.avx512.permvar.sf.512", FloatVector](
+            constants.int4, bitcast[DType.int32, LANES](pairs >> 4)
+        )
+        return rebind[SIMD[DType.float32, CHUNK_ELEMENTS]](even.join(odd))
+    else:
+        var words = bitcast[DType.int32, LANES](pairs)
+        var even = ((words << 28) >> 28).cast[DType.float32]()
+        var odd = ((words << 24) >> 28).cast[DType.float32]()
+        return rebind[SIMD[DType.float32, CHUNK_ELEMENTS]](even.join(odd))
 
 
 @always_inline
@@ -163,11 +213,12 @@ def lane_order[dtype: DType]() -> IndexList[chunk_of(dtype)]:
     var elements = IndexList[length]()
     for lane in range(length):
         elements[lane] = lane
-    comptime if dtype == DType.bfloat16 or length > CHUNK_ELEMENTS:
-        comptime stored = float8_word_order()
+    comptime is_float8_words = is_float8(dtype) and is_looked_up(dtype)
+    comptime if dtype == DType.bfloat16 or dtype == DType.uint8 or is_float8_words:
+        comptime stored = word_order(dtype)
         for lane in range(length):
             var word = lane // CHUNK_ELEMENTS * CHUNK_ELEMENTS + lane % LANES * 2 + lane % CHUNK_ELEMENTS // LANES
-            elements[lane] = stored[word] if length > CHUNK_ELEMENTS else word
+            elements[lane] = stored[word] if is_float8_words else word
     return elements
 
 

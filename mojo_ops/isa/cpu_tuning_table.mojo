@@ -29,7 +29,7 @@ struct CpuTuning(TrivialRegisterPassable):
 
 def tuning_of(family: StringSlice) -> CpuTuning:
     """The row of a family, or of CPUs that are not in the table."""
-    # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-22
+    # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-24
     if family == "znver5":
         return CpuTuning(
             fast_bf16_dot=True,

@@ -6,6 +6,7 @@ from std.memory import unsafe_memcpy
 
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
+from ..isa.codes import is_codes, store_head
 from .slot_layout import SlotLayout, rows_per_task
 
 
@@ -34,14 +35,19 @@ struct AppendRows(TrivialRegisterPassable):
         return length
 
 
-def append_rows(
+def append_rows[
+    dtype: DType, //
+](
     k_cache: PagedKVCache,
     v_cache: type_of(k_cache),
-    k: k_cache.BlocksPointer,
-    v: k_cache.BlocksPointer,
+    k: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    v: Pointer[Scalar[dtype], MutUntrackedOrigin],
     rows: AppendRows,
 ):
-    """Writes row `i` of k and v `[count, kv_heads, head_dim]` to token `positions[i]` of its request."""
+    """Writes row `i` of k and v `[count, kv_heads, head_dim]` to token `positions[i]` of its request.
+
+    Rows of the cache's dtype are copied; others are quantised.
+    """
     var task_rows = rows_per_task(k_cache)
     var tasks = ceildiv(rows.count, task_rows)
 
@@ -60,8 +66,14 @@ def append_rows(
         sync_parallelize(task, 2 * tasks)
 
 
-def append_range(cache: PagedKVCache, source: cache.BlocksPointer, rows: AppendRows, begin: Int, end: Int):
+def append_range[
+    dtype: DType, //
+](cache: PagedKVCache, rows_of: Pointer[Scalar[dtype], MutUntrackedOrigin], rows: AppendRows, begin: Int, end: Int):
     """Rows `[begin, end)`, adjacent slots in one copy where a slot's heads are adjacent."""
+    comptime if dtype != cache.dtype:
+        quantise_range(cache, rows_of, rows, begin, end)
+        return
+    var source = rows_of.unsafe_bitcast[Scalar[cache.dtype]]()
     var layout = SlotLayout.of(cache)
     var row = begin
     while row < end:
@@ -82,3 +94,21 @@ def append_range(cache: PagedKVCache, source: cache.BlocksPointer, rows: AppendR
                     count=layout.head_dim,
                 )
         row += length
+
+
+def quantise_range[
+    dtype: DType, //
+](cache: PagedKVCache, source: Pointer[Scalar[dtype], MutUntrackedOrigin], rows: AppendRows, begin: Int, end: Int):
+    """Rows `[begin, end)` as codes and scales."""
+    comptime assert is_codes(cache.dtype), "only codes are made of rows of another dtype"
+    var heads = cache.num_heads()
+    var dim = cache.head_dim()
+    for row in range(begin, end):
+        var request = Int(rows.batch_indices[unsafe_offset=row])
+        if request < 0:
+            continue
+        var target = cache.block_paged_ptr[1](request, Int(rows.positions[unsafe_offset=row]), 0)
+        for head in range(heads):
+            store_head(
+                target.unsafe_offset(head * cache.strides().head), source.unsafe_offset((row * heads + head) * dim), dim
+            )

@@ -6,20 +6,25 @@ from std.memory import unsafe_memcpy
 
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
+from ..isa.codes import STEP, is_codes, load_codes, scale_of
+from ..isa.convert import narrow
 from .slot_layout import SlotLayout, rows_per_task
 
 
-def gather_rows(
+def gather_rows[
+    dtype: DType, //
+](
     k_cache: PagedKVCache,
     v_cache: type_of(k_cache),
-    k: k_cache.BlocksPointer,
-    v: k_cache.BlocksPointer,
+    k: Pointer[Scalar[dtype], MutUntrackedOrigin],
+    v: Pointer[Scalar[dtype], MutUntrackedOrigin],
     indptr: RowPointer,
     batch: Int,
 ):
     """Copies request `b`'s first tokens to rows `[indptr[b], indptr[b + 1])` of k and v `[N, kv_heads, head_dim]`.
 
-    `indptr` was checked, and so were the pages (`check_gather`).
+    `indptr` was checked, and so were the pages (`check_gather`). Rows of the cache's dtype are copies; others are the
+    numbers that codes and scales stand for.
     """
     var count = Int(indptr[unsafe_offset=batch])
     var task_rows = rows_per_task(k_cache)
@@ -40,8 +45,14 @@ def gather_rows(
         sync_parallelize(task, 2 * tasks)
 
 
-def gather_range(cache: PagedKVCache, output: cache.BlocksPointer, indptr: RowPointer, begin: Int, end: Int):
+def gather_range[
+    dtype: DType, //
+](cache: PagedKVCache, rows: Pointer[Scalar[dtype], MutUntrackedOrigin], indptr: RowPointer, begin: Int, end: Int):
     """Rows `[begin, end)`, a page's slots in one copy where they are adjacent."""
+    comptime if dtype != cache.dtype:
+        widen_range(cache, rows, indptr, begin, end)
+        return
+    var output = rows.unsafe_bitcast[Scalar[cache.dtype]]()
     var layout = SlotLayout.of(cache)
     var request = 0
     var row = begin
@@ -64,3 +75,23 @@ def gather_range(cache: PagedKVCache, output: cache.BlocksPointer, indptr: RowPo
                     count=layout.head_dim,
                 )
         row += length
+
+
+def widen_range[
+    dtype: DType, //
+](cache: PagedKVCache, rows: Pointer[Scalar[dtype], MutUntrackedOrigin], indptr: RowPointer, begin: Int, end: Int):
+    """Rows `[begin, end)`, codes times their scales."""
+    comptime assert is_codes(cache.dtype), "only codes become rows of another dtype"
+    var heads = cache.num_heads()
+    var dim = cache.head_dim()
+    var request = 0
+    for row in range(begin, end):
+        while Int(indptr[unsafe_offset=request + 1]) <= row:
+            request += 1
+        var token = row - Int(indptr[unsafe_offset=request])
+        for head in range(heads):
+            var source = cache.block_paged_ptr[1](request, token, head)
+            var target = rows.unsafe_offset((row * heads + head) * dim)
+            var scale = scale_of(source, dim)
+            for d in range(0, dim, STEP):
+                target.unsafe_store(d, narrow[dtype](load_codes[STEP](source, d) * scale))

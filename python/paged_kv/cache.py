@@ -21,9 +21,10 @@ from paged_kv.arrays.cache_storage import check_alike, check_storage
 from paged_kv.arrays.dtypes import dtype_of, is_float, kind_of_dtype
 from paged_kv.arrays.host import as_indices, as_numpy, like, sample_array
 from paged_kv.arrays.types import ArrayDevice, DTypeLike, ShapedArray, SupportsDLPack
-from paged_kv.calls.kv_copy import read_rows, write_rows
+from paged_kv.calls.kv_copy import head_of_codes, read_codes, read_rows, write_rows
 from paged_kv.calls.page_table import Indices, PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
+from paged_kv.options import CODE_DTYPES, KVFormat, check_head_dim, stored_dtype, stored_head
 
 _MAX_TABLE_ENTRIES = 2**28
 """Of a block table that `init_paged_kv_cache` makes, 1 GiB of int32: it is filled with -1 at once."""
@@ -34,13 +35,15 @@ class PagedKVCache:
     """Storage of K and V, and which sequence owns which blocks of it."""
 
     key_pool: ShapedArray
-    """`[num_blocks, block_size, num_kv_heads, head_dim]`"""
+    """`[num_blocks, block_size, num_kv_heads, head_dim]`, or of codes as long as `options.stored_head` says."""
     value_pool: ShapedArray
     """The same shape and dtype."""
     block_table: SupportsDLPack
     """`[B, max_blocks_per_seq]` int32: logical block to physical block, -1 where there is none."""
     seq_lengths: SupportsDLPack
     """`[B]` int32: the tokens each sequence holds."""
+    kv_format: KVFormat | None = None
+    """Of pools of codes with a scale a token and head: "int8" in int8 arrays, "int4" in uint8."""
 
     @property
     def num_blocks(self) -> int:
@@ -57,7 +60,7 @@ class PagedKVCache:
 
     @property
     def head_dim(self) -> int:
-        return int(self.key_pool.shape[3])
+        return int(self.key_pool.shape[3]) if self.kv_format is None else head_of_codes("key_pool", self.key_pool)
 
 
 def init_paged_kv_cache(
@@ -75,11 +78,13 @@ def init_paged_kv_cache(
 
     `dtype` is a name, or a dtype of NumPy, torch, JAX or MAX: a torch dtype makes torch arrays, `jax.numpy.float32` and
     the like JAX arrays, all others NumPy arrays. `device` is None, the CPU, or a GPU as torch names it ("cuda:1"): the
-    pools are then torch tensors there, the table and the lengths torch tensors on the host.
+    pools are then torch tensors there, the table and the lengths torch tensors on the host. The names "int8" and "int4"
+    make NumPy pools of codes with a scale a token and KV head: append takes floats, gather gives float32.
 
     Raises:
         ContractError, ContractTypeError: a size is no integer, too small or above 2^31 - 1, the table has over 2^28
-            entries, the pools do not fit in memory, or the dtype or the device is unknown.
+            entries, the pools do not fit in memory, or the dtype or the device is unknown; codes on a GPU.
+        ShapeError: codes of a head_dim that is no multiple of 8.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """
     shape = (
@@ -94,8 +99,15 @@ def init_paged_kv_cache(
         raise ContractError(
             f"batch_size: {batch} sequences of max_blocks_per_seq = {max_blocks} make a table of over 2^28 entries"
         )
-    at, element = devices.device_named(device), dtype_of(dtype, "dtype")
-    kind = kind_of_dtype(dtype)
+    at, kv_format = devices.device_named(device), _format_of(dtype)
+    if kv_format is None:
+        element, kind = dtype_of(dtype, "dtype"), kind_of_dtype(dtype)
+    else:
+        check_head_dim("head_dim", shape[3])
+        if at.index is not None:
+            raise ContractError(f"dtype: a cache of {kv_format} codes is not supported on a GPU")
+        shape = (*shape[:3], stored_head(kv_format, shape[3]))
+        element, kind = dtype_of(stored_dtype(kv_format), "dtype"), "numpy"
     kind = kind if kind in at.kinds else at.kinds[0]
     sample = sample_array(kind)
     return PagedKVCache(
@@ -103,7 +115,12 @@ def init_paged_kv_cache(
         devices.allocate(at, "value_pool", shape, element, kind),
         like(sample, np.full((batch, max_blocks), -1, np.int32)),
         like(sample, np.zeros(batch, np.int32)),
+        kv_format,
     )
+
+
+def _format_of(dtype: DTypeLike) -> KVFormat | None:
+    return next((name for name in CODE_DTYPES if isinstance(dtype, str) and dtype == name), None)
 
 
 def allocate_blocks(
@@ -169,10 +186,11 @@ def append_kv(
     keys, values = device.view(keys_new, "keys_new"), device.view(values_new, "values_new")
     if keys.shape != values.shape:
         raise ShapeError(f"keys_new shape {tuple(keys.shape)} != values_new shape {tuple(values.shape)}")
-    if keys.ndim != 3 or keys.shape[1:] != pools[0].shape[2:]:
+    if keys.ndim != 3 or tuple(keys.shape[1:]) != (cache.num_kv_heads, cache.head_dim):
         shape = tuple(keys.shape)
         raise ShapeError(f"keys_new must be [T, {cache.num_kv_heads}, {cache.head_dim}], its shape is {shape}")
-    rows = [_converted(device, view, pools[0], n) for view, n in ((keys, "keys_new"), (values, "values_new"))]
+    target = device.dtype(pools[0]) if cache.kv_format is None else np.dtype(np.float32)
+    rows = [_converted(device, view, target, n) for view, n in ((keys, "keys_new"), (values, "values_new"))]
     start, count, size = int(lengths[sequence]), len(keys), cache.block_size
     blocks = _blocks(table[sequence], sequence, start // size, start + count, cache)
     page_table = PageTable(np.array([0, len(blocks)], np.int32), blocks, np.array([size], np.int32), size)
@@ -184,14 +202,16 @@ def append_kv(
     grown = [device.like(pool, copy) for pool, copy in zip((cache.key_pool, cache.value_pool), copies, strict=True)]
     longer = as_numpy(cache.seq_lengths, "seq_lengths").copy()
     longer[sequence] += count
-    return PagedKVCache(grown[0], grown[1], cache.block_table, like(cache.seq_lengths, longer))
+    longer_lengths = like(cache.seq_lengths, longer)
+    return replace(cache, key_pool=grown[0], value_pool=grown[1], seq_lengths=longer_lengths)
 
 
 def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
     """One sequence's tokens, made contiguous.
 
     Returns:
-        `(keys, values, seq_len)`: `[seq_len, num_kv_heads, head_dim]` twice, of the pools' kind and dtype.
+        `(keys, values, seq_len)`: `[seq_len, num_kv_heads, head_dim]` twice, of the pools' kind and dtype; of codes
+        the numbers that they stand for, float32.
 
     Raises:
         PageTableError: a block that the length covers is unallocated or outside the pool.
@@ -201,7 +221,8 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
     table, lengths, sequence = _checked_table(cache, sequence_idx)
     length = int(lengths[sequence])
     blocks = _blocks(table[sequence], sequence, 0, length, cache)
-    keys, values = read_rows(device, *pools, blocks.view(np.uint32)[None], lengths[sequence : sequence + 1])
+    read = read_rows if cache.kv_format is None else read_codes
+    keys, values = read(device, *pools, blocks.view(np.uint32)[None], lengths[sequence : sequence + 1])
     return device.like(cache.key_pool, keys), device.like(cache.value_pool, values), length
 
 
@@ -271,9 +292,9 @@ def _refuse_owned(table: Indices, sequence: int, columns: slice, blocks: Indices
         )
 
 
-def _converted(device: ArrayDevice, rows: Any, pool: Any, name: str) -> Any:
-    """Rows in the pool's dtype: a float becomes another float, nothing else changes."""
-    found, dtype = device.dtype(rows), device.dtype(pool)
+def _converted(device: ArrayDevice, rows: Any, dtype: np.dtype[Any], name: str) -> Any:
+    """Rows in the pool's dtype, or as floats for codes: a float becomes another float, nothing else changes."""
+    found = device.dtype(rows)
     if found != dtype and not (is_float(found) and is_float(dtype)):
         raise ContractTypeError(f"{name}: dtype {found} cannot be stored in a pool of {dtype}")
     return device.astype(rows, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,15 @@ Q_DTYPES = ("float32", "bfloat16", "float16")
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPES = (*Q_DTYPES, *FLOAT8_DTYPES)
 """Names of the dtypes of a cache; attention takes the dtype of q, or float8 under any of `Q_DTYPES`."""
+KVFormat = Literal["int8", "int4"]
+CODE_DTYPES: tuple[KVFormat, ...] = ("int8", "int4")
+"""Names of caches of codes with a scale a token and KV head, under any of `Q_DTYPES` too. A head is stored as its codes
+and then the float32 scale: of int8 in arrays of int8, of int4 two codes a byte in arrays of uint8."""
+SCALE_BYTES = 4
+
+CacheRotation = Literal["hadamard"]
+CACHE_ROTATIONS: tuple[CacheRotation, ...] = ("hadamard",)
+"""What q and k may go through before a cache, so that few bits keep more of k."""
 
 HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 512
@@ -46,6 +55,18 @@ def check_head_dim(name: str, value: int) -> None:
     """
     if not is_head_dim(value):
         raise ShapeError(f"{name} must be a {HEAD_DIMS}, not {value}")
+
+
+def stored_dtype(dtype: str) -> str:
+    """The dtype of a cache's array: of int4 codes uint8, two a byte; of others their own."""
+    return "uint8" if dtype == "int4" else dtype
+
+
+def stored_head(dtype: str, head_dim: int) -> int:
+    """The last dimension of a cache's array: head_dim, or the bytes of a head of codes and its scale."""
+    if dtype not in CODE_DTYPES:
+        return head_dim
+    return (head_dim if dtype == "int8" else head_dim // 2) + SCALE_BYTES
 
 
 def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:

@@ -12,6 +12,9 @@ K and V are storage of any float dtype, ml_dtypes' bfloat16 and float8 included,
     5     HND     one array passed as both, [pages, 2, Hk, page_size, D]
     6     NHD     one array passed as both, [pages, 2, layers, page_size, Hk, D]; `layer` selects
 
+A cache of codes is an array of int8 (int8) or uint8 (int4) whose last dimension holds a head's codes and its scale:
+`quantised` makes such heads, `widened` the numbers that they stand for, as which the other functions take them.
+
 The ops enforce the contract of their inputs; the oracle trusts them. A page id or a position past the arrays is NumPy's
 IndexError, before anything is written.
 """
@@ -42,6 +45,39 @@ def cache_views(
         return k_blocks[:, 0, layer], v_blocks[:, 1, layer]
     k, v = (k_blocks, v_blocks) if rank == 4 else (k_blocks[:, 0], v_blocks[:, 1])
     return (k, v) if layout == "NHD" else (k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+
+def quantised(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Heads `[..., D]` as a cache of "int8" or "int4" stores them, `[..., stored_head]` int8 or uint8.
+
+    The scale of int8 is the greatest magnitude of the head over 127; of int4 it is the element of greatest magnitude,
+    the negative one of two, over -8. A code is the nearest integer to x / scale, of int4 at most 7, in float32 as the
+    ops have it. A head that is not all finite has scale NaN and codes 0; one whose scale is below float32's normal
+    numbers has scale 0 and codes 0. Of int4, byte i holds elements 2 i (low half) and 2 i + 1.
+    """
+    x = x.astype(np.float32)
+    with np.errstate(all="ignore"):
+        most, least = x.max(-1, keepdims=True), x.min(-1, keepdims=True)
+        if dtype == "int8":
+            scale = np.maximum(most, -least) / np.float32(127)
+        else:
+            scale = np.where(most > -least, most, least) / np.float32(-8)
+        scale = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(0), scale)
+        scale = np.where(np.isfinite(x).all(-1, keepdims=True), scale, np.float32(np.nan))
+        codes = np.minimum(np.rint(x * (np.float32(1) / scale)), 127 if dtype == "int8" else 7)
+    codes = np.where(np.isfinite(scale) & (scale != 0), codes, 0).astype(np.int8)
+    if dtype == "int4":
+        codes = (codes[..., ::2] & 15) | (codes[..., 1::2] << 4)
+    return np.concatenate([codes.view(np.uint8), scale.view(np.uint8)], -1).view("int8" if dtype == "int8" else "uint8")
+
+
+def widened(stored: np.ndarray) -> np.ndarray:
+    """The numbers that heads of codes stand for, `[..., D]` float64: int8 in arrays of int8, int4 in those of uint8."""
+    scale = np.ascontiguousarray(stored[..., -4:]).view(np.float32)
+    codes = stored[..., :-4].view(np.int8)
+    if stored.dtype == np.uint8:
+        codes = np.stack([codes << 4, codes], -1).reshape(*codes.shape[:-1], -1) >> 4
+    return codes * scale.astype(np.float64)
 
 
 def attention(
@@ -203,13 +239,15 @@ def append(
 ) -> None:
     """Writes token i of `k_new` and `v_new` `[N, Hk, D]` to `positions[i]` of request `batch_indices[i]`, in place.
 
-    `batch_indices` and `positions` are `[N]` int32; a token of batch -1 is skipped. Raises as `cache_views`.
+    Rows of floats become codes in a cache of codes. `batch_indices` and `positions` are `[N]` int32; a token of batch
+    -1 is skipped. Raises as `cache_views`.
     """
     k, v = cache_views(k_blocks, v_blocks, layout, layer)
     kept = batch_indices >= 0
     at = _address(lookup_table, batch_indices[kept], positions[kept], k.shape[1])
-    k[at] = k_new[kept]
-    v[at] = v_new[kept]
+    for pages, new in ((k, k_new), (v, v_new)):
+        stores_codes = pages.dtype in (np.int8, np.uint8) and new.dtype != pages.dtype
+        pages[at] = quantised(new[kept], "int8" if pages.dtype == np.int8 else "int4") if stores_codes else new[kept]
 
 
 def copy_pages(k_blocks: np.ndarray, v_blocks: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:

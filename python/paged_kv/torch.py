@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from paged_kv.arguments import integer
+from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays.cache_storage import paged_views
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.host import HOST, as_indices, as_numpy
@@ -38,11 +38,10 @@ from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractTypeError, ShapeError
-from paged_kv.options import AttentionOptions
+from paged_kv.options import AttentionOptions, check_number
 
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
 
-_LONGEST = 2**31 - 1
 _MOST_KEPT = 1 << 16
 """Entries of a page table that are copied to be compared with the next call's."""
 _NO_SCALES: Scales = (None, None, None)
@@ -86,6 +85,13 @@ def paged_attention(
         PageTableError: a page id is not one of the cache's; a length or an offset is out of range.
         ContractError: a number is out of range.
     """
+    if not torch.compiler.is_compiling():
+        _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens)
+        _check_tensors_or_none(qo_indptr=qo_indptr, sinks=sinks)
+        if sm_scale is not None:
+            check_number("sm_scale", sm_scale)
+        check_number("logits_soft_cap", logits_soft_cap)
+        window_left, alibi = integer("window_left", window_left, -1, LARGEST_INDEX), flag("alibi", alibi)
     return torch.ops.paged_kv.paged_attention(
         q, k_cache, v_cache, block_tables, seq_lens, qo_indptr, sm_scale, window_left, logits_soft_cap, sinks, alibi
     )
@@ -114,6 +120,9 @@ def append_paged_kv(
             for one slot. Nothing was written, as with every error.
         ContractError: K and V of the cache share memory.
     """
+    if not torch.compiler.is_compiling():
+        _check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        _check_tensors(block_tables=block_tables, batch_indices=batch_indices, positions=positions)
     torch.ops.paged_kv.append_paged_kv(k, v, k_cache, v_cache, block_tables, batch_indices, positions)
 
 
@@ -132,6 +141,9 @@ def gather_paged_kv(
         ContractTypeError, PageTableError: as `paged_attention`.
         ShapeError: also where `num_tokens` is another number.
     """
+    if not torch.compiler.is_compiling():
+        _check_tensors(k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens)
+        num_tokens = integer("num_tokens", num_tokens, 0, LARGEST_INDEX)
     return torch.ops.paged_kv.gather_paged_kv(k_cache, v_cache, block_tables, seq_lens, num_tokens)
 
 
@@ -148,6 +160,8 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     Raises:
         ContractTypeError, ShapeError: a tensor has another dtype, device or shape, or requires a gradient.
     """
+    if not torch.compiler.is_compiling():
+        _check_tensors(x=x, w=w)
     return torch.ops.paged_kv.linear(x, w)
 
 
@@ -207,9 +221,10 @@ def _append(
     positions: Tensor,
 ) -> None:
     _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    _check_caches(k_cache=k_cache, v_cache=v_cache)
     cache = WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v)
     rows = cache.rows(k, v, ("k", "v"))
-    entries = block_entries(block_tables, len(block_tables)) if block_tables.ndim == 2 else block_tables
+    entries = block_entries(block_tables, block_tables.shape[0] if block_tables.dim() else 0)
     table = PageTable.from_dense(entries, np.full(len(entries), cache.page_size, np.int32), cache.page_size)
     requests, at = as_indices(batch_indices, "batch_indices"), as_indices(positions, "positions")
     for indices, name in ((requests, "batch_indices"), (at, "positions")):
@@ -222,6 +237,7 @@ def _gather(
     k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
     _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
+    _check_caches(k_cache=k_cache, v_cache=v_cache)
     k, v = paged_views((k_cache, v_cache), "NHD", "cache")
     rows = _rows(block_tables, seq_lens, None, k.shape[1])
     rows.table.check(len(k))
@@ -249,6 +265,8 @@ def planned(
     """
     sm_scale, window_left, logits_soft_cap, alibi = options
     q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
+    if q_dtype.name not in Q_DTYPES:
+        raise ContractTypeError(f"{_DTYPE_NAMES[0]}: {q_dtype.name} is none of {', '.join(Q_DTYPES)}")
     return Attention(
         AttentionPlan(
             *sizes,
@@ -287,13 +305,33 @@ def _rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, page
 
 def _new_rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, page_size: int) -> Rows:
     batch = as_numpy(seq_lens, "seq_lens").size
-    lengths = checked_lengths(seq_lens, batch, _LONGEST)
+    lengths = checked_lengths(seq_lens, batch, LARGEST_INDEX)
     table = lookup_table_of(block_entries(block_tables, batch), lengths, page_size)
     if qo_indptr is None:
         return Rows(table, np.arange(batch, dtype=np.int32), lengths.copy())
     offsets = as_indices(qo_indptr, "qo_indptr").copy()
     check_offsets(offsets, "qo_indptr", batch)
     return RaggedRequests(offsets, lengths.copy(), table, None, True).rows
+
+
+def _check_tensors(**tensors: Any) -> None:
+    """Refuses what torch itself would refuse in words of its own, or compute on another device.
+
+    Raises:
+        ContractTypeError: an argument is no tensor, or none of plain memory on the CPU.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ContractTypeError(f"{name} must be a torch tensor, not {type(tensor).__name__}")
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
+            raise ContractTypeError(
+                f"{name} is a {kind} tensor on {tensor.device}: it must be a strided one on the CPU"
+            )
+
+
+def _check_tensors_or_none(**tensors: Any) -> None:
+    _check_tensors(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def _refuse_gradients(**tensors: Tensor | None) -> None:
@@ -312,6 +350,13 @@ def _check_ranks(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     for name, tensor, rank in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
         if tensor.dim() != rank:
             raise ShapeError(f"{name} must have {rank} dimensions, its shape is {tuple(tensor.shape)}")
+
+
+def _check_caches(**caches: Tensor) -> None:
+    """Each is an array of rank 4, by the name that the caller knows."""
+    for name, cache in caches.items():
+        if as_numpy(cache, name).ndim != 4:
+            raise ShapeError(f"{name} must have 4 dimensions, its shape is {tuple(cache.shape)}")
 
 
 def _fake_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from paged_kv import mla
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError
-from support.calls import CALLS, IN_BUFFERS, MLA, Call, Q, load_variants
+from support.calls import CALLS, IN_BUFFERS, MLA, OPERATORS, Call, Q, load_variants
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,11 +25,19 @@ def _variants() -> None:
     load_variants()
 
 
-MAY_BE_LEGAL = ("kv_layout", "q_data_type", "out", "uses_shared_paged_kv_idx", "seq_lens", "cum_seq_lens_q")
+MAY_BE_LEGAL = (
+    "kv_layout",
+    "q_data_type",
+    "out",
+    "uses_shared_paged_kv_idx",
+    "seq_lens",
+    "cum_seq_lens_q",
+    "qo_indptr",
+)
 """Where some of the values are, so that the message names another argument, which no longer fits."""
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", [*CALLS, *OPERATORS], ids=lambda call: call.name)
 def test_a_bad_value_works_or_is_refused_by_its_name(call: Call) -> None:
     call()
     wrong = []

@@ -43,7 +43,8 @@ def test_the_grid_names_what_there_is():
 def test_memory_bound_cases_are_large_and_rotate():
     for case in CASES:
         if isinstance(case, AttentionCase) and case.new_tokens == 1:
-            assert case.bytes >= MIN_BYTES, case.name
+            # Pages of int4 take a quarter of what the same pages take in bfloat16, beside which they are timed.
+            assert case.bytes >= MIN_BYTES // (2 if case.kv_dtype == "int4" else 1), case.name
         if isinstance(case, AttentionCase | LinearCase):
             assert case.copies >= MIN_COPIES
             assert case.copies * case.bytes >= MIN_ROTATED, case.name

@@ -176,7 +176,7 @@ PLANS = [
     Row("causal", np.ones(2), ContractTypeError, "causal must be true or false", NOT_MLA),
     Row("causal", None, ContractError, "causal is needed", MLA),
     # Dtypes; all are float32.
-    Row("dtype", "int8", ContractTypeError, "{name}: int8 is none of "),
+    Row("dtype", "int16", ContractTypeError, "{name}: int16 is none of "),
     Row("dtype", "fp16", ContractTypeError, "{name}: 'fp16' is none of "),
     Row("q_data_type", None, ContractTypeError, "q_data_type: None is none of", r"^BatchDecode\w*( in buffers)?\.plan"),
     Row("kv_data_type", "float16", ContractTypeError, "kv_data_type: float16 must equal q's float32 or be", r"\.plan$"),

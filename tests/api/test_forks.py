@@ -27,12 +27,12 @@ def printed(when: str, how: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("how", ["os.fork", "exit", "fork", "loader"])
+@pytest.mark.parametrize("how", ["os.fork", "exit", "fork", "loader", "operator"])
 def test_a_child_that_is_forked_before_anything_ran(how):
     assert printed("fresh", how) == RIGHT
 
 
-@pytest.mark.parametrize("how", ["os.fork", "exit", "fork", "loader"])
+@pytest.mark.parametrize("how", ["os.fork", "exit", "fork", "loader", "operator"])
 def test_a_child_that_is_forked_after_a_run(how):
     said = printed("ran", how)
     assert said.startswith(REFUSED)

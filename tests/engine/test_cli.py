@@ -172,6 +172,18 @@ def test_greedy_twice_and_seeds_once_more_are_equal(generate):
     assert text("--temperature", 1.5, "--top-p", 1e-9) == text()
 
 
+@pytest.mark.parametrize("sampled", [(), ("--temperature", 0.7, "--seed", 3)])
+def test_guesses_change_no_text(generate, copy, sampled):
+    """By the text, which repeats itself, and by a copy of the model, which is always right."""
+    plain, _ = generate("--max-new-tokens", 60, *sampled)
+    for speculate in ("lookup", copy):
+        out, err = generate("--max-new-tokens", 60, "--speculate", speculate, *sampled)
+        assert out == plain
+        right, guessed = map(int, re.search(r"guesses: (\d+) of (\d+) were right\n", err).groups())
+        assert "compiling" not in err
+    assert right == guessed > 5
+
+
 def test_an_end_token_stops_its_prompt_alone(generate, copy):
     whole = [json.loads(line)["text"] for line in generate("--json", prompts=PROMPTS)[0].splitlines()]
     end = whole[0][10]

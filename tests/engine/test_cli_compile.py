@@ -11,6 +11,7 @@ from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 
+CACHE = ("--cache-dtype", "int4", "--rotate", "hadamard")
 COMPILING = "compiling the decode step"
 
 
@@ -33,12 +34,14 @@ def generate(folder, caches, *args):
 def test_a_step_that_was_compiled_ahead_is_found(folder, tmp_path, capsys):
     target = choose_cpu_target(CpuInfo.read())
     targets = () if target is None else ("--target", target)
-    assert _run(["compile", str(folder), "--out", str(tmp_path / "ahead"), *targets]) == 0
+    assert _run(["compile", str(folder), "--out", str(tmp_path / "ahead"), *CACHE, *targets]) == 0
     out, _ = capsys.readouterr()
     (file,) = (tmp_path / "ahead").iterdir()
     assert out == f"ready{f' for {target}' if target else ''}: {file}\n"
     for name, size in (("one", "16"), ("other", "5")):  # any page size
-        text, messages = generate(folder, tmp_path / name, "--compiled", tmp_path / "ahead", "--page-size", size)
+        text, messages = generate(
+            folder, tmp_path / name, "--compiled", tmp_path / "ahead", "--page-size", size, *CACHE
+        )
         assert text
         assert COMPILING not in messages
         assert not list((tmp_path / name).rglob("*.graph"))
@@ -48,6 +51,7 @@ def test_what_cannot_be_compiled_is_refused(folder, tmp_path, capsys):
     for arguments, words in (
         ([folder, "--target", "pentium"], "target must be one of"),
         ([tmp_path / "none"], "none"),
+        ([folder, "--serve", "--rotate", "hadamard"], "--rotate is for the step of generate"),
     ):
         assert _run(["compile", *map(str, arguments)]) == 2
         error = capsys.readouterr().err.splitlines()[-1]

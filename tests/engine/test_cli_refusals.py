@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from paged_kv.cli import _run
 from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.engine.demo_model import FOLDER
 from paged_kv.runtime.cache_folder import cache_folder
 from support.checkpoints import raw_safetensors
 
@@ -50,6 +51,11 @@ def rewrite(file, **changes):
 def read_tensors(file):
     """{name: (safetensors dtype, shape, bytes)} of a float32 file."""
     return {name: ("F32", array.shape, array.tobytes()) for name, array in load_file(file).items()}
+
+
+def test_a_draft_of_other_tokens_is_refused(refuse, tmp_path):
+    assert "its tokens are not those of --model" in refuse("--speculate", FOLDER)
+    assert "missing: no such folder" in refuse("--speculate", tmp_path / "missing")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """The engine around a model that is compiled: sharing, forks, aborts and few pages change no token (float32)."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from max.dtype import DType
 
+from paged_kv.arrays.host import to_numpy
+from paged_kv.engine.disk_tier import DiskTier
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Sample, Sampling
-from paged_kv.errors import RequestError
+from paged_kv.errors import CheckpointError, ContractError, RequestError
+from paged_kv.graphs.models.config import with_cache_rotation
 from support.checkpoints import make_checkpoint
 from support.llama_family import Member, load_family, poison
 
@@ -18,11 +22,17 @@ SLOTS = 400
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def models(tmp_path_factory):
+    """Without and with a rotation of q and k before the cache."""
     folder = tmp_path_factory.mktemp("engine") / "model"
     make_checkpoint(folder, **SHAPE)
-    (model,) = load_family({"model": Member(folder, DType.float32, PAGE_SIZE, SLOTS // PAGE_SIZE)}).values()
-    return model
+    size = (folder, DType.float32, PAGE_SIZE, SLOTS // PAGE_SIZE)
+    return load_family({"model": Member(*size), "rotated": Member(*size, rotate="hadamard")})
+
+
+@pytest.fixture
+def model(models):
+    return models["model"]
 
 
 def run(engine, found):
@@ -99,3 +109,53 @@ def test_a_prefix_from_a_file_gives_the_tokens_of_one_that_was_computed(model, t
     assert restarted.load_prefix(tmp_path / "prefix") == 300
     assert answer(restarted) == expected
     assert restarted.statistics.prompt_tokens == 5
+
+
+def test_a_rotation_of_the_cache_changes_its_keys_and_no_logits(models):
+    rng = np.random.default_rng(4)
+    prompts, pages = [rng.integers(0, 256, n).tolist() for n in (33, 7)], [[9, 2, 5, 0, 11, 3, 8], [4, 6]]
+    found = {}
+    for name, model in models.items():
+        poison(model)
+        first = model.step(prompts, [0, 0], pages)
+        found[name] = np.stack([first, model.step([[1], [2]], [33, 7], pages)]), to_numpy(model.blocks)[pages[0]].copy()
+    (logits, cache), (of_rotated, rotated) = found["model"], found["rotated"]
+    assert np.abs(of_rotated - logits).max() < 1e-5 * np.abs(logits).max()
+    dim = cache.shape[-1]
+    signs = np.array([[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)]) / np.sqrt(dim)
+    k, v = (rotated[:6, of] for of in (0, 1))
+    assert np.abs(k - cache[:6, 0] @ signs).max() < 1e-5 * np.abs(k).max()
+    assert np.abs(v - cache[:6, 1]).max() < 1e-5 * np.abs(v).max()
+
+
+def test_pages_of_another_rotation_are_refused(models, tmp_path):
+    """Those of a file, whose digest is another; the disk tier's names begin with the same digest."""
+    prompt = list(range(40))
+    for name, other in (("model", "rotated"), ("rotated", "model")):
+        saving, reading = Engine(models[name]), Engine(models[other])
+        list(saving.stream(prompt, Sampling(1)))
+        saving.save_prefix(tmp_path / name, prompt)
+        with pytest.raises(CheckpointError, match=r"model is .[0-9a-f]{64}., that of this model is"):
+            reading.load_prefix(tmp_path / name)
+
+
+def test_pages_of_another_rotation_are_not_found_on_disk(models, tmp_path):
+    prompt = list(range(40))
+    for name, restored in (("model", 0), ("rotated", 0), ("rotated", 35)):
+        engine = Engine(models[name], disk=DiskTier(tmp_path / "pages", 1 << 24))
+        list(engine.stream(prompt, Sampling(1)))
+        engine.flush()
+        assert engine.tokens_restored == restored
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotate", "words"),
+    [
+        ({}, "other", "rotate must be hadamard, not 'other'"),
+        ({"head_dim": 24}, "hadamard", "needs a head_dim that is a power of two, not 24"),
+        ({"latent": True}, "hadamard", "this model's cache holds latents"),
+    ],
+)
+def test_a_rotation_that_a_model_cannot_have_is_refused(models, changes, rotate, words):
+    with pytest.raises(ContractError, match=words):
+        with_cache_rotation(replace(models["model"].geometry, **changes), rotate)

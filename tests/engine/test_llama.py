@@ -200,6 +200,20 @@ def test_a_request_alone_gets_the_logits_that_it_gets_in_company(case):
     assert relative_error(got[0], logits[20]) < 1e-4
 
 
+def test_a_step_gives_the_logits_after_each_of_the_last_tokens_that_are_wanted(case):
+    """As guesses are judged: rows of a text that goes on, beside a prompt and a request of one token."""
+    model, prompt, (tokens, logits) = case.model, PROMPTS[0], case.expected[0]
+    poison(model)
+    pages = np.random.default_rng(1).permutation(model.num_pages).tolist()
+    own, other = pages[: pages_of(model, [prompt])], pages[pages_of(model, [prompt]) :]
+    model.step([prompt], [0], [own])
+    got = model.step([[5, 6, 7], tokens[:8], [9]], [0, len(prompt), 0], [other[:3], own, other[3:4]], [1, 6, 1])
+    assert got.shape == (8, model.config.vocab_size)
+    assert relative_error(got[1:7], logits[3:9]) < 1e-4
+    (alone,) = model.step([[9]], [0], [other[3:4]])
+    assert relative_error(got[7], alone) < 1e-5
+
+
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(cases):
     """Its own tokens, judged by transformers in float32 on the same (bfloat16) weights."""
 

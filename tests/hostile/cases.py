@@ -14,6 +14,7 @@ from hostile.calls_mla import Latent
 from hostile.calls_page import Append, AppendLatent, Positions, SeqLens
 from hostile.calls_prefill import Prefill, SinglePrefill, Trees
 from hostile.calls_states import Functional, Merge
+from hostile.calls_torch import TorchAppend, TorchAttention, TorchGather, TorchLinear
 from hostile.memory import Memory, values
 from hostile.model import Expected, Invalid
 from hostile.objects import objects
@@ -29,6 +30,7 @@ CALLS: list[Any] = [
     *(Pool(), Manager()),
     *(Prefill("paged"), Prefill("paged"), Prefill("ragged"), Prefill("mixed"), SinglePrefill(), Trees()),
     *(Levels(), Levels(), SharedPrefix("decode"), SharedPrefix("prefill"), Latent()),
+    *(TorchAttention(), TorchAttention(), TorchAppend(), TorchGather(), TorchLinear()),
 ]
 MOST_CHARACTERS = 1500
 """Of an error's message."""
@@ -156,6 +158,8 @@ class Case:
             if made is None:
                 return
             label, benign = f"{transform.__name__}: {made}", transform in BENIGN
+            if self.call.name.startswith("torch_"):  # an operator takes nothing else
+                benign = benign and change.argument.kind == "torch"
         self.done.append(f"{change.name}: {label}")
         self.has_to_work &= benign
 

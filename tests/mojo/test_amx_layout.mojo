@@ -10,7 +10,7 @@ from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace
 from mojo_ops.attention.params import AttentionRows
 from mojo_ops.attention.row_masks import NoMasks
 from mojo_ops.isa.convert import LANES
-from mojo_ops.isa.float8 import float8_word_order, zip_mask
+from mojo_ops.isa.bf16_lookup import word_order, zip_mask
 from support import untracked, untracked_mutable
 
 comptime MARK: Float32 = 12345
@@ -41,7 +41,7 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
     var queries = num_rows * group
     var room = AmxBuffers.query_stride(queries) * kv_heads
     var amx_floats = AmxBuffers.num_floats(room, padded)
-    var heads = HeadLayout(kv_heads, group, dim, padded, dim, dim, dim, padded)
+    var heads = HeadLayout(kv_heads, group, dim, padded, dim, dim, dim, padded, dim)
     var workspace = SegmentWorkspace(heads, AmxBuffers.query_stride(queries), amx_floats)
     var buffers = AmxBuffers(queries, padded, workspace)
     for i in range(room * KV_TILE_TOKENS):
@@ -68,9 +68,9 @@ def check_packing[kv_dtype: DType](num_rows: Int, group: Int, kv_heads: Int, dim
         Int(workspace.greatest.unsafe_offset(room)) <= Int(workspace.memory.unsafe_ptr()) + 4 * len(workspace.memory)
     )
 
-    # Where each element of a float8 chunk goes (`float8_word_order`); the others keep their order.
+    # Where each element of a float8 chunk goes (`word_order`); the others keep their order.
     var positions = List[Int](length=64, fill=0)
-    var stored = materialize[float8_word_order()]()
+    var stored = materialize[word_order(DType.float8_e4m3fn)]()
     for i in range(64):
         positions[stored[i]] = i
     var words = workspace.q.unsafe_bitcast[BFloat16]()
@@ -139,7 +139,7 @@ def check_order[length: Int]() raises:
         for token in range(2):
             var stored = 2 * column + token
             comptime if length == 64:
-                comptime parts = float8_word_order()
+                comptime parts = word_order(DType.float8_e4m3fn)
                 stored = parts[vector % 2 * 32 + stored]
             var upper = vector if length == 32 else vector // 2
             assert_equal((zips[1] if upper == 1 else zips[0])[stored], token * length + element)

@@ -1,4 +1,4 @@
-"""Chunks of stored elements in their lane order, sums of vectors, and the look-up tables of float8."""
+"""Chunks of stored elements in their lane order, sums of vectors, and the look-up tables of float8 and of codes."""
 
 from std.math import iota
 from std.memory import bitcast
@@ -15,7 +15,8 @@ from mojo_ops.isa.convert import (
     to_chunk_order,
     to_natural_order,
 )
-from mojo_ops.isa.float8 import float8_table
+from mojo_ops.attention.cpu.bf16_chunk import Bf16Chunk, widen_chunk
+from mojo_ops.isa.bf16_lookup import is_looked_up, lookup_table_of, word_order
 from support import untracked
 
 
@@ -113,8 +114,8 @@ def test_sum_each() raises:
 
 def check_table[dtype: DType]() raises:
     for half in range(2):
-        var low = float8_table(dtype, 64 * half, 0)
-        var high = float8_table(dtype, 64 * half, 8)
+        var low = lookup_table_of(dtype, 64 * half, 0)
+        var high = lookup_table_of(dtype, 64 * half, 8)
         for i in range(64):
             var bits = UInt16(low[i]) | (UInt16(high[i]) << 8)
             var found = bitcast[DType.bfloat16](bits).cast[DType.float32]()
@@ -127,6 +128,45 @@ def check_table[dtype: DType]() raises:
 def test_every_float8_magnitude() raises:
     check_table[DType.float8_e4m3fn]()
     check_table[DType.float8_e5m2]()
+    check_table[DType.int8]()
+
+
+def check_codes[dtype: DType]() raises:
+    """Every code, in both of the ways in which a chunk is loaded: as float32, and as bfloat16 where it is looked up."""
+    comptime chunk = chunk_of(dtype)
+    comptime length = chunk // 2 if dtype == DType.uint8 else chunk
+    var constants = ChunkConstants[dtype]()
+    for start in range(-127, 128, chunk):
+        var codes = List[Int](length=chunk, fill=0)
+        var stored = List[Scalar[dtype]](length=length, fill=0)
+        for i in range(chunk):
+            codes[i] = i % 16 - 8 if dtype == DType.uint8 else min(start + i, 127)
+        for i in range(length):
+            comptime if dtype == DType.uint8:
+                stored[i] = Scalar[dtype](codes[2 * i] & 15 | (codes[2 * i + 1] & 15) << 4)
+            else:
+                stored[i] = Scalar[dtype](codes[i])
+        for count in range(8, chunk + 1, 8):
+            var wide = load_chunk[False](untracked(stored), count, constants)
+            if count == chunk:
+                assert_equal(load_chunk[True](untracked(stored), count, constants), wide)
+            var natural = to_natural_order[dtype](wide)
+            for i in range(chunk):
+                assert_equal(natural[i], Float32(codes[i] if i < count else 0))
+            comptime if is_looked_up(dtype):
+                var words = Bf16Chunk[dtype]()
+                widen_chunk[False](untracked(stored), count, constants.tables, words)
+                comptime order = word_order(dtype)
+                comptime for i in range(chunk):
+                    comptime element = order[i]
+                    var found = bitcast[DType.bfloat16](words.words[i // 32][i % 32]).cast[DType.float32]()
+                    assert_equal(found, Float32(codes[element] if element < count else 0))
+        _ = stored^
+
+
+def test_every_code() raises:
+    check_codes[DType.int8]()
+    check_codes[DType.uint8]()
 
 
 def main() raises:

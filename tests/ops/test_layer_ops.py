@@ -19,6 +19,7 @@ EPS, OFFSET, FACTOR = 1e-5, 1.0, 0.22
 AMPLITUDE, START = 1.25, 40
 FREQUENCIES = (10000.0 ** -(np.arange(20) / 20)).astype(np.float32)
 STRETCHED = (FREQUENCIES / np.float32(4)).astype(np.float32)
+HADAMARD_DIMS = {"float32": (8, 16, 32, 128, 256, 512), "bfloat16": (64, 128), "float16": (128,)}
 SIZES = [(1, 1), (1, 8), (3, 17), (7, 64), (307, 200)]
 
 
@@ -41,6 +42,8 @@ def build(module):
             add(f"layer_norm_{name}_{dtype}", lambda x, w, o=options: ops.rms_norm(x, w, EPS, **o), x, weight)
         add(f"layer_norm_heads_{dtype}", lambda x, w: ops.rms_norm(x, w, EPS), heads, weight)
         add(f"layer_rotate_{dtype}", ops.rotate, heads, table, table)
+        for dim in HADAMARD_DIMS[dtype]:
+            add(f"layer_hadamard_{dim}_{dtype}", ops.hadamard, kind(dtype, "T", "H", dim))
         add(f"layer_add_{dtype}", lambda x, y: ops.add_scaled(x, y, FACTOR), x, y)
         for activation in ("silu", "gelu_tanh"):
             add(f"layer_{activation}_{dtype}", lambda x, y, a=activation: ops.gate_units(x, y, a), x, y)
@@ -204,6 +207,28 @@ def test_a_nan_is_rotated_into_its_pair_alone(at):
     assert not found[0, 0].any()
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(dtype, dim) for dtype, dims in HADAMARD_DIMS.items() for dim in dims])
+def test_the_hadamard_transform_of_heads(dtype, dim):
+    """Sylvester's matrix: entry `[i, j]` is -1 to the number of bits that i and j have in common."""
+    matrix = np.array([[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)]) / np.sqrt(dim)
+    for rows, heads in ((1, 1), (3, 2), (200, 3)):
+        x = sample(dtype, rows, heads, dim)
+        found = execute(f"hadamard_{dim}_{dtype}", x)
+        assert_near(found, x.astype(np.float64) @ matrix, dtype)
+        assert_rounded_once(found, x.astype(np.float64) @ matrix, 1e-6 * np.abs(x).max().astype(np.float64))
+        assert_near(execute(f"hadamard_{dim}_{dtype}", found), x.astype(np.float64), dtype)
+
+
+def test_a_nan_is_transformed_within_its_head():
+    x = sample("bfloat16", 2, 2, 64)
+    before = execute("hadamard_64_bfloat16", x)
+    x[1, 0, 5] = np.nan
+    found = execute("hadamard_64_bfloat16", x)
+    assert np.isnan(found[1, 0]).all()
+    assert_bits_equal(found[0], before[0], what="the other row")
+    assert_bits_equal(found[1, 1], before[1, 1], what="the other head")
+
+
 @pytest.mark.parametrize("dim", [8, 9])
 def test_a_table_wider_than_half_a_head_is_refused(dim):
     table = sample("float32", 2, 5)
@@ -293,6 +318,7 @@ def test_no_rows():
     assert execute("norm_heads_float32", heads, np.ones(24, np.float32)).shape == (0, 2, 24)
     assert execute("take_heads_float32", np.zeros((0, 2, 3), np.float32), np.zeros(0, np.int32)).shape == (0, 2, 3)
     assert execute("rotate_float32", heads, table, table).shape == (0, 2, 24)
+    assert execute("hadamard_8_float32", np.zeros((0, 2, 8), np.float32)).shape == (0, 2, 8)
     assert [y.shape for y in execute("tables", np.zeros(0, np.int32))] == [(0, 20), (0, 20)]
     assert all(execute(f"{name}_float32", x, x).shape == (0, 24) for name in ("add", "silu", "gelu_tanh"))
     assert execute("widen_bfloat16", x.astype("bfloat16")).shape == (0, 24)
@@ -310,6 +336,12 @@ X, ROWS, TABLE = TensorType(DType.float32, ["T", 8], CPU), TensorType(DType.int3
         (lambda x, w: ops.rms_norm(x, w, EPS), [X, TensorType(DType.float32, [7], CPU)], ShapeError, "weight"),
         (lambda x, w: ops.rms_norm(x, w, EPS), [ROWS, X], ContractTypeError, "x: dtype int32"),
         (lambda x, c: ops.rotate(x, c, c), [X, TensorType(DType.float32, TABLE, CPU)], ShapeError, "x: rank 2"),
+        (ops.hadamard, [X], ShapeError, "x: rank 2"),
+        (ops.hadamard, [TensorType(DType.int32, ["T", 2, 8], CPU)], ContractTypeError, "x: dtype int32"),
+        (ops.hadamard, [TensorType(DType.float32, ["T", 2, "D"], CPU)], ShapeError, "x: head_dim D is not known"),
+        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 96], CPU)], ShapeError, "x: head_dim 96 is no power of two"),
+        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 4], CPU)], ShapeError, "x: head_dim 4 is no power of two"),
+        (ops.hadamard, [TensorType(DType.float32, ["T", 2, 1024], CPU)], ShapeError, "x: head_dim 1024 is no power"),
         (lambda x, y: ops.gate_units(x, y, "silu"), [X, TensorType(DType.float32, ["T", 9], CPU)], ShapeError, "up"),
         (lambda p: ops.rotary_tables(p, FREQUENCIES), [X], ContractTypeError, "positions"),
     ],

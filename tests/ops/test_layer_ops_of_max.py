@@ -34,7 +34,7 @@ def activations(x, y, weight):
 def rows(x, chosen, positions, row_offsets):
     cos, sin = ops.rotary_tables(positions, FREQUENCIES, amplitude=AMPLITUDE, past=(START, FREQUENCIES / 4))
     lengths, last = ops.lengths_and_last_rows(positions, row_offsets, 2)
-    return [ops.take_rows(x, chosen), ops.rotate(x, cos, sin), cos, sin, lengths, last]
+    return [ops.take_rows(x, chosen), ops.rotate(x, cos, sin), ops.hadamard(x), cos, sin, lengths, last]
 
 
 def kind(dtype, *shape):

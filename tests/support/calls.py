@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 import paged_kv
+import paged_kv.torch as operators_of_torch
 from paged_kv import cascade, decode, mla, page, prefill, trees
 from paged_kv.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from support import latent
@@ -180,6 +182,30 @@ def appends() -> list[tuple[str, dict[str, Any]]]:
 
 
 CALLS = calls()
+
+
+def operators() -> list[Call]:
+    """The torch operators, whose tensors are torch's."""
+    k_cache, v_cache, q, new = (
+        torch.from_numpy(array) for array in (CACHE[:, 0].copy(), CACHE[:, 1].copy(), Q, Q[:, :2])
+    )
+    table, requests = torch.tensor([[2, -1], [0, 1]], dtype=torch.int32), torch.tensor([0, 0, 1, 1, 1])
+    lengths, offsets = torch.tensor([3, 6]), torch.from_numpy(ROWS)
+    return [
+        Call(
+            "paged_attention", lambda: operators_of_torch.paged_attention,
+            (q, k_cache, v_cache, table, lengths, offsets), {},
+        ),
+        Call(
+            "append_paged_kv", lambda: operators_of_torch.append_paged_kv,
+            (new, new, k_cache, v_cache, table, requests, torch.tensor([0, 1, 3, 4, 5])), {},
+        ),
+        Call("gather_paged_kv", lambda: operators_of_torch.gather_paged_kv, (k_cache, v_cache, table, lengths, 9), {}),
+        Call("linear", lambda: operators_of_torch.linear, (q[:, 0], new[:, 0]), {}),
+    ]  # fmt: skip
+
+
+OPERATORS = operators()
 
 
 def zeros(names: str, *sizes: int) -> dict[str, np.ndarray]:

@@ -50,6 +50,12 @@ def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
     return dict(tokens)
 
 
+def guess_often(engine: Engine) -> None:
+    """Takes rows for nearly free: guesses are made wherever there are some, whatever the clock says."""
+    engine._speculation._line = lambda: (1.0, 1e-3)
+    engine._speculation._draft and setattr(engine._speculation._draft, "seconds", 0.0)
+
+
 @dataclass
 class Asked:
     """What was asked for under one number."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from paged_kv.checkpoint.config import load_config
+from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.sampling import History, Sampling, choose
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Rope
@@ -69,7 +72,13 @@ class FakeModel:
         self.largest = 0
         """Tokens of the largest step."""
 
-    def step(self, tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Any]) -> np.ndarray:
+    def step(
+        self,
+        tokens: Sequence[Sequence[int]],
+        cache_lengths: Sequence[int],
+        pages: Sequence[Any],
+        counts: Sequence[int] | None = None,
+    ) -> np.ndarray:
         self.computed += sum(map(len, tokens))
         self.largest = max(self.largest, sum(map(len, tokens)))
         written = set()
@@ -81,16 +90,24 @@ class FakeModel:
                 written.add(at)
                 self.storage[at] = token
         rows = []
-        for new, cached, mine in zip(tokens, cache_lengths, pages, strict=True):
-            length = cached + len(new)
+        ends = [
+            (cached + len(new) - back, mine)
+            for new, cached, mine, count in zip(tokens, cache_lengths, pages, counts or [1] * len(pages), strict=True)
+            for back in reversed(range(count))
+        ]
+        for length, mine in ends:
             assert length <= self.config.max_position_embeddings
             first = 0 if self.window < 0 else max(0, length - 1 - self.window)
             at = [(mine[j // self.page_size], j % self.page_size) for j in range(first, length)]
             assert all(page != NO_PAGE for page, _ in at)
             past = [self.storage[slot] for slot in at]
             assert EMPTY not in past
-            rows.append(logits_after(past))
+            rows.append(self.logits(past))
         return np.array(rows)
+
+    def logits(self, past: Sequence[int]) -> np.ndarray:
+        """After the tokens that it sees."""
+        return logits_after(past)
 
     @property
     def page_kind(self) -> tuple[str, tuple[int, ...]]:
@@ -104,3 +121,45 @@ class FakeModel:
 
     def copy_page(self, source: int, target: int) -> None:
         self.storage[target] = self.storage[source]
+
+
+class FakeDraft(FakeModel):
+    """Expects what `FakeModel` does after seven of ten texts."""
+
+    def logits(self, past: Sequence[int]) -> np.ndarray:
+        logits = super().logits(past)
+        return logits if sum(past) % 10 < 7 else -logits
+
+
+class Nonsense(FakeModel):
+    """Any token of the demo's vocabulary is as likely as any other, by what was said before."""
+
+    DEMO = load_config(FOLDER)
+    NUM_ROWS = 1 << 16
+    NOISE = np.random.default_rng(0).standard_normal(NUM_ROWS + DEMO.vocab_size, np.float32)
+
+    def __init__(self, num_pages: int, page_size: int = 16) -> None:
+        super().__init__(num_pages, page_size)
+        self.config = replace(self.config, vocab_size=self.DEMO.vocab_size, eos_token_ids=self.DEMO.eos_token_ids)
+
+    def step(
+        self,
+        tokens: Sequence[Sequence[int]],
+        cache_lengths: Sequence[int],
+        pages: Sequence[Any],
+        counts: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        rows = []
+        for new, cached, mine, count in zip(tokens, cache_lengths, pages, counts or [1] * len(pages), strict=True):
+            for position, token in enumerate(new, cached):
+                self.storage[mine[position // self.page_size], position % self.page_size] = token
+            past = self.storage[list(mine)].ravel()
+            self.computed += len(new)
+            for length in range(cached + len(new) - count + 1, cached + len(new) + 1):
+                at = self.place(past[:length])
+                rows.append(self.NOISE[at : at + self.DEMO.vocab_size])
+        return np.array(rows)
+
+    def place(self, past: np.ndarray) -> int:
+        """Where in the noise the logits after some tokens are."""
+        return zlib.crc32(past.tobytes()) % self.NUM_ROWS

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from paged_kv import PagePool
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.errors import PagedKVError
+from paged_kv.torch import paged_attention
 
 
 def planned() -> BatchDecodeWithPagedKVCacheWrapper:
@@ -30,6 +31,15 @@ def attend(wrapper: BatchDecodeWithPagedKVCacheWrapper | None = None) -> str:
     q, pages = np.ones((1, 2, 64), np.float32), np.ones((4, 2, 16, 1, 64), np.float32)
     try:
         return str((wrapper or planned()).run(q, pages).sum())
+    except PagedKVError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def operate() -> str:
+    """What the torch operator gives for the same ones."""
+    q, pages, table = torch.ones(1, 2, 64), torch.ones(4, 16, 1, 64), torch.tensor([[2]], dtype=torch.int32)
+    try:
+        return str(float(paged_attention(q, pages, pages.clone(), table, torch.tensor([16]))[0].sum()))
     except PagedKVError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -61,7 +71,7 @@ def in_child(how: str, wrapper: BatchDecodeWithPagedKVCacheWrapper | None) -> st
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        found = pure_python(wrapper) if how == "pure" else attend(wrapper)
+        found = {"pure": lambda: pure_python(wrapper), "operator": operate}.get(how, lambda: attend(wrapper))()
         os.write(writer, found.encode())
         if how == "exit":
             sys.exit(0)  # with all that Python and MAX do at the end of a process

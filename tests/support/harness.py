@@ -17,6 +17,7 @@ from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.graphs.ops import CODES
 from paged_kv.reference import cache_views
 from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
@@ -35,6 +36,10 @@ NARROWEST = ("bfloat16", "float8_e5m2")
 """Has a test of its own."""
 MASKED_PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float8_e4m3fn"))
 """Of masked attention."""
+STORED = {name: dtype for dtype, name in CODES.items()}
+"""The dtype of the memory of codes."""
+CODE_PAIRS = (("float32", "int8"), ("float32", "int4"), ("bfloat16", "int8"), ("bfloat16", "int4"))
+"""Of q and of a cache of codes; append and gather take the first and the last, masked attention the last."""
 BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
 NONE = np.zeros(0, np.float32)
 Storage = tuple[np.ndarray, np.ndarray, str, int]
@@ -76,14 +81,15 @@ class Host:
         numbers: tuple[np.ndarray | np.generic, ...] = (),
     ) -> tuple[np.ndarray, ...]:
         views = cache_views(*storage)
-        if variant.op in ("append", "gather"):
+        if variant.op in ("append", "gather") and variant.dtype == variant.kv_dtype:
             views = tuple(map(as_bits, views))
         k_blocks, v_blocks, view = cache_operands(*views)
         if variant.op == "mla_attention":  # head_dim of V at the end, which others have where it is not K's
             view = to_buffer(np.append(view.to_numpy()[:12], views[1].shape[-1]))
         inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
         options = [Buffer.from_dlpack(np.array(option)) for option in (*tensors, *numbers)]
-        loaded = {"masked_attention": masked_runtime, "mla_attention": default_runtime}.get(variant.op, runtime)()
+        loads = {"masked_attention": masked_runtime, "mla_attention": default_runtime}.get(variant.op, runtime)
+        loaded = (codes_runtime if variant.dtype != variant.kv_dtype and variant.kv_dtype in CODES else loads)()
         results = loaded.execute(variant, *inputs, k_blocks, v_blocks, to_buffer(lookup_table), view, *options)
         return tuple(to_numpy(result).copy() for result in results)
 
@@ -100,6 +106,18 @@ def runtime() -> Runtime:
     attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in (*PAIRS, NARROWEST)]
     with one_process_at_a_time("variants"):
         loaded.load([*copies, *merges, *attentions])
+    return loaded
+
+
+@cache
+def codes_runtime() -> Runtime:
+    """The same for caches of codes."""
+    loaded = default_runtime()
+    pairs = [(DType[q], STORED[kv]) for q, kv in CODE_PAIRS]
+    moves = [Variant(op, *pair) for pair in (pairs[0], pairs[-1]) for op in ("append", "gather")]
+    masked = Variant("masked_attention", *pairs[-1])
+    with one_process_at_a_time("codes"):
+        loaded.load([*moves, *(Variant("attention", *pair) for pair in pairs), masked])
     return loaded
 
 
@@ -175,7 +193,8 @@ def masked_attention(
     """As `reference.masked_attention`: o `[R, Hq, Dv]` in `o_dtype` or q's dtype, and lse `[R, Hq]` float32."""
     variant = Variant("masked_attention", _dtype(q), _dtype(k_blocks), o_dtype and DType[o_dtype])
     storage = (k_blocks, v_blocks, layout, layer)
-    width = np.zeros(cache_views(*storage)[1].shape[-1], np.int8)
+    codes = variant.dtype != variant.kv_dtype and variant.kv_dtype in CODES
+    width = np.zeros(q.shape[-1] if codes else cache_views(*storage)[1].shape[-1], np.int8)
     row_masks = [
         np.zeros(0, dtype) if array is None else array
         for array, dtype in (

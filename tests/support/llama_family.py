@@ -11,6 +11,8 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine import model as model_module
 from paged_kv.engine.model import DecoderModel
 from paged_kv.graphs.models import decoder
+from paged_kv.graphs.models.config import with_cache_rotation
+from paged_kv.options import KVFormat
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.session import default_runtime
@@ -25,6 +27,8 @@ class Member:
     dtype: DType
     page_size: int
     num_pages: int
+    kv_format: KVFormat | None = None
+    rotate: str | None = None
 
 
 def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
@@ -33,17 +37,21 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
     In it, graphs and weights are named after their member, so that they do not meet.
     """
     sources = {name: open_source(member.folder) for name, member in members.items()}
-    configs = {name: source.config for name, source in sources.items()}
+    configs = {name: with_cache_rotation(source.config, members[name].rotate) for name, source in sources.items()}
     weights = {name: source.load(members[name].dtype) for name, source in sources.items()}
 
     def build(module, names):
         for name in names:
             member = members[name]
-            decoder.build_step(configs[name], member.dtype, module, name=name, weight_prefix=f"{name}/")
+            how = {"name": name, "weight_prefix": f"{name}/", "kv_format": member.kv_format}
+            decoder.build_step(configs[name], member.dtype, module, **how)
 
     graphs = load_graphs(
         default_runtime().session,
-        {name: CompileKey(f"{name} {configs[name]} {member.dtype}", (MODELS,)) for name, member in members.items()},
+        {
+            name: CompileKey(f"{name} {configs[name]} {member.dtype} {member.kv_format}", (MODELS,))
+            for name, member in members.items()
+        },
         build,
         weights={f"{name}/{of}": weight for name, tensors in weights.items() for of, weight in tensors.items()},
     )
@@ -57,6 +65,7 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
                 dtype=member.dtype,
                 num_pages=member.num_pages,
                 page_size=member.page_size,
+                kv_format=member.kv_format,
             )
     return models
 

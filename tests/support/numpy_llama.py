@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from paged_kv import reference
+
 NEAR_TIE = 1e-4
 """Between the log-probabilities of two tokens: float32 may take either."""
 
@@ -14,7 +16,9 @@ NEAR_TIE = 1e-4
 class NumpyLlama:
     """A checkpoint without rope scaling, whose head_dim is in its config.json."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kv_format: str | None = None) -> None:
+        """With `kv_format` K and V are what codes of "int8" or "int4" stand for."""
+        self.kv_format = kv_format
         self.config = json.loads((folder / "config.json").read_text())
         self.weights = {name: w.astype(np.float64) for name, w in load_file(folder / "model.safetensors").items()}
 
@@ -44,7 +48,8 @@ class NumpyLlama:
         heads, kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
         x = w["model.embed_tokens.weight"][tokens]  # [T, hidden]
         count = len(tokens)
-        frequencies = c["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+        theta = c.get("rope_theta") or c["rope_parameters"]["rope_theta"]
+        frequencies = theta ** (-np.arange(0, dim, 2) / dim)
         angles = np.arange(count)[:, None] * frequencies  # [T, dim / 2]
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
         future = np.triu(np.full((count, count), -np.inf), 1)
@@ -55,6 +60,8 @@ class NumpyLlama:
                 (y @ w[f"{at}.self_attn.{name}_proj.weight"].T).reshape(count, -1, dim) for name in ("q", "k", "v")
             )
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            if self.kv_format is not None:
+                k, v = (reference.widened(reference.quantised(kv, self.kv_format)) for kv in (k, v))
             k, v = (np.repeat(kv, heads // kv_heads, axis=1) for kv in (k, v))
             scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(dim) + future
             scores = np.exp(scores - scores.max(-1, keepdims=True))

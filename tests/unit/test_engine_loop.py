@@ -10,17 +10,32 @@ from paged_kv.engine.async_engine import AsyncEngine
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Output, Sampling
 from paged_kv.errors import ContractError, RequestError
-from support.engine_runs import Letters, run
-from support.fake_model import VOCAB, FakeModel, alone, logits_after
+from support.engine_runs import Letters, guess_often, run
+from support.fake_model import VOCAB, FakeDraft, FakeModel, alone, logits_after
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(page_size, temperature):
-    """Shared prefixes, samples that fork, aborts, chunks and preemptions; each against its own run without a cache."""
+@pytest.mark.parametrize(
+    ("page_size", "temperature", "speculate"),
+    [
+        *((page_size, temperature, None) for page_size in (1, 5, 16) for temperature in (0.0, 1.0)),
+        *((page_size, 0.1, "lookup") for page_size in (1, 5)),
+        (16, 0.0, "lookup"),
+        *((page_size, 1.0, "draft") for page_size in (5, 16)),
+        (1, 0.0, "draft"),
+    ],
+)
+def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(page_size, temperature, speculate):
+    """Shared prefixes, samples that fork, aborts, chunks and preemptions; each against its own run without a cache.
+
+    Guesses of the text are right where the model sees two tokens, of the draft where it sees all.
+    """
     rng = np.random.default_rng(page_size)
-    model = FakeModel(-(-170 // page_size), page_size)
-    engine = Engine(model, max_step_tokens=40, max_running=12)
+    window = 1 if speculate == "lookup" else -1
+    model = FakeModel(-(-170 // page_size), page_size, window=window)
+    draft = FakeDraft(-(-150 // page_size), page_size) if speculate == "draft" else speculate
+    engine = Engine(model, max_step_tokens=40, max_running=12, speculate=draft)
+    if speculate:
+        guess_often(engine)
     prefixes = [rng.integers(0, VOCAB, 40).tolist() for _ in range(4)]
     asked, aborted, found = {}, set(), defaultdict(list)
     for turn in range(200):
@@ -41,13 +56,15 @@ def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(page_s
                 assert turn - 3 in asked  # it has ended
     for key, tokens in run(engine).items():
         found[key] += tokens
-    assert engine.preemptions > 10
+    assert window >= 0 or engine.preemptions > 10
     assert engine.tokens_found > 300
+    if speculate:
+        assert engine.statistics.guessed_tokens > engine.statistics.right_tokens > 100
     assert model.largest <= 40
     assert len(aborted) > 3
     for number, (prompt, sampling, n) in asked.items():
         for sample in range(n):
-            expected = alone(prompt, sampling, sample)
+            expected = alone(prompt, sampling, sample, window)
             if number in aborted:
                 assert found[number, sample] == expected[: len(found[number, sample])]
             else:

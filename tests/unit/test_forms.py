@@ -3,11 +3,8 @@
 import builtins
 import json
 import re
-import zlib
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from paged_kv.checkpoint.config import load_config
@@ -19,15 +16,13 @@ from paged_kv.engine.engine import Engine
 from paged_kv.engine.forms import MOST_CHARACTERS, Forms
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, ToolchainError
-from support.fake_model import FakeModel
+from support.fake_model import Nonsense
 from support.form_cases import HOSTILE, schemas
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
 CONFIG = load_config(FOLDER)
-NUM_ROWS = 1 << 16
-NOISE = np.random.default_rng(0).standard_normal(NUM_ROWS + CONFIG.vocab_size, np.float32)
 NAME = JsonSchema({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]})
 POINT = JsonSchema(
     {
@@ -37,25 +32,6 @@ POINT = JsonSchema(
         "additionalProperties": False,
     }
 )
-
-
-class Nonsense(FakeModel):
-    """Any token of the demo's vocabulary is as likely as any other, by what was said before."""
-
-    def __init__(self, num_pages, page_size=16):
-        super().__init__(num_pages, page_size)
-        self.config = replace(self.config, vocab_size=CONFIG.vocab_size, eos_token_ids=CONFIG.eos_token_ids)
-
-    def step(self, tokens, cache_lengths, pages):
-        rows = []
-        for new, cached, mine in zip(tokens, cache_lengths, pages, strict=True):
-            for position, token in enumerate(new, cached):
-                self.storage[mine[position // self.page_size], position % self.page_size] = token
-            past = self.storage[list(mine)].ravel()[: cached + len(new)]
-            self.computed += len(new)
-            at = zlib.crc32(past.tobytes()) % NUM_ROWS
-            rows.append(NOISE[at : at + CONFIG.vocab_size])
-        return np.array(rows)
 
 
 @pytest.fixture(scope="module")

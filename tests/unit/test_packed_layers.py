@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import ml_dtypes
 import numpy as np
@@ -17,79 +18,13 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.serve.launch import Serving, prepare
+from paged_kv.serve.memory import ServerMemory
 from support.checkpoints import make_checkpoint, to_torch, write_config
 from support.gguf_blocks import dequantise
+from support.packed_layers import K, N, make, quantise
 from support.refusals import refused
-
-N, K, GROUP = 16, 64, 16
-
-
-def pack(values, bits):
-    """Along the last axis, the lowest bits first: `[..., C]` as int32 `[..., C * bits / 32]`."""
-    each = 32 // bits
-    fields = np.asarray(values, np.uint64).reshape(*values.shape[:-1], -1, each)
-    words = sum(fields[..., i] << np.uint64(bits * i) for i in range(each))
-    return words.astype(np.uint32).view(np.int32)
-
-
-def awq_pack(values):
-    """Word i holds columns 8 i + 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first."""
-    blocks = values.reshape(len(values), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
-    return pack(blocks.reshape(len(values), -1), 4)
-
-
-def make(kind, rows=N, inputs=K, seed=0):
-    """The tensors of a layer by their last names, its weight in float64, and what config.json says."""
-    random = np.random.default_rng(seed)
-    method, bits, *options = kind.split()
-    bits, half = int(bits), 1 << (int(bits) - 1)
-    group = inputs if "rows" in options else 32 if "wide" in options else GROUP
-    groups = inputs // group
-    codes = random.integers(0, 2 * half, (rows, inputs))
-    zeros = random.integers(0, 2 * half, (rows, groups))
-    scales = random.uniform(0.01, 0.1, (rows, groups)).astype(np.float16)
-    index = np.arange(inputs) // group
-    if "order" in options:
-        index = random.permutation(index)
-    if "symmetric" in options:
-        zeros[:] = half
-    weight = (codes - zeros[:, index]) * scales[:, index].astype(np.float64)
-    size = -1 if "rows" in options else group
-    if method == "gptq":
-        stored = zeros if "v2" in options else (zeros - 1) % (2 * half)
-        tensors = {
-            "qweight": pack(codes, bits).T,
-            "qzeros": pack(stored.T, bits),
-            "scales": scales.T,
-            "g_idx": index.astype(np.int32),
-        }
-        said = {"bits": bits, "group_size": size, "desc_act": "order" in options}
-        said["sym"] = "symmetric" in options
-        said["checkpoint_format"] = "gptq_v2" if "v2" in options else "gptq"
-    elif method == "awq":
-        tensors = {"qweight": awq_pack(codes.T), "qzeros": awq_pack(zeros.T), "scales": scales.T}
-        said = {"bits": bits, "group_size": size, "version": "gemm", "zero_point": True}
-    else:
-        weights = {"num_bits": bits, "type": "int", "symmetric": "symmetric" in options, "group_size": size}
-        weights["strategy"] = "channel" if "rows" in options else "group"
-        said = {"config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}}
-        tensors = {"weight_scale": scales}
-        if "int" in options:
-            said["format"] = "int-quantized"
-            tensors["weight"] = (codes - half).astype(np.int8)
-            tensors["weight_zero_point"] = (zeros - half).astype(np.int8)
-        else:
-            said["format"] = "pack-quantized"
-            tensors["weight_packed"] = pack(codes, bits)
-            tensors["weight_shape"] = np.array([rows, inputs])
-            tensors["weight_zero_point"] = pack(zeros.T, bits).T
-            if "order" in options:
-                tensors["weight_g_idx"] = index.astype(np.int32)
-        if "symmetric" in options:
-            del tensors["weight_zero_point"]
-    return tensors, weight, {"quant_method": method, **said}
-
 
 KINDS = [
     "gptq 4", "gptq 8", "gptq 4 v2", "gptq 4 order", "gptq 8 rows", "awq 4", "awq 4 rows",
@@ -137,23 +72,6 @@ def test_layers_are_put_into_blocks(kind):
 @pytest.mark.parametrize("kind", ["gptq 4", "gptq 4 order wide", "compressed-tensors 4"])
 def test_what_is_dequantised_instead(kind):
     assert packing_of(make(kind)[2]).encoding(K) is None
-
-
-def quantise(folder, kind, damage=lambda _: None):
-    """A checkpoint whose attention is quantised, and the model of the same weights."""
-    make_checkpoint(folder, hidden_size=64, intermediate_size=64, dtype=torch.float32)
-    tensors = load_file(folder / "model.safetensors")
-    expected = {}
-    for number, name in enumerate([name for name in tensors if "self_attn" in name and name.endswith("weight")]):
-        parts, weight, said = make(kind, *tensors.pop(name).shape, seed=number)
-        expected[name] = weight
-        layer = name.removesuffix(".weight")
-        tensors |= {f"{layer}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
-    damage(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
-    return expected, tensors
 
 
 @pytest.mark.parametrize("kind", [KINDS[3], KINDS[5], KINDS[8], KINDS[11]])
@@ -318,13 +236,20 @@ def test_odd_groups_are_refused(tmp_path, kind):
     refused(odd.load, source.config, DType.float32, match="64 inputs are no multiple of groups of 48")
 
 
-def test_the_server_refuses_them_by_name(tmp_path):
-    quantise(tmp_path, "awq 4")
-    refused(prepare, Serving(tmp_path, "127.0.0.1", 0, "float32", 4), match="AWQ weights of 4 bits are not served yet")
+def test_the_server_counts_their_bytes(tmp_path):
+    """A packed layer takes its blocks, of 20 bytes for 32 weights, and another one what it takes in bfloat16."""
+    quantise(tmp_path, "awq 4 wide")
+    config = open_source(tmp_path).config
+    sizes = {name: math.prod(shape) for name, shape in expected_tensors(config).items()}
+    packed = sum(size for name, size in sizes.items() if name in dict(config.encodings))
+    assert packed
+    memory = ServerMemory.of(config, tmp_path, "bfloat16", None)
+    assert memory.weights == packed // 32 * 20 + (sum(sizes.values()) - packed) * 2
+    assert "--quantization-encoding" in prepare(Serving(tmp_path, "127.0.0.1", 0, "bfloat16", 4))
 
 
 def test_generate_says_it_in_a_line(tmp_path, monkeypatch, capsys):
-    def no_model(*_):
+    def no_model(*_, **__):
         raise CheckpointError("no model")
 
     monkeypatch.setattr("paged_kv.commands.generate.load_model", no_model)

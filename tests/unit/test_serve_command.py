@@ -97,6 +97,8 @@ def test_a_step_has_room_for_every_request_that_decodes(request_):
         ({"flags": ("--kv-cache-page-size", "16")}, "--kv-cache-page-size cannot be handed on to MAX"),
         ({"flags": ("--host=0.0.0.0",)}, "--host cannot be handed on to MAX"),
         ({"flags": ("--model", "x")}, "--model cannot be handed on to MAX"),
+        ({"flags": ("--kv-cache-format", "int8")}, "--kv-cache-format int8: MAX allocates the server's pages"),
+        ({"flags": ("--kv-cache-format=int4",)}, "generate --cache-dtype int4"),
     ],
 )
 def test_bad_arguments_are_refused(request_, change, message):

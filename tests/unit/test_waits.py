@@ -31,7 +31,7 @@ def endless(tree: ast.Module) -> list[str]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or id(node) in awaited:
             continue
         runs = node.func.attr in RUNS and isinstance(node.func.value, ast.Name) and node.func.value.id == "subprocess"
-        limited = any(keyword.arg in ("timeout", None) for keyword in node.keywords)
+        limited = any(keyword.arg in ("timeout", "timeout_s", None) for keyword in node.keywords)
         waits = node.func.attr in WAITS and not node.args
         if ((runs or waits) and not limited) or (node.func.attr == "Popen" and id(node) not in held):
             found.append(f"line {node.lineno}: {ast.unparse(node.func)}")

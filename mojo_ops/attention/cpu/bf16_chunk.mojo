@@ -1,11 +1,11 @@
-"""Stored bfloat16 and float8 elements as bfloat16, one chunk at a time, in the order that takes the fewest shuffles."""
+"""Stored bfloat16, float8, int8 and int4 elements as bfloat16, one chunk at a time, in the order of fewest shuffles."""
 
-from ...isa.convert import load_bits
-from ...isa.float8 import Bf16Words, Float8Tables, float8_word_order, float8_words
+from ...isa.convert import load_bits, load_pairs
+from ...isa.bf16_lookup import Bf16Words, LookupTables, bf16_words, int4_words, word_order
 
 
 struct Bf16Chunk[dtype: DType]:
-    """The bfloat16 bits of one chunk: a cache line of `dtype`."""
+    """The bfloat16 bits of one chunk: 32 elements of bfloat16, 64 of other types."""
 
     comptime length = 32 if Self.dtype == DType.bfloat16 else 64
     var words: Array[Bf16Words, Self.length // 32]
@@ -17,13 +17,16 @@ struct Bf16Chunk[dtype: DType]:
 @always_inline
 def widen_chunk[
     dtype: DType, //, full: Bool
-](source: Pointer[Scalar[dtype], _], count: Int, tables: Float8Tables[dtype], mut target: Bf16Chunk[dtype]):
+](source: Pointer[Scalar[dtype], _], count: Int, tables: LookupTables[dtype], mut target: Bf16Chunk[dtype]):
     """Loads the chunk at `source`; unless `full`, only its first `count` elements, then zeros."""
     comptime if dtype == DType.bfloat16:
         target.words[0] = load_bits[DType.uint16, full, 32](source, count)
+    elif dtype == DType.uint8:
+        var pairs = load_pairs[32, full](source, count).cast[DType.uint16]()
+        target.words[0], target.words[1] = int4_words(pairs, rebind[LookupTables[DType.uint8]](tables))
     else:
         var bytes = load_bits[DType.uint8, full, 64](source, count)
-        target.words[0], target.words[1] = float8_words(bytes, tables)
+        target.words[0], target.words[1] = bf16_words(bytes, tables)
 
 
 @always_inline
@@ -35,4 +38,4 @@ def query_words[kv_dtype: DType, part: Int](source: Pointer[UInt16, _], count: I
         var all = load_bits[DType.uint16, False, 32](source, count).join(
             load_bits[DType.uint16, False, 32](source.unsafe_offset(32), count - 32)
         )
-        return rebind[Bf16Words](all.shuffle[mask=float8_word_order()](all).slice[32, offset=32 * part]())
+        return rebind[Bf16Words](all.shuffle[mask=word_order(kv_dtype)](all).slice[32, offset=32 * part]())

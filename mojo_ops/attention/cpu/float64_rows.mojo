@@ -11,6 +11,7 @@ from std.math import ceil, ldexp, log2
 from std.utils.numerics import isfinite, neg_inf
 
 from ...cache.paged_kv_cache import PagedKVCache
+from ...isa.codes import is_codes, load_codes, scale_of
 from ...isa.convert import narrow
 from ..logits import Logits
 from ..params import AttentionRows
@@ -117,7 +118,7 @@ struct NanTokens:
             var in_key = has_nan(k.block_paged_ptr[1](request, token, kv_head), k.head_dim())
             var value = v.block_paged_ptr[1](request, token, kv_head)
             for d in range(0, dim, STEP):
-                var is_nan = nan_lanes(value.unsafe_offset(d))
+                var is_nan = nan_lanes(value, d, dim)
                 if is_nan.reduce_or():
                     in_key |= latent
                     for i in range(STEP):
@@ -137,9 +138,18 @@ struct NanTokens:
 
 
 @always_inline
-def nan_lanes[dtype: DType, //](source: Pointer[Scalar[dtype], _]) -> SIMD[DType.bool, STEP]:
-    """Which of `STEP` elements are NaN."""
-    var x = source.unsafe_load[width=STEP]().cast[DType.float32]()
+def numbers[dtype: DType, //](head: Pointer[Scalar[dtype], _], d: Int, head_dim: Int) -> SIMD[DType.float32, STEP]:
+    """The `STEP` elements from `d` on of a stored head."""
+    comptime if is_codes(dtype):
+        return load_codes[STEP](head, d) * scale_of(head, head_dim)
+    else:
+        return head.unsafe_load[width=STEP](d).cast[DType.float32]()
+
+
+@always_inline
+def nan_lanes[dtype: DType, //](head: Pointer[Scalar[dtype], _], d: Int, head_dim: Int) -> SIMD[DType.bool, STEP]:
+    """Which of the `STEP` elements from `d` on of a stored head are NaN."""
+    var x = numbers(head, d, head_dim)
     return ~x.eq(x)  # not `x.ne(x)`, which MAX compiles to a comparison that is false of NaN
 
 
@@ -148,7 +158,7 @@ def has_nan[dtype: DType, //](source: Pointer[Scalar[dtype], _], count: Int) -> 
     """Whether one of `count` elements is NaN, a multiple of `STEP`."""
     var found = SIMD[DType.bool, STEP](fill=False)
     for d in range(0, count, STEP):
-        found |= nan_lanes(source.unsafe_offset(d))
+        found |= nan_lanes(source, d, count)
     return found.reduce_or()
 
 
@@ -238,8 +248,7 @@ comptime DoublesRead = Pointer[mut=False, Float64, _]
 def widen_head[dtype: DType, //](source: Pointer[Scalar[dtype], _], target: Doubles, count: Int):
     """Converts `count` stored elements to float64."""
     for d in range(0, count, STEP):
-        var x = source.unsafe_load[width=STEP](d).cast[DType.float32]()
-        target.unsafe_store(d, x.cast[DType.float64]())
+        target.unsafe_store(d, numbers(source, d, count).cast[DType.float64]())
 
 
 @always_inline

@@ -4,6 +4,7 @@ from std.math import align_up
 
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.pointers import untracked
+from ...isa.codes import head_units
 from ...isa.convert import LANES
 from ...isa.memory import FloatPointer, align_to_line
 from ..params import AttentionRows
@@ -27,12 +28,14 @@ struct HeadLayout(ImplicitlyCopyable):
     var padded_dim: Int
     """P: head_dim rounded up to what the arithmetic takes at once; in latent attention, `padded_value` more."""
     var k_stride: Int
-    """Elements from one KV head of a token to the next."""
+    """Stored numbers from one KV head of a token to the next."""
     var v_stride: Int
     var value_dim: Int
     """Of V and o. Only prefill takes one that differs from `head_dim`."""
     var padded_value: Int
     """Pv: value_dim rounded up likewise."""
+    var units: Int
+    """Stored numbers of a head of K: `head_dim`, or the bytes of its codes and scale."""
 
     @staticmethod
     def of[*, latent: Bool = False](rows: AttentionRows, k: PagedKVCache, v: type_of(k), chunk: Int) -> Self:
@@ -48,12 +51,13 @@ struct HeadLayout(ImplicitlyCopyable):
             v.strides().head,
             v.head_dim(),
             padded_value,
+            head_units(k.dtype, k.head_dim()),
         )
 
     @always_inline
     def adjacent(self) -> Bool:
         """Whether the heads of a token are adjacent in memory, in K and in V."""
-        return self.k_stride == self.head_dim and self.v_stride == self.head_dim
+        return self.k_stride == self.units and self.v_stride == self.units
 
 
 trait RunningStates:

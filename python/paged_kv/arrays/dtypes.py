@@ -39,6 +39,9 @@ DTYPES = {
 
 SUPPORTED = frozenset(DTYPES.values())
 
+INT4 = np.dtype(ml_dtypes.int4)
+"""Names a cache of int4 codes, whose arrays are of uint8."""
+
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
 
@@ -65,6 +68,11 @@ def dtype_of(dtype: Any, name: str) -> np.dtype[Any]:
     if found is None or found not in SUPPORTED:
         raise ContractTypeError(f"{name}: {shown(dtype)} is none of {', '.join(DTYPES)}")
     return found
+
+
+def cache_dtype_of(dtype: Any, name: str) -> np.dtype[Any]:
+    """`dtype_of` for a cache, which may hold int4 codes: "int4", or `ml_dtypes.int4`."""
+    return INT4 if isinstance(dtype, str | np.dtype | type) and dtype in ("int4", INT4) else dtype_of(dtype, name)
 
 
 def kind_of_dtype(dtype: Any) -> str:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from paged_kv.options import stored_head
+
 MIN_BYTES = 128 * 2**20
 """Of K and V (or weights) in one call of a memory-bound case."""
 MIN_COPIES = 20
@@ -13,11 +15,14 @@ MIN_ROTATED = 2.6e9
 """Bytes of all copies together. A cache that is used again at once comes from the last-level cache: 480 MB on some
 machines."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "int4": 1}
+"""Of a stored number; a head of codes has as many as `options.stored_head` says."""
 Layout = Literal["NHD", "HND", "MAX"]
 QuantisedEncoding = Literal["Q4_K", "Q8_0", "MXFP4", "INT4"]
-BYTES_OF_32 = {"Q4_K": 18, "Q8_0": 34, "MXFP4": 17, "INT4": 20}
-"""Bytes of 32 quantised weights."""
+Mixture = Literal["Q8_0", "Q4_K_M"]
+"""Of encodings, as llama.cpp calls whole files."""
+BYTES_OF_256 = {"Q4_K": 144, "Q6_K": 210, "Q8_0": 272, "MXFP4": 136, "INT4": 160}
+"""Bytes of 256 quantised weights."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class AttentionCase(Case):
 
     @property
     def bytes(self) -> int:
-        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype]
+        head = stored_head(self.kv_dtype, self.head_dim) * DTYPE_BYTES[self.kv_dtype]
+        return 2 * sum(self.lengths) * self.kv_heads * head
 
     @property
     def flops(self) -> int:
@@ -157,11 +163,14 @@ class AppendCase(Case):
     kv_heads: int = 8
     head_dim: int = 128
     dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    """That of the tokens, or codes that they become."""
     page_size: int = 16
 
     @property
     def bytes(self) -> int:
-        return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        head = stored_head(self.kv_dtype, self.head_dim) * DTYPE_BYTES[self.kv_dtype]
+        return 2 * self.batch * self.tokens * self.kv_heads * head
 
     @property
     def copies(self) -> int:
@@ -198,7 +207,7 @@ class QuantisedCase(LinearCase):
     @property
     def row_bytes(self) -> int:
         """Of a row of w."""
-        return self.inner // 32 * BYTES_OF_32[self.encoding]
+        return self.inner // 256 * BYTES_OF_256[self.encoding]
 
     @property
     def bytes(self) -> int:
@@ -222,7 +231,7 @@ class ExpertCase(Case):
         """Of a row of an expert."""
         if self.encoding is None:
             return self.inner * DTYPE_BYTES[self.dtype]
-        return self.inner // 32 * BYTES_OF_32[self.encoding]
+        return self.inner // 256 * BYTES_OF_256[self.encoding]
 
     @property
     def bytes(self) -> int:
@@ -254,6 +263,44 @@ class StepCase(Case):
     kv_heads: int = 8
     head_dim: int = 64
     vocab: int = 32000
+    mixture: Mixture | None = None
+    """Matrices are in GGUF's blocks, and `dtype` is that of K and V alone."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all weights, by their names in a checkpoint."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            shapes[f"{at}.input_layernorm.weight"] = (self.hidden,)
+            shapes[f"{at}.self_attn.q_proj.weight"] = (q, self.hidden)
+            shapes[f"{at}.self_attn.k_proj.weight"] = (kv, self.hidden)
+            shapes[f"{at}.self_attn.v_proj.weight"] = (kv, self.hidden)
+            shapes[f"{at}.self_attn.o_proj.weight"] = (self.hidden, q)
+            shapes[f"{at}.post_attention_layernorm.weight"] = (self.hidden,)
+            shapes[f"{at}.mlp.gate_proj.weight"] = (self.intermediate, self.hidden)
+            shapes[f"{at}.mlp.up_proj.weight"] = (self.intermediate, self.hidden)
+            shapes[f"{at}.mlp.down_proj.weight"] = (self.hidden, self.intermediate)
+        return shapes | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.vocab, self.hidden)}
+
+    def encoding(self, name: str) -> Literal["Q4_K", "Q6_K", "Q8_0"] | None:
+        """Of the matrix of that name, None where it has `dtype`. Q4_K_M is llama.cpp's rule, read from its source."""
+        if self.mixture is None:
+            return None
+        if self.mixture == "Q8_0":
+            return "Q8_0"
+        if name == "lm_head.weight":
+            return "Q6_K"
+        if not name.endswith(("v_proj.weight", "down_proj.weight")):
+            return "Q4_K"
+        layer, eighth = int(name.split(".")[2]), self.layers // 8
+        is_wide = layer < eighth or layer >= 7 * self.layers // 8 or (layer - eighth) % 3 == 2
+        return "Q6_K" if is_wide else "Q4_K"
+
+    def row_bytes(self, name: str, elements: int) -> int:
+        """Of a row of the matrix of that name."""
+        encoding = self.encoding(name)
+        return elements * DTYPE_BYTES[self.dtype] if encoding is None else elements // 256 * BYTES_OF_256[encoding]
 
     @property
     def block_weights(self) -> int:
@@ -269,9 +316,10 @@ class StepCase(Case):
     @property
     def bytes(self) -> int:
         """Weights and K and V, each read once; of the embedding table only a few rows are, so it does not count."""
-        weights = self.block_weights + self.vocab * self.hidden
+        matrices = {name: shape for name, shape in self.shapes().items() if len(shape) == 2 and "embed" not in name}
+        weights = sum(shape[0] * self.row_bytes(name, shape[1]) for name, shape in matrices.items())
         kv = 2 * self.layers * self.batch * (self.context + self.tokens) * self.kv_heads * self.head_dim
-        return (weights + kv) * DTYPE_BYTES[self.dtype]
+        return weights + kv * DTYPE_BYTES[self.dtype]
 
     @property
     def flops(self) -> int:

@@ -14,6 +14,7 @@ from paged_kv.bench.case_kinds import (
     ExpertCase,
     LatentCase,
     LinearCase,
+    Mixture,
     PrefillCase,
     QuantisedCase,
     QuantisedEncoding,
@@ -86,6 +87,20 @@ CASES: tuple[Case, ...] = (
         kv_dtype="float8_e4m3fn",
         lengths=(8192,) * 8,
     ),
+    *(
+        _variant(
+            f"{codes}-{length}-group{group}",
+            f"{codes} KV, bf16 q, group {group}, B {batch}, L {length}",
+            None,
+            Versus("our own bf16 KV", ("ours-bf16",), factor),
+            kv_dtype=codes,
+            heads=8 * group,
+            lengths=(length,) * batch,
+        )
+        for codes, factor in (("int8", 1.8), ("int4", 2.5))
+        for length, batch in ((8192, 8), (32768, 2))
+        for group in (4, 8)
+    ),
     _variant(
         "new4",
         "multi-token decode, 4 new tokens a request",
@@ -95,6 +110,19 @@ CASES: tuple[Case, ...] = (
     ),
     AppendCase("append-8x1", "append 8 x 1 token, bf16", batch=8, tokens=1),
     AppendCase("append-4096", "append 1 x 4096 tokens, bf16", 0.8),
+    *(
+        AppendCase(
+            f"append-{codes}-{batch}x{tokens}",
+            f"append {batch} x {tokens} token{'s' * (tokens > 1)}, bf16 to {codes}",
+            None,
+            (Versus("our own bf16 append", ("ours-bf16-append",), 0.67),),
+            batch=batch,
+            tokens=tokens,
+            kv_dtype=codes,
+        )
+        for codes in ("int8", "int4")
+        for batch, tokens in ((8, 1), (1, 4096))
+    ),
     LinearCase("linear-1", "linear bf16, 8192 x 4096, 1 row", 0.85, (Versus("torch", ("torch-linear",), 1),)),
     LinearCase("linear-8", "linear bf16, 8192 x 4096, 8 rows", 0.85, (Versus("torch", ("torch-linear",), 1),), rows=8),
     *(
@@ -151,6 +179,24 @@ CASES: tuple[Case, ...] = (
         ),
         tokens=256,
         context=0,
+    ),
+    *(
+        StepCase(
+            f"step-{mixture.lower()}-{name}",
+            f"{kind} step, 1.1 G parameters, {mixture}, {title}",
+            None,
+            (Versus("llama.cpp", ("llama.cpp",), factor),),
+            batch=batch,
+            tokens=tokens,
+            context=context,
+            mixture=mixture,
+        )
+        for mixture in get_args(Mixture)
+        for name, kind, title, factor, batch, tokens, context in (
+            ("1", "decode", "B 1, context 1024", 1.2, 1, 1, 1024),
+            ("8", "decode", "B 8, context 1024", 2, 8, 1, 1024),
+            ("prefill", "prefill", "256 new tokens", 1, 1, 256, 0),
+        )
     ),
     _variant(
         "prefill",

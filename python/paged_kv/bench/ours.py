@@ -14,6 +14,7 @@ from max.dtype import DType
 from max.engine import Model
 from max.graph import DeviceRef, Graph, Module, TensorType
 
+from paged_kv import reference
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.bench.case_kinds import Case, ExpertCase, LinearCase, QuantisedCase
@@ -27,11 +28,12 @@ from paged_kv.bench.problems import (
     StepProblem,
     bits,
     llama_config,
+    numbers,
     numpy_dtype,
 )
 from paged_kv.graphs import ops
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear
-from paged_kv.options import AttentionOptions
+from paged_kv.options import CODE_DTYPES, AttentionOptions, stored_dtype, stored_head
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.session import Runtime, default_runtime
@@ -76,7 +78,7 @@ def fill_pages(problem: AttentionProblem, table: Array, *views: Array) -> None:
     case = problem.case
     for row, begin, length in zip(table, problem.indptr[:-1], case.lengths, strict=True):
         whole, rest = divmod(length, case.page_size)
-        page = (whole, case.page_size, case.kv_heads, case.head_dim)
+        page = (whole, case.page_size, *problem.k.shape[1:])
         for view, tokens in zip(views, (problem.k, problem.v), strict=True):
             own = bits(tokens)[begin : begin + length]
             bits(view)[row[:whole]] = own[: length - rest].reshape(page)
@@ -87,11 +89,11 @@ def fill_pages(problem: AttentionProblem, table: Array, *views: Array) -> None:
 class OursAttention(Ours):
     def prepare(self, problem: AttentionProblem, copies: int) -> None:
         case = problem.case
-        self._variant = Variant("attention", DType[case.dtype], DType[case.kv_dtype])
+        self._variant = Variant("attention", DType[case.dtype], DType[stored_dtype(case.kv_dtype)])
         self._runtime = default_runtime()
         self._runtime.load([self._variant])
         owned = [-(-length // case.page_size) for length in case.lengths]
-        page = (case.page_size, case.kv_heads, case.head_dim)
+        page = (case.page_size, *problem.k.shape[1:])
         blocks, views = pool(case.layout, copies, sum(owned), page, problem.k.dtype)
         self.memory = blocks
         none = to_buffer(np.zeros(0, np.float32))
@@ -133,7 +135,7 @@ class OursAttention(Ours):
 
 
 class OursBfloat16(OursAttention):
-    """The same tokens in a bfloat16 cache, for what a float8 one gains."""
+    """The same tokens in a bfloat16 cache, for what a float8 one or one of codes gains."""
 
     name = "our own bf16 KV"
 
@@ -141,8 +143,15 @@ class OursBfloat16(OursAttention):
         wide = AttentionProblem.__new__(AttentionProblem)
         wide.__dict__ |= problem.__dict__
         wide.case = replace(problem.case, kv_dtype="bfloat16")
-        wide.k, wide.v = (array.astype(numpy_dtype("bfloat16")) for array in (problem.k, problem.v))
+        wide.k, wide.v = (_in_bfloat16(array) for array in (problem.k, problem.v))
         super().prepare(wide, copies)
+
+
+def _in_bfloat16(tokens: Array) -> Array:
+    out = np.empty((*tokens.shape[:2], numbers(tokens[:1]).shape[2]), numpy_dtype("bfloat16"))
+    for start in range(0, len(tokens), 2**13):
+        out[start : start + 2**13] = numbers(tokens[start : start + 2**13]).astype(np.float32)
+    return out
 
 
 class OursOneToken(OursAttention):
@@ -185,13 +194,17 @@ class OursRotated(OursAttention):
 class OursAppend(Ours):
     def prepare(self, problem: AppendProblem, copies: int) -> None:
         case = problem.case
+        codes = case.kv_dtype in CODE_DTYPES
         kind = {2: DType.uint16, 4: DType.uint32}[problem.k.itemsize]  # append moves bits
         self._variant = Variant("append", kind, kind)
+        if codes:
+            self._variant = Variant("append", DType[case.dtype], DType[stored_dtype(case.kv_dtype)])
         self._runtime = default_runtime()
         self._runtime.load(self._variant.family())
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
-        page = (case.page_size, case.kv_heads, case.head_dim)
-        blocks, self._views = pool("NHD", copies, sum(owned), page, problem.k.dtype)
+        page = (case.page_size, case.kv_heads, stored_head(case.kv_dtype, case.head_dim))
+        dtype = numpy_dtype(stored_dtype(case.kv_dtype))
+        blocks, self._views = pool("NHD", copies, sum(owned), page, dtype)
         bits(blocks)[:] = 0xFF  # NaN: what append leaves out shows
         self.memory = blocks
         self._problem, self._table = problem, page_table(owned, np.random.default_rng(1))
@@ -201,9 +214,10 @@ class OursAppend(Ours):
         table = to_buffer(self._table)
         self._inputs: list[list[Buffer]] = []
         for k, v, views in zip(*new, self._views, strict=True):
-            k_view, v_view = (bits(array) for array in views)
+            k_view, v_view = views if codes else (bits(array) for array in views)
             k_blocks, v_blocks, view = cache_operands(k_view, v_view)
-            self._inputs.append([to_buffer(k), to_buffer(v), *at, k_blocks, v_blocks, table, view])
+            rows = [to_buffer(row.view(problem.k.dtype) if codes else row) for row in (k, v)]
+            self._inputs.append([*rows, *at, k_blocks, v_blocks, table, view])
 
     def run(self, i: int) -> None:
         self._latest = i % len(self._inputs)
@@ -213,6 +227,22 @@ class OursAppend(Ours):
         problem, size = self._problem, self._problem.case.page_size
         pages = self._table[problem.batch_indices, problem.positions // size]
         return np.stack([view[pages, problem.positions % size] for view in self._views[self._latest]])
+
+
+class OursBfloat16Append(OursAppend):
+    """The same tokens into a bfloat16 cache, for what quantising costs."""
+
+    name = "our own bf16 append"
+
+    def prepare(self, problem: AppendProblem, copies: int) -> None:
+        wide = copy(problem)
+        wide.case = replace(problem.case, kv_dtype="bfloat16")
+        self._kv_dtype = problem.case.kv_dtype
+        super().prepare(wide, copies)
+
+    def output(self) -> Array:
+        """As the codes that these tokens become."""
+        return reference.quantised(super().output(), self._kv_dtype)
 
 
 class OursLinear(Ours):
@@ -334,7 +364,16 @@ class OursStep(Ours):
         case = problem.case
         sizes = llama_config(case)
         rope = Rope(case.head_dim, sizes.pop("rope_theta"))
-        config = DecoderConfig(**sizes, rope=rope, bos_token_id=None, eos_token_ids=())
+        blocks_of = {name: case.encoding(name) for name, weight in problem.weights.items() if weight.ndim == 2}
+        encodings = tuple((name, encoding) for name, encoding in blocks_of.items() if encoding is not None)
+        config = DecoderConfig(
+            **sizes,
+            rope=rope,
+            bos_token_id=None,
+            eos_token_ids=(),
+            encodings=encodings,
+            float32_activations=bool(encodings),
+        )
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
         weights = {name: to_buffer(array) for name, array in problem.weights.items()}
         dtype, pages = DType[case.dtype], sum(owned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -25,12 +25,13 @@ from paged_kv.bench.case_kinds import (
     QuantisedCase,
     StepCase,
 )
+from paged_kv.options import CODE_DTYPES, stored_dtype, stored_head
 from paged_kv.reference_mla import mla_attention
 
 Array = npt.NDArray[Any]
 
-TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2}
-"""Largest error of a result, relative to the norm of what it should be."""
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2, "int8": 0.0, "int4": 0.0}
+"""Largest error of a result, relative to the norm of what it should be; of codes relative to what they stand for."""
 STEP_TOLERANCE = 0.05
 """Of a model's logits: bfloat16 rounds between any two of its operations."""
 
@@ -41,6 +42,7 @@ ROPE_THETA = 10000.0
 LATENT_SCALE = (128 + 64) ** -0.5
 """Of latent attention's logits."""
 
+_LINE = 64  # bytes, at whose multiples matrices of blocks begin
 _SAMPLED = 48  # (row, KV head) pairs of an attention result
 _SAMPLED_REQUESTS = 4  # of a latent one
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -92,6 +94,22 @@ def normal(rng: np.random.Generator, shape: Iterable[int], dtype: str, scale: fl
     return out
 
 
+def stored_tokens(rng: np.random.Generator, shape: tuple[int, int, int], dtype: str) -> Array:
+    """Normal tokens `[N, Hk, D]` as a cache stores them."""
+    if dtype not in CODE_DTYPES:
+        return normal(rng, shape, dtype)
+    out = np.empty((*shape[:2], stored_head(dtype, shape[2])), numpy_dtype(stored_dtype(dtype)))
+    for start in range(0, shape[0], 2**13):
+        part = out[start : start + 2**13]
+        part[:] = reference.quantised(normal(rng, (len(part), *shape[1:]), "float32"), dtype)
+    return out
+
+
+def numbers(tokens: Array) -> Array:
+    """What stored tokens stand for."""
+    return reference.widened(tokens) if tokens.dtype in (np.int8, np.uint8) else tokens
+
+
 def relative_error(got: Array, expected: Array) -> float:
     """Of the norms; infinite for another shape, NaN or infinity."""
     if got.shape != expected.shape:
@@ -109,8 +127,8 @@ class AttentionProblem(Problem):
         self.tolerance = max(TOLERANCE[case.dtype], TOLERANCE[case.kv_dtype])
         kv = (sum(case.lengths), case.kv_heads, case.head_dim)
         self.q = normal(rng, (len(case.lengths) * case.new_tokens, case.heads, case.head_dim), case.dtype)  # [R, Hq, D]
-        self.k = normal(rng, kv, case.kv_dtype)  # [N, Hk, D], request after request
-        self.v = normal(rng, kv, case.kv_dtype)
+        self.k = stored_tokens(rng, kv, case.kv_dtype)  # [N, Hk, D], request after request
+        self.v = stored_tokens(rng, kv, case.kv_dtype)
         self.indptr = np.concatenate([[0], np.cumsum(case.lengths)])  # [B + 1]
         self._rng = rng
 
@@ -150,7 +168,7 @@ class AttentionProblem(Problem):
         for row, head in zip(rows, heads, strict=True):
             one, own = slice(row, row + 1), slice(head, head + 1)
             o, _ = reference.attention(
-                *(q[one, head], self.k[:, None, own], self.v[:, None, own], table),
+                *(q[one, head], numbers(self.k[:, None, own]), numbers(self.v[:, None, own]), table),
                 *(self.row_batch[one], self.row_lengths[one]),
                 rope_theta=case.rope_theta,
             )
@@ -215,7 +233,10 @@ class AppendProblem(Problem):
 
     def error(self, output: Array) -> float:
         """`output` `[2, N, Hk, D]`: what the cache holds where the tokens belong."""
-        return relative_error(output.astype(np.float64), np.stack([self.k, self.v]).astype(np.float64))
+        expected = np.stack([self.k, self.v])
+        if self.case.kv_dtype in CODE_DTYPES:
+            expected = reference.quantised(expected, self.case.kv_dtype)
+        return relative_error(output.astype(np.float64), expected.astype(np.float64))
 
 
 class LinearProblem(Problem):
@@ -316,7 +337,7 @@ def _q8_0(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Ar
 def _q4_k(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
     """Blocks of 256 elements, whose scales and minimums have 4 bits: the upper ones are 0."""
     shape = (rows, elements // 256)
-    d = rng.uniform(1e-4, 2e-4, (*shape, 2)).astype(np.float16)
+    d = (rng.uniform(1e-4, 2e-4, (*shape, 2)) * (1, 7.5)).astype(np.float16)  # so that values are 0 on average
     scales, mins = rng.integers(1, 16, (2, *shape, 8), np.uint8)
     q = rng.integers(0, 16, (*shape, 8, 32), np.uint8)
     upper = scales[..., 4:] | mins[..., 4:] << 4
@@ -324,6 +345,19 @@ def _q4_k(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Ar
     blocks = [d.view(np.uint8), scales[..., :4], mins[..., :4], upper, pairs.reshape(*shape, 128)]
     step, least = (part[..., None] * d[..., i, None, None].astype(np.float32) for i, part in enumerate((scales, mins)))
     return np.concatenate(blocks, axis=-1).reshape(rows, -1), (step * q - least).reshape(rows, elements)
+
+
+def _q6_k(rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
+    """The same, whose 16 scales have a sign."""
+    shape = (rows, elements // 256)
+    d = rng.uniform(5e-5, 1e-4, (*shape, 1)).astype(np.float16)
+    scales, q = rng.integers(-16, 17, (*shape, 16), np.int8), rng.integers(0, 64, (*shape, 2, 4, 32), np.uint8)
+    low = q[..., :2, :] & 15 | (q[..., 2:, :] & 15) << 4  # of halves of 128 elements, four runs of 32
+    high = np.bitwise_or.reduce(q >> 4 << (2 * np.arange(4, dtype=np.uint8))[:, None], axis=-2)
+    blocks = [low.reshape(*shape, 128), high.reshape(*shape, 64), scales.view(np.uint8), d.view(np.uint8)]
+    step = d.astype(np.float32)[..., None] * scales[..., None]
+    values = step * (q.reshape(*shape, 16, 16).astype(np.float32) - 32)
+    return np.concatenate(blocks, axis=-1).reshape(rows, -1), values.reshape(rows, elements)
 
 
 def llama_config(case: StepCase) -> dict[str, Any]:
@@ -355,37 +389,60 @@ class StepProblem(Problem):
         self.tokens = rng.integers(0, case.vocab, (case.batch, case.tokens)).astype(np.int32)
         self.prompt = rng.integers(0, case.vocab, case.context).astype(np.int32)
         """For systems whose cache can only be filled by running the model; all requests get the same."""
-        shapes = self._shapes()
-        self.memory = np.empty(sum(map(math.prod, shapes.values())), numpy_dtype(case.dtype))
+        shapes = case.shapes()
+        self._blocks = {name: case.encoding(name) for name, shape in shapes.items() if len(shape) == 2}
+        self.weights: dict[str, Array] = {}
+        if case.mixture is None:
+            self._fill(rng, shapes)
+        else:
+            self._fill_blocks(rng, shapes)
+        kv = (case.layers, case.batch, case.context, case.kv_heads, case.head_dim)
+        self.k, self.v = (normal(rng, kv, case.dtype, scale) for scale in (1.0, 0.25))
+
+    def _fill(self, rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.memory = np.empty(sum(map(math.prod, shapes.values())), numpy_dtype(self.case.dtype))
         """All weights, one after the other."""
         # One block of noise serves all, from another place each: a billion numbers would take a minute.
         noise = rng.standard_normal(2**24, dtype=np.float32)
-        self.weights: dict[str, Array] = {}
         begin = 0
         for name, shape in shapes.items():
             weight = self.memory[begin : begin + math.prod(shape)].reshape(shape)
             begin += weight.size
             _fill_weight(weight, rng, noise)
             self.weights[name] = weight
-        kv = (case.layers, case.batch, case.context, case.kv_heads, case.head_dim)
-        self.k, self.v = (normal(rng, kv, case.dtype, scale) for scale in (1.0, 0.25))
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
+    def _fill_blocks(self, rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Matrices of blocks `[N, bytes]`; norms in float32. Blocks too come from one row of them, from another place
+        each; its length is prime, so that no two rows of a matrix are equal.
+        """
         case = self.case
-        q, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (case.vocab, case.hidden)}
-        for layer in range(case.layers):
-            at = f"model.layers.{layer}"
-            shapes[f"{at}.input_layernorm.weight"] = (case.hidden,)
-            shapes[f"{at}.self_attn.q_proj.weight"] = (q, case.hidden)
-            shapes[f"{at}.self_attn.k_proj.weight"] = (kv, case.hidden)
-            shapes[f"{at}.self_attn.v_proj.weight"] = (kv, case.hidden)
-            shapes[f"{at}.self_attn.o_proj.weight"] = (case.hidden, q)
-            shapes[f"{at}.post_attention_layernorm.weight"] = (case.hidden,)
-            shapes[f"{at}.mlp.gate_proj.weight"] = (case.intermediate, case.hidden)
-            shapes[f"{at}.mlp.up_proj.weight"] = (case.intermediate, case.hidden)
-            shapes[f"{at}.mlp.down_proj.weight"] = (case.hidden, case.intermediate)
-        return shapes | {"model.norm.weight": (case.hidden,), "lm_head.weight": (case.vocab, case.hidden)}
+        sizes = {name: shapes[name][0] * case.row_bytes(name, shapes[name][1]) for name in self._blocks}
+        self.memory = np.empty(sum(-(-size // _LINE) * _LINE for size in sizes.values()), np.uint8)
+        self._rows = {kind: _BLOCKS_OF[kind](rng, 16381, 256) for kind in set(self._blocks.values()) if kind}
+        self._starts = {name: int(rng.integers(16381)) for name in sizes}
+        begin = 0
+        for name, shape in shapes.items():
+            if name not in sizes:
+                self.weights[name] = 1 + np.float32(0.1) * rng.standard_normal(shape, dtype=np.float32)
+                continue
+            weight = self.memory[begin : begin + sizes[name]]
+            begin += -(-weight.size // _LINE) * _LINE
+            weight[:] = self._taken(name, 0).reshape(-1)
+            self.weights[name] = weight.reshape(shape[0], -1)
+
+    def _values(self, name: str) -> Array:
+        """Of a weight, by its name."""
+        is_plain = self._blocks.get(name) is None
+        return self.weights[name] if is_plain else self._taken(name, 1).reshape(self.case.shapes()[name])
+
+    def _taken(self, name: str, what: int) -> Array:
+        """Of 256 elements each, what a matrix takes of the row: its bytes (0) or its values (1)."""
+        kind = self._blocks[name]
+        assert kind is not None
+        row = self._rows[kind][what]
+        count = math.prod(self.case.shapes()[name]) // 256
+        taken: Array = np.take(row, np.arange(self._starts[name], self._starts[name] + count) % len(row), axis=0)
+        return taken
 
     def logits(self, tokens: Array, k: Array, v: Array) -> Array:
         """Of the last of `tokens` `[B, T]`, after k and v `[layers, B, L, Hk, D]` (keys rotated): `[B, vocab]`."""
@@ -394,14 +451,14 @@ class StepProblem(Problem):
         length = k.shape[2]
 
         def weight(name: str) -> Array:
-            return self.weights[f"{name}.weight"].astype(np.float64)
+            return self._values(f"{name}.weight").astype(np.float64)
 
         def norm(x: Array, name: str) -> Array:
             return weight(name) * x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS)
 
         requests = np.repeat(np.arange(batch), count)  # [R], R = B * T
         positions = np.tile(length + np.arange(count), batch)
-        x = self.weights["model.embed_tokens.weight"][tokens.reshape(-1)].astype(np.float64)  # [R, hidden]
+        x = self._values("model.embed_tokens.weight")[tokens.reshape(-1)].astype(np.float64)  # [R, hidden]
         for layer in range(case.layers):
             at = f"model.layers.{layer}"
             h = norm(x, f"{at}.input_layernorm")
@@ -450,4 +507,4 @@ def _fill_weight(weight: Array, rng: np.random.Generator, noise: Array) -> None:
         part[:] = (1 + np.float32(0.1) * values if weight.ndim == 1 else scale * values).astype(weight.dtype)
 
 
-_BLOCKS_OF = {"Q4_K": _q4_k, "Q8_0": _q8_0, "MXFP4": _mxfp4, "INT4": _int4}
+_BLOCKS_OF = {"Q4_K": _q4_k, "Q6_K": _q6_k, "Q8_0": _q8_0, "MXFP4": _mxfp4, "INT4": _int4}

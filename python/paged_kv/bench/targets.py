@@ -45,6 +45,11 @@ WITHOUT_AMX = {
     "step-1": Goal(None, {"vLLM CPU": 1.1, "llama.cpp": 1.2}),
     "step-8": Goal(None, {"vLLM CPU": 1.1}),
     "step-prefill": Goal(None, {"vLLM CPU": 1, "Hugging Face transformers": 1.2}),
+    **{
+        f"step-{mixture}-{name}": Goal(None, {"llama.cpp": factor})
+        for mixture in ("q8_0", "q4_k_m")
+        for name, factor in (("1", 1.2), ("8", 2), ("prefill", 1))
+    },
     "prefill": Goal(None, {"torch SDPA, contiguous": 2}),
     "prefill-wrapper": Goal(None, {"torch SDPA, contiguous": 1.2, "vLLM CPU, best page size": 1}),
     "prefill-cached": Goal(None, {"torch SDPA, contiguous": 1.2, "vLLM CPU, best page size": 1}),

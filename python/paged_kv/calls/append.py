@@ -14,7 +14,7 @@ from paged_kv.arrays.cache_storage import check_storage, paged_views
 from paged_kv.arrays.overlap import check_apart
 from paged_kv.arrays.types import ArrayDevice, namespace
 from paged_kv.calls.device_page_table import DevicePageTable
-from paged_kv.calls.kv_copy import write_rows
+from paged_kv.calls.kv_copy import becomes_codes, head_of_codes, write_rows
 from paged_kv.calls.page_table import KV_NAMES, PageTable
 from paged_kv.errors import ContractTypeError, ShapeError
 
@@ -83,10 +83,13 @@ class WritableCache:
         for array, view, name in zip((k, v), (self.k, self.v), names, strict=True):
             rows = self.device.view(array, name)
             row_shape = view.shape[2:] if num_axes == 3 else view.shape[3:]
+            dtype = self.device.dtype(rows)
+            if becomes_codes(dtype, self.device.dtype(view)):
+                row_shape = (*row_shape[:-1], head_of_codes(self.name, view))
             if rows.ndim != num_axes or rows.shape[1:] != row_shape:
                 wanted = ", ".join(map(str, ("N", *row_shape)))
                 raise ShapeError(f"{name} must be [{wanted}] for this cache, its shape is {tuple(rows.shape)}")
-            if rows.dtype != view.dtype:
+            if rows.dtype != view.dtype and not becomes_codes(dtype, self.device.dtype(view)):
                 raise ContractTypeError(f"{name}: dtype {rows.dtype}, the cache's is {view.dtype}")
             checked.append(rows if num_axes == 3 else rows[:, None])
         if len(checked[1]) != len(checked[0]):

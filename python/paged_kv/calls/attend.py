@@ -33,7 +33,7 @@ from paged_kv.calls.results import NOT_WRITTEN, Results
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.scalars import one_number
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.options import alibi_slopes
+from paged_kv.options import alibi_slopes, stored_head
 from paged_kv.runtime.session import runtime_on
 
 Scales = tuple[float | None, float | None, float | None]
@@ -295,13 +295,13 @@ class Attention:
         """K and V are pages of the planned sizes and dtype."""
         plan = self.plan
         for name, view, head_dim in (("k", k, plan.head_dim), ("v", v, plan.value_dim)):
-            page = (page_size, plan.num_kv_heads, head_dim)
+            page = (page_size, plan.num_kv_heads, stored_head(plan.kv_dtype.name, head_dim))
             if tuple(view.shape[1:]) != page:
                 for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
                     if found != planned:
                         raise ShapeError(f"{plan.cache_name}: {what} of {name} is {found}, planned {planned}")
             dtype = device.dtype(view)
-            if dtype != plan.kv_dtype:
+            if dtype != plan.array_dtype:
                 raise ContractTypeError(
                     f"{plan.cache_name}: dtype {dtype.name} of {name}, planned {plan.kv_dtype.name} (kv_data_type)"
                 )

@@ -12,10 +12,18 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
-from paged_kv.arrays.dtypes import DTYPES, dtype_of, max_dtype
+from paged_kv.arrays.dtypes import DTYPES, cache_dtype_of, dtype_of, max_dtype
 from paged_kv.arrays.types import ArrayDevice, DTypeLike
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.options import FLOAT8_DTYPES, KV_DTYPES, Q_DTYPES, AttentionOptions, check_head_dim
+from paged_kv.options import (
+    CODE_DTYPES,
+    FLOAT8_DTYPES,
+    KV_DTYPES,
+    Q_DTYPES,
+    AttentionOptions,
+    check_head_dim,
+    stored_dtype,
+)
 from paged_kv.runtime.variants import Op, Variant
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -51,7 +59,8 @@ class AttentionPlan:
     q_dtype: np.dtype[Any]
     """float32, float16 or bfloat16, or either float8, which is widened before the op."""
     kv_dtype: np.dtype[Any]
-    """`q_dtype`, or either float8 with any q; any of them with float8 queries."""
+    """`q_dtype`, or either float8 with any q; any of them with float8 queries; or int8 or int4, codes with scales, of
+    pages, with any q."""
     pos_encoding_mode: str
     options: AttentionOptions
     """`rope_theta` is used only by ROPE_LLAMA; the scales of q, k and v are a run's."""
@@ -80,15 +89,24 @@ class AttentionPlan:
         check_head_dim(self.head_dim_name, self.head_dim)
         check_head_dim("head_dim_vo", self.value_dim)
         check_dtype(f"{self.dtype_names[0]}:", self.q_dtype, KV_DTYPES)
-        check_dtype(f"{self.dtype_names[1]}:", self.kv_dtype, KV_DTYPES)
+        check_dtype(f"{self.dtype_names[1]}:", self.kv_dtype, (*KV_DTYPES, *CODE_DTYPES))
         if self.o_dtype is None:
             object.__setattr__(self, "o_dtype", self.q_dtype)
         check_dtype("o_data_type:", self.result_dtype, KV_DTYPES)
-        check_pair(self.dtype_names[1], self.q_dtype, self.kv_dtype)
+        if not self.has_codes:
+            check_pair(self.dtype_names[1], self.q_dtype, self.kv_dtype)
         if not isinstance(self.pos_encoding_mode, str) or self.pos_encoding_mode not in POS_ENCODING_MODES:
             raise ContractError(
                 f"pos_encoding_mode must be one of {', '.join(POS_ENCODING_MODES)}, not {shown(self.pos_encoding_mode)}"
             )
+        if self.has_codes:
+            what = f"{self.dtype_names[1]}: a cache of {self.kv_dtype.name} codes"
+            if self.pos_encoding_mode == "ROPE_LLAMA":
+                raise ContractError(f"{what} has no rotary keys (pos_encoding_mode ROPE_LLAMA)")
+            if self.page_size is None:
+                raise ContractTypeError(f"{what} is paged; these K and V are not")
+            if self.value_dim != self.head_dim:
+                raise ShapeError(f"{what} has one head_dim, not {self.head_dim} of K and {self.value_dim} of V")
 
     def __str__(self) -> str:
         heads = f"{self.num_qo_heads} query and {self.num_kv_heads} KV heads of {self.head_dim}"
@@ -102,6 +120,16 @@ class AttentionPlan:
     def value_dim(self) -> int:
         """Of V and the output."""
         return self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the cache holds codes and scales."""
+        return self.kv_dtype.name in CODE_DTYPES
+
+    @property
+    def array_dtype(self) -> np.dtype[Any]:
+        """Of the cache's arrays."""
+        return DTYPES[stored_dtype(self.kv_dtype.name)]
 
     @property
     def result_dtype(self) -> np.dtype[Any]:
@@ -122,7 +150,7 @@ class AttentionPlan:
         """The compiled graph of `op` that computes it."""
         q_dtype, o_dtype = self.op_q_dtype, self.op_o_dtype
         other = None if o_dtype == q_dtype else max_dtype(o_dtype)
-        return Variant(op, max_dtype(q_dtype), max_dtype(self.kv_dtype), other)
+        return Variant(op, max_dtype(q_dtype), max_dtype(self.array_dtype), other)
 
 
 def check_dtype(what: str, dtype: np.dtype[Any], legal: Sequence[str] = Q_DTYPES) -> None:
@@ -184,7 +212,7 @@ def dtypes_of(
         # It set both dtypes once. Now q_data_type has a default, so that float8 is meant for the cache alone.
         if q_data_type is not None and kv_dtype.name in FLOAT8_DTYPES:
             q_dtype = dtype_of(q_data_type, "q_data_type")
-    return q_dtype, kv_dtype if kv_data_type is None else dtype_of(kv_data_type, "kv_data_type")
+    return q_dtype, kv_dtype if kv_data_type is None else cache_dtype_of(kv_data_type, "kv_data_type")
 
 
 def attention_options(

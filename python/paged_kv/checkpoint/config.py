@@ -57,9 +57,7 @@ def load_config(folder: Path | str) -> DecoderConfig:
             that this package does not run. The message names file, key and value.
     """
     fields = Fields.read(checkpoint_folder(folder) / "config.json")
-    if read_packing(fields) is not None:  # then it is the checkpoint's weights that are read in another way
-        fields = replace(fields, values={k: v for k, v in fields.values.items() if k != "quantization_config"})
-    config = find_family(fields).read(fields)
+    config = _read(fields)
     generation_file = fields.file.with_name("generation_config.json")
     if generation_file.is_file():
         generation = Fields.read(generation_file)
@@ -74,5 +72,10 @@ def config_of(values: Mapping[str, Any], origin: Path | str) -> DecoderConfig:
     Raises:
         CheckpointError: as `load_config` does.
     """
-    fields = Fields(Path(origin), values)
+    return _read(Fields(Path(origin), values))
+
+
+def _read(fields: Fields) -> DecoderConfig:
+    if read_packing(fields) is not None:  # then it is the checkpoint's weights that are read in another way
+        fields = replace(fields, values={k: v for k, v in fields.values.items() if k != "quantization_config"})
     return find_family(fields).read(fields)

@@ -72,10 +72,27 @@ def open_source(path: Path | str) -> Source:
     file = None if has_safetensors else find_gguf(path)
     if file is None:
         config = load_config(checkpoint_folder(path))
-        checkpoint = open_checkpoint(path)
-        check_layers(config, checkpoint.tensors, path)
-        packing = read_packing(Fields.read(path / "config.json"))
-        checkpoint = replace(checkpoint, packing=packing)
-        return Source(path, replace(config, encodings=config.encodings + checkpoint.encodings(config)), checkpoint)
+        return source_of(config, Fields.read(path / "config.json"), open_checkpoint(path))
+    return gguf_source(file)
+
+
+def gguf_source(file: Path) -> Source:
+    """The model in a GGUF file.
+
+    Raises:
+        CheckpointError: there is none that this package runs.
+    """
     gguf = open_gguf(file)
     return Source(file.parent, gguf.config, gguf)
+
+
+def source_of(config: DecoderConfig, fields: Fields, checkpoint: Checkpoint) -> Source:
+    """The model of a Hugging Face checkpoint; `fields` are those of the config.json that `config` was read from.
+
+    Raises:
+        CheckpointError: there are fewer tensors than layers.
+    """
+    check_layers(config, checkpoint.tensors, checkpoint.folder)
+    checkpoint = replace(checkpoint, packing=read_packing(fields))
+    encodings = config.encodings + checkpoint.encodings(config)
+    return Source(checkpoint.folder, replace(config, encodings=encodings), checkpoint)

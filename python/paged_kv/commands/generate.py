@@ -10,16 +10,19 @@ import click
 
 from paged_kv.arguments import integer, printable
 from paged_kv.commands.options import (
+    cache_dtype_option,
     device_option,
     form_of,
     form_options,
     load_model,
     print_statistics,
+    rotate_option,
     sampling_options,
     threads_option,
 )
 from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.options import CacheRotation, KVFormat
 from paged_kv.output import say
 
 
@@ -38,6 +41,8 @@ from paged_kv.output import say
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of quantised models the cache's. Default: its own."
 )
+@cache_dtype_option
+@rotate_option
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
 @click.option("--pages", type=int, help="Pages of the cache. Default: what these prompts can need.")
 @click.option("--max-step-tokens", type=int, default=2048, show_default=True, help="Tokens of one step at most.")
@@ -51,6 +56,11 @@ from paged_kv.output import say
 @click.option(
     "--kv-disk-gb", type=float, default=10.0, show_default=True, help="The most that --kv-disk may hold, in 10^9 bytes."
 )
+@click.option(
+    "--speculate",
+    metavar="lookup|DRAFT",
+    help="Guess tokens by the text so far, or by a smaller checkpoint: same texts.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends. --logprobs implies it.")
 @click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write what happens to pages, for `paged-kv inspect`.")
@@ -60,6 +70,8 @@ def generate(
     source: str | None,
     samples: int,
     dtype: str | None,
+    cache_dtype: KVFormat | None,
+    rotate: CacheRotation | None,
     page_size: int,
     pages: int | None,
     max_step_tokens: int,
@@ -67,6 +79,7 @@ def generate(
     compiled: Path | None,
     kv_disk: Path | None,
     kv_disk_gb: float,
+    speculate: str | None,
     as_json: bool,
     live: bool | None,
     trace: Path | None,
@@ -107,6 +120,9 @@ def generate(
     opened = open_source(folder)
     config = opened.config
     tokenizer = Tokenizer(opened, config)
+    draft = None if speculate in (None, "lookup") else open_source(Path(str(speculate)))
+    if draft is not None and draft.tokenizer()[0].get_vocab() != opened.tokenizer()[0].get_vocab():
+        raise ContractError(f"--speculate {printable(speculate)}: its tokens are not those of --model")
     lines = given(prompts, sampling, samples) if source is None else read(source, sampling, samples)
     lines = encode(lines, tokenizer, config)
     asked = [line for line in lines if isinstance(line, Asked)]
@@ -119,14 +135,20 @@ def generate(
             f"--pages {pages} is too few: a prompt and its new tokens need {max(each)} pages of {page_size}"
         )
     needed = sum(count * line.n for count, line in zip(each, asked, strict=True))
-    dtype = config.dtype if dtype is None else dtype
+    given_dtype, dtype = dtype is not None, config.dtype if dtype is None else dtype
     if isinstance(opened.checkpoint, Checkpoint) and opened.checkpoint.packing is not None:
         kinds = " and ".join(dict.fromkeys(encoding for _, encoding in config.encodings))
         kept = f"stay packed, as {kinds}" if kinds else f"are dequantised to {dtype or 'float32'} at load"
         say(f"{opened.checkpoint.packing.describe()} {kept}")
     with trace_file(trace) as file:  # before a compile
-        model = load_model(folder, dtype, pages or max(needed, 1), page_size, device, compiled)
-        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk)
+        model = load_model(
+            folder, dtype, pages or max(needed, 1), page_size, device, compiled, kv_format=cache_dtype, rotate=rotate
+        )
+        guesser: Any = speculate
+        if draft is not None:
+            its_dtype = dtype if given_dtype else draft.config.dtype
+            guesser = load_model(Path(str(speculate)), its_dtype, model.num_pages, page_size, device)
+        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=guesser)
         printer = Printer(as_json=as_json or source is not None or sampling.logprobs is not None)
         for line in lines:
             try:
@@ -146,6 +168,9 @@ def generate(
                 for output in engine.step():
                     printer.add(output)
         print_statistics(engine.statistics, model)
+        if speculate is not None:
+            found = engine.statistics
+            say(f"guesses: {found.right_tokens} of {found.guessed_tokens} were right")
         if disk is not None:
             engine.flush()
             say(f"disk: {engine.tokens_restored} tokens read from {printable(disk.folder)}")

@@ -14,6 +14,7 @@ from paged_kv.engine.forms import MOST_CHARACTERS, Form, Grammar, JsonSchema, Re
 from paged_kv.engine.sampling import Kind, Sampling
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.files import read_regular
+from paged_kv.options import CACHE_ROTATIONS, CODE_DTYPES, CacheRotation, KVFormat
 from paged_kv.output import say
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
@@ -41,6 +42,18 @@ threads_option = click.option(
     help="Run on N threads of the CPU. Default: one a CPU that the process may run on.",
 )
 """Of the commands that run kernels."""
+
+cache_dtype_option = click.option(
+    "--cache-dtype",
+    type=click.Choice(CODE_DTYPES),
+    help="Keep K and V as codes with a scale a token and KV head. Default: as --dtype.",
+)
+
+rotate_option = click.option(
+    "--rotate",
+    type=click.Choice(CACHE_ROTATIONS),
+    help="Rotate q and k before the cache, so that few bits keep more of k; head_dim is a power of two.",
+)
 
 device_option = click.option(
     "--device", type=click.Choice(["cpu", "gpu"]), default="cpu", show_default=True, help="Where it runs."
@@ -128,7 +141,14 @@ def _read_form(name: str, path: Path) -> str:
 
 
 def load_model(
-    folder: Path, dtype: str | None, num_pages: int, page_size: int, device: str, compiled_ahead: Path | None = None
+    folder: Path,
+    dtype: str | None,
+    num_pages: int,
+    page_size: int,
+    device: str,
+    compiled_ahead: Path | None = None,
+    kv_format: KVFormat | None = None,
+    rotate: CacheRotation | None = None,
 ) -> DecoderModel:
     """The model of a checkpoint, with a bar for its weights; bfloat16 or else float32."""
     from max.dtype import DType
@@ -147,6 +167,8 @@ def load_model(
             on_progress=on_progress,
             compiled_ahead=compiled_ahead,
             runtime=runtime,
+            kv_format=kv_format,
+            rotate=rotate,
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
         )
 

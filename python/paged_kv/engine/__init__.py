@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paged_kv.engine.forms import Grammar, JsonSchema, Regex
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
+    from paged_kv.options import CacheRotation
 
 __all__ = [
     "AsyncEngine",
@@ -41,7 +42,13 @@ _HOME = {
 
 
 def load(
-    folder: Path | str, *, num_pages: int, page_size: int = 16, dtype: str | None = None, **options: Any
+    folder: Path | str,
+    *,
+    num_pages: int,
+    page_size: int = 16,
+    dtype: str | None = None,
+    rotate: CacheRotation | None = None,
+    **options: Any,
 ) -> Engine:
     """An engine with the model and the tokenizer of a checkpoint, on the CPU.
 
@@ -50,6 +57,7 @@ def load(
         num_pages: Pages of the cache.
         page_size: Tokens in a page.
         dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
+        rotate: "hadamard" rotates q and k before the cache (docs/quantised-cache.md).
         options: Of `Engine`.
 
     Raises:
@@ -70,7 +78,7 @@ def load(
     source = open_source(folder)
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
     tokenizer = Tokenizer(source, source.config)
-    model = DecoderModel.from_folder(folder, dtype=kind, num_pages=num_pages, page_size=page_size)
+    model = DecoderModel.from_folder(folder, dtype=kind, num_pages=num_pages, page_size=page_size, rotate=rotate)
     return Engine(model, tokenizer, **options)
 
 

@@ -15,12 +15,13 @@ from contextlib import suppress
 
 from paged_kv.engine.disk_tier import DiskPages
 from paged_kv.engine.requests import Sample
+from paged_kv.engine.speculation import PANEL, Speculation
 from paged_kv.errors import PoolExhausted, RequestError
 from paged_kv.options import NO_PAGE
 from paged_kv.pool import PagePool, PrefixCache
 
 Plan = list[tuple[Sample, list[int]]]
-"""The samples of one step, each with the tokens that it brings."""
+"""The samples of one step, each with the tokens that it brings; what goes past its own tokens is guessed."""
 
 
 class Batching:
@@ -33,6 +34,7 @@ class Batching:
         max_running: Samples of a step at most; a prompt counts for all samples that will begin with it.
         share_prefixes: Whether prompts that begin alike share pages.
         disk: Where full pages are kept too, with `share_prefixes`.
+        speculation: Guesses what comes after the last tokens of samples.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Batching:
         max_running: int,
         share_prefixes: bool,
         disk: DiskPages | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pool = pool
         self.prefixes = PrefixCache(pool) if share_prefixes else None
@@ -56,6 +59,7 @@ class Batching:
         self.tokens_restored = 0
         """Tokens whose K and V were read from the disk."""
         self._disk = disk
+        self._speculation = speculation
         self._copy_page = copy_page
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
@@ -70,7 +74,7 @@ class Batching:
             self._leave(sample)
 
     def plan(self) -> Plan:
-        """The next step: samples that decode first, one token each, then prompts in the order of arrival."""
+        """The next step: samples that decode first, one token each, then prompts in the order of arrival; guesses."""
         self._give_slots()
         self._admit()
         room = self._max_step_tokens
@@ -80,7 +84,33 @@ class Batching:
             room -= len(new)
             if new:
                 plan.append((sample, new))
+        if self._speculation is not None and plan:
+            self._guess(self._speculation, plan, room)
         return plan
+
+    def _guess(self, speculation: Speculation, plan: Plan, room: int) -> None:
+        """Adds guesses to samples that bring their last token alone, as far as `room`, rows and free pages allow."""
+        places = [
+            at
+            for at, (sample, new) in enumerate(plan)
+            if len(new) == 1 and not sample.is_prefilling and not sample.forks
+        ]
+        room = min(room, self._max_running - len(plan))
+        if not places or room <= 0:
+            return
+        samples = [plan[at][0] for at in places]
+        # A sample's last token needs no slot.
+        most = [min(sample.request.limit - len(sample.tokens) - 1, PANEL - 1, room) for sample in samples]
+        rows = sum(len(new) for _, new in plan)
+        for at, guesses in zip(places, speculation.guess(samples, most, rows, self.running), strict=True):
+            sample, new = plan[at]
+            guesses = guesses[:room]
+            try:
+                self.pool.reserve(sample.key, len(guesses), self._copy_page)
+            except PoolExhausted:  # no page is taken from a sample for a guess
+                continue
+            plan[at] = sample, new + guesses
+            room -= len(guesses)
 
     def computed(self, sample: Sample, cached: int) -> None:
         """Says that K and V of the sample's first `cached` tokens are in its pages."""
@@ -120,7 +150,13 @@ class Batching:
         _remove(self.waiting, sample)
 
     def _give_slots(self) -> None:
-        """Gives each running sample a slot for each of its tokens; the last ones wait again where pages run out."""
+        """Gives each running sample a slot for each of its tokens; the last ones wait again where pages run out.
+
+        Slots of guesses that were wrong are taken back first.
+        """
+        for sample in self.running if self._speculation is not None else ():
+            if (wrong := self.pool.length(sample.key) - len(sample.tokens)) > 0:
+                self.pool.shrink(sample.key, wrong)
         for sample in list(self.running):
             while sample in self.running:
                 missing = len(sample.tokens) - self.pool.length(sample.key)

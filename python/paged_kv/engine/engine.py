@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 from itertools import count
 from pathlib import Path
 from threading import RLock
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from paged_kv.engine.requests import (
     most_tokens,
 )
 from paged_kv.engine.sampling import Choice, Sampling, choose
+from paged_kv.engine.speculation import Draft, Speculation
 from paged_kv.engine.stop_text import StopText
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache, pages_needed
@@ -61,10 +63,13 @@ class Engine:
         share_prefixes: Whether prompts that begin alike share pages.
         disk: Where full pages of prefixes are kept as well, and found after a restart (`disk_tier`). The model's
             weights are read once for it.
+        speculate: What guesses tokens to come, which a step then judges together (`speculation`): "lookup" for the text
+            so far, or a smaller model with the same tokens, whose pages nothing else uses. None: nothing.
 
     Raises:
         ContractTypeError, ContractError: a number is no positive integer, or `num_pages` more than the model has; the
-            folder of `disk` is not the user's own, or its limit is less than a page; `disk` without `share_prefixes`.
+            folder of `disk` is not the user's own, or its limit is less than a page; `disk` without `share_prefixes`;
+            `speculate` is neither "lookup" nor another model.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Engine:
         num_pages: int | None = None,
         share_prefixes: bool = True,
         disk: DiskTier | None = None,
+        speculate: Literal["lookup"] | Model | None = None,
     ) -> None:
         self.model = model
         self.statistics = Statistics()
@@ -89,6 +95,7 @@ class Engine:
         if disk is not None and not share_prefixes:
             raise ContractError("disk: an engine without share_prefixes knows no prefix")
         max_step_tokens = integer("max_step_tokens", max_step_tokens, 1)
+        self._speculation = _speculation(speculate, model, max_step_tokens, share_prefixes)
         self._disk = None if disk is None else DiskPages(disk, model)
         self._batching = Batching(
             self.pool,
@@ -97,6 +104,7 @@ class Engine:
             max_running=self._max_running,
             share_prefixes=share_prefixes,
             disk=self._disk,
+            speculation=self._speculation,
         )
         windows = model.config.windows
         self._window_left = max(windows) if windows and min(windows) >= 0 else -1
@@ -212,8 +220,9 @@ class Engine:
                 self._recover()
             self._interrupted = True
             self._take_wanted()
+            began = time.perf_counter()
             if plan := self._batching.plan():
-                self._continue(plan, self._execute(plan))
+                self._continue(plan, self._execute(plan, began))
             self._interrupted = False
 
     def stream(
@@ -329,35 +338,59 @@ class Engine:
                 self._batching.add(Sample(request, 0, list(request.prompt)))
             self._wanted.popleft()  # last: an exception before it does all again
 
-    def _execute(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Logits `[len(plan), vocab]`; the new tokens are in the cache afterwards."""
-        began = time.perf_counter()
+    def _execute(self, plan: Plan, began: float) -> npt.NDArray[np.float32]:
+        """Logits after the last token and the guesses of each sample; all of them are in the cache afterwards."""
+        planned = began if self._speculation is None else time.perf_counter()
+        guessed = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in plan]
+        total = sum(len(new) for _, new in plan)
+        prompts = sum(len(new) for sample, new in plan if sample.cached < len(sample.request.prompt))
         logits = self.model.step(
             [new for _, new in plan],
             [sample.cached for sample, _ in plan],
             [self.pool.pages(sample.key) for sample, _ in plan],
+            *([[1 + count for count in guessed]] if any(guessed) else []),
         )
-        seconds = time.perf_counter() - began
-        total = sum(len(new) for _, new in plan)
-        prompts = sum(len(new) for sample, new in plan if sample.cached < len(sample.request.prompt))
-        self.statistics.add_step(seconds, prompts, total - prompts, self.pool.num_used)
+        ended = time.perf_counter()
+        self.statistics.add_step(ended - began, prompts, total - prompts - sum(guessed), self.pool.num_used)
+        if self._speculation is not None and not prompts:
+            self._speculation.timed(total, ended - planned)
         return logits
 
     def _continue(self, plan: Plan, logits: npt.NDArray[np.float32]) -> None:
-        """Gives the next token to samples whose tokens are all in the cache, and to those that begin with them."""
-        samples: list[Sample] = []
-        rows: list[int] = []
-        for row, (sample, new) in enumerate(plan):
+        """Gives the next token to samples whose tokens are all in the cache, and to those that begin with them.
+
+        Where it is the one that was guessed, the next row of logits gives the one after it.
+        """
+        # Each with the row of its logits, how many of its guesses were right, and those that follow.
+        turn: list[tuple[Sample, int, int, list[int]]] = []
+        row = 0
+        for sample, new in plan:
             cached = sample.cached + len(new)
+            guesses = new[len(sample.tokens) - sample.cached :]
             if cached < len(sample.tokens):
                 self._batching.computed(sample, cached)
             else:
-                samples += [sample, *(self._batching.fork(sample) if sample.forks else [])]
-                rows += [row] * (len(samples) - len(rows))
-        choices = choose(logits, rows, [sample.history for sample in samples])
-        for sample, choice in zip(samples, choices, strict=True):
-            self._drawing = sample
-            self._give(sample, self._next_output(sample, choice))
+                samples = [sample, *(self._batching.fork(sample) if sample.forks else [])]
+                turn += [(each, row, 0, guesses) for each in samples]
+            row += 1 + len(guesses)
+        while turn:
+            rows, samples = [row for _, row, _, _ in turn], [sample for sample, _, _, _ in turn]
+            choices = choose(logits, rows, [sample.history for sample in samples])
+            further = []
+            for (sample, row, right, guesses), choice in zip(turn, choices, strict=True):
+                self._drawing = sample
+                output = self._next_output(sample, choice)
+                self._give(sample, output)
+                if guesses and output.tokens == (guesses[0],) and output.finish is None:
+                    further.append((sample, row + 1, right + 1, guesses[1:]))
+                elif right or guesses:
+                    self._judged(sample, right, right + len(guesses))
+            turn = further
+
+    def _judged(self, sample: Sample, right: int, guessed: int) -> None:
+        self.statistics.add_guesses(right, guessed)
+        if self._speculation is not None:
+            self._speculation.learn(sample, right, guessed)
 
     def _next_output(self, sample: Sample, choice: Choice | ContractError) -> Output:
         request = sample.request
@@ -422,6 +455,16 @@ class Engine:
         elif self._drawing is not None:
             self._give(self._drawing, _failed(self._drawing, "interrupted while its next text was decoded"))
         self._batching.recover()
+
+
+def _speculation(speculate: Any, model: Model, max_step_tokens: int, share_prefixes: bool) -> Speculation | None:
+    if speculate is None or (isinstance(speculate, str) and speculate == "lookup"):
+        return None if speculate is None else Speculation()
+    if isinstance(speculate, str) or not hasattr(speculate, "step"):
+        raise ContractTypeError(f"speculate must be 'lookup' or a model, not {shown(speculate)}")
+    if speculate is model:
+        raise ContractError("speculate: the model cannot guess for itself: it would write to its own pages")
+    return Speculation(Draft(speculate, model.config.vocab_size, max_step_tokens, share_prefixes))
 
 
 def _failed(sample: Sample, error: str) -> Output:

@@ -23,9 +23,16 @@ class Model(PagedModel, Protocol):
     num_pages: int
 
     def step(
-        self, tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]]
+        self,
+        tokens: Sequence[Sequence[int]],
+        cache_lengths: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        counts: Sequence[int] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Appends new tokens of `B` requests to their pages; logits `[B, vocab]` after the last of each."""
+        """Appends new tokens of `B` requests to their pages; logits `[N, vocab]` after the last `counts[b]` of each.
+
+        One of each where `counts` is None; it is given only where tokens are guessed.
+        """
         ...
 
     def copy_page(self, source: int, target: int) -> None:
@@ -80,6 +87,10 @@ class Statistics:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     peak_pages: int = 0
+    guessed_tokens: int = 0
+    """Tokens that were guessed and brought to a step."""
+    right_tokens: int = 0
+    """Those of them that were chosen; they are among `decode_tokens`."""
 
     def add_step(self, seconds: float, prompt_tokens: int, decode_tokens: int, pages: int) -> None:
         """Counts a step that computed so many tokens while so many pages were used."""
@@ -90,3 +101,9 @@ class Statistics:
         self.prefill_seconds += seconds * prompt_tokens / total
         self.decode_seconds += seconds * decode_tokens / total
         self.peak_pages = max(self.peak_pages, pages)
+
+    def add_guesses(self, right: int, guessed: int) -> None:
+        """Counts guesses of one sample in a step; each right one was a token more."""
+        self.guessed_tokens += guessed
+        self.right_tokens += right
+        self.decode_tokens += right

@@ -24,7 +24,9 @@ from paged_kv.engine.step import Step
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation
+from paged_kv.graphs.ops import cache_dtype
+from paged_kv.options import CODE_DTYPES, CacheRotation, KVFormat
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.forks import check_not_forked
@@ -45,6 +47,8 @@ class DecoderModel:
         on_compile: Callable[[], None] = lambda: None,
         compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
+        kv_format: KVFormat | None = None,
+        rotate: CacheRotation | None = None,
     ) -> None:
         """Compiles the step, or reads it from disk, and binds `weights` without copying them.
 
@@ -56,22 +60,31 @@ class DecoderModel:
             compiled_ahead: A folder of `paged-kv compile`, which is searched before the cache folder.
             runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
                 copies them to a GPU. For a GPU the graph is built in the tests, and not yet run.
+            kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head, on the CPU alone.
+            rotate: "hadamard": q and k go through a Walsh-Hadamard transform before the cache, for caches of few bits.
 
         Raises:
             ContractTypeError: `num_pages` or `page_size` is no integer.
-            ContractError: one of them is negative, or the pages do not fit into memory.
+            ContractError: one of them is negative, or the pages do not fit into memory; `kv_format` is unknown, or the
+                model has latents or runs on a GPU; the model cannot `rotate`.
             ToolchainError: as `load_graphs`.
         """
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
-        self.config = config
+        self.config = config = with_cache_rotation(config, rotate)
         self.weights = weights
         self.num_pages = num_pages
         self.page_size = page_size
+        self.dtype = dtype
+        self.kv_format = kv_format
+        if kv_format not in (None, *CODE_DTYPES):
+            raise ContractError(f"kv_format must be {' or '.join(CODE_DTYPES)}, not {shown(kv_format)}")
         runtime = runtime or default_runtime()
         self._device = runtime.driver_device
-        step = Step.of(config, dtype)
+        if kv_format is not None and not self._device.is_host:
+            raise ContractError(f"kv_format: a cache of {kv_format} codes is not supported on a GPU")
+        step = Step.of(config, dtype, kv_format)
         self.geometry = step.geometry
-        self._blocks = _new_cache(config, num_pages, page_size, dtype, self._device)
+        self._blocks = _new_cache(config, num_pages, page_size, dtype, kv_format, self._device)
         self._keys = step.keys(runtime.architecture)
         models = load_graphs(
             runtime.session,
@@ -95,12 +108,15 @@ class DecoderModel:
         on_compile: Callable[[], None] = lambda: None,
         compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
+        kv_format: KVFormat | None = None,
+        rotate: CacheRotation | None = None,
     ) -> DecoderModel:
         """The model of a Hugging Face folder or a GGUF file, its weights memory-mapped and converted only where they
         must be.
 
         Raises:
             CheckpointError: there is no checkpoint that this package runs.
+            ContractTypeError, ContractError: as for `DecoderModel`.
         """
         runtime = default_runtime() if runtime is None else runtime
         source = open_source(folder).on(runtime.device)
@@ -114,11 +130,13 @@ class DecoderModel:
             on_compile=on_compile,
             compiled_ahead=compiled_ahead,
             runtime=runtime,
+            kv_format=kv_format,
+            rotate=rotate,
         )
 
     @property
     def blocks(self) -> Buffer:
-        """The storage of the pages: `[pages, 2, layers, page_size, Hk, D]`, or latents (`decoder.cache_shape`)."""
+        """The storage of the pages: `[pages, 2, layers, page_size, Hk, D]`, or what `decoder.cache_shape` says."""
         return self._blocks
 
     @property
@@ -129,7 +147,7 @@ class DecoderModel:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the weights and of the geometry, in hexadecimal: some 0.6 s a gigabyte, once."""
-        found = hashlib.sha256(f"{self.geometry} {self._blocks.dtype.name}".encode())
+        found = hashlib.sha256(f"{self.geometry} {self.page_kind[0]}".encode())
         for name in sorted(self.weights):
             array = to_numpy(self.weights[name])
             found.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -143,8 +161,8 @@ class DecoderModel:
 
     @property
     def page_kind(self) -> tuple[str, tuple[int, ...]]:
-        """The dtype of a page's elements, and its shape."""
-        return self._blocks.dtype.name, tuple(self._blocks.shape)[1:]
+        """The dtype of a page's elements, or of its codes, and its shape."""
+        return self.kv_format or self._blocks.dtype.name, tuple(self._blocks.shape)[1:]
 
     def read_pages(self, pages: Sequence[int]) -> Bits:
         """The bits of some pages as unsigned integers, `[n, ...]`."""
@@ -177,23 +195,32 @@ class DecoderModel:
         return self._blocks[(slice(page, page + 1), *[slice(None)] * (self._blocks.rank - 1))]
 
     def step(
-        self, tokens: Sequence[Sequence[int]], cache_lengths: Sequence[int], pages: Sequence[Sequence[int]]
+        self,
+        tokens: Sequence[Sequence[int]],
+        cache_lengths: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        counts: Sequence[int] | None = None,
     ) -> np.ndarray:
-        """Appends each request's new tokens to the cache; logits `[B, vocab]` float32 after the last of them.
+        """Appends each request's new tokens to the cache; logits `[N, vocab]` float32 after the last of them.
 
         Args:
             tokens: At least one new token of each of `B` requests.
             cache_lengths: Tokens that each request has in the cache.
             pages: Page ids of each request, enough for the new tokens too.
+            counts: After how many of its last tokens each request wants logits, at least 1 and at most all: `N` in all,
+                request after request. One each where None.
 
         Raises:
-            ContractError: a token is not in the vocabulary.
+            ContractError: a token is not in the vocabulary; a count is out of range.
             ToolchainError: this process was forked off one in which MAX ran.
         """
         check_not_forked()
         self.check_tokens(tokens)
         inputs = step_inputs(tokens, cache_lengths, pages, self._blocks)
-        arguments = [to_buffer(value) for value in inputs.flatten()]
+        wanted = (inputs.row_offsets[1:] - 1).astype(np.int32)
+        if counts is not None:
+            wanted = _last_rows(inputs.row_offsets, counts)
+        arguments = [to_buffer(value) for value in (*inputs.flatten(), wanted)]
         if self._device.is_host:
             return self._model.execute(*arguments)[0].to_numpy()
         arguments = [value if value is self._blocks else value.to(self._device) for value in arguments]
@@ -212,9 +239,27 @@ class DecoderModel:
                     raise ContractError(f"tokens: request {request} has {shown(token)}, expected {known}")
 
 
-def _new_cache(config: DecoderConfig, num_pages: int, page_size: int, dtype: DType, device: Device) -> Buffer:
+def _last_rows(row_offsets: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """The last `counts[b]` rows of each request, as int32.
+
+    Raises:
+        ContractError: a count is below 1, or more than the request's rows.
+    """
+    for request, (count, rows) in enumerate(zip(counts, np.diff(row_offsets), strict=True)):
+        if not 1 <= count <= rows:
+            raise ContractError(f"counts: request {request} has {shown(count)}, expected 1 to {rows}")
+    ends = row_offsets[1:].tolist()
+    return np.concatenate(
+        [np.arange(end - count, end, dtype=np.int32) for end, count in zip(ends, counts, strict=True)]
+    )
+
+
+def _new_cache(
+    config: DecoderConfig, num_pages: int, page_size: int, dtype: DType, kv_format: KVFormat | None, device: Device
+) -> Buffer:
     """The storage of the pages, not yet written to."""
-    shape = [int(size) for size in decoder.cache_shape(config, num_pages, page_size)]
+    shape = [int(size) for size in decoder.cache_shape(config, num_pages, page_size, kv_format)]
+    dtype = cache_dtype(dtype, kv_format)
     try:
         if not device.is_host:
             return Buffer(dtype, shape, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -97,6 +97,36 @@ class Request:
     """Where the chains of its pages on disk begin (`disk_tier`); None where they are not kept there."""
 
 
+@dataclass
+class Luck:
+    """How often the guesses at a sample's tokens were right, the later ones counting more (`speculation`)."""
+
+    LONGEST_WAIT: ClassVar[int] = 128
+    tried: float = 0.0
+    right: float = 0.0
+    wait: int = 4
+    """Steps between two attempts, where guesses are not worth their rows."""
+    waited: int = 0
+
+    def share(self, usual: float) -> float:
+        """Of guesses that are right, as if two of the usual share had been seen before."""
+        return min((self.right + 2 * usual) / (self.tried + 2), 0.98)
+
+    def add(self, tried: int, right: int) -> None:
+        """Counts the guesses of a step."""
+        self.tried, self.right = 0.95 * self.tried + tried, 0.95 * self.right + right
+        if right:
+            self.wait = 4
+
+    def is_due(self) -> bool:
+        """Whether it is time for another attempt; the next one comes after twice as many steps."""
+        self.waited += 1
+        if self.waited < self.wait:
+            return False
+        self.waited, self.wait = 0, min(2 * self.wait, self.LONGEST_WAIT)
+        return True
+
+
 @dataclass(eq=False)
 class Sample:
     """One continuation of a request, with what of it is in the cache."""
@@ -115,6 +145,8 @@ class Sample:
     """The digests of its first full pages, as the disk tier knows them."""
     offered: int = 0
     """How many of them the disk tier was offered."""
+    luck: Luck = field(default_factory=Luck)
+    """Of the guesses at its tokens."""
     history: History = field(init=False)
     """What its next tokens are chosen by."""
 

@@ -248,7 +248,7 @@ class History:
         sampling: Sampling,
         seed: int,
         index: int,
-        tokens: Sequence[int],
+        tokens: list[int],
         prompt_length: int,
         form: FormState | None = None,
     ) -> None:
@@ -274,7 +274,7 @@ class History:
             for token, bias in sampling.biases:
                 scores[token] += np.float32(bias)
             if sampling.uses_history:
-                tokens = self._all_tokens()
+                tokens = self.array()
                 before = scores[tokens].astype(np.float64)
                 scores[tokens] = np.where(
                     before > 0, before / sampling.repetition_penalty, before * sampling.repetition_penalty
@@ -283,7 +283,11 @@ class History:
                 scores[new] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(np.float32)
         return scores
 
-    def _all_tokens(self) -> npt.NDArray[np.int64]:
+    def ahead(self) -> History:
+        """The same sample with tokens of its own to go on with, and no form."""
+        return History(self.sampling, self._seed, self._index, list(self.tokens), self.prompt_length)
+
+    def array(self) -> npt.NDArray[np.int64]:
         """The tokens as an array that grows with them: a long list is not converted at each step."""
         length = len(self.tokens)
         if length > self._copied.size:

@@ -17,7 +17,8 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
-from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation
+from paged_kv.options import CacheRotation, KVFormat
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
@@ -34,21 +35,23 @@ class Step:
 
     geometry: DecoderConfig
     dtype: DType
+    kv_format: KVFormat | None = None
+    """Of a cache of codes."""
 
     @staticmethod
-    def of(config: DecoderConfig, dtype: DType) -> Step:
+    def of(config: DecoderConfig, dtype: DType, kv_format: KVFormat | None = None) -> Step:
         """Without what of the configuration the step does not depend on."""
         geometry = replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)
-        return Step(geometry, dtype)
+        return Step(geometry, dtype, kv_format)
 
     def keys(self, architecture: str) -> dict[str, CompileKey]:
         """What the graph depends on, by its name; `architecture` is a GPU's, as in `Runtime`."""
-        facts = f"{self.dtype.name} {self.geometry}"
+        facts = f"{self.dtype.name} {self.geometry}" + (f" cache of {self.kv_format}" if self.kv_format else "")
         return {decoder.STEP: CompileKey(facts, (MODELS,), architecture)}
 
     def build(self, module: Module, device: DeviceRef) -> None:
         """Adds the graph to `module`."""
-        decoder.build_step(self.geometry, self.dtype, module, device)
+        decoder.build_step(self.geometry, self.dtype, module, device, kv_format=self.kv_format)
 
 
 def demo_family() -> GraphFamily:
@@ -65,7 +68,14 @@ def _demo_weights() -> dict[str, Buffer]:
     return open_source(FOLDER).load(DEMO_DTYPE)
 
 
-def compile_checkpoint(checkpoint: Path, dtype: str | None, target: str | None, out: Path | None) -> Path:
+def compile_checkpoint(
+    checkpoint: Path,
+    dtype: str | None,
+    target: str | None,
+    out: Path | None,
+    kv_format: KVFormat | None = None,
+    rotate: CacheRotation | None = None,
+) -> Path:
     """Compiles the step of a checkpoint, or finds it compiled; returns its file.
 
     MAX's target is one for the process: a process that compiles for another CPU does nothing else.
@@ -75,9 +85,10 @@ def compile_checkpoint(checkpoint: Path, dtype: str | None, target: str | None, 
         dtype: "float32" or "bfloat16"; the checkpoint's own where None.
         target: The CPU to compile for, one of `REQUIRED_FLAGS`; this one where None.
         out: The folder to keep it in, the cache folder where None.
+        kv_format, rotate: As in `DecoderModel`.
 
     Raises:
-        ContractError: the target is unknown.
+        ContractError: the target is unknown, or the model cannot `rotate`.
         CheckpointError: there is no checkpoint that this package runs.
         ToolchainError: it cannot be compiled or kept.
     """
@@ -86,8 +97,8 @@ def compile_checkpoint(checkpoint: Path, dtype: str | None, target: str | None, 
     if target is not None:
         set_virtual_cpu_target(target)
     runtime = default_runtime()
-    config = source.on(runtime.device).config
-    step = Step.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32)
+    config = with_cache_rotation(source.on(runtime.device).config, rotate)
+    step = Step.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
 
     def build(module: Module, _: Sequence[str]) -> None:
         step.build(module, runtime.device)

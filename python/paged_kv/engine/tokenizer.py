@@ -46,8 +46,10 @@ class Tokenizer:
                 f"but vocab_size is {config.vocab_size} in config.json"
             )
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, *, is_template: bool = False) -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer's file adds.
+
+        To a chat template's text it adds none: the template has written them.
 
         Raises:
             ContractTypeError: the prompt is no string.
@@ -61,7 +63,7 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise ContractError(f"prompt {printable(ascii(prompt))} is not valid text") from None
         with library_errors(f"{self._file}: prompt {printable(repr(prompt))} cannot be encoded"):
-            tokens: list[int] = self._tokenizer.encode(prompt).ids
+            tokens: list[int] = self._tokenizer.encode(prompt, add_special_tokens=not is_template).ids
         if not prompt or not tokens:
             raise ContractError(f"prompt {printable(repr(prompt))} is empty: it gives no tokens")
         # A post-processor adds ids that stand in the file by themselves, whatever the vocabulary is.

@@ -57,17 +57,17 @@ class TreeModel:
             raise ContractError("model: trees run over pages of K and V, not of latents")
         largest_tree = integer("largest_tree", largest_tree, 1)
         self.model = model
-        config, dtype = model.geometry, model.blocks.dtype
+        config, dtype, kv_format = model.geometry, model.dtype, model.kv_format
         runtime = runtime or default_runtime()
         layers: dict[str, int | None] = {_STEP: None}
         if draft_layers is not None:
             layers[_DRAFT] = integer("draft_layers", draft_layers, 1, config.num_hidden_layers)
-        facts = f"{dtype.name} largest_tree={largest_tree} {config}"
+        facts = f"{dtype.name} {kv_format or ''} largest_tree={largest_tree} {config}"
 
         def build(module: Module, names: Sequence[str]) -> None:
             for name in names:
                 if name == _MOVES:
-                    tree_step.build_moves(config, dtype, module, runtime.device, name=name)
+                    tree_step.build_moves(config, dtype, module, runtime.device, name=name, kv_format=kv_format)
                 else:
                     tree_step.build_tree_step(
                         config,
@@ -77,6 +77,7 @@ class TreeModel:
                         name=name,
                         layers=layers[name],
                         largest_tree=largest_tree,
+                        kv_format=kv_format,
                     )
 
         self._device = runtime.driver_device

@@ -175,9 +175,10 @@ class PagePool(PoolBase):
         most = max(length - request.dropped * page_size, 0)
         length -= integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, most)
         held = -(-length // page_size)
-        leaving = request.pages[held:]
-        # What is stored of it is found again where it is needed.
-        self._state.commit(self._state.release(request, leaving, held=held, length=length, stored=None))
+        leaving, stored = request.pages[held:], request.stored
+        if stored is not None and stored[0] * page_size > length:
+            stored = None  # what is stored of it is found again where it is needed
+        self._state.commit(self._state.release(request, leaving, held=held, length=length, stored=stored))
         self._events.add("released", request_id, leaving)
 
     @operation

@@ -24,8 +24,8 @@ class Variant:
 
     op: Op
     dtype: DType
-    """Of q, or of the states to merge; append and gather only copy rows: there it is the unsigned integer of the
-    elements' size."""
+    """Of q, or of the states to merge; of the rows of append and gather: as these only copy them, the unsigned integer
+    of the elements' size, but a float over a cache of codes."""
     kv_dtype: DType
     o_dtype: DType | None = None
     """Of attention's output; q's where it is None."""
@@ -37,8 +37,10 @@ class Variant:
     def __str__(self) -> str:
         """For people: `attention (bfloat16 over float8_e4m3fn)`, `append (16 bits)`."""
         if self.op in ("append", "gather"):
+            if self.dtype != self.kv_dtype:
+                return f"{self.op} ({self.dtype.name} over {ops.CODES[self.kv_dtype]})"
             return f"{self.op} ({8 * self.dtype.size_in_bytes} bits)"
-        over = "" if self.kv_dtype == self.dtype else f" over {self.kv_dtype.name}"
+        over = "" if self.kv_dtype == self.dtype else f" over {ops.CODES.get(self.kv_dtype, self.kv_dtype.name)}"
         to = f" to {self.o_dtype.name}" if self.o_dtype else ""
         return f"{self.op.replace('_', ' ')} ({self.dtype.name}{over}{to})"
 
@@ -149,14 +151,17 @@ class Variant:
         with Graph(self.name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             args = [value.tensor for value in graph.inputs[: len(rows)]]
             k_blocks, v_blocks, table, view, *rest = graph.inputs[len(rows) :]
-            cache = PagedCache(k_blocks.buffer, v_blocks.buffer, table.tensor, "STRIDED", view.tensor)
+            kv_format = ops.CODES.get(self.kv_dtype) if self.dtype in ops.DTYPES else None
+            cache = PagedCache(k_blocks.buffer, v_blocks.buffer, table.tensor, "STRIDED", view.tensor, kv_format)
             if self.op == "append":
                 ops.append(cache, *args)
                 graph.output()
             elif self.op == "gather":
                 indptr, like = args
                 num_tokens, heads, head_dim = like.shape
-                graph.output(*ops.gather(cache, indptr, num_tokens, num_kv_heads=heads, head_dim=head_dim))
+                graph.output(
+                    *ops.gather(cache, indptr, num_tokens, num_kv_heads=heads, head_dim=head_dim, dtype=self.dtype)
+                )
             elif self.op == "attention":
                 slopes, sinks, window_left, numbers = (value.tensor for value in rest)
                 o, lse = ops.attention_at_run_time(

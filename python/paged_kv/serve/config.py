@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from max.dtype import DType
 from max.graph import DeviceRef
@@ -16,9 +16,11 @@ from max.pipelines.lib.interfaces.arch_config import ArchConfigWithKVCache, Arch
 from max.pipelines.modeling.config_enums import SupportedEncoding, supported_encoding_dtype
 
 from paged_kv.checkpoint.config import config_of
-from paged_kv.checkpoint.gguf import open_gguf
+from paged_kv.checkpoint.source import Source, gguf_source, source_of
+from paged_kv.checkpoint.weights import open_files
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.fields import Fields
 
 
 @dataclass(kw_only=True)
@@ -28,13 +30,18 @@ class ServedConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
     DEFAULT_ENCODING: ClassVar[SupportedEncoding] = "bfloat16"
     SUPPORTED_ENCODINGS: ClassVar[set[SupportedEncoding]] = {"float32", "bfloat16", "q4_0", "q4_k", "q6_k"}
 
-    decoder: DecoderConfig
+    source: Source
     dtype: DType
-    """Of weights and activations; of activations alone, and float32, where weights are quantised."""
+    """Of activations, and of weights that are not in blocks; float32 where weights are a GGUF file's blocks."""
     max_seq_len: int
     kv_params: KVCacheParamInterface
     devices: list[DeviceRef]
     quantization_encoding: SupportedEncoding | None = None
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """What the step computes."""
+        return self.source.config
 
     @classmethod
     def initialize(
@@ -58,14 +65,10 @@ class ServedConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
             kv_cache_config=model.kv_cache,
             cache_dtype=cache_dtype_for_encoding(encoding, model.kv_cache.kv_cache_format),
         )
-        file = gguf_file(model)
-        if file is None:
-            decoder = config_of(described.to_dict(), f"{model.model_path}/config.json")
-        else:
-            decoder = open_gguf(file).config
+        source = _source(model, described.to_dict()).on(devices[0])
         return cls(
-            decoder=decoder,
-            dtype=decoder.computed_in(supported_encoding_dtype(encoding)),
+            source=source,
+            dtype=source.config.computed_in(supported_encoding_dtype(encoding)),
             max_seq_len=max_seq_len,
             kv_params=kv_params,
             devices=devices,
@@ -73,13 +76,17 @@ class ServedConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         )
 
 
-def gguf_file(model: MAXModelConfig) -> Path | None:
-    """The GGUF file that the weights come from, None where they are safetensors.
+def _source(model: MAXModelConfig, described: dict[str, Any]) -> Source:
+    """The model whose weights' files MAX has found, and its config.json as transformers has loaded it.
 
     Raises:
-        CheckpointError: there are several.
+        CheckpointError: they are neither safetensors files nor one GGUF file, or no model that this package runs.
     """
-    files = [file for file in model.resolved_weight_paths() if file.suffix == ".gguf"]
-    if len(files) > 1:
-        raise CheckpointError(f"{model.model_path}: {len(files)} GGUF files: name one with --weight-path")
-    return files[0] if files else None
+    files = model.resolved_weight_paths()
+    if len(files) == 1 and files[0].suffix == ".gguf":
+        return gguf_source(files[0])
+    if not files or any(file.suffix != ".safetensors" for file in files):
+        several = ": name one with --weight-path" if any(file.suffix == ".gguf" for file in files) else ""
+        raise CheckpointError(f"{model.model_path}: weights must be safetensors files or one GGUF file{several}")
+    fields = Fields(Path(f"{model.model_path}/config.json"), described)
+    return source_of(config_of(described, fields.file), fields, open_files(files))

@@ -24,9 +24,9 @@ from paged_kv.arguments import shown
 from paged_kv.checkpoint.gguf import GgufCheckpoint
 from paged_kv.checkpoint.gguf_folder import model_folder
 from paged_kv.checkpoint.source import Source, open_source
-from paged_kv.checkpoint.weights import Checkpoint
 from paged_kv.errors import CheckpointError, ContractError, ToolchainError
 from paged_kv.files import read_regular
+from paged_kv.options import CODE_DTYPES
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.serve.address import held_sockets, is_loopback, listening_sockets, url_of
 from paged_kv.serve.door import LOOPBACK, Rules, host_name
@@ -217,14 +217,15 @@ def _checked(serving: Serving) -> Source:
 def _model_arguments(serving: Serving, source: Source, plan_of: Callable[[ServerMemory], CachePlan]) -> list[str]:
     """What MAX is told of the model and its cache: what was chosen for the user, and what the user chose."""
     given = _names(serving.flags)
-    if isinstance(source.checkpoint, Checkpoint) and source.checkpoint.packing is not None:
-        raise CheckpointError(
-            f"{source.folder}: {source.checkpoint.packing.describe()} are not served yet; `paged-kv generate` runs them"
-        )
     gguf = source.checkpoint if isinstance(source.checkpoint, GgufCheckpoint) else None
     quantised = gguf.main_encoding if gguf else None
     encoding = _value(serving.flags, "--quantization-encoding") or _max_encoding(quantised or serving.dtype)
     cache_format = _value(serving.flags, "--kv-cache-format") or (serving.dtype if quantised else None)
+    if cache_format in CODE_DTYPES:
+        raise ContractError(
+            f"--kv-cache-format {cache_format}: MAX allocates the server's pages and has none with scales;"
+            f" `paged-kv generate --cache-dtype {cache_format}` has"
+        )
     path, *more = gguf.header.parts if gguf else (source.folder,)
     plan = plan_of(ServerMemory.of(source.config, path, encoding, cache_format, more))
     chosen = {

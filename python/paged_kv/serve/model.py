@@ -18,14 +18,12 @@ from max.pipelines.lib import ModelInputs, ModelOutputs
 from max.pipelines.lib.graph_specs import GraphRole, GraphSpec, compile_graphs
 from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_input_tree
 
-from paged_kv.checkpoint.gguf import open_gguf
-from paged_kv.checkpoint.weights import open_files
-from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.errors import ContractError
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.compile_key import MODELS, CompileKey, Sources, toolchain
 from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.serve.compiled_graphs import CompiledGraphs
-from paged_kv.serve.config import ServedConfig, gguf_file
+from paged_kv.serve.config import ServedConfig
 from paged_kv.serve.graph import ServedStep
 
 _BUILT_BY = (MODELS, "serve/graph.py")
@@ -120,12 +118,4 @@ class ServedModel(LlamaModelBase):
 
     def _weights(self) -> dict[str, Any]:
         config = self.arch_config_as(ServedConfig)
-        gguf = gguf_file(self.pipeline_config.model)
-        if gguf is not None:
-            return dict(open_gguf(gguf).load(config.decoder, config.dtype))
-        files = self.pipeline_config.model.resolved_weight_paths()
-        if not files or any(file.suffix != ".safetensors" for file in files):
-            raise CheckpointError(
-                f"{self.pipeline_config.model.model_path}: weights must be safetensors files or one GGUF file"
-            )
-        return dict(open_files(files).load(config.decoder, config.dtype))
+        return dict(config.source.load(config.dtype))

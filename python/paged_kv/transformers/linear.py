@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,25 +22,28 @@ MOST_ROWS = 16
 _LEAST_ELEMENTS = 1 << 16
 
 
-def replace(model: nn.Module) -> Callable[[], None]:
-    """Makes the linear layers of a model compute few rows by this package's op; returns what takes that back."""
+def replace(model: nn.Module, undo: list[Callable[[], Any]]) -> None:
+    """Makes the linear layers of a model compute few rows by this package's op.
+
+    What takes a change back is in `undo` before it is made, so that an exception from outside leaves none behind.
+    """
     replaced = [
         module
         for module in model.modules()
         if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_served(module.weight)
     ]
     for module in replaced:
+        undo.append(partial(module.__dict__.pop, "forward", None))
         module.__dict__["forward"] = _Forward(module)
-    threads = _Threads()
-    hooks = [threads.hook_into(model)] if replaced else []
+    if replaced:
+        _hook_into(model, undo)
 
-    def restore() -> None:
-        for module in replaced:
-            module.__dict__.pop("forward", None)
-        for remove in hooks:
-            remove()
 
-    return restore
+def restore_threads() -> None:
+    """Gives torch in this thread its number of threads back: Ctrl-C in a forward pass goes past the hook that does."""
+    before, _threads.before = _threads.before, None
+    if before is not None:
+        torch.set_num_threads(before)
 
 
 def _is_served(weight: Tensor) -> bool:
@@ -52,32 +56,27 @@ def _is_served(weight: Tensor) -> bool:
 
 
 class _Threads(threading.local):
-    """torch's threads in a forward pass of few rows: one. Each thread that runs the model has a number of its own."""
+    """torch's threads before a forward pass of few rows, while one runs. Each thread that runs a model has its own."""
 
     before: int | None = None
 
-    def hook_into(self, model: nn.Module) -> Callable[[], None]:
-        """Returns what removes the hooks."""
-        first = model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        last = model.register_forward_hook(self._end, always_call=True)
 
-        def remove() -> None:
-            first.remove()
-            last.remove()
+_threads = _Threads()
 
-        return remove
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del module
+def _hook_into(model: nn.Module, undo: list[Callable[[], Any]]) -> None:
+    is_hooked = [True]
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tokens = kwargs.get("input_ids", args[0] if args else None)
-        if isinstance(tokens, Tensor) and tokens.numel() <= MOST_ROWS and self.before is None:
-            self.before = torch.get_num_threads()
+        few = isinstance(tokens, Tensor) and tokens.numel() <= MOST_ROWS
+        if few and is_hooked and _threads.before is None:
+            _threads.before = torch.get_num_threads()
             torch.set_num_threads(1)
 
-    def _end(self, *_: Any) -> None:
-        if self.before is not None:
-            torch.set_num_threads(self.before)
-            self.before = None
+    undo.append(is_hooked.clear)
+    undo.append(model.register_forward_hook(lambda *_: restore_threads(), always_call=True).remove)
+    undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
 
 class _Forward:

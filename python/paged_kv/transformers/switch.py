@@ -31,8 +31,9 @@ TESTED = "5.23"
 
 _lock = threading.RLock()
 _originals: dict[str, Any] = {}
-_running: dict[int, tuple[int, Callable[[], None]]] = {}
-"""By the id of a model that runs on pages: in how many calls and managers, and what makes it as it was."""
+"""What is put back; "enabled" once all of it is replaced: an exception from outside may come in between."""
+_running: dict[int, tuple[set[object], list[Callable[[], Any]]]] = {}
+"""By the id of a model that runs on pages: the calls and managers it runs in, and what makes it as it was."""
 
 
 def enable() -> None:
@@ -49,18 +50,20 @@ def enable() -> None:
             f"paged_kv.transformers knows the internals of transformers {TESTED}, {found} is installed"
         )
     with _lock:
-        if _originals:
+        if "enabled" in _originals:
             return
-        _originals.update(
-            generate=GenerationMixin.generate,
-            switch=ContinuousBatchingManager.switch_to_cb_friendly_attn,
-            allocators=dict(ATTN_TYPE_TO_ALLOCATOR),
-        )
+        if not _originals:
+            _originals.update(
+                generate=GenerationMixin.generate,
+                switch=ContinuousBatchingManager.switch_to_cb_friendly_attn,
+                allocators=dict(ATTN_TYPE_TO_ALLOCATOR),
+            )
         AttentionInterface.register(NAME, attention_forward)
         AttentionMaskInterface.register(NAME, attention_mask)
         GenerationMixin.generate = _generate(_originals["generate"])
         ContinuousBatchingManager.switch_to_cb_friendly_attn = _switch(_originals["switch"])
         ATTN_TYPE_TO_ALLOCATOR.update(full_attention=PagedFullAllocator, sliding_attention=PagedSlidingAllocator)
+        _originals["enabled"] = True
 
 
 def disable() -> None:
@@ -68,6 +71,7 @@ def disable() -> None:
     with _lock:
         if not _originals:
             return
+        _originals.pop("enabled", None)
         GenerationMixin.generate = _originals["generate"]
         ContinuousBatchingManager.switch_to_cb_friendly_attn = _originals["switch"]
         ATTN_TYPE_TO_ALLOCATOR.update(_originals["allocators"])
@@ -81,13 +85,16 @@ def enabled() -> Iterator[None]:
     Raises:
         ToolchainError: as `enable`.
     """
-    before = bool(_originals)
-    enable()
+    before = "enabled" in _originals
     try:
+        enable()
         yield
     finally:
         if not before:
-            disable()
+            try:
+                disable()
+            finally:
+                disable()  # the first one may have been interrupted
 
 
 def _generate(original: Any) -> Any:
@@ -115,8 +122,13 @@ def _switch(original: Any) -> Any:
             original(self, model, auto_switch_to_flash)
             return
         if "stop" not in self.__dict__:  # a manager that was kept for another session is set up again
-            _take(model)
-            self.stop = _releasing(self, model)
+            try:
+                _take(model, self)
+                self.stop = _releasing(self, model)
+            except BaseException:
+                self.__dict__.pop("stop", None)
+                _release(model, self)
+                raise
 
     return switch_to_cb_friendly_attn
 
@@ -131,45 +143,55 @@ def _releasing(manager: Any, model: Any) -> Any:
             stop(*args, **kwargs)
         finally:
             if manager.__dict__.pop("stop", None) is not None:
-                _release(model)
+                _release(model, manager)
 
     return wrapper
 
 
 @contextmanager
 def _on_pages(model: Any) -> Iterator[None]:
-    _take(model)
+    call = object()
     try:
+        _take(model, call)
         yield
     finally:
-        _release(model)
+        try:
+            _release(model, call)
+        finally:
+            _release(model, call)  # the first one may have been interrupted
 
 
-def _take(model: Any) -> None:
-    """Gives a model this package's attention and linear layers, until as many calls of `_release`."""
+def _take(model: Any, user: object) -> None:
+    """Gives a model this package's attention and linear layers, until all users have released it."""
     with _lock:
-        calls, put_back = _running.get(id(model)) or (0, _replace(model))
-        _running[id(model)] = calls + 1, put_back
+        users, undo = _running.setdefault(id(model), (set(), []))
+        if not users:
+            _undo(undo)  # of a release that was interrupted
+        users.add(user)
+        if not undo:
+            _replace(model, undo)
 
 
-def _release(model: Any) -> None:
+def _release(model: Any, user: object) -> None:
+    """Takes that back; nothing where this user had not come to take it, or has released it."""
+    linear.restore_threads()
     with _lock:
-        calls, put_back = _running.pop(id(model))
-        if calls > 1:
-            _running[id(model)] = calls - 1, put_back
-        else:
-            put_back()
+        users, undo = _running.get(id(model), (set(), []))
+        users.discard(user)
+        if not users:
+            _undo(undo)
+            _running.pop(id(model), None)
 
 
-def _replace(model: Any) -> Callable[[], None]:
-    """Replaces a model's attention and linear layers; returns what puts them back."""
+def _undo(undo: list[Callable[[], Any]]) -> None:
+    while undo:
+        undo[-1]()
+        undo.pop()
+
+
+def _replace(model: Any, undo: list[Callable[[], Any]]) -> None:
+    """Replaces a model's attention and linear layers; `undo` puts them back, from its end."""
     before = model.config._attn_implementation
+    undo.append(lambda: before == NAME or model.set_attn_implementation(before))
     model.set_attn_implementation(NAME)
-    restore = linear.replace(model)
-
-    def put_back() -> None:
-        restore()
-        if before != NAME:
-            model.set_attn_implementation(before)
-
-    return put_back
+    linear.replace(model, undo)

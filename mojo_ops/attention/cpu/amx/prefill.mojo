@@ -12,7 +12,7 @@ from std.utils import IndexList
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx_tiles import AMX_TILE_ELEMENTS, configure_tiles
 from ....isa.convert import ChunkConstants
-from ....isa.float8 import Float8Tables
+from ....isa.bf16_lookup import LookupTables
 from ....isa.memory import Bf16BitsPointer
 from ....isa.transpose import transpose_16x16
 from ...logits import Logits
@@ -193,8 +193,8 @@ def widen_key[dtype: DType, //](source: Pointer[Scalar[dtype], _], dim: Int, tar
     for d in range(0, dim, length):
         var wide = Bf16Chunk[dtype]()
         if d + length <= dim:
-            widen_chunk[True](source.unsafe_offset(d), length, Float8Tables[dtype](), wide)
+            widen_chunk[True](source.unsafe_offset(d), length, LookupTables[dtype](), wide)
         else:
-            widen_chunk[False](source.unsafe_offset(d), dim - d, Float8Tables[dtype](), wide)
+            widen_chunk[False](source.unsafe_offset(d), dim - d, LookupTables[dtype](), wide)
         comptime for part in range(length // 32):
             target.unsafe_store(d + 32 * part, wide.words[part])

@@ -7,7 +7,7 @@ from its page, 16 slots at a time, but then a KV tile would be two pages, which 
 
 from ....isa.amx import tile_dot, tile_load, tile_store, tile_zero
 from ....isa.convert import LANES
-from ....isa.float8 import Float8Tables
+from ....isa.bf16_lookup import LookupTables
 from ....isa.memory import Bf16BitsPointer, FloatPointer
 from ..bf16_chunk import Bf16Chunk, widen_chunk
 from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher
@@ -151,8 +151,8 @@ def lay_out_keys[
         var source = base.unsafe_offset(offsets[unsafe_offset=token] + d)
         var wide = Bf16Chunk[dtype]()
         if whole:
-            widen_chunk[True](source, chunk, Float8Tables[dtype](), wide)
+            widen_chunk[True](source, chunk, LookupTables[dtype](), wide)
         else:
-            widen_chunk[False](source, dim - d, Float8Tables[dtype](), wide)
+            widen_chunk[False](source, dim - d, LookupTables[dtype](), wide)
         comptime for words in range(chunk // 32):
             keys.unsafe_store(token * chunk + 32 * words, wide.words[words])

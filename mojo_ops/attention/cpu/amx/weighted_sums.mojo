@@ -9,7 +9,7 @@ from std.utils import IndexList
 from ....cache.paged_kv_cache import PagedKVCache
 from ....isa.amx import tile_dot, tile_load, tile_store
 from ....isa.convert import LANES, load_bits
-from ....isa.float8 import Bf16Words, ByteVector, Float8Tables, float8_words, zip_mask
+from ....isa.bf16_lookup import Bf16Words, ByteVector, LookupTables, bf16_words, zip_mask
 from ....isa.memory import Bf16BitsPointer, FloatPointer
 from ..bf16_chunk import Bf16Chunk
 from ..kv_tile import KVTile
@@ -192,7 +192,7 @@ def zip_tokens[dtype: DType](a: SIMD, b: type_of(a), target: Bf16BitsPointer):
         comptime if dtype == DType.bfloat16:
             rows.unsafe_store(0, rebind[Bf16Words](zipped))
         else:
-            var words = float8_words(rebind[ByteVector](zipped), Float8Tables[dtype]())
+            var words = bf16_words(rebind[ByteVector](zipped), LookupTables[dtype]())
             rows.unsafe_store(0, words[0])
             rows.unsafe_store(LANES * KV_TILE_TOKENS, words[1])
 

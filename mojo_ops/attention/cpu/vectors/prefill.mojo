@@ -9,6 +9,7 @@ from std.sys import size_of
 from std.utils import IndexList
 
 from ....cache.paged_kv_cache import PagedKVCache
+from ....isa.codes import is_codes
 from ....isa.convert import FloatVector, LANES
 from ....isa.memory import FloatPointer
 from ...logits import Logits
@@ -95,13 +96,13 @@ def attend_prefill_vectors[
             lay_out_step[pairs, latent, rotates](k, v, step, heads, segment.head, workspace, rotation)
         buffer = 1 - buffer
         var next = PrefillStep(k, v, request, step.end, segment.end, workspace.offset_buffer(buffer))
-        var length = prefetch_elements(heads)
+        var length = heads.units if is_codes(k.dtype) else prefetch_elements(heads)
         var prefetcher = Prefetcher[to_l1=False](workspace.offset_buffer(2), length * size_of[k.dtype]())
         for i in range(next.count):
-            for d in range(0, heads.head_dim, length):
+            for d in range(0, heads.units, length):
                 var at = segment.head * heads.k_stride + d
                 prefetcher.add_ranges(k.blocks.ptr, next.tiles[i].k, 0, KV_TILE_TOKENS, at)
-            for d in range(0, heads.value_dim, length):
+            for d in range(0, heads.units if is_codes(v.dtype) else heads.value_dim, length):
                 var at = segment.head * heads.v_stride + d
                 prefetcher.add_ranges(v.blocks.ptr, next.tiles[i].v, 0, KV_TILE_TOKENS, at)
         prefetcher.start(num_score_blocks(queries))

@@ -8,6 +8,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 
 from ....cache.paged_kv_cache import PagedKVCache
+from ....isa.codes import is_codes, scale_of, units_of
 from ....isa.convert import ChunkConstants, LANES, chunk_of, load_chunk, to_chunk_order
 from ....isa.memory import FloatPointer
 from ....isa.transpose import transpose_16x16
@@ -158,13 +159,18 @@ def lay_out_head[
     """Copies one head of one token, or a part of it, to where keys lie, to where values lie, or to both."""
     comptime chunk = chunk_of(dtype)
     comptime lines = chunk_lines[pairs](dtype)
+    var scale = Float32(1)
+    comptime if is_codes(dtype):
+        scale = scale_of(source, dim)
     for c in range(ceildiv(dim, chunk)):
         var x: SIMD[DType.float32, chunk]
         var d = c * chunk
         if d + chunk <= dim:
-            x = load_chunk[True](source.unsafe_offset(d), chunk, constants)
+            x = load_chunk[True](source.unsafe_offset(units_of(dtype, d)), chunk, constants)
         else:
-            x = load_chunk[False](source.unsafe_offset(d), dim - d, constants)
+            x = load_chunk[False](source.unsafe_offset(units_of(dtype, d)), dim - d, constants)
+        comptime if is_codes(dtype):
+            x *= scale
         comptime if to_keys:
             comptime for line in range(lines):
                 keys.unsafe_store((c * lines + line) * KEY_TOKENS * LINE_WORDS, words_of[pairs, line](x))

@@ -8,6 +8,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 
 from ....cache.paged_kv_cache import PagedKVCache
+from ....isa.codes import is_codes, scale_of, units_of
 from ....isa.bf16_dot import BF16_DOT_ELEMENTS, bf16_dot
 from ....isa.convert import ChunkConstants, FloatVector, LANES, chunk_of, load_chunk, reduce_each
 from ....isa.memory import FloatPointer
@@ -63,7 +64,7 @@ def score_tile[
     """Computes the dot products of one KV head's queries with entries `begin` to `end - 1` of a tile, multiples of 8.
 
     The key of entry `i` is at element `offsets[i]` of `keys`. The products go to index `weights_index` of
-    `workspace.weights`.
+    `workspace.weights`. Those with codes are multiplied by their scales.
     """
     var q = workspace.q.unsafe_bitcast[Scalar[query_dtype]]().unsafe_offset(head * queries * heads.padded_dim)
     var scores = workspace.weights.unsafe_offset(weights_index * queries * KV_TILE_TOKENS)
@@ -86,6 +87,31 @@ def score_tile[
             )
             fetch -= 1
             m += count
+    comptime if is_codes(key_dtype):
+        scale_entries(keys, offsets, heads.head_dim, begin, end, queries, scores)
+
+
+@always_inline
+def scale_entries[
+    dtype: DType, //
+](
+    heads: Pointer[Scalar[dtype], _],
+    offsets: IntPointer,
+    head_dim: Int,
+    begin: Int,
+    end: Int,
+    queries: Int,
+    numbers: FloatPointer,
+):
+    """Multiplies column `i` of `[queries, KV_TILE_TOKENS]` by the scale of the codes at `offsets[i]`, from `begin` to
+    `end`, multiples of 8."""
+    for first in range(begin, end, STREAMS):
+        var scales = SIMD[DType.float32, STREAMS](0)
+        comptime for i in range(STREAMS):
+            scales[i] = scale_of(heads.unsafe_offset(offsets[unsafe_offset=first + i]), head_dim)
+        for m in range(queries):
+            var at = m * KV_TILE_TOKENS + first
+            numbers.unsafe_store(at, numbers.unsafe_load[width=STREAMS](at) * scales)
 
 
 @always_inline
@@ -147,7 +173,7 @@ def dot_chunk[
     comptime parts = chunk_of(kv_dtype) // LANES
     var qs = q.unsafe_offset(d * count)
     comptime for i in range(tokens):
-        var source = k.unsafe_offset(offsets[unsafe_offset=token + i] + d)
+        var source = k.unsafe_offset(offsets[unsafe_offset=token + i] + units_of(kv_dtype, d))
         comptime if query_dtype == DType.bfloat16:
             var x = Bf16Chunk[kv_dtype]()
             widen_chunk[full](source, length, constants.tables, x)
@@ -189,12 +215,14 @@ def sum_tile(
 ):
     """Adds the weighted V of one KV head to `workspace.acc`, of the tile's tokens among entries `begin` to `end - 1`.
 
-    The weights are at index `weights_index` of `workspace.weights`.
+    The weights are at index `weights_index` of `workspace.weights`; those of codes are multiplied by their scales there.
     """
     var base = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     var acc = workspace.acc.unsafe_offset(head * queries * heads.padded_dim)
     var weights = workspace.weights.unsafe_offset(weights_index * queries * KV_TILE_TOKENS)
     var last = min(end, tile.count)
+    comptime if is_codes(v.dtype):
+        scale_entries(base, tile.v, heads.value_dim, begin, end, queries, weights)
     var m = 0
     var fetch = PREFETCHING_BLOCKS
     comptime for count in [4, 2, 1]:
@@ -277,11 +305,11 @@ def sum_slice[
         comptime for part in range(parts):
             sums[m * parts + part] = acc.unsafe_load[width=LANES](m * padded_dim + d + part * LANES)
     for i in range(begin, end):
-        var source = v.unsafe_offset(tile.v[unsafe_offset=i] + d)
+        var source = v.unsafe_offset(tile.v[unsafe_offset=i] + units_of(kv_dtype, d))
         if fetch:
             prefetcher.run()
         comptime for c in range(chunks):
-            var x = load_chunk[full](source.unsafe_offset(c * chunk), length, constants)
+            var x = load_chunk[full](source.unsafe_offset(units_of(kv_dtype, c * chunk)), length, constants)
             comptime for m in range(count):
                 var w = FloatVector(weights[unsafe_offset=m * KV_TILE_TOKENS + i])
                 comptime for half in range(chunk // LANES):

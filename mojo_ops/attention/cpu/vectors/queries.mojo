@@ -1,8 +1,8 @@
 """The queries of a segment as scores in vectors read them: in query blocks, up to four queries that share each load."""
 
 from ....isa.bf16_dot import BF16_DOT_ELEMENTS, USES_BF16_DOT
-from ....isa.convert import chunk_of, is_float8, to_chunk_order
-from ....isa.float8 import HAS_BYTE_LOOKUP
+from ....isa.bf16_lookup import is_looked_up
+from ....isa.convert import chunk_of, to_chunk_order
 from ...params import AttentionRows
 from ..bf16_chunk import query_words
 from ..plan import Segment
@@ -49,10 +49,10 @@ def pack_queries[
 def packed_query_dtype(dtype: DType, kv_dtype: DType) -> DType:
     """Bfloat16 where scores are dot products of bfloat16 pairs (`isa/bf16_dot.mojo`), else float32.
 
-    Float8 keys become bfloat16 by look-up, which is exact, so the products are as exact either way.
+    Keys of float8 and of codes become bfloat16 by look-up, which is exact, so the products are as exact either way.
     """
     comptime dots = USES_BF16_DOT
-    var keys = kv_dtype == DType.bfloat16 or (is_float8(kv_dtype) and HAS_BYTE_LOOKUP)
+    var keys = kv_dtype == DType.bfloat16 or is_looked_up(kv_dtype)
     return DType.bfloat16 if dots and dtype == DType.bfloat16 and keys else DType.float32
 
 

@@ -51,7 +51,7 @@ struct TileOrder(TrivialRegisterPassable):
     def __init__(out self, heads: HeadLayout, queries: Int, element_bytes: Int):
         var adjacent = heads.adjacent()
         self.heads = heads.kv_heads if adjacent else 1
-        self.range_bytes = self.heads * heads.head_dim * element_bytes
+        self.range_bytes = self.heads * heads.units * element_bytes
         self.unit = KV_TILE_TOKENS
         if adjacent and queries <= MAX_LONG_UNIT_QUERIES:
             self.unit = STREAMS if queries <= MAX_UNIT_QUERIES else 2 * STREAMS

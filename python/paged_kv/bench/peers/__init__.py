@@ -29,6 +29,7 @@ PEERS = {
     "torch-mla-sdpa": "latent:TorchSdpa",
     "vllm-mla": "latent:VllmLatent",
     "ours-bf16": "ours:OursBfloat16",
+    "ours-bf16-append": "ours:OursBfloat16Append",
     "ours-experts": "ours:OursBfloat16Experts",
     "ours-1": "ours:OursOneToken",
     "ours-rotated": "ours:OursRotated",

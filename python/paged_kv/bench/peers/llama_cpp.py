@@ -1,4 +1,4 @@
-"""llama.cpp on the same weights, written once as a GGUF file in bfloat16, with a bfloat16 cache."""
+"""llama.cpp on the same weights, written once as a GGUF file in bfloat16 or in blocks, with a bfloat16 cache."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = 
         if heads:  # the halves of a head, interleaved
             rows = rows.reshape(heads, 2, case.head_dim // 2, -1).swapaxes(1, 2).reshape(rows.shape)
         raw = np.ascontiguousarray(rows).view(np.uint8)
-        writer.add_tensor(_gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        kind = gguf.GGMLQuantizationType[case.encoding(name) or "BF16"]
+        writer.add_tensor(_gguf_name(name), raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

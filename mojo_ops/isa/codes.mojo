@@ -1,0 +1,134 @@
+"""Heads of int8 and int4 codes, each head with its scale: their bytes, and the way from float32 and back.
+
+A stored head is its codes and then one float32, the scale that each code is multiplied by. In memory of int8 a code is a
+byte. In memory of uint8 it is half a byte: byte `i` holds element `2 i` in its low half and `2 i + 1` in its high half,
+both two's complement. `../cache/README.md` draws it.
+"""
+
+from std.math import round
+
+comptime SCALE_BYTES = 4
+"""Of the float32 behind the codes of a head."""
+comptime STEP = 8
+"""Elements that a head_dim is a multiple of."""
+comptime BLOCK = 32
+"""Elements that are converted at once."""
+comptime LEAST_SCALE: Float32 = 1.17549435e-38
+"""The least normal float32. A head whose scale would be smaller is stored as zeros."""
+
+
+def is_codes(dtype: DType) -> Bool:
+    """Whether attention reads memory of this type as codes and scales: int8, or uint8 for pairs of int4."""
+    return dtype == DType.int8 or dtype == DType.uint8
+
+
+@always_inline
+def units_of(dtype: DType, elements: Int) -> Int:
+    """The stored numbers of `dtype` that some elements of a head take."""
+    return elements // 2 if dtype == DType.uint8 else elements
+
+
+@always_inline
+def head_units(dtype: DType, head_dim: Int) -> Int:
+    """The stored numbers of `dtype` that a head takes, its scale included."""
+    return units_of(dtype, head_dim) + (SCALE_BYTES if is_codes(dtype) else 0)
+
+
+@always_inline
+def elements_of(dtype: DType, units: Int) -> Int:
+    """The elements of a head that takes so many stored numbers of `dtype`, its scale included."""
+    return (units - SCALE_BYTES) * (2 if dtype == DType.uint8 else 1) if is_codes(dtype) else units
+
+
+@always_inline
+def scale_of[dtype: DType, //](head: Pointer[Scalar[dtype], _], head_dim: Int) -> Float32:
+    """The scale of a stored head."""
+    comptime assert is_codes(dtype), "only heads of codes have scales"
+    return head.unsafe_offset(units_of(dtype, head_dim)).unsafe_bitcast[Float32]().unsafe_load[alignment=1]()
+
+
+@always_inline
+def load_codes[
+    dtype: DType, //, width: Int
+](head: Pointer[Scalar[dtype], _], element: Int) -> SIMD[DType.float32, width]:
+    """`width` codes from an even `element` on, as float32 in their natural order."""
+    comptime if dtype == DType.int8:
+        return head.unsafe_load[width=width, alignment=1](element).cast[DType.float32]()
+    else:
+        comptime assert dtype == DType.uint8, "codes lie in memory of int8 or uint8"
+        var bytes = head.unsafe_load[width=width // 2, alignment=1](element // 2).cast[DType.int32]()
+        var low = (bytes << 28) >> 28
+        var high = (bytes << 24) >> 28
+        return rebind[SIMD[DType.float32, width]](low.interleave(high).cast[DType.float32]())
+
+
+@always_inline
+def store_head[
+    dtype: DType, source_dtype: DType, //
+](head: Pointer[mut=True, Scalar[dtype], _], source: Pointer[Scalar[source_dtype], _], head_dim: Int):
+    """Quantises one head: a code is the nearest integer to its element over the scale.
+
+    The scale of int8 is the greatest magnitude over 127. That of int4 is the element of greatest magnitude over -8 (the
+    negative one of two), so it has a sign, and all 16 codes are in use: on real K and V the error is a tenth smaller
+    than with codes from -7 to 7 (docs/quantised-cache.md).
+
+    A head that holds NaN or infinity has the scale NaN, so that attention makes NaN of it as of any NaN. A head of
+    zeros, or of numbers so small that the scale would not be a normal float32, has scale 0 and codes 0.
+
+    Args:
+        head: Where it is stored.
+        source: Its elements.
+        head_dim: A multiple of 8.
+    """
+    var highest = SIMD[DType.float32, BLOCK](0)
+    var lowest = SIMD[DType.float32, BLOCK](0)
+    # 0, or NaN where an element is not finite.
+    var not_finite = SIMD[DType.float32, BLOCK](0)
+    var whole = head_dim // BLOCK * BLOCK
+    for d in range(0, whole, BLOCK):
+        var x = source.unsafe_load[width=BLOCK](d).cast[DType.float32]()
+        highest = max(highest, x)
+        lowest = min(lowest, x)
+        not_finite = x.fma(SIMD[DType.float32, BLOCK](0), not_finite)
+    var highest_of_rest = SIMD[DType.float32, STEP](0)
+    var lowest_of_rest = SIMD[DType.float32, STEP](0)
+    var rest_not_finite = SIMD[DType.float32, STEP](0)
+    for d in range(whole, head_dim, STEP):
+        var x = source.unsafe_load[width=STEP](d).cast[DType.float32]()
+        highest_of_rest = max(highest_of_rest, x)
+        lowest_of_rest = min(lowest_of_rest, x)
+        rest_not_finite = x.fma(SIMD[DType.float32, STEP](0), rest_not_finite)
+    var most = max(highest.reduce_max(), highest_of_rest.reduce_max())
+    var least = min(lowest.reduce_min(), lowest_of_rest.reduce_min())
+    var scale: Float32
+    comptime if dtype == DType.int8:
+        scale = max(most, -least) / 127
+    else:
+        scale = (most if most > -least else least) / -8
+    var poison = not_finite.reduce_add() + rest_not_finite.reduce_add()
+    var is_finite = poison == 0
+    var inverse = Float32(0)
+    if not is_finite:
+        scale = poison
+    elif abs(scale) < LEAST_SCALE:
+        scale = 0
+    else:
+        inverse = 1 / scale
+    for d in range(0, whole, BLOCK):
+        store_codes(head, d, source.unsafe_load[width=BLOCK](d).cast[DType.float32](), inverse)
+    for d in range(whole, head_dim, STEP):
+        store_codes(head, d, source.unsafe_load[width=STEP](d).cast[DType.float32](), inverse)
+    head.unsafe_offset(units_of(dtype, head_dim)).unsafe_bitcast[Float32]().unsafe_store[alignment=1](0, scale)
+
+
+@always_inline
+def store_codes[
+    dtype: DType, //
+](head: Pointer[mut=True, Scalar[dtype], _], element: Int, x: SIMD[DType.float32, _], inverse: Float32):
+    """Stores the codes of numbers from an even `element` on; zeros where `inverse`, 1 over the scale, is 0."""
+    var codes = round(x * inverse).cast[DType.int32]() if inverse != 0 else SIMD[DType.int32, x.length](0)
+    comptime if dtype == DType.int8:
+        head.unsafe_store[alignment=1](element, codes.cast[dtype]())
+    else:
+        var halves = min(codes, 7).deinterleave()
+        head.unsafe_store[alignment=1](element // 2, ((halves[0] & 15) | (halves[1] << 4)).cast[dtype]())

@@ -1,0 +1,244 @@
+"""Guesses at the tokens that come next: one step of the model judges several of them.
+
+A guess is appended like any token, and the step gives the logits after it too. Each token is then chosen as it always
+is: by the logits of its place, by what its request asks there (form, penalties) and by the random number of its
+position. Where it is the token that was guessed, the logits after it are there already. So a guess decides how soon a
+token comes, never which one: texts are those without guesses, and drawn tokens have the model's distribution. To draw a
+token and compare it with the guess is rejection sampling of a guess that was certain: it is taken as often as the model
+would have drawn it.
+
+Guesses come from the text itself (`look_up`) or from a smaller model (`Draft`). How many are made follows from what
+steps cost and from how often guesses were right (`Speculation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_kv.engine.interfaces import Model
+from paged_kv.engine.requests import Sample
+from paged_kv.engine.sampling import Choice, choose
+from paged_kv.errors import PoolExhausted, RequestError
+from paged_kv.pool import PagePool, PrefixCache
+
+PANEL = 8
+"""Rows that linear layers and attention take at a time: a step of 9 takes 1.75 times one of 8 (docs/engine.md)."""
+SHORTEST_MATCH, LONGEST_MATCH = 2, 16
+"""Tokens at the end of a text that must have come before; a longer match decides for no other place."""
+ROW_COST = 0.06
+"""Of another row, in steps, as long as little is known."""
+DRAFT_COST = 0.1
+"""Of a draft's step, the same."""
+_FORGET = 0.99
+"""What a step counts after the next one."""
+
+
+def look_up(tokens: npt.NDArray[np.int64], most: int) -> list[int]:
+    """Up to `most` tokens that followed the last ones of a text `[T]` where as many of them as can be came before.
+
+    Of several such places the last one counts. Where it is near the end, the text in between is repeated.
+    """
+    places = np.flatnonzero(tokens[:-1] == tokens[-1])
+    matched = 1
+    while places.size and matched < LONGEST_MATCH:
+        longer = places[places >= matched]
+        longer = longer[tokens[longer - matched] == tokens[-1 - matched]]
+        if not longer.size:
+            break
+        places, matched = longer, matched + 1
+    if not places.size or matched < SHORTEST_MATCH:
+        return []
+    follows = tokens[places[-1] + 1 :]
+    return [int(follows[at % follows.size]) for at in range(most)]
+
+
+@dataclass
+class _Text:
+    """What a draft has of a sample in its cache."""
+
+    tokens: list[int]
+    """The last ones may be guesses that were wrong."""
+    stored: int
+    """How many of them its prefix cache was told of."""
+
+
+class Draft:
+    """Guesses of a smaller model with the same tokens.
+
+    It keeps the texts of samples in pages of its own, of which it alone decides; prompts that begin alike share them.
+    A guess is drawn with the random number that will draw the token itself: where both models expect about the same,
+    they draw the same. Forms do not count in a guess.
+
+    Args:
+        model: Used by nothing else.
+        vocab_size: Of the model that judges; no larger token is guessed.
+        max_step_tokens: Tokens of a step at most.
+        share_prefixes: Whether prompts that begin alike share pages.
+    """
+
+    def __init__(self, model: Model, vocab_size: int, max_step_tokens: int, share_prefixes: bool) -> None:
+        self.model, self._vocab_size, self._most, self._shares = model, vocab_size, max_step_tokens, share_prefixes
+        self._pool = PagePool(model.num_pages, model.page_size)
+        self._prefixes = PrefixCache(self._pool)
+        self._texts: dict[tuple[int, int], _Text] = {}
+        self.seconds: float | None = None
+        """What one guess for each of some samples took lately."""
+
+    def guess(self, samples: Sequence[Sample], counts: Sequence[int], running: Sequence[Sample]) -> list[list[int]]:
+        """Up to `counts[i]` guesses for each sample. Samples that are not among `running` lose their pages."""
+        for key in self._texts.keys() - {sample.key for sample in running}:
+            self._leave(key)
+        found: list[list[int]] = [[] for _ in samples]
+        histories = {
+            at: sample.history.ahead()
+            for at, (sample, count) in enumerate(zip(samples, counts, strict=True))
+            if count and self._begin(sample, count)
+        }
+        for turn in range(max(counts, default=0)):
+            histories = {at: history for at, history in histories.items() if turn < counts[at]}
+            if not histories:
+                break
+            began = perf_counter()
+            texts = {samples[at].key: history.tokens for at, history in histories.items()}
+            is_one_each = all(len(tokens) == len(self._texts[key].tokens) + 1 for key, tokens in texts.items())
+            choices = choose(self._logits(texts), range(len(texts)), list(histories.values()))
+            if is_one_each:
+                self.seconds = _mean(self.seconds, perf_counter() - began)
+            for at, choice in zip(list(histories), choices, strict=True):
+                if isinstance(choice, Choice) and choice.token < self._vocab_size:
+                    found[at].append(choice.token)
+                    histories[at].tokens.append(choice.token)
+                else:  # or its logits are no numbers
+                    del histories[at]
+        return found
+
+    def _begin(self, sample: Sample, count: int) -> bool:
+        """Gives a sample slots for its tokens and all guesses but the last; whether there are enough."""
+        key, tokens = sample.key, sample.tokens
+        space = sample.request.namespace if self._shares else key
+        length, config = len(tokens) + count - 1, self.model.config
+        try:
+            if key not in self._texts:
+                self._leave(key)  # where an exception came right after its start
+                known = self._prefixes.start(key, tokens, space)
+                self._texts[key] = _Text(tokens[:known], known)
+            self._pool.reserve(key, max(0, length - self._pool.length(key)))
+        except PoolExhausted:
+            return False
+        text = self._texts[key]
+        right = max(0, len(text.tokens) - PANEL)
+        while right < min(len(text.tokens), len(tokens) - 1) and text.tokens[right] == tokens[right]:
+            right += 1
+        del text.tokens[right:]
+        if right // self._pool.page_size > text.stored // self._pool.page_size:
+            self._prefixes.store(key, text.tokens, space)
+            text.stored = right
+        # A larger vocabulary may have tokens that the draft does not know.
+        if length > config.max_position_embeddings or max(tokens[right:]) >= config.vocab_size:
+            return False
+        while len(tokens) - len(text.tokens) > PANEL:  # a prompt
+            self._logits({key: tokens[: len(text.tokens) + min(self._most, len(tokens) - len(text.tokens) - 1)]})
+        return True
+
+    def _leave(self, key: tuple[int, int]) -> None:
+        with suppress(RequestError):
+            self._pool.free(key)
+        self._texts.pop(key, None)
+
+    def _logits(self, texts: Mapping[tuple[int, int], Sequence[int]]) -> npt.NDArray[np.float32]:
+        """The logits after some texts, `[n, vocab]`, a sample each."""
+        known = [self._texts[key].tokens for key in texts]
+        new = [list(tokens[len(each) :]) for each, tokens in zip(known, texts.values(), strict=True)]
+        logits = self.model.step(new, list(map(len, known)), [self._pool.pages(key) for key in texts])
+        for each, more in zip(known, new, strict=True):
+            each.extend(more)
+        return logits
+
+
+class Speculation:
+    """How many tokens are guessed for each sample of a step, and what they are.
+
+    The seconds of a step are taken for a line over its rows, which is fitted to the steps so far, the later ones
+    counting more. A guess is made where it is expected to give more tokens a second: guess j of a sample is right with
+    its share of right guesses to the power of j. No guess begins another panel of rows. A sample whose guesses are not
+    worth their rows is tried again later, each time after twice as many steps.
+
+    Args:
+        draft: What guesses; the text itself where None.
+    """
+
+    def __init__(self, draft: Draft | None = None) -> None:
+        self._draft = draft
+        self._share = 0.5  # of right guesses, in all samples
+        self._sums = np.zeros(5)  # over steps: 1, rows, rows^2, seconds, rows * seconds
+
+    def guess(
+        self, samples: Sequence[Sample], most: Sequence[int], rows: int, running: Sequence[Sample]
+    ) -> list[list[int]]:
+        """Guesses for samples that bring their last token to a step.
+
+        Args:
+            samples: At least one.
+            most: Guesses of each at most.
+            rows: Tokens of the step without guesses.
+            running: All samples that have pages.
+        """
+        if self._draft is not None:
+            return self._draft.guess(samples, self._counts(samples, most, rows), running)
+        found = [look_up(sample.history.array(), count) for sample, count in zip(samples, most, strict=True)]
+        counts = self._counts(samples, list(map(len, found)), rows)
+        return [guesses[:count] for guesses, count in zip(found, counts, strict=True)]
+
+    def learn(self, sample: Sample, right: int, guessed: int) -> None:
+        """Says how many of a sample's guesses were right, up to the first that was wrong."""
+        tried = min(right + 1, guessed)
+        sample.luck.add(tried, right)
+        self._share += (right / tried - self._share) / 64
+
+    def timed(self, rows: int, seconds: float) -> None:
+        """Says what a step without prompts took."""
+        if self._sums[0]:
+            seconds = min(seconds, 3 * self._sums[3] / self._sums[0])  # other programs ran
+        self._sums = _FORGET * self._sums + [1, rows, rows * rows, seconds, rows * seconds]
+
+    def _counts(self, samples: Sequence[Sample], most: Sequence[int], rows: int) -> list[int]:
+        """How many guesses each sample makes."""
+        base, row = self._line()
+        tokens, seconds, room = float(len(samples)), base + row * rows, -rows % PANEL
+        drafting = 0.0
+        if self._draft is not None:
+            drafting = (self._draft.seconds or DRAFT_COST * seconds) / len(samples)
+        shares = [sample.luck.share(self._share) for sample in samples]
+        places = [(share**at, at, i) for i, share in enumerate(shares) for at in range(1, most[i] + 1)]
+        counts = [0] * len(samples)
+        for gain, at, i in sorted(places, key=lambda place: -place[0]):
+            if not room or gain * seconds <= (row + drafting) * tokens:
+                break
+            counts[i] = at
+            tokens, seconds, room = tokens + gain, seconds + row + drafting, room - 1
+        for i, sample in enumerate(samples):
+            if room and not counts[i] and most[i] and sample.luck.is_due():
+                counts[i], room = 1, room - 1
+        return counts
+
+    def _line(self) -> tuple[float, float]:
+        """The seconds of a step without rows, and those of each row."""
+        count, rows, squares, seconds, products = self._sums
+        if not count:
+            return 1.0, ROW_COST
+        rows, seconds = rows / count, seconds / count
+        variance, covariance = squares / count - rows**2, products / count - rows * seconds
+        # As if a step of one row more than the mean had been seen.
+        row = (count * covariance + ROW_COST * seconds) / (count * variance + 1)
+        row = min(max(row, 0.005 * seconds), seconds / rows)
+        return seconds - row * rows, row
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + (min(new, 3 * old) - old) / 8

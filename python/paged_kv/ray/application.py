@@ -1,0 +1,166 @@
+"""The Ray Serve application: `serve run paged_kv.ray:app model=demo`, or a config file (examples/ray_serve)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from ray import exceptions, serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from paged_kv.errors import ContractError
+from paged_kv.files import read_regular
+from paged_kv.ray.ingress import Application, Replicas
+from paged_kv.ray.prefixes import SLACK
+from paged_kv.ray.protocol import Reader
+from paged_kv.ray.replica import Model, Replica
+from paged_kv.ray.streams import Job, Piece
+from paged_kv.serve.door import LOOPBACK, Door, Rules
+
+LOST = (
+    exceptions.RayActorError,
+    exceptions.ObjectLostError,
+    exceptions.NodeDiedError,
+    exceptions.WorkerCrashedError,
+    ReplicaUnavailableError,
+)
+"""What Ray raises where the process of a replica, or its machine, is gone."""
+
+ROUTERS = {
+    "prefix": "paged_kv.ray.router.PrefixRouter",
+    "round_robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
+    "load": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
+}
+
+
+class Arguments(BaseModel):
+    """What `app` may be told. All but the model may be left out; `serve run` gives them as texts."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str
+    """A folder in Hugging Face format or a GGUF file, at the same path on every machine; "demo" is in the package."""
+    name: str | None = None
+    """The model as clients ask for it; `model` where None."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    num_pages: PositiveInt = 512
+    page_size: PositiveInt = 16
+    max_step_tokens: PositiveInt = 2048
+    cpus: PositiveInt = 1
+    """Of each replica."""
+    replicas: PositiveInt = 1
+    autoscaling: dict[str, Any] | None = None
+    """Ray Serve's `autoscaling_config`, in place of `replicas`."""
+    ingresses: PositiveInt = 1
+    max_ongoing: PositiveInt = 64
+    """Requests that a replica computes or keeps in its engine's queue."""
+    max_queued: PositiveInt = 128
+    """Requests that wait in an ingress until a replica takes them; the next one gets 429."""
+    retries: int = 2
+    stall_seconds: PositiveFloat = 120
+    drain_seconds: PositiveFloat = 120
+    """How long requests may go on when a replica or the application is stopped."""
+    router: Literal["prefix", "round_robin", "load"] = "prefix"
+    slack: int = SLACK
+    allowed_hosts: list[str] = []
+    """Names of this server, beside those of loopback."""
+    api_key_file: str | None = None
+    """Read by each ingress; else the variable PAGED_KV_API_KEY, else no key is asked for."""
+    max_body_bytes: PositiveInt = 1 << 18
+
+    @property
+    def each(self) -> Model:
+        """What every replica loads."""
+        return Model(self.model, self.dtype, self.num_pages, self.page_size, self.max_step_tokens, self.cpus)
+
+
+@serve.ingress()
+class Ingress:
+    """The deployment in front: one process, which computes nothing."""
+
+    def __init__(self, arguments: Arguments, replicas: DeploymentHandle) -> None:
+        self._arguments = arguments
+        self._generate = replicas.options(method_name="generate", stream=True)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        given, model = self._arguments, self._arguments.each
+        reader = Reader(model.folder, given.name or given.model, model.num_pages * model.page_size)
+        ways = Replicas(self._start, LOST, (BackPressureError,), given.retries, given.stall_seconds)
+        rules = Rules(
+            _key(given.api_key_file),
+            LOOPBACK | {name.lower() for name in given.allowed_hosts},
+            max_body_bytes=given.max_body_bytes,
+        )
+        return _Lifespan(Application(reader, ways), rules)
+
+    async def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
+        response = self._generate.remote(job)
+        try:
+            async for batch in response:
+                yield batch
+        finally:
+            response.cancel()  # nothing where it has ended
+
+
+class _Lifespan:
+    """A door lets HTTP through alone; Ray also tells the application when it begins and ends."""
+
+    def __init__(self, application: Application, rules: Rules) -> None:
+        self._application, self._door = application, Door(application, rules)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await (self._application if scope["type"] == "lifespan" else self._door)(scope, receive, send)
+
+
+def _key(file: str | None) -> str | None:
+    if file is None:
+        return os.environ.get("PAGED_KV_API_KEY") or None
+    key = read_regular(Path(file)).decode().strip()
+    if not key:
+        raise ContractError(f"api_key_file {file}: is empty")
+    return key
+
+
+def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
+    """The application for `serve.run` and `serve run`.
+
+    Raises:
+        pydantic.ValidationError: an argument is unknown or has a wrong value; it names them.
+    """
+    given = arguments if isinstance(arguments, Arguments) else Arguments.model_validate(dict(arguments))
+    kwargs: dict[str, Any] = {}
+    if given.router == "prefix":
+        kwargs = {"page_size": given.page_size, "num_pages": given.num_pages, "slack": given.slack}
+    amount: dict[str, Any] = {"num_replicas": given.replicas}
+    if given.autoscaling is not None:
+        amount = {"autoscaling_config": given.autoscaling}
+    replica = serve.deployment(
+        Replica,
+        name="Replica",
+        ray_actor_options={"num_cpus": given.cpus},
+        max_ongoing_requests=given.max_ongoing,
+        max_queued_requests=given.max_queued,
+        graceful_shutdown_timeout_s=given.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=1,
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTERS[given.router], request_router_kwargs=kwargs
+        ),
+        **amount,
+    )
+    ingress = serve.deployment(
+        Ingress,
+        name="Ingress",
+        num_replicas=given.ingresses,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=10_000,
+        graceful_shutdown_timeout_s=given.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=1,
+    )
+    return ingress.bind(given, replica.bind(given.each))

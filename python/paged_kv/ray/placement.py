@@ -1,0 +1,176 @@
+"""Which CPUs a replica runs on: whole cores, of one NUMA node where that has enough, and no core twice.
+
+Ray counts CPUs and binds nothing. Processes of one machine agree by locks on files, one for each core, whichever raylet
+or cluster started them; the system drops a process's locks when it ends, SIGKILL included.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paged_kv.arguments import integer
+from paged_kv.errors import ContractError, ToolchainError
+
+_SYSTEM = Path("/sys/devices/system")
+_TASKS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True)
+class Core:
+    """A physical core: its CPUs, as Linux numbers them, and its NUMA node."""
+
+    cpus: tuple[int, ...]
+    node: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Cores that this process alone has, among those that claim cores. It ends with the process, or by `release`."""
+
+    cores: tuple[Core, ...]
+    _locks: tuple[int, ...]
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        """All CPUs of the cores."""
+        return frozenset(cpu for core in self.cores for cpu in core.cpus)
+
+    @property
+    def threads(self) -> int:
+        """How many threads compute: one a core."""
+        return len(self.cores)
+
+    def bind(self) -> None:
+        """Lets all threads of this process run on these CPUs alone; those that they start later too.
+
+        Call it before the weights are loaded: memory then lies in the node of these CPUs.
+        """
+        for task in _TASKS.iterdir():
+            with suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(task.name), self.cpus)
+
+    def release(self) -> None:
+        """Gives the cores back."""
+        for lock in self._locks:
+            os.close(lock)
+
+
+def claim(
+    cpus: int, *, seconds: float = 60.0, folder: Path | None = None, cores: Sequence[Core] | None = None
+) -> Claim:
+    """Takes free cores with together at least `cpus` CPUs, all of one NUMA node where one has so many.
+
+    Args:
+        cpus: As Ray's `num_cpus`. Where a core is two CPUs, an odd number takes one more.
+        seconds: How long to wait for a replica that is ending.
+        folder: Of the locks; one of this user's where None.
+        cores: The machine's, where None; of these, a process uses what its affinity mask allows.
+
+    Raises:
+        ContractTypeError, ContractError: `cpus` is no positive integer, or more than the machine has; its cores stay
+            taken.
+        ToolchainError: the folder of the locks belongs to somebody else.
+    """
+    cpus = integer("cpus", cpus, 1)
+    cores = machine() if cores is None else cores
+    total = sum(len(core.cpus) for core in cores)
+    if cpus > total:
+        raise ContractError(f"cpus is {cpus}, this process may run on {total}")
+    folder = _folder() if folder is None else folder
+    end = time.monotonic() + seconds
+    while True:
+        with _Turn(folder):
+            found = _take(cpus, cores, folder)
+        if found is not None:
+            return found
+        if time.monotonic() > end:
+            raise ContractError(f"cpus is {cpus}: for {seconds:.0f} s too few of {total} CPUs were free of replicas")
+        time.sleep(0.1)
+
+
+def machine(allowed: Iterable[int] | None = None, system: Path = _SYSTEM) -> list[Core]:
+    """The cores that this process may use, by node. A core of which a CPU is not allowed counts with the others."""
+    left = sorted(os.sched_getaffinity(0) if allowed is None else allowed)
+    cores = []
+    while left:
+        listed = _numbers(system / "cpu" / f"cpu{left[0]}" / "topology" / "thread_siblings_list") or [left[0]]
+        mine = tuple(cpu for cpu in listed if cpu in left) or (left[0],)
+        cores.append(Core(mine, _node(mine[0], system)))
+        left = [cpu for cpu in left if cpu not in mine]
+    return sorted(cores, key=lambda core: (core.node, core.cpus))
+
+
+def _take(cpus: int, cores: Sequence[Core], folder: Path) -> Claim | None:
+    locks = {core: lock for core in cores if (lock := _lock(folder, core)) is not None}
+    chosen = _choose(cpus, list(locks))
+    for core, lock in locks.items():
+        if core not in chosen:
+            os.close(lock)
+    return Claim(tuple(chosen), tuple(locks[core] for core in chosen)) if chosen else None
+
+
+def _choose(cpus: int, free: Sequence[Core]) -> list[Core]:
+    """Cores of the node that is left with the fewest, of those that have enough; else of several; none if too few."""
+    nodes = {node: [core for core in free if core.node == node] for node in sorted({core.node for core in free})}
+    fitting = [mine for mine in nodes.values() if sum(len(core.cpus) for core in mine) >= cpus]
+    found: list[Core] = []
+    for core in min(fitting, key=len) if fitting else free:
+        if sum(len(core.cpus) for core in found) < cpus:
+            found.append(core)
+    return found if sum(len(core.cpus) for core in found) >= cpus else []
+
+
+class _Turn:
+    """One process at a time looks for cores: two that each hold half of what both want would wait for ever."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "turn"
+
+    def __enter__(self) -> None:
+        self._lock = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+
+def _lock(folder: Path, core: Core) -> int | None:
+    lock = os.open(folder / f"core-{core.cpus[0]}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"paged-kv-cores-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise ToolchainError(f"{folder}: belongs to somebody else")
+    return folder
+
+
+def _numbers(file: Path) -> list[int]:
+    """The numbers of a list such as `0-3,8`; none where there is no file."""
+    try:
+        text = file.read_text().strip()
+        ends = [part.partition("-") for part in text.split(",") if part]
+        return [n for first, _, last in ends for n in range(int(first), int(last or first) + 1)]
+    except (OSError, ValueError):
+        return []
+
+
+def _node(cpu: int, system: Path) -> int:
+    for folder in sorted((system / "node").glob("node[0-9]*")):
+        if cpu in _numbers(folder / "cpulist"):
+            return int(folder.name.removeprefix("node"))
+    return 0

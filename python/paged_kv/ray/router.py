@@ -1,0 +1,87 @@
+"""Ray Serve's request router for `Prefixes`: it runs in each ingress, and asks nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from paged_kv.ray.prefixes import SLACK, Prefixes, blocks_of
+from paged_kv.ray.streams import Job
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a request to the replica that has its pages, unless that one has too much to do.
+
+    `request_router_kwargs`: `page_size`, `num_pages` (of a replica) and `slack` (`Prefixes`).
+    """
+
+    def initialize_state(self, page_size: int = 16, num_pages: int = 512, slack: int = SLACK) -> None:
+        """Called by Ray with the deployment's `request_router_kwargs`."""
+        self._page_size = page_size
+        self._prefixes = Prefixes(num_pages, slack)
+        # Requests that were given to a replica and have not ended: by id, with the replica, and until they are sent
+        # with what says that nobody waits for them any more.
+        self._given: dict[str, tuple[str, asyncio.Future[Any] | None]] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """All replicas in the order in which the request is offered to them."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # where all are full
+        job = pending_request.args[0] if pending_request.args else None
+        if not isinstance(job, Job):  # a question about a replica, whichever it is
+            return [random.sample(candidate_replicas, len(candidate_replicas))]
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        ranked = self._prefixes.rank(self._blocks(job), self._loads(replicas))
+        self._given[pending_request.metadata.internal_request_id] = ranked[0], pending_request.future
+        return [[replicas[name]] for name in ranked]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
+        """The replica has taken it, and will have its pages."""
+        job = pending_request.args[0] if pending_request.args else None
+        if isinstance(job, Job):
+            self._given[pending_request.metadata.internal_request_id] = replica_id.unique_id, None
+            if replica_id.unique_id in self._prefixes.names:
+                self._prefixes.insert(replica_id.unique_id, self._blocks(job))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:  # noqa: ARG002
+        """It has ended, in whichever way."""
+        self._given.pop(internal_request_id, None)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """The replicas that there are from now on."""
+        super().update_replicas(replicas)
+        names = {replica.replica_id.unique_id for replica in replicas}
+        for name in self._prefixes.names - names:
+            self._prefixes.leave(name)
+        for name in sorted(names - self._prefixes.names):
+            self._prefixes.join(name)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Its pages are gone."""
+        super().on_replica_actor_died(replica_id)
+        self._prefixes.leave(replica_id.unique_id)
+
+    def _blocks(self, job: Job) -> list[int]:
+        root = b"" if job.namespace is None else repr(job.namespace).encode()
+        return blocks_of(job.tokens, self._page_size, root)
+
+    def _loads(self, replicas: dict[str, RunningReplica]) -> dict[str, int]:
+        """Requests of each replica: what it last said of itself, and at least those that were given to it from here.
+
+        Requests that arrive together are each chosen for before any of them is sent.
+        """
+        for request, (_, future) in list(self._given.items()):
+            if future is not None and future.cancelled():
+                del self._given[request]
+        mine = dict.fromkeys(replicas, 0)
+        for name, _ in self._given.values():
+            if name in mine:
+                mine[name] += 1
+        said = {name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()}
+        return {name: max(count, said[name] or 0) for name, count in mine.items()}

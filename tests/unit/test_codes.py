@@ -1,0 +1,106 @@
+"""Caches of int8 and int4 codes as far as no kernel is needed: the oracle's own bounds, sizes, what is refused."""
+
+import numpy as np
+import pytest
+from max.dtype import DType
+from max.graph import BufferType, DeviceRef, Graph, TensorType
+
+from paged_kv import init_paged_kv_cache, reference
+from paged_kv.arrays.dtypes import INT4, cache_dtype_of
+from paged_kv.calls.plan import AttentionPlan
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.graphs import ops
+from paged_kv.options import AttentionOptions, stored_dtype, stored_head
+
+GREATEST = {"int8": 127, "int4": 8}
+CPU = DeviceRef.CPU()
+
+
+@pytest.mark.parametrize("kv_format", GREATEST)
+def test_codes_are_within_half_a_step(kv_format):
+    x = np.random.default_rng(0).standard_normal((50, 3, 40), np.float32) * np.logspace(-30, 30, 50)[:, None, None]
+    x = x.astype(np.float32)
+    stored = reference.quantised(x, kv_format)
+    assert stored.shape == (50, 3, stored_head(kv_format, 40))
+    assert stored.dtype == stored_dtype(kv_format)
+    greatest = np.abs(x).max(-1, keepdims=True)
+    scale = greatest / GREATEST[kv_format]
+    error = np.abs(reference.widened(stored) - x)
+    # Of int4, what is as large as the greatest but of the other sign has no code of its own.
+    is_cut = (kv_format == "int4") & (np.abs(x) > 7.49 * scale)
+    assert (error <= np.where(is_cut, 1.0001, 0.5001) * scale).all()
+    assert (error[np.abs(x) == greatest] <= 1e-6 * np.broadcast_to(greatest, x.shape)[np.abs(x) == greatest]).all()
+
+
+def test_bytes_of_a_head_by_hand():
+    x = np.array([-8, 7, 3.4, -2.5, 0, 1.5, 0.4, -0.6], np.float32)
+    codes = [-8, 7, 3, -2, 0, 2, 0, -1]
+    halves = [(codes[i] & 15) | (codes[i + 1] & 15) << 4 for i in (0, 2, 4, 6)]
+    for sign in (1, -1):
+        stored = reference.quantised(sign * x, "int4")
+        assert stored[:4].tolist() == halves
+        assert stored[4:].tobytes() == np.float32(sign).tobytes()
+    of_both_signs = np.array([8, -8, 1, 0, 0, 0, 0, 0], np.float32)
+    assert reference.widened(reference.quantised(of_both_signs, "int4"))[:3].tolist() == [7, -8, 1]
+    stored = reference.quantised(x * np.float32(127 / 8), "int8")
+    assert stored[:3].tolist() == [-127, 111, 54]
+    assert reference.widened(stored)[0] == -127
+
+
+def plan(kv, **changes):
+    fields = {"q_dtype": np.dtype("float32"), "pos_encoding_mode": "NONE", "page_size": 16} | changes
+    q, mode, size = (fields.pop(name) for name in ("q_dtype", "pos_encoding_mode", "page_size"))
+    return AttentionPlan(8, 2, 64, size, q, cache_dtype_of(kv, "kv_data_type"), mode, AttentionOptions(), **fields)
+
+
+def test_a_plan_of_codes():
+    assert plan("int4").variant().kv_dtype == DType.uint8
+    assert plan("int8").variant().kv_dtype == DType.int8
+    assert cache_dtype_of(INT4, "kv_data_type") == INT4
+    for kv in ("int8", "int4"):
+        with pytest.raises(ContractError, match=f"a cache of {kv} codes has no rotary keys"):
+            plan(kv, pos_encoding_mode="ROPE_LLAMA")
+        with pytest.raises(ContractTypeError, match=f"a cache of {kv} codes is paged"):
+            plan(kv, page_size=None)
+        with pytest.raises(ShapeError, match="has one head_dim, not 64 of K and 32 of V"):
+            plan(kv, head_dim_vo=32)
+    with pytest.raises(ContractTypeError, match="q_data_type: int8 is none of"):
+        plan("int8", q_dtype=np.dtype("int8"))
+
+
+SIZES = {"num_blocks": 3, "block_size": 4, "num_kv_heads": 2, "batch_size": 1, "max_blocks_per_seq": 2}
+
+
+def test_the_functional_cache():
+    for kv, stored in (("int8", 28), ("int4", 16)):
+        cache = init_paged_kv_cache(**SIZES, head_dim=24, dtype=kv)
+        assert cache.key_pool.shape == cache.value_pool.shape == (3, 4, 2, stored)
+        assert (cache.head_dim, cache.kv_format) == (24, kv)
+        assert cache.key_pool.dtype == stored_dtype(kv)
+        with pytest.raises(ShapeError, match="head_dim must be a multiple of 8"):
+            init_paged_kv_cache(**SIZES, head_dim=20, dtype=kv)
+    assert init_paged_kv_cache(**SIZES, head_dim=20, dtype="uint8").head_dim == 20
+
+
+def test_a_cache_inside_a_graph():
+    def blocks(dtype, stored):
+        return BufferType(dtype, ["pages", 2, 16, 2, stored], CPU)
+
+    types = [blocks(DType.int8, 68), blocks(DType.uint8, 36), TensorType(DType.uint32, ["B", "n"], CPU)]
+    rows = [TensorType(dtype, ["N", 2, dim], CPU) for dtype, dim in ((DType.float16, 64), (DType.float32, 68))]
+    with Graph("codes", input_types=[*types, *rows, TensorType(DType.int32, ["N"], CPU)]) as graph:
+        int8, int4, table, k, other, batch = graph.inputs
+        cache = ops.PagedCache.of(int8.buffer, table.tensor)
+        assert (cache.kv_format, int(cache.head_dim)) == ("int8", 64)
+        assert cache.takes(k.tensor.dtype)
+        assert not cache.takes(DType.int8)
+        with pytest.raises(ShapeError, match="k: dimension 2 is 68, expected 64"):
+            ops.append(cache, other.tensor, other.tensor, batch.tensor, batch.tensor)
+        cache = ops.PagedCache.of(int4.buffer, table.tensor, kv_format="int4")
+        assert int(cache.head_dim) == 64
+        with pytest.raises(ContractTypeError, match="rows of uint8 do not come out of a cache of uint8"):
+            ops.gather(cache, batch.tensor, "T", dtype=DType.uint8)
+        assert ops.PagedCache.of(int4.buffer, table.tensor).kv_format is None  # the bits of some cache
+        with pytest.raises(ContractTypeError, match="'int4' does not lie in memory of int8"):
+            ops.PagedCache.of(int8.buffer, table.tensor, kv_format="int4")
+        graph.output()

@@ -1,0 +1,89 @@
+"""Ctrl-C while a model of transformers is given this package's attention and linear layers, or is made as before."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.utils import GenerationMixin
+
+from paged_kv.transformers import enable, enabled, linear, switch
+from support.interrupts import interrupted
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def state(model: Any) -> list[Any]:
+    """All that is replaced. A hook that was being registered may stay, and does nothing."""
+    modules = [module for module in model.modules() if "forward" in module.__dict__]
+    replaced = GenerationMixin.generate, ContinuousBatchingManager.switch_to_cb_friendly_attn
+    kept = [*switch._originals, *switch._running, torch.get_num_threads()]
+    return [*replaced, dict(ATTN_TYPE_TO_ALLOCATOR), model.config._attn_implementation, modules, *kept]
+
+
+def use(model: Any) -> None:
+    with enabled(), switch._on_pages(model):
+        assert model.config._attn_implementation == switch.NAME
+        assert any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_all_is_as_before_wherever_it_is_interrupted(model: Any) -> None:
+    use(model)
+    before = state(model)
+    for count in itertools.count(1):
+        came = interrupted(lambda: use(model), count)
+        assert state(model) == before, f"after bytecode {count}"
+        if not came:
+            break
+    assert count > 200
+    use(model)
+    assert state(model) == before
+
+
+def test_enable_can_be_called_again_after_an_interrupt(model: Any) -> None:
+    before = state(model)
+    for count in itertools.count(1):
+        came = interrupted(enable, count)
+        enable()
+        allocators = set(map(id, ATTN_TYPE_TO_ALLOCATOR.values()))
+        with enabled():  # which has nothing to do, then
+            assert GenerationMixin.generate is not before[0], f"after bytecode {count}"
+            assert ContinuousBatchingManager.switch_to_cb_friendly_attn is not before[1]
+            assert allocators.isdisjoint(map(id, before[2].values()))
+        switch.disable()
+        assert state(model) == before
+        if not came:
+            return
+
+
+def test_an_interrupted_forward_pass_leaves_torch_its_threads(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, seen = torch.get_num_threads(), []
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        seen.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr(model.model, "forward", interrupt)
+        with enabled(), pytest.raises(KeyboardInterrupt):
+            model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=1)
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        linear.restore_threads()
+        torch.set_num_threads(threads)
