@@ -33,7 +33,7 @@ from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_t
 from paged_kv.calls.kv_copy import read_rows
 from paged_kv.calls.linear import Weight
 from paged_kv.calls.page_table import PageTable, check_offsets
-from paged_kv.calls.plan import AttentionPlan
+from paged_kv.calls.plan import AttentionPlan, check_dtype
 from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
@@ -265,8 +265,7 @@ def planned(
     """
     sm_scale, window_left, logits_soft_cap, alibi = options
     q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
-    if q_dtype.name not in Q_DTYPES:
-        raise ContractTypeError(f"{_DTYPE_NAMES[0]}: {q_dtype.name} is none of {', '.join(Q_DTYPES)}")
+    check_dtype(f"{_DTYPE_NAMES[0]}:", q_dtype)
     return Attention(
         AttentionPlan(
             *sizes,
