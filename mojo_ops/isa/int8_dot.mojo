@@ -92,3 +92,31 @@ def multiply_wide[signed: Bool](w: ByteVector, x: Int32) -> IntVector:
         else:
             sums += ((quads >> Int32(8 * i)) & 255) * element
     return sums
+
+
+@always_inline
+def int16_pair_dot(sums: IntVector, w: SIMD[DType.uint32, DOT_ROWS], x: Int32) -> IntVector:
+    """`sums[r]` plus the products of the two int16 in `w[r]` by those in `x`."""
+    var xs = IntVector(x)
+    comptime if HAS_VNNI_512:
+        comptime Pairs = SIMD[DType.int16, 2 * DOT_ROWS]
+        return llvm_intrinsic["llvm.x86.avx512.vpdpwssd.512", IntVector](
+            sums, bitcast[DType.int16, 2 * DOT_ROWS](w), bitcast[DType.int16, 2 * DOT_ROWS](xs)
+        )
+    elif HAS_AVX512:
+        return sums + llvm_intrinsic["llvm.x86.avx512.pmaddw.d.512", IntVector](
+            bitcast[DType.int16, 2 * DOT_ROWS](w), bitcast[DType.int16, 2 * DOT_ROWS](xs)
+        )
+    elif HAS_AVX2:
+        comptime Half = SIMD[DType.int32, DOT_ROWS // 2]
+        var half_xs = bitcast[DType.int16, DOT_ROWS](Half(x))
+        var low = llvm_intrinsic["llvm.x86.avx2.pmadd.wd", Half](
+            bitcast[DType.int16, DOT_ROWS](w.slice[DOT_ROWS // 2]()), half_xs
+        )
+        var high = llvm_intrinsic["llvm.x86.avx2.pmadd.wd", Half](
+            bitcast[DType.int16, DOT_ROWS](w.slice[DOT_ROWS // 2, offset=DOT_ROWS // 2]()), half_xs
+        )
+        return sums + low.join(high)
+    else:
+        var pairs = bitcast[DType.int32, DOT_ROWS](w)
+        return sums + ((pairs << 16) >> 16) * ((xs << 16) >> 16) + (pairs >> 16) * (xs >> 16)

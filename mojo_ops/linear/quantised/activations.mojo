@@ -19,6 +19,9 @@ comptime RECORD_SUMS = 352
 comptime RECORD_SCALES = 384
 """`[8]` float32: of each 32 elements (Q8_0); the first one of all (Q8_K)."""
 
+comptime RECORD_SUM_PAIRS = 416
+"""`[4]` pairs of int16: the sums of 32 elements of groups (0, 2), (1, 3), (4, 6), (5, 7)."""
+
 comptime MAGIC = Float32(12582912)
 """1.5 x 2^23: added to a number below 2^22 it leaves the nearest integer, ties to even, in the lower bits."""
 comptime MAGIC_BITS = 0x4B400000
@@ -94,6 +97,8 @@ def round_block[
             both += sum
         record.unsafe_offset(RECORD_STARTS_32).unsafe_bitcast[Int32]()[unsafe_offset=group] = -128 * both
         record.unsafe_offset(RECORD_SUMS).unsafe_bitcast[Float32]()[unsafe_offset=group] = both.cast[DType.float32]()
+        comptime place = group // 4 * 4 + group % 2 * 2 + group % 4 // 2
+        record.unsafe_offset(RECORD_SUM_PAIRS).unsafe_bitcast[Int16]()[unsafe_offset=place] = both.cast[DType.int16]()
 
 
 @fieldwise_init

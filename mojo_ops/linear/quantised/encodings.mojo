@@ -8,7 +8,7 @@ from std.memory import bitcast
 from ...cache.checks import check_equal
 from ...isa.convert import FloatVector
 from ...isa.int8_dot import ByteVector, DOT_ROWS, SIGNED_AS_UNSIGNED
-from .tile import Raw, Tile, Words
+from .tile import Raw, Unpacked, Words
 
 comptime SIGNED_OFFSET = 128 if SIGNED_AS_UNSIGNED else 0
 """What signed weights are stored plus."""
@@ -75,11 +75,11 @@ trait Encoding:
     comptime OFFSET_BY_MINS: Bool
     """Whether a tile's minimums take the offset away. Else the int32 sum begins so that it does."""
     comptime HAS_MINS: Bool
-    """Whether groups have minimums: in steps of the scale where x is rounded 32 elements a scale, else as they are."""
+    """Whether groups have minimums."""
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
-        """Makes the tile of what `raw` holds."""
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        """Unpacks what `raw` holds."""
         ...
 
 
@@ -102,10 +102,10 @@ def signed_byte(words: Words, i: Int) -> FloatVector:
 
 
 @always_inline
-def set_nibbles(tile: Tile, step: Int, quads: Words):
+def set_nibbles[T: Unpacked, //, step: Int](mut tile: T, quads: Words):
     """Four bytes whose low halves are the elements of `step`, and the high ones those of 16 elements on."""
-    tile.set_step(step, quads & LOW)
-    tile.set_step(step + 4, (quads >> 4) & LOW)
+    tile.set_step[step](quads & LOW)
+    tile.set_step[step + 4]((quads >> 4) & LOW)
 
 
 comptime Values = SIMD[DType.int8, 16]
@@ -116,25 +116,27 @@ comptime E2M1_VALUES = Values(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8
 
 
 @always_inline
-def set_values[values: Values](tile: Tile, step: Int, quads: Words):
+def set_values[T: Unpacked, //, values: Values, step: Int](mut tile: T, quads: Words):
     """As `set_nibbles`, of `values`."""
     comptime table = bitcast[DType.uint8, 16](values) + UInt8(SIGNED_OFFSET)
     var low = table._dynamic_shuffle(bitcast[DType.uint8, 64](quads & LOW))
     var high = table._dynamic_shuffle(bitcast[DType.uint8, 64]((quads >> 4) & LOW))
-    tile.set_step(step, bitcast[DType.uint32, DOT_ROWS](low))
-    tile.set_step(step + 4, bitcast[DType.uint32, DOT_ROWS](high))
+    tile.set_step[step](bitcast[DType.uint32, DOT_ROWS](low))
+    tile.set_step[step + 4](bitcast[DType.uint32, DOT_ROWS](high))
 
 
 @always_inline
-def unpack_small[step: def(Tile, Int, Words) thin -> None](raw: Raw, tile: Tile):
-    """8 blocks of 18 bytes: a float16 and 16 bytes. Every other one begins in the middle of a dword."""
-    comptime for pair in range(4):
-        comptime first = 9 * pair
-        tile.set_scale(2 * pair, half(raw[first]))
-        tile.set_scale(2 * pair + 1, half(raw[first + 4] >> 16))
-        comptime for i in range(4):
-            step(tile, 16 * pair + i, raw.from_middle(first + i))
-            step(tile, 16 * pair + 8 + i, raw[first + 5 + i])
+def quads_of_small(raw: Raw, group: Int, i: Int) -> Words:
+    """Bytes `4 i` to `4 i + 3` of group `group` of 8 blocks of 18 bytes, a float16 and 16 bytes. Every other block
+    begins in the middle of a dword."""
+    var first = group // 2 * 9
+    return raw[first + 5 + i] if group % 2 else raw.from_middle(first + i)
+
+
+@always_inline
+def scales_of_small(raw: Raw, group: Int) -> FloatVector:
+    var first = group // 2 * 9
+    return half(raw[first + 4] >> 16 if group % 2 else raw[first])
 
 
 struct Q4_0(Encoding):
@@ -151,10 +153,13 @@ struct Q4_0(Encoding):
     comptime HAS_MINS = True
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
-        unpack_small[set_nibbles](raw, tile)
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
         comptime for group in range(8):
-            tile.set_min(group, -8)
+            tile.set_scale[group](scales_of_small(raw, group))
+            tile.set_min[group](-8)
+            comptime for i in range(4):
+                set_nibbles[8 * group + i](tile, quads_of_small(raw, group, i))
 
 
 struct IQ4_NL(Encoding):
@@ -171,8 +176,12 @@ struct IQ4_NL(Encoding):
     comptime HAS_MINS = False
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
-        unpack_small[set_values[IQ4_VALUES]](raw, tile)
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        comptime for group in range(8):
+            tile.set_scale[group](scales_of_small(raw, group))
+            comptime for i in range(4):
+                set_values[IQ4_VALUES, 8 * group + i](tile, quads_of_small(raw, group, i))
 
 
 struct Q8_0(Encoding):
@@ -189,39 +198,42 @@ struct Q8_0(Encoding):
     comptime HAS_MINS = False
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
-        for pair in range(4):
-            var first = 17 * pair
-            tile.set_scale(2 * pair, half(raw[first]))
-            tile.set_scale(2 * pair + 1, half(raw[first + 8] >> 16))
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        comptime for pair in range(4):
+            comptime first = 17 * pair
+            tile.set_scale[2 * pair](half(raw[first]))
+            tile.set_scale[2 * pair + 1](half(raw[first + 8] >> 16))
             comptime for i in range(8):
                 var even = raw.from_middle(first + i)
                 var odd = raw[first + 9 + i]
                 comptime if SIGNED_AS_UNSIGNED:
                     even ^= ALL
                     odd ^= ALL
-                tile.set_step(16 * pair + i, even)
-                tile.set_step(16 * pair + 8 + i, odd)
+                tile.set_step[16 * pair + i](even)
+                tile.set_step[16 * pair + 8 + i](odd)
 
 
 @always_inline
-def set_scales_and_mins(raw: Raw, tile: Tile):
+def set_scales_and_mins[T: Unpacked, //](raw: Raw, mut tile: T):
     """Reads d, dmin, and 12 bytes with 8 scales and 8 minimums of 6 bits.
 
     Bytes 0 to 3 hold the first four scales, 4 to 7 the first four minimums; the lower 4 bits of the others are in bytes
     8 to 11, a scale and a minimum each, and the upper 2 at the top of bytes 0 to 7.
     """
-    var d = half(raw[0])
-    var dmin = -half(raw[0] >> 16)
+    tile.set_factor(half(raw[0]))
     var scales = Array[Words, 2](fill=0)
-    var mins = Array[Words, 2](fill=0)
     scales[0] = raw[1] & 0x3F3F3F3F
-    mins[0] = raw[2] & 0x3F3F3F3F
     scales[1] = (raw[3] & LOW) | ((raw[1] >> 2) & 0x30303030)
-    mins[1] = ((raw[3] >> 4) & LOW) | ((raw[2] >> 2) & 0x30303030)
     comptime for group in range(8):
-        tile.set_scale(group, d * byte(scales[group // 4], group % 4))
-        tile.set_min(group, dmin * byte(mins[group // 4], group % 4))
+        tile.set_scale[group](byte(scales[group // 4], group % 4))
+    var mins = Array[Words, 2](fill=0)
+    mins[0] = raw[2] & 0x3F3F3F3F
+    mins[1] = ((raw[3] >> 4) & LOW) | ((raw[2] >> 2) & 0x30303030)
+    var pairs = Array[Words, 4](fill=0)
+    comptime for i in range(4):
+        pairs[i] = (mins[i // 2] >> UInt32(8 * (i % 2))) & 0x00FF00FF
+    tile.set_min_pairs(pairs, -half(raw[0] >> 16))
 
 
 struct Q4_K(Encoding):
@@ -238,13 +250,14 @@ struct Q4_K(Encoding):
     comptime HAS_MINS = True
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
         set_scales_and_mins(raw, tile)
-        for pair in range(4):
+        comptime for pair in range(4):
             comptime for i in range(8):
                 var quads = raw[4 + 8 * pair + i]
-                tile.set_step(16 * pair + i, quads & LOW)
-                tile.set_step(16 * pair + 8 + i, (quads >> 4) & LOW)
+                tile.set_step[16 * pair + i](quads & LOW)
+                tile.set_step[16 * pair + 8 + i]((quads >> 4) & LOW)
 
 
 struct Q5_K(Encoding):
@@ -261,14 +274,15 @@ struct Q5_K(Encoding):
     comptime HAS_MINS = True
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
         set_scales_and_mins(raw, tile)
-        for pair in range(4):
+        comptime for pair in range(4):
             comptime for i in range(8):
                 var quads = raw[12 + 8 * pair + i]
                 var fifth = (raw[4 + i] >> UInt32(2 * pair)) << 4
-                tile.set_step(16 * pair + i, (quads & LOW) | (fifth & 0x10101010))
-                tile.set_step(16 * pair + 8 + i, ((quads >> 4) & LOW) | ((fifth >> 1) & 0x10101010))
+                tile.set_step[16 * pair + i]((quads & LOW) | (fifth & 0x10101010))
+                tile.set_step[16 * pair + 8 + i](((quads >> 4) & LOW) | ((fifth >> 1) & 0x10101010))
 
 
 struct Q6_K(Encoding):
@@ -288,23 +302,24 @@ struct Q6_K(Encoding):
     comptime HAS_MINS = False
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
         # 210 = 13 x 16 + 2: d ends the last of the vectors that come once more.
-        var d = half(raw[55] >> 16)
-        for four in range(4):
+        tile.set_factor(half(raw[55] >> 16))
+        comptime for four in range(4):
             var scales = raw[48 + four]
             comptime for i in range(4):
-                tile.set_scale(4 * four + i, d * signed_byte(scales, i))
-        for part in range(2):
-            var first = 32 * part
+                tile.set_scale[4 * four + i](signed_byte(scales, i))
+        comptime for run in range(8):
+            comptime part = run // 4
             comptime for i in range(8):
+                var quads = (raw[16 * part + run % 2 * 8 + i] >> UInt32(run % 4 // 2 * 4)) & LOW
                 var upper = raw[32 + 8 * part + i]
-                var low = raw[16 * part + i]
-                var high = raw[16 * part + 8 + i]
-                tile.set_step(first + i, (low & LOW) | ((upper << 4) & 0x30303030))
-                tile.set_step(first + 8 + i, (high & LOW) | ((upper << 2) & 0x30303030))
-                tile.set_step(first + 16 + i, ((low >> 4) & LOW) | (upper & 0x30303030))
-                tile.set_step(first + 24 + i, ((high >> 4) & LOW) | ((upper >> 2) & 0x30303030))
+                comptime if run % 4 == 3:
+                    upper >>= 2
+                elif run % 4 < 2:
+                    upper <<= UInt32(4 - 2 * (run % 4))
+                tile.set_step[8 * run + i](quads | (upper & 0x30303030))
 
 
 struct IQ4_XS(Encoding):
@@ -324,17 +339,18 @@ struct IQ4_XS(Encoding):
     comptime HAS_MINS = False
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
-        var d = half(raw[0])
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        tile.set_factor(half(raw[0]))
         var upper = raw[0] >> 16
         var lower = raw[1]
         comptime for group in range(8):
             var scale = ((lower >> UInt32(4 * group)) & 15) | (((upper >> UInt32(2 * group)) & 3) << 4)
-            tile.set_scale(group, d * (bitcast[DType.int32, DOT_ROWS](scale) - 32).cast[DType.float32]())
+            tile.set_scale[group]((bitcast[DType.int32, DOT_ROWS](scale) - 32).cast[DType.float32]())
             comptime for i in range(4):
                 # 136 = 8 x 16 + 8: dwords 30 and 31 come once more before 32 and 33.
                 comptime dword = 2 + 4 * group + i
-                set_values[IQ4_VALUES](tile, 8 * group + i, raw[dword if dword < 32 else dword + 2])
+                set_values[IQ4_VALUES, 8 * group + i](tile, raw[dword if dword < 32 else dword + 2])
 
 
 @always_inline
@@ -361,12 +377,13 @@ struct MXFP4(Encoding):
     comptime HAS_MINS = False
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
         comptime for group in range(8):
             comptime first = 17 * group
-            tile.set_scale(group, half_of_power(raw.at_byte[first, Self.BYTES]()))
+            tile.set_scale[group](half_of_power(raw.at_byte[first, Self.BYTES]()))
             comptime for i in range(4):
-                set_values[E2M1_VALUES](tile, 8 * group + i, raw.at_byte[first + 1 + 4 * i, Self.BYTES]())
+                set_values[E2M1_VALUES, 8 * group + i](tile, raw.at_byte[first + 1 + 4 * i, Self.BYTES]())
 
 
 struct INT4(Encoding):
@@ -383,13 +400,14 @@ struct INT4(Encoding):
     comptime HAS_MINS = True
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
         comptime for group in range(8):
             comptime first = 5 * group
-            tile.set_scale(group, half(raw[first]))
-            tile.set_min(group, -byte(raw[first], 2))
+            tile.set_scale[group](half(raw[first]))
+            tile.set_min[group](-byte(raw[first], 2))
             comptime for i in range(4):
-                set_nibbles(tile, 8 * group + i, raw[first + 1 + i])
+                set_nibbles[8 * group + i](tile, raw[first + 1 + i])
 
 
 struct INT8(Encoding):
@@ -406,13 +424,14 @@ struct INT8(Encoding):
     comptime HAS_MINS = True
 
     @staticmethod
-    def unpack(raw: Raw, tile: Tile):
-        for group in range(8):
-            var first = 9 * group
-            tile.set_scale(group, half(raw[first]))
-            tile.set_min(group, -signed_byte(raw[first], 2))
+    @always_inline
+    def unpack[T: Unpacked](raw: Raw, mut tile: T):
+        comptime for group in range(8):
+            comptime first = 9 * group
+            tile.set_scale[group](half(raw[first]))
+            tile.set_min[group](-signed_byte(raw[first], 2))
             comptime for i in range(8):
                 var quads = raw[first + 1 + i]
                 comptime if SIGNED_AS_UNSIGNED:
                     quads ^= ALL
-                tile.set_step(8 * group + i, quads)
+                tile.set_step[8 * group + i](quads)

@@ -1,9 +1,10 @@
-"""A tile of weights by rows of x."""
+"""Weights by rows of x: a tile by any number of them, or blocks by one row as they are unpacked."""
 
 from std.math import ceildiv
+from std.memory import bitcast
 
 from ...isa.convert import FloatVector
-from ...isa.int8_dot import HAS_AVX512, IntVector, int8_dot
+from ...isa.int8_dot import ByteVector, DOT_ROWS, HAS_AVX512, IntVector, int16_pair_dot, int8_dot
 from ...isa.memory import CACHE_LINE_BYTES
 from .activations import (
     RECORD_BYTES,
@@ -11,13 +12,16 @@ from .activations import (
     RECORD_STARTS_16,
     RECORD_STARTS_32,
     RECORD_SUMS,
+    RECORD_SUM_PAIRS,
 )
 from .encodings import Encoding
-from .tile import BytePointer, CHUNK_LINES, Tile, prefetch_line
+from .tile import BytePointer, CHUNK_LINES, Raw, STEPS, Tile, Unpacked, Words, prefetch_line
 
 comptime Sums = Pointer[FloatVector, MutUntrackedOrigin]
 comptime MOST_ROWS = 8 if HAS_AVX512 else 4
 """Rows of x side by side: as many sums as hide the latency of the instruction, and fit the registers."""
+comptime FUSED_ROWS = 8 if HAS_AVX512 else 2
+"""Rows of x up to which blocks are multiplied as they are unpacked, without a tile in memory."""
 
 
 def multiply[E: Encoding](tile: Tile, x: BytePointer, rows: Int, sums: Sums, coming: BytePointer):
@@ -36,8 +40,6 @@ def multiply[E: Encoding](tile: Tile, x: BytePointer, rows: Int, sums: Sums, com
 @always_inline
 def multiply_side[E: Encoding, rows: Int](tile: Tile, x: BytePointer, sums: Sums, coming: BytePointer):
     comptime groups = 256 // E.GROUP
-    comptime starts = RECORD_STARTS_16 if E.GROUP == 16 else RECORD_STARTS_32
-    comptime begins = E.OFFSET > 0 and not E.OFFSET_BY_MINS
     var totals = Array[FloatVector, rows](fill=0)
     comptime if not E.ROUNDS_BLOCKS:
         comptime for r in range(rows):
@@ -48,37 +50,189 @@ def multiply_side[E: Encoding, rows: Int](tile: Tile, x: BytePointer, sums: Sums
         comptime for line in range(lines):
             prefetch_line(coming.unsafe_offset(CACHE_LINE_BYTES * (begun + lines * group + line)))
         var products = Array[IntVector, rows](fill=0)
-        comptime if begins:
-            comptime for r in range(rows):
-                products[r] = IntVector(
-                    x.unsafe_offset(r * RECORD_BYTES + starts).unsafe_bitcast[Int32]()[unsafe_offset=group]
-                )
+        comptime for r in range(rows):
+            products[r] = start_of[E](x.unsafe_offset(r * RECORD_BYTES), group)
         comptime for step in range(E.GROUP // 4):
             var w = tile.step(group * (E.GROUP // 4) + step)
             comptime for r in range(rows):
-                var quad = x.unsafe_offset(r * RECORD_BYTES + 4 * step).unsafe_bitcast[Int32]()[
-                    unsafe_offset=group * (E.GROUP // 4)
-                ]
+                var quad = quad_of(x.unsafe_offset(r * RECORD_BYTES), group * (E.GROUP // 4) + step)
                 products[r] = int8_dot[E.SIGNED](products[r], w, quad)
         var scale = tile.scale(group)
+        var least = tile.min(group) if E.HAS_MINS and not E.ROUNDS_BLOCKS else FloatVector(0)
         comptime for r in range(rows):
-            var product = products[r].cast[DType.float32]()
-            comptime if E.ROUNDS_BLOCKS:
-                totals[r] = product.fma(scale, totals[r])
-                comptime if E.HAS_MINS:
-                    totals[r] = tile.min(group).fma(float_of[r](x, RECORD_SUMS, group), totals[r])
-            else:
-                comptime if E.HAS_MINS:  # both are integers below 2^24: their sum is exact
-                    product = tile.min(group).fma(float_of[r](x, RECORD_SUMS, group), product)
-                product *= scale
-                totals[r] = product.fma(float_of[r](x, RECORD_SCALES, group), totals[r])
+            add_group[E](totals[r], products[r], scale, least, x.unsafe_offset(r * RECORD_BYTES), group)
     comptime for r in range(rows):
+        var record = x.unsafe_offset(r * RECORD_BYTES)
         comptime if E.ROUNDS_BLOCKS:
-            totals[r] = totals[r].fma(float_of[r](x, RECORD_SCALES, 0), sums[unsafe_offset=r])
-        sums[unsafe_offset=r] = totals[r]
+            var least = IntVector(0)
+            comptime if E.HAS_MINS:
+                comptime for i in range(4):
+                    least = int16_pair_dot(least, tile.min_pair(i), sum_pair_of(record, i))
+            sums[unsafe_offset=r] = with_block[E](
+                sums[unsafe_offset=r], totals[r], tile.factor(), least, tile.min_factor(), record
+            )
+        else:
+            sums[unsafe_offset=r] = totals[r]
+
+
+struct RowProducts[E: Encoding, rows: Int](Unpacked):
+    """A few rows of x by blocks of 16 rows of w, whose elements are multiplied as they are unpacked.
+
+    Sums are added in the order of `multiply_side`, so the bits are the same.
+    """
+
+    var x: BytePointer
+    """The rows' records."""
+    var coming: BytePointer
+    """What to prefetch: the second half of as many bytes as the blocks have."""
+    var totals: Array[FloatVector, Self.rows]
+    var products: Array[IntVector, Self.rows * Self.GROUPS]
+    """A few of them at a time are in use."""
+    var scales: Array[FloatVector, Self.GROUPS]
+    var mins: Array[FloatVector, Self.GROUPS]
+    var factors: FloatVector
+    var least: Array[IntVector, Self.rows]
+    """The sums of minimums by those of x."""
+    var min_factors: FloatVector
+
+    comptime GROUPS = 256 // Self.E.GROUP
+    comptime BEGUN = CHUNK_LINES * (Self.E.BYTES // 16)
+    comptime STEPS_OF_LINE = STEPS // (Self.E.BYTES // 4 - Self.BEGUN)
+    """Steps with which a line is prefetched."""
+
+    @always_inline
+    def __init__(out self, x: BytePointer, coming: BytePointer):
+        self.x = x
+        self.coming = coming
+        self.totals = Array[FloatVector, Self.rows](fill=0)
+        self.products = Array[IntVector, Self.rows * Self.GROUPS](fill=0)
+        self.scales = Array[FloatVector, Self.GROUPS](fill=0)
+        self.mins = Array[FloatVector, Self.GROUPS](fill=0)
+        self.factors = 0
+        self.least = Array[IntVector, Self.rows](fill=0)
+        self.min_factors = 0
+
+    @always_inline
+    def record[r: Int](self) -> BytePointer:
+        return self.x.unsafe_offset(r * RECORD_BYTES)
+
+    @always_inline
+    def set_step[step: Int](mut self, quads: Words):
+        comptime group = 4 * step // Self.E.GROUP
+        comptime if step % Self.STEPS_OF_LINE == 0:
+            prefetch_line(self.coming.unsafe_offset(CACHE_LINE_BYTES * (Self.BEGUN + step // Self.STEPS_OF_LINE)))
+        comptime for r in range(Self.rows):
+            comptime at = group * Self.rows + r
+            comptime if step % (Self.E.GROUP // 4) == 0:
+                self.products[at] = start_of[Self.E](self.record[r](), group)
+            self.products[at] = int8_dot[Self.E.SIGNED](
+                self.products[at], bitcast[DType.uint8, 4 * DOT_ROWS](quads), quad_of(self.record[r](), step)
+            )
+            comptime if step % (Self.E.GROUP // 4) == Self.E.GROUP // 4 - 1:
+                add_group[Self.E](
+                    self.totals[r], self.products[at], self.scales[group], self.mins[group], self.record[r](), group
+                )
+
+    @always_inline
+    def set_scale[group: Int](mut self, scales: FloatVector):
+        self.scales[group] = scales
+
+    @always_inline
+    def set_min[group: Int](mut self, mins: FloatVector):
+        self.mins[group] = mins
+
+    @always_inline
+    def set_factor(mut self, factors: FloatVector):
+        self.factors = factors
+
+    @always_inline
+    def set_min_pairs(mut self, pairs: Array[Words, 4], factors: FloatVector):
+        self.min_factors = factors
+        comptime for r in range(Self.rows):
+            comptime for i in range(4):
+                self.least[r] = int16_pair_dot(self.least[r], pairs[i], sum_pair_of(self.record[r](), i))
 
 
 @always_inline
-def float_of[row: Int](x: BytePointer, field: Int, index: Int) -> FloatVector:
+def multiply_blocks[E: Encoding, rows: Int](raw: Raw, x: BytePointer, sums: Sums, coming: BytePointer):
+    """Adds the products of what `raw` holds by `rows` rows of x to `sums` `[rows]`, as `multiply` does."""
+    var products = RowProducts[E, rows](x, coming)
+    comptime if not E.ROUNDS_BLOCKS:
+        comptime for r in range(rows):
+            products.totals[r] = sums[unsafe_offset=r]
+    E.unpack(raw, products)
+    comptime for r in range(rows):
+        comptime if E.ROUNDS_BLOCKS:
+            sums[unsafe_offset=r] = with_block[E](
+                sums[unsafe_offset=r],
+                products.totals[r],
+                products.factors,
+                products.least[r],
+                products.min_factors,
+                products.record[r](),
+            )
+        else:
+            sums[unsafe_offset=r] = products.totals[r]
+
+
+@always_inline
+def start_of[E: Encoding](record: BytePointer, group: Int) -> IntVector:
+    """What a group's int32 sum begins with: what an offset of the weights is taken away by, or 0."""
+    comptime if E.OFFSET > 0 and not E.OFFSET_BY_MINS:
+        comptime starts = RECORD_STARTS_16 if E.GROUP == 16 else RECORD_STARTS_32
+        return IntVector(record.unsafe_offset(starts).unsafe_bitcast[Int32]()[unsafe_offset=group])
+    else:
+        return 0
+
+
+@always_inline
+def quad_of(record: BytePointer, step: Int) -> Int32:
+    """Four elements of a row of x."""
+    return record.unsafe_bitcast[Int32]()[unsafe_offset=step]
+
+
+@always_inline
+def sum_pair_of(record: BytePointer, index: Int) -> Int32:
+    """The sums of two groups of 32 elements (`RECORD_SUM_PAIRS`)."""
+    return record.unsafe_offset(RECORD_SUM_PAIRS).unsafe_bitcast[Int32]()[unsafe_offset=index]
+
+
+@always_inline
+def add_group[
+    E: Encoding
+](
+    mut totals: FloatVector, products: IntVector, scales: FloatVector, mins: FloatVector, record: BytePointer, group: Int
+):
+    """Adds the products of a group to those of a block; of 32 elements a scale of x, to those of all of K."""
+    var product = products.cast[DType.float32]()
+    comptime if E.ROUNDS_BLOCKS:
+        totals = product.fma(scales, totals)
+    else:
+        comptime if E.HAS_MINS:  # both are integers below 2^24: their sum is exact
+            product = mins.fma(float_of(record, RECORD_SUMS, group), product)
+        product *= scales
+        totals = product.fma(float_of(record, RECORD_SCALES, group), totals)
+
+
+@always_inline
+def with_block[
+    E: Encoding
+](
+    sums: FloatVector,
+    totals: FloatVector,
+    factors: FloatVector,
+    least: IntVector,
+    min_factors: FloatVector,
+    record: BytePointer,
+) -> FloatVector:
+    """The sums after a block of 256: `totals` are in steps of `factors`, the sums of minimums of `min_factors`."""
+    var block = totals * factors
+    comptime if E.HAS_MINS:
+        block = least.cast[DType.float32]().fma(min_factors, block)
+    return block.fma(float_of(record, RECORD_SCALES, 0), sums)
+
+
+@always_inline
+def float_of(record: BytePointer, field: Int, index: Int) -> FloatVector:
     """A number of a row's record, in all lanes."""
-    return FloatVector(x.unsafe_offset(row * RECORD_BYTES + field).unsafe_bitcast[Float32]()[unsafe_offset=index])
+    return FloatVector(record.unsafe_offset(field).unsafe_bitcast[Float32]()[unsafe_offset=index])

@@ -15,7 +15,7 @@ from ...isa.threads import run_tasks
 from ..experts import Grouping
 from .activations import RECORD_BYTES, RoundedRows, round_rows
 from .encodings import BLOCK_ENCODINGS, Encoding, INT4, INT8, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
-from .multiply import MOST_ROWS, Sums, multiply
+from .multiply import FUSED_ROWS, MOST_ROWS, Sums, multiply, multiply_blocks
 from .tile import (
     BytePointer,
     MAX_BLOCK_BYTES,
@@ -250,7 +250,7 @@ struct Records[mask: Int](Movable):
     def __init__(out self, rows: Int, k: Int):
         self.columns = ceildiv(k, TILE_ELEMENTS)
         self.k = k
-        self.bytes = self.columns * rows * RECORD_BYTES
+        self.bytes = (self.columns * rows + FUSED_ROWS) * RECORD_BYTES
         self.memory = List[UInt8](capacity=(Int(Self.SMALL) + Int(Self.BLOCKS)) * self.bytes + CACHE_LINE_BYTES)
 
     def round[
@@ -330,7 +330,7 @@ struct Section[dtype: DType](TrivialRegisterPassable):
     @staticmethod
     def bytes(tiles: Int, m: Int) -> Int:
         """Of a thread's memory."""
-        return Self.TILES + tiles * (TILE_BYTES + m * VECTOR_BYTES)
+        return Self.TILES + tiles * (TILE_BYTES + max(m, FUSED_ROWS) * VECTOR_BYTES)
 
     @no_inline
     def multiply[E: Encoding](self):
@@ -339,11 +339,22 @@ struct Section[dtype: DType](TrivialRegisterPassable):
         var m = self.rows.m
         var sums = self.memory.unsafe_offset(Self.TILES + tiles * TILE_BYTES).unsafe_bitcast[Float32]()
         var vectors = sums.unsafe_bitcast[FloatVector]()
-        for i in range(tiles * m):
+        for i in range(tiles * max(m, FUSED_ROWS)):
             vectors[unsafe_offset=i] = 0
+        comptime for rows in [1, 2, 4, 8]:
+            comptime if rows <= FUSED_ROWS:
+                if tiles == 1 and m <= rows:
+                    for column in range(self.columns):
+                        var coming = self.coming_tile[E](0, column, 1)
+                        var raw = self.transposed[E](0, column, coming)
+                        var x = self.rows.records.unsafe_offset(column * m * RECORD_BYTES)
+                        multiply_blocks[E, rows](raw, x, vectors, coming)
+                    self.store(tiles, vectors)
+                    return
         for column in range(self.columns):
             for i in range(tiles):
-                self.unpack[E](i, column, self.coming_tile[E](i, column, tiles))
+                var tile = self.tile(i)
+                E.unpack(self.transposed[E](i, column, self.coming_tile[E](i, column, tiles)), tile)
             var x = self.rows.records.unsafe_offset(column * m * RECORD_BYTES)
             for row in range(0, m, MOST_ROWS):
                 for i in range(tiles):
@@ -366,8 +377,8 @@ struct Section[dtype: DType](TrivialRegisterPassable):
         return Tile(self.memory.unsafe_offset(Self.TILES + index * TILE_BYTES))
 
     @always_inline
-    def unpack[E: Encoding](self, index: Int, column: Int, coming: BytePointer):
-        """Makes tile `index` of the section's rows and of the 256 elements from `256 column` on."""
+    def transposed[E: Encoding](self, index: Int, column: Int, coming: BytePointer) -> Raw:
+        """The blocks of tile `index` of the section's rows and of the 256 elements from `256 column` on."""
         var row = self.begin + DOT_ROWS * index
         var rows = self.end - row
         var first = self.member.w.unsafe_offset(row * self.member.row_bytes + column * E.BYTES)
@@ -379,7 +390,7 @@ struct Section[dtype: DType](TrivialRegisterPassable):
             var copy = self.memory.unsafe_offset(Self.COPY)
             copy_blocks(first, self.member.row_bytes, min(rows, DOT_ROWS), min(left, E.BYTES), copy, E.BYTES)
             raw.transpose[E.BYTES](copy, E.BYTES, coming)
-        E.unpack(raw, self.tile(index))
+        return raw
 
     def store(self, tiles: Int, sums: Sums):
         """Writes the sums `[tiles, m]` to y."""

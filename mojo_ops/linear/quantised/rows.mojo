@@ -57,7 +57,8 @@ struct QuantisedRows(TrivialRegisterPassable):
                 count=min(E.BYTES, self.row_bytes - column * E.BYTES),
             )
         raw.transpose[E.BYTES](copy, E.BYTES, copy)
-        E.unpack(raw, tile)
+        var unpacked = tile
+        E.unpack(raw, unpacked)
         var left = self.k - column * TILE_ELEMENTS
         for r in range(present):
             var target = self.y.unsafe_offset((first + r) * self.k + column * TILE_ELEMENTS)
@@ -68,10 +69,14 @@ struct QuantisedRows(TrivialRegisterPassable):
                 comptime if E.SIGNED:
                     whole = bitcast[DType.int8, 4](bytes).cast[DType.int32]()
                 var values = whole.cast[DType.float32]()
-                comptime has_mins = E.HAS_MINS and not E.OFFSET_BY_MINS
-                comptime if has_mins and not E.ROUNDS_BLOCKS:
-                    values += tile.min(group)[r]
-                values *= tile.scale(group)[r]
-                comptime if has_mins and E.ROUNDS_BLOCKS:
-                    values += tile.min(group)[r]
+                comptime if E.ROUNDS_BLOCKS:
+                    values *= tile.factor()[r] * tile.scale(group)[r]
+                    comptime if E.HAS_MINS:
+                        var pair = tile.min_pair(group // 4 * 2 + group % 2)[r]
+                        var least = (pair >> UInt32(group % 4 // 2 * 16)) & 0xFFFF
+                        values += tile.min_factor()[r] * least.cast[DType.float32]()
+                else:
+                    comptime if E.HAS_MINS and not E.OFFSET_BY_MINS:
+                        values += tile.min(group)[r]
+                    values *= tile.scale(group)[r]
                 target.unsafe_store(4 * step, values)

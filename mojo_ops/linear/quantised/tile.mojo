@@ -1,6 +1,6 @@
 """A tile of weights, 16 rows by 256 elements, and the transpose by which blocks become one."""
 
-from std.memory import unsafe_memcpy, unsafe_memset_zero
+from std.memory import bitcast, unsafe_memcpy, unsafe_memset_zero
 from std.sys.intrinsics import PrefetchOptions, prefetch
 from std.utils import IndexList
 
@@ -22,19 +22,43 @@ comptime RAW_BYTES = MAX_BLOCK_BYTES // 4 * VECTOR_BYTES
 comptime Q_BYTES = STEPS * VECTOR_BYTES
 comptime CHUNK_LINES = 2
 """Cache lines that are prefetched while 16 bytes of 16 rows are transposed; as many more while they are multiplied."""
-comptime TILE_BYTES = Q_BYTES + (16 + 8) * VECTOR_BYTES
+comptime TILE_BYTES = Q_BYTES + (16 + 8 + 1) * VECTOR_BYTES
+
+
+trait Unpacked:
+    """What 16 rows of blocks are unpacked into (`Encoding.unpack`): 256 elements a row, and what scales them."""
+
+    def set_step[step: Int](mut self, quads: Words):
+        """Elements `4 step` to `4 step + 3` of each row."""
+        ...
+
+    def set_scale[group: Int](mut self, scales: FloatVector):
+        """Of a group; where the encoding has blocks of 256, an integer that `set_factor` scales."""
+        ...
+
+    def set_min[group: Int](mut self, mins: FloatVector):
+        """What a group of 32 adds for each 1 of the sum of its x, in steps of its scale."""
+        ...
+
+    def set_factor(mut self, factors: FloatVector):
+        """What scales all groups of a block of 256."""
+        ...
+
+    def set_min_pairs(mut self, pairs: Array[Words, 4], factors: FloatVector):
+        """The minimums of the groups of a block of 256, integers from 0 to 63 in the order of `RECORD_SUM_PAIRS`, and
+        what scales them."""
+        ...
 
 
 @fieldwise_init
-struct Tile(TrivialRegisterPassable):
+struct Tile(TrivialRegisterPassable, Unpacked):
     """16 rows of w by 256 elements of K: weights, and the scales and minimums of their groups (`README.md`)."""
 
     var at: BytePointer
     """`TILE_BYTES`, from the start of a cache line on."""
 
     @always_inline
-    def set_step(self, step: Int, quads: Words):
-        """Elements `4 step` to `4 step + 3` of each row."""
+    def set_step[step: Int](mut self, quads: Words):
         self.at.unsafe_bitcast[UInt32]().unsafe_store(step * DOT_ROWS, quads)
 
     @always_inline
@@ -42,21 +66,50 @@ struct Tile(TrivialRegisterPassable):
         return self.at.unsafe_load[width=VECTOR_BYTES](step * VECTOR_BYTES)
 
     @always_inline
-    def set_scale(self, group: Int, scales: FloatVector):
-        self.at.unsafe_offset(Q_BYTES).unsafe_bitcast[Float32]().unsafe_store(group * DOT_ROWS, scales)
+    def set_scale[group: Int](mut self, scales: FloatVector):
+        self.set_number(group, scales)
 
     @always_inline
     def scale(self, group: Int) -> FloatVector:
-        return self.at.unsafe_offset(Q_BYTES).unsafe_bitcast[Float32]().unsafe_load[width=DOT_ROWS](group * DOT_ROWS)
+        return self.number(group)
 
     @always_inline
-    def set_min(self, group: Int, mins: FloatVector):
-        """What a group of 32 adds to y for each 1 of the sum of its x (`Encoding.HAS_MINS`)."""
-        self.set_scale(16 + group, mins)
+    def set_min[group: Int](mut self, mins: FloatVector):
+        self.set_number(16 + group, mins)
 
     @always_inline
     def min(self, group: Int) -> FloatVector:
-        return self.scale(16 + group)
+        return self.number(16 + group)
+
+    @always_inline
+    def set_factor(mut self, factors: FloatVector):
+        self.set_number(24, factors)
+
+    @always_inline
+    def factor(self) -> FloatVector:
+        return self.number(24)
+
+    @always_inline
+    def set_min_pairs(mut self, pairs: Array[Words, 4], factors: FloatVector):
+        comptime for i in range(4):
+            self.set_number(16 + i, bitcast[DType.float32, DOT_ROWS](pairs[i]))
+        self.set_number(20, factors)
+
+    @always_inline
+    def min_pair(self, index: Int) -> Words:
+        return bitcast[DType.uint32, DOT_ROWS](self.number(16 + index))
+
+    @always_inline
+    def min_factor(self) -> FloatVector:
+        return self.number(20)
+
+    @always_inline
+    def set_number(self, index: Int, numbers: FloatVector):
+        self.at.unsafe_offset(Q_BYTES).unsafe_bitcast[Float32]().unsafe_store(index * DOT_ROWS, numbers)
+
+    @always_inline
+    def number(self, index: Int) -> FloatVector:
+        return self.at.unsafe_offset(Q_BYTES).unsafe_bitcast[Float32]().unsafe_load[width=DOT_ROWS](index * DOT_ROWS)
 
 
 @fieldwise_init
