@@ -16,12 +16,14 @@ from mojo_ops.attention.cpu.bf16_chunk import Bf16Chunk
 from mojo_ops.attention.cpu.kv_tile import KVTile
 from mojo_ops.attention.cpu.prefetch import EARLY_V_TOKENS, KV_TILE_TOKENS, Prefetcher, STREAMS
 from mojo_ops.attention.cpu.rotary_keys import KeyRotation, RotaryTables
+from mojo_ops.attention.cpu.vectors.code_sums import rounds_weights
 from mojo_ops.attention.cpu.vectors.products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
 from mojo_ops.attention.cpu.vectors.queries import packed_query_dtype
 from mojo_ops.attention.cpu.workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
 from mojo_ops.cache.paged_kv_cache import KVCacheStaticParams, PagedKVCache, UNKNOWN_VALUE
 from mojo_ops.cache.strides import PageStrides, page_shape
 from mojo_ops.isa.amx import HAS_AMX, amx_permitted, tile_release
+from mojo_ops.isa.codes import head_units, is_codes
 from mojo_ops.isa.convert import ChunkConstants, chunk_of
 from mojo_ops.isa.memory import CACHE_LINE_BYTES
 from support import untracked, untracked_mutable
@@ -119,8 +121,10 @@ def test_rows_of_all_heads_have_room() raises:
 def check_calls[dtype: DType](dim: Int, queries: Int) raises:
     """The choice call `run` as often as they say: a rate of 1 counts."""
     comptime Cache = PagedKVCache[dtype, KVCacheStaticParams(UNKNOWN_VALUE, UNKNOWN_VALUE), UNKNOWN_VALUE]
-    var shape = IndexList[5](2, 2, 16, KV_HEADS, dim)
-    var storage = List[Scalar[dtype]](length=2 * 2 * 16 * KV_HEADS * dim, fill=0)
+    comptime integers = rounds_weights(DType.bfloat16, dtype)
+    var units = head_units(dtype, dim)
+    var shape = IndexList[5](2, 2, 16, KV_HEADS, units)
+    var storage = List[Scalar[dtype]](length=2 * 2 * 16 * KV_HEADS * units, fill=0)
     var table: List[UInt32] = [1, 0]
     var k = Cache(
         untracked_mutable(storage),
@@ -132,7 +136,7 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
     )
     comptime chunk = max(chunk_of(dtype), Bf16Chunk[dtype].length)
     var padded = ceildiv(dim, chunk) * chunk
-    var heads = HeadLayout(KV_HEADS, queries, dim, padded, dim, dim, dim, padded, dim)
+    var heads = HeadLayout(KV_HEADS, queries, dim, padded, units, units, dim, padded, units)
     var room = KV_HEADS * AmxBuffers.query_stride(queries)
     var workspace = SegmentWorkspace(heads, AmxBuffers.query_stride(queries), AmxBuffers.num_floats(room, padded))
     var tile = KVTile(k, k, 0, 0, KV_TILE_TOKENS, workspace.offset_buffer(0))
@@ -157,20 +161,26 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
                 prefetcher,
             )
     assert_equal(prefetcher.due, KV_HEADS * score_prefetch_calls[dtype](heads, queries), "scores in vectors")
-    var tables = RotaryTables[dtype](dim, 10000, 1)
-    var rotation = KeyRotation(tables, heads, 0, False)
-    rotation.place_keys[DType.float32](STREAMS)
-    rotation.select_tile(0, tile)
+    comptime if not is_codes(dtype):
+        var tables = RotaryTables[dtype](dim, 10000, 1)
+        var rotation = KeyRotation(tables, heads, 0, False)
+        rotation.place_keys[DType.float32](STREAMS)
+        rotation.select_tile(0, tile)
+        prefetcher.due = 0
+        for unit in range(0, KV_TILE_TOKENS, STREAMS):
+            for head in range(KV_HEADS):
+                rotation.rotate_keys[DType.float32](
+                    k, constants, tile, 0, heads, head, unit, unit + STREAMS, prefetcher
+                )
+        assert_equal(prefetcher.due, KV_HEADS * KV_TILE_TOKENS, "rotated keys")
+        _ = tables^
     prefetcher.due = 0
     for unit in range(0, KV_TILE_TOKENS, STREAMS):
         for head in range(KV_HEADS):
-            rotation.rotate_keys[DType.float32](k, constants, tile, 0, heads, head, unit, unit + STREAMS, prefetcher)
-    assert_equal(prefetcher.due, KV_HEADS * KV_TILE_TOKENS, "rotated keys")
-    prefetcher.due = 0
-    for unit in range(0, KV_TILE_TOKENS, STREAMS):
-        for head in range(KV_HEADS):
-            sum_tile(k, constants, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher)
-    assert_equal(prefetcher.due, KV_HEADS * sum_prefetch_calls[dtype](heads, queries), "sums in vectors")
+            sum_tile[integers](
+                k, constants, tile, heads, head, head, unit, unit + STREAMS, queries, workspace, prefetcher
+            )
+    assert_equal(prefetcher.due, KV_HEADS * sum_prefetch_calls[dtype, integers](heads, queries), "sums in vectors")
 
     comptime if HAS_AMX and (dtype == DType.bfloat16 or dtype == DType.float8_e4m3fn):
         if amx_permitted():
@@ -190,7 +200,6 @@ def check_calls[dtype: DType](dim: Int, queries: Int) raises:
             tile_release()
     _ = storage^
     _ = table^
-    _ = tables^
     _ = workspace^
 
 
@@ -200,6 +209,8 @@ def test_calls_are_as_announced() raises:
             check_calls[DType.bfloat16](dim, queries)
             check_calls[DType.float8_e4m3fn](dim, queries)
             check_calls[DType.float32](dim, queries)
+            check_calls[DType.int8](dim, queries)
+            check_calls[DType.uint8](dim, queries)
 
 
 def main() raises:

@@ -1,5 +1,7 @@
 """Caches of int8 and int4 codes against the oracle that quantises alike: append, gather, copies of pages, attention."""
 
+import math
+
 import numpy as np
 import pytest
 from max.dtype import DType
@@ -97,6 +99,20 @@ def test_attention(setting):
     attention_like_oracle(
         cache, rows_of(cache, setting["rows"]), **options_of(setting | {"rope_theta": None}, cache.case)
     )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_weights_are_finer_than_bfloat16(kv_format, rows):
+    """Values that all but cancel: of weights rounded to bfloat16 nothing would be left. Those of integers have 15 bits."""
+    q = np.zeros((rows, 8, 64), "bfloat16")
+    k, v = np.zeros((2, 1, 2, 1, 64), np.float32)
+    q[..., 0] = k[0, 1, 0, 0] = v[0, 1] = 1
+    v[0, 0] = -0.75
+    cache = (reference.quantised(pages, kv_format) for pages in (k, v))
+    row_batch, row_lengths = np.zeros(rows, np.int32), np.full(rows, 2, np.int32)
+    o, _ = harness.attention(q, *cache, np.zeros((1, 1), np.uint32), row_batch, row_lengths, sm_scale=math.log(0.7517))
+    assert np.abs(o.astype(np.float64) - (0.7517 - 0.75) / 1.7517).max() < 4e-5
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

@@ -14,6 +14,8 @@ from .prefetch import EARLY_V_TOKENS, IntPointer, KV_TILE_TOKENS
 
 comptime TILE_BUFFERS = 2 * SPAN_TILES
 """Tiles that a workspace holds: those of the present step of a segment and those of the next."""
+comptime ROUNDED_FLOATS = 20
+"""The memory of a query's weights as integers, in float32."""
 
 
 @fieldwise_init
@@ -89,6 +91,8 @@ struct SegmentWorkspace(Movable, RunningStates):
 
     With AMX the weights are `[Hk, stride, 2, KV_TILE_TOKENS]` bfloat16.
     """
+    var rounded: FloatPointer
+    """`[stride, ROUNDED_FLOATS]`: weights over codes as integers (`vectors/code_sums.mojo`)."""
     var amx_floats: FloatPointer
     """The memory that `AmxBuffers` points into."""
     var greatest: FloatPointer
@@ -108,8 +112,9 @@ struct SegmentWorkspace(Movable, RunningStates):
         var packed = max(heads.padded_dim, query_floats)
         var queries = heads.kv_heads * stride
         var weights = max(heads.kv_heads, SPAN_TILES) * stride * KV_TILE_TOKENS
+        var rounded = align_up(stride * ROUNDED_FLOATS, LANES)
         self.memory = List[Float32](
-            length=queries * (packed + heads.padded_dim + LANES + 1) + weights + amx_floats + 16, fill=0
+            length=queries * (packed + heads.padded_dim + LANES + 1) + weights + rounded + amx_floats + 16, fill=0
         )
         var rows = (KV_TILE_TOKENS + EARLY_V_TOKENS) * max(heads.kv_heads, SPAN_TILES)
         self.offsets = List[Int](length=TILE_BUFFERS * 2 * (KV_TILE_TOKENS + OFFSET_WIDTH) + rows, fill=0)
@@ -119,7 +124,8 @@ struct SegmentWorkspace(Movable, RunningStates):
         self.acc = self.q.unsafe_offset(queries * packed)
         self.weights = self.acc.unsafe_offset(queries * heads.padded_dim)
         self.totals = self.weights.unsafe_offset(weights)
-        self.amx_floats = self.totals.unsafe_offset(queries * LANES)
+        self.rounded = self.totals.unsafe_offset(queries * LANES)
+        self.amx_floats = self.rounded.unsafe_offset(rounded)
         self.greatest = self.amx_floats.unsafe_offset(amx_floats)
 
     @always_inline

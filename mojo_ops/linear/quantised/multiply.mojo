@@ -201,7 +201,12 @@ def sum_pair_of(record: BytePointer, index: Int) -> Int32:
 def add_group[
     E: Encoding
 ](
-    mut totals: FloatVector, products: IntVector, scales: FloatVector, mins: FloatVector, record: BytePointer, group: Int
+    mut totals: FloatVector,
+    products: IntVector,
+    scales: FloatVector,
+    mins: FloatVector,
+    record: BytePointer,
+    group: Int,
 ):
     """Adds the products of a group to those of a block; of 32 elements a scale of x, to those of all of K."""
     var product = products.cast[DType.float32]()

@@ -15,7 +15,8 @@ from ....isa.memory import FloatPointer
 from ..bf16_chunk import Bf16Chunk, widen_chunk
 from ..kv_tile import KVTile
 from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher, STREAMS
-from ..workspace import HeadLayout, SegmentWorkspace
+from ..workspace import HeadLayout, ROUNDED_FLOATS, SegmentWorkspace
+from .code_sums import code_prefetch_calls, round_weights, sum_codes
 from .queries import num_query_blocks, query_block
 
 comptime SLICE_ELEMENTS = 64
@@ -33,12 +34,16 @@ def score_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> In
     )
 
 
-def sum_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
+def sum_prefetch_calls[kv_dtype: DType, integers: Bool](heads: HeadLayout, queries: Int) -> Int:
     """How often `sum_tile` calls `prefetcher.run` for a whole tile."""
     var calls = 0
     var m = 0
     for _ in range(min(PREFETCHING_BLOCKS, num_query_blocks(queries))):
         var count = query_block(m, queries)[1]
+        comptime if integers:
+            calls += code_prefetch_calls(heads.head_dim, count)
+            m += count
+            continue
         var slice = SLICE_ELEMENTS * (1 if count == 4 else 2)
         calls += (heads.head_dim // slice + ceildiv(heads.head_dim % slice, chunk_of(kv_dtype))) * KV_TILE_TOKENS
         m += count
@@ -200,7 +205,9 @@ def dot_chunk[
 
 
 @always_inline
-def sum_tile(
+def sum_tile[
+    integers: Bool
+](
     v: PagedKVCache,
     constants: ChunkConstants[v.dtype],
     tile: KVTile,
@@ -216,6 +223,9 @@ def sum_tile(
     """Adds the weighted V of one KV head to `workspace.acc`, of the tile's tokens among entries `begin` to `end - 1`.
 
     The weights are at index `weights_index` of `workspace.weights`; those of codes are multiplied by their scales there.
+
+    Parameters:
+        integers: Whether products are those of integers (`code_sums.mojo`), where all weights are finite.
     """
     var base = v.blocks.ptr.unsafe_offset(head * heads.v_stride)
     var acc = workspace.acc.unsafe_offset(head * queries * heads.padded_dim)
@@ -225,6 +235,26 @@ def sum_tile(
         scale_entries(base, tile.v, heads.value_dim, begin, end, queries, weights)
     var m = 0
     var fetch = PREFETCHING_BLOCKS
+    comptime if integers:
+        if round_weights[v.dtype](weights, queries, begin, last, workspace.rounded):
+            comptime for count in [4, 2, 1]:
+                while m + count <= queries:
+                    sum_codes[count](
+                        base,
+                        tile.v,
+                        begin,
+                        last,
+                        heads.head_dim,
+                        heads.padded_dim,
+                        workspace.rounded.unsafe_offset(m * ROUNDED_FLOATS),
+                        acc.unsafe_offset(m * heads.padded_dim),
+                        fetch > 0,
+                        prefetcher,
+                    )
+                    fetch -= 1
+                    m += count
+            return
+        fetch = 0  # the calls of `run` were counted for the loop above
     comptime for count in [4, 2, 1]:
         while m + count <= queries:
             var at = acc.unsafe_offset(m * heads.padded_dim)

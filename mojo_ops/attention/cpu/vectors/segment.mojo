@@ -20,6 +20,7 @@ from ..rotary_keys import KeyRotation
 from ..segment_walk import SegmentStep, next_step
 from ..tile_weights import scores_to_weights
 from ..workspace import HeadLayout, SegmentWorkspace, TILE_BUFFERS
+from .code_sums import rounds_weights
 from .products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_tile
 from .queries import pack_queries, packed_query_dtype
 
@@ -109,6 +110,7 @@ def attend_segment_vectors[
     """
     comptime key_dtype = DType.float32 if rotates else k.dtype
     comptime query_dtype = packed_query_dtype(dtype, key_dtype)
+    comptime integers = rounds_weights(dtype, k.dtype)
     var key_heads = rotation.heads_of[key_dtype](heads) if rotates else heads
     pack_queries[key_dtype](rows, segment, key_heads, workspace)
     if segment.begin >= segment.end:
@@ -120,7 +122,7 @@ def attend_segment_vectors[
     comptime if rotates:
         score_runs += order.heads * KV_TILE_TOKENS
         rotation.place_keys[key_dtype](order.unit)
-    var sum_runs = order.heads * (queries + sum_prefetch_calls[k.dtype](heads, queries))
+    var sum_runs = order.heads * (queries + sum_prefetch_calls[k.dtype, integers](heads, queries))
     var request = Int(rows.row_batch[unsafe_offset=segment.row])
     var following = Segment.none()
     var constants = ChunkConstants[k.dtype]()
@@ -190,7 +192,7 @@ def attend_segment_vectors[
                     )
                 for unit in range(0, KV_TILE_TOKENS, order.unit):
                     for head in range(first, first + order.heads):
-                        sum_tile(
+                        sum_tile[integers](
                             v,
                             constants,
                             tile,

@@ -1,0 +1,196 @@
+"""Weighted sums over codes as products of integers: weights of 15 bits, as two bytes, by codes of four tokens at once.
+
+The weights of a query over a unit of tokens, times the scales of the tokens, are rounded to multiples of 1/16383 of the
+greatest: 64 times finer than bfloat16. Products and their sums are exact. Queries in float32 keep float32 weights.
+"""
+
+from std.math import ceildiv, round
+from std.memory import bitcast
+from std.utils import IndexList
+
+from ....isa.bf16_lookup import HAS_BYTE_LOOKUP
+from ....isa.codes import is_codes, units_of
+from ....isa.convert import FloatVector, LANES, load_bits, load_pairs
+from ....isa.int8_dot import ByteVector, HAS_VNNI_512, IntVector, int8_dot
+from ....isa.memory import FloatPointer
+from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher
+from ..workspace import ROUNDED_FLOATS
+
+comptime STEP_TOKENS = 4
+"""Tokens of a product."""
+comptime STRIP = 32
+"""Elements of head_dim whose codes are loaded together."""
+comptime UPPER = 0
+"""Where a query's rounded weights have their upper bytes; then come the lower ones, what an integer stands for, and what
+the offset of the codes adds."""
+comptime LOWER = KV_TILE_TOKENS
+comptime FACTOR = 2 * KV_TILE_TOKENS
+comptime OFFSET_SUM = FACTOR + 4
+comptime GREATEST: Float32 = 16383
+"""Of an integer weight: its upper byte is signed, its lower one has 7 bits."""
+
+
+def rounds_weights(q_dtype: DType, kv_dtype: DType) -> Bool:
+    """Whether the weighted sums of this pair are products of integers."""
+    return is_codes(kv_dtype) and q_dtype != DType.float32 and HAS_BYTE_LOOKUP and HAS_VNNI_512
+
+
+def strips_at_once(count: Int) -> Int:
+    """Strips whose sums stay in registers for `count` queries."""
+    return 1 if count == 4 else 2
+
+
+def code_prefetch_calls(head_dim: Int, count: Int) -> Int:
+    """How often `sum_codes` calls `prefetcher.run` for a whole tile."""
+    var together = STRIP * strips_at_once(count)
+    return (head_dim // together + ceildiv(head_dim % together, STRIP)) * KV_TILE_TOKENS // STEP_TOKENS
+
+
+@always_inline
+def round_weights[
+    kv_dtype: DType
+](weights: FloatPointer, queries: Int, begin: Int, last: Int, rounded: FloatPointer) -> Bool:
+    """Rounds entries `[begin, last)` of `weights` `[queries, KV_TILE_TOKENS]`; others count as 0.
+
+    False where a weight is not finite: then `rounded` says nothing.
+    """
+    comptime Row = SIMD[DType.float32, KV_TILE_TOKENS]
+    comptime offset = Int32(128 if kv_dtype == DType.int8 else 8)
+    var entries = SIMD[DType.int32, KV_TILE_TOKENS](0)
+    comptime for i in range(KV_TILE_TOKENS):
+        entries[i] = Int32(i)
+    var present = entries.ge(Int32(begin)) & entries.lt(Int32(last))
+    var not_finite = Row(0)
+    for m in range(queries):
+        var row = present.select(weights.unsafe_load[width=KV_TILE_TOKENS](m * KV_TILE_TOKENS), Row(0))
+        not_finite = row.fma(Row(0), not_finite)
+        # Where it underflows all weights are 0: below 2^-126 they add nothing to a float32 result that is not.
+        var greatest = abs(row).reduce_max()
+        var inverse = GREATEST / greatest if greatest > 1e-30 else Float32(0)
+        var whole = round(row * inverse).cast[DType.int32]()
+        var target = rounded.unsafe_offset(m * ROUNDED_FLOATS).unsafe_bitcast[Int8]()
+        target.unsafe_store(UPPER, (whole >> 7).cast[DType.int8]())
+        target.unsafe_store(LOWER, (whole & 127).cast[DType.int8]())
+        target.unsafe_offset(FACTOR).unsafe_bitcast[Float32]()[] = greatest / GREATEST
+        offset_sum(rounded, m)[] = whole.reduce_add() * offset
+    return not_finite.reduce_add() == 0
+
+
+@always_inline
+def offset_sum(rounded: FloatPointer, query: Int) -> Pointer[Int32, MutUntrackedOrigin]:
+    """What the offset of the codes adds to a query's sums."""
+    return rounded.unsafe_offset(query * ROUNDED_FLOATS + OFFSET_SUM // 4).unsafe_bitcast[Int32]()
+
+
+@always_inline
+def sum_codes[
+    kv_dtype: DType, //, count: Int
+](
+    v: Pointer[Scalar[kv_dtype], _],
+    offsets: IntPointer,
+    begin: Int,
+    end: Int,
+    head_dim: Int,
+    padded_dim: Int,
+    rounded: FloatPointer,
+    acc: FloatPointer,
+    fetch: Bool,
+    mut prefetcher: Prefetcher,
+):
+    """Adds the weighted V of entries `[begin, end)` for `count` queries, whose weights are `rounded`, to `acc`."""
+    comptime strips = strips_at_once(count)
+    var d = 0
+    while d + strips * STRIP <= head_dim:
+        sum_strips[count, strips, True](v, offsets, begin, end, d, STRIP, padded_dim, rounded, acc, fetch, prefetcher)
+        d += strips * STRIP
+    while d + STRIP <= head_dim:
+        sum_strips[count, 1, True](v, offsets, begin, end, d, STRIP, padded_dim, rounded, acc, fetch, prefetcher)
+        d += STRIP
+    if d < head_dim:
+        sum_strips[count, 1, False](
+            v, offsets, begin, end, d, head_dim - d, padded_dim, rounded, acc, fetch, prefetcher
+        )
+
+
+@always_inline
+def sum_strips[
+    kv_dtype: DType, //, count: Int, strips: Int, full: Bool
+](
+    v: Pointer[Scalar[kv_dtype], _],
+    offsets: IntPointer,
+    begin: Int,
+    end: Int,
+    d: Int,
+    length: Int,
+    padded_dim: Int,
+    rounded: FloatPointer,
+    acc: FloatPointer,
+    fetch: Bool,
+    mut prefetcher: Prefetcher,
+):
+    comptime parts = strips * STRIP // LANES
+    var upper = Array[IntVector, count * parts](fill=0)
+    var lower = Array[IntVector, count * parts](fill=0)
+    comptime for m in range(count):
+        var offset = IntVector(offset_sum(rounded, m)[])
+        comptime for part in range(parts):
+            lower[m * parts + part] = -offset
+    for first in range(begin, end, STEP_TOKENS):
+        if fetch:
+            prefetcher.run()
+        comptime for strip in range(strips):
+            var codes = Array[ByteVector, 2](fill=0)
+            load_four[full](v, offsets.unsafe_offset(first), d + strip * STRIP, length, codes)
+            comptime for m in range(count):
+                var weights = rounded.unsafe_offset(m * ROUNDED_FLOATS).unsafe_bitcast[Int32]()
+                var high = weights[unsafe_offset=(UPPER + first) // 4]
+                var low = weights[unsafe_offset=(LOWER + first) // 4]
+                comptime for half in range(2):
+                    comptime at = m * parts + 2 * strip + half
+                    upper[at] = int8_dot[False](upper[at], codes[half], high)
+                    lower[at] = int8_dot[False](lower[at], codes[half], low)
+    comptime for m in range(count):
+        var factor = FloatVector(rounded[unsafe_offset=m * ROUNDED_FLOATS + FACTOR // 4])
+        comptime for part in range(parts):
+            comptime at = m * parts + part
+            var sums = ((upper[at] << 7) + lower[at]).cast[DType.float32]()
+            var target = m * padded_dim + d + part * LANES
+            acc.unsafe_store(target, sums.fma(factor, acc.unsafe_load[width=LANES](target)))
+
+
+@always_inline
+def load_four[
+    dtype: DType, //, full: Bool
+](v: Pointer[Scalar[dtype], _], offsets: IntPointer, d: Int, length: Int, mut codes: Array[ByteVector, 2]):
+    """The codes of a strip of four tokens, plus 128 or 8: lane i has those of its element i, or of the lane order of
+    `load_chunk` where two share a byte."""
+    var at = Array[Pointer[Scalar[dtype], v.origin], STEP_TOKENS](fill=v)
+    comptime for i in range(STEP_TOKENS):
+        at[i] = v.unsafe_offset(offsets[unsafe_offset=i] + units_of(dtype, d))
+    comptime if dtype == DType.int8:
+        comptime Half = SIMD[DType.uint8, STRIP]
+        var low = load_bits[DType.uint8, full, STRIP](at[0], length).join(
+            load_bits[DType.uint8, full, STRIP](at[1], length)
+        )
+        var high = load_bits[DType.uint8, full, STRIP](at[2], length).join(
+            load_bits[DType.uint8, full, STRIP](at[3], length)
+        )
+        comptime for half in range(2):
+            codes[half] = rebind[ByteVector](low.shuffle[mask=four_mask(half * LANES, STRIP)](high)) ^ 0x80
+    else:
+        var low = load_pairs[STRIP // 2, full](at[0], length).join(load_pairs[STRIP // 2, full](at[1], length))
+        var high = load_pairs[STRIP // 2, full](at[2], length).join(load_pairs[STRIP // 2, full](at[3], length))
+        var all = low.join(high)
+        var pairs = bitcast[DType.uint32, LANES](
+            rebind[ByteVector](all.shuffle[mask=four_mask(0, STRIP // 2)](all)) ^ 0x88
+        )
+        codes[0] = bitcast[DType.uint8, 64](pairs & 0x0F0F0F0F)
+        codes[1] = bitcast[DType.uint8, 64]((pairs >> 4) & 0x0F0F0F0F)
+
+
+def four_mask(start: Int, run: Int) -> IndexList[64]:
+    """Byte `start + i` of four runs of `run` bytes, for 16 i in order."""
+    var mask = IndexList[64]()
+    for i in range(64):
+        mask[i] = i % 4 * run + start + i // 4
+    return mask
