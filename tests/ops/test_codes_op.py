@@ -104,7 +104,7 @@ def test_attention(setting):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_weights_are_finer_than_bfloat16(kv_format, rows):
-    """Values that all but cancel: of weights rounded to bfloat16 nothing would be left. Those of integers have 15 bits."""
+    """Values that all but cancel: of weights rounded to bfloat16 nothing would be left. Integers have 15 bits."""
     q = np.zeros((rows, 8, 64), "bfloat16")
     k, v = np.zeros((2, 1, 2, 1, 64), np.float32)
     q[..., 0] = k[0, 1, 0, 0] = v[0, 1] = 1
