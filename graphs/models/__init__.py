@@ -6,6 +6,7 @@ from typing import Protocol
 
 from paged_kv.graphs.models import (
     deepseek_v2,
+    deepseek_v3,
     gemma3,
     gpt_oss,
     granite,
@@ -43,11 +44,12 @@ _MODULES: tuple[Family, ...] = (
     phi3,
     gemma3,
     deepseek_v2,
+    deepseek_v3,
     qwen3_moe,
     gpt_oss,
 )
 
-ENGINE_ONLY = frozenset({deepseek_v2.ARCHITECTURE})
+ENGINE_ONLY = frozenset({deepseek_v2.ARCHITECTURE, deepseek_v3.ARCHITECTURE})
 """The architectures whose pages hold latents: MAX Serve's hold K and V of heads."""
 
 FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in _MODULES}

@@ -4,6 +4,8 @@ layers.
 
 from __future__ import annotations
 
+from typing import Any
+
 from paged_kv.graphs.models.config import DecoderConfig, LatentSizes, read_config, read_rope
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import COUNT_KEYS, Experts, read_experts
@@ -18,6 +20,14 @@ MAX_ROPE_DIM = 64
 
 
 def read(fields: Fields) -> DecoderConfig:
+    # DeepSeek's own code divides the weights of the chosen experts by their sum, transformers does not; no published
+    # model sets it.
+    fields.refuse("norm_topk_prob", "is not supported")
+    return read_latent_model(fields.with_defaults(first_k_dense_replace=0, n_shared_experts=2))
+
+
+def read_latent_model(fields: Fields, **routing: Any) -> DecoderConfig:
+    """A model with latent attention and experts after the first layers; `routing` is what `read_experts` takes."""
     latent = _latent(fields)
     heads = fields.integer("num_attention_heads")
     if fields.integer("num_key_value_heads", default=heads) != heads:
@@ -32,7 +42,7 @@ def read(fields: Fields) -> DecoderConfig:
         sizes,
         rope=rope,
         latent=latent,
-        experts=_experts(fields),
+        experts=_experts(fields, **routing),
         sm_scale=head_dim**-0.5 * _sharpening(fields, rope) ** 2,
     )
 
@@ -65,19 +75,16 @@ def _latent(fields: Fields) -> LatentSizes:
     )
 
 
-def _experts(fields: Fields) -> Experts | None:
-    first = 0 if fields.get("first_k_dense_replace") in (None, 0) else fields.integer("first_k_dense_replace")
+def _experts(fields: Fields, **routing: Any) -> Experts | None:
+    first = 0 if fields.get("first_k_dense_replace") == 0 else fields.integer("first_k_dense_replace")
     layers = fields.layers()
     if first >= layers:
         return None
     if fields.integer("moe_layer_freq", default=1) != 1:
         raise fields.error("moe_layer_freq", "only 1 is supported: experts in every layer from the first on")
-    # DeepSeek's own code divides the weights of the chosen experts by their sum, transformers does not; no published
-    # model sets it.
-    fields.refuse("norm_topk_prob", "is not supported")
-    shared_inner = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts", default=2)
+    shared_inner = fields.integer("moe_intermediate_size") * fields.integer("n_shared_experts")
     mixtures = [index >= first for index in range(layers)]
-    return read_experts(fields, mixtures, count_keys=COUNT_KEYS[:1], shared_inner=shared_inner)
+    return read_experts(fields, mixtures, count_keys=COUNT_KEYS[:1], shared_inner=shared_inner, **routing)
 
 
 def _sharpening(fields: Fields, rope: Rope) -> float:

@@ -50,7 +50,8 @@ class Fields:
 
     def with_defaults(self, **values: object) -> Fields:
         """The same object with values for keys that are missing or null."""
-        return Fields(self.file, values | {k: v for k, v in self.values.items() if v is not None}, self.prefix)
+        missing = {key: value for key, value in values.items() if self.get(key) is None}
+        return Fields(self.file, {**self.values, **missing}, self.prefix)
 
     def error(self, key: str, problem: str, value: object = None) -> CheckpointError:
         """`value` is the one to show where it is a default, not in the file."""

@@ -26,7 +26,7 @@ class Experts:
 
     count: int
     chosen: int
-    """Of each token, those of the greatest scores; scores are the softmax over all experts."""
+    """Of each token, those of the greatest scores; scores are the softmax over all experts, unless `sigmoid`."""
     inner: int
     """The inner dimension of each expert."""
     layers: tuple[bool, ...]
@@ -36,6 +36,9 @@ class Experts:
     groups: int = 1
     """Experts are chosen from the `chosen_groups` groups that have the greatest scores."""
     chosen_groups: int = 1
+    sigmoid: bool = False
+    """Scores are sigmoids. Experts are chosen by their scores plus a bias of each, `e_score_correction_bias`, which the
+    weights are without; a group's score is the sum of its two greatest (DeepSeek-V3)."""
     sums_to_one: bool = False
     """The weights of the chosen experts are their scores divided by the sum of these: the softmax over them alone."""
     scale: float = 1.0
@@ -54,21 +57,23 @@ class Experts:
 
 def read_experts(
     fields: Fields, layers: Sequence[bool], *, count_keys: Sequence[str] = COUNT_KEYS[1:],
-    inner_key: str = "moe_intermediate_size", **switches: Any,
+    inner_key: str = "moe_intermediate_size", sigmoid: bool = False, **switches: Any,
 ) -> Experts | None:  # fmt: skip
     """The experts of the layers that have them, None where no layer has; `switches` are what the family adds.
 
     Args:
         count_keys: What the family calls the number of experts; the first one is named where all are missing.
         inner_key: What it calls their inner dimension.
+        sigmoid: As in `Experts`.
 
     Raises:
         CheckpointError: a key is missing, of a wrong type, or says what this package does not compute.
     """
     if not any(layers):
         return None
-    fields.one_of("scoring_func", {"softmax": None})
-    limited = fields.one_of("topk_method", {"greedy": False, "group_limited_greedy": True})
+    fields.one_of("scoring_func", {"sigmoid" if sigmoid else "softmax": None})
+    methods = {"noaux_tc": True} if sigmoid else {"greedy": False, "group_limited_greedy": True}
+    limited = fields.one_of("topk_method", methods)
     said = [key for key in count_keys if fields.get(key) is not None] or list(count_keys[:1])
     count, chosen = fields.integer(said[0]), fields.integer("num_experts_per_tok")
     for key in said[1:]:
@@ -78,6 +83,8 @@ def read_experts(
     chosen_groups = fields.integer("topk_group", most=groups) if limited else 1
     if count % groups:
         raise fields.error("n_group", f"does not divide {said[0]} = {count}")
+    if sigmoid and count == groups:
+        raise fields.error("n_group", "groups of one expert have no second greatest score")
     if chosen > count // groups * chosen_groups:
         problem = f"more than the {count // groups * chosen_groups} experts that a token chooses from"
         raise fields.error("num_experts_per_tok", problem)
@@ -88,6 +95,7 @@ def read_experts(
         layers=tuple(layers),
         groups=groups,
         chosen_groups=chosen_groups,
+        sigmoid=sigmoid,
         scale=fields.number("routed_scaling_factor", default=1.0),
         **switches,
     )

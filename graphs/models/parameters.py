@@ -11,7 +11,7 @@ from max.graph import DeviceRef, Graph, TensorValue, Weight, ops
 from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.tensors import expected_tensors
+from paged_kv.graphs.models.tensors import expected_tensors, weight_dtype
 from paged_kv.graphs.quantised import (
     QuantisedWeight,
     quantised_expert_linear,
@@ -39,7 +39,8 @@ class Parameters:
         quantised = dict(config.encodings)
         values = {}
         for name, shape in expected_tensors(config).items():
-            kind, align = dtype, dtype.size_in_bytes  # the loader aligns to the dtype; MAX's default is larger
+            kind = weight_dtype(name, dtype)
+            align = kind.size_in_bytes  # the loader aligns to the dtype; MAX's default is larger
             if name in quantised:
                 kind, align, shape = DType.uint8, 1, (*shape[:-1], row_bytes(quantised[name], shape[-1]))
             values[name] = graph.add_weight(Weight(prefix + name, kind, shape, device, align=align))

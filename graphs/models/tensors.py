@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from max.dtype import DType
+
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.quantised import Encoding, block_bytes, block_elements
@@ -58,6 +60,16 @@ class Assembled:
     """Made when the tensors are known to be there: as many as a configuration says, whatever it says."""
     is_packed: bool = False
     """The sources are bytes, MXFP4 codes and scales, and so is the weight: blocks of codes and scale together."""
+
+
+CHOICE_BIAS = "e_score_correction_bias"
+"""What a router of sigmoids is biased by. It is float32, whatever the dtype of the other weights: of two experts that
+are nearly as good its rounding would choose another one."""
+
+
+def weight_dtype(name: str, dtype: DType) -> DType:
+    """The dtype of a weight of a model whose weights are `dtype`."""
+    return DType.float32 if name.endswith(CHOICE_BIAS) else dtype
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
@@ -123,6 +135,8 @@ def _layer(config: DecoderConfig, has_experts: bool) -> dict[str, Shape]:
         layer["self_attn.kv_a_layernorm.weight"] = (latent.kv_rank,)
         if latent.q_rank is not None:
             layer["self_attn.q_a_layernorm.weight"] = (latent.q_rank,)
+    if has_experts and config.experts is not None and config.experts.sigmoid:
+        layer[f"mlp.{config.experts.router}.{CHOICE_BIAS}"] = (config.experts.count,)
     if config.sinks:
         layer["self_attn.sinks"] = (config.num_attention_heads,)
     if config.qk_norm is not None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2's step against Hugging Face transformers: latent attention over pages, experts, and greedy texts."""
+"""DeepSeek-V2's and V3's step against Hugging Face transformers: latent attention over pages, experts, greedy texts."""
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ MEMBERS = {
     "lite": (DType.float32, *PAGES),
     "lite, bfloat16": (DType.bfloat16, *PAGES),
     "v2": (DType.float32, *PAGES_OF_5),
+    "v3": (DType.float32, *PAGES),
 }
 EXACT = [name for name, (dtype, *_) in MEMBERS.items() if dtype == DType.float32]
 

@@ -106,6 +106,9 @@ def make_checkpoint(
             noise = torch.randn(parameter.shape, generator=generator)
             # Every weight matters: a norm of all ones would hide that it is not applied.
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     byte_tokenizer(add_bos=add_bos).save(str(folder / "tokenizer.json"))

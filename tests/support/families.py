@@ -137,6 +137,21 @@ LATENT_CASES = {
             "rope_parameters": DEEPSEEK_YARN | {"mscale": 1.5},
         },
     ),
+    # The switches of DeepSeek-V3: sigmoids, a bias of the choice, groups by their two best experts.
+    "v3": (
+        "DeepseekV3",
+        DEEPSEEK
+        | {
+            "q_lora_rank": 48,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
 }
 """What the engine runs and the server does not."""
 

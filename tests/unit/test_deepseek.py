@@ -1,4 +1,4 @@
-"""DeepSeek-V2: its config.json field by field, its weights as they are put together, and what is refused."""
+"""DeepSeek-V2 and V3: their config.json field by field, its weights as they are put together, and what is refused."""
 
 import json
 import math
@@ -45,6 +45,12 @@ LARGE = LITE | json.loads("""
 "q_lora_rank": 1536, "routed_scaling_factor": 16.0, "topk_group": 3, "topk_method": "group_limited_greedy"}
 """)
 """And with DeepSeek-V2."""
+MOONLIGHT = {key: value for key, value in LITE.items() if key != "rope_scaling"} | json.loads("""
+{"architectures": ["DeepseekV3ForCausalLM"], "intermediate_size": 11264, "max_position_embeddings": 8192,
+"model_type": "deepseek_v3", "norm_topk_prob": true, "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
+"routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "vocab_size": 163840}
+""")
+"""A model of 16 billion parameters in DeepSeek-V3's form, with the keys of V3's file and Moonlight's sizes."""
 SMALL = LITE | json.loads("""
 {"bos_token_id": null, "eos_token_id": null, "hidden_size": 48, "intermediate_size": 40, "kv_lora_rank": 32,
 "moe_intermediate_size": 24, "n_routed_experts": 4, "num_attention_heads": 4, "num_experts_per_tok": 2,
@@ -83,6 +89,47 @@ def test_v2s_file(tmp_path):
         chosen_groups=3,
         scale=16.0,
     )
+
+
+def test_a_file_of_v3s_form(tmp_path):
+    config = read(tmp_path, MOONLIGHT)
+    assert config.experts == Experts(
+        count=64,
+        chosen=6,
+        inner=1408,
+        shared_inner=2816,
+        layers=(False,) + (True,) * 26,
+        sigmoid=True,
+        sums_to_one=True,
+        scale=2.446,
+    )
+    bias = {name: shape for name, shape in expected_tensors(config).items() if name.endswith("correction_bias")}
+    assert bias == {f"model.layers.{i}.mlp.gate.e_score_correction_bias": (64,) for i in range(1, 27)}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"scoring_func": "softmax"}, 'scoring_func = "softmax": only "sigmoid" is supported'),
+        ({"topk_method": "greedy"}, 'topk_method = "greedy": only "noaux_tc" is supported'),
+        ({"rope_interleave": False}, "rope_interleave = false: only true is supported"),
+        ({"n_group": 64}, "n_group = 64: groups of one expert have no second greatest score"),
+    ],
+)
+def test_what_is_not_computed_of_v3_is_refused(tmp_path, said, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, MOONLIGHT, **said)
+
+
+def test_the_bias_of_the_choice_stays_float32(tmp_path):
+    config = read(tmp_path, SMALL | {key: MOONLIGHT[key] for key in ("architectures", "scoring_func", "topk_method")})
+    tensors = random_tensors(config)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    save_file(
+        {key: tensor if key == name else tensor.bfloat16() for key, tensor in tensors.items()}, tmp_path / SINGLE_FILE
+    )
+    loaded = open_checkpoint(tmp_path).load(config, DType.bfloat16)
+    np.testing.assert_array_equal(loaded[name].to_numpy(), tensors[name].numpy())
 
 
 def test_without_a_scaling_scores_have_the_size_of_keys(tmp_path):

@@ -41,6 +41,7 @@ from paged_kv.graphs.models.tensors import (
     checkpoint_tensors,
     expected_tensors,
     least_tensors,
+    weight_dtype,
 )
 from paged_kv.graphs.quantised import Encoding, row_bytes
 
@@ -127,10 +128,10 @@ class Checkpoint:
                     values = self._dequantised(name, packed[name]).astype(numpy_dtype(dtype))
                 buffers[name] = _buffer(values, dtype)
             else:
-                stored = self.tensors[name]
+                stored, kind = self.tensors[name], weight_dtype(name, dtype)
                 view = maps[name].data().to_buffer()
-                in_place = DTYPES[stored.dtype] == dtype and _address(view) % dtype.align == 0
-                buffers[name] = view if in_place else _copy(name, stored, dtype)
+                in_place = DTYPES[stored.dtype] == kind and _address(view) % kind.align == 0
+                buffers[name] = view if in_place else _copy(name, stored, kind)
             done += sizes[name]
             if progress is not None:
                 progress(done, total)

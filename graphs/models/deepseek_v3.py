@@ -1,0 +1,19 @@
+"""DeepSeek-V3 and models of its form, such as Moonlight: DeepSeek-V2's attention, and experts chosen by sigmoids."""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.deepseek_v2 import read_latent_model
+from paged_kv.graphs.models.fields import Fields
+
+ARCHITECTURE = "DeepseekV3ForCausalLM"
+MODEL_TYPE = "deepseek_v3"
+
+
+def read(fields: Fields) -> DecoderConfig:
+    if not fields.boolean("rope_interleave", default=True):
+        raise fields.error("rope_interleave", "only true is supported: rotated pairs are adjacent elements")
+    known = fields.with_defaults(
+        first_k_dense_replace=3, n_shared_experts=1, n_group=8, topk_group=4, routed_scaling_factor=2.5
+    )
+    return read_latent_model(known, sigmoid=True, sums_to_one=fields.boolean("norm_topk_prob", default=True))
