@@ -107,7 +107,7 @@ def mla_attention(
     sinks: np.ndarray | None = None,
     on: Place = HOST,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The op over a case, as `reference_mla.mla_attention` computes it."""
+    """The op over a case, as `reference.mla_attention` computes it."""
     variant = Variant("mla_attention", DType[case.q_nope.dtype.name], DType[case.ckv.dtype.name])
     rows = [case.q_nope, case.q_pe, case.row_batch, case.row_lengths]
     storage = case.kpe[:, :, None], case.ckv[:, :, None], "NHD", 0

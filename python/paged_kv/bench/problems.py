@@ -26,7 +26,6 @@ from paged_kv.bench.case_kinds import (
     StepCase,
 )
 from paged_kv.options import CODE_DTYPES, stored_dtype, stored_head
-from paged_kv.reference_mla import mla_attention
 
 Array = npt.NDArray[Any]
 
@@ -214,7 +213,7 @@ class LatentProblem(Problem):
         q, tokens = self.q[:some], self.tokens[:some]  # a page a request
         (nope, pe), (ckv, kpe) = (np.split(array, [case.ckv], -1) for array in (q, tokens))
         pages, lengths = np.arange(some), np.full(some, case.length)
-        expected, _ = mla_attention(nope, pe, ckv, kpe, pages[:, None], pages, lengths, sm_scale=LATENT_SCALE)
+        expected, _ = reference.mla_attention(nope, pe, ckv, kpe, pages[:, None], pages, lengths, sm_scale=LATENT_SCALE)
         return max(map(relative_error, output[:some], expected))
 
 
