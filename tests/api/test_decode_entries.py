@@ -13,9 +13,9 @@ from paged_kv.decode import (
     single_decode_with_kv_cache,
 )
 from paged_kv.errors import PageTableError
-from support.cases import CacheCase, build, normal
+from support.cases import CacheCase, build, csr, normal
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import assert_decodes, csr, load_variants, oracle, paged_cache, plan_sizes, to_kind
+from support.decoding import assert_decodes, load_variants, oracle, paged_cache, plan_sizes, to_kind
 from support.kinds import WRITABLE
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))

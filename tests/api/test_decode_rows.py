@@ -15,9 +15,9 @@ from paged_kv.decode import (
     fast_decode_plan,
 )
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
-from support.cases import Cache, CacheCase, build, causal_rows
+from support.cases import Cache, CacheCase, build, causal_rows, csr
 from support.compare import assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, O_TOLERANCE, csr, load_variants, paged_cache, plan_sizes
+from support.decoding import LSE_TOLERANCE, O_TOLERANCE, load_variants, paged_cache, plan_sizes
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))
 

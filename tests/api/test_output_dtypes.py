@@ -7,9 +7,9 @@ import torch
 from paged_kv import reference
 from paged_kv.arrays.host import as_numpy
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
-from support.cases import CacheCase, build, normal
+from support.cases import CacheCase, build, csr, normal
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, csr, load_variants, paged_cache, plan_sizes
+from support.decoding import LSE_TOLERANCE, load_variants, paged_cache, plan_sizes
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))
 

@@ -8,9 +8,9 @@ import pytest
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from paged_kv.errors import ContractError
 from paged_kv.page import append_paged_mla_kv_cache
-from support.cases import CacheCase, build
+from support.cases import CacheCase, build, csr
 from support.compare import assert_bits_equal, assert_close
-from support.decoding import csr, load_variants, oracle, plan_sizes, planned
+from support.decoding import load_variants, oracle, plan_sizes, planned
 from support.refusing import refuses
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))  # 4 requests, 4 query heads and 2 KV heads of 32
