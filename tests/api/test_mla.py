@@ -12,6 +12,8 @@ from support import latent
 from support.compare import assert_close, assert_lse_close
 from support.latent import LSE_TOL, REL
 
+pytestmark = pytest.mark.usefixtures("latent_variants")
+
 SCALE = 192**-0.5
 HEADS, WIDTHS, SIZE = 16, (64, 8), 5
 LENGTHS, NEW_ROWS = (17, 0, 40, 5), (2, 1, 3, 1)
@@ -19,11 +21,6 @@ CASE = latent.build(
     LENGTHS, NEW_ROWS, heads=HEADS, widths=WIDTHS, page_size=SIZE, dtype="float32", kv_dtype="float32", joined=True
 )
 QO_INDPTR = np.concatenate([[0], np.cumsum(NEW_ROWS)]).astype(np.int32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    latent.load_variants()
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:

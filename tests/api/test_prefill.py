@@ -25,23 +25,19 @@ from support.prefilling import (
     expected,
     flat,
     full_masks,
-    load_variants,
     offsets,
     packed,
     queries,
 )
 from support.prefilling import random_masks as drawn_masks
 
+pytestmark = pytest.mark.usefixtures("masked_variants")
+
 CASE = build(CacheCase((37, 0, 90, 5), num_q_heads=6, num_kv_heads=2, head_dim=64, page_size=16, rank=4))
 Q_LENS = (7, 2, 33, 5)
 Q = queries(CASE, Q_LENS)
 KV_LENS = CASE.case.lengths
 assert_agrees = partial(assert_prefills, CASE, Q)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 def cache_of(cache: Cache) -> Any:

@@ -14,8 +14,10 @@ from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
 from support.cases import CacheCase, build, csr
 from support.compare import assert_bits_equal
 from support.decoding import plan_sizes
-from support.prefilling import assert_prefills, causal_masks, flat, full_masks, load_variants, offsets, packed, queries
+from support.prefilling import assert_prefills, causal_masks, flat, full_masks, offsets, packed, queries
 from support.prefilling import random_masks as drawn_masks
+
+pytestmark = pytest.mark.usefixtures("masked_variants")
 
 CASE = build(CacheCase((37, 0, 90, 5), num_q_heads=6, num_kv_heads=2, head_dim=64, page_size=16, rank=4))
 Q_LENS = (7, 2, 33, 5)
@@ -23,11 +25,6 @@ Q = queries(CASE, Q_LENS)
 KV_LENS = CASE.case.lengths
 PAGES = (CASE.k_blocks, CASE.v_blocks)
 assert_agrees = partial(assert_prefills, CASE, Q)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 def paged_buffers(most_bytes: int = 3000) -> list[np.ndarray]:
