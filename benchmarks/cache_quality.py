@@ -32,6 +32,7 @@ from max.dtype import DType
 from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo_model import FOLDER
+from paged_kv.engine.recompute import causal_attention, recompute
 from paged_kv.engine.tokenizer import Tokenizer
 
 TEXT = Path(__file__).parent / "texts" / "tobit.txt"
@@ -104,13 +105,7 @@ class Cache:
         if self.rotates_k:
             q, k = q @ matrix, k @ matrix
         k, v = self.of_k(k), self.of_v(v @ matrix if self.rotates_v else v)
-        o, group = np.empty_like(q), q.shape[1] // k.shape[1]
-        hidden = ~np.tri(len(q), dtype=bool)
-        for head in range(q.shape[1]):
-            scores = q[:, head] @ k[:, head // group].T / np.sqrt(q.shape[-1])
-            scores[hidden] = -np.inf
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            o[:, head] = weights @ v[:, head // group] / weights.sum(-1, keepdims=True)
+        o = causal_attention(q, k, v)
         return o @ matrix if self.rotates_v else o
 
 
@@ -121,38 +116,21 @@ class Model:
         source = open_source(FOLDER)
         self.config = source.config
         self.tokenizer = Tokenizer(source, source.config)
-        self.weights = {name: to_numpy(of).astype(np.float64) for name, of in source.load(DType.float32).items()}
+        self.weights = {name: to_numpy(of) for name, of in source.load(DType.float32).items()}
         self.gain = np.ones(self.config.head_dim)
         self.gain[OUTLIERS] = outliers
-
-    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        return self.weights[f"{name}.weight"] * x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.rms_norm_eps)
-
-    def rotary(self, x: np.ndarray) -> np.ndarray:
-        angles = np.arange(len(x))[:, None, None] * self.config.rope.inverse_frequencies()
-        a, b = np.split(x, 2, axis=-1)
-        return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
 
     def run(self, tokens: np.ndarray, cache: Cache) -> tuple[np.ndarray, list[tuple[np.ndarray, ...]]]:
         """Log-probabilities `[T, vocab]`, and q, k, v and o of each layer."""
         kept: list[tuple[np.ndarray, ...]] = []
-        x = self.weights["model.embed_tokens.weight"][tokens]
-        for layer in range(self.config.num_hidden_layers):
-            at = f"model.layers.{layer}"
 
-            def linear(y: np.ndarray, name: str, at: str = at) -> np.ndarray:
-                return y @ self.weights[f"{at}.{name}_proj.weight"].T
-
-            y = self.norm(x, f"{at}.input_layernorm")
-            q, k, v = (linear(y, f"self_attn.{n}").reshape(len(x), -1, self.config.head_dim) for n in "qkv")
-            q, k = self.rotary(q) / self.gain, self.rotary(k) * self.gain
+        def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+            q, k = q / self.gain, k * self.gain
             o = cache.attend(q, k, v)
             kept.append((q, k, v, o))
-            x = x + linear(o.reshape(len(x), -1), "self_attn.o")
-            y = self.norm(x, f"{at}.post_attention_layernorm")
-            gate = linear(y, "mlp.gate")
-            x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, "mlp.up"), "mlp.down")
-        logits = self.norm(x, "model.norm") @ self.weights["model.embed_tokens.weight"].T
+            return o
+
+        logits = recompute(self.config, self.weights, tokens, attend=attend)
         logits -= logits.max(-1, keepdims=True)
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), kept
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 _NOT_WAITING = getattr(os, "O_NONBLOCK", 0)
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_regular(path: Path | str, *, follow: bool = True) -> IO[bytes]:
@@ -43,6 +44,11 @@ def path_of(file: IO[bytes]) -> str:
     """A path of an open file for a library that takes no file: of this very file where the system has such names."""
     own = f"/dev/fd/{file.fileno()}"
     return own if os.path.exists(own) else str(file.name)
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Whether the user owns a file or folder, and no other user can write to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
 def _opened(path: Path | str, flags: int, mode: str) -> IO[Any]:

@@ -100,6 +100,11 @@ def attention(
     sinks: np.ndarray | None = None,
     rope_theta: float | None = None,
     rope_scale: float = 1.0,
+    row_positions: np.ndarray | None = None,
+    token_offsets: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+    mask_starts: np.ndarray | None = None,
+    mask_firsts: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of query rows over the pages: one row a request is a decode step, one row a token a causal prefill.
 
@@ -115,70 +120,17 @@ def attention(
     A sink is one more natural-log logit, with no value of its own: it is in the denominator, so it is in `lse` too, and
     2^lse stays what `o` was divided by. Partial results to be merged must therefore count the sinks exactly once.
 
+    As `masked_attention`, its rows and tokens may stand anywhere, and its rows may have masks: token j of request b
+    stands at position t = token_offsets[b] + j, row r at p = row_positions[r]; t takes the place of j above and p that
+    of L - 1, but for the lengths. Row r keeps j < row_lengths[r] where t >= p - window_left and bit
+    mask_starts[r] + j - mask_firsts[r] of `mask` is set, or j < mask_firsts[r].
+
     Args:
         q: `[R, Hq, D]`, any float dtype; query head h reads KV head h // (Hq / Hk).
         row_batch: `[R]` int32; -1 marks a padding row.
         row_lengths: `[R]` int32, in tokens, the row's own token included.
         sm_scale: 1 / sqrt(D) when None.
         alibi_slopes, sinks: `[Hq]`.
-
-    Returns:
-        o `[R, Hq, D]` float64 and lse `[R, Hq]` float64 in base 2; 0 and -inf for padding rows and rows of length 0.
-
-    Raises:
-        ShapeError: Hk does not divide Hq.
-        ShapeError, ContractError: as `cache_views`.
-    """
-    return masked_attention(
-        *(q, k_blocks, v_blocks, lookup_table, row_batch, row_lengths),
-        layout=layout,
-        layer=layer,
-        sm_scale=sm_scale,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        rope_theta=rope_theta,
-        rope_scale=rope_scale,
-    )
-
-
-def masked_attention(
-    q: np.ndarray,
-    k_blocks: np.ndarray,
-    v_blocks: np.ndarray,
-    lookup_table: np.ndarray,
-    row_batch: np.ndarray,
-    row_lengths: np.ndarray,
-    *,
-    row_positions: np.ndarray | None = None,
-    token_offsets: np.ndarray | None = None,
-    mask: np.ndarray | None = None,
-    mask_starts: np.ndarray | None = None,
-    mask_firsts: np.ndarray | None = None,
-    layout: str = "NHD",
-    layer: int = 0,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    q_scale: float = 1.0,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    alibi_slopes: np.ndarray | None = None,
-    sinks: np.ndarray | None = None,
-    rope_theta: float | None = None,
-    rope_scale: float = 1.0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`attention` whose rows and tokens may stand anywhere, and whose rows may have masks.
-
-    Token j of request b stands at position t = token_offsets[b] + j, row r at p = row_positions[r]; in the formula of
-    `attention`, t takes the place of j and p that of L - 1, but for the lengths. Row r keeps j < row_lengths[r] where
-    t >= p - window_left and bit mask_starts[r] + j - mask_firsts[r] of `mask` is set, or j < mask_firsts[r].
-
-    Args:
         row_positions: `[R]` int32; row_lengths[r] - 1 + token_offsets[b] when None.
         token_offsets: `[B]` int32; 0 when None.
         mask: `[bytes]` uint8, the lowest bit of a byte first.
@@ -186,7 +138,12 @@ def masked_attention(
         mask_firsts: `[R]` int32; 0 when None.
 
     Returns:
-        o `[R, Hq, Dv]` float64, Dv the head dimension of V, and lse; 0 and -inf for rows that see no token.
+        o `[R, Hq, Dv]` float64, Dv the head dimension of V, and lse `[R, Hq]` float64 in base 2; 0 and -inf for padding
+        rows and rows that see no token.
+
+    Raises:
+        ShapeError: Hk does not divide Hq.
+        ShapeError, ContractError: as `cache_views`.
     """
     keys, values = cache_views(k_blocks, v_blocks, layout, layer)
     rows, q_heads, head_dim = q.shape
@@ -223,6 +180,43 @@ def masked_attention(
             x = logits_soft_cap * np.tanh(x / logits_soft_cap)
         o[r], lse[r] = _softmax_v(x, v, sinks)
     return o * v_scale, lse
+
+
+masked_attention = attention
+"""The op `attention` takes all but the last five arguments, `masked_attention` takes all."""
+
+
+def mla_attention(
+    q_nope: np.ndarray,
+    q_pe: np.ndarray,
+    ckv: np.ndarray,
+    kpe: np.ndarray,
+    lookup_table: np.ndarray,
+    row_batch: np.ndarray,
+    row_lengths: np.ndarray,
+    *,
+    sm_scale: float,
+    ckv_scale: float = 1.0,
+    kpe_scale: float = 1.0,
+    sinks: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Latent attention (MLA): `attention` with one KV head, keys `[ckv_j, kpe_j]` and values `ckv_j`.
+
+    Args:
+        q_nope, q_pe: `[R, H, Dckv]` and `[R, H, Dkpe]`, any float dtype.
+        ckv, kpe: the storage, `[pages, page_size, Dckv]` and `[pages, page_size, Dkpe]`.
+        sm_scale: multiplies `ckv_scale * (q_nope . ckv_j) + kpe_scale * (q_pe . kpe_j)`.
+        ckv_scale: multiplies the values too.
+        kpe_scale: see `sm_scale`.
+        sinks: `[H]`.
+
+    Returns:
+        o `[R, H, Dckv]` and lse `[R, H]` in base 2, float64.
+    """
+    values = ckv.astype(np.float64)[:, :, None] * ckv_scale  # [pages, page_size, 1, Dckv]
+    keys = np.concatenate([values, kpe.astype(np.float64)[:, :, None] * kpe_scale], axis=-1)
+    q = np.concatenate([q_nope.astype(np.float64), q_pe.astype(np.float64)], axis=-1)
+    return attention(q, keys, values, lookup_table, row_batch, row_lengths, sm_scale=sm_scale, sinks=sinks)
 
 
 def append(

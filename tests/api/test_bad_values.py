@@ -17,12 +17,9 @@ from paged_kv import mla
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError
-from support.calls import CALLS, IN_BUFFERS, MLA, OPERATORS, Call, Q, load_variants
+from support.calls import CALLS, IN_BUFFERS, MLA, OPERATORS, Call, Q
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
+pytestmark = pytest.mark.usefixtures("all_variants")
 
 
 MAY_BE_LEGAL = (

@@ -25,7 +25,7 @@ from paged_kv.bench.cases import CASES, QUICK, Selection
 from paged_kv.bench.ours import make_ours
 from paged_kv.bench.peers import PEERS, make_peer
 from paged_kv.bench.peers.base import Peer
-from paged_kv.bench.problems import numpy_dtype, problem_of
+from paged_kv.bench.problems import problem_of
 from paged_kv.bench.run import reason
 from support import harness
 from support.gguf_blocks import dequantise
@@ -108,7 +108,7 @@ def expected_output(problem):
 def test_the_check_knows_right_attention_from_wrong(dtype, new_tokens):
     problem = problem_of(small(dtype=dtype, kv_dtype=dtype, new_tokens=new_tokens))
     right = expected_output(problem)
-    assert problem.error(right.astype(numpy_dtype(dtype))) < problem.tolerance
+    assert problem.error(right.astype(np.dtype(dtype))) < problem.tolerance
     one_nan = right.copy()
     one_nan[0, 0, 0] = np.nan
     wrong = {

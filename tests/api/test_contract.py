@@ -19,15 +19,12 @@ from numpy.lib.stride_tricks import as_strided
 
 from paged_kv import page
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
-from support.calls import CACHE, CALLS, IN_BUFFERS, Call, f32, i32, load_variants
+from support.calls import CACHE, CALLS, IN_BUFFERS, Call, f32, i32
 from support.decoding import to_kind
 from support.kinds import WRITABLE, bytes_of
 from support.refusing import changed, refuses
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
+pytestmark = pytest.mark.usefixtures("all_variants")
 
 
 ROLES = {

@@ -17,17 +17,14 @@ from paged_kv.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     single_decode_with_kv_cache,
 )
-from support.cases import GROUPS, PAGE_SIZES, CacheCase, build, edge_lengths, permuted
+from support.cases import GROUPS, PAGE_SIZES, CacheCase, build, csr, edge_lengths, permuted
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import assert_decodes, csr, load_variants, oracle, paged_cache, plan_sizes, planned, to_kind
+from support.decoding import assert_decodes, oracle, paged_cache, plan_sizes, planned, to_kind
+
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))
 EMPTY_TABLE = [np.zeros(n, np.int32) for n in (1, 0, 0)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

@@ -13,17 +13,14 @@ from paged_kv.decode import (
     single_decode_with_kv_cache,
 )
 from paged_kv.errors import PageTableError
-from support.cases import CacheCase, build, normal
+from support.cases import CacheCase, build, csr, normal
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import assert_decodes, csr, load_variants, oracle, paged_cache, plan_sizes, to_kind
+from support.decoding import assert_decodes, oracle, paged_cache, plan_sizes, to_kind
 from support.kinds import WRITABLE
 
+pytestmark = pytest.mark.usefixtures("decode_variants")
+
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

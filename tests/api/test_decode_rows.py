@@ -15,16 +15,13 @@ from paged_kv.decode import (
     fast_decode_plan,
 )
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
-from support.cases import Cache, CacheCase, build, causal_rows
+from support.cases import Cache, CacheCase, build, causal_rows, csr
 from support.compare import assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, O_TOLERANCE, csr, load_variants, paged_cache, plan_sizes
+from support.decoding import LSE_TOLERANCE, O_TOLERANCE, paged_cache, plan_sizes
+
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 def new_rows(cache: Cache, number: int, dtype: str | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,15 +8,11 @@ import paged_kv as flashinfer
 from paged_kv import reference
 from paged_kv.arrays.host import as_numpy
 from support.compare import assert_close
-from support.prefilling import load_variants
+
+pytestmark = pytest.mark.usefixtures("masked_variants")
 
 NUM_LAYERS = 4
 """The documentation has 32."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 def at_layers(num_layers: int, *shape: int) -> list[torch.Tensor]:

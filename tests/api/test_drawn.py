@@ -20,9 +20,9 @@ from paged_kv.prefill import (
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
 )
-from support.cases import Cache, CacheCase, build, normal
+from support.cases import Cache, CacheCase, build, csr, normal
 from support.compare import assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, O_TOLERANCE, csr, to_kind
+from support.decoding import LSE_TOLERANCE, O_TOLERANCE, to_kind
 from support.decoding import PAIRS as DECODE_PAIRS
 from support.kinds import WRITABLE, kind_of
 from support.prefilling import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.decoding import load_variants
+pytestmark = pytest.mark.usefixtures("decode_variants")  # on disk, for the programs
 
 PROGRAM = Path(__file__).parents[1] / "support" / "forking.py"
 SECONDS = 300
@@ -14,11 +14,6 @@ SECONDS = 300
 
 REFUSED = "ToolchainError: this process was forked after MAX had started its threads"
 RIGHT = "128.0"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()  # on disk, for the programs
 
 
 def printed(when: str, how: str) -> str:

@@ -27,14 +27,10 @@ from paged_kv.flashinfer import decode
 from paged_kv.page import PagedKVCacheManager
 from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
 from support.compare import assert_bits_equal
-from support.decoding import load_variants
 from support.refusing import refuses
 from support.stand_in import STAND_IN, OnGpu, tensors
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -12,14 +12,11 @@ from paged_kv.arrays.host import as_numpy
 from paged_kv.cascade import MultiLevelCascadeAttentionWrapper
 from paged_kv.errors import ContractError, PageTableError, ShapeError
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, O_TOLERANCE, load_variants
+from support.decoding import LSE_TOLERANCE, O_TOLERANCE
 from support.levels import Cascade, build_cascade, nested_offsets
 from support.properties import examples
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 
 def offsets(*lists: list[int]) -> list[np.ndarray]:

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from paged_kv import mla, page, reference_mla
+from paged_kv import mla, page, reference
 from paged_kv.errors import ContractError, PageTableError, ShapeError
 from support import latent
 from support.compare import assert_close, assert_lse_close
 from support.latent import LSE_TOL, REL
+
+pytestmark = pytest.mark.usefixtures("latent_variants")
 
 SCALE = 192**-0.5
 HEADS, WIDTHS, SIZE = 16, (64, 8), 5
@@ -19,11 +21,6 @@ CASE = latent.build(
     LENGTHS, NEW_ROWS, heads=HEADS, widths=WIDTHS, page_size=SIZE, dtype="float32", kv_dtype="float32", joined=True
 )
 QO_INDPTR = np.concatenate([[0], np.cumsum(NEW_ROWS)]).astype(np.int32)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    latent.load_variants()
 
 
 def tensor(array: np.ndarray) -> torch.Tensor:
@@ -73,7 +70,7 @@ def planned(**changes) -> mla.BatchMLAPagedAttentionWrapper:
 def oracle(causal: bool = True, **options) -> tuple[np.ndarray, np.ndarray]:
     lengths = CASE.row_lengths if causal else CASE.lengths[CASE.row_batch]
     where = (CASE.q_nope, CASE.q_pe, CASE.ckv, CASE.kpe, CASE.lookup_table, CASE.row_batch, lengths)
-    return reference_mla.mla_attention(*where, sm_scale=SCALE, **options)
+    return reference.mla_attention(*where, sm_scale=SCALE, **options)
 
 
 def assert_result(found, expected, base: float = 1.0) -> None:
@@ -138,7 +135,7 @@ def test_everything_at_once():
     table = torch.from_numpy(np.where(CASE.lookup_table == 0xFFFFFFFF, 0, CASE.lookup_table).astype(np.int32))
     found = wrapper.run(**given, kv_len=tensor(CASE.lengths), page_table=table, return_lse=True)
     rows = (CASE.q_nope[:4], CASE.q_pe[:4], CASE.ckv, CASE.kpe, CASE.lookup_table, np.arange(4), CASE.lengths)
-    assert_result(found, reference_mla.mla_attention(*rows, sm_scale=SCALE))
+    assert_result(found, reference.mla_attention(*rows, sm_scale=SCALE))
 
 
 def test_the_requests_live_in_buffers():
@@ -176,7 +173,7 @@ def test_a_cache_of_float8():
         with pytest.raises(ContractError, match="_scale"):
             wrapper.run(*views, **scales)
     o = wrapper.run(*views, ckv_scale=0.5, kpe_scale=3.0)
-    expected, _ = reference_mla.mla_attention(
+    expected, _ = reference.mla_attention(
         *views, case.lookup_table, case.row_batch, case.row_lengths, sm_scale=SCALE, ckv_scale=0.5, kpe_scale=3.0
     )
     assert_close(np.asarray(o), expected, rel=latent.REL_FLOAT8, what="o")

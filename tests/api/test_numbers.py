@@ -11,16 +11,13 @@ from paged_kv.cache import allocate_blocks, append_kv, gather_kv, init_paged_kv_
 from paged_kv.cascade import merge_state
 from support.cases import CacheCase, build
 from support.compare import assert_close, assert_lse_close
-from support.decoding import assert_decodes, load_variants, paged_cache, planned
+from support.decoding import assert_decodes, paged_cache, planned
 from support.kinds import make
+
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 CASE = build(CacheCase((17, 1, 300), num_q_heads=4, num_kv_heads=2, head_dim=64))
 LEAST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 @pytest.mark.parametrize("sm_scale", [1.0, 1e-6, 1e30])

@@ -7,16 +7,13 @@ import torch
 from paged_kv import reference
 from paged_kv.arrays.host import as_numpy
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
-from support.cases import CacheCase, build, normal
+from support.cases import CacheCase, build, csr, normal
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, csr, load_variants, paged_cache, plan_sizes
+from support.decoding import LSE_TOLERANCE, paged_cache, plan_sizes
+
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 # Few families: those of harness.py, and bfloat16 with an output of float32.

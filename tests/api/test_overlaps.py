@@ -8,18 +8,15 @@ import pytest
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from paged_kv.errors import ContractError
 from paged_kv.page import append_paged_mla_kv_cache
-from support.cases import CacheCase, build
+from support.cases import CacheCase, build, csr
 from support.compare import assert_bits_equal, assert_close
-from support.decoding import csr, load_variants, oracle, plan_sizes, planned
+from support.decoding import oracle, plan_sizes, planned
 from support.refusing import refuses
+
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 CASE = build(CacheCase((17, 0, 48, 5), rank=5))  # 4 requests, 4 query heads and 2 KV heads of 32
 SHAPE = CASE.q.shape
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 def test_neighbours_in_one_memory_are_no_overlap() -> None:

@@ -16,7 +16,7 @@ from paged_kv.page import (
 )
 from support.cases import STORAGES, CacheCase, build, emptied, normal
 from support.kinds import PLACED, bytes_of, make
-from support.paging import all_tokens, blocks, csr, expected_blocks
+from support.paging import all_tokens, blocks, expected_blocks, page_table
 from support.properties import examples
 
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float64")
@@ -33,7 +33,7 @@ def test_every_dtype_and_layout(rank, layout, dtype):
     cache = emptied(build(CacheCase((17, 0, 5, 32), page_size=5, rank=rank, layout=layout, dtype=dtype)))
     rows = all_tokens(cache)
     expected = expected_blocks(cache, *rows)
-    assert append_paged_kv_cache(*rows, blocks(cache), *csr(cache), layout) is None
+    assert append_paged_kv_cache(*rows, blocks(cache), *page_table(cache), layout) is None
     assert bytes_of(blocks(cache)) == bytes_of(expected)
 
 
@@ -69,7 +69,7 @@ def test_any_append_is_the_oracles(kind, drawn, index_dtype, by_name, host_indic
         "append_key append_value batch_indices positions paged_kv_cache kv_indices kv_indptr kv_last_page_len".split()
     )
     k, v, batch, positions = rows
-    indices = [array.astype(index_dtype) for array in (batch, positions, *csr(cache))]
+    indices = [array.astype(index_dtype) for array in (batch, positions, *page_table(cache))]
     at_batch, at, *table = (make("numpy" if host_indices else kind, array) for array in indices)
     arguments = [make(kind, k), make(kind, v), at_batch, at, storage, *table]
     before = bytes_of([*arguments[:4], *arguments[5:]])
@@ -93,7 +93,7 @@ def test_the_older_form_appends_the_last_tokens(kind, drawn, data, index_dtype):
     rows = reference.ragged_rows(offsets, cache.lengths - np.array(counts, np.int32), shape[0])
     expected = expected_blocks(cache, k, v, *rows)
     storage = made(kind, blocks(cache))
-    tables = [make(kind, a) for a in (offsets.astype(index_dtype), *csr(cache, index_dtype))]
+    tables = [make(kind, a) for a in (offsets.astype(index_dtype), *page_table(cache, index_dtype))]
     if data.draw(st.booleans()):
         append_paged_kv_cache(make(kind, k), make(kind, v), tables[0], storage, *tables[1:], cache.case.layout)
     else:
@@ -136,7 +136,7 @@ def test_one_layer_of_a_buffer_of_all_layers():
     cache = build(CacheCase((17, 3), rank=6))
     expected = cache.k_blocks.copy()
     target = emptied(cache)
-    append_paged_kv_cache(*all_tokens(cache), target.k_blocks[:, :, cache.case.layer], *csr(cache))
+    append_paged_kv_cache(*all_tokens(cache), target.k_blocks[:, :, cache.case.layer], *page_table(cache))
     assert bytes_of(target.k_blocks) == bytes_of(expected)
 
 
@@ -188,7 +188,7 @@ def test_mla_rows_of_two_widths(kind, drawn, kpe_width, one_array):
     else:
         targets = [make(kind, c) for c in caches]
     arguments = [make(kind, a) for a in (*rows, batch, positions)]
-    append_paged_mla_kv_cache(*arguments, *targets, *(make(kind, a) for a in csr(cache)))
+    append_paged_mla_kv_cache(*arguments, *targets, *(make(kind, a) for a in page_table(cache)))
     assert bytes_of(targets) == bytes_of(expected)
 
 

@@ -19,22 +19,17 @@ from paged_kv.arrays.host import as_numpy
 from paged_kv.attention import BatchAttention
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, trtllm_batch_decode_with_kv_cache
 from paged_kv.mla import BatchMLAPagedAttentionWrapper
-from support import latent
 from support.cases import SPARE_PAGES, normal
 from support.compare import assert_close, assert_lse_close
 from support.decoding import LSE_TOLERANCE, O_TOLERANCE
-from support.prefilling import load_variants, offsets
+from support.prefilling import offsets
 from support.properties import examples
 from support.trees import random_parents, seen_tokens
 
+pytestmark = pytest.mark.usefixtures("masked_variants", "latent_variants")
+
 Tokens = tuple[np.ndarray, np.ndarray]
 Found = tuple[Any, Any]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
-    latent.load_variants()
 
 
 @dataclass(frozen=True)

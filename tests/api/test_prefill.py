@@ -1,5 +1,6 @@
 """Prefill: what the drawn cases do not say. Chunks, buffers of the user's, threads, hidden tokens, dtypes."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,21 +16,28 @@ from paged_kv.prefill import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from support.cases import Cache, CacheCase, build, normal
+from support.cases import Cache, CacheCase, build, csr, normal
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import csr, plan_sizes
-from support.prefilling import causal_masks, expected, flat, full_masks, load_variants, offsets, packed, queries
+from support.decoding import plan_sizes
+from support.prefilling import (
+    assert_prefills,
+    causal_masks,
+    expected,
+    flat,
+    full_masks,
+    offsets,
+    packed,
+    queries,
+)
 from support.prefilling import random_masks as drawn_masks
+
+pytestmark = pytest.mark.usefixtures("masked_variants")
 
 CASE = build(CacheCase((37, 0, 90, 5), num_q_heads=6, num_kv_heads=2, head_dim=64, page_size=16, rank=4))
 Q_LENS = (7, 2, 33, 5)
 Q = queries(CASE, Q_LENS)
 KV_LENS = CASE.case.lengths
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
+assert_agrees = partial(assert_prefills, CASE, Q)
 
 
 def cache_of(cache: Cache) -> Any:
@@ -41,12 +49,6 @@ def planned(cache: Cache = CASE, q_lens: tuple[int, ...] = Q_LENS, **options: An
     options = {"q_data_type": cache.case.dtype} | options
     wrapper.plan(offsets(q_lens), *csr(cache), *plan_sizes(cache), **options)
     return wrapper
-
-
-def assert_agrees(found: tuple[Any, Any], masks: list[np.ndarray], **options: Any) -> None:
-    o, lse = expected(CASE, Q, masks, **options)
-    assert_close(found[0], o, rel=1e-5, what="o")
-    assert_lse_close(found[1], lse, tol=1e-5, what="lse")
 
 
 CHUNKED = [
@@ -160,9 +162,7 @@ def test_tokens_of_requests_side_by_side(last: int) -> None:
         wrapper.plan(offsets(q_lens), offsets(kv_lens), 4, 2, 32, q_data_type="float32", **options)
         found = wrapper.run(q, np.concatenate(cache.keys), np.concatenate(cache.values), return_lse=True)
         masks = (causal_masks if options["causal"] else full_masks)(q_lens, kv_lens)
-        o, lse = expected(cache, q, masks, window_left=options.get("window_left", -1))
-        assert_close(found[0], o, rel=1e-5, what="o")
-        assert_lse_close(found[1], lse, tol=1e-5, what="lse")
+        assert_prefills(cache, q, found, masks, window_left=options.get("window_left", -1))
 
 
 def test_mixed_batches_take_lengths_and_soft_caps() -> None:
@@ -177,9 +177,8 @@ def test_mixed_batches_take_lengths_and_soft_caps() -> None:
     q = queries(CASE, q_lens)
     for cap in (0.0, 2.0):
         o, lse = wrapper.run(q, cache_of(CASE), logits_soft_cap=cap)
-        wanted, sums = expected(CASE, q, causal_masks(q_lens, lengths.tolist()), logits_soft_cap=cap or 5.0)
-        assert_close(o, wanted, rel=1e-5, what="o")
-        assert_lse_close(lse, sums, tol=1e-5, what="lse")
+        masks = causal_masks(q_lens, lengths.tolist())
+        assert_prefills(CASE, q, (o, lse), masks, logits_soft_cap=cap or 5.0)
 
 
 def test_sinks_by_position() -> None:

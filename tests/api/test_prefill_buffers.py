@@ -3,36 +3,28 @@
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
-from typing import Any
 
 import numpy as np
 import pytest
 
 from paged_kv.errors import ContractError, PageTableError, ShapeError
 from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
-from support.cases import CacheCase, build
-from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import csr, plan_sizes
-from support.prefilling import causal_masks, expected, flat, full_masks, load_variants, offsets, packed, queries
+from support.cases import CacheCase, build, csr
+from support.compare import assert_bits_equal
+from support.decoding import plan_sizes
+from support.prefilling import assert_prefills, causal_masks, flat, full_masks, offsets, packed, queries
 from support.prefilling import random_masks as drawn_masks
+
+pytestmark = pytest.mark.usefixtures("masked_variants")
 
 CASE = build(CacheCase((37, 0, 90, 5), num_q_heads=6, num_kv_heads=2, head_dim=64, page_size=16, rank=4))
 Q_LENS = (7, 2, 33, 5)
 Q = queries(CASE, Q_LENS)
 KV_LENS = CASE.case.lengths
 PAGES = (CASE.k_blocks, CASE.v_blocks)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
-
-
-def assert_agrees(found: tuple[Any, Any], masks: list[np.ndarray], **options: Any) -> None:
-    o, lse = expected(CASE, Q, masks, **options)
-    assert_close(found[0], o, rel=1e-5, what="o")
-    assert_lse_close(found[1], lse, tol=1e-5, what="lse")
+assert_agrees = partial(assert_prefills, CASE, Q)
 
 
 def paged_buffers(most_bytes: int = 3000) -> list[np.ndarray]:

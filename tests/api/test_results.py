@@ -6,14 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.calls import CALLS, Call, i32, load_variants
+from support.calls import CALLS, Call, i32
 from support.decoding import to_kind
 from support.kinds import PLACED, bytes_of, kind_of, library
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
+pytestmark = pytest.mark.usefixtures("all_variants")
 
 
 RUNS = [call for call in CALLS if call.name.endswith((".run", ".forward")) or "with_kv_cache" in call.name]

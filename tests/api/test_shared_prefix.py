@@ -13,13 +13,10 @@ from paged_kv.cascade import (
 )
 from paged_kv.errors import ContractError
 from support.compare import assert_close
-from support.decoding import O_TOLERANCE, load_variants, to_kind
+from support.decoding import O_TOLERANCE, to_kind
 from support.levels import Cascade, build_cascade
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 
 def case_of(rows: list[int], prefix: int, lengths: list[int], **options: Any) -> Cascade:

@@ -19,8 +19,10 @@ from paged_kv.arrays.host import as_numpy
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from paged_kv.runtime.artefacts import compile_graphs
 from paged_kv.runtime.variants import Variant
-from support.calls import CALLS, Call, load_variants
+from support.calls import CALLS, Call
 from support.kinds import bytes_of
+
+pytestmark = pytest.mark.usefixtures("all_variants")
 
 THREADS, RUNS = 6, 500
 """Runs of each thread, some 0.1 ms each."""
@@ -33,11 +35,6 @@ PLANS = (
     {"table": ([0, 2, 2, 5, 6], [7, 2, 9, 0, 4, 5], [1, 0, 16, 5]), "sm_scale": 0.3, "window_left": -1},
     {"table": ([0, 3, 4, 4, 8], [1, 6, 0, 4, 9, 2, 8, 7], [8, 3, 0, 16]), "sm_scale": 1.1, "window_left": 20},
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 def plan(wrapper: BatchDecodeWithPagedKVCacheWrapper, which: int) -> None:

@@ -13,15 +13,12 @@ from paged_kv.decode import trtllm_batch_decode_with_kv_cache
 from paged_kv.errors import ContractError
 from support.cases import Cache, CacheCase, build, causal_rows
 from support.compare import assert_close, assert_lse_close
-from support.decoding import LSE_TOLERANCE, O_TOLERANCE, load_variants, paged_cache
+from support.decoding import LSE_TOLERANCE, O_TOLERANCE, paged_cache
+
+pytestmark = pytest.mark.usefixtures("decode_variants")
 
 HND = build(CacheCase((17, 4, 48, 5), layout="HND", rank=5))
 NHD = build(CacheCase((17, 0, 48, 5)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _variants() -> None:
-    load_variants()
 
 
 def blocks(cache: Cache, unused: int = -1) -> np.ndarray:

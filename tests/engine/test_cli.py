@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +15,10 @@ import paged_kv
 from paged_kv.checkpoint.config import load_config
 from paged_kv.cli import _run
 from paged_kv.commands.demo import ENDINGS, NEW_TOKENS
-from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.pool import pages_needed
-from paged_kv.runtime.cache_folder import cache_folder
+from support.checkpoints import rewrite
 from support.limits import SECONDS, limited
 
 PROMPTS = ("Once upon a time", "ü", "the sea, the sea, the open sea")
@@ -28,18 +26,6 @@ STATISTICS = r"""prompt: (\d+) tokens, \d+\.\d tokens/s
 decode: (\d+) tokens, \d+\.\d tokens/s
 pages: (\d+) used, of (\d+) \((\d+) tokens, (\d+) bytes each\)
 """
-
-
-@pytest.fixture(scope="module")
-def folder():
-    """A checkpoint of noise: whatever runs first compiles it for all."""
-    return write_demo_checkpoint(cache_folder() / "demo")
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    """A copy to damage."""
-    return shutil.copytree(folder, tmp_path / "model")
 
 
 @pytest.fixture
@@ -79,11 +65,6 @@ def process(*args):
 def tokens_of(folder, *texts):
     tokenizer = Tokenizer(folder, load_config(folder))
     return [tokenizer.encode(text) for text in texts]
-
-
-def rewrite(file, **changes):
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | changes))
 
 
 def test_demo_shows_what_paging_is_for_and_that_the_tokens_are_right(run):

@@ -4,21 +4,11 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from paged_kv.cli import _run
-from paged_kv.engine.demo import write_demo_checkpoint
-from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 
 CACHE = ("--cache-dtype", "int4", "--rotate", "hadamard")
 COMPILING = "compiling the decode step"
-
-
-@pytest.fixture(scope="module")
-def folder():
-    """The checkpoint of test_cli.py: whatever runs first compiles it for all."""
-    return write_demo_checkpoint(cache_folder() / "demo")
 
 
 def generate(folder, caches, *args):

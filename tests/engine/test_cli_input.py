@@ -9,14 +9,7 @@ from dataclasses import fields
 import pytest
 
 from paged_kv.cli import _run
-from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.sampling import Sampling
-from paged_kv.runtime.cache_folder import cache_folder
-
-
-@pytest.fixture(scope="module")
-def folder():
-    return write_demo_checkpoint(cache_folder() / "demo")
 
 
 @pytest.fixture

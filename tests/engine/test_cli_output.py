@@ -2,8 +2,6 @@
 
 import pytest
 
-from paged_kv.engine.demo import write_demo_checkpoint
-from paged_kv.runtime.cache_folder import cache_folder
 from support.streams import BROKEN, run
 from support.terminal import run_in_terminal
 
@@ -11,8 +9,7 @@ REASONS = {"closed": "it is closed", "full": "No space left on device", "limited
 
 
 @pytest.fixture(scope="module")
-def commands():
-    folder = write_demo_checkpoint(cache_folder() / "demo")
+def commands(folder):
     generate = ["generate", "--model", folder, "--prompt", "hello", "--max-new-tokens", "4"]
     return {"doctor": ["doctor"], "demo": ["demo"], "generate": generate, "json": [*generate, "--json"]}
 

@@ -3,28 +3,14 @@
 import json
 import os
 import re
-import shutil
 
 import pytest
 from max.driver import accelerator_count
 from safetensors.numpy import load_file
 
 from paged_kv.cli import _run
-from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.runtime.cache_folder import cache_folder
-from support.checkpoints import raw_safetensors
-
-
-@pytest.fixture(scope="module")
-def folder():
-    return write_demo_checkpoint(cache_folder() / "demo")
-
-
-@pytest.fixture
-def copy(folder, tmp_path):
-    """A copy to damage."""
-    return shutil.copytree(folder, tmp_path / "model")
+from support.checkpoints import raw_safetensors, rewrite
 
 
 @pytest.fixture
@@ -41,11 +27,6 @@ def refuse(capfd, folder):
         return err
 
     return refuse
-
-
-def rewrite(file, **changes):
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | changes))
 
 
 def read_tensors(file):

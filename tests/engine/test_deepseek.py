@@ -1,6 +1,5 @@
 """DeepSeek-V2's and V3's step against Hugging Face transformers: latent attention over pages, experts, greedy texts."""
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -10,8 +9,7 @@ from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Sampling
 from paged_kv.engine.tree_model import TreeModel
 from paged_kv.errors import ContractError
-from support.checkpoints import relative_error
-from support.families import LATENT_CASES, NEW_TOKENS, PAGES, PROMPTS, make_case, reference, run
+from support.families import LATENT_CASES, NEW_TOKENS, PAGES, PROMPTS, assert_logits, make_cases, norm_error
 from support.llama_family import Member, load_family, poison
 
 PAGES_OF_5 = (5, 27 * len(PROMPTS))
@@ -26,10 +24,7 @@ EXACT = [name for name, (dtype, *_) in MEMBERS.items() if dtype == DType.float32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepseek")
-    for name in LATENT_CASES:
-        make_case(name, folder / name)
-    return folder
+    return make_cases(LATENT_CASES, tmp_path_factory.mktemp("deepseek"))
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +34,13 @@ def models(folder):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_logits_and_greedy_tokens_are_those_of_transformers(folder, models, name):
-    texts, logits = run(models[name])
-    for text, got, expected in zip(texts, logits, reference(folder / name, texts), strict=True):
-        assert relative_error(got, expected) < 1e-4
-        assert text[-NEW_TOKENS:] == expected.argmax(axis=-1).tolist()
+    tokens, expected = assert_logits(models[name], folder / name, 1e-4)
+    assert tokens == expected
 
 
 def test_in_bfloat16_logits_are_near(folder, models):
-    texts, logits = run(models["lite, bfloat16"])
-    for got, expected in zip(logits, reference(folder / "lite", texts), strict=True):
-        error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-        assert error < 0.08  # 2 ** -8 for each of some twenty roundings in a row
+    # 2 ** -8 for each of some twenty roundings in a row
+    assert_logits(models["lite, bfloat16"], folder / "lite", 0.08, norm_error)
 
 
 @pytest.mark.parametrize("name", ["lite", "v2"])

@@ -1,12 +1,11 @@
 """Every family's step against Hugging Face transformers: the same weights, the whole text at once and without pages."""
 
-import numpy as np
 import pytest
 from max.dtype import DType
 
 from paged_kv.errors import CheckpointError
-from support.checkpoints import CONFIG, read_config, relative_error
-from support.families import CASES, PAGES, make_case, reference, run
+from support.checkpoints import CONFIG, read_config
+from support.families import CASES, PAGES, assert_logits, make_cases, norm_error
 from support.llama_family import Member, load_family
 
 BFLOAT16 = ("gemma3",)  # norms on both sides of the layers; test_llama.py has them in front
@@ -14,10 +13,7 @@ BFLOAT16 = ("gemma3",)  # norms on both sides of the layers; test_llama.py has t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("families")
-    for name in CASES:
-        make_case(name, folder / name)
-    return folder
+    return make_cases(CASES, tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +25,13 @@ def models(folder):
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(folder, models, name):
-    texts, logits = run(models[name])
-    for got, expected in zip(logits, reference(folder / name, texts), strict=True):
-        assert relative_error(got, expected) < 1e-4
+    assert_logits(models[name], folder / name, 1e-4)
 
 
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_in_bfloat16_logits_are_near(folder, models, name):
-    texts, logits = run(models[f"{name}, bfloat16"])
-    for got, expected in zip(logits, reference(folder / name, texts), strict=True):
-        error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-        assert error < 0.05  # 2 ** -8 for each of some ten roundings in a row
+    # 2 ** -8 for each of some ten roundings in a row
+    assert_logits(models[f"{name}, bfloat16"], folder / name, 0.05, norm_error)
 
 
 def test_a_window_of_mistral_is_there_unless_it_is_null(tmp_path):

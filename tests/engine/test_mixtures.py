@@ -1,11 +1,9 @@
 """Mixtures of experts over pages of K and V: their steps against Hugging Face transformers, and greedy texts."""
 
-import numpy as np
 import pytest
 from max.dtype import DType
 
-from support.checkpoints import relative_error
-from support.families import MIXTURE_CASES, NEW_TOKENS, PAGES, make_case, reference, run
+from support.families import MIXTURE_CASES, PAGES, assert_logits, make_cases, norm_error
 from support.llama_family import Member, load_family
 
 BFLOAT16 = ("gpt_oss",)
@@ -13,10 +11,7 @@ BFLOAT16 = ("gpt_oss",)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixtures")
-    for name in MIXTURE_CASES:
-        make_case(name, folder / name)
-    return folder
+    return make_cases(MIXTURE_CASES, tmp_path_factory.mktemp("mixtures"))
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +23,11 @@ def models(folder):
 
 @pytest.mark.parametrize("name", MIXTURE_CASES)
 def test_logits_and_greedy_tokens_are_those_of_transformers(folder, models, name):
-    texts, logits = run(models[name])
-    for text, got, expected in zip(texts, logits, reference(folder / name, texts), strict=True):
-        assert relative_error(got, expected) < 1e-4
-        assert text[-NEW_TOKENS:] == expected.argmax(axis=-1).tolist()
+    tokens, expected = assert_logits(models[name], folder / name, 1e-4)
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_in_bfloat16_logits_are_near(folder, models, name):
-    texts, logits = run(models[f"{name}, bfloat16"])
-    for got, expected in zip(logits, reference(folder / name, texts), strict=True):
-        error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-        assert error < 0.08  # 2 ** -8 for each of some twenty roundings in a row
+    # 2 ** -8 for each of some twenty roundings in a row
+    assert_logits(models[f"{name}, bfloat16"], folder / name, 0.08, norm_error)

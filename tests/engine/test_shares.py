@@ -23,7 +23,7 @@ from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.session import default_runtime
 from support.checkpoints import read_config, relative_error
-from support.families import make_case
+from support.families import make_cases
 
 PAGE_SIZE = 16
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (33, 1, 90)]
@@ -60,10 +60,7 @@ def build(module, name, config):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shares")
-    for name in CASES:
-        make_case(name, folder / name)
-    return folder
+    return make_cases(CASES, tmp_path_factory.mktemp("shares"))
 
 
 @pytest.fixture(scope="module")

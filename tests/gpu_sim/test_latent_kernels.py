@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paged_kv.reference_mla import mla_attention
+from paged_kv.reference import mla_attention
 from support import gpu_programs
 from support.cases import CacheCase, build
 from support.compare import assert_bits_equal, assert_close, assert_lse_close

@@ -1,7 +1,8 @@
 """What the calls must do, in NumPy and float64, from the arguments as they were given; `Invalid` where there is none.
 
-Written from the documentation, without the package: an answer that it gives for arguments that are `Invalid` is wrong,
-whatever it is. Letters in shapes: B requests, N new tokens, Hq query heads, Hk KV heads, D head dimension.
+Written from the documentation, with nothing of the package but formulas of its oracle: an answer that it gives for
+arguments that are `Invalid` is wrong, whatever it is.
+Letters in shapes: B requests, N new tokens, Hq query heads, Hk KV heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hostile.memory import DTYPES, Argument, overlaps_itself, share, values
+from paged_kv import reference
 
 LIMIT = 1e15
 """Merged rows with numbers past this are not compared: parts of them cancel."""
@@ -237,7 +239,7 @@ def attention(
     width = dim if value_dim is None else value_dim
     o, lse = np.zeros((rows, heads, width)), np.full((rows, heads), -math.inf)
     o_error, lse_error = np.zeros((rows, heads)), np.zeros((rows, heads))
-    slopes = alibi(heads) if options.mode == "ALIBI" else np.zeros(heads)
+    slopes = reference.alibi_slopes(heads) if options.mode == "ALIBI" else np.zeros(heads)
     for b, row in enumerate(row_masks):
         j = row.tokens(len(keys[row.request]), options.window)
         if not len(j):
@@ -288,18 +290,10 @@ def least(dtype: np.dtype[Any]) -> float:
     return 2e-7 if dtype == np.float16 else 3e-38
 
 
-def alibi(heads: int) -> np.ndarray:
-    n = 1 << heads.bit_length() - 1
-    return np.array([2 ** (-8 * (h + 1) / n) if h < n else 2 ** (-4 * (2 * (h - n) + 1) / n) for h in range(heads)])
-
-
 def rope(x: np.ndarray, positions: np.ndarray, options: Options) -> np.ndarray:
     """Half-split rotation of `[T, D]`."""
-    half = x.shape[1] // 2
     with np.errstate(all="ignore"):
-        angle = positions[:, None] * options.theta ** (-np.arange(half) / half) / options.rope_scale
-        low, high, cos, sin = x[:, :half], x[:, half:], np.cos(angle), np.sin(angle)
-        return np.concatenate([low * cos - high * sin, high * cos + low * sin], 1)
+        return reference.rope(x[:, None], positions, options.theta, options.rope_scale)[:, 0]
 
 
 def merge(v: np.ndarray, s: np.ndarray) -> tuple[Expected, Expected]:

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from paged_kv import reference
 from support import harness
-from support.attending import AXES, LSE_TOL, REL, compare_with_oracle, mixed_rows, options_of, rows_of
+from support.attending import (
+    AXES,
+    LSE_TOL,
+    REL,
+    assert_rows_are_alone,
+    compare_with_oracle,
+    mixed_rows,
+    options_of,
+    rows_of,
+)
 from support.cases import DTYPES, STORAGES, UNUSED_PAGE, CacheCase, build, permuted
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.grids import all_pairs, case_of, setting_id
@@ -95,13 +104,7 @@ def test_pages_and_repetition_change_no_bit(dtype, rank, layout):
 
 def test_a_row_depends_on_no_other_row():
     cache = build(CacheCase(lengths=(70, 0, 33, 1), page_size=5, dtype="bfloat16"))
-    q, row_batch, row_lengths = mixed_rows(cache)
-    o, lse = harness.attention(q, *cache.pages, row_batch, row_lengths)
-    for r in range(len(q)):
-        one = slice(r, r + 1)
-        o_one, lse_one = harness.attention(q[one], *cache.pages, row_batch[one], row_lengths[one])
-        assert_bits_equal(o_one, o[one], what=f"o of row {r} alone")
-        assert_bits_equal(lse_one, lse[one], what=f"lse of row {r} alone")
+    assert_rows_are_alone(harness.attention, cache)
 
 
 @pytest.mark.parametrize("where", ["q", "k"])

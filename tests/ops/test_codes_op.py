@@ -9,7 +9,7 @@ from max.dtype import DType
 from paged_kv import reference
 from paged_kv.runtime.variants import Variant
 from support import harness
-from support.attending import LSE_TOL, REL, mixed_rows, options_of, rows_of
+from support.attending import LSE_TOL, REL, assert_rows_are_alone, options_of, rows_of
 from support.cases import STORAGES, CacheCase, emptied
 from support.codes import FORMATS, quantised_cache, widened_pages
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
@@ -179,10 +179,4 @@ def test_sizes_that_no_head_of_codes_has_are_refused(kv_format):
 
 def test_a_row_depends_on_no_other_row():
     cache = quantised_cache(CacheCase(lengths=(70, 0, 33, 1), page_size=5, dtype="bfloat16"), "int8")
-    q, row_batch, row_lengths = mixed_rows(cache)
-    o, lse = harness.attention(q, *cache.pages, row_batch, row_lengths)
-    for r in range(len(q)):
-        one = slice(r, r + 1)
-        o_one, lse_one = harness.attention(q[one], *cache.pages, row_batch[one], row_lengths[one])
-        assert_bits_equal(o_one, o[one], what=f"o of row {r} alone")
-        assert_bits_equal(lse_one, lse[one], what=f"lse of row {r} alone")
+    assert_rows_are_alone(harness.attention, cache)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_kv import reference_mla
+from paged_kv import reference
 from support import latent
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.harness import refused
@@ -26,7 +26,7 @@ def _variants() -> None:
 def assert_is_oracle(case: LatentCase, **options) -> None:
     o, lse = latent.mla_attention(case, **options)
     names = ("q_nope", "q_pe", "ckv", "kpe", "lookup_table", "row_batch", "row_lengths")
-    expected_o, expected_lse = reference_mla.mla_attention(*(getattr(case, name) for name in names), **options)
+    expected_o, expected_lse = reference.mla_attention(*(getattr(case, name) for name in names), **options)
     rel = REL_FLOAT8 if case.ckv.dtype.itemsize == 1 else REL[case.q_nope.dtype.name]
     assert_close(o, expected_o, rel=rel, what="o")
     assert_lse_close(lse, expected_lse, tol=LSE_TOL, what="lse")

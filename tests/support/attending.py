@@ -89,3 +89,14 @@ def compare_with_oracle(attention, cache, rows, *, rel=None, how=None, **options
     for blocks, copy in zip(cache.pages, before, strict=True):
         assert_bits_equal(blocks, copy, what=f"cache after {what}")
     return o, lse
+
+
+def assert_rows_are_alone(attention, cache):
+    """A row's results are the same to the bit without the others."""
+    q, row_batch, row_lengths = mixed_rows(cache)
+    o, lse = attention(q, *cache.pages, row_batch, row_lengths)
+    for r in range(len(q)):
+        one = slice(r, r + 1)
+        o_one, lse_one = attention(q[one], *cache.pages, row_batch[one], row_lengths[one])
+        assert_bits_equal(o_one, o[one], what=f"o of row {r} alone")
+        assert_bits_equal(lse_one, lse[one], what=f"lse of row {r} alone")

@@ -124,6 +124,15 @@ def build(case: CacheCase) -> Cache:
     return Cache(case, q, k_blocks, v_blocks, lookup_table, tuple(keys), tuple(values))
 
 
+def csr(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The page table in the CSR form: indptr, indices and last_page_len."""
+    size, lengths = cache.case.page_size, cache.lengths.astype(np.int64)
+    counts = -(-lengths // size)
+    indices = cache.lookup_table[np.arange(cache.lookup_table.shape[1]) < counts[:, None]]
+    last = np.where(lengths > 0, (lengths - 1) % size + 1, 0)
+    return np.concatenate([[0], np.cumsum(counts)]).astype(dtype), indices.astype(dtype), last.astype(dtype)
+
+
 def permuted(cache: Cache, rng: np.random.Generator) -> Cache:
     """The same tokens in another permutation of the pool's pages: results must be equal to the bit."""
     new_page = rng.permutation(len(cache.k_blocks))

@@ -45,6 +45,11 @@ def write_config(folder, *, drop=(), **overrides):
     return folder
 
 
+def rewrite(file, **changes):
+    """Other values in a file of JSON, and new ones."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def read_config(folder, **overrides):
     return load_config(write_config(folder, **overrides))
 

@@ -11,7 +11,7 @@ from paged_kv import reference
 from paged_kv.arrays.host import as_numpy, like, sample_array, to_buffer
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from support import harness
-from support.cases import Cache
+from support.cases import Cache, csr
 from support.compare import assert_close, assert_lse_close
 from support.kinds import library
 
@@ -40,14 +40,14 @@ def to_kind(array: np.ndarray, kind: str) -> Any:
     return to_buffer(array) if kind == "max" else like(sample_array(library(kind)), array)
 
 
-def csr(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """indptr, indices and last_page_len of a built case."""
-    lengths, page_size = cache.lengths.astype(np.int64), cache.case.page_size
-    used = -(-lengths // page_size)
-    indptr = np.concatenate([[0], np.cumsum(used)])
-    indices = [page for table, n in zip(cache.lookup_table, used, strict=True) for page in table[:n]]
-    last = np.where(lengths > 0, (lengths - 1) % page_size + 1, 0)
-    return indptr.astype(dtype), np.array(indices, dtype), last.astype(dtype)
+def oracle_options(heads: int, pos_encoding_mode: str, **options: Any) -> dict[str, Any]:
+    """What the oracle calls FlashInfer's options; None for its defaults."""
+    theta, scale = options.pop("rope_theta", None), options.pop("rope_scale", None)
+    if pos_encoding_mode == "ROPE_LLAMA":
+        options |= {"rope_theta": 1e4 if theta is None else theta, "rope_scale": 1.0 if scale is None else scale}
+    if pos_encoding_mode == "ALIBI":
+        options["alibi_slopes"] = reference.alibi_slopes(heads)
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def plan_sizes(cache: Cache) -> tuple[int, int, int, int]:
@@ -66,12 +66,7 @@ def oracle(
     cache: Cache, q: np.ndarray, pos_encoding_mode: str = "NONE", **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse of `reference.attention`, options as FlashInfer names them and with its defaults."""
-    theta, scale = options.pop("rope_theta", None), options.pop("rope_scale", None)
-    if pos_encoding_mode == "ROPE_LLAMA":
-        options |= {"rope_theta": 1e4 if theta is None else theta, "rope_scale": 1.0 if scale is None else scale}
-    if pos_encoding_mode == "ALIBI":
-        options["alibi_slopes"] = reference.alibi_slopes(q.shape[1])
-    options = {name: value for name, value in options.items() if value is not None}
+    options = oracle_options(q.shape[1], pos_encoding_mode, **options)
     return reference.attention(q, *cache.pages, *cache.decode_rows, **cache.storage, **options)
 
 

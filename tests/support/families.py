@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import transformers
 
-from support.checkpoints import make_checkpoint
+from support.checkpoints import make_checkpoint, relative_error
 from support.llama_family import poison
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (33, 1, 120, 16)]
@@ -194,6 +194,13 @@ def make_case(name, folder):
     return make_checkpoint(folder, family=family, **BASE | overrides)
 
 
+def make_cases(names, folder):
+    """The checkpoints of several cases, each in a folder of its name; returns `folder`."""
+    for name in names:
+        make_case(name, folder / name)
+    return folder
+
+
 def run(model):
     """Tokens of each prompt and its greedy continuation, and the logits `[NEW_TOKENS, vocab]` that it is taken from."""
     poison(model)
@@ -216,3 +223,16 @@ def reference(folder, texts):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return [model(torch.tensor([text[:-1]])).logits[0, -NEW_TOKENS:].numpy() for text in texts]
+
+
+def assert_logits(model, folder, bound, off_by=relative_error):
+    """Runs the step: its logits are transformers', to `bound`. Returns its new tokens and transformers'."""
+    texts, logits = run(model)
+    wanted = reference(folder, texts)
+    for got, expected in zip(logits, wanted, strict=True):
+        assert off_by(np.array(got), expected) < bound
+    return [text[-NEW_TOKENS:] for text in texts], [expected.argmax(axis=-1).tolist() for expected in wanted]
+
+
+def norm_error(got, expected):
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)

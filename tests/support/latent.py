@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (as in cases.py)
 import numpy as np
 from max.dtype import DType
 
@@ -48,10 +48,6 @@ class LatentCase:
         return indptr, self.lookup_table[used].astype(np.int32)
 
 
-def numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
 def build(
     lengths: tuple[int, ...],
     new_rows: tuple[int, ...],
@@ -77,7 +73,7 @@ def build(
             table[b, column] = next(free)
         j = np.arange(length)
         slots[table[b, j // page_size], j % page_size] = rng.standard_normal((length, sum(widths)))
-    slots = slots.astype(numpy_dtype(kv_dtype))
+    slots = slots.astype(np.dtype(kv_dtype))
     ckv, kpe = slots[..., : widths[0]], slots[..., widths[0] :]
     if not joined:
         ckv, kpe = np.ascontiguousarray(ckv), np.ascontiguousarray(kpe)
@@ -86,7 +82,7 @@ def build(
     row_lengths = np.maximum(np.concatenate([np.arange(0), *last]), 0)
     row_batch = np.concatenate([row_batch, np.full(padding, -1)]).astype(np.int32)
     row_lengths = np.concatenate([row_lengths, np.full(padding, 3)]).astype(np.int32)
-    q = rng.standard_normal((len(row_batch), heads, sum(widths))).astype(numpy_dtype(dtype))
+    q = rng.standard_normal((len(row_batch), heads, sum(widths))).astype(np.dtype(dtype))
     q[row_batch < 0] = np.nan
     parts = np.ascontiguousarray(q[..., : widths[0]]), np.ascontiguousarray(q[..., widths[0] :])
     return LatentCase(ckv, kpe, table, np.array(lengths, np.int32), *parts, row_batch, row_lengths)
@@ -107,7 +103,7 @@ def mla_attention(
     sinks: np.ndarray | None = None,
     on: Place = HOST,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The op over a case, as `reference_mla.mla_attention` computes it."""
+    """The op over a case, as `reference.mla_attention` computes it."""
     variant = Variant("mla_attention", DType[case.q_nope.dtype.name], DType[case.ckv.dtype.name])
     rows = [case.q_nope, case.q_pe, case.row_batch, case.row_lengths]
     storage = case.kpe[:, :, None], case.ckv[:, :, None], "NHD", 0

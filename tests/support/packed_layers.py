@@ -1,12 +1,10 @@
 """Layers of GPTQ, AWQ and compressed-tensors, packed by the formats' definitions, and checkpoints that have them."""
 
-import json
-
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints import make_checkpoint
+from support.checkpoints import make_checkpoint, rewrite
 
 N, K, GROUP = 16, 64, 16
 
@@ -89,6 +87,5 @@ def quantise(folder, kind, damage=lambda _: None):
         tensors |= {f"{layer}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
     damage(tensors)
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    rewrite(folder / "config.json", quantization_config=said)
     return expected, tensors

@@ -5,17 +5,13 @@ from typing import Any
 import numpy as np
 
 from paged_kv import reference
-from support.cases import Cache
+from support.cases import Cache, csr
 
 
-def csr(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def page_table(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """kv_indices, kv_indptr and kv_last_page_len of a cache; the indices end in entries that no request owns."""
-    size, lengths = cache.case.page_size, cache.lengths
-    counts = -(-lengths // size)
-    pages = [int(page) for row, count in zip(cache.lookup_table, counts, strict=True) for page in row[:count]]
-    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(dtype)
-    last = np.where(lengths > 0, (lengths - 1) % size + 1, 0)
-    return np.array([*pages, 10**6, 10**6], dtype), indptr, last.astype(dtype)
+    indptr, indices, last = csr(cache, dtype)
+    return np.append(indices, np.array([10**6, 10**6], dtype)), indptr, last
 
 
 def blocks(cache: Cache) -> Any:

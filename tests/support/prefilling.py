@@ -11,6 +11,8 @@ import numpy as np
 from paged_kv import reference
 from support import harness
 from support.cases import Cache, normal
+from support.compare import assert_close, assert_lse_close
+from support.decoding import oracle_options
 
 PAIRS = harness.MASKED_PAIRS
 """Of the queries' and the cache's dtypes."""
@@ -77,12 +79,7 @@ def expected(
     Of wider heads in the cache, the first D of K and the first `head_dim_vo` of V count. Each row looks at all its
     request's tokens through its mask, whatever the call under test does with them.
     """
-    theta, scale = options.pop("rope_theta", None), options.pop("rope_scale", None)
-    options = {name: value for name, value in options.items() if value is not None}
-    if pos_encoding_mode == "ROPE_LLAMA":
-        options |= {"rope_theta": 1e4 if theta is None else theta, "rope_scale": 1.0 if scale is None else scale}
-    if pos_encoding_mode == "ALIBI":
-        options["alibi_slopes"] = reference.alibi_slopes(q.shape[1])
+    options = oracle_options(q.shape[1], pos_encoding_mode, **options)
     shapes = [mask.shape for mask in masks]
     rows = [(b, kv, kv - n + i, i * kv) for b, (n, kv) in enumerate(shapes) for i in range(n)]
     batch, lengths, positions, in_request = np.array(rows, np.int64).reshape(-1, 4).T
@@ -98,3 +95,12 @@ def expected(
     return reference.masked_attention(
         q, k_blocks, v_blocks, table, *row_arguments, **row_masks, **cache.storage, **options
     )
+
+
+def assert_prefills(
+    cache: Cache, q: np.ndarray, found: tuple[Any, Any], masks: Sequence[np.ndarray], **options: Any
+) -> None:
+    """O and lse are the oracle's for a float32 case."""
+    o, lse = expected(cache, q, masks, **options)
+    assert_close(found[0], o, rel=1e-5, what="o")
+    assert_lse_close(found[1], lse, tol=1e-5, what="lse")

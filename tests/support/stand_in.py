@@ -46,15 +46,6 @@ def tensors(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.copy())
 
 
-def csr(cache) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """indptr, indices and last_page_len of a built case."""
-    size = cache.case.page_size
-    pages = -(-cache.lengths // size)
-    indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
-    indices = np.concatenate([row[:n] for row, n in zip(cache.lookup_table, pages, strict=True)]).astype(np.int32)
-    return indptr, indices, np.where(cache.lengths > 0, (cache.lengths - 1) % size + 1, 0).astype(np.int32)
-
-
 def storage_of(cache) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if cache.case.rank == 5:
         return tensors(cache.k_blocks)

@@ -10,7 +10,7 @@ import pytest
 
 from paged_kv.checkpoint.config import load_config
 from paged_kv.cli import _run
-from paged_kv.commands.prompts import Refused, encode, read
+from paged_kv.commands.prompts import RefusedLine, encode, read
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.requests import Sampling
 from paged_kv.engine.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def test_a_field_of_another_type_is_refused(tmp_path, field, fine):
     file = tmp_path / "lines"
     file.write_text("".join(json.dumps({"prompt": [1]} | {field: value}) + "\n" for value in WRONG))
     lines = encode(read(str(file), Sampling(), 1), Tokenizer(FOLDER, config), config)
-    taken = [value for value, line in zip(WRONG, lines, strict=True) if not isinstance(line, Refused)]
+    taken = [value for value, line in zip(WRONG, lines, strict=True) if not isinstance(line, RefusedLine)]
     assert all(any(value is each or value == each for each in fine) for value in taken), taken
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paged_kv.engine.step import Step
+from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs import ops
 from paged_kv.runtime import compile_key
@@ -21,7 +21,7 @@ SERVED = CompileKey("served", (MODELS, "serve/graph.py"))
 
 def keys(device):
     """A graph of each kind: a variant of the array API, and a model's step."""
-    (step,) = Step("a geometry", ops.DTYPES[0]).keys(device).values()
+    (step,) = StepGraph("a geometry", ops.DTYPES[0]).keys(device).values()
     return {"api": Variant("attention", *ops.DTYPES[:1] * 2).key(device), "step": step}
 
 

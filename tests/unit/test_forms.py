@@ -9,7 +9,7 @@ import pytest
 
 from paged_kv.checkpoint.config import load_config
 from paged_kv.commands.options import form_of
-from paged_kv.commands.prompts import Refused, encode, read
+from paged_kv.commands.prompts import RefusedLine, encode, read
 from paged_kv.engine import Grammar, JsonSchema, Regex, Sampling
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
@@ -219,9 +219,9 @@ def test_json_lines_have_forms(tokenizer, tmp_path: Path):
     first, second, third, fourth, fifth = encode(read(str(file), Sampling(form=NAME), 1), tokenizer, CONFIG)
     assert first.sampling.form == JsonSchema({"type": "integer"})
     assert second.sampling.form == Regex("a+")
-    assert isinstance(third, Refused)
+    assert isinstance(third, RefusedLine)
     assert "Invalid type: nothing" in third.error
-    assert isinstance(fourth, Refused)
+    assert isinstance(fourth, RefusedLine)
     assert fifth.sampling.form == NAME
 
 

@@ -1,7 +1,6 @@
 """GPTQ, AWQ and compressed-tensors: layers packed here by the formats' definitions are read back, faults refused."""
 
 import dataclasses
-import json
 import math
 
 import ml_dtypes
@@ -21,7 +20,7 @@ from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.serve.launch import Serving, prepare
 from paged_kv.serve.memory import ServerMemory
-from support.checkpoints import make_checkpoint, to_torch, write_config
+from support.checkpoints import make_checkpoint, rewrite, to_torch, write_config
 from support.gguf_blocks import dequantise
 from support.packed_layers import K, N, make, quantise
 from support.refusals import refused
@@ -113,8 +112,7 @@ def test_experts_that_lie_apart_become_a_stack_of_blocks(tmp_path):
         layer = name.removesuffix(".weight")
         tensors |= {f"{layer}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    rewrite(tmp_path / "config.json", quantization_config=said)
     source = open_source(tmp_path)
     loaded = source.load(DType.float32)
     for at, weights in stacks.items():

@@ -12,7 +12,7 @@ from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.runtime import compile_key
 from paged_kv.serve import ahead, compiled_graphs
 from paged_kv.serve.ahead import GraphsAhead
-from paged_kv.serve.compiled_graphs import CompiledGraphs, GraphOfMax, asked_by_max
+from paged_kv.serve.compiled_graphs import CompiledGraphs, GraphOfMax, store_for_max
 from paged_kv.serve.launch import COMPILED
 from support import fake_compiler
 from support.fake_compiler import Compiled
@@ -112,14 +112,14 @@ def test_what_is_compiled_ahead_is_found_in_its_folder(tmp_path, cache, session,
 def test_max_asks_while_it_makes_a_pipeline_for_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv(COMPILED, str(tmp_path))
     assert InferenceSession.default_mef_store is None
-    with asked_by_max(on_the_cpu=False):
+    with store_for_max(on_the_cpu=False):
         assert InferenceSession.default_mef_store is None
-    with asked_by_max(on_the_cpu=True):
+    with store_for_max(on_the_cpu=True):
         store = InferenceSession.default_mef_store
         assert CompiledGraphs.in_force() is store
         assert store._folder == tmp_path
         copies = store._copies
-        with asked_by_max(on_the_cpu=True):
+        with store_for_max(on_the_cpu=True):
             assert InferenceSession.default_mef_store is store
     assert InferenceSession.default_mef_store is None
     assert not copies.exists()

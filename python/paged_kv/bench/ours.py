@@ -29,7 +29,6 @@ from paged_kv.bench.problems import (
     bits,
     llama_config,
     numbers,
-    numpy_dtype,
 )
 from paged_kv.graphs import ops
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear
@@ -148,7 +147,7 @@ class OursBfloat16(OursAttention):
 
 
 def _in_bfloat16(tokens: Array) -> Array:
-    out = np.empty((*tokens.shape[:2], numbers(tokens[:1]).shape[2]), numpy_dtype("bfloat16"))
+    out = np.empty((*tokens.shape[:2], numbers(tokens[:1]).shape[2]), np.dtype("bfloat16"))
     for start in range(0, len(tokens), 2**13):
         out[start : start + 2**13] = numbers(tokens[start : start + 2**13]).astype(np.float32)
     return out
@@ -203,7 +202,7 @@ class OursAppend(Ours):
         self._runtime.load(self._variant.family())
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
         page = (case.page_size, case.kv_heads, stored_head(case.kv_dtype, case.head_dim))
-        dtype = numpy_dtype(stored_dtype(case.kv_dtype))
+        dtype = np.dtype(stored_dtype(case.kv_dtype))
         blocks, self._views = pool("NHD", copies, sum(owned), page, dtype)
         bits(blocks)[:] = 0xFF  # NaN: what append leaves out shows
         self.memory = blocks

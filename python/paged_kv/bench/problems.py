@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (teaches NumPy the names bfloat16, float8_e4m3fn and float8_e5m2)
 import numpy as np
 import numpy.typing as npt
 
@@ -26,7 +26,6 @@ from paged_kv.bench.case_kinds import (
     StepCase,
 )
 from paged_kv.options import CODE_DTYPES, stored_dtype, stored_head
-from paged_kv.reference_mla import mla_attention
 
 Array = npt.NDArray[Any]
 
@@ -75,10 +74,6 @@ def problem_of(case: Case, seed: int = 0) -> Problem:
     return problem
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
-
-
 def bits(array: Array) -> Array:
     """The same memory as unsigned integers: NumPy copies those much faster than `ml_dtypes` elements."""
     return array.view(_BITS[array.itemsize])
@@ -86,7 +81,7 @@ def bits(array: Array) -> Array:
 
 def normal(rng: np.random.Generator, shape: Iterable[int], dtype: str, scale: float = 1.0) -> Array:
     """Normal numbers, drawn in blocks so that no large float32 array is needed."""
-    out = np.empty(tuple(shape), numpy_dtype(dtype))
+    out = np.empty(tuple(shape), np.dtype(dtype))
     flat = out.reshape(-1)
     for start in range(0, flat.size, 2**22):
         part = flat[start : start + 2**22]
@@ -98,7 +93,7 @@ def stored_tokens(rng: np.random.Generator, shape: tuple[int, int, int], dtype: 
     """Normal tokens `[N, Hk, D]` as a cache stores them."""
     if dtype not in CODE_DTYPES:
         return normal(rng, shape, dtype)
-    out = np.empty((*shape[:2], stored_head(dtype, shape[2])), numpy_dtype(stored_dtype(dtype)))
+    out = np.empty((*shape[:2], stored_head(dtype, shape[2])), np.dtype(stored_dtype(dtype)))
     for start in range(0, shape[0], 2**13):
         part = out[start : start + 2**13]
         part[:] = reference.quantised(normal(rng, (len(part), *shape[1:]), "float32"), dtype)
@@ -214,7 +209,7 @@ class LatentProblem(Problem):
         q, tokens = self.q[:some], self.tokens[:some]  # a page a request
         (nope, pe), (ckv, kpe) = (np.split(array, [case.ckv], -1) for array in (q, tokens))
         pages, lengths = np.arange(some), np.full(some, case.length)
-        expected, _ = mla_attention(nope, pe, ckv, kpe, pages[:, None], pages, lengths, sm_scale=LATENT_SCALE)
+        expected, _ = reference.mla_attention(nope, pe, ckv, kpe, pages[:, None], pages, lengths, sm_scale=LATENT_SCALE)
         return max(map(relative_error, output[:some], expected))
 
 
@@ -400,7 +395,7 @@ class StepProblem(Problem):
         self.k, self.v = (normal(rng, kv, case.dtype, scale) for scale in (1.0, 0.25))
 
     def _fill(self, rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.memory = np.empty(sum(map(math.prod, shapes.values())), numpy_dtype(self.case.dtype))
+        self.memory = np.empty(sum(map(math.prod, shapes.values())), np.dtype(self.case.dtype))
         """All weights, one after the other."""
         # One block of noise serves all, from another place each: a billion numbers would take a minute.
         noise = rng.standard_normal(2**24, dtype=np.float32)

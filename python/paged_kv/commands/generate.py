@@ -100,7 +100,7 @@ def generate(
     from paged_kv.checkpoint.weights import Checkpoint
     from paged_kv.commands.live import live_view
     from paged_kv.commands.printing import Printer
-    from paged_kv.commands.prompts import Asked, Refused, encode, given, read
+    from paged_kv.commands.prompts import PromptLine, RefusedLine, encode, given, read
     from paged_kv.commands.trace import trace_file, traced
     from paged_kv.engine.disk_tier import DiskTier
     from paged_kv.engine.engine import MAX_RUNNING, Engine
@@ -125,9 +125,9 @@ def generate(
         raise ContractError(f"--speculate {printable(speculate)}: its tokens are not those of --model")
     lines = given(prompts, sampling, samples) if source is None else read(source, sampling, samples)
     lines = encode(lines, tokenizer, config)
-    asked = [line for line in lines if isinstance(line, Asked)]
+    asked = [line for line in lines if isinstance(line, PromptLine)]
     for line in lines:
-        if isinstance(line, Refused) and source is None:
+        if isinstance(line, RefusedLine) and source is None:
             raise ContractError(line.error)
     each = [line.pages(config, page_size) for line in asked]
     if pages is not None and source is None and max(each) > pages:
@@ -152,7 +152,7 @@ def generate(
         printer = Printer(as_json=as_json or source is not None or sampling.logprobs is not None)
         for line in lines:
             try:
-                if isinstance(line, Asked):
+                if isinstance(line, PromptLine):
                     number = engine.add_request(line.tokens, line.sampling, line.n, namespace=line.namespace)
                     printer.expect(number, line)
                 else:
@@ -160,7 +160,7 @@ def generate(
             except PagedKVError as error:  # more pages or samples than there may be
                 if source is None:
                     raise
-                printer.refuse(Refused(line.index, str(error)))
+                printer.refuse(RefusedLine(line.index, str(error)))
         shows = sys.stderr.isatty() and not sys.stdout.isatty() if live is None else live
         with traced(engine.pool, file), live_view(engine, shows):
             printer.start()

@@ -13,7 +13,7 @@ from paged_kv.arguments import printable
 from paged_kv.errors import ContractError, ToolchainError
 
 if TYPE_CHECKING:
-    from paged_kv.commands.page_history import History
+    from paged_kv.commands.page_history import PageHistory
 
 COLOURS = {"used": "#d9480f", "cached": "#f4b183", "free": "#e9ecef"}
 
@@ -36,7 +36,7 @@ def inspect(trace: Path, png: Path | None, html: Path | None) -> None:
                 raise ContractError(f"{printable(path)}: cannot be written: {error}") from None
 
 
-def summary(history: History) -> str:
+def summary(history: PageHistory) -> str:
     """A few lines for a terminal."""
     peak = int(history.used.max(initial=0))
     shared = int(history.owners.max(initial=0))
@@ -48,7 +48,7 @@ def summary(history: History) -> str:
     )
 
 
-def write_png(history: History, path: Path) -> None:
+def write_png(history: PageHistory, path: Path) -> None:
     """Occupancy above, the map of owners below.
 
     Raises:
@@ -92,7 +92,7 @@ def _shades(count: int) -> list[str]:
     return [f"#{round(217 - 150 * i / count):02x}{round(72 - 50 * i / count):02x}0f" for i in range(count)]
 
 
-def write_html(history: History, path: Path) -> None:
+def write_html(history: PageHistory, path: Path) -> None:
     """One page without anything else to load: the data, and the script that draws it."""
     data = {
         "pages": history.pages,

@@ -22,7 +22,7 @@ MOST_PAGES = 2**24
 
 
 @dataclass(frozen=True)
-class History:
+class PageHistory:
     """The pages of one run, after each event."""
 
     pages: int
@@ -47,7 +47,7 @@ class History:
         return self.pages - self.used - self.cached
 
 
-def read_history(path: Path, rows: int = 512, bins: int = 800) -> History:
+def read_history(path: Path, rows: int = 512, bins: int = 800) -> PageHistory:
     """Reads a trace of `paged-kv generate --trace`.
 
     Args:
@@ -149,7 +149,7 @@ class _Map:
             self._since[page] = column
 
     def finish(self) -> npt.NDArray[np.int64]:
-        """`History.owners`."""
+        """`PageHistory.owners`."""
         for page in range(len(self.owners)):
             self._paint(page, self._value(page), self.painted.shape[1] - 1)
         return np.where(self.painted == 1, -1, np.maximum(self.painted - 1, 0))
@@ -163,13 +163,13 @@ class _Map:
         np.maximum(cells, value, out=cells)
 
 
-def _history(pages: int, page_size: int, events: list[_Event], rows: int, bins: int) -> History:
+def _history(pages: int, page_size: int, events: list[_Event], rows: int, bins: int) -> PageHistory:
     found = _Map(pages, rows, bins, events[-1][0] if events else 0.0)
     used, cached = np.zeros(len(events), np.int64), np.zeros(len(events), np.int64)
     for at, (time, kind, _, ids) in enumerate(events):
         found.apply(time, kind, ids)
         used[at], cached[at] = found.used, found.cached
-    return History(
+    return PageHistory(
         pages=pages,
         page_size=page_size,
         seconds=np.array([time for time, *_ in events]),

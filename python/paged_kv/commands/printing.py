@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from paged_kv.commands.prompts import Asked, Refused
+from paged_kv.commands.prompts import PromptLine, RefusedLine
 from paged_kv.engine.requests import Output
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.output import say
@@ -16,7 +16,7 @@ from paged_kv.output import say
 
 @dataclass
 class _Sample:
-    asked: Asked
+    asked: PromptLine
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Printer:
         self.failed = False
         """Whether a prompt was refused, or a sample failed."""
 
-    def expect(self, request: int, asked: Asked) -> None:
+    def expect(self, request: int, asked: PromptLine) -> None:
         """Says that a request of the engine's is this prompt; requests are printed in this order."""
         for index in range(asked.n):
             self._samples[request, index] = _Sample(asked, index)
@@ -55,7 +55,7 @@ class Printer:
         if not self._as_json:
             self._head(first=True)
 
-    def refuse(self, refused: Refused) -> None:
+    def refuse(self, refused: RefusedLine) -> None:
         """Prints why a prompt does not run."""
         self.failed = True
         say(f"line {refused.index + 1}: {refused.error}")

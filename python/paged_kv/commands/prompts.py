@@ -27,7 +27,7 @@ FIELDS = ("prompt", "n", "namespace", *_OPTIONS, *_FORMS)
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptLine:
     """One request of the command."""
 
     index: int
@@ -45,20 +45,20 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedLine:
     """A prompt that cannot run."""
 
     index: int
     error: str
 
 
-Lines = list[Asked | Refused]
+Lines = list[PromptLine | RefusedLine]
 
 
 def given(prompts: Sequence[str], sampling: Sampling, n: int) -> Lines:
     """The requests of `--prompt`: prompt i draws from the streams of seed + i."""
     return [
-        Asked(index, prompt, replace(sampling, seed=(sampling.seed or 0) + index), n)
+        PromptLine(index, prompt, replace(sampling, seed=(sampling.seed or 0) + index), n)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -85,23 +85,23 @@ def read(source: str, sampling: Sampling, n: int) -> Lines:
 def encode(lines: Lines, tokenizer: TextCoder, config: DecoderConfig) -> Lines:
     """The lines with the tokens of their prompts; refused where the model cannot take one, or its options."""
 
-    def tokens(line: Asked) -> Asked:
+    def tokens(line: PromptLine) -> PromptLine:
         line.sampling.check_vocabulary(config.vocab_size)
         compile_form(tokenizer, line.sampling.form)
         prompt = tokenizer.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
         return replace(line, tokens=check_prompt(config, f"prompt {line.index}", prompt))
 
-    return [line if isinstance(line, Refused) else _or_refused(line.index, partial(tokens, line)) for line in lines]
+    return [line if isinstance(line, RefusedLine) else _or_refused(line.index, partial(tokens, line)) for line in lines]
 
 
-def _or_refused(index: int, make: Callable[[], Asked]) -> Asked | Refused:
+def _or_refused(index: int, make: Callable[[], PromptLine]) -> PromptLine | RefusedLine:
     try:
         return make()
     except PagedKVError as error:
-        return Refused(index, str(error))
+        return RefusedLine(index, str(error))
 
 
-def _parse(index: int, line: bytes, sampling: Sampling, n: int) -> Asked:
+def _parse(index: int, line: bytes, sampling: Sampling, n: int) -> PromptLine:
     try:
         fields = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
@@ -120,7 +120,7 @@ def _parse(index: int, line: bytes, sampling: Sampling, n: int) -> Asked:
         raise ContractError(f"a text has one form: one of {', '.join(_FORMS)}, not {len(forms)}")
     if forms:
         options["form"] = forms[0]
-    return Asked(
+    return PromptLine(
         index,
         fields["prompt"],
         replace(sampling, **options),

@@ -44,6 +44,7 @@ import numpy.typing as npt
 from paged_kv.arguments import integer, shown
 from paged_kv.engine.prefix_file import Bits, PagedModel, expected, pack, page_bits, unpack
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
+from paged_kv.files import is_own
 
 QUEUE_BYTES = 1 << 28
 """Of pages that wait to be written: they are copies."""
@@ -53,7 +54,6 @@ _PAGE = re.compile(r"[0-9a-f]{64}\.page")
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
 _OWNER_BYTES = 32
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _OPEN = getattr(os, "O_CLOEXEC", 0) | os.O_NOFOLLOW | os.O_NONBLOCK
 _PLAIN = (str, bytes, int, bool, type(None))
 _LARGEST_NAME = 4096
@@ -248,7 +248,7 @@ class DiskPages:
             return None
         try:
             status = os.fstat(number)
-            if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+            if not stat.S_ISREG(status.st_mode) or not is_own(status):
                 os.close(number)
                 return None
             with open(number, "rb") as file:
@@ -352,7 +352,7 @@ class DiskPages:
                 if _PAGE.fullmatch(entry.name):
                     with suppress(FileNotFoundError):  # removed by a reader
                         status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode) and _is_own(status):
+                        if stat.S_ISREG(status.st_mode) and is_own(status):
                             found[entry.name] = _File(status.st_mtime_ns, status.st_size)
         self._files = found
 
@@ -438,17 +438,13 @@ def _open_folder(path: Path) -> int:
     except NotADirectoryError:
         raise ContractError(f"folder: {path} is no folder") from None
     status = os.fstat(number)
-    if _is_own(status):
+    if is_own(status):
         return number
     os.close(number)
     raise ContractError(
         f"folder: {path} has owner {status.st_uid} and mode {stat.filemode(status.st_mode)}: it must be a folder of"
         f" user {os.geteuid()} that no other user can write to, or texts could be changed by them"
     )
-
-
-def _is_own(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
 def _is_taken(folder: int, name: str) -> bool:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from paged_kv.arguments import integer, shown
 from paged_kv.engine.batching import Batching, Plan
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
-from paged_kv.engine.interfaces import Model, Statistics, TextCoder, compile_form
+from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_form
 from paged_kv.engine.outputs import Commit, OutputStream
 from paged_kv.engine.prefix_file import check_key, load_prefix, save_prefix
 from paged_kv.engine.requests import (
@@ -74,7 +74,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: EngineModel,
         tokenizer: TextCoder | None = None,
         *,
         max_step_tokens: int = MAX_STEP_TOKENS,
@@ -82,7 +82,7 @@ class Engine:
         num_pages: int | None = None,
         share_prefixes: bool = True,
         disk: DiskTier | None = None,
-        speculate: Literal["lookup"] | Model | None = None,
+        speculate: Literal["lookup"] | EngineModel | None = None,
     ) -> None:
         self.model = model
         self.statistics = Statistics()
@@ -457,7 +457,7 @@ class Engine:
         self._batching.recover()
 
 
-def _speculation(speculate: Any, model: Model, max_step_tokens: int, share_prefixes: bool) -> Speculation | None:
+def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share_prefixes: bool) -> Speculation | None:
     if speculate is None or (isinstance(speculate, str) and speculate == "lookup"):
         return None if speculate is None else Speculation()
     if isinstance(speculate, str) or not hasattr(speculate, "step"):

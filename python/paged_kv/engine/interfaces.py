@@ -16,7 +16,7 @@ from paged_kv.errors import ContractError
 from paged_kv.graphs.models.config import DecoderConfig
 
 
-class Model(PagedModel, Protocol):
+class EngineModel(PagedModel, Protocol):
     """What the engine needs of a model (`model.DecoderModel`)."""
 
     config: DecoderConfig

@@ -20,7 +20,7 @@ from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import OnProgress
 from paged_kv.engine.prefix_file import Bits
-from paged_kv.engine.step import Step
+from paged_kv.engine.step import StepGraph
 from paged_kv.errors import ContractError
 from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import decoder
@@ -82,7 +82,7 @@ class DecoderModel:
         self._device = runtime.driver_device
         if kv_format is not None and not self._device.is_host:
             raise ContractError(f"kv_format: a cache of {kv_format} codes is not supported on a GPU")
-        step = Step.of(config, dtype, kv_format)
+        step = StepGraph.of(config, dtype, kv_format)
         self.geometry = step.geometry
         self._blocks = _new_cache(config, num_pages, page_size, dtype, kv_format, self._device)
         self._keys = step.keys(runtime.architecture)

@@ -21,7 +21,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.engine.interfaces import Model
+from paged_kv.engine.interfaces import EngineModel
 from paged_kv.engine.requests import Sample
 from paged_kv.engine.sampling import Choice, choose
 from paged_kv.errors import PoolExhausted, RequestError
@@ -82,7 +82,7 @@ class Draft:
         share_prefixes: Whether prompts that begin alike share pages.
     """
 
-    def __init__(self, model: Model, vocab_size: int, max_step_tokens: int, share_prefixes: bool) -> None:
+    def __init__(self, model: EngineModel, vocab_size: int, max_step_tokens: int, share_prefixes: bool) -> None:
         self.model, self._vocab_size, self._most, self._shares = model, vocab_size, max_step_tokens, share_prefixes
         self._pool = PagePool(model.num_pages, model.page_size)
         self._prefixes = PrefixCache(self._pool)

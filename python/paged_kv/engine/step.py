@@ -30,7 +30,7 @@ DEMO_DTYPE = DType.float32
 
 
 @dataclass(frozen=True)
-class Step:
+class StepGraph:
     """The step of all models of one geometry. Batch, lengths, page size and number of pages are run-time values."""
 
     geometry: DecoderConfig
@@ -39,10 +39,10 @@ class Step:
     """Of a cache of codes."""
 
     @staticmethod
-    def of(config: DecoderConfig, dtype: DType, kv_format: KVFormat | None = None) -> Step:
+    def of(config: DecoderConfig, dtype: DType, kv_format: KVFormat | None = None) -> StepGraph:
         """Without what of the configuration the step does not depend on."""
         geometry = replace(config, max_position_embeddings=0, bos_token_id=None, eos_token_ids=(), dtype=None)
-        return Step(geometry, dtype, kv_format)
+        return StepGraph(geometry, dtype, kv_format)
 
     def keys(self, architecture: str) -> dict[str, CompileKey]:
         """What the graph depends on, by its name; `architecture` is a GPU's, as in `Runtime`."""
@@ -56,11 +56,11 @@ class Step:
 
 def demo_family() -> GraphFamily:
     """The step of `paged-kv demo`, which is compiled ahead with the kernels of the array API."""
-    step = Step.of(load_config(FOLDER), DEMO_DTYPE)
+    step = StepGraph.of(load_config(FOLDER), DEMO_DTYPE)
     return GraphFamily(step.keys(""), partial(_build_on_cpu, step), _demo_weights)
 
 
-def _build_on_cpu(step: Step, module: Module, _names: Sequence[str]) -> None:
+def _build_on_cpu(step: StepGraph, module: Module, _names: Sequence[str]) -> None:
     step.build(module, DeviceRef.CPU())
 
 
@@ -98,7 +98,7 @@ def compile_checkpoint(
         set_virtual_cpu_target(target)
     runtime = default_runtime()
     config = with_cache_rotation(source.on(runtime.device).config, rotate)
-    step = Step.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
+    step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
 
     def build(module: Module, _: Sequence[str]) -> None:
         step.build(module, runtime.device)

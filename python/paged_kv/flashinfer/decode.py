@@ -184,7 +184,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
             rope_theta: Base of the rotary embedding; None is 1e4.
             non_blocking, fixed_split_size, disable_split_kv: Accepted, without effect.
             block_tables: `[B, n]` page ids, in their first entries those of `indices`. They and `seq_lens` may be left
-                out: they say again what the page table says.
+                out: they repeat the page table.
             seq_lens: `[B]` tokens of each request.
             q_len_per_req: Query tokens of each request, its last ones: row i of n sees `L - n + i + 1` tokens. Requests
                 without tokens have rows that see nothing. It is fixed, as the batch is, where the page table lives in

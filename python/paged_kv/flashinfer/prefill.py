@@ -263,7 +263,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr: Must be None, and `token_pos_in_items_len` 0:
                 multi-item scoring is not supported.
             seq_lens, seq_lens_q: `[B]` tokens and query rows of each request. They and `block_tables` `[B, n]` may be
-                left out: they say again what the other arrays say.
+                left out: they repeat the other arrays.
             use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv: Accepted, without effect.
             max_token_per_sequence, max_sequence_kv, uniform_q_len: Accepted, without effect.
 

@@ -1,7 +1,6 @@
 """Pages and the requests that own them: the pool, and the prefixes that requests share."""
 
-from paged_kv.pool.base import Counts
-from paged_kv.pool.page_pool import Copy, PagePool, pages_needed
+from paged_kv.pool.page_pool import Copy, Counts, PagePool, pages_needed
 from paged_kv.pool.prefix import PrefixCache
 from paged_kv.pool.requests import PageEvent
 

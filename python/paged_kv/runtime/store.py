@@ -33,11 +33,10 @@ from pathlib import Path
 from typing import IO
 
 from paged_kv.errors import ContractError, ToolchainError
-from paged_kv.files import open_regular
+from paged_kv.files import is_own, open_regular
 from paged_kv.runtime.cache_folder import NO_CACHE, cache_path
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _CANNOT_WRITE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 _MAGIC = b"PKV-SEAL"
 _SEAL = struct.Struct("<32sQQ8s")
@@ -86,7 +85,7 @@ class Store:
                 raise ToolchainError(NO_CACHE.format(error)) from error
             self._missing = error
             return
-        if not stat.S_ISDIR(status.st_mode) or not _is_own(status):
+        if not stat.S_ISDIR(status.st_mode) or not is_own(status):
             raise ToolchainError(
                 f"artefact folder {path} has owner {status.st_uid} and mode {stat.filemode(status.st_mode)}: it holds"
                 f" code to run, so it must be a folder of user {os.geteuid()} that no other user can write to;"
@@ -232,9 +231,4 @@ def _opened(path: Path) -> Iterator[IO[bytes] | None]:
         yield None
         return
     with file:
-        yield file if _is_own(os.fstat(file.fileno())) else None
-
-
-def _is_own(status: os.stat_result) -> bool:
-    """Whether the user owns it and no other user can write to it."""
-    return status.st_uid == os.geteuid() and not status.st_mode & _WRITABLE_BY_OTHERS
+        yield file if is_own(os.fstat(file.fileno())) else None

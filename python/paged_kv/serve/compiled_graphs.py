@@ -62,7 +62,7 @@ class CompiledGraphs(MefStore):
 
     @staticmethod
     def in_force() -> CompiledGraphs:
-        """What `asked_by_max` or `compile_for_server` has put there, or one that looks into the cache folder alone."""
+        """What `store_for_max` or `compile_for_server` has put there, or one that looks into the cache folder alone."""
         store = InferenceSession.default_mef_store
         return store if isinstance(store, CompiledGraphs) else CompiledGraphs()
 
@@ -111,7 +111,7 @@ class CompiledGraphs(MefStore):
 
 
 @contextmanager
-def asked_by_max(on_the_cpu: bool) -> Iterator[None]:
+def store_for_max(on_the_cpu: bool) -> Iterator[None]:
     """While MAX makes a pipeline: it finds its graphs among our artefacts, if they are the CPU's.
 
     Where somebody has put a store there already, that one stays.

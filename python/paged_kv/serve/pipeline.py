@@ -17,7 +17,7 @@ from max.pipelines.lib import PipelineConfig, TextGenerationPipeline
 from max.pipelines.modeling.types import RequestID, TextGenerationInputs
 
 from paged_kv.runtime.cpu_target import apply_cpu_target
-from paged_kv.serve.compiled_graphs import asked_by_max
+from paged_kv.serve.compiled_graphs import store_for_max
 from paged_kv.serve.tokenizer import FAILED_TOKEN
 
 logger = logging.getLogger("max.pipelines")
@@ -34,7 +34,7 @@ class ServedPipeline(TextGenerationPipeline[TextContext]):
     def __init__(self, pipeline_config: PipelineConfig, *others: Any, **named: Any) -> None:
         apply_cpu_target()  # the process of the model does not import `architectures.py`
         on_the_cpu = all(device.device_type == "cpu" for device in pipeline_config.model.device_specs)
-        with asked_by_max(on_the_cpu):
+        with store_for_max(on_the_cpu):
             super().__init__(pipeline_config, *others, **named)
 
     def execute(self, inputs: TextGenerationInputs[TextContext]) -> dict[RequestID, TextGenerationOutput]:
