@@ -130,11 +130,13 @@ def step(
     return o * 2, lse, gathered_k
 
 
-def test_a_compiled_function_has_no_graph_break_and_the_same_numbers() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_function_has_no_graph_break_and_the_same_numbers(backend: str) -> None:
+    """Inductor, torch's default, needs a C++ compiler."""
     q, _, _ = rows([1] * 4)
     new = new_rows()
     results, caches = [], []
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     for function in (step, compiled):
         both = torch.from_numpy(CACHE.k_blocks.copy())
         table, lengths = tensors()[2:]
