@@ -1,10 +1,12 @@
-"""What the API itself costs on the CPU: `plan` over large page tables, and `run` where there is little to attend to.
+"""What the API itself costs on the CPU: `plan` over large page tables, and `run` and the torch operator where there is
+little to attend to.
 
     python -m benchmarks.api_overhead [--csv] [--repeats N]
 
 `plan`: 256 requests of up to 32,768 tokens, pages of 16 (524,288 page ids where all are full), checks included.
 `run`: one request of 16 tokens, 8 query and 2 KV heads of 128. Its overhead is what it costs beyond the compiled
-graph's own execution with operands prepared beforehand, on the same inputs.
+graph's own execution with operands prepared beforehand, on the same inputs. `paged_attention`: the operator on the same
+request, also where a millisecond of other work is done before each call: MAX's threads sleep by then.
 Times are medians of single calls; a tenth as many calls are made before to warm up.
 """
 
@@ -28,17 +30,24 @@ from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
+from paged_kv.torch import paged_attention
 
 PLAN_BATCH, PLAN_TOKENS, PAGE_SIZE = 256, 32768, 16
 HEADS = (8, 2, 128)  # query heads, KV heads, head_dim
 RUN_TOKENS = 16
 
 
-def medians_us(repeats: int, *calls: Callable[[], Any]) -> list[float]:
-    """The median of `repeats` single runs of each call; the calls take turns, to meet the same noise."""
+def medians_us(repeats: int, *calls: Callable[[], Any], apart_s: float = 0.0) -> list[float]:
+    """The median of `repeats` single runs of each call; the calls take turns, to meet the same noise.
+
+    Before each one the thread computes for `apart_s`.
+    """
     times = np.zeros((repeats // 10 + 1 + repeats, len(calls)))
     for row in times:
         for i, call in enumerate(calls):
+            begin = time.perf_counter() + apart_s
+            while time.perf_counter() < begin:
+                pass
             start = time.perf_counter_ns()
             call()
             row[i] = time.perf_counter_ns() - start
@@ -57,11 +66,13 @@ def plan_us(to_array: Callable[[np.ndarray], Any], *, full: bool, repeats: int) 
     return medians_us(repeats, lambda: wrapper.plan(*table, *HEADS, PAGE_SIZE, q_data_type="bfloat16"))[0]
 
 
-def run_us(kind: str, dtype: str, repeats: int) -> tuple[float, float]:
-    """`run` of one short request, and the bare execution of the same graph."""
+def run_us(kind: str, dtype: str, repeats: int, *, operator: bool = False, apart_s: float = 0.0) -> tuple[float, float]:
+    """`run` of one short request, or the torch operator, and the bare execution of the same graph."""
     heads, kv_heads, head_dim = HEADS
     q: Any = torch.randn(1, heads, head_dim).to(getattr(torch, dtype))
     cache: Any = torch.randn(4, 2, PAGE_SIZE, kv_heads, head_dim).to(getattr(torch, dtype))
+    table, tokens = (torch.tensor(values, dtype=torch.int32) for values in ([[2]], [RUN_TOKENS]))
+    views = cache[:, 0], cache[:, 1]
     if kind == "numpy":
         q, cache = as_numpy(q, "q"), as_numpy(cache, "cache")
     wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
@@ -85,7 +96,11 @@ def run_us(kind: str, dtype: str, repeats: int) -> tuple[float, float]:
         to_buffer(AttentionOptions().numbers(head_dim)),
     ]
     runtime = default_runtime()
-    total, bare = medians_us(repeats, lambda: wrapper.run(q, cache), lambda: runtime.execute(variant, *operands))
+
+    def call() -> Any:
+        return paged_attention(q, *views, table, tokens) if operator else wrapper.run(q, cache)
+
+    total, bare = medians_us(repeats, call, lambda: runtime.execute(variant, *operands), apart_s=apart_s)
     return total, bare
 
 
@@ -101,6 +116,10 @@ def measure(repeats: int) -> list[dict[str, Any]]:
             total, bare = run_us(kind, dtype, repeats)
             row = {"what": f"run, {dtype}", "arrays": kind, "total_us": total, "graph_us": bare}
             rows.append(row | {"overhead_us": total - bare})
+        for apart, apart_s in (("", 0.0), (", apart", 1e-3)):
+            total, bare = run_us("torch", dtype, repeats, operator=True, apart_s=apart_s)
+            row = {"what": f"paged_attention, {dtype}{apart}", "arrays": "torch", "total_us": total, "graph_us": bare}
+            rows.append(row | {"overhead_us": total - bare})
     return rows
 
 
@@ -110,10 +129,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2000, help="calls per measurement of run; plan takes a quarter")
     arguments = parser.parse_args()
     rows = measure(arguments.repeats)
-    print(f"{'what':<24} {'arrays':<8} {'total us':>10} {'graph us':>10} {'overhead us':>12}")
+    print(f"{'what':<32} {'arrays':<8} {'total us':>10} {'graph us':>10} {'overhead us':>12}")
     for row in rows:
         numbers = [f"{row[name]:.1f}" if name in row else "" for name in ("total_us", "graph_us", "overhead_us")]
-        print(f"{row['what']:<24} {row['arrays']:<8} {numbers[0]:>10} {numbers[1]:>10} {numbers[2]:>12}")
+        print(f"{row['what']:<32} {row['arrays']:<8} {numbers[0]:>10} {numbers[1]:>10} {numbers[2]:>12}")
     if arguments.csv:
         path = Path(__file__).parent / "results" / "api_overhead.csv"
         path.parent.mkdir(exist_ok=True)

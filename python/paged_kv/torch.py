@@ -20,15 +20,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from max.driver import Buffer
 from torch import Tensor
 from torch.library import Library, register_fake
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
-from paged_kv.arrays.cache_storage import paged_views
+from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.dtypes import dtype_of
-from paged_kv.arrays.host import HOST, as_indices, as_numpy
+from paged_kv.arrays.exchange import to_max, to_torch
+from paged_kv.arrays.host import HOST, as_indices, as_numpy, to_buffer
 from paged_kv.calls.append import WritableCache
-from paged_kv.calls.attend import Attention, Scales
+from paged_kv.calls.attend import Attention, Scales, checked_sinks
 from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_table_of
 from paged_kv.calls.kv_copy import read_rows
 from paged_kv.calls.linear import Weight
@@ -44,6 +46,8 @@ __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
 
 _MOST_KEPT = 1 << 16
 """Entries of a page table that are copied to be compared with the next call's."""
+_MOST_LAYOUTS = 64
+"""Of caches that one attention knows; with more it forgets them."""
 _NO_SCALES: Scales = (None, None, None)
 
 
@@ -203,12 +207,7 @@ def _attention(
         (q.dtype, k_cache.dtype),
         (sm_scale, window_left, logits_soft_cap, alibi),
     )
-    rows = _rows(block_tables, seq_lens, qo_indptr, page_size)
-    results = Results(return_lse=True)
-    found: tuple[Tensor, Tensor] = attention.over_pages(
-        rows, q, (k_cache, v_cache), "NHD", _NO_SCALES, results, sinks=sinks
-    )
-    return found
+    return attention.over_tensors(_rows(block_tables, seq_lens, qo_indptr, page_size), q, k_cache, v_cache, sinks)
 
 
 def _append(
@@ -254,19 +253,84 @@ def _linear(x: Tensor, w: Tensor) -> Tensor:
     return found
 
 
+class TensorAttention(Attention):
+    """An `Attention` of torch's tensors on the CPU, which keeps no cache alive."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        super().__init__(plan, keeps_storage=False)
+        self._passed: dict[tuple[Any, ...], tuple[int, int, Buffer]] = {}
+
+    def over_tensors(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`over_pages` of K and V `[pages, page_size, Hk, D]`, without scales: o and the lse.
+
+        What dtypes, shapes and strides decide is checked in their first call; from then on a call checks what else may
+        change: values, storage, the number of rows.
+        """
+        layout = q.dtype, q.shape[1:], k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride()
+        passed = self._passed.get(layout)
+        fits = rows.count == q.shape[0] > 0 and rows.table.page_size == k.shape[1]
+        if (
+            passed is not None
+            and fits
+            and rows.is_plain(self.plan.options.window_left >= 0, self.plan.pos_encoding_mode)
+            and _holds(queries := q.contiguous(), queries.numel())
+            and _holds(k, passed[0])
+            and _holds(v, passed[1])
+        ):
+            k_extent, v_extent, view = passed
+            rows.table.check(k.shape[0])
+            values = None
+            if sinks is not None:
+                values = to_buffer(checked_sinks(HOST, sinks, self.plan.num_qo_heads, "num_qo_heads"))
+            storage = to_max(_flat(k, k_extent)), to_max(_flat(v, v_extent)), view
+            o, lse = self.run_checked(rows, to_max(queries), storage, values)
+            return to_torch(o), to_torch(lse)
+        results = Results(return_lse=True)
+        found: tuple[Tensor, Tensor] = self.over_pages(rows, q, (k, v), "NHD", _NO_SCALES, results, sinks=sinks)
+        if passed is None and q.numel() and k.numel() and v.numel():
+            if len(self._passed) >= _MOST_LAYOUTS:
+                self._passed = {}
+            _, _, view = cache_operands(*paged_views((k, v), "NHD"))
+            self._passed[layout] = _extent(k), _extent(v), view
+        return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from a tensor's first to its last in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _flat(tensor: Tensor, extent: int) -> Tensor:
+    return tensor.as_strided((extent,), (1,))
+
+
+def _holds(tensor: Tensor, extent: int) -> bool:
+    """Whether a tensor is an ordinary one, whose memory lies on the CPU, is aligned and has `extent` elements."""
+    size = tensor.itemsize
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and not tensor.is_neg()
+        and tensor.data_ptr() % size == 0
+        and (tensor.storage_offset() + extent) * size <= tensor.untyped_storage().nbytes()
+    )
+
+
 @lru_cache(maxsize=256)
 def planned(
     sizes: tuple[int, int, int, int | None],
     dtypes: tuple[torch.dtype, torch.dtype],
     options: tuple[float | None, int, float, bool],
-) -> Attention:
+) -> TensorAttention:
     """The plan of these query heads, KV heads, head_dim and page_size, with its operands prepared; for
     `paged_kv.transformers` too.
     """
     sm_scale, window_left, logits_soft_cap, alibi = options
     q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
     check_dtype(f"{_DTYPE_NAMES[0]}:", q_dtype)
-    return Attention(
+    return TensorAttention(
         AttentionPlan(
             *sizes,
             q_dtype,
@@ -275,8 +339,7 @@ def planned(
             AttentionOptions(sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap),
             dtype_names=_DTYPE_NAMES,
             cache_name="cache",
-        ),
-        keeps_storage=False,
+        )
     )
 
 
@@ -320,13 +383,19 @@ def _check_tensors(**tensors: Any) -> None:
         ContractTypeError: an argument is no tensor, or none of plain memory on the CPU.
     """
     for name, tensor in tensors.items():
+        if type(tensor) is Tensor and _is_plain(tensor):
+            continue
         if not isinstance(tensor, Tensor):
             raise ContractTypeError(f"{name} must be a torch tensor, not {type(tensor).__name__}")
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        if not _is_plain(tensor):
             kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
             raise ContractTypeError(
                 f"{name} is a {kind} tensor on {tensor.device}: it must be a strided one on the CPU"
             )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _check_tensors_or_none(**tensors: Any) -> None:
@@ -358,9 +427,21 @@ def _check_caches(**caches: Tensor) -> None:
             raise ShapeError(f"{name} must have 4 dimensions, its shape is {tuple(cache.shape)}")
 
 
-def _fake_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    del rest
-    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache)
+def _fake_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    qo_indptr: Tensor | None,
+    sm_scale: float | None,
+    window_left: int,
+    logits_soft_cap: float,
+    sinks: Tensor | None,
+    alibi: bool,
+) -> tuple[Tensor, Tensor]:
+    del block_tables, seq_lens, qo_indptr, sm_scale, window_left, logits_soft_cap, alibi
+    _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
     _check_ranks(q, k_cache, v_cache)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 

@@ -11,11 +11,13 @@ from mojo_ops.attention.cpu.plan import (
     LONG_SEGMENTS_PER_CALL,
     MAX_WHOLE_TOKENS,
     MIN_LONG_TOKENS,
+    MIN_QUERIES,
     MIN_SHORT_TOKENS,
     MOST_LONG_SEGMENTS,
     Segment,
     SegmentLengths,
     SegmentPlan,
+    THREAD_WORK,
     WORK_CLASSES,
     plan_segments,
 )
@@ -231,6 +233,16 @@ def test_each_length_holds_half_of_the_rest() raises:
                     counts[i] += 1
         for i, count in [(0, 32), (1, 32), (2, 32), (3, 64)]:
             assert_equal(counts[i], count)
+
+
+def test_threads_are_woken_for_work_alone() raises:
+    """The same plan, more workers than it keeps busy: K and V of few queries count as of `MIN_QUERIES`."""
+    var result = plan([0, 1, 2, 3], [64, 64, 64, 64])
+    var kv_heads = THREAD_WORK // (256 * MIN_QUERIES * 128)
+    for group, head_dim, tasks in [(1, 128, 1), (1, 256, 2), (MIN_QUERIES, 256, 2), (8, 128, 2), (32, 128, 4)]:
+        assert_equal(result.num_tasks(group, kv_heads, head_dim, 16), tasks)
+        assert_equal(result.num_tasks(group, kv_heads, head_dim, 1), 1)
+    assert_equal(plan([0], [0]).num_tasks(8, 8, 128, 16), 1)
 
 
 def main() raises:

@@ -59,7 +59,7 @@ def attend_on_cpu[
     var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
     var max_queries = heads.kv_heads * max_stride
     var max_prefill_queries = plan.max_prefill_rows * heads.group
-    var tasks = max(1, min(len(plan.segments), workers))
+    var tasks = plan.num_tasks(heads.group, heads.kv_heads, heads.padded_dim, workers)
     var split_results = SplitResults(
         plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_value
     )

@@ -28,6 +28,11 @@ as long (Emerald Rapids without AMX, 2026-11-23)."""
 comptime MAX_WHOLE_PREFILL = 2
 """A prefill block of up to so many of the longest segments is not split, because its split costs more: 512 new tokens
 of 2048 took 1.06 times as long where every block was split (32/8 heads of 128; Zen 5, two threads, 2026-11-22)."""
+comptime THREAD_WORK = 1 << 18
+"""Multiply-adds of q and K that a thread is woken for, at least: 15 to 30 us on Zen 4, and to wake one takes 10 us where
+it spins and some 50 where it sleeps."""
+comptime MIN_QUERIES = 4
+"""As so many queries a KV head counts what has fewer: to read K and V then takes most of the time."""
 comptime LENGTHS = 4
 """Lengths of segments, each half of the one before."""
 comptime WORK_CLASSES = 64
@@ -187,6 +192,21 @@ struct SegmentPlan(Movable):
         for i in range(first, len(self.segments)):
             self.segments[i].num_splits = num_splits
         self.num_split_results += num_splits
+
+    def num_tasks(self, group: Int, kv_heads: Int, head_dim: Int, workers: Int) -> Int:
+        """How many threads the segments keep busy, from 1 to `workers`: no result depends on it.
+
+        Args:
+            group: Query heads of a KV head.
+            kv_heads: KV heads of the call.
+            head_dim: Of K.
+            workers: Threads, at most.
+        """
+        var work = 0
+        for segment in self.segments:
+            var queries = max(segment.num_rows * group, MIN_QUERIES)
+            work += (segment.end - segment.begin) * queries * (1 if segment.is_prefill() else kv_heads)
+        return max(1, min(min(len(self.segments), workers), work * head_dim // THREAD_WORK))
 
     def order_by_work(mut self, kv_heads: Int):
         """Sorts segments: the most work first, so that threads end together; within a class of work as they were.

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from max.driver import Buffer, Device
+from max.driver import CPU, Buffer, Device
 from max.dtype import DType
 
 from paged_kv.arrays.dtypes import EXTENDED, dtype_of, max_dtype, numpy_dtype
@@ -23,27 +23,29 @@ if TYPE_CHECKING:
 _FLOAT8 = frozenset(dtype for dtype in EXTENDED.values() if dtype.size_in_bytes == 1)
 
 
-def to_max(tensor: Tensor, device: Device) -> Buffer:
-    """A buffer over the memory of a contiguous tensor on `device`; to be called inside `Streams.ordered`."""
+def to_max(tensor: Tensor, device: Device | None = None) -> Buffer:
+    """A buffer over the memory of a contiguous tensor on `device`, the CPU where it is None; to be called inside
+    `Streams.ordered`.
+    """
     float8 = _float8().get(tensor.dtype)
     if not tensor.numel():
-        return Buffer(float8 or max_dtype(dtype_of(tensor.dtype, "array")), list(tensor.shape), device)
+        return Buffer(float8 or max_dtype(dtype_of(tensor.dtype, "array")), list(tensor.shape), device or CPU())
     if float8 is None:
         return Buffer.from_dlpack(_Capsule(tensor))
     raw = Buffer.from_dlpack(_Capsule(tensor.view(sys.modules["torch"].uint8)))
     return raw.view(float8, list(tensor.shape))
 
 
-def to_torch(buffer: Buffer, device: Device) -> Tensor:
-    """A tensor over the memory of a buffer on `device`."""
+def to_torch(buffer: Buffer, device: Device | None = None) -> Tensor:
+    """A tensor over the memory of a buffer on `device`, the CPU where it is None."""
     torch = sys.modules["torch"]
     if not buffer.num_elements:
         dtype = getattr(torch, numpy_dtype(buffer.dtype).name)
-        return torch.empty(tuple(buffer.shape), dtype=dtype, device=torch_name(device))
+        return torch.empty(tuple(buffer.shape), dtype=dtype, device=torch_name(device or CPU()))
     if buffer.dtype in _FLOAT8 and buffer.is_contiguous:
         raw = torch.from_dlpack(buffer.view(DType.uint8, buffer.shape))
         return raw.view(getattr(torch, numpy_dtype(buffer.dtype).name))
-    return torch.from_dlpack(buffer)
+    return torch.from_dlpack(buffer) if device is not None else torch.utils.dlpack.from_dlpack(buffer.__dlpack__())
 
 
 def copied_to(buffer: Buffer, device: Device) -> Buffer:
@@ -77,11 +79,16 @@ class _Capsule:
         self._tensor = tensor
 
     def __dlpack__(self, **_: Any) -> Any:
-        return sys.modules["torch"].utils.dlpack.to_dlpack(self._tensor)
+        return _to_dlpack()(self._tensor)
 
     def __dlpack_device__(self) -> Any:
-        return (_CPU, 0) if self._tensor.device.type == "cpu" else self._tensor.__dlpack_device__()
+        return _ON_CPU if self._tensor.is_cpu else self._tensor.__dlpack_device__()
 
 
-_CPU = 1
-"""DLPack's kDLCPU."""
+@cache
+def _to_dlpack() -> Any:
+    return import_module("torch.utils.dlpack").to_dlpack
+
+
+_ON_CPU = (1, 0)
+"""DLPack's kDLCPU, and its number."""

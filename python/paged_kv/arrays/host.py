@@ -231,7 +231,7 @@ def _torch_views() -> dict[Any, tuple[Any, np.dtype]]:
 
 
 def _from_torch(tensor: Any, name: str) -> np.ndarray:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ContractTypeError(f"{name} is on device {tensor.device}, it must be on the CPU")
     try:
         raw, dtype = _torch_views()[tensor.dtype]
@@ -255,13 +255,11 @@ def check_storage_of(tensor: Any, name: str) -> None:
     Raises:
         ContractTypeError: as said.
     """
-    if tensor.is_contiguous():
-        reached = tensor.numel()
-    else:
+    reached = tensor.numel()
+    if not tensor.is_contiguous():
         reached = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + reached) * tensor.itemsize
-    if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
-        held = tensor.untyped_storage().nbytes()
+    needed, held = (tensor.storage_offset() + reached) * tensor.itemsize, tensor.untyped_storage().nbytes()
+    if held < needed and tensor.numel():
         raise ContractTypeError(
             f"{name}: its elements take {needed} bytes of storage, which holds {held}: was it freed?"
         )

@@ -24,7 +24,7 @@ from paged_kv.arrays.cache_storage import (
     overlapping_pages,
     paged_views,
 )
-from paged_kv.arrays.host import to_buffer
+from paged_kv.arrays.host import HOST, to_buffer
 from paged_kv.arrays.overlap import Named
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.buffers import FixedBuffers
@@ -34,15 +34,16 @@ from paged_kv.calls.rows import Rows
 from paged_kv.calls.scalars import one_number
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import alibi_slopes, stored_head
-from paged_kv.runtime.session import runtime_on
+from paged_kv.runtime.session import Runtime, runtime_on
 
 Scales = tuple[float | None, float | None, float | None]
 """q_scale, k_scale, v_scale; None is 1."""
 
-_Storage = tuple[Buffer, Buffer, Buffer]
+Storage = tuple[Buffer, Buffer, Buffer]
 """`cache_operands`."""
 
 _NUMBERS = (float, int, type(None))
+_NO_SCALES: Scales = (None, None, None)
 
 
 class Attention:
@@ -70,9 +71,9 @@ class Attention:
         self._constants: dict[ArrayDevice, tuple[Buffer, Buffer, Buffer]] = {}
         self._window = _int32(plan.options.window_left)
         self._last_window: tuple[Any, Buffer] = None, self._window
-        no_scales: Scales = (None, None, None)
-        self._last_numbers = no_scales, self._pack(no_scales)
-        self._last_storage: tuple[tuple[Any, ...], _Storage | None] = ((), None)
+        self._unscaled = self._pack(_NO_SCALES)
+        self._last_numbers = _NO_SCALES, self._unscaled
+        self._last_storage: tuple[tuple[Any, ...], Storage | None] = ((), None)
 
     def __str__(self) -> str:
         return str(self.plan)
@@ -221,28 +222,51 @@ class Attention:
             sink_values = checked_sinks(device, sinks, plan.num_qo_heads, "num_qo_heads")
         runtime = runtime_on(device.index)
         with device.ordered():
-            slopes, no_sinks, head_of_v = self._constants_on(device)
-            row_batch, row_lengths, lookup_table = rows.operands_on(device)
-            k_blocks, v_blocks, view = self._storage_of(device, k, v)
-            o, lse = runtime.execute(
-                self._variant if plain else self._masked_variant,
-                device.buffer(queries),
-                row_batch,
-                row_lengths,
-                *(() if plain else (*rows.masked_operands_on(device), head_of_v)),
-                k_blocks,
-                v_blocks,
-                lookup_table,
-                view,
-                slopes,
-                no_sinks if sink_values is None else device.buffer(sink_values),
-                window,
-                numbers,
+            storage = self._storage_of(device, k, v)
+            values = None if sink_values is None else device.buffer(sink_values)
+            o, lse = self._execute(
+                runtime, device, rows, plain, device.buffer(queries), storage, values, window, numbers
             )
         found = device.take(o)
         if self._narrowed is not None:
             found = device.astype(found, self._narrowed)
         return found, device.take(lse)
+
+    def run_checked(self, rows: Rows, q: Buffer, storage: Storage, sinks: Buffer | None) -> list[Buffer]:
+        """O and the lse on the host, as `run` without scales, of operands that it would take; `rows` are plain."""
+        return self._execute(runtime_on(None), HOST, rows, True, q, storage, sinks, self._window, self._unscaled)
+
+    def _execute(
+        self,
+        runtime: Runtime,
+        device: ArrayDevice,
+        rows: Rows,
+        plain: bool,
+        q: Buffer,
+        storage: Storage,
+        sinks: Buffer | None,
+        window: Buffer,
+        numbers: Buffer,
+    ) -> list[Buffer]:
+        """O and the lse, of operands that were checked; `plain` is `Rows.is_plain`."""
+        slopes, no_sinks, head_of_v = self._constants_on(device)
+        row_batch, row_lengths, lookup_table = rows.operands_on(device)
+        k_blocks, v_blocks, view = storage
+        return runtime.execute(
+            self._variant if plain else self._masked_variant,
+            q,
+            row_batch,
+            row_lengths,
+            *(() if plain else (*rows.masked_operands_on(device), head_of_v)),
+            k_blocks,
+            v_blocks,
+            lookup_table,
+            view,
+            slopes,
+            no_sinks if sinks is None else sinks,
+            window,
+            numbers,
+        )
 
     def _constants_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
         """ALiBi's slopes, the empty sinks, and an array as long as a head of V, copied to a device once."""
@@ -252,7 +276,7 @@ class Attention:
             found = self._constants[device] = slopes, no_sinks, device.upload(self._head_of_v)
         return found
 
-    def _storage_of(self, device: ArrayDevice, k: Any, v: Any) -> _Storage:
+    def _storage_of(self, device: ArrayDevice, k: Any, v: Any) -> Storage:
         """`cache_operands`, kept for the next run over the same memory (and so keeping it alive until then)."""
         if not self._keeps_storage:
             return cache_operands(k, v, device)

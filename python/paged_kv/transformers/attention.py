@@ -18,7 +18,6 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from paged_kv.calls.results import Results
 from paged_kv.errors import ContractError
 from paged_kv.torch import planned
 from paged_kv.transformers.batching import attend_batch
@@ -133,15 +132,14 @@ def _attend(
 ) -> Tensor:
     batch, heads, new_tokens, head_dim = query.shape
     assert layer.k_pages is not None
+    assert layer.v_pages is not None
     q = query.transpose(1, 2).reshape(batch * new_tokens, heads, head_dim)
     attention = planned(
         (heads, layer.k_pages.shape[2], head_dim, PAGE_SIZE),
         (query.dtype, query.dtype),
         (scaling, -1 if window is None else window - 1, softcap or 0.0, False),
     )
-    o: Tensor = attention.over_pages(
-        step.rows, q, (layer.k_pages, layer.v_pages), "NHD", (None, None, None), Results(), sinks=sinks
-    )
+    o, _ = attention.over_tensors(step.rows, q, layer.k_pages, layer.v_pages, sinks)
     return o.view(batch, new_tokens, heads, head_dim)
 
 

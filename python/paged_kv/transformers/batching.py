@@ -22,12 +22,11 @@ from transformers.generation.continuous_batching.cache_allocators import (
     SlidingAttentionCacheAllocator,
 )
 
-from paged_kv.calls.attend import Attention
 from paged_kv.calls.ragged import RaggedRequests, TokenRanges
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import LookupTable, Rows
 from paged_kv.options import NO_PAGE
-from paged_kv.torch import planned
+from paged_kv.torch import TensorAttention, planned
 from paged_kv.transformers.served import NAME
 
 _STEP = "_paged_kv_step"
@@ -117,7 +116,7 @@ def attend_batch(
     heads, head_dim = query.shape[1], query.shape[3]
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H, D]
 
-    def attention(page_size: int | None, window_left: int) -> Attention:
+    def attention(page_size: int | None, window_left: int) -> TensorAttention:
         sizes = (heads, k.shape[1], head_dim, page_size)
         return planned(sizes, (q.dtype, k.dtype), (scaling, window_left, softcap or 0.0, False))
 
@@ -140,7 +139,7 @@ def attend_batch(
     if step.paged is not None:
         some_q = q if step.chosen is None else q[step.chosen]
         plan = attention(allocator.tokens_per_page, -1)
-        o = plan.over_pages(step.paged, some_q, _pages_of(allocator, layer), "NHD", _NO_SCALES, Results(), sinks=sinks)
+        o, _ = plan.over_tensors(step.paged, some_q, *_pages_of(allocator, layer), sinks)
         if step.chosen is None:
             return o[None]
     all_rows = torch.zeros_like(q)
