@@ -1,22 +1,24 @@
-"""Offline batches on two engines of the demo's model, one of which is killed."""
+"""Offline batches on two engines of the demo's model, which are killed."""
 
 import json
 import os
 import runpy
 import signal
 import sys
-import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import ray
 
-from paged_kv.engine import Sampling
+from paged_kv.engine import Engine, Sampling
 from paged_kv.errors import ContractError
 from paged_kv.ray import generate
-from support.ray_load import SECONDS
+from paged_kv.ray.batches import ALONE, TOGETHER
+from paged_kv.ray.replica import Model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve" / "offline.py"
 
@@ -46,24 +48,33 @@ def test_the_example(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().out.endswith(said)
 
 
-class KillWhenWritten(threading.Thread):
-    """Kills an engine of the pool after so many more files, again and again."""
+@dataclass(frozen=True)
+class Deadly(Model):
+    """Its engines are killed after a step that computed one of these prompts, by each so many times."""
 
-    def __init__(self, folder: Path, kills: int, every: int) -> None:
-        super().__init__(daemon=True)
-        self.stop, self.done = threading.Event(), 0
-        self._folder, self._kills, self._every = folder, kills, every
+    deadly: Mapping[str, int] = field(default_factory=dict)
+    deaths: str = ""
+    """A folder that gets a file for each."""
 
-    def run(self) -> None:
-        while self.done < self._kills and not self.stop.wait(0.05):
-            written = len(list(self._folder.glob("part-*")))
-            if written < 1 + self.done * self._every:
-                continue
-            names = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
-            engines = [pid for pid, words in names if words and words[0].startswith("ray::") and "Worker" in words[0]]
-            if engines:
-                os.kill(engines[0], signal.SIGKILL)
-                self.done += 1
+    def engine(self) -> Engine:
+        engine = super().engine()
+        add, step, here = engine.add_request, engine.step, set()
+
+        def adding(prompt, *rest):
+            here.add(prompt)
+            return add(prompt, *rest)
+
+        def stepping():
+            outputs = step()
+            for prompt in sorted(here & self.deadly.keys()):
+                count = len(list(Path(self.deaths).glob(f"{prompt}*")))
+                if count < self.deadly[prompt]:
+                    (Path(self.deaths) / f"{prompt} {count}").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return outputs
+
+        engine.add_request, engine.step = adding, stepping
+        return engine
 
 
 @pytest.mark.usefixtures("cluster")
@@ -77,18 +88,24 @@ def test_each_row_once_though_engines_are_killed_and_the_same_as_without(tmp_pat
     options = {"engines": 2, "batch_size": 16}
     calm = generate(source, "demo", tmp_path / "calm", **options)
     assert (calm.rows, calm.failed, calm.found) == (offline_rows, 0, 0)
-    killer = KillWhenWritten(tmp_path / "killed", 3, max(1, offline_rows // 16 // 5))
-    killer.start()
-    generate(source, "demo", tmp_path / "killed", **options)
-    killer.stop.set()
-    killer.join(SECONDS)
-    assert killer.done == 3
     right = rows_of(tmp_path / "calm")
-    assert rows_of(tmp_path / "killed") == right
     assert sorted(right) == list(range(offline_rows))
     assert all(row["error"] is None and len(row["tokens"]) == 4 + row["id"] % 9 for row in right.values())
+    # Three rows whose engine is killed once, and one that would kill every engine.
+    (tmp_path / "deaths").mkdir()
+    poison = offline_rows * 5 // 8
+    deadly = {lines[offline_rows * eighth // 8]["prompt"]: 1 for eighth in (1, 3, 7)} | {lines[poison]["prompt"]: 99}
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    model = Deadly("demo", deadly=deadly, deaths=str(tmp_path / "deaths"))
+    killed = generate(source, model, tmp_path / "killed", **options)
+    assert (killed.rows, killed.failed) == (offline_rows, 1)
+    assert len(list((tmp_path / "deaths").iterdir())) == 3 + TOGETHER + ALONE
+    found = rows_of(tmp_path / "killed")
+    assert found.pop(poison)["error"] == "2 engines ended while they computed it alone"
+    assert found == {name: row for name, row in right.items() if name != poison}
     # What a run that was stopped has left undone, in other batches, from Parquet to Parquet.
-    for file in sorted((tmp_path / "killed").iterdir())[::2]:
+    files = sorted((tmp_path / "killed").glob("part-*"))
+    for file in {*files[::2], *(file for file in files if "engines ended" in file.read_text())}:
         file.unlink()
     table = pa.table({name: [line[name] for line in lines] for name in lines[0]})
     (tmp_path / "in").mkdir()
@@ -97,6 +114,10 @@ def test_each_row_once_though_engines_are_killed_and_the_same_as_without(tmp_pat
     again = generate(tmp_path / "in", "demo", tmp_path / "killed", format="parquet", batch_size=24)
     assert (again.rows, again.found) == (offline_rows - left, left)
     assert rows_of(tmp_path / "killed") == right
+    lines[0]["prompt"] = "Another one"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ContractError, match="row 0 says something else"):
+        generate(source, "demo", tmp_path / "killed")
 
 
 @pytest.mark.usefixtures("cluster")

@@ -44,8 +44,14 @@ class App:
     def __init__(self, port: int, **arguments: Any) -> None:
         self.url = f"http://127.0.0.1:{port}/v1"
         self.replicas = arguments.get("replicas", 1)
-        serve.run(app({"model": "demo", "drain_seconds": 30, **arguments}), name="app")
+        began = time.monotonic()
+        serve.run(app({"model": "demo", "drain_seconds": 120, **arguments}), name="app")
         self._handle = serve.get_deployment_handle("Replica", "app")
+        self.start_seconds = time.monotonic() - began
+        """Until its replicas were there."""
+        while httpx.get(self.url + "/health", timeout=SECONDS).status_code != 200:  # Ray's proxy knows no route yet
+            assert time.monotonic() - began < SECONDS
+            time.sleep(0.05)
 
     def ask(self, prompt: str | Sequence[int], **options: Any) -> Reply:
         """Streams one request, greedy where nothing else is said."""
@@ -101,20 +107,27 @@ class App:
 
 
 class Killer(threading.Thread):
-    """Ends replicas at random moments, so many times in all; each time one that has come up since."""
+    """Ends replicas at random moments, so many times in all; each time all of them are there first."""
 
     def __init__(self, target: App, kills: int, seed: int, most_seconds: float) -> None:
         super().__init__(daemon=True)
-        self.done, self.stop = 0, threading.Event()
+        self.stop = threading.Event()
+        self.back: list[float] = []
+        """Seconds after each kill until as many replicas answered as before."""
+        self.error: BaseException | None = None
         self._target, self._kills, self._most = target, kills, most_seconds
         self._random = random.Random(seed)
 
     def run(self) -> None:
-        while self.done < self._kills and not self.stop.wait(self._random.uniform(0.1, self._most)):
-            pid = self._random.choice(sorted(self._target.status()))
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                self.done += 1
+        try:
+            there = self._target.status()
+            while len(self.back) < self._kills and not self.stop.wait(self._random.uniform(0.1, self._most)):
+                began = time.monotonic()
+                os.kill(self._random.choice(sorted(there)), signal.SIGKILL)
+                there = self._target.status()
+                self.back.append(time.monotonic() - began)
+        except BaseException as error:  # the test looks
+            self.error = error
 
 
 def right_texts(engine: Any, prompts: Sequence[Any], sampling: Any) -> list[str]:

@@ -1,6 +1,7 @@
 """The engine around a model that needs no compiler: what is in a batch, preempted, forked or found changes no token."""
 
 import asyncio
+import threading
 from collections import defaultdict
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from paged_kv.engine.async_engine import AsyncEngine
 from paged_kv.engine.engine import Engine
+from paged_kv.engine.forms import Regex
 from paged_kv.engine.requests import Output, Sampling
 from paged_kv.errors import ContractError, RequestError
 from support.engine_runs import Letters, guess_often, run
@@ -231,16 +233,62 @@ def test_asyncio_tasks_share_an_engine_and_cancel_what_they_asked_for():
     assert engine.pool.num_used == 0
 
 
-def test_an_error_of_the_model_reaches_every_task():
+def test_an_error_of_the_model_reaches_those_that_had_pages_and_gives_these_back():
     class Failing(FakeModel):
-        def step(self, *_):
-            raise MemoryError("no memory")
+        def step(self, tokens, *rest):
+            if any(22 in new for new in tokens):
+                raise MemoryError("no memory")
+            return super().step(tokens, *rest)
+
+    engine = Engine(Failing(40, 4), max_running=3)
+    server = AsyncEngine(engine)
+
+    async def ask(first: int) -> list[int]:
+        sampling = Sampling(9, logit_bias={22: -100})
+        return [token async for output in server.generate([first], sampling) for token in output.tokens]
+
+    async def main() -> list:
+        waiting = [asyncio.create_task(ask(first)) for first in (22, 1, 2, 3, 4)]
+        done = await asyncio.gather(*waiting, return_exceptions=True)
+        assert engine.pool.num_used == 0
+        assert server.failures == 0
+        with pytest.raises(MemoryError, match="no memory"):
+            await ask(22)
+        async with asyncio.timeout(60):
+            while engine.pool.num_used:  # nobody asks for anything any more
+                await asyncio.sleep(0.001)
+        assert server.failures == 1
+        return done
+
+    *failed, third, fourth = asyncio.run(main())
+    assert [str(error) for error in failed] == ["no memory"] * 3
+    assert [third, fourth] == [alone([first], Sampling(9, logit_bias={22: -100})) for first in (3, 4)]
+
+
+def test_forms_are_compiled_beside_the_steps():
+    """Two that take long to compile, and a request without a form meanwhile; what is refused is refused."""
+    compiling, may_go = threading.Event(), threading.Event()
+
+    class Slow(Letters):
+        @property
+        def forms(self):
+            compiling.set()
+            assert may_go.wait(60)
+            raise ContractError("form: it cannot be compiled")
+
+    server = AsyncEngine(Engine(FakeModel(40, 4), Slow()))
+
+    async def ask(sampling: Sampling) -> int:
+        return len([output async for output in server.generate([1], sampling)])
 
     async def main() -> None:
-        server = AsyncEngine(Engine(Failing(40, 4)))
-        for _ in range(2):
-            with pytest.raises(MemoryError, match="no memory"):
-                await anext(server.generate([1]))
+        slow = [asyncio.create_task(ask(Sampling(3, form=Regex("a")))) for _ in range(2)]
+        await asyncio.to_thread(compiling.wait, 60)
+        assert await ask(Sampling(3)) == 3
+        may_go.set()
+        for task in slow:
+            with pytest.raises(ContractError, match="cannot be compiled"):
+                await task
 
     asyncio.run(main())
 

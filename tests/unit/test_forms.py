@@ -3,6 +3,7 @@
 import builtins
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,15 @@ def test_what_would_end_the_process_or_take_minutes_is_refused(tokenizer):
     for form in (Grammar(f'start: a0\n{chain}\na9000: "x"\n'), JsonSchema(remainders)):
         with pytest.raises(ContractError, match=r"^form: it cannot be compiled within 4 s, 4 GiB of memory"):
             Engine(Nonsense(4), tokenizer).add_request([5], Sampling(form=form))
+
+
+def test_what_was_refused_is_not_tried_again(tokenizer, monkeypatch):
+    tried, failed = [], subprocess.CompletedProcess([], -9)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: tried.append(1) or failed)
+    for _ in range(2):
+        with pytest.raises(ContractError, match="ended with -9"):
+            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(form=Regex("refused twice")))
+    assert len(tried) == 1
 
 
 def test_errors_name_the_place(tokenizer):

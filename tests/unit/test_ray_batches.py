@@ -1,11 +1,14 @@
 """Offline batches without Ray: rows, seeds, files."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from paged_kv.engine import Engine, Sampling
-from paged_kv.ray.batches import Work, compute, seed_of, write, written
+from paged_kv.errors import ContractError
+from paged_kv.ray.batches import ALONE, TOGETHER, Work, compute, finish, seed_of, written
 from paged_kv.ray.replica import Model
 from support.engine_runs import Letters
 from support.fake_model import VOCAB, FakeModel
@@ -58,11 +61,59 @@ def test_a_row_that_is_wrong_fails_alone(tmp_path):
 def test_what_is_written_is_found_and_a_batch_has_one_file(tmp_path):
     mine = work(tmp_path)
     for rows in (ROWS[:20], ROWS[20:], ROWS[:20]):
-        results = compute(engine(), mine, rows)
-        write(mine.file_of([row["id"] for row in rows]), results)
+        assert finish(engine(), mine, rows) == [False] * 20
     (tmp_path / ".part-x.jsonl.123").write_text("{half of a li")
-    assert written(tmp_path) == set(range(40))
+    assert written(tmp_path) == {row["id"]: mine.digest_of(row) for row in ROWS}
     files = list(tmp_path.glob("part-*"))
     assert len(files) == 2
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert sorted(rows, key=lambda row: row["id"]) == compute(engine(), mine, ROWS)
+
+
+def test_a_row_is_known_by_all_that_it_says_and_a_folder_by_its_run(tmp_path):
+    mine = work(tmp_path)
+    row = {"id": 1, "prompt": "x", "temperature": 1, "max_tokens": 7.0, "x": "a"}
+    assert mine.digest_of(row) == mine.digest_of(row | {"temperature": 1.0, "max_tokens": 7, "top_k": None, "x": "b"})
+    others = [row | change for change in ({"id": 2}, {"prompt": "y"}, {"temperature": 0.5}, {"seed": 3})]
+    assert len({mine.file_of([each]) for each in (row, *others)}) == 5
+    mine.enter()
+    mine.enter()
+    for name, other in (
+        ("seed", work(tmp_path, seed=6)),
+        ("temperature", work(tmp_path, sampling=Sampling(8, 0.5))),
+        ("model", replace(mine, model=Model("elsewhere"))),
+        ("dtype", replace(mine, model=Model("demo", "bfloat16"))),
+    ):
+        with pytest.raises(ContractError, match=f"results of another run: {name} is"):
+            other.enter()
+    (tmp_path / ".run.json").unlink()
+    finish(engine(), mine, ROWS[:1])
+    with pytest.raises(ContractError, match=r"no \.run\.json"):
+        mine.enter()
+
+
+class Killed(BaseException):
+    """In place of a signal, which leaves what was written."""
+
+
+def test_a_row_that_ends_its_engines_becomes_an_error_and_the_others_their_texts(tmp_path):
+    class Deadly(FakeModel):
+        def step(self, tokens, *rest):
+            if any(new[:3] == [9, 9, 9] for new in tokens):
+                raise Killed
+            return super().step(tokens, *rest)
+
+    mine, deaths, failed = work(tmp_path), 0, []
+    rows = [*ROWS[:5], {"id": "poison", "prompt": [9, 9, 9, 1]}, *ROWS[5:9]]
+    while not failed and deaths < 9:
+        try:
+            failed = finish(Engine(Deadly(60, 4), Letters()), mine, rows)
+        except Killed:
+            deaths += 1
+    assert deaths == TOGETHER + ALONE
+    assert failed == [row["id"] == "poison" for row in rows]
+    (file,) = tmp_path.iterdir()
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (results[5]["finish"], results[5]["error"]) == ("error", "2 engines ended while they computed it alone")
+    assert results[:5] + results[6:] == compute(engine(), mine, ROWS[:9])
+    assert finish(engine(), mine, rows) == failed

@@ -2,16 +2,32 @@
 
 import asyncio
 import json
-from dataclasses import replace
+import threading
+import time
+from dataclasses import dataclass, replace
 
 import pytest
 
-from paged_kv.engine import Sampling
+from paged_kv.engine import Engine, Sampling
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
 from paged_kv.ray.ingress import Application, Replicas
 from paged_kv.ray.protocol import Reader
-from paged_kv.ray.streams import REFUSED, Diverged, Job, Lost, Piece, Stalled, resumed
+from paged_kv.ray.replica import Model, Replica
+from paged_kv.ray.streams import (
+    BEGAN,
+    FAILED,
+    REFUSED,
+    Clock,
+    Diverged,
+    Job,
+    Lost,
+    Piece,
+    Stalled,
+    Suspects,
+    resumed,
+)
+from support.fake_model import FakeModel, alone
 
 
 class Died(Exception):
@@ -60,13 +76,42 @@ class Fleet:
             self.closed += 1
 
 
-def collected(fleet: Fleet, retries=2, seconds=5.0, job=JOB) -> list[Piece]:
-    async def run():
-        start = lambda: fleet.start(job)  # noqa: E731
-        stream = resumed(start, job.n, lost=(Died,), retries=retries, seconds=seconds)
-        return [piece async for batch in stream for piece in batch]
+async def one(fleet: Fleet, retries=2, clock=None, job=JOB, suspects=None) -> list[Piece]:
+    stream = resumed(
+        lambda avoid: fleet.start(replace(job, avoid=avoid)),
+        job.n,
+        lost=(Died,),
+        full=(Full,),
+        retries=retries,
+        clock=clock or Clock(5.0),
+        suspects=suspects or Suspects(),
+    )
+    return [piece async for batch in stream for piece in batch]
 
-    return asyncio.run(run())
+
+class Instant(asyncio.SelectorEventLoop):
+    """Waits take no time: its clock is set to what comes next."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__()
+        select = self._selector.select
+        self._selector.select = lambda timeout=None: self.pass_by(timeout or 0) or select(0)
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+    def time(self) -> float:
+        return self.now
+
+
+def instantly(work):
+    with asyncio.Runner(loop_factory=Instant) as runner:
+        return runner.run(work)
+
+
+def collected(fleet: Fleet, **options) -> list[Piece]:
+    return instantly(one(fleet, **options))
 
 
 @pytest.mark.parametrize("first", range(12))
@@ -109,14 +154,100 @@ def test_another_text_is_never_sent():
         collected(Liar())
 
 
-def test_nobody_waits_for_ever():
-    class Silent(Fleet):
-        async def start(self, job):
-            yield pieces_of(job)[:1]
-            await asyncio.sleep(3600)
+class Running(Fleet):
+    """Replicas that run all their requests at once, and die of token 666 with all of them; another one comes then."""
 
+    def __init__(self, replicas: int, dies_at: int) -> None:
+        super().__init__()
+        self.running, self.made, self.dies_at = {f"r{number}": 0 for number in range(replicas)}, replicas, dies_at
+
+    async def start(self, job):
+        name = min(self.running, key=lambda name: (name in job.avoid, self.running[name]))
+        self.running[name] += 1
+        try:
+            yield [Piece(BEGAN, (), name, None, None)]
+            for at, piece in enumerate(pieces_of(job)):
+                await asyncio.sleep(0.01)
+                if job.tokens == (666,) and at == self.dies_at and self.running.pop(name, None) is not None:
+                    self.running[f"r{self.made}"] = 0
+                    self.made += 1
+                if name not in self.running:
+                    raise Died
+                yield [piece]
+        finally:
+            if name in self.running:
+                self.running[name] -= 1
+
+
+@pytest.mark.parametrize("dies_at", [0, 5])
+def test_a_poisoned_request_takes_no_others_with_it_and_ends_no_more_replicas_than_it_may(dies_at):
+    fleet, suspects = Running(2, dies_at), Suspects()
+    jobs = [replace(JOB, tokens=(number,)) for number in (*range(20), 666, *range(20, 40))]
+
+    async def run():
+        return await asyncio.gather(*(one(fleet, job=job, suspects=suspects) for job in jobs), return_exceptions=True)
+
+    for job, found in zip(jobs, instantly(run()), strict=True):
+        if job.tokens == (666,):
+            assert "3 replicas were lost" in str(found)
+        else:
+            assert found == pieces_of(job)
+    assert fleet.made - 2 == 3
+
+
+def test_a_step_that_raises_is_tried_on_another_replica():
+    class Failing(Fleet):
+        async def start(self, job):
+            self.ends.append(job.avoid)
+            yield [Piece(BEGAN, (), f"r{len(self.ends)}", None, None)]
+            failed = Piece(FAILED, (), "", "error", "a step raised ValueError")
+            yield [*pieces_of(job)[: 2 * len(self.ends)], *([failed] if len(self.ends) < 3 else [])]
+            yield pieces_of(job)[6:]
+
+    fleet = Failing()
+    assert collected(fleet) == pieces_of(JOB)
+    assert fleet.ends == [set(), {"r1"}, {"r1", "r2"}]
+    with pytest.raises(Lost, match=r"1 replicas were lost .* a step raised ValueError"):
+        collected(Failing(), retries=0)
+
+
+def test_a_request_that_was_taken_waits_where_the_queue_is_full():
+    fleet = Fleet((3, Died()), (0, Full()), (0, Full()), None)
+    assert collected(fleet) == pieces_of(JOB)
+    with pytest.raises(Full):
+        collected(Fleet((0, Full())))
+    with pytest.raises(Stalled, match="the queue was full"):
+        collected(Fleet((3, Died()), *[(0, Full())] * 99))
+
+
+def test_a_queue_is_told_from_a_replica_that_hangs():
+    """Who waits in Ray's queue or in an engine's waits as long as these go on."""
+
+    class Queue(Fleet):
+        async def start(self, job):
+            if job.tokens == (2,):  # no replica has room for it
+                await asyncio.sleep(60)
+            yield [Piece(BEGAN, (), "r", None, None)]
+            if job.tokens == (3,):  # the step of this one hangs
+                await asyncio.sleep(3600)
+            for _ in range(12):
+                await asyncio.sleep(5)
+                yield []
+            yield pieces_of(job)
+
+    jobs = [replace(JOB, tokens=(number,)) for number in (1, 2, 3)]
+
+    async def run():
+        clock = Clock(10)
+        first, second, third = (asyncio.create_task(one(Queue(), job=job, clock=clock)) for job in jobs)
+        with pytest.raises(Stalled, match="nothing came for 10 s"):
+            await third
+        assert asyncio.get_running_loop().time() == pytest.approx(10)
+        return [await first, await second]
+
+    assert instantly(run()) == [pieces_of(job) for job in jobs[:2]]
     with pytest.raises(Stalled, match="nothing came"):
-        collected(Silent(), seconds=0.05)
+        instantly(one(Queue(), job=jobs[1], clock=Clock(10)))
 
 
 def test_other_errors_go_through():
@@ -147,6 +278,7 @@ def test_fields_become_sampling(reader):
         16, 1.0, seed=1, stop_tokens=[3], ignore_end=True
     )
     assert read(reader).job.sampling.seed != read(reader).job.sampling.seed is not None
+    assert read(reader, user="me", metadata={"a": "b"}, store=False, tools=[], suffix=None).job.n == 1
     assert read(reader, prompt=["In the beginning"]).job.tokens == read(reader).job.tokens
     assert read(reader, prompt=[[5, 6]]).job.tokens == read(reader, prompt=[5, 6]).job.tokens == (5, 6)
 
@@ -172,6 +304,8 @@ def test_a_chat_is_its_template(reader):
         ({"n": 99}, "n must"),
         ({"logprobs": 1}, "logprobs is not supported"),
         ({"tools": [{}]}, "tools is not supported"),
+        ({"guided_regex": "a+"}, "guided_regex is no field"),
+        ({"messages": []}, "messages is no field"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"user_namespace": 3}, "user_namespace"),
     ],
@@ -281,3 +415,81 @@ def test_what_an_engine_refuses_is_400_and_what_fails_in_it_is_said(reader):
     assert (status, json.loads(body)["error"]["message"]) == (400, "needs 9 pages")
     status, _, body = ask(reader, Failing(), BODY)
     assert (status, json.loads(body)["error"]["message"]) == (500, "logits hold NaN")
+
+
+# A replica, whose model needs no compiler.
+
+
+class Held(FakeModel):
+    """Its steps wait until they may go on; where token 22 is in one, it raises."""
+
+    def __init__(self) -> None:
+        super().__init__(40, 4)
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def step(self, tokens, *rest):
+        assert self.may_go.wait(60)
+        if any(22 in new for new in tokens):
+            raise ValueError("22")
+        return super().step(tokens, *rest)
+
+
+@dataclass(frozen=True)
+class Faked(Model):
+    inner: FakeModel | None = None
+
+    def engine(self):
+        return Engine(self.inner, max_running=1)
+
+
+def test_a_replica_says_what_became_of_a_request_and_whether_it_is_well():
+    model = Held()
+    replica = Replica(Faked("fake", inner=model), "here", 0.8)
+    quick = Sampling(3, logit_bias={22: -100})
+
+    async def ask(*tokens: int) -> list:
+        return [piece async for batch in replica.generate(Job(tokens, quick)) for piece in batch or [None]]
+
+    async def main() -> None:
+        began, *pieces = await ask(1)
+        assert began == Piece(BEGAN, (), "here", None, None)
+        assert [piece.tokens for piece in pieces if piece] == [(token,) for token in alone([1], quick)]
+        _, *_, failed = await ask(22)
+        assert (failed.sample, failed.error) == (FAILED, "a step raised ValueError")
+        assert (await ask())[-1].sample == REFUSED
+        await replica.check_health()
+        for _ in range(2):
+            await ask(22)
+        with pytest.raises(ToolchainError, match="3 steps in a row raised"):
+            await replica.check_health()
+        await ask(1)
+        await replica.check_health()
+        model.may_go.clear()
+        stuck = asyncio.create_task(ask(1))
+        await replica.check_health()
+        await asyncio.sleep(0.5)
+        with pytest.raises(ToolchainError, match="a step has not ended"):
+            await replica.check_health()
+        assert (await stuck)[-1][4].startswith("a step has not ended")
+        model.may_go.set()
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_is_busy_with_others_says_so():
+    class Slow(FakeModel):
+        def step(self, *rest):
+            time.sleep(0.002)
+            return super().step(*rest)
+
+    replica = Replica(Faked("fake", inner=Slow(40, 4)), "here", 0.08)
+
+    async def ask(first: int) -> list:
+        return [batch async for batch in replica.generate(Job((first,), Sampling(100)))]
+
+    async def main() -> list:
+        return await asyncio.gather(*(ask(first) for first in range(2)))
+
+    _, waiting = asyncio.run(main())
+    assert waiting[:2] == [[Piece(BEGAN, (), "here", None, None)], []]

@@ -43,10 +43,15 @@ def test_a_claim_larger_than_a_node_takes_several(tmp_path):
     assert len({core.node for core in ask(6, tmp_path).cores}) == 2
 
 
-def test_a_core_is_taken_with_all_its_cpus_and_has_one_thread(tmp_path):
+def test_cpus_are_those_that_ray_counts_and_a_core_has_one_thread(tmp_path):
+    """As many replicas as Ray starts find their CPUs; whole cores go first."""
     first, second = ask(2, tmp_path, TWIN), ask(3, tmp_path, TWIN)
     assert (first.cpus, first.threads) == ({0, 4}, 1)
-    assert (second.cpus, second.threads) == ({1, 5, 2, 6}, 2)
+    assert (second.cpus, second.threads) == ({1, 5, 2}, 2)
+    last = [ask(1, tmp_path, TWIN) for _ in range(3)]
+    assert [(each.cpus, each.threads) for each in last] == [({3}, 1), ({6}, 1), ({7}, 1)]
+    with pytest.raises(ContractError, match="too few of 8 CPUs were free"):
+        ask(1, tmp_path, TWIN)
 
 
 @pytest.mark.parametrize(("cpus", "reason"), [(0, "cpus"), (9, "this process may run on 8"), (True, "cpus")])
@@ -92,9 +97,20 @@ def test_a_killed_process_has_no_cores_any_more(tmp_path):
 BOUND = """
 import os, sys, threading, time
 from pathlib import Path
-from paged_kv.ray.placement import claim, machine
+from paged_kv.ray import placement
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-taken = claim(1, folder=Path(sys.argv[1]))
+taken = placement.claim(1, folder=Path(sys.argv[1]))
+class Tasks:
+    turns = 0
+    def iterdir(self):  # a thread that is not bound yet starts another one once it was looked for
+        found = sorted(Path("/proc/self/task").iterdir())
+        if self.turns < 3:
+            self.turns += 1
+            os.sched_setaffinity(0, set(all_cpus))
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        return iter(found)
+all_cpus = os.sched_getaffinity(0)
+placement._TASKS = Tasks()
 taken.bind()
 masks = {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
 assert masks == {taken.cpus}, masks

@@ -148,6 +148,11 @@ class Engine:
         return len(self._batching.running)
 
     @property
+    def running(self) -> frozenset[int]:
+        """The requests that have pages. Where a step raised, these are the ones that it may have held."""
+        return frozenset(sample.request.number for sample in self._batching.running)
+
+    @property
     def is_idle(self) -> bool:
         """Whether every request has ended, and `step` has returned all it has."""
         return not self._unfinished and not self._wanted and self._outputs.is_empty
@@ -181,8 +186,23 @@ class Engine:
             PoolExhausted: the prompt and its new tokens need more pages than there are.
             ToolchainError: it has a form, and llguidance is not installed.
         """
-        request = self._request(prompt, sampling, n, namespace, self._outputs)
-        self._add(request)
+        return self.add(self.prepare(prompt, sampling, n, namespace=namespace))
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        n: int = 1,
+        *,
+        namespace: Hashable = None,
+    ) -> Request:
+        """A request for `add`: what of `add_request` may take long, as a form that is compiled. Raises as that."""
+        return self._request(prompt, sampling, n, namespace, self._outputs)
+
+    def add(self, request: Request) -> int:
+        """Adds a request that was prepared, once; returns its number."""
+        self._unfinished[request.number] = request
+        self._wanted.append(request)
         return request.number
 
     def abort(self, request: int) -> None:
@@ -239,7 +259,7 @@ class Engine:
         """
         request = self._request(prompt, sampling, n, namespace, Outbox())
         outputs = OutputStream(self, request)
-        self._add(request)
+        self.add(request)
         return outputs
 
     def save_prefix(
@@ -313,10 +333,6 @@ class Engine:
         end = frozenset(sampling.stop_tokens) | frozenset(() if sampling.ignore_end else config.eos_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, form, root=root)
-
-    def _add(self, request: Request) -> None:
-        self._unfinished[request.number] = request
-        self._wanted.append(request)
 
     def _namespace(self, namespace: Hashable) -> Hashable:
         """What stands for a namespace in later look-ups: they call no `__hash__` of the user's, which may raise."""

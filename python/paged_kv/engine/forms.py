@@ -186,7 +186,8 @@ class Forms:
         Raises:
             ContractError: it cannot be compiled, or no text has it; the message says where, for a schema as a pointer.
         """
-        _try_out(*_grammar(form))
+        if refusal := _try_out(*_grammar(form)):
+            raise ContractError(refusal)
         matcher = self._matcher(_grammar(form), self._tokens)
         problem = _problem(matcher)
         if not problem:
@@ -296,10 +297,10 @@ class FormState:
 
 
 @lru_cache(64)
-def _try_out(kind: str, text: str) -> None:
-    """Refuses a form that cannot be compiled in bounded time, memory and stack."""
+def _try_out(kind: str, text: str) -> str:
+    """Why a form cannot be compiled in bounded time, memory and stack, if so; a refusal is remembered too."""
     if kind == "json_schema" and len(text) <= _SURE_CHARACTERS and not any(name in text for name in _UNSURE):
-        return
+        return ""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     given = json.dumps([kind, text, _MOST_STATES, SECONDS_TO_COMPILE]).encode()
     try:
@@ -308,11 +309,12 @@ def _try_out(kind: str, text: str) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ContractError(f"form: it cannot be tried out: {printable(error)}") from None
-    if trial.returncode:
-        raise ContractError(
-            f"form: it cannot be compiled within {SECONDS_TO_COMPILE} s, 4 GiB of memory and 4 MiB of stack"
-            f" (a process that tried ended with {trial.returncode})"
-        )
+    if not trial.returncode:
+        return ""
+    return (
+        f"form: it cannot be compiled within {SECONDS_TO_COMPILE} s, 4 GiB of memory and 4 MiB of stack"
+        f" (a process that tried ended with {trial.returncode})"
+    )
 
 
 def _grammar(form: Form) -> tuple[str, str]:

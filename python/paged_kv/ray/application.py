@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from ray import exceptions, serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -38,6 +38,13 @@ ROUTERS = {
 }
 
 
+def _known(autoscaling: dict[str, Any]) -> dict[str, Any]:
+    for name in autoscaling:  # Ray ignores those that it does not know
+        if name not in AutoscalingConfig.model_fields:
+            raise ValueError(f"{name} is no field of Ray Serve's autoscaling_config")
+    return autoscaling
+
+
 class Arguments(BaseModel):
     """What `app` may be told. All but the model may be left out; `serve run` gives them as texts."""
 
@@ -52,17 +59,19 @@ class Arguments(BaseModel):
     page_size: PositiveInt = 16
     max_step_tokens: PositiveInt = 2048
     cpus: PositiveInt = 1
-    """Of each replica."""
+    """Of each replica, as Ray counts them: 2 are a core where it runs two threads."""
     replicas: PositiveInt = 1
-    autoscaling: dict[str, Any] | None = None
+    autoscaling: Annotated[dict[str, Any], AfterValidator(_known)] | None = None
     """Ray Serve's `autoscaling_config`, in place of `replicas`."""
     ingresses: PositiveInt = 1
     max_ongoing: PositiveInt = 64
     """Requests that a replica computes or keeps in its engine's queue."""
     max_queued: PositiveInt = 128
     """Requests that wait in an ingress until a replica takes them; the next one gets 429."""
-    retries: int = 2
+    retries: NonNegativeInt = 2
+    """How often a request is computed again whose replica died or failed."""
     stall_seconds: PositiveFloat = 120
+    """For which a client waits without news of its replica; a replica whose step takes half as long is restarted."""
     drain_seconds: PositiveFloat = 120
     """How long requests may go on when a replica or the application is stopped."""
     router: Literal["prefix", "round_robin", "load"] = "prefix"
@@ -77,6 +86,14 @@ class Arguments(BaseModel):
     def each(self) -> Model:
         """What every replica loads."""
         return Model(self.model, self.dtype, self.num_pages, self.page_size, self.max_step_tokens, self.cpus)
+
+
+class NamedReplica(Replica):
+    """A replica that has Ray's name for it."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        super().__init__(arguments.each, name, arguments.stall_seconds)
 
 
 @serve.ingress()
@@ -140,7 +157,7 @@ def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
     if given.autoscaling is not None:
         amount = {"autoscaling_config": given.autoscaling}
     replica = serve.deployment(
-        Replica,
+        NamedReplica,
         name="Replica",
         ray_actor_options={"num_cpus": given.cpus},
         max_ongoing_requests=given.max_ongoing,
@@ -163,4 +180,4 @@ def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
     )
-    return ingress.bind(given, replica.bind(given.each))
+    return ingress.bind(given, replica.bind(given))

@@ -2,22 +2,26 @@
 
 A batch is one file, which its engine writes whole or not at all and whose name is a digest of its rows: a batch that is
 computed twice, because an engine died after it had written, gives the same file. What a run finds written it leaves
-out. A row's text depends on the row and the options alone.
+out; a folder holds results of one model, seed and sampling. A row's text depends on the row and the options alone.
+
+A batch whose engine dies is tried again by another one. A file beside the results counts that, so that a row which ends
+every engine costs a few, and its result is an error.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
+from paged_kv.arguments import shown
 from paged_kv.engine import Engine, Sampling
-from paged_kv.errors import PagedKVError
-from paged_kv.ray.replica import Model
+from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.ray.replica import DEMO, Model
 
 Format = Literal["json", "parquet"]
 
@@ -25,6 +29,9 @@ SUFFIXES: dict[Format, str] = {"json": ".jsonl", "parquet": ".parquet"}
 _KINDS = {each.name: each.metadata["kind"] for each in fields(Sampling) if each.name != "form"}
 OPTIONS = tuple(_KINDS)
 """Columns that say for a row what `sampling` says for all; a null leaves it."""
+TOGETHER, ALONE = 2, 2
+"""Engines that a batch may end before its rows are computed one by one, and then a row before it is given up."""
+_RUN = ".run.json"
 
 
 @dataclass(frozen=True)
@@ -41,20 +48,60 @@ class Work:
 
     def sampling_of(self, row: Mapping[str, Any]) -> Sampling:
         """A row's options. Its seed comes from the run's and the row's id where the row has none."""
-        own = {name: value for name, value in row.items() if name in OPTIONS and value is not None}
-        for name, value in list(own.items()):
-            if isinstance(value, float) and value != value:  # a null, as readers of JSON by way of pandas have it
-                del own[name]
-            elif isinstance(value, float) and _KINDS[name] == "integer" and value.is_integer():
-                own[name] = int(value)
+        own = _own(row)
         if "seed" not in own:
             own["seed"] = seed_of(self.seed, row[self.id_column])
         return replace(self.sampling, **own)
 
-    def file_of(self, ids: Sequence[Any]) -> Path:
+    def digest_of(self, row: Mapping[str, Any]) -> str:
+        """Of all that a row says."""
+        said = [row[self.id_column], row[self.prompt_column], sorted(_own(row).items())]
+        return blake2b(json.dumps(said, default=repr).encode(), digest_size=12).hexdigest()
+
+    def file_of(self, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Where the results of a batch go."""
-        digest = blake2b(json.dumps(list(ids)).encode(), digest_size=12).hexdigest()
+        digest = blake2b("".join(map(self.digest_of, rows)).encode(), digest_size=12).hexdigest()
         return Path(self.folder) / f"part-{digest}{SUFFIXES[self.format]}"
+
+    def enter(self) -> None:
+        """Begins or resumes a run in its folder.
+
+        Raises:
+            ContractError: the folder has results of another model, dtype, seed or sampling.
+        """
+        folder, model = Path(self.folder), self.model
+        where = model.model if model.model == DEMO else str(model.folder.resolve())
+        mine = json.loads(json.dumps(asdict(self.sampling) | {"model": where, "dtype": model.dtype, "seed": self.seed}))
+        try:
+            there = json.loads((folder / _RUN).read_text())
+        except (OSError, ValueError):
+            if any(folder.glob("part-*")):
+                raise ContractError(f"output {folder}: has results, and no {_RUN} that says of which run") from None
+            made = folder / f"{_RUN}.{os.getpid()}"
+            made.write_text(json.dumps(mine))
+            made.replace(folder / _RUN)
+            there = mine
+        for name in mine:
+            if there.get(name) != mine[name]:
+                raise ContractError(
+                    f"output {folder}: has results of another run: {name} is {shown(mine[name])},"
+                    f" it was {shown(there.get(name))}"
+                )
+        for file in folder.glob(".tries-*"):  # who stopped a run has ended no engine
+            file.unlink(missing_ok=True)
+
+
+def _own(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a row, a number of either kind as its option has it."""
+    own = {name: value for name, value in row.items() if name in OPTIONS and value is not None}
+    for name, value in list(own.items()):
+        if isinstance(value, float) and value != value:  # a null, as readers of JSON by way of pandas have it
+            del own[name]
+        elif isinstance(value, float) and _KINDS[name] == "integer" and value.is_integer():
+            own[name] = int(value)
+        elif type(value) is int and _KINDS[name] == "number":
+            own[name] = float(value)
+    return own
 
 
 def seed_of(seed: int, row_id: Any) -> int:
@@ -62,17 +109,74 @@ def seed_of(seed: int, row_id: Any) -> int:
     return int.from_bytes(blake2b(json.dumps([seed, row_id]).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def written(folder: Path) -> set[Any]:
-    """The ids whose results are in a folder."""
-    found: set[Any] = set()
-    for file in sorted(folder.glob("part-*")):
-        if file.suffix == ".parquet":
-            import pyarrow.parquet
+def written(folder: Path) -> dict[Any, str]:
+    """The ids whose results are in a folder, each with the digest of its row."""
+    return {result["id"]: result["row"] for file in sorted(folder.glob("part-*")) for result in _read(file)}
 
-            found.update(pyarrow.parquet.read_table(file, columns=["id"])["id"].to_pylist())
-        elif file.suffix == ".jsonl":
-            found.update(json.loads(line)["id"] for line in file.read_text().splitlines())
-    return found
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    """What a file has, but for texts and tokens."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        yield from pyarrow.parquet.read_table(file, columns=["id", "row", "error"]).to_pylist()
+    elif file.suffix == ".jsonl":
+        yield from map(json.loads, file.read_text().splitlines())
+
+
+def finish(engine: Engine, work: Work, rows: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Computes a batch and writes its file, unless an engine that died later has done so; which rows failed."""
+    file = work.file_of(rows)
+    if not file.exists():
+        tries = _Tries(file)
+        if tries.open("batch") < TOGETHER:
+            tries.begin("batch")
+            results = compute(engine, work, rows)
+        else:
+            results = [_alone(engine, work, row, tries) for row in rows]
+        write(file, results)
+        tries.forget()
+    return [result["error"] is not None for result in _read(file)]
+
+
+def _alone(engine: Engine, work: Work, row: Mapping[str, Any], tries: _Tries) -> dict[str, Any]:
+    name = work.digest_of(row)
+    if tries.open(name) >= ALONE:
+        return _result(work, row) | {"error": f"{ALONE} engines ended while they computed it alone"}
+    tries.begin(name)
+    (result,) = compute(engine, work, [row])
+    tries.end(name)
+    return result
+
+
+class _Tries:
+    """What engines began with for a file of results, and what of it ended; it outlives a process that is killed."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.with_name(f".tries-{file.stem}")
+        self._lines = self._file.read_text().split("\n") if self._file.exists() else []
+
+    def open(self, name: str) -> int:
+        """How often it was begun, and did not end."""
+        return self._lines.count(f"begin {name}") - self._lines.count(f"end {name}")
+
+    def begin(self, name: str) -> None:
+        self._write(f"begin {name}")
+
+    def end(self, name: str) -> None:
+        self._write(f"end {name}")
+
+    def forget(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+    def _write(self, line: str) -> None:
+        with self._file.open("a") as file:
+            file.write(line + "\n")
+
+
+def _result(work: Work, row: Mapping[str, Any]) -> dict[str, Any]:
+    digest = work.digest_of(row)
+    return {"id": row[work.id_column], "text": "", "tokens": [], "finish": "error", "error": None, "row": digest}
 
 
 def compute(engine: Engine, work: Work, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -80,7 +184,7 @@ def compute(engine: Engine, work: Work, rows: Sequence[Mapping[str, Any]]) -> li
     results: list[dict[str, Any]] = []
     running: dict[int, dict[str, Any]] = {}
     for row in rows:
-        result = {"id": row[work.id_column], "text": "", "tokens": [], "finish": "error", "error": None}
+        result = _result(work, row)
         results.append(result)
         try:
             running[engine.add_request(row[work.prompt_column], work.sampling_of(row))] = result
@@ -110,6 +214,7 @@ def write(file: Path, results: Sequence[Mapping[str, Any]]) -> None:
             "tokens": pa.array([result["tokens"] for result in results], pa.list_(pa.int32())),
             "finish": pa.array([result["finish"] for result in results], pa.string()),
             "error": pa.array([result["error"] for result in results], pa.string()),
+            "row": pa.array([result["row"] for result in results], pa.string()),
         }
         pyarrow.parquet.write_table(pa.table(columns), made)
     else:

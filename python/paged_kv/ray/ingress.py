@@ -5,7 +5,7 @@ What a request passes, and what it gets where it does not:
 - the door (paged_kv.serve.door): Host, Origin, key, route, type and size of the body;
 - the reader (protocol.py): fields, chat template, tokens: 400;
 - a replica: 429 and Retry-After where the queue is full, 400 where its engine takes none of it, 500 and
-  x-should-retry: false where every try ended its replica, or nothing came for too long;
+  x-should-retry: false where every try ended its replica or a step that it was in, or nothing came for too long;
 - from its first token on it is a stream (streams.py), and an error is its last event.
 """
 
@@ -16,12 +16,12 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PagedKVError, ToolchainError
 from paged_kv.ray.protocol import Answer, Asked, Reader
-from paged_kv.ray.streams import REFUSED, Job, Piece, resumed
+from paged_kv.ray.streams import REFUSED, Clock, Job, Piece, Suspects, resumed
 from paged_kv.serve.door import Message, Receive, Send, error_body
 
 logger = logging.getLogger("paged_kv.ray")
@@ -40,9 +40,9 @@ class Replicas:
     full: tuple[type[BaseException], ...]
     """Errors that say that too many requests wait."""
     retries: int = 2
-    """How often a request is started again whose replica died."""
+    """How often a request is started again whose replica died or failed."""
     seconds: float = 120.0
-    """For which a stream waits for its next token: in a queue, or for a replica to start."""
+    """For which a stream waits for news: of its replica, or of any as long as none has taken it."""
     retry_after: int = 1
     """Seconds after which a client that met a full queue may come again."""
 
@@ -52,6 +52,7 @@ class Application:
 
     def __init__(self, reader: Reader, replicas: Replicas) -> None:
         self._reader, self._replicas = reader, replicas
+        self._clock, self._suspects = Clock(replicas.seconds), Suspects()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -99,8 +100,15 @@ class Application:
 
     def _pieces(self, job: Job) -> AsyncIterator[list[Piece]]:
         ways = self._replicas
-        start = lambda: ways.start(job)  # noqa: E731
-        return resumed(start, job.n, lost=ways.lost, retries=ways.retries, seconds=ways.seconds)
+        return resumed(
+            lambda avoid: ways.start(replace(job, avoid=avoid)),
+            job.n,
+            lost=ways.lost,
+            full=ways.full,
+            retries=ways.retries,
+            clock=self._clock,
+            suspects=self._suspects,
+        )
 
     async def _answer(self, asked: Asked, pieces: AsyncIterator[list[Piece]], answer: _Sender) -> None:
         content = Answer(asked, self._reader.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,7 +14,7 @@ import ray.data
 from paged_kv.arguments import integer, shown
 from paged_kv.engine import Sampling
 from paged_kv.errors import ContractError, ContractTypeError
-from paged_kv.ray.batches import SUFFIXES, Format, Work, compute, write, written
+from paged_kv.ray.batches import SUFFIXES, Format, Work, finish, written
 from paged_kv.ray.replica import Model
 
 
@@ -44,13 +45,15 @@ def generate(
 ) -> Summary:
     """Computes a text for each row and writes it; returns when all are written. Started again, it does what is left.
 
+    A row that ends the processes of engines, a few of them, becomes a result with an error.
+
     Args:
         dataset: A file or folder of JSON lines (`.jsonl`, `.json`) or Parquet, or a dataset of Ray Data. Its rows have
             an id, an integer or a text that no other row has, and a prompt, a text or token ids; `OPTIONS` may be
             columns as well.
         model: What each engine loads and runs on; a folder or "demo" with the defaults of `Model`.
-        output: A folder that all machines see at this path. Its files have the columns `id`, `text`, `tokens`,
-            `finish` and `error`.
+        output: A folder that all machines see at this path, of one model, seed and sampling. Its files have the
+            columns `id`, `text`, `tokens`, `finish`, `error` and `row`, a digest of the row.
         sampling: For all rows; greedy with 64 tokens where None.
         seed: Of the run; rows draw from streams of their own.
         engines: How many at once, or the fewest and the most, between which Ray chooses. The cluster needs a CPU
@@ -60,7 +63,8 @@ def generate(
         id_column, prompt_column: Names of columns.
 
     Raises:
-        ContractTypeError, ContractError: an argument has the wrong type or is out of range, or a column is missing.
+        ContractTypeError, ContractError: an argument has the wrong type or is out of range, or a column is missing; the
+            output has results of another model, seed or sampling, or of a row that says something else now.
         ray.exceptions.RayError: what an engine raised, but for rows that it refuses; what is written stays.
     """
     if format not in SUFFIXES:
@@ -81,10 +85,16 @@ def generate(
     missing = [name for name in (id_column, prompt_column) if name not in names]
     if names and missing:
         raise ContractError(f"dataset has no column {missing[0]!r}; it has {', '.join(names)}")
+    work.enter()
     found = written(folder)
     if found:
-        done = ray.put(frozenset(found))
-        rows = rows.map_batches(_without, fn_args=(done, id_column), batch_format="pyarrow", zero_copy_batch=True)
+        done = ray.put(found)
+        ways: dict[str, Any] = {"fn_args": (done, work), "batch_format": "pyarrow", "zero_copy_batch": True}
+        if changed := rows.map_batches(_changed, **ways).take(1):
+            raise ContractError(
+                f"dataset: row {shown(changed[0]['id'])} says something else than that whose result is in {folder}"
+            )
+        rows = rows.map_batches(_without, **ways)
     counted = rows.repartition(target_num_rows_per_block=batch_size).map_batches(
         Worker,
         fn_constructor_args=(work,),
@@ -107,17 +117,9 @@ class Worker:
         self._work, self._engine = work, work.model.engine()
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Computes a batch and writes its file, unless one that died later has done so. Its ids, and which failed."""
-        rows = batch.to_pylist()
-        ids = [row[self._work.id_column] for row in rows]
-        file = self._work.file_of(ids)
-        if not file.exists():
-            results = compute(self._engine, self._work, rows)
-            write(file, results)
-            failed = [result["error"] is not None for result in results]
-        else:
-            failed = [False] * len(ids)
-        return pa.table({"id": ids, "failed": pa.array(failed, pa.bool_())})
+        """Computes a batch and writes its file. Its ids, and which failed."""
+        failed = finish(self._engine, self._work, batch.to_pylist())
+        return pa.table({"id": batch[self._work.id_column], "failed": pa.array(failed, pa.bool_())})
 
 
 def _read(path: Path) -> ray.data.Dataset:
@@ -130,6 +132,13 @@ def _read(path: Path) -> ray.data.Dataset:
     raise ContractError(f"dataset {path}: is no file or folder of JSON lines or Parquet")
 
 
-def _without(batch: pa.Table, done: ray.ObjectRef, id_column: str) -> pa.Table:
+def _changed(batch: pa.Table, done: ray.ObjectRef, work: Work) -> pa.Table:
+    """The ids whose results came from other rows."""
     found = ray.get(done)
-    return batch.filter(pa.array([each not in found for each in batch[id_column].to_pylist()], pa.bool_()))
+    rows = [(row[work.id_column], work.digest_of(row)) for row in batch.to_pylist()]
+    return pa.table({"id": pa.array([name for name, digest in rows if found.get(name, digest) != digest])})
+
+
+def _without(batch: pa.Table, done: ray.ObjectRef, work: Work) -> pa.Table:
+    found = ray.get(done)
+    return batch.filter(pa.array([each not in found for each in batch[work.id_column].to_pylist()], pa.bool_()))

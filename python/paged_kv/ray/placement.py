@@ -1,7 +1,8 @@
-"""Which CPUs a replica runs on: whole cores, of one NUMA node where that has enough, and no core twice.
+"""Which CPUs a replica runs on: no CPU twice, whole cores first, of one NUMA node where that has enough.
 
-Ray counts CPUs and binds nothing. Processes of one machine agree by locks on files, one for each core, whichever raylet
-or cluster started them; the system drops a process's locks when it ends, SIGKILL included.
+Ray counts CPUs as Linux does, two where a core runs two threads (SMT), and binds nothing. Processes of one machine
+agree by locks on files, one for each CPU, whichever raylet or cluster started them, as long as they see the same folder
+of temporary files; the system drops a process's locks when it ends, SIGKILL included.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Core:
-    """A physical core: its CPUs, as Linux numbers them, and its NUMA node."""
+    """A physical core, or a part that is free or claimed: its CPUs, as Linux numbers them, and its NUMA node."""
 
     cpus: tuple[int, ...]
     node: int
@@ -32,19 +32,19 @@ class Core:
 
 @dataclass(frozen=True)
 class Claim:
-    """Cores that this process alone has, among those that claim cores. It ends with the process, or by `release`."""
+    """CPUs that this process alone has, among those that claim some. It ends with the process, or by `release`."""
 
     cores: tuple[Core, ...]
     _locks: tuple[int, ...]
 
     @property
     def cpus(self) -> frozenset[int]:
-        """All CPUs of the cores."""
+        """All of them."""
         return frozenset(cpu for core in self.cores for cpu in core.cpus)
 
     @property
     def threads(self) -> int:
-        """How many threads compute: one a core."""
+        """How many threads compute: one a core, however many of its CPUs were claimed."""
         return len(self.cores)
 
     def bind(self) -> None:
@@ -52,12 +52,23 @@ class Claim:
 
         Call it before the weights are loaded: memory then lies in the node of these CPUs.
         """
-        for task in _TASKS.iterdir():
-            with suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(task.name), self.cpus)
+        # A thread that starts while the others are listed has the mask of the one that started it: it is found in the
+        # next turn, and the last turn found all bound.
+        while sum(self._bind(int(task.name)) for task in _TASKS.iterdir()):
+            pass
+
+    def _bind(self, task: int) -> bool:
+        """Whether a thread had to be bound."""
+        try:
+            if os.sched_getaffinity(task) <= self.cpus:
+                return False
+            os.sched_setaffinity(task, self.cpus)
+        except ProcessLookupError:  # it has ended
+            return False
+        return True
 
     def release(self) -> None:
-        """Gives the cores back."""
+        """Gives the CPUs back."""
         for lock in self._locks:
             os.close(lock)
 
@@ -65,22 +76,22 @@ class Claim:
 def claim(
     cpus: int, *, seconds: float = 60.0, folder: Path | None = None, cores: Sequence[Core] | None = None
 ) -> Claim:
-    """Takes free cores with together at least `cpus` CPUs, all of one NUMA node where one has so many.
+    """Takes `cpus` free CPUs, all of one NUMA node where one has so many; of cores of which no CPU is taken first.
 
     Args:
-        cpus: As Ray's `num_cpus`. Where a core is two CPUs, an odd number takes one more.
+        cpus: As Ray's `num_cpus`: of a core that is two CPUs, 1 takes one, and another replica may take the other.
         seconds: How long to wait for a replica that is ending.
         folder: Of the locks; one of this user's where None.
         cores: The machine's, where None; of these, a process uses what its affinity mask allows.
 
     Raises:
-        ContractTypeError, ContractError: `cpus` is no positive integer, or more than the machine has; its cores stay
+        ContractTypeError, ContractError: `cpus` is no positive integer, or more than the machine has; its CPUs stay
             taken.
         ToolchainError: the folder of the locks belongs to somebody else.
     """
     cpus = integer("cpus", cpus, 1)
     cores = machine() if cores is None else cores
-    total = sum(len(core.cpus) for core in cores)
+    total = _count(cores)
     if cpus > total:
         raise ContractError(f"cpus is {cpus}, this process may run on {total}")
     folder = _folder() if folder is None else folder
@@ -108,27 +119,33 @@ def machine(allowed: Iterable[int] | None = None, system: Path = _SYSTEM) -> lis
 
 
 def _take(cpus: int, cores: Sequence[Core], folder: Path) -> Claim | None:
-    locks = {core: lock for core in cores if (lock := _lock(folder, core)) is not None}
-    chosen = _choose(cpus, list(locks))
-    for core, lock in locks.items():
-        if core not in chosen:
+    locks = {cpu: lock for core in cores for cpu in core.cpus if (lock := _lock(folder, cpu)) is not None}
+    free = [Core(tuple(cpu for cpu in core.cpus if cpu in locks), core.node) for core in cores]
+    chosen = _choose(cpus, [core for core in free if core.cpus])
+    kept = {cpu for core in chosen for cpu in core.cpus}
+    for cpu, lock in locks.items():
+        if cpu not in kept:
             os.close(lock)
-    return Claim(tuple(chosen), tuple(locks[core] for core in chosen)) if chosen else None
+    return Claim(tuple(chosen), tuple(locks[cpu] for cpu in sorted(kept))) if chosen else None
 
 
 def _choose(cpus: int, free: Sequence[Core]) -> list[Core]:
-    """Cores of the node that is left with the fewest, of those that have enough; else of several; none if too few."""
-    nodes = {node: [core for core in free if core.node == node] for node in sorted({core.node for core in free})}
-    fitting = [mine for mine in nodes.values() if sum(len(core.cpus) for core in mine) >= cpus]
+    """CPUs of the node that is left with the fewest, of those that have enough; else of several; none if too few."""
+    nodes = [[core for core in free if core.node == node] for node in sorted({core.node for core in free})]
+    fitting = [mine for mine in nodes if _count(mine) >= cpus]
     found: list[Core] = []
-    for core in min(fitting, key=len) if fitting else free:
-        if sum(len(core.cpus) for core in found) < cpus:
-            found.append(core)
-    return found if sum(len(core.cpus) for core in found) >= cpus else []
+    for core in sorted(min(fitting, key=_count) if fitting else free, key=lambda core: -len(core.cpus)):
+        if (missing := cpus - _count(found)) > 0:
+            found.append(Core(core.cpus[:missing], core.node))
+    return found if _count(found) == cpus else []
+
+
+def _count(cores: Iterable[Core]) -> int:
+    return sum(len(core.cpus) for core in cores)
 
 
 class _Turn:
-    """One process at a time looks for cores: two that each hold half of what both want would wait for ever."""
+    """One process at a time looks for CPUs: two that each hold half of what both want would wait for ever."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "turn"
@@ -141,8 +158,8 @@ class _Turn:
         os.close(self._lock)
 
 
-def _lock(folder: Path, core: Core) -> int | None:
-    lock = os.open(folder / f"core-{core.cpus[0]}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+def _lock(folder: Path, cpu: int) -> int | None:
+    lock = os.open(folder / f"cpu-{cpu}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -152,7 +169,7 @@ def _lock(folder: Path, core: Core) -> int | None:
 
 
 def _folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"paged-kv-cores-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"paged-kv-cpus-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise ToolchainError(f"{folder}: belongs to somebody else")

@@ -27,6 +27,9 @@ _RENAMED = {"max_completion_tokens": "max_tokens", "stop_token_ids": "stop_token
 _OWN = frozenset(each.name for each in fields(Sampling)) - {"form", "logprobs", "stop_tokens", "ignore_end"}
 _REFUSED = ("logprobs", "top_logprobs", "echo", "suffix", "tools", "functions", "audio", "min_tokens", "best_of")
 """Fields that would change the answer, and are not there."""
+_HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+"""Fields of OpenAI's clients that change no answer."""
+_READ = _OWN | _RENAMED.keys() | {"model", "stream", "stream_options", "n", "user_namespace", "response_format"}
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Reader:
         """What a body asks for. A request without a seed gets one, so that it can be computed again.
 
         Raises:
-            ContractTypeError, ContractError: it is no JSON object, a field has the wrong type or is out of range, or
-                asks for what is not there; another model is asked for.
+            ContractTypeError, ContractError: it is no JSON object, a field is unknown, has the wrong type or is out of
+                range, or asks for what is not there; another model is asked for.
             CheckpointError: the prompt cannot be split into tokens, or the chat template fails on it.
         """
         try:
@@ -78,6 +81,9 @@ class Reader:
         for name in _REFUSED:
             if name in asked and asked[name] not in (False, 0, [], ""):
                 raise ContractError(f"{name} is not supported")
+        prompt = "messages" if is_chat else "prompt"
+        if unknown := sorted(asked.keys() - _READ - {prompt, *_HARMLESS, *_REFUSED}):
+            raise ContractError(f"{unknown[0]} is no field of this route")
         tokens = self._chat(asked) if is_chat else self._prompt(asked)
         left = self._most - len(tokens)
         if left < 1:

@@ -37,7 +37,7 @@ class PrefixRouter(RequestRouter):
         if not isinstance(job, Job):  # a question about a replica, whichever it is
             return [random.sample(candidate_replicas, len(candidate_replicas))]
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        ranked = self._prefixes.rank(self._blocks(job), self._loads(replicas))
+        ranked = self._prefixes.rank(self._blocks(job), self._loads(replicas), job.avoid)
         self._given[pending_request.metadata.internal_request_id] = ranked[0], pending_request.future
         return [[replicas[name]] for name in ranked]
 

@@ -2,6 +2,10 @@
 
 What a request gets depends on its prompt, its options and its seed alone, so a second run gives the same text. It is
 held against what was sent, token for token; where it differs, the stream ends with an error rather than another text.
+
+A replica ends with all its requests, and nothing says which of them ended it. All are tried again at once; those whose
+second replica ends too go one by one from then on (`Suspects`), so that the one that ends replicas takes no others with
+it. A replica says every few seconds that its engine goes on, so that a long queue is no replica that hangs (`Clock`).
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import PagedKVError
@@ -25,31 +29,70 @@ class Job:
     """With a seed, so that it can be computed again."""
     n: int = 1
     namespace: Hashable = None
+    avoid: frozenset[str] = frozenset()
+    """Names of replicas on which it failed."""
 
 
 class Piece(NamedTuple):
     """What one step gave one sample of a request: a token, as `engine.Output`."""
 
     sample: int
-    """`REFUSED`: the engine took none of the request, and `error` says why."""
+    """Or `BEGAN`, `REFUSED`, `FAILED`, of all of the request."""
     tokens: tuple[int, ...]
     text: str
     finish: str | None
     error: str | None
 
 
-REFUSED = -1
+BEGAN = -1
+"""A replica has taken the request; `text` is its name. Empty lists after it say that its engine goes on."""
+REFUSED = -2
+"""The engine took none of the request, and `error` says why."""
+FAILED = -3
+"""A step raised, whichever of its requests is to blame; `error` says what."""
 
-Attempt = Callable[[], AsyncGenerator[list[Piece], None]]
-"""Starts a request on some replica."""
+Attempt = Callable[[frozenset[str]], AsyncGenerator[list[Piece], None]]
+"""Starts a request on some replica, if there is another one none of those that are named."""
 
 
 class Lost(PagedKVError):
-    """The replicas of a request died, one after the other; how many is in the message."""
+    """The replicas of a request died or failed, one after the other; how many is in the message."""
 
 
 class Stalled(PagedKVError):
     """Nothing came for longer than a stream waits."""
+
+
+@dataclass
+class Clock:
+    """How long the streams of an ingress wait."""
+
+    seconds: float
+    """For which nothing may come, not even that the engine goes on."""
+    heard: float = float("-inf")
+    """When something last came from any replica: a request that none has taken yet waits as long as others go on."""
+
+
+class Suspects:
+    """Requests that were lost with as many replicas as they may but one: each goes on alone until it is cleared."""
+
+    PIECES = 16
+    """Of a sample, more than ever before, which clear it: as many as may be on their way when a replica ends."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def wait(self, seconds: float) -> None:
+        """Raises Stalled where the turn does not come in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Stalled(f"other requests whose replicas were lost kept it waiting for {seconds:.0f} s") from None
+
+    def clear(self) -> None:
+        """The next one may go on."""
+        self._turn.release()
 
 
 class Diverged(PagedKVError):
@@ -57,7 +100,14 @@ class Diverged(PagedKVError):
 
 
 async def resumed(
-    attempt: Attempt, samples: int, *, lost: tuple[type[BaseException], ...], retries: int, seconds: float
+    attempt: Attempt,
+    samples: int,
+    *,
+    lost: tuple[type[BaseException], ...],
+    full: tuple[type[BaseException], ...],
+    retries: int,
+    clock: Clock,
+    suspects: Suspects,
 ) -> AsyncIterator[list[Piece]]:
     """The pieces of a request, each once, on as many replicas as it takes.
 
@@ -65,48 +115,117 @@ async def resumed(
         attempt: Starts it; what it started is closed before another one begins.
         samples: Of the request.
         lost: Errors that say that a replica is gone.
+        full: Errors that say that too many requests wait. One that was taken before waits with them.
         retries: How often it is started again: a request that ends every replica ends no more than these and one.
-        seconds: For which nothing may come.
+        clock: Of all streams of this ingress.
+        suspects: As well.
 
     Raises:
-        Lost, Stalled, Diverged: as they say. All other errors of `attempt` go through.
+        Lost, Stalled, Diverged: as they say. All other errors of `attempt` go through, `full` where it was never taken.
     """
-    sent: list[list[Piece]] = [[] for _ in range(samples)]
-    for tried in range(retries + 1):
-        met = [0] * samples
+    stream = _Resumed([[] for _ in range(samples)])
+    tried, reason, until = 0, "", 0.0
+    while tried <= retries:
+        alone = 0 < tried == retries
+        if alone:
+            await suspects.wait(clock.seconds)
+        taken = False
         try:
-            async with aclosing(attempt()) as pieces:
-                while (batch := await _next(pieces, seconds)) is not None:
-                    fresh = []
-                    for piece in batch:
-                        if piece.sample == REFUSED:
-                            if any(sent):
-                                raise Diverged(f"a request that had run was refused later: {piece.error}")
-                            yield [piece]
-                            return
-                        mine, at = sent[piece.sample], met[piece.sample]
-                        met[piece.sample] += 1
-                        if at == len(mine):
-                            mine.append(piece)
-                            fresh.append(piece)
-                        elif mine[at] != piece:
-                            raise Diverged(f"token {at} of sample {piece.sample} differs from that of the first run")
+            news = 0
+            async with aclosing(attempt(frozenset(stream.failed))) as pieces:
+                while (batch := await _next(pieces, clock, taken)) is not None:
+                    taken = True
+                    fresh = stream.take(batch)
+                    news += len(fresh)
+                    if alone and news > Suspects.PIECES * samples:
+                        suspects.clear()
+                        alone = False
                     if fresh:
                         yield fresh
-                    if all(mine and mine[-1].finish for mine in sent):
+                    if stream.is_over:
                         return
+                    if stream.failure:
+                        break
+            reason = stream.failure or "its stream ended too early"
         except lost as error:
             reason = type(error).__name__
-        else:
-            reason = "its stream ended too early"
-        if tried == retries:
-            raise Lost(f"{tried + 1} replicas were lost while they computed this request: {reason}")
+        except full:
+            if not tried:
+                raise
+            until = until or asyncio.get_running_loop().time() + clock.seconds
+            if asyncio.get_running_loop().time() > until:
+                raise Stalled(f"its replica was lost, and the queue was full for {clock.seconds:.0f} s") from None
+            await asyncio.sleep(min(0.1, clock.seconds / 10))
+            continue
+        finally:
+            if alone:
+                suspects.clear()
+        stream.lose()
+        tried, until = tried + 1, 0.0
+    raise Lost(f"{tried} replicas were lost while they computed this request: {reason}")
 
 
-async def _next(pieces: AsyncGenerator[list[Piece], None], seconds: float) -> Any:
+class _Resumed:
+    """What was sent of a request, and how far its present replica has come with it."""
+
+    def __init__(self, sent: list[list[Piece]]) -> None:
+        self._sent, self._met = sent, [0] * len(sent)
+        self._name: str | None = None
+        self.failed: set[str] = set()
+        self.failure = ""
+        self.is_over = False
+
+    def lose(self) -> None:
+        """Its replica is gone, or failed."""
+        if self._name is not None:
+            self.failed.add(self._name)
+        self._name, self._met, self.failure = None, [0] * len(self._sent), ""
+
+    def take(self, batch: list[Piece]) -> list[Piece]:
+        """What of a batch was not sent yet. Raises Diverged."""
+        fresh = []
+        for piece in batch:
+            if piece.sample == BEGAN:
+                self._name = piece.text
+            elif piece.sample == FAILED:
+                self.failure = piece.error or "it failed"
+            elif piece.sample == REFUSED:
+                if any(self._sent):
+                    raise Diverged(f"a request that had run was refused later: {piece.error}")
+                self.is_over = True
+                return [piece]
+            else:
+                mine, at = self._sent[piece.sample], self._met[piece.sample]
+                self._met[piece.sample] += 1
+                if at == len(mine):
+                    mine.append(piece)
+                    fresh.append(piece)
+                elif mine[at] != piece:
+                    raise Diverged(f"token {at} of sample {piece.sample} differs from that of the first run")
+        self.is_over = all(mine and mine[-1].finish for mine in self._sent)
+        return fresh
+
+
+async def _next(pieces: AsyncGenerator[list[Piece], None], clock: Clock, taken: bool) -> list[Piece] | None:
     """The next ones; None at the end."""
+    loop = asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(seconds):
-            return await anext(pieces, None)
+        async with asyncio.timeout(clock.seconds) as limit:
+            prolonging = None if taken else loop.create_task(_prolong(limit, clock))
+            try:
+                batch = await anext(pieces, None)
+            finally:
+                if prolonging is not None:
+                    prolonging.cancel()
+            clock.heard = loop.time()
+            return batch
     except TimeoutError:
-        raise Stalled(f"nothing came for {seconds:.0f} s") from None
+        raise Stalled(f"nothing came for {clock.seconds:.0f} s") from None
+
+
+async def _prolong(limit: asyncio.Timeout, clock: Clock) -> None:
+    """Moves a limit on as long as any stream of this ingress goes on."""
+    while not limit.expired():
+        await asyncio.sleep(clock.seconds / 4)
+        if clock.heard + clock.seconds > (limit.when() or 0):
+            limit.reschedule(clock.heard + clock.seconds)
