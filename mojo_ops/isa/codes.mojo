@@ -15,6 +15,8 @@ comptime BLOCK = 32
 """Elements that are converted at once."""
 comptime LEAST_SCALE: Float32 = 1.17549435e-38
 """The least normal float32. A head whose scale would be smaller is stored as zeros."""
+comptime GREATEST_SCALE: Float32 = 2.6793884e36
+"""The greatest scale of int8: 127 times the next float32 would be infinite."""
 
 
 def is_codes(dtype: DType) -> Bool:
@@ -102,7 +104,7 @@ def store_head[
     var least = min(lowest.reduce_min(), lowest_of_rest.reduce_min())
     var scale: Float32
     comptime if dtype == DType.int8:
-        scale = max(most, -least) / 127
+        scale = min(max(most, -least) / 127, GREATEST_SCALE)
     else:
         scale = (most if most > -least else least) / -8
     var poison = not_finite.reduce_add() + rest_not_finite.reduce_add()
