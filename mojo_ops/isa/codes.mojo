@@ -6,6 +6,7 @@ both two's complement. `../cache/README.md` draws it.
 """
 
 from std.math import round
+from std.utils.numerics import nan
 
 comptime SCALE_BYTES = 4
 """Of the float32 behind the codes of a head."""
@@ -107,11 +108,10 @@ def store_head[
         scale = min(max(most, -least) / 127, GREATEST_SCALE)
     else:
         scale = (most if most > -least else least) / -8
-    var poison = not_finite.reduce_add() + rest_not_finite.reduce_add()
-    var is_finite = poison == 0
+    var is_finite = not_finite.reduce_add() + rest_not_finite.reduce_add() == 0
     var inverse = Float32(0)
     if not is_finite:
-        scale = poison
+        scale = nan[DType.float32]()
     elif abs(scale) < LEAST_SCALE:
         scale = 0
     else:

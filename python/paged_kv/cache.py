@@ -21,6 +21,7 @@ from paged_kv.arrays.cache_storage import check_alike, check_storage
 from paged_kv.arrays.dtypes import cache_dtype_of, is_float, kind_of_dtype
 from paged_kv.arrays.host import as_indices, as_numpy, like, sample_array
 from paged_kv.arrays.types import ArrayDevice, DTypeLike, ShapedArray, SupportsDLPack
+from paged_kv.calls.append import new_cache
 from paged_kv.calls.kv_copy import read_rows, write_rows
 from paged_kv.calls.page_table import Indices, PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
@@ -106,8 +107,8 @@ def init_paged_kv_cache(
     kind = kind if kind in at.kinds else at.kinds[0]
     sample = sample_array(kind)
     return PagedKVCache(
-        devices.allocate_cache(at, "key_pool", shape, element, kind),
-        devices.allocate_cache(at, "value_pool", shape, element, kind),
+        new_cache(at, "key_pool", shape, element, kind),
+        new_cache(at, "value_pool", shape, element, kind),
         like(sample, np.full((batch, max_blocks), -1, np.int32)),
         like(sample, np.zeros(batch, np.int32)),
         next((name for name in CODE_DTYPES if name == element.name), None),

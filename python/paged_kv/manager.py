@@ -13,7 +13,7 @@ from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import cache_dtype_of
 from paged_kv.arrays.host import like, sample_array
 from paged_kv.arrays.types import DTypeLike, SupportsDLPack
-from paged_kv.calls.append import WritableCache
+from paged_kv.calls.append import WritableCache, new_cache
 from paged_kv.errors import ContractError, RequestError
 from paged_kv.pool import PagePool
 
@@ -71,7 +71,7 @@ class PagedKVCacheManager:
             raise ContractError(f"kind must be 'torch' for a cache on {shown(device)}, not 'numpy'")
         kind = kind or ("torch" if "torch" in sys.modules else "numpy")
         self._sample = sample_array(kind)
-        self.kv_cache = devices.allocate_cache(at, "kv_cache", shape, element, kind)
+        self.kv_cache = new_cache(at, "kv_cache", shape, element, kind)
 
     def append(self, request_id: Hashable, k: SupportsDLPack, v: SupportsDLPack) -> None:
         """Appends one token, k and v `[num_kv_heads, head_dim]`, or `n` of them, `[n, ...]`; starts an unknown request.

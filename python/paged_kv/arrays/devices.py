@@ -11,12 +11,10 @@ import numpy as np
 from max.driver import Accelerator
 
 from paged_kv.arguments import shown
-from paged_kv.arrays.dtypes import DTYPES
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST, dlpack_device, reason
 from paged_kv.arrays.types import ArrayDevice, Shape
 from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
-from paged_kv.options import CODE_DTYPES, stored_dtype, stored_head
 
 _GPUS = (2, 10)  # DLPack's kDLCUDA and kDLROCM
 
@@ -91,19 +89,6 @@ def allocate(device: ArrayDevice, name: str, shape: Shape, dtype: np.dtype[Any],
         return device.new(shape, dtype, kind)
     except (MemoryError, OverflowError, RuntimeError, ValueError) as error:  # as the library says it
         raise ContractError(f"{name}: shape {list(shape)} of {dtype.name} does not fit in memory") from error
-
-
-def allocate_cache(device: ArrayDevice, name: str, shape: Shape, dtype: np.dtype[Any], kind: str) -> Any:
-    """`allocate` of a cache of this dtype, whose last dimension is head_dim: of int8 and int4 what their codes take.
-
-    Raises:
-        ContractError: it does not fit in memory, or holds codes on a GPU; the message calls it `name`.
-        ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
-    """
-    if dtype.name in CODE_DTYPES and device.index is not None:
-        raise ContractError(f"{name}: a cache of {dtype.name} codes is not supported on a GPU")
-    stored = (*shape[:-1], stored_head(dtype.name, shape[-1]))
-    return allocate(device, name, stored, DTYPES[stored_dtype(dtype.name)], kind)
 
 
 def require_host(array: Any, name: str, why: str) -> None:
