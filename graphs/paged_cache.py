@@ -22,7 +22,7 @@ DTYPES = tuple(DType[name] for name in options.Q_DTYPES)
 """Of queries, outputs and linear layers."""
 KV_DTYPES = tuple(DType[name] for name in options.KV_DTYPES)
 """Of a cache that attention reads."""
-CODES: dict[DType, KVFormat] = {DType.int8: "int8", DType.uint8: "int4"}
+CODES: dict[DType, KVFormat] = {DType[memory]: codes for memory, codes in options.FORMATS.items()}
 """Caches of codes, by the dtype of their memory."""
 BITS = (DType.uint8, DType.uint16, DType.uint32)
 """Append and gather, which only copy rows, take a cache of any dtype as the one of these of its size."""
@@ -108,6 +108,7 @@ class PagedCache:
             raise ContractError("kv_layout: a buffer of all layers (rank 6) is NHD")
         if k.rank >= 5 and k.shape[1] != Dim(2):
             raise ShapeError(f"k_blocks: dimension 1 must be 2 (K and V), not {k.shape[1]}")
+        _ = self.head_dim  # of codes, which not all sizes hold
 
     @staticmethod
     def of(
@@ -141,9 +142,11 @@ class PagedCache:
         stored = self.k_blocks.shape[-1]
         if self.kv_format is None:
             return stored
-        if not isinstance(stored, StaticDim):
-            return None
-        return Dim((int(stored) - options.SCALE_BYTES) * (2 if self.kv_format == "int4" else 1))
+        return (
+            Dim(options.stored_elements(self.kv_format, int(stored), "k_blocks"))
+            if isinstance(stored, StaticDim)
+            else None
+        )
 
     def takes(self, dtype: DType) -> bool:
         """Whether rows of this dtype are appended to the cache and come out of it: its own, or any float over codes."""

@@ -6,6 +6,7 @@ both two's complement. `../cache/README.md` draws it.
 """
 
 from std.math import round
+from std.utils.numerics import nan
 
 comptime SCALE_BYTES = 4
 """Of the float32 behind the codes of a head."""
@@ -15,6 +16,8 @@ comptime BLOCK = 32
 """Elements that are converted at once."""
 comptime LEAST_SCALE: Float32 = 1.17549435e-38
 """The least normal float32. A head whose scale would be smaller is stored as zeros."""
+comptime GREATEST_SCALE: Float32 = 2.6793884e36
+"""The greatest scale of int8: 127 times the next float32 would be infinite."""
 
 
 def is_codes(dtype: DType) -> Bool:
@@ -102,14 +105,13 @@ def store_head[
     var least = min(lowest.reduce_min(), lowest_of_rest.reduce_min())
     var scale: Float32
     comptime if dtype == DType.int8:
-        scale = max(most, -least) / 127
+        scale = min(max(most, -least) / 127, GREATEST_SCALE)
     else:
         scale = (most if most > -least else least) / -8
-    var poison = not_finite.reduce_add() + rest_not_finite.reduce_add()
-    var is_finite = poison == 0
+    var is_finite = not_finite.reduce_add() + rest_not_finite.reduce_add() == 0
     var inverse = Float32(0)
     if not is_finite:
-        scale = poison
+        scale = nan[DType.float32]()
     elif abs(scale) < LEAST_SCALE:
         scale = 0
     else:

@@ -48,7 +48,7 @@ def append_rows[
 
     Rows of the cache's dtype are copied; others are quantised.
     """
-    var task_rows = rows_per_task(k_cache)
+    var task_rows = rows_per_task[dtype](k_cache)
     var tasks = ceildiv(rows.count, task_rows)
 
     def task(index: Int) {var k_cache, var v_cache, var k, var v, var rows, var task_rows, var tasks}:

@@ -27,7 +27,7 @@ def gather_rows[
     numbers that codes and scales stand for.
     """
     var count = Int(indptr[unsafe_offset=batch])
-    var task_rows = rows_per_task(k_cache)
+    var task_rows = rows_per_task[dtype](k_cache)
     var tasks = ceildiv(count, task_rows)
 
     def task(index: Int) {var k_cache, var v_cache, var k, var v, var indptr, var count, var task_rows, var tasks}:

@@ -32,5 +32,6 @@ struct SlotLayout(TrivialRegisterPassable):
         return self.num_heads * self.head_dim
 
 
-def rows_per_task(cache: PagedKVCache) -> Int:
-    return max(1, BYTES_PER_TASK // max(1, cache.num_heads() * cache.head_dim() * size_of[cache.dtype]()))
+def rows_per_task[dtype: DType](cache: PagedKVCache) -> Int:
+    """Rows of elements of `dtype`, which is not the cache's where that holds codes."""
+    return max(1, BYTES_PER_TASK // max(1, cache.num_heads() * cache.head_dim() * size_of[dtype]()))

@@ -18,13 +18,14 @@ import numpy as np
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_alike, check_storage
-from paged_kv.arrays.dtypes import dtype_of, is_float, kind_of_dtype
+from paged_kv.arrays.dtypes import cache_dtype_of, is_float, kind_of_dtype
 from paged_kv.arrays.host import as_indices, as_numpy, like, sample_array
 from paged_kv.arrays.types import ArrayDevice, DTypeLike, ShapedArray, SupportsDLPack
-from paged_kv.calls.kv_copy import head_of_codes, read_codes, read_rows, write_rows
+from paged_kv.calls.append import new_cache
+from paged_kv.calls.kv_copy import read_rows, write_rows
 from paged_kv.calls.page_table import Indices, PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
-from paged_kv.options import CODE_DTYPES, KVFormat, check_head_dim, stored_dtype, stored_head
+from paged_kv.options import CODE_DTYPES, FORMATS, KVFormat, stored_elements
 
 _MAX_TABLE_ENTRIES = 2**28
 """Of a block table that `init_paged_kv_cache` makes, 1 GiB of int32: it is filled with -1 at once."""
@@ -60,7 +61,8 @@ class PagedKVCache:
 
     @property
     def head_dim(self) -> int:
-        return int(self.key_pool.shape[3]) if self.kv_format is None else head_of_codes("key_pool", self.key_pool)
+        """Elements of a head, whatever they take in the pools."""
+        return stored_elements(self.kv_format or "", int(self.key_pool.shape[3]), "key_pool")
 
 
 def init_paged_kv_cache(
@@ -78,13 +80,14 @@ def init_paged_kv_cache(
 
     `dtype` is a name, or a dtype of NumPy, torch, JAX or MAX: a torch dtype makes torch arrays, `jax.numpy.float32` and
     the like JAX arrays, all others NumPy arrays. `device` is None, the CPU, or a GPU as torch names it ("cuda:1"): the
-    pools are then torch tensors there, the table and the lengths torch tensors on the host. The names "int8" and "int4"
-    make NumPy pools of codes with a scale a token and KV head: append takes floats, gather gives float32.
+    pools are then torch tensors there, the table and the lengths torch tensors on the host. int8 and int4, as names or
+    as dtypes, make pools of codes with a scale a token and KV head, in arrays of int8 and uint8: append takes floats,
+    gather gives float32. All other integers are stored as they are.
 
     Raises:
         ContractError, ContractTypeError: a size is no integer, too small or above 2^31 - 1, the table has over 2^28
             entries, the pools do not fit in memory, or the dtype or the device is unknown; codes on a GPU.
-        ShapeError: codes of a head_dim that is no multiple of 8.
+        ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """
     shape = (
@@ -99,28 +102,17 @@ def init_paged_kv_cache(
         raise ContractError(
             f"batch_size: {batch} sequences of max_blocks_per_seq = {max_blocks} make a table of over 2^28 entries"
         )
-    at, kv_format = devices.device_named(device), _format_of(dtype)
-    if kv_format is None:
-        element, kind = dtype_of(dtype, "dtype"), kind_of_dtype(dtype)
-    else:
-        check_head_dim("head_dim", shape[3])
-        if at.index is not None:
-            raise ContractError(f"dtype: a cache of {kv_format} codes is not supported on a GPU")
-        shape = (*shape[:3], stored_head(kv_format, shape[3]))
-        element, kind = dtype_of(stored_dtype(kv_format), "dtype"), "numpy"
+    at = devices.device_named(device)
+    element, kind = cache_dtype_of(dtype, "dtype"), kind_of_dtype(dtype)
     kind = kind if kind in at.kinds else at.kinds[0]
     sample = sample_array(kind)
     return PagedKVCache(
-        devices.allocate(at, "key_pool", shape, element, kind),
-        devices.allocate(at, "value_pool", shape, element, kind),
+        new_cache(at, "key_pool", shape, element, kind),
+        new_cache(at, "value_pool", shape, element, kind),
         like(sample, np.full((batch, max_blocks), -1, np.int32)),
         like(sample, np.zeros(batch, np.int32)),
-        kv_format,
+        next((name for name in CODE_DTYPES if name == element.name), None),
     )
-
-
-def _format_of(dtype: DTypeLike) -> KVFormat | None:
-    return next((name for name in CODE_DTYPES if isinstance(dtype, str) and dtype == name), None)
 
 
 def allocate_blocks(
@@ -221,8 +213,8 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
     table, lengths, sequence = _checked_table(cache, sequence_idx)
     length = int(lengths[sequence])
     blocks = _blocks(table[sequence], sequence, 0, length, cache)
-    read = read_rows if cache.kv_format is None else read_codes
-    keys, values = read(device, *pools, blocks.view(np.uint32)[None], lengths[sequence : sequence + 1])
+    row = blocks.view(np.uint32)[None]
+    keys, values = read_rows(device, *pools, row, lengths[sequence : sequence + 1], cache.kv_format)
     return device.like(cache.key_pool, keys), device.like(cache.value_pool, values), length
 
 
@@ -250,6 +242,11 @@ def _pools(cache: PagedKVCache, **rows: Any) -> tuple[ArrayDevice, tuple[Any, An
     check_storage(device, keys, "key_pool", 4)
     check_storage(device, values, "value_pool", 4)
     check_alike(values, keys, "value_pool", "key_pool's")
+    if cache.kv_format is not None:
+        dtype = device.dtype(keys).name
+        if FORMATS.get(dtype) != cache.kv_format:
+            raise ContractTypeError(f"kv_format: {shown(cache.kv_format)} codes do not lie in arrays of {dtype}")
+        stored_elements(cache.kv_format, keys.shape[3], "key_pool")
     if not keys.shape[1]:
         raise ShapeError(f"key_pool: blocks must hold tokens, its shape is {tuple(keys.shape)}")
     return device, (keys, values)

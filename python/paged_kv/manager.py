@@ -10,11 +10,10 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays import devices
-from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.dtypes import cache_dtype_of
 from paged_kv.arrays.host import like, sample_array
 from paged_kv.arrays.types import DTypeLike, SupportsDLPack
-from paged_kv.calls.append import WritableCache
-from paged_kv.calls.kv_copy import prepare
+from paged_kv.calls.append import WritableCache, new_cache
 from paged_kv.errors import ContractError, RequestError
 from paged_kv.pool import PagePool
 
@@ -33,7 +32,9 @@ class PagedKVCacheManager:
         page_size: Tokens in a page.
         num_kv_heads: KV heads.
         head_dim: Elements of a head.
-        dtype: A name, or a dtype of NumPy, torch, JAX or MAX.
+        dtype: A name, or a dtype of NumPy, torch, JAX or MAX. int8 and int4 are codes with a scale a token and KV head
+            (docs/quantised-cache.md), on the CPU: `append` takes floats, and the last dimension of `kv_cache`, int8 or
+            uint8, is the bytes of a head.
         device: Of `kv_cache` and of the tokens that are appended: None or the CPU, or a GPU as torch names it ("cuda",
             "cuda:1"). Page tables are on the host wherever the cache is: that is where `plan` takes them.
         kind: "torch" or "numpy", what `kv_cache` and page tables are. By default torch where the program has imported
@@ -41,7 +42,8 @@ class PagedKVCacheManager:
 
     Raises:
         ContractTypeError, ContractError: a size is no integer, too small or above 2^31 - 1, the cache does not fit in
-            memory, an unknown dtype, kind or device.
+            memory, an unknown dtype, kind or device; codes on a GPU.
+        ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """
 
@@ -62,13 +64,14 @@ class PagedKVCacheManager:
         self.num_kv_heads = integer("num_kv_heads", num_kv_heads, 1, LARGEST_INDEX)
         self.head_dim = integer("head_dim", head_dim, 1, LARGEST_INDEX)
         shape = (self.max_num_pages, 2, self.page_size, self.num_kv_heads, self.head_dim)
+        element = cache_dtype_of(dtype, "dtype")
         if kind is not None and (not isinstance(kind, str) or kind not in ("numpy", "torch")):
             raise ContractError(f"kind must be 'numpy' or 'torch', not {shown(kind)}")
         if kind is not None and kind not in at.kinds:
             raise ContractError(f"kind must be 'torch' for a cache on {shown(device)}, not 'numpy'")
         kind = kind or ("torch" if "torch" in sys.modules else "numpy")
         self._sample = sample_array(kind)
-        self.kv_cache = devices.allocate(at, "kv_cache", shape, dtype_of(dtype, "dtype"), kind)
+        self.kv_cache = new_cache(at, "kv_cache", shape, element, kind)
 
     def append(self, request_id: Hashable, k: SupportsDLPack, v: SupportsDLPack) -> None:
         """Appends one token, k and v `[num_kv_heads, head_dim]`, or `n` of them, `[n, ...]`; starts an unknown request.
@@ -81,7 +84,7 @@ class PagedKVCacheManager:
         cache = WritableCache.paged(self.kv_cache, "NHD", "kv_cache", k=k, v=v)
         device = cache.device
         rows = cache.rows(_tokens(device.view(k, "k")), _tokens(device.view(v, "v")), ("k", "v"))
-        prepare(device, device.dtype(cache.k))  # what can fail comes before the pool changes
+        cache.prepare(rows)  # what can fail comes before the pool changes
         count = len(rows[0])
 
         def write(slot: int, pages: tuple[int, ...]) -> None:

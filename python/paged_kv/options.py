@@ -21,7 +21,11 @@ KVFormat = Literal["int8", "int4"]
 CODE_DTYPES: tuple[KVFormat, ...] = ("int8", "int4")
 """Names of caches of codes with a scale a token and KV head, under any of `Q_DTYPES` too. A head is stored as its codes
 and then the float32 scale: of int8 in arrays of int8, of int4 two codes a byte in arrays of uint8."""
+FORMATS: dict[str, KVFormat] = {"int8": "int8", "uint8": "int4"}
+"""Of codes, by the name of the dtype of the array that they lie in."""
 SCALE_BYTES = 4
+_LEAST_HEAD = {"int8": 8, "int4": 16}
+"""Elements of a head of codes. One of 8 as int4 would have 8 bytes with its scale, as many as without any code."""
 
 CacheRotation = Literal["hadamard"]
 CACHE_ROTATIONS: tuple[CacheRotation, ...] = ("hadamard",)
@@ -63,10 +67,34 @@ def stored_dtype(dtype: str) -> str:
 
 
 def stored_head(dtype: str, head_dim: int) -> int:
-    """The last dimension of a cache's array: head_dim, or the bytes of a head of codes and its scale."""
+    """The last dimension of a cache's array: head_dim, or the bytes of a head of codes and its scale.
+
+    Raises:
+        ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
+    """
     if dtype not in CODE_DTYPES:
         return head_dim
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim < _LEAST_HEAD[dtype]:
+        raise ShapeError(f"head_dim must be a {_multiple_of(dtype)} for {dtype} codes, not {head_dim}")
     return (head_dim if dtype == "int8" else head_dim // 2) + SCALE_BYTES
+
+
+def stored_elements(dtype: str, size: int, name: str = "cache") -> int:
+    """The elements of a head whose last dimension is `size`: the inverse of `stored_head`.
+
+    Raises:
+        ShapeError: no head of codes is stored in so many bytes; the message calls the cache `name`.
+    """
+    if dtype not in CODE_DTYPES:
+        return size
+    elements = (size - SCALE_BYTES) * (1 if dtype == "int8" else 2)
+    if elements % HEAD_DIM_MULTIPLE or elements < _LEAST_HEAD[dtype]:
+        raise ShapeError(f"{name}: heads of {size} bytes are no {dtype} codes of a {_multiple_of(dtype)} and a scale")
+    return elements
+
+
+def _multiple_of(dtype: str) -> str:
+    return f"multiple of {HEAD_DIM_MULTIPLE} from {_LEAST_HEAD[dtype]} on"
 
 
 def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:

@@ -23,6 +23,8 @@ import numpy as np
 
 from paged_kv.errors import ContractError, ShapeError
 
+_GREATEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
+
 
 def cache_views(
     k_blocks: np.ndarray, v_blocks: np.ndarray, layout: str = "NHD", layer: int = 0
@@ -50,16 +52,17 @@ def cache_views(
 def quantised(x: np.ndarray, dtype: str) -> np.ndarray:
     """Heads `[..., D]` as a cache of "int8" or "int4" stores them, `[..., stored_head]` int8 or uint8.
 
-    The scale of int8 is the greatest magnitude of the head over 127; of int4 it is the element of greatest magnitude,
-    the negative one of two, over -8. A code is the nearest integer to x / scale, of int4 at most 7, in float32 as the
-    ops have it. A head that is not all finite has scale NaN and codes 0; one whose scale is below float32's normal
-    numbers has scale 0 and codes 0. Of int4, byte i holds elements 2 i (low half) and 2 i + 1.
+    The scale of int8 is the greatest magnitude of the head over 127, at most such that 127 times it is finite; of
+    int4 it is the element of greatest magnitude, the negative one of two, over -8. A code is the nearest integer to x
+    over the scale, of int4 at most 7, in float32 as the ops have it. A head that is not all finite has scale NaN and
+    codes 0. One whose scale is below float32's normal numbers has scale 0 and codes 0. Of int4, byte i holds elements
+    2 i (low half) and 2 i + 1.
     """
     x = x.astype(np.float32)
     with np.errstate(all="ignore"):
         most, least = x.max(-1, keepdims=True), x.min(-1, keepdims=True)
         if dtype == "int8":
-            scale = np.maximum(most, -least) / np.float32(127)
+            scale = np.minimum(np.maximum(most, -least) / np.float32(127), _GREATEST_SCALE)
         else:
             scale = np.where(most > -least, most, least) / np.float32(-8)
         scale = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(0), scale)

@@ -7,6 +7,9 @@ tensors, K and V `[pages, page_size, Hk, D]`, with any strides of which the last
 that holds both of all layers. A page table is `block_tables [B, n]`, int32, and `seq_lens [B]`, int32: the first
 `ceil(seq_lens[b] / page_size)` entries of row b are request b's pages in token order, what follows may be anything.
 
+A cache of int8 holds int8 codes with a scale a token and head, one of uint8 int4 codes: its last dimension is the bytes
+of such a head, D + 4 or D / 2 + 4, of which q and the rows of an append and a gather have the D elements.
+
 No operator has a derivative. A call with a tensor that requires a gradient is refused while torch records gradients:
 call it under `torch.inference_mode()` or `torch.no_grad()`.
 
@@ -26,7 +29,7 @@ from torch.library import Library, register_fake
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
-from paged_kv.arrays.dtypes import dtype_of
+from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
 from paged_kv.arrays.exchange import to_max, to_torch
 from paged_kv.arrays.host import HOST, as_indices, as_numpy, to_buffer
 from paged_kv.calls.append import WritableCache
@@ -40,7 +43,7 @@ from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractTypeError, ShapeError
-from paged_kv.options import AttentionOptions, check_number
+from paged_kv.options import FORMATS, AttentionOptions, check_number, stored_elements
 
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
 
@@ -69,7 +72,7 @@ def paged_attention(
 
     Args:
         q: `[R, Hq, D]` float32, bfloat16 or float16.
-        k_cache, v_cache: `[pages, page_size, Hk, D]` in q's dtype, or float8.
+        k_cache, v_cache: `[pages, page_size, Hk, D]` in q's dtype, float8, or codes.
         block_tables: `[B, n]`.
         seq_lens: `[B]`, tokens of each request, its new ones included.
         qo_indptr: `[B + 1]` int32: rows `qo_indptr[b]` to `qo_indptr[b + 1]` of q are request b's last tokens, each of
@@ -113,7 +116,8 @@ def append_paged_kv(
     """Writes N tokens into their pages, in place.
 
     Args:
-        k, v: `[N, Hk, D]` in the cache's dtype: row i is token `positions[i]` of request `batch_indices[i]`.
+        k, v: `[N, Hk, D]` in the cache's dtype, or floats for a cache of codes, which are quantised: row i is token
+            `positions[i]` of request `batch_indices[i]`.
         k_cache, v_cache: `[pages, page_size, Hk, D]`, of which no two elements share memory.
         block_tables: `[B, n]`; a row ends at its first -1.
         batch_indices, positions: `[N]` int32; a row of request -1 is skipped.
@@ -133,7 +137,8 @@ def append_paged_kv(
 def gather_paged_kv(
     k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of every request, out of their pages: k and v `[num_tokens, Hk, D]`, request after request.
+    """The tokens of every request, out of their pages: k and v `[num_tokens, Hk, D]`, request after request, in the
+    cache's dtype, or of codes the numbers that they stand for, float32.
 
     Args:
         k_cache, v_cache: `[pages, page_size, Hk, D]`.
@@ -243,7 +248,7 @@ def _gather(
     found = int(rows.lengths.sum(dtype=np.int64))
     if found != integer("num_tokens", num_tokens, 0):
         raise ShapeError(f"num_tokens is {num_tokens}, the requests have {found} (seq_lens)")
-    tokens = read_rows(HOST, k, v, rows.table.entries, rows.lengths)
+    tokens = read_rows(HOST, k, v, rows.table.entries, rows.lengths, FORMATS.get(HOST.dtype(k).name))
     return HOST.like(k_cache, tokens[0]), HOST.like(v_cache, tokens[1])
 
 
@@ -324,11 +329,15 @@ def planned(
     dtypes: tuple[torch.dtype, torch.dtype],
     options: tuple[float | None, int, float, bool],
 ) -> TensorAttention:
-    """The plan of these query heads, KV heads, head_dim and page_size, with its operands prepared; for
-    `paged_kv.transformers` too.
+    """The plan of these query heads, KV heads, last dimension of the cache and page_size, with its operands prepared;
+    for `paged_kv.transformers` too.
     """
     sm_scale, window_left, logits_soft_cap, alibi = options
     q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
+    kv_format = FORMATS.get(kv_dtype.name)
+    if kv_format is not None:
+        kv_dtype = CACHE_DTYPES[kv_format]
+        sizes = (*sizes[:2], stored_elements(kv_format, sizes[2]), sizes[3])
     check_dtype(f"{_DTYPE_NAMES[0]}:", q_dtype)
     return TensorAttention(
         AttentionPlan(
@@ -456,7 +465,12 @@ def _fake_gather(
 ) -> tuple[Tensor, Tensor]:
     del block_tables, seq_lens
     _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
-    return k_cache.new_empty((num_tokens, *k_cache.shape[2:])), v_cache.new_empty((num_tokens, *v_cache.shape[2:]))
+    found = []
+    for cache in (k_cache, v_cache):
+        kv_format = FORMATS.get(str(cache.dtype).removeprefix("torch."))
+        shape = (num_tokens, cache.shape[2], stored_elements(kv_format or "", cache.shape[3]))
+        found.append(cache.new_empty(shape, dtype=torch.float32 if kv_format else cache.dtype))
+    return found[0], found[1]
 
 
 def _fake_linear(x: Tensor, w: Tensor) -> Tensor:

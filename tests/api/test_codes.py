@@ -1,16 +1,26 @@
 """Caches of int8 and int4 codes through the public calls: append, decode, prefill, the functional cache."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 import paged_kv
+import paged_kv.cascade
+import paged_kv.torch as operators
 from paged_kv import reference
+from paged_kv.arrays.host import as_numpy
+from paged_kv.calls import kv_copy
 from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.page import PagedKVCacheManager
 from support import harness
 from support.cases import CacheCase
 from support.codes import quantised_cache, widened_pages
-from support.compare import assert_bits_equal, assert_close
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.levels import build_cascade
 
 DTYPES = {"int8": "float32", "int4": "bfloat16"}
 REL = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -40,7 +50,8 @@ def test_decode(kv_format):
     o = wrapper.run(cache.q, cache.k_blocks)
     expected, _ = reference.attention(cache.q, *widened_pages(cache), *cache.decode_rows)
     assert_close(o, expected, rel=REL[DTYPES[kv_format]], what="o")
-    with pytest.raises(ShapeError, match="head_dim of k is"):
+    size = cache.k_blocks.shape[-1]
+    with pytest.raises(ShapeError, match=f"heads of k have {size - 4} bytes, planned {size} .{kv_format} codes of hea"):
         wrapper.run(cache.q, np.ascontiguousarray(cache.k_blocks[..., :-4]))
     with pytest.raises(ContractTypeError, match=f"planned {kv_format}"):
         wrapper.run(cache.q, cache.k_blocks.view({"int8": np.uint8, "int4": np.int8}[kv_format]))
@@ -58,6 +69,102 @@ def test_append(kv_format):
     assert_bits_equal(cache.k_blocks, before, what="the cache")
     with pytest.raises(ShapeError, match=r"append_key must be \[N, 2, 40\]"):
         paged_kv.append_paged_kv_cache(k[..., :32], v[..., :32], *where, cache.k_blocks, table[1], table[0], table[2])
+    other = v.astype("float16")
+    with pytest.raises(ContractTypeError, match=f"append_value: dtype float16, append_key's is {dtype}"):
+        paged_kv.append_paged_kv_cache(k, other, *where, cache.k_blocks, table[1], table[0], table[2])
+    stored = np.zeros((2, 2, cache.k_blocks.shape[-1]), cache.k_blocks.dtype)
+    with pytest.raises(ContractTypeError, match=f"append_value: dtype {stored.dtype}, append_key's is {dtype}"):
+        paged_kv.append_paged_kv_cache(k, stored, *where, cache.k_blocks, table[1], table[0], table[2])
+    assert_bits_equal(cache.k_blocks, before, what="the cache after refusals")
+
+
+@pytest.mark.parametrize("stored", ["int8", "uint8"])
+@pytest.mark.parametrize("size", [8, 64])
+def test_floats_do_not_become_integers_of_the_same_number(stored, size):
+    """Heads of 8 bytes could be int4 codes of 8 elements, which there are not."""
+    pages, rows = np.zeros((2, 2, 4, 1, size), stored), np.ones((1, 1, size), np.float32)
+    where = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    table = np.zeros(1, np.int32), np.array([0, 1], np.int32), np.ones(1, np.int32)
+    with pytest.raises(ContractTypeError, match=f"append_key: dtype float32, the cache's is {stored}"):
+        paged_kv.append_paged_kv_cache(rows, rows, *where, pages, *table)
+    assert not pages.any()
+
+
+def test_latents_do_not_become_codes():
+    ckv, kpe = np.zeros((2, 4, 68), np.int8), np.zeros((2, 4, 12), np.int8)
+    where = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    table = np.zeros(1, np.int32), np.array([0, 1], np.int32), np.ones(1, np.int32)
+    rows = np.ones((1, 64), np.float32), np.ones((1, 8), np.float32)
+    with pytest.raises(ContractTypeError, match="append_ckv: dtype float32, the cache's is int8"):
+        paged_kv.append_paged_mla_kv_cache(*rows, *where, ckv, kpe, *table)
+    assert not ckv.any()
+
+
+def test_a_cascade():
+    """A prefix of both requests, and the tokens of each."""
+    harness.runtime()  # which merges
+    case = build_cascade([np.array([0, 2], np.int32), np.array([0, 1, 2], np.int32)], [[13], [5, 9]], page_size=5)
+    cache = reference.quantised(case.cache, "int8")
+    wrapper = paged_kv.cascade.MultiLevelCascadeAttentionWrapper(2, None, case.layout)
+    wrapper.plan(*case.tables, *case.sizes, q_data_type="float32", kv_data_type="int8")
+    o, lse = wrapper.run(case.q, cache, return_lse=True)
+    of_codes = [
+        [tuple(reference.widened(reference.quantised(side, "int8")) for side in group) for group in level]
+        for level in case.tokens
+    ]
+    expected = replace(case, tokens=of_codes).oracle()
+    assert_close(o, expected[0], rel=1e-5, what="o")
+    assert_lse_close(lse, expected[1], tol=1e-5, what="lse")
+
+
+@pytest.mark.parametrize("kv_format", DTYPES)
+def test_the_manager(kv_format, monkeypatch):
+    """It takes head_dim in elements, quantises, and compiles before it takes a page."""
+    manager = PagedKVCacheManager(6, 4, 2, 40, kv_format, kind="numpy")
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((7, 2, 40), np.float32).astype(DTYPES[kv_format]) for _ in range(2))
+    manager.append("a", k, v)
+    pages = manager.kv_cache[manager.get_page_table("a")].swapaxes(0, 1).reshape(2, 8, 2, -1)[:, :7]
+    for side, tokens, name in zip(pages, (k, v), "kv", strict=True):
+        assert_bits_equal(side, reference.quantised(tokens, kv_format), what=name)
+    loaded = []
+    monkeypatch.setattr(kv_copy, "runtime_on", lambda _: SimpleNamespace(load=loaded.extend))
+    monkeypatch.setattr(manager.pool, "extend", lambda *_: None)
+    manager.append("b", k, v)
+    assert [(one.op, one.dtype.name) for one in loaded] == [("append", DTYPES[kv_format])]
+
+
+@pytest.mark.parametrize("kv_format", DTYPES)
+def test_torch_operators(kv_format):
+    """Append quantises, gather gives the numbers in float32, attention reads the codes; eagerly and compiled."""
+    cache, _ = case_of(kv_format)
+    dtype = DTYPES[kv_format]
+    both = torch.from_numpy(cache.k_blocks.copy())
+    k_cache, v_cache = both[:, 0], both[:, 1]
+    table = torch.from_numpy(cache.lookup_table.view(np.int32).copy())
+    lengths = torch.from_numpy(cache.lengths.astype(np.int32))
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((2, 2, 40), np.float32) for _ in range(2))
+    where = np.array([0, 1], np.int32), np.array([22, 7], np.int32)
+    as_torch = [torch.from_numpy(x).to(getattr(torch, dtype)) for x in (k, v, cache.q.astype(np.float32))]
+    reference.append(*(x.astype(dtype) for x in (k, v)), *where, cache.k_blocks, cache.v_blocks, cache.lookup_table)
+
+    def step(k_cache, v_cache):
+        operators.append_paged_kv(*as_torch[:2], k_cache, v_cache, table, *map(torch.from_numpy, where))
+        gathered = operators.gather_paged_kv(k_cache, v_cache, table, lengths, 64)
+        return operators.paged_attention(as_torch[2], k_cache, v_cache, table, lengths), gathered
+
+    pages = widened_pages(cache)
+    expected, _ = reference.attention(cache.q, *pages, *cache.decode_rows)
+    tokens = reference.gather(*pages, cache.lengths)
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        (o, _), gathered = run(k_cache, v_cache)
+        assert_bits_equal(both.numpy(), cache.k_blocks, what="the cache")
+        assert_close(as_numpy(o, "o"), expected, rel=REL[dtype], what="o")
+        for found, wanted in zip(gathered, tokens, strict=False):
+            assert_bits_equal(found.numpy(), wanted.astype(np.float32), what="gathered")
+    with pytest.raises(ShapeError, match=r"cache: heads of \d+ bytes are no"):
+        operators.gather_paged_kv(k_cache[..., 1:], v_cache[..., 1:], table, lengths, 64)
 
 
 def test_functional_cache():
@@ -72,3 +179,8 @@ def test_functional_cache():
     for name, rows, tokens in (("keys", keys, k), ("values", values, -k)):
         expected = reference.widened(reference.quantised(tokens, "int8"))
         assert_bits_equal(rows, expected.astype(np.float32), what=name)
+    for other in ("int4", "int2"):
+        with pytest.raises(ContractTypeError, match=f"kv_format: '{other}' codes do not lie in arrays of int8"):
+            paged_kv.gather_kv(replace(cache, kv_format=other), 0)
+    with pytest.raises(ShapeError, match="key_pool: heads of 22 bytes are no int8 codes"):
+        paged_kv.gather_kv(replace(cache, key_pool=cache.key_pool[..., 6:], value_pool=cache.value_pool[..., 6:]), 0)

@@ -15,15 +15,19 @@ from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_numpy
 from paged_kv.attention import BatchAttention
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
+from paged_kv.options import CODE_DTYPES
 from paged_kv.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
 )
+from support import harness
 from support.cases import Cache, CacheCase, build, csr, normal
+from support.codes import quantised_cache, widened_pages
 from support.compare import assert_close, assert_lse_close
 from support.decoding import LSE_TOLERANCE, O_TOLERANCE, to_kind
 from support.decoding import PAIRS as DECODE_PAIRS
+from support.harness import CODE_PAIRS
 from support.kinds import WRITABLE, kind_of
 from support.prefilling import (
     PAIRS,
@@ -51,6 +55,7 @@ class Drawn:
     """One case: how the cache is built, what is asked of it, and through which arrays and function."""
 
     case: CacheCase
+    kv_dtype: str  # the case's, or codes that its numbers become
     q_lens: tuple[int, ...]
     head_dim_qk: int  # of K and V the wider has the case's
     head_dim_vo: int
@@ -76,7 +81,8 @@ def maybe(*values: Any) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def drawn_cases(draw: st.DrawFn, entries: tuple[str, ...], kv_dtype: str) -> Drawn:
+def drawn_cases(draw: st.DrawFn, entries: tuple[str, ...], pair: tuple[str, str]) -> Drawn:
+    codes = pair[1] in CODE_DTYPES
     page_size = draw(st.sampled_from((1, 2, 3, 5, 16, 17, 64)))
     groups = ((1, 1), (1, 3), (1, 16), (2, 2), (2, 7), (3, 5), (2, 8), (1, 6), (4, 4), (3, 3), (4, 1), (1, 9))
     kv_heads, group = draw(st.sampled_from(groups))
@@ -85,8 +91,8 @@ def drawn_cases(draw: st.DrawFn, entries: tuple[str, ...], kv_dtype: str) -> Dra
     entry = draw(st.sampled_from(entries))
     mixed, decodes = entry == "mixed", entry in DECODE
     widths = ((8, 8), (64, 64), (128, 128), (64, 40), (40, 64), (128, 64), (192, 128), (16, 80))
-    equal = ((8, 8), (16, 16), (40, 40), (64, 64), (128, 128))
-    head_dim_qk, head_dim_vo = draw(st.sampled_from(equal if decodes else widths))
+    equal = ((8, 8), (16, 16), (40, 40), (64, 64), (128, 128))[1 if codes else 0 :]
+    head_dim_qk, head_dim_vo = draw(st.sampled_from(equal if decodes or codes else widths))
     case = CacheCase(
         lengths=lengths,
         num_q_heads=kv_heads * group,
@@ -95,11 +101,12 @@ def drawn_cases(draw: st.DrawFn, entries: tuple[str, ...], kv_dtype: str) -> Dra
         page_size=page_size,
         layout=draw(st.sampled_from(("NHD", "HND"))),
         rank=draw(st.sampled_from((4, 5))) if head_dim_qk == head_dim_vo else 4,
-        dtype=kv_dtype,
+        dtype=pair[0] if codes else pair[1],
         seed=draw(st.integers(0, 2**16)),
     )
     return Drawn(
         case=case,
+        kv_dtype=pair[1],
         # A request may have more rows than tokens, or none.
         q_lens=tuple(1 if decodes else draw(st.integers(0, length + 2) | st.just(1)) for length in lengths),
         head_dim_qk=head_dim_qk,
@@ -107,7 +114,9 @@ def drawn_cases(draw: st.DrawFn, entries: tuple[str, ...], kv_dtype: str) -> Dra
         seen="full"
         if decodes
         else draw(st.sampled_from(("full", "causal") if mixed else ("full", "causal", "mask", "packed"))),
-        mode="NONE" if mixed else draw(st.sampled_from(("NONE", "ROPE_LLAMA", "ALIBI"))),
+        mode="NONE"
+        if mixed
+        else draw(st.sampled_from(("NONE", "ALIBI") if codes else ("NONE", "ROPE_LLAMA", "ALIBI"))),
         options={
             "window_left": -1 if mixed else draw(st.sampled_from((-1, -1, 0, 1, 4, 17, 1000))),
             "logits_soft_cap": draw(maybe(0.0, 1.5, 30.0)),
@@ -139,12 +148,15 @@ def pages_of(drawn: Drawn, cache: Cache) -> Any:
     k = spread_out(cache.k_blocks, kind)
     if cache.case.rank == 5:
         return k
+    if drawn.kv_dtype in CODE_DTYPES:
+        return k, spread_out(cache.v_blocks, kind)
     return k[..., : drawn.head_dim_qk], spread_out(cache.v_blocks, kind)[..., : drawn.head_dim_vo]
 
 
 def spread_out(blocks: np.ndarray, kind: str) -> Any:
     """Blocks as a strided part of larger ones full of NaN: heads, slots and pages lie further apart."""
-    larger = np.full([size + 1 for size in blocks.shape[:-1]] + [blocks.shape[-1] + 8], np.nan, blocks.dtype)
+    poison = np.array(-1).astype(blocks.dtype) if blocks.dtype.kind in "iu" else np.nan
+    larger = np.full([size + 1 for size in blocks.shape[:-1]] + [blocks.shape[-1] + 8], poison, blocks.dtype)
     inner = (slice(1, None), *[slice(None, 2)] * (blocks.ndim == 5), slice(1, None), slice(1, None), slice(4, -4))
     larger[inner] = blocks
     return to_kind(larger, kind)[inner]
@@ -170,7 +182,7 @@ def run(drawn: Drawn, cache: Cache, q: np.ndarray, masks: list[np.ndarray], sink
     qo_indptr = offsets(drawn.q_lens).astype(drawn.index_dtype)
     table = [to_kind(array, drawn.index_kind) for array in (qo_indptr, *arrays)]
     sizes = (case.num_q_heads, case.num_kv_heads, drawn.head_dim_qk, case.page_size)[: 4 if paged else 3]
-    dtypes = {"q_data_type": q.dtype.name, "kv_data_type": case.dtype}
+    dtypes = {"q_data_type": q.dtype.name, "kv_data_type": drawn.kv_dtype}
     common: dict[str, Any] = {"causal": drawn.seen == "causal"} | dtypes
     results: dict[str, Any] = {}
     if drawn.given_results:
@@ -259,7 +271,9 @@ def run_singly(drawn: Drawn, cache: Cache, q: np.ndarray, masks: list[np.ndarray
 
 @pytest.mark.hypothesis  # as Hypothesis marks what it decorates itself
 @pytest.mark.parametrize(
-    ("entries", "pair"), [(DECODE, pair) for pair in DECODE_PAIRS] + [(PREFILL, pair) for pair in PAIRS],
+    ("entries", "pair"),
+    [(DECODE, pair) for pair in DECODE_PAIRS] + [(PREFILL, pair) for pair in PAIRS]
+    + [(DECODE[:3], CODE_PAIRS[-1]), (("paged", "paged", "paged graph", "mixed"), CODE_PAIRS[-1])],
     ids=lambda value: value[0] if len(value) > 2 else " over ".join(value),
 )  # fmt: skip
 def test_drawn_cases_agree_with_the_oracle(entries: tuple[str, ...], pair: tuple[str, str]) -> None:
@@ -278,17 +292,23 @@ def test_tensors_go_the_way_of_a_gpus(entries: tuple[str, ...], pair: tuple[str,
 
 def check_drawn(entries: tuple[str, ...], pair: tuple[str, str], number: int, *, all_torch: bool = False) -> None:
     load_variants()
-    count, (q_dtype, kv_dtype) = 0, pair
+    if pair[1] in CODE_DTYPES:
+        harness.codes_runtime()
+    count, q_dtype = 0, pair[0]
     cases = examples(number)
 
     @settings(max_examples=cases, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
-    @given(drawn_cases(entries, kv_dtype))
+    @given(drawn_cases(entries, pair))
     def agrees(drawn: Drawn) -> None:
         nonlocal count
         count += 1
         if all_torch:
             drawn = replace(drawn, q_kind="torch", cache_kind="torch")
-        cache = build(drawn.case)
+        cache = truth = build(drawn.case)
+        if pair[1] in CODE_DTYPES:
+            cache = quantised_cache(drawn.case, pair[1])
+            k_blocks, v_blocks, _ = widened_pages(cache)
+            truth = replace(cache, k_blocks=k_blocks, v_blocks=v_blocks)
         q = np.ascontiguousarray(queries(cache, drawn.q_lens, q_dtype)[..., : drawn.head_dim_qk])
         rng = np.random.default_rng(drawn.case.seed + 2)
         lens = drawn.q_lens, drawn.case.lengths
@@ -299,7 +319,7 @@ def check_drawn(entries: tuple[str, ...], pair: tuple[str, str], number: int, *,
         scales = dict(drawn.scales) | ({"q_scale": None} if drawn.entry == "mixed" else {})
         widths = {"head_dim_vo": drawn.head_dim_vo, "pos_encoding_mode": drawn.mode}
         if sinks is not None:  # not far above all scores: o would be a subnormal number of float16
-            _, sums = expected(cache, q, masks, **widths, sinks=None, **scales, **drawn.options)
+            _, sums = expected(truth, q, masks, **widths, sinks=None, **scales, **drawn.options)
             sinks += np.float32(np.log(2) * sums[np.isfinite(sums)].min(initial=0))
         if "single" in drawn.entry:
             o, lse = run_singly(drawn, cache, q, masks)
@@ -307,9 +327,11 @@ def check_drawn(entries: tuple[str, ...], pair: tuple[str, str], number: int, *,
             o, lse = run(drawn, cache, q, masks, to_kind(sinks, "torch") if all_torch and takes_sinks else sinks)
             assert kind_of(o) == drawn.q_kind
             assert lse is None or kind_of(lse) == drawn.q_kind
-        wanted, sums = expected(cache, q, masks, **widths, sinks=sinks, **scales, **drawn.options)
+        wanted, sums = expected(truth, q, masks, **widths, sinks=sinks, **scales, **drawn.options)
         # Weights are as exact as scores, which are float32: those above 40 are rounded by more than the tolerance.
-        tolerance = np.maximum(O_TOLERANCE[kv_dtype], SCORE_ROUNDING * np.where(np.isfinite(sums), np.abs(sums), 0))
+        tolerance = np.maximum(
+            O_TOLERANCE[drawn.case.dtype], SCORE_ROUNDING * np.where(np.isfinite(sums), np.abs(sums), 0)
+        )
         assert_close(as_numpy(o, "o"), wanted, rel=tolerance, what="o")
         if lse is None:
             return

@@ -24,7 +24,7 @@ from support.limits import SECONDS, limited
 PROMPTS = ("Once upon a time", "ü", "the sea, the sea, the open sea")
 STATISTICS = r"""prompt: (\d+) tokens, \d+\.\d tokens/s
 decode: (\d+) tokens, \d+\.\d tokens/s
-pages: (\d+) used, of (\d+) \((\d+) tokens, (\d+) bytes each\)
+pages: (\d+) used, of (\d+) \((\d+) tokens, (\d+) bytes each\): (\d+) tokens in (?:float32|bfloat16)
 """
 
 
@@ -122,12 +122,13 @@ def test_several_prompts_come_under_headings_in_order(generate, folder):
         f"=== prompt {i}: {prompt}\n{text}" for i, (prompt, text) in enumerate(zip(PROMPTS, alone, strict=True), 1)
     ]
     assert out == "\n".join(sections)
-    prompt, decode, used, pages, size, page_bytes = map(int, re.search(STATISTICS, err).groups())
+    prompt, decode, used, pages, size, page_bytes, room = map(int, re.search(STATISTICS, err).groups())
     lengths = [len(tokens) for tokens in tokens_of(folder, *PROMPTS)]
     assert prompt == sum(lengths)
     assert decode == 3 * 19  # the first of each prompt's tokens comes from its prefill
     assert used == pages == sum(pages_needed(length + 19, 16) for length in lengths)
-    assert (size, page_bytes) == (16, 16 * 2 * 4 * 2 * 32 * 4)  # K and V, layers, KV heads, head_dim, bytes
+    assert (size, room) == (16, 16 * pages)
+    assert page_bytes == 16 * 2 * 4 * 2 * 32 * 4  # K and V, layers, KV heads, head_dim, bytes
 
 
 def test_json_says_the_same_in_lines(generate):
@@ -186,7 +187,7 @@ def test_bfloat16_and_pages_of_5(generate):
     out, err = generate("--dtype", "bfloat16", "--page-size", 5, "--max-new-tokens", 8)
     assert len(out) == len(exact) == 9
     assert out[0] == exact[0]
-    *_, used, pages, size, page_bytes = map(int, re.search(STATISTICS, err).groups())
+    *_, used, pages, size, page_bytes, _ = map(int, re.search(STATISTICS, err).groups())
     assert (used, pages) == (5, 5)  # 17 tokens and 7 new ones
     assert (size, page_bytes) == (5, 5 * 2 * 4 * 2 * 32 * 2)
 

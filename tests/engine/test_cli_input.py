@@ -175,6 +175,7 @@ def test_a_trace_tells_what_happened_to_every_page(lines, tmp_path):
     assert lines(records, "--trace", trace, "--max-new-tokens", 20)[0] == 0
     head, *events = [json.loads(line) for line in trace.read_text().splitlines()]
     assert (head["format"], head["page_size"]) == ("paged-kv page events 1", 16)
+    assert (head["cache_dtype"], head["page_bytes"]) == ("float32", 16 * 2 * 4 * 2 * 32 * 4)
     assert {event["event"] for event in events} >= {"allocated", "shared", "stored", "released", "copied"}
     owners = {}
     for event in events:

@@ -134,7 +134,7 @@ def test_every_kernel_of_the_api_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(installed, "kernel_roots", list)
     report = collect()
     assert report.compiled == {variant.name: None for family in API_FAMILIES.values() for variant in family}
-    assert "\ncompiled  0 of 90 kernels of the API\n" in render(report)
+    assert "\ncompiled  0 of 110 kernels of the API\n" in render(report)
 
 
 def test_the_command_looks_for_the_demo_s_step(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,8 @@ from functools import cache
 import pytest
 
 from paged_kv.errors import ToolchainError
+from paged_kv.graphs.ops import DTYPES
+from paged_kv.options import CODE_DTYPES
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
 from paged_kv.runtime.doctor import explain_kernels
 from paged_kv.runtime.kernel_choice import ARCHITECTURES, explain, kernels_of
@@ -36,10 +38,12 @@ def explained(architecture: str | None, head_dim: int, group: int, page_size: in
     assert rotary[:3] == ["rotary", "keys,", "any"]
     assert {over for _, over, _, _ in pairs} == {"over"}
     found = {(q_dtype, kv_dtype): choice for q_dtype, _, kv_dtype, choice in pairs}
-    assert len(found) == len(pairs) == len(PAIRS)
+    assert found.keys() == {*PAIRS, *OF_CODES}
+    assert len(found) == len(pairs)
     return {**found, ("rotary", "keys"): rotary[3].removeprefix("dtypes").strip()}
 
 
+OF_CODES = [(q.name, codes) for q in DTYPES for codes in CODE_DTYPES]
 ROTARY = ("rotary", "keys")
 HALF = ("bfloat16", "bfloat16")
 
@@ -49,6 +53,8 @@ HALF = ("bfloat16", "bfloat16")
     [
         (None, (8, 1, 1), ("float32", "float32"), "cpu/vectors", "AMX"),
         (None, (8, 1, 1), ROTARY, "as above", "rotated"),
+        (None, (8, 1, 1), ("bfloat16", "int4"), "cpu/vectors", "AMX"),
+        ("sm_90a", (128, 4, 16), ("bfloat16", "int8"), "none", "on the CPU alone"),
         ("sm_90a", (128, 4, 16), HALF, "gpu/hopper", "holds"),
         ("sm_90a", (256, 4, 16), HALF, "gpu/hopper", "not gpu/many_rows: it takes head_dim 64 and 128, not 256"),
         ("sm_90a", (128, 4, 5), HALF, "gpu/generic", "page_size 5"),
@@ -96,7 +102,7 @@ def test_the_doctor_prints_a_block_for_each_device():
     text = explain_kernels(["sm_90a", "sm_90a"], 128, 4, 16, apply_cpu_target())
     blocks = text.strip().split("\n\n")
     assert [block.split(":")[0] for block in blocks] == ["cpu", "sm_90a"]
-    assert all(len(block.splitlines()) == 1 + len(PAIRS) + 1 for block in blocks)
+    assert all(len(block.splitlines()) == 1 + len(PAIRS) + len(OF_CODES) + 1 for block in blocks)
 
 
 @pytest.mark.parametrize("architecture", gpu_programs.ARCHITECTURES)

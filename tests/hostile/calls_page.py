@@ -20,6 +20,8 @@ from paged_kv.page import (
 )
 
 COPIED = ["float32", "bfloat16", "float8_e4m3fn", "float64", "int32", "float16"]
+QUANTISED = [("float32", "int8", 68), ("bfloat16", "uint8", 36)]
+"""Rows, the cache of codes that they become, and the bytes of a head of 64 elements there."""
 
 
 def requests(rng: Rng, dense: bool = False) -> tuple[Any, ...]:
@@ -85,8 +87,12 @@ class Append:
         hk, dim = int(rng.choice([1, 3])), int(rng.choice([8, 5, 64]))
         if self.form == "dense":
             new = np.ones_like(after)
+        held, stored = dtype, dim
+        if rng.random() < 0.2:
+            dim, (dtype, held, stored) = 64, QUANTISED[rng.integers(2)]
         row = (int(new.sum()), hk, dim)
         given = tensors(**{name: drawn(rng, memory, row, dtype) for name in self.rows})
+        dtype, dim = held, stored
         page = (size, hk, dim) if layout == "NHD" else (hk, size, dim)
         if rng.random() < 0.5:
             given |= tensors(cache=memory.new((pages, 2, *page), DTYPES[dtype]))
@@ -128,9 +134,7 @@ class Append:
             require(sides[0].shape == sides[1].shape, "k and v")
         require(all(given[n].kind != "jax" for n in given if n.startswith("cache")), "JAX arrays are constant")
         sides = sides if layout == "NHD" else [side.swapaxes(1, 2) for side in sides]
-        rows = [model.array(given[name], None, *sides[0].shape[2:]) for name in self.rows]
-        require(len(rows[0]) == len(rows[1]) and len(rows[0]) < 10**6, "rows")
-        require(len({x.dtype for x in (*sides, *rows)}) == 1 and sides[0].dtype in DTYPES.values(), "dtypes")
+        rows = model.rows_of([given[name] for name in self.rows], sides)
         size = sides[0].shape[1]
         require(size >= 1, "page_size")
         table, batch, positions = destination(given, size, len(rows[0]), self.form)

@@ -8,7 +8,7 @@ import numpy as np
 
 from hostile import model
 from hostile.calls_decode import FLOAT8, FLOATS, PAIRS, State, drawn, index_arrays, narrow, plain, sinks_of, tensors
-from hostile.calls_page import COPIED, write
+from hostile.calls_page import COPIED, QUANTISED, write
 from hostile.memory import DTYPES, Memory
 from hostile.model import Expected, Options, Table, last_rows, require
 from hostile.transforms import Arguments, Rng, replace
@@ -48,7 +48,8 @@ def requests(rng: Rng, memory: Memory, given_dtype: str, dim: int) -> tuple[Argu
     used = -(-lengths // size)
     pages = int(used.sum()) + int(rng.integers(1, 4))
     ids = rng.permutation(pages)[: used.sum()]
-    given = caches(rng, memory, (pages, size, hk, dim), given_dtype)
+    width = {"int8": dim + 4, "uint8": dim // 2 + 4}.get(given_dtype, dim)
+    given = caches(rng, memory, (pages, size, hk, width), given_dtype)
     table = np.full(
         (len(lengths), int(used.max(initial=0)) + int(rng.integers(2))), int(rng.choice([-1, 99, 2**31 - 1]))
     )
@@ -57,6 +58,8 @@ def requests(rng: Rng, memory: Memory, given_dtype: str, dim: int) -> tuple[Argu
         for j in range(length):
             for name in NAMES:
                 row = rng.standard_normal((hk, dim)).astype(np.float32)
+                if width != dim:
+                    row = model.stored(row[None], given[name].view)[0]
                 given[name].view[table[b, j // size], j % size] = row
     return given | index_arrays(memory, block_tables=table, seq_lens=lengths), lengths, hk
 
@@ -77,8 +80,8 @@ def sides_and_table(given: Arguments) -> tuple[list[np.ndarray], Table]:
 
 
 def tokens(side: np.ndarray, table: Table) -> list[np.ndarray]:
-    """Those of each request."""
-    size = side.shape[1]
+    """Those of each request, and of codes the numbers."""
+    size, side = side.shape[1], model.numbers_of(side)
     return [
         side[pages[np.arange(n) // size], np.arange(n) % size]
         for pages, n in zip(table.pages, table.lengths, strict=True)
@@ -91,8 +94,9 @@ class TorchAttention:
     name = "torch_attention"
 
     def arguments(self, rng: Rng, memory: Memory) -> Arguments:
-        q_dtype, kv_dtype = PAIRS[rng.integers(len(PAIRS))]
-        dim = int(rng.choice([64, 64, 8]))
+        pairs = [*PAIRS, ("float32", "int8"), ("bfloat16", "uint8")]
+        q_dtype, kv_dtype = pairs[rng.integers(len(pairs))]
+        dim = 64 if "int8" in kv_dtype else int(rng.choice([64, 64, 8]))
         given, lengths, hk = requests(rng, memory, kv_dtype, dim)
         heads, counts = hk * int(rng.integers(1, 4)), np.ones_like(lengths)
         if rng.random() < 0.5:
@@ -120,9 +124,14 @@ class TorchAttention:
         all_tensors(given, *(name for name in ("q", "qo_indptr", "sinks") if name in given))
         (k, v), table = sides_and_table(given)
         q = model.array(given["q"], None, None, None, dtypes=[*FLOATS, *FLOAT8])
-        require(q.shape[1] and k.shape[2] and q.shape[1] % k.shape[2] == 0 and q.shape[2] == k.shape[3], "heads")
+        require(
+            q.shape[1] and k.shape[2] and q.shape[1] % k.shape[2] == 0 and q.shape[2] == model.elements_of(k), "heads"
+        )
         require(8 <= q.shape[2] <= 512 and q.shape[2] % 8 == 0, "head_dim")
-        require(q.dtype.name in FLOATS and (k.dtype == q.dtype or k.dtype.name in FLOAT8), "dtypes")
+        require(
+            q.dtype.name in FLOATS and (k.dtype == q.dtype or k.dtype.name in FLOAT8 or k.dtype in model.CODES),
+            "dtypes",
+        )
         counts = [1] * len(table.lengths)
         if "qo_indptr" in given:
             counts = model.row_counts(model.indices(given["qo_indptr"]), len(table.lengths))
@@ -151,8 +160,12 @@ class TorchAppend:
         places = [(b, at) for b, count in enumerate(counts.tolist()) for at in range(count * size)]
         chosen = [places[i] for i in rng.permutation(len(places))[: rng.integers(0, 9)]]
         chosen += [(-1, int(rng.integers(-3, 99)))] * int(rng.integers(0, 2))
+        held, stored = dtype, dim
+        if rng.random() < 0.2:
+            dim, (dtype, held, stored) = 64, QUANTISED[rng.integers(2)]
         row = (len(chosen), hk, dim)
         given = tensors(k=drawn(rng, memory, row, dtype), v=drawn(rng, memory, row, dtype))
+        dtype, dim = held, stored
         given |= caches(rng, memory, (pages, size, hk, dim), dtype)
         batch, positions = np.array(chosen, int).reshape(-1, 2).T
         return in_torch(given | index_arrays(memory, block_tables=table, batch_indices=batch, positions=positions))
@@ -164,9 +177,7 @@ class TorchAppend:
         all_tensors(given, *given)
         sides = [model.array(given[name], None, None, None, None) for name in NAMES]
         require(sides[0].shape == sides[1].shape, "k and v")
-        rows = [model.array(given[name], None, *sides[0].shape[2:]) for name in ("k", "v")]
-        require(len(rows[0]) == len(rows[1]) and len(rows[0]) < 10**6, "rows")
-        require(len({x.dtype for x in (*sides, *rows)}) == 1 and sides[0].dtype in DTYPES.values(), "dtypes")
+        rows = model.rows_of([given[name] for name in ("k", "v")], sides)
         size = sides[0].shape[1]
         require(size >= 1, "page_size")
         entries = model.indices(given["block_tables"], None, None)
@@ -184,7 +195,8 @@ class TorchGather:
     name = "torch_gather"
 
     def arguments(self, rng: Rng, memory: Memory) -> Arguments:
-        given, lengths, _ = requests(rng, memory, str(rng.choice(COPIED)), int(rng.choice([8, 5, 64])))
+        dtype = str(rng.choice([*COPIED, "int8", "uint8"]))
+        given, lengths, _ = requests(rng, memory, dtype, 64 if "int8" in dtype else int(rng.choice([8, 5, 64])))
         return in_torch(given) | plain(num_tokens=int(lengths.sum()))
 
     def steps(self) -> list[tuple[Any, Any]]:
@@ -194,8 +206,9 @@ class TorchGather:
         sides, table = sides_and_table(given)
         require(model.count(given["num_tokens"].value) == sum(table.lengths), "num_tokens")
         require(sum(table.lengths) < 10**6 and sides[0].dtype in DTYPES.values(), "size")
-        none = [np.zeros((0, *sides[0].shape[2:]))]
-        return [Expected(np.concatenate(none + tokens(side, table)).astype(float), side.dtype) for side in sides]
+        none = [np.zeros((0, *sides[0].shape[2:-1], model.elements_of(sides[0])))]
+        dtype = np.dtype(np.float32) if sides[0].dtype in model.CODES else sides[0].dtype
+        return [Expected(np.concatenate(none + tokens(side, table)).astype(float), dtype) for side in sides]
 
 
 class TorchLinear:

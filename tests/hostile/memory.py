@@ -14,7 +14,10 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = {
-    **{name: np.dtype(name) for name in "float16 float32 float64 int32 int64 uint32 uint8 int16 uint64 bool".split()},
+    **{
+        name: np.dtype(name)
+        for name in "float16 float32 float64 int8 int32 int64 uint32 uint8 int16 uint64 bool".split()
+    },
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),

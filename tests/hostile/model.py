@@ -22,6 +22,10 @@ LIMIT = 1e15
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2, "float8_e5m2": 2e-2}
 
 
+CODES = (np.dtype(np.int8), np.dtype(np.uint8))
+"""Of caches of int8 and int4 codes."""
+
+
 class Invalid(Exception):
     """The arguments break the contract: the call has to refuse them."""
 
@@ -50,6 +54,62 @@ def array(argument: Argument, *shape: int | None, dtypes: Any = None) -> np.ndar
     require(all(want is None or want == have for want, have in zip(shape, view.shape, strict=False)), "shape")
     require(dtypes is None or view.dtype in [DTYPES[name] for name in dtypes], "dtype")
     return view
+
+
+def elements_of(side: np.ndarray) -> int:
+    """The elements of a stored head; of int8 and uint8 codes and a scale of 4 bytes, 2 codes a byte in uint8."""
+    size = side.shape[-1]
+    if side.dtype not in CODES:
+        return size
+    found, least = ((size - 4) * 2, 16) if side.dtype == np.uint8 else (size - 4, 8)
+    require(found >= least and found % 8 == 0, "no codes")
+    return found
+
+
+def numbers_of(side: np.ndarray) -> np.ndarray:
+    """What the stored heads stand for."""
+    if side.dtype not in CODES:
+        return side
+    dim, bytes_ = elements_of(side), np.ascontiguousarray(side).view(np.uint8)
+    codes = bytes_[..., :-4].view(np.int8)
+    if side.dtype == np.uint8:
+        codes = np.stack([codes << 4 >> 4, codes >> 4], -1).reshape(*side.shape[:-1], dim)
+    with np.errstate(all="ignore"):
+        return codes * bytes_[..., -4:].view(np.float32)
+
+
+def stored(rows: np.ndarray, side: np.ndarray) -> np.ndarray:
+    """New rows as a cache stores them: floats of its codes' number of elements become codes."""
+    if rows.dtype == side.dtype:
+        require(rows.shape[1:] == side.shape[2:], "rows")
+        return rows
+    floats = rows.dtype.name in ("float32", "float16", "bfloat16")
+    require(side.dtype in CODES and floats and rows.shape[-1] != side.shape[-1], "dtypes")
+    require(rows.shape[1:] == (*side.shape[2:-1], elements_of(side)), "rows")
+    with np.errstate(all="ignore"):
+        x = rows.astype(np.float32)
+        if side.dtype == np.int8:
+            scale = np.minimum(np.abs(x).max(-1, keepdims=True) / np.float32(127), np.float32(2.6793884e36))
+        else:
+            most, least = x.max(-1, keepdims=True, initial=-np.inf), x.min(-1, keepdims=True, initial=np.inf)
+            scale = np.where(most > -least, most, least) / np.float32(-8)
+        scale = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(0), scale)
+        finite = np.isfinite(x).all(-1, keepdims=True)
+        codes = np.minimum(np.rint(x * (np.float32(1) / scale)), 7 if side.dtype == np.uint8 else 127)
+        codes = np.where(finite & (scale != 0), codes, 0).astype(np.int8)
+        scale = np.where(finite, scale, np.float32(np.nan)).astype(np.float32)
+    if side.dtype == np.uint8:
+        codes = (codes[..., ::2] & 15) | (codes[..., 1::2] << 4)
+    return np.concatenate([codes.view(np.uint8), scale.view(np.uint8)], -1).view(side.dtype)
+
+
+def rows_of(arguments: list[Argument], sides: list[np.ndarray]) -> list[np.ndarray]:
+    """New K and V as their cache stores them."""
+    rows = [array(argument, None, None, None) for argument in arguments]
+    require(len(rows[0]) == len(rows[1]) and len(rows[0]) < 10**6, "rows")
+    require(sides[0].dtype == sides[1].dtype and rows[0].dtype == rows[1].dtype, "k and v")
+    require(sides[0].dtype in DTYPES.values(), "dtypes")
+    return [stored(row, side) for row, side in zip(rows, sides, strict=True)]
 
 
 def indices(argument: Argument, *shape: int | None) -> np.ndarray:

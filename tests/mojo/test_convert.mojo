@@ -120,6 +120,8 @@ def check_table[dtype: DType]() raises:
             var bits = UInt16(low[i]) | (UInt16(high[i]) << 8)
             var found = bitcast[DType.bfloat16](bits).cast[DType.float32]()
             var expected = bitcast[dtype](UInt8(64 * half + i)).cast[DType.float32]()
+            if dtype == DType.int8 and expected == 0:
+                expected = 128
             assert_true(
                 found == expected or (found != found and expected != expected), String(dtype, " ", 64 * half + i)
             )
@@ -136,7 +138,7 @@ def check_codes[dtype: DType]() raises:
     comptime chunk = chunk_of(dtype)
     comptime length = chunk // 2 if dtype == DType.uint8 else chunk
     var constants = ChunkConstants[dtype]()
-    for start in range(-127, 128, chunk):
+    for start in range(-128, 128, chunk):
         var codes = List[Int](length=chunk, fill=0)
         var stored = List[Scalar[dtype]](length=length, fill=0)
         for i in range(chunk):

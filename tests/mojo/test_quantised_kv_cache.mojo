@@ -9,6 +9,7 @@ from mojo_ops.cache.quantised_kv_cache import QuantisedKVCache
 from mojo_ops.cache.static_params import UNKNOWN_STATIC_PARAMS
 from mojo_ops.cache.strides import PageStrides
 from mojo_ops.isa.codes import head_units
+from mojo_ops.transfer.slot_layout import BYTES_PER_TASK, rows_per_task
 from layout import UNKNOWN_VALUE
 from support import untracked, untracked_mutable
 
@@ -45,6 +46,8 @@ def check_round_trip[dtype: DType](greatest: Int) raises:
     numbers[39] = nan[DType.float32]()
     cache.store(0, 1, 3, untracked(numbers))
     assert_equal(isnan(cache.load[2](0, 1, 3, 0)).reduce_and(), True)
+    # A thread's share of an append goes by the bytes of the rows, not of the codes.
+    assert_equal(rows_per_task[DType.float32](cache.stored), BYTES_PER_TASK // (HEADS * DIM * 4))
     _ = (bytes^, table^, numbers^)
 
 

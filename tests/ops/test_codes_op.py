@@ -150,7 +150,7 @@ def test_heads_that_are_not_finite_zero_or_tiny(kv_format):
     cache = quantised_cache(case, kv_format)
     k = np.random.default_rng(0).standard_normal((6, 2, 40), np.float32)
     k[0, 0, 39], k[1, 1, 0], k[2, 0, 7] = np.nan, np.inf, -np.inf
-    k[3], k[4], k[5] = 0, 1e-40, 3e38
+    k[3], k[4], k[5] = 0, 1e-40, np.finfo(np.float32).max
     where = np.zeros(6, np.int32), np.arange(30, 36, dtype=np.int32)
     if kv_format == "int8":
         append(cache, k, k, *where)
@@ -159,7 +159,7 @@ def test_heads_that_are_not_finite_zero_or_tiny(kv_format):
         k = k.astype("bfloat16").astype(np.float32)
     stored = reference.quantised(k, kv_format)
     at = cache.lookup_table[0, where[1] // 5], where[1] % 5
-    np.testing.assert_array_equal(reference.widened(cache.k_blocks[at]), reference.widened(stored))
+    assert_bits_equal(cache.k_blocks[at], stored, what="k_blocks")
     rows = np.array([0, 0, 0, 1], np.int32), np.array([30, 31, 40, 33], np.int32)
     q = np.random.default_rng(1).standard_normal((4, 4, 40), np.float32)
     o, lse = harness.attention(q, *cache.pages, *rows, sm_scale=1e-3)
@@ -177,6 +177,23 @@ def test_sizes_that_no_head_of_codes_has_are_refused(kv_format):
         harness.attention(cache.q, *cut, cache.lookup_table, *cache.decode_rows)
 
 
-def test_a_row_depends_on_no_other_row():
-    cache = quantised_cache(CacheCase(lengths=(70, 0, 33, 1), page_size=5, dtype="bfloat16"), "int8")
+@pytest.mark.parametrize("q_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rows", ["decode", "prefill"])
+def test_the_code_that_no_append_makes(q_dtype, rows):
+    """A user's op may write -128: it is -128 times the scale for every kernel, and 0 is 0."""
+    lengths = (40, 33)
+    cache = quantised_cache(CacheCase(lengths=lengths, num_q_heads=4, head_dim=72, dtype=q_dtype, seed=3), "int8")
+    for blocks in cache.pages[:2]:
+        blocks[..., :-4] = np.random.default_rng(0).choice(np.array([-128, 0, 1], np.int8), blocks[..., :-4].shape)
+    row_batch, row_lengths = cache.decode_rows
+    if rows == "prefill":
+        row_batch = np.repeat(row_batch, 33)
+        row_lengths = np.concatenate([np.arange(n - 32, n + 1, dtype=np.int32) for n in lengths])
+    q = np.random.default_rng(1).standard_normal((len(row_batch), 4, 72), np.float32).astype(q_dtype)
+    attention_like_oracle(cache, (q, row_batch, row_lengths), sm_scale=0.01)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_row_depends_on_no_other_row(kv_format):
+    cache = quantised_cache(CacheCase(lengths=(70, 0, 33, 1), page_size=5, dtype="bfloat16"), kv_format)
     assert_rows_are_alone(harness.attention, cache)

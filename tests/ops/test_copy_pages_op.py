@@ -42,6 +42,12 @@ def build_graphs(module):
             cache = PagedCache(blocks[0], blocks[-1], table.tensor, layout)
             ops.copy_pages(cache, sources.tensor, targets.tensor)
             graph.output()
+    blocks = BufferType(DType.uint8, ["P", 2, "layers", "S", "Hk", "D"], CPU)
+    with Graph("copy_codes", input_types=[*pairs, blocks], custom_extensions=[ops.kernels()], module=module) as graph:
+        sources, targets, table, both = graph.inputs
+        cache = PagedCache.of(both.buffer, table.tensor, kv_format="int4")
+        ops.copy_pages(cache, sources.tensor, targets.tensor)
+        graph.output()
     flat = [BufferType(U16, ["k"], CPU), BufferType(U16, ["v"], CPU), TensorType(DType.int64, [12], CPU)]
     with Graph("copy_STRIDED", input_types=pairs + flat, custom_extensions=[ops.kernels()], module=module) as graph:
         sources, targets, table, k, v, view = graph.inputs
@@ -61,6 +67,17 @@ def copy(storage, arrays, sources, targets):
     numbers = [np.array(pages, np.int32) for pages in (sources, targets)]
     rank, layout = storage
     op_graphs.models()[f"copy_{layout}{rank}"].execute(*map(to_buffer, [*numbers, TABLE, *arrays]))
+
+
+def test_codes_and_scales_are_copied():
+    """As the bytes of a page of all layers, 12 of them a head of 16 elements."""
+    before = np.random.default_rng(0).integers(0, 256, (40, 2, 4, 5, 3, 12), np.uint8)
+    after = before.copy()
+    sources, targets = pairs_of(9, 40, 0)
+    numbers = [pages.astype(np.int32) for pages in (sources, targets)]
+    op_graphs.models()["copy_codes"].execute(*map(to_buffer, [*numbers, TABLE, after]))
+    before[targets] = before[sources]
+    assert_bits_equal(after, before, what="pages")
 
 
 def pairs_of(count, pages, seed):

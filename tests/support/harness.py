@@ -38,7 +38,13 @@ MASKED_PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float8_e4m3
 """Of masked attention."""
 STORED = {name: dtype for dtype, name in CODES.items()}
 """The dtype of the memory of codes."""
-CODE_PAIRS = (("float32", "int8"), ("float32", "int4"), ("bfloat16", "int8"), ("bfloat16", "int4"))
+CODE_PAIRS = (
+    ("float32", "int8"),
+    ("float32", "int4"),
+    ("bfloat16", "int8"),
+    ("float16", "int8"),
+    ("bfloat16", "int4"),
+)
 """Of q and of a cache of codes; append and gather take the first and the last, masked attention the last."""
 BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
 NONE = np.zeros(0, np.float32)
@@ -115,6 +121,7 @@ def codes_runtime() -> Runtime:
     loaded = default_runtime()
     pairs = [(DType[q], STORED[kv]) for q, kv in CODE_PAIRS]
     moves = [Variant(op, *pair) for pair in (pairs[0], pairs[-1]) for op in ("append", "gather")]
+    moves.append(Variant("gather", *pairs[1]))  # the API's, as the first
     masked = Variant("masked_attention", *pairs[-1])
     with one_process_at_a_time("codes"):
         loaded.load([*moves, *(Variant("attention", *pair) for pair in pairs), masked])

@@ -72,4 +72,5 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
 
 def poison(model: DecoderModel) -> None:
     """Fills every page with NaN: whatever reads a slot that was not written shows."""
-    to_numpy(model._blocks)[...] = float("nan")
+    blocks = to_numpy(model._blocks)
+    blocks[...] = float("nan") if model.kv_format is None else -1  # scales of bits that are all set are NaN too

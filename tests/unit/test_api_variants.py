@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from paged_kv.arrays.dtypes import CACHE_DTYPES
 from paged_kv.arrays.dtypes import DTYPES as NUMPY_DTYPES
 from paged_kv.arrays.host import HostArrays
 from paged_kv.calls import kv_copy, merge_states
@@ -12,12 +13,12 @@ from paged_kv.calls.latent import LatentPlan
 from paged_kv.calls.plan import AttentionPlan
 from paged_kv.errors import ContractTypeError
 from paged_kv.graphs.ops import CODES
-from paged_kv.options import AttentionOptions
+from paged_kv.options import FORMATS, Q_DTYPES, AttentionOptions
 from paged_kv.runtime.graph_family import API_FAMILIES, API_VARIANTS
 
 DEVICE = HostArrays()
 
-DTYPE_TRIPLES = list(product(NUMPY_DTYPES.values(), NUMPY_DTYPES.values(), [None, *NUMPY_DTYPES.values()]))
+DTYPE_TRIPLES = list(product(NUMPY_DTYPES.values(), CACHE_DTYPES.values(), [None, *NUMPY_DTYPES.values()]))
 """Of q, of the cache, of the output."""
 
 
@@ -37,16 +38,16 @@ def planned(make):
 
 
 def test_attention_asks_for_the_list():
-    """And, over caches of codes, for variants that are compiled when they are first asked for."""
+    """And, over caches of codes, for outputs of another dtype than q's, which are compiled when first asked for."""
 
     def variants(q, kv, o):
         plan = AttentionPlan(8, 2, 64, 16, q, kv, "NONE", AttentionOptions(), o)
         return {plan.variant("attention"), plan.variant("masked_attention")}
 
     asked = planned(variants)
-    of_codes = {variant for variant in asked if variant.kv_dtype in CODES}
-    assert asked - of_codes == of_op("attention", "masked_attention")
-    assert len(of_codes) == 2 * 3 * 3  # ops, queries, outputs of int8; int4 is no dtype of NumPy
+    others = {variant for variant in asked if variant.kv_dtype in CODES and variant.o_dtype}
+    assert asked - others == of_op("attention", "masked_attention")
+    assert len(others) == 2 * 3 * 2 * 2  # ops, queries, other outputs, codes
 
 
 def test_latent_attention_asks_for_the_list():
@@ -79,10 +80,21 @@ def recorder(monkeypatch):
 
 
 def test_copies_ask_for_the_list(recorder):
-    for dtype in NUMPY_DTYPES.values():
-        kv_copy.prepare(DEVICE, dtype)
-    assert recorder.asked == of_op("append", "gather")
+    over_codes = [(NUMPY_DTYPES[rows], NUMPY_DTYPES[memory]) for rows in Q_DTYPES for memory in FORMATS]
+    for dtypes in [(dtype, dtype) for dtype in NUMPY_DTYPES.values()] + over_codes:
+        kv_copy.prepare(DEVICE, *dtypes)
+    of_codes = {variant for variant in of_op("gather") if variant.dtype != variant.kv_dtype}
+    assert recorder.asked == of_op("append", "gather") - of_codes
     recorder.asked.clear()
+    for rows, memory in over_codes:
+        pages, new = np.zeros((2, 4, 1, 20), memory), np.ones((3, 1, 32 if memory == np.uint8 else 16), rows)
+        with pytest.raises(InterruptedError):
+            kv_copy.write_rows(
+                DEVICE, new, new, pages, pages.copy(), np.zeros(3, np.int32), np.arange(3, dtype="int32")
+            )
+        table, lengths = np.zeros((1, 1), np.uint32), np.array([3], np.int32)
+        with pytest.raises(InterruptedError):
+            kv_copy.read_rows(DEVICE, pages, pages, table, lengths, FORMATS[memory.name])
     for dtype in NUMPY_DTYPES.values():
         pages = np.zeros((2, 4, 1, 8), dtype)
         rows, slots = np.ones((3, 1, 8), dtype), np.arange(3, dtype=np.int32)
@@ -107,5 +119,5 @@ def test_merges_ask_for_the_list(recorder):
 
 def test_every_variant_is_in_one_file():
     members = [variant for family in API_FAMILIES.values() for variant in family]
-    assert len(members) == len(API_VARIANTS) == len({variant.name for variant in members}) == 90
+    assert len(members) == len(API_VARIANTS) == len({variant.name for variant in members}) == 110
     assert all(family.isidentifier() for family in API_FAMILIES)

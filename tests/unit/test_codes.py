@@ -1,7 +1,11 @@
 """Caches of int8 and int4 codes as far as no kernel is needed: the oracle's own bounds, sizes, what is refused."""
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
@@ -10,7 +14,8 @@ from paged_kv.arrays.dtypes import INT4, cache_dtype_of
 from paged_kv.calls.plan import AttentionPlan
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs import ops
-from paged_kv.options import AttentionOptions, stored_dtype, stored_head
+from paged_kv.options import AttentionOptions, stored_dtype, stored_elements, stored_head
+from paged_kv.page import PagedKVCacheManager
 
 GREATEST = {"int8": 127, "int4": 8}
 CPU = DeviceRef.CPU()
@@ -19,12 +24,14 @@ CPU = DeviceRef.CPU()
 @pytest.mark.parametrize("kv_format", GREATEST)
 def test_codes_are_within_half_a_step(kv_format):
     x = np.random.default_rng(0).standard_normal((50, 3, 40), np.float32) * np.logspace(-30, 30, 50)[:, None, None]
-    x = x.astype(np.float32)
+    x = np.concatenate([x, x[-1:]]).astype(np.float32)
+    x[-1, :, 5] = np.finfo(np.float32).max
     stored = reference.quantised(x, kv_format)
-    assert stored.shape == (50, 3, stored_head(kv_format, 40))
+    assert stored.shape == (51, 3, stored_head(kv_format, 40))
     assert stored.dtype == stored_dtype(kv_format)
     greatest = np.abs(x).max(-1, keepdims=True)
     scale = greatest / GREATEST[kv_format]
+    assert np.isfinite(reference.widened(stored).astype(np.float32)).all()
     error = np.abs(reference.widened(stored) - x)
     # Of int4, what is as large as the greatest but of the other sign has no code of its own.
     is_cut = (kv_format == "int4") & (np.abs(x) > 7.49 * scale)
@@ -48,9 +55,9 @@ def test_bytes_of_a_head_by_hand():
 
 
 def plan(kv, **changes):
-    fields = {"q_dtype": np.dtype("float32"), "pos_encoding_mode": "NONE", "page_size": 16} | changes
-    q, mode, size = (fields.pop(name) for name in ("q_dtype", "pos_encoding_mode", "page_size"))
-    return AttentionPlan(8, 2, 64, size, q, cache_dtype_of(kv, "kv_data_type"), mode, AttentionOptions(), **fields)
+    fields = {"q_dtype": np.dtype("float32"), "pos_encoding_mode": "NONE", "page_size": 16, "head_dim": 64} | changes
+    q, mode, size, dim = (fields.pop(name) for name in ("q_dtype", "pos_encoding_mode", "page_size", "head_dim"))
+    return AttentionPlan(8, 2, dim, size, q, cache_dtype_of(kv, "kv_data_type"), mode, AttentionOptions(), **fields)
 
 
 def test_a_plan_of_codes():
@@ -64,6 +71,8 @@ def test_a_plan_of_codes():
             plan(kv, page_size=None)
         with pytest.raises(ShapeError, match="has one head_dim, not 64 of K and 32 of V"):
             plan(kv, head_dim_vo=32)
+    with pytest.raises(ShapeError, match="head_dim must be a multiple of 8 from 16 on for int4 codes, not 8"):
+        plan("int4", head_dim=8)
     with pytest.raises(ContractTypeError, match="q_data_type: int8 is none of"):
         plan("int8", q_dtype=np.dtype("int8"))
 
@@ -82,14 +91,50 @@ def test_the_functional_cache():
     assert init_paged_kv_cache(**SIZES, head_dim=20, dtype="uint8").head_dim == 20
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind", "kv_format"),
+    [
+        (np.int8, np.ndarray, "int8"),
+        (torch.int8, torch.Tensor, "int8"),
+        (jnp.int8, jax.Array, "int8"),
+        (DType.int8, np.ndarray, "int8"),
+        ("torch.int4", np.ndarray, "int4"),
+        (ml_dtypes.int4, np.ndarray, "int4"),
+        (torch.int4, torch.Tensor, "int4"),
+        (jnp.int4, jax.Array, "int4"),
+        (torch.uint8, torch.Tensor, None),
+    ],
+)
+def test_a_dtype_means_codes_however_it_is_named(dtype, kind, kv_format):
+    cache = init_paged_kv_cache(**SIZES, head_dim=24, dtype=dtype)
+    assert isinstance(cache.key_pool, kind)
+    assert (cache.kv_format, cache.head_dim) == (kv_format, 24)
+    assert cache_dtype_of(dtype, "kv_data_type").name == (kv_format or "uint8")
+    manager = PagedKVCacheManager(3, 4, 2, 24, dtype, kind="numpy")
+    assert manager.kv_cache.shape[-1] == cache.key_pool.shape[-1]
+
+
+@pytest.mark.parametrize("kv_format", GREATEST)
+def test_sizes_that_codes_have(kv_format):
+    for head_dim in range(8 if kv_format == "int8" else 16, 520, 8):
+        assert stored_elements(kv_format, stored_head(kv_format, head_dim)) == head_dim
+    for size in (0, 4, 8, 66):
+        with pytest.raises(ShapeError, match=f"cache: heads of {size} bytes are no {kv_format} codes"):
+            stored_elements(kv_format, size)
+    for head_dim in (0, 20, 8 if kv_format == "int4" else 4):
+        with pytest.raises(ShapeError, match=f"head_dim must be .* for {kv_format} codes, not {head_dim}"):
+            stored_head(kv_format, head_dim)
+
+
 def test_a_cache_inside_a_graph():
     def blocks(dtype, stored):
         return BufferType(dtype, ["pages", 2, 16, 2, stored], CPU)
 
     types = [blocks(DType.int8, 68), blocks(DType.uint8, 36), TensorType(DType.uint32, ["B", "n"], CPU)]
+    types.append(blocks(DType.int8, 64))
     rows = [TensorType(dtype, ["N", 2, dim], CPU) for dtype, dim in ((DType.float16, 64), (DType.float32, 68))]
     with Graph("codes", input_types=[*types, *rows, TensorType(DType.int32, ["N"], CPU)]) as graph:
-        int8, int4, table, k, other, batch = graph.inputs
+        int8, int4, table, plain, k, other, batch = graph.inputs
         cache = ops.PagedCache.of(int8.buffer, table.tensor)
         assert (cache.kv_format, int(cache.head_dim)) == ("int8", 64)
         assert cache.takes(k.tensor.dtype)
@@ -103,4 +148,6 @@ def test_a_cache_inside_a_graph():
         assert ops.PagedCache.of(int4.buffer, table.tensor).kv_format is None  # the bits of some cache
         with pytest.raises(ContractTypeError, match="'int4' does not lie in memory of int8"):
             ops.PagedCache.of(int8.buffer, table.tensor, kv_format="int4")
+        with pytest.raises(ShapeError, match="k_blocks: heads of 64 bytes are no int8 codes"):
+            ops.PagedCache.of(plain.buffer, table.tensor)
         graph.output()

@@ -6,6 +6,7 @@ the receiver is told their type.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -42,37 +43,40 @@ SUPPORTED = frozenset(DTYPES.values())
 INT4 = np.dtype(ml_dtypes.int4)
 """Names a cache of int4 codes, whose arrays are of uint8."""
 
+CACHE_DTYPES = DTYPES | {"int4": INT4}
+"""What the dtype of a cache may be called."""
+
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
 
-def dtype_of(dtype: Any, name: str) -> np.dtype[Any]:
+def dtype_of(dtype: Any, name: str, legal: Mapping[str, np.dtype[Any]] = DTYPES) -> np.dtype[Any]:
     """The NumPy (`ml_dtypes`) dtype that is meant by a name, or by a dtype of NumPy, torch, JAX or MAX.
 
     Names are "float16", "bfloat16", "float8_e4m3fn" and the like, "torch." in front or not.
 
     Raises:
-        ContractTypeError: it is none of the supported dtypes.
+        ContractTypeError: it is none of `legal`, the supported dtypes.
     """
     found: np.dtype[Any] | None = None
     kind = type(dtype)
     if isinstance(dtype, str) or (kind.__module__, kind.__name__) == ("torch", "dtype"):
         short = str(dtype).removeprefix("torch.")
-        found = DTYPES.get(_ALIASES.get(short, short))
+        found = legal.get(_ALIASES.get(short, short))
     elif (
         isinstance(dtype, type | np.dtype | DType) or kind_of_dtype(dtype) == "jax"
     ):  # NumPy prints others, see `shown`
         try:
-            found = DTYPES.get(dtype.name) if isinstance(dtype, DType) else np.dtype(dtype)
+            found = legal.get(dtype.name) if isinstance(dtype, DType) else np.dtype(dtype)
         except Exception:  # an object's own `dtype` may raise anything
             found = None
-    if found is None or found not in SUPPORTED:
-        raise ContractTypeError(f"{name}: {shown(dtype)} is none of {', '.join(DTYPES)}")
+    if found is None or found not in legal.values():
+        raise ContractTypeError(f"{name}: {shown(dtype)} is none of {', '.join(legal)}")
     return found
 
 
 def cache_dtype_of(dtype: Any, name: str) -> np.dtype[Any]:
-    """`dtype_of` for a cache, which may hold int4 codes: "int4", or `ml_dtypes.int4`."""
-    return INT4 if isinstance(dtype, str | np.dtype | type) and dtype in ("int4", INT4) else dtype_of(dtype, name)
+    """`dtype_of` for a cache: int8 and int4, as names or as any library's dtypes, stand for codes with scales."""
+    return dtype_of(dtype, name, CACHE_DTYPES)
 
 
 def kind_of_dtype(dtype: Any) -> str:

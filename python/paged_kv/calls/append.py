@@ -9,14 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_storage, paged_views
+from paged_kv.arrays.dtypes import DTYPES
 from paged_kv.arrays.overlap import check_apart
-from paged_kv.arrays.types import ArrayDevice, namespace
+from paged_kv.arrays.types import ArrayDevice, Shape, namespace
 from paged_kv.calls.device_page_table import DevicePageTable
-from paged_kv.calls.kv_copy import becomes_codes, head_of_codes, write_rows
+from paged_kv.calls.kv_copy import prepare, write_rows
 from paged_kv.calls.page_table import KV_NAMES, PageTable
-from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.options import CODE_DTYPES, FORMATS, Q_DTYPES, stored_dtype, stored_elements, stored_head
+
+
+def new_cache(device: ArrayDevice, name: str, shape: Shape, dtype: np.dtype[Any], kind: str) -> Any:
+    """A cache of this dtype and zeros, whose last dimension is head_dim: of int8 and int4 what their codes take.
+
+    Raises:
+        ContractError: it does not fit in memory, or holds codes on a GPU; the message calls it `name`.
+        ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
+    """
+    if dtype.name in CODE_DTYPES and device.index is not None:
+        raise ContractError(f"{name}: a cache of {dtype.name} codes is not supported on a GPU")
+    stored = (*shape[:-1], stored_head(dtype.name, shape[-1]))
+    return devices.allocate(device, name, stored, DTYPES[stored_dtype(dtype.name)], kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +47,15 @@ class WritableCache:
     name: str
     """What messages call it."""
     device: ArrayDevice
+    takes_codes: bool = False
+    """Whether int8 and uint8 may be codes: attention reads none of latents."""
 
     @staticmethod
     def paged(cache: Any, kv_layout: str, name: str, **rows: Any) -> WritableCache:
         """A paged cache of K and V, for `rows` by the names of their arguments; see `paged_views`."""
         device = devices.device_of(**rows, **{name: cache})
         k, v = paged_views(cache, kv_layout, name, device=device, writable=True)
-        return WritableCache(k, v, name, device)
+        return WritableCache(k, v, name, device, takes_codes=True)
 
     @staticmethod
     def latent_pair(ckv_cache: Any, kpe_cache: Any, **rows: Any) -> WritableCache:
@@ -78,23 +97,33 @@ class WritableCache:
         return int(self.k.shape[0])
 
     def rows(self, k: Any, v: Any, names: tuple[str, str], num_axes: int = 3) -> tuple[Any, Any]:
-        """New rows `[N, Hk, D]`, as this cache takes them; `[N, D]`, one head, for 2 axes."""
+        """New rows `[N, Hk, D]`, as this cache takes them; `[N, D]`, one head, for 2 axes.
+
+        They have its dtype, and are copied; or are floats for a cache of int8 or uint8 whose heads have another size
+        than theirs, and are quantised: then D is that of the codes.
+        """
         checked = []
         for array, view, name in zip((k, v), (self.k, self.v), names, strict=True):
             rows = self.device.view(array, name)
             row_shape = view.shape[2:] if num_axes == 3 else view.shape[3:]
-            dtype = self.device.dtype(rows)
-            if becomes_codes(dtype, self.device.dtype(view)):
-                row_shape = (*row_shape[:-1], head_of_codes(self.name, view))
+            kv_format = FORMATS.get(self.device.dtype(view).name) if self.takes_codes else None
+            if kv_format and self.device.dtype(rows).name in Q_DTYPES and rows.shape[-1:] != row_shape[-1:]:
+                row_shape = (*row_shape[:-1], stored_elements(kv_format, row_shape[-1], self.name))
+            elif rows.dtype != view.dtype:
+                raise ContractTypeError(f"{name}: dtype {rows.dtype}, the cache's is {view.dtype}")
             if rows.ndim != num_axes or rows.shape[1:] != row_shape:
                 wanted = ", ".join(map(str, ("N", *row_shape)))
                 raise ShapeError(f"{name} must be [{wanted}] for this cache, its shape is {tuple(rows.shape)}")
-            if rows.dtype != view.dtype and not becomes_codes(dtype, self.device.dtype(view)):
-                raise ContractTypeError(f"{name}: dtype {rows.dtype}, the cache's is {view.dtype}")
             checked.append(rows if num_axes == 3 else rows[:, None])
         if len(checked[1]) != len(checked[0]):
             raise ShapeError(f"{names[1]} has {len(checked[1])} rows, {names[0]} has {len(checked[0])}")
+        if checked[1].dtype != checked[0].dtype:
+            raise ContractTypeError(f"{names[1]}: dtype {checked[1].dtype}, {names[0]}'s is {checked[0].dtype}")
         return checked[0], checked[1]
+
+    def prepare(self, rows: tuple[Any, Any]) -> None:
+        """Compiles or loads what `write` of such rows needs."""
+        prepare(self.device, self.device.dtype(rows[0]), self.device.dtype(self.k))
 
     def write(self, rows: tuple[Any, Any], slots: tuple[Any, Any]) -> None:
         """Writes checked rows to their slots: the page, -1 for none, and the slot of each row, `[N]` int32."""

@@ -323,6 +323,9 @@ class Attention:
             if tuple(view.shape[1:]) != page:
                 for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
                     if found != planned:
+                        if plan.has_codes and what == "head_dim":
+                            codes = f"{planned} ({plan.kv_dtype.name} codes of head_dim {head_dim} and a scale)"
+                            raise ShapeError(f"{plan.cache_name}: heads of {name} have {found} bytes, planned {codes}")
                         raise ShapeError(f"{plan.cache_name}: {what} of {name} is {found}, planned {planned}")
             dtype = device.dtype(view)
             if dtype != plan.array_dtype:

@@ -18,10 +18,9 @@ from max.driver import Buffer
 from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
-from paged_kv.arrays.dtypes import max_dtype
+from paged_kv.arrays.dtypes import DTYPES, max_dtype
 from paged_kv.arrays.types import ArrayDevice, namespace
-from paged_kv.errors import ShapeError
-from paged_kv.options import HEAD_DIM_MULTIPLE, Q_DTYPES, SCALE_BYTES
+from paged_kv.options import KVFormat, stored_elements
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
 
@@ -39,97 +38,68 @@ def write_rows(device: ArrayDevice, k_rows: Any, v_rows: Any, k_view: Any, v_vie
     if not len(pages) or not math.prod(k_rows.shape) + math.prod(v_rows.shape):
         return
     k_rows, v_rows = (device.apart(rows, (k_view, v_view)) for rows in (k_rows, v_rows))
-    if becomes_codes(device.dtype(k_rows), device.dtype(k_view)):
-        variant = Variant("append", max_dtype(device.dtype(k_rows)), max_dtype(device.dtype(k_view)))
-        _append(device, (k_rows, v_rows), (k_view, v_view), pages, slots, variant)
-        return
-    k_rows, v_rows = _bits(k_rows), _bits(v_rows)
-    k_view, v_view = _bits(k_view), _bits(v_view)
+    variant = _variant("append", device.dtype(k_rows), device.dtype(k_view))
+    if k_rows.dtype == k_view.dtype:
+        k_rows, v_rows, k_view, v_view = map(_bits, (k_rows, v_rows, k_view, v_view))
     if k_rows.shape == v_rows.shape:
-        _append(device, (k_rows, v_rows), (k_view, v_view), pages, slots)
+        _append(device, variant, (k_rows, v_rows), (k_view, v_view), pages, slots)
         return
     # The op copies K and V of one shape: each goes as both, its bits written twice.
     for rows, view in ((k_rows, k_view), (v_rows, v_view)):
         if math.prod(rows.shape):
-            _append(device, (rows, rows), (view, view), pages, slots)
+            _append(device, variant, (rows, rows), (view, view), pages, slots)
 
 
 def _append(
-    device: ArrayDevice,
-    rows: tuple[Any, Any],
-    views: tuple[Any, Any],
-    pages: Any,
-    slots: Any,
-    variant: Variant | None = None,
+    device: ArrayDevice, variant: Variant, rows: tuple[Any, Any], views: tuple[Any, Any], pages: Any, slots: Any
 ) -> None:
-    """The op over rows of one shape and storage, all of them unsigned integers unless a variant is given."""
+    """The op over K and V of one shape and storage."""
     # Each row is a request of one page, so that the cost does not depend on the length of a page table.
     xp = namespace(pages)
     requests = xp.where(pages < 0, -1, xp.arange(len(pages), dtype=xp.int32, device=pages.device))
     table = pages.view(xp.uint32)[:, None]
     with device.ordered():
         operands = [device.buffer(view) for view in (*rows, requests, slots)]
-        variant = variant or _variant("append", views[0].itemsize)
         _execute(device, variant, operands, *views, device.buffer(table))
 
 
 def read_rows(
-    device: ArrayDevice, k_view: Any, v_view: Any, lookup_table: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int32]
+    device: ArrayDevice,
+    k_view: Any,
+    v_view: Any,
+    lookup_table: npt.NDArray[np.uint32],
+    lengths: npt.NDArray[np.int32],
+    kv_format: KVFormat | None = None,
 ) -> tuple[Any, Any]:
-    """The first `lengths[b]` tokens of every request, K and V `[sum(lengths), Hk, D]` in fresh memory of the device.
+    """The first `lengths[b]` tokens of every request, K and V `[sum(lengths), Hk, D]` in fresh memory of the device: in
+    the cache's dtype, or of codes, where `kv_format` names them, the numbers that they stand for, float32.
 
     `lookup_table` `[B, max_pages]` and `lengths` `[B]` lie on the host.
-    """
-    dtype, shape = k_view.dtype, (int(lengths.sum()), *k_view.shape[2:])
-    if 0 in shape:
-        return device.full(shape, 0, device.dtype(k_view)), device.full(shape, 0, device.dtype(v_view))
-    k_view, v_view = _bits(k_view), _bits(v_view)
-    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    result_shape = device.full((shape[0], *k_view.shape[2:]), 0, np.int8)
-    with device.ordered():
-        operands = [device.buffer(indptr), device.buffer(result_shape)]
-        variant = _variant("gather", k_view.itemsize)
-        k, v = _execute(device, variant, operands, k_view, v_view, device.buffer(lookup_table))
-    return device.take(k).view(dtype), device.take(v).view(dtype)
-
-
-def read_codes(
-    device: ArrayDevice, k_view: Any, v_view: Any, lookup_table: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int32]
-) -> tuple[Any, Any]:
-    """`read_rows` of a cache of codes: the numbers that they stand for, float32."""
-    shape = (int(lengths.sum()), k_view.shape[2], head_of_codes("cache", k_view))
-    if 0 in shape:
-        return device.full(shape, 0, np.float32), device.full(shape, 0, np.float32)
-    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    variant = Variant("gather", DType.float32, max_dtype(device.dtype(k_view)))
-    with device.ordered():
-        operands = [device.buffer(indptr), device.buffer(device.full(shape, 0, np.int8))]
-        k, v = _execute(device, variant, operands, k_view, v_view, device.buffer(lookup_table))
-    return device.take(k), device.take(v)
-
-
-def becomes_codes(rows: np.dtype[Any], cache: np.dtype[Any]) -> bool:
-    """Whether rows of this dtype are quantised by an append to a cache of that one."""
-    return rows.name in Q_DTYPES and cache.name in ("int8", "uint8")
-
-
-def head_of_codes(name: str, view: Any) -> int:
-    """The elements of a head of codes.
 
     Raises:
-        ShapeError: no head is stored in so many bytes; messages call the cache `name`.
+        ShapeError: no head of such codes is stored in so many bytes.
     """
-    count = int(view.shape[-1]) - SCALE_BYTES
-    elements = count if "uint8" not in str(view.dtype) else 2 * count
-    if count <= 0 or elements % HEAD_DIM_MULTIPLE:
-        stored = f"{name}: heads of {view.shape[-1]} bytes"
-        raise ShapeError(f"{stored} are no codes of a multiple of {HEAD_DIM_MULTIPLE} elements and a scale")
-    return elements
+    kept, stored = k_view.dtype, device.dtype(k_view)
+    dtype = stored if kv_format is None else DTYPES["float32"]
+    head_dim = stored_elements(kv_format or "", k_view.shape[3])
+    shape = (int(lengths.sum()), k_view.shape[2], head_dim)
+    if 0 in shape:
+        return device.full(shape, 0, dtype), device.full(shape, 0, dtype)
+    variant = _variant("gather", dtype, stored)
+    if kv_format is None:
+        k_view, v_view = _bits(k_view), _bits(v_view)
+        shape = (*shape[:2], k_view.shape[3])
+    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    with device.ordered():
+        operands = [device.buffer(indptr), device.buffer(device.full(shape, 0, np.int8))]
+        found = _execute(device, variant, operands, k_view, v_view, device.buffer(lookup_table))
+    k, v = map(device.take, found)
+    return (k.view(kept), v.view(kept)) if kv_format is None else (k, v)
 
 
-def prepare(device: ArrayDevice, dtype: np.dtype[Any]) -> None:
-    """Compiles or loads what copying rows of this dtype needs."""
-    runtime_on(device.index).load(_variant("append", dtype.itemsize).family())
+def prepare(device: ArrayDevice, rows: np.dtype[Any], cache: np.dtype[Any]) -> None:
+    """Compiles or loads what writing rows of this dtype to a cache of that one needs."""
+    runtime_on(device.index).load(_variant("append", rows, cache).family())
 
 
 def _execute(
@@ -150,6 +120,9 @@ def _bits(view: Any) -> Any:
     return view.view(getattr(namespace(view), _UNSIGNED[view.itemsize].name))
 
 
-def _variant(op: Literal["append", "gather"], itemsize: int) -> Variant:
-    bits = _UNSIGNED[itemsize]
+def _variant(op: Literal["append", "gather"], rows: np.dtype[Any], cache: np.dtype[Any]) -> Variant:
+    """Of rows and a cache of one dtype, whose bits are copied, or of floats over codes."""
+    if rows != cache:
+        return Variant(op, max_dtype(rows), max_dtype(cache))
+    bits = _UNSIGNED[cache.itemsize]
     return Variant(op, bits, bits)

@@ -23,6 +23,7 @@ from paged_kv.options import (
     AttentionOptions,
     check_head_dim,
     stored_dtype,
+    stored_head,
 )
 from paged_kv.runtime.variants import Op, Variant
 
@@ -46,7 +47,7 @@ class AttentionPlan:
 
     Raises:
         ContractTypeError: a size is no integer, or a dtype or pair of dtypes is not supported.
-        ShapeError: Hq is no multiple of Hk, or head_dim is not supported.
+        ShapeError: Hq is no multiple of Hk, or head_dim is not supported, of int4 codes below 16.
         ContractError: a size is below 1, there are over 65536 heads, page_size or head_dim is above 2^31 - 1, or the
             pos_encoding_mode is unknown.
     """
@@ -105,6 +106,7 @@ class AttentionPlan:
                 raise ContractError(f"{what} has no rotary keys (pos_encoding_mode ROPE_LLAMA)")
             if self.page_size is None:
                 raise ContractTypeError(f"{what} is paged; these K and V are not")
+            stored_head(self.kv_dtype.name, self.head_dim)
             if self.value_dim != self.head_dim:
                 raise ShapeError(f"{what} has one head_dim, not {self.head_dim} of K and {self.value_dim} of V")
 

@@ -162,7 +162,8 @@ def generate(
                     raise
                 printer.refuse(RefusedLine(line.index, str(error)))
         shows = sys.stderr.isatty() and not sys.stdout.isatty() if live is None else live
-        with traced(engine.pool, file), live_view(engine, shows):
+        of_pages = {"cache_dtype": model.page_kind[0], "page_bytes": model.page_bytes}
+        with traced(engine.pool, file, **of_pages), live_view(engine, shows):
             printer.start()
             while not engine.is_idle:
                 for output in engine.step():

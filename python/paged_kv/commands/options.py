@@ -181,5 +181,6 @@ def print_statistics(statistics: Statistics, model: DecoderModel) -> None:
 
     say(f"prompt: {rate(statistics.prompt_tokens, statistics.prefill_seconds)}")
     say(f"decode: {rate(statistics.decode_tokens, statistics.decode_seconds)}")
-    used = statistics.peak_pages
-    say(f"pages: {used} used, of {model.num_pages} ({model.page_size} tokens, {model.page_bytes} bytes each)")
+    used, size = statistics.peak_pages, model.page_size
+    room = f"{model.num_pages * size} tokens in {model.page_kind[0]}"
+    say(f"pages: {used} used, of {model.num_pages} ({size} tokens, {model.page_bytes} bytes each): {room}")

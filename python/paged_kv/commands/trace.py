@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from paged_kv.arguments import printable
 from paged_kv.errors import ContractError
@@ -41,12 +41,15 @@ def trace_file(path: Path | None) -> Iterator[IO[str] | None]:
 
 
 @contextmanager
-def traced(pool: PagePool, file: IO[str] | None) -> Iterator[None]:
-    """Writes what happens to the pool's pages to a file of `trace_file` until it leaves; to none where it is None."""
+def traced(pool: PagePool, file: IO[str] | None, **said: Any) -> Iterator[None]:
+    """Writes what happens to the pool's pages to a file of `trace_file` until it leaves; to none where it is None.
+
+    The first line says `said` of the pages too.
+    """
     if file is None:
         yield
         return
-    head = {"format": FORMAT, "pages": pool.num_pages, "page_size": pool.page_size}
+    head = {"format": FORMAT, "pages": pool.num_pages, "page_size": pool.page_size, **said}
     file.write(json.dumps(head) + "\n")
     began = time.monotonic()
 

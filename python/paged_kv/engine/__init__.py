@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paged_kv.engine.forms import Grammar, JsonSchema, Regex
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
-    from paged_kv.options import CacheRotation
+    from paged_kv.options import CacheRotation, KVFormat
 
 __all__ = [
     "AsyncEngine",
@@ -47,6 +47,7 @@ def load(
     num_pages: int,
     page_size: int = 16,
     dtype: str | None = None,
+    kv_format: KVFormat | None = None,
     rotate: CacheRotation | None = None,
     **options: Any,
 ) -> Engine:
@@ -57,6 +58,7 @@ def load(
         num_pages: Pages of the cache.
         page_size: Tokens in a page.
         dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
+        kv_format: "int8" or "int4" keeps K and V as codes with scales (docs/quantised-cache.md).
         rotate: "hadamard" rotates q and k before the cache (docs/quantised-cache.md).
         options: Of `Engine`.
 
@@ -78,7 +80,9 @@ def load(
     source = open_source(folder)
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
     tokenizer = Tokenizer(source, source.config)
-    model = DecoderModel.from_folder(folder, dtype=kind, num_pages=num_pages, page_size=page_size, rotate=rotate)
+    model = DecoderModel.from_folder(
+        folder, dtype=kind, num_pages=num_pages, page_size=page_size, kv_format=kv_format, rotate=rotate
+    )
     return Engine(model, tokenizer, **options)
 
 

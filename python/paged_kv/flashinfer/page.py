@@ -93,8 +93,9 @@ def append_paged_kv_cache(*args: Any, **kwargs: Any) -> None:
     3. `(k, v, kv_cache, page_table, last_page_len, page_size, kv_layout="NHD")`, with a dense page table `[B, n]`:
        one row a request, `N = B`, written to slot `last_page_len[b]` of its last page.
 
-    Keys and values are `[N, Hk, D]` in the cache's dtype. The pages must have been allocated. Page ids are checked in
-    the whole table, a position against the pages of its request.
+    Keys and values are `[N, Hk, D]` in the cache's dtype, or floats for a cache of int8 or uint8, and are then
+    quantised: such a head has the bytes of D int8 or int4 codes and a scale (docs/quantised-cache.md). The pages must
+    have been allocated. Page ids are checked in the whole table, a position against the pages of its request.
 
     Raises:
         ContractTypeError: no such signature; an argument is no array, of a wrong dtype, or not on the others' device.

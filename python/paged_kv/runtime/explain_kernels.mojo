@@ -30,10 +30,16 @@ def gpu_choice(dtype: DType, kv_dtype: DType, call: Call, rotates: Bool) -> Stri
     return String("gpu/hopper: all that it requires holds; ", many_rows_choice(dtype, kv_dtype, call.head_dim))
 
 
-def padded(dtype: DType, length: Int) -> String:
+def padded[Named: Writable](dtype: Named, length: Int) -> String:
     """The name of a dtype, with spaces up to `length`."""
     var name = String(dtype)
     return name + " " * max(0, length - name.byte_length())
+
+
+def print_codes[dtype: DType, kv_dtype: DType](name: String, call: Call):
+    """The line of a cache of codes, which lie in memory of `kv_dtype`."""
+    var choice = "none: codes are read on the CPU alone" if call.on_gpu else cpu_kernel[dtype, kv_dtype](call.group)
+    print(padded(dtype, 9), "over", padded(name, 14), choice)
 
 
 def print_pair[dtype: DType, kv_dtype: DType](call: Call):
@@ -48,6 +54,8 @@ def main() raises:
         print_pair[dtype, dtype](call)
         print_pair[dtype, DType.float8_e4m3fn](call)
         print_pair[dtype, DType.float8_e5m2](call)
+        print_codes[dtype, DType.int8]("int8", call)
+        print_codes[dtype, DType.uint8]("int4", call)
     if call.on_gpu:
         print("rotary keys, any dtypes      ", gpu_choice(DType.bfloat16, DType.bfloat16, call, True))
     else:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from max.dtype import DType
 from max.graph import DeviceRef, Module
 
-from paged_kv.graphs.ops import BITS, DTYPES, KV_DTYPES
+from paged_kv.graphs.ops import BITS, CODES, DTYPES, KV_DTYPES
 from paged_kv.options import FLOAT8_DTYPES
 from paged_kv.runtime.compile_key import CompileKey
 from paged_kv.runtime.variants import Op, Variant
@@ -35,12 +36,12 @@ _ATTENTION: tuple[Op, ...] = ("attention", "masked_attention", "mla_attention")
 
 
 def _api_families() -> dict[str, tuple[Variant, ...]]:
-    """Of every variant that the array API loads.
+    """Of every variant that the array API loads, but for outputs of another dtype than q's over codes.
 
     A float8 query is widened before the op and a float8 output rounded after it, so queries and outputs are of three
-    dtypes here; a cache has its queries' dtype or a float8 one.
+    dtypes here; a cache has its queries' dtype or a float8 one, or holds codes, which no latents are.
     """
-    families = {}
+    families: dict[str, tuple[Variant, ...]] = {}
     for op in _ATTENTION:
         for q in DTYPES:
             for kv in KV_DTYPES:
@@ -48,6 +49,12 @@ def _api_families() -> dict[str, tuple[Variant, ...]]:
                     outputs = (None, *(dtype for dtype in DTYPES if dtype != q))
                     members = tuple(Variant(op, q, kv, output) for output in outputs)
                     families[members[0].name] = members
+    for op in _ATTENTION[:2]:
+        for q in DTYPES:
+            members = tuple(Variant(op, q, memory) for memory in CODES)
+            families[f"{op}_{q.name}_codes"] = members
+    moves: list[tuple[Op, DType]] = [("append", q) for q in DTYPES] + [("gather", DType.float32)]
+    families["codes"] = tuple(Variant(op, rows, memory) for memory in CODES for op, rows in moves)
     families["copies"] = tuple(variant for bits in BITS for variant in Variant("append", bits, bits).family())
     families["merges"] = tuple(Variant("merge", dtype, dtype) for dtype in DTYPES)
     return families

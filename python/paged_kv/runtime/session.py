@@ -63,7 +63,7 @@ class Runtime:
         """Loads those of `wanted` that are missing, compiled together where the disk has them not.
 
         Args:
-            wanted: The array API asks for `API_VARIANTS`, which may have been compiled ahead, and for those of codes.
+            wanted: The array API asks for `API_VARIANTS`, which may have been compiled ahead, and for few others.
             exact: Compile rather than take code that came with the package for a lower CPU target.
 
         Raises:

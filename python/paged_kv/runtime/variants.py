@@ -49,8 +49,10 @@ class Variant:
         return CompileKey(self.name, ("runtime/variants.py",), architecture)
 
     def family(self) -> list[Variant]:
-        """The variants that are compiled with this one: append and gather go together."""
-        return [replace(self, op="append"), replace(self, op="gather")] if self.op in ("append", "gather") else [self]
+        """The variants that are compiled with this one: append and gather go together where they copy bits."""
+        if self.op not in ("append", "gather") or self.dtype != self.kv_dtype:
+            return [self]
+        return [replace(self, op="append"), replace(self, op="gather")]
 
     def build(
         self,
