@@ -10,9 +10,9 @@ from functools import cache
 import tokenizers
 
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.forms import Forms
 from paged_kv.engine.interfaces import compile_form
 from paged_kv.engine.requests import Output, Sampling
+from paged_kv.forms import Forms
 from support.fake_model import VOCAB, alone
 
 MOST_STEPS = 3000

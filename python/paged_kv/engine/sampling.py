@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
-from paged_kv.engine.forms import Form, FormState, Grammar, JsonSchema, Regex
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.forms import Form, FormState, Grammar, JsonSchema, Regex
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Logits: TypeAlias = npt.NDArray[np.float32]

@@ -16,6 +16,7 @@ from paged_kv.serve.config import ServedConfig
 from paged_kv.serve.model import ServedModel
 from paged_kv.serve.pipeline import ServedPipeline
 from paged_kv.serve.tokenizer import ServedTokenizer
+from paged_kv.serve.tools import parser_of
 
 
 def _architecture(name: str) -> SupportedArchitecture:
@@ -31,6 +32,7 @@ def _architecture(name: str) -> SupportedArchitecture:
         batching=Llama3BatchProcessor,
         pipeline_cls=ServedPipeline,
         tokenizer=ServedTokenizer,
+        tool_parser=parser_of,
         context_type=TextContext,
         memory_planner=PagedMemoryPlanner,
         multi_gpu_supported=True,
