@@ -17,8 +17,20 @@ serving.require()
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
 
+import numpy as np  # noqa: E402
 import openai  # noqa: E402
+import tokenizers  # noqa: E402
+from max.driver import Buffer  # noqa: E402
+from max.pipelines.context import GenerationStatus, TextContext, TokenBuffer  # noqa: E402
+from max.pipelines.context.eos_tracking import EOSTracker  # noqa: E402
+from max.pipelines.context.logit_processors_type import ProcessorInputs  # noqa: E402
 
+from paged_kv.checkpoint.config import load_config  # noqa: E402
+from paged_kv.errors import ContractError  # noqa: E402
+from paged_kv.forms import Forms, JsonSchema  # noqa: E402
+from paged_kv.serve import pipeline  # noqa: E402
+from paged_kv.serve.forms import FormMask, mask_of  # noqa: E402
+from paged_kv.serve.tools import HermesParser  # noqa: E402
 from support.guarded_server import guarded  # noqa: E402
 
 POINT = {
@@ -158,6 +170,53 @@ def test_what_is_hostile_is_refused_while_others_go_on(client):
     assert len(answered) > 4
 
 
+def random_logits(seed):
+    return Buffer.from_numpy(np.random.default_rng(seed).standard_normal((2, 2048), np.float32))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return Forms(tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))).compile(JsonSchema(POINT))
+
+
+@pytest.fixture
+def context(compiled):
+    """A request with a mask, before its first token."""
+    (end,) = load_config(FOLDER).eos_token_ids
+    tokens = TokenBuffer(np.array([5, 6, 7]))
+    context = TextContext(max_length=400, tokens=tokens, eos_tracker=EOSTracker(eos_token_ids={end}))
+    context.sampling_params.logits_processors = [FormMask(compiled, context)]
+    return context
+
+
+def test_a_form_goes_on_where_a_step_is_run_again_and_where_pages_were_given_back(context):
+    mask = mask_of(context)
+    while not context.is_done:
+        for _ in range(2):  # as a step that raised for another request
+            logits = random_logits(len(context.tokens))
+            mask(ProcessorInputs(logits, context))
+        token = int(logits.to_numpy()[-1].argmax())
+        assert mask.has_allowed(token)
+        context.update(token)
+        if len(context.tokens) % 7 == 0:
+            context.reset()  # MAX's, of a request that gives its pages back
+    tokens = [int(token) for token in context.tokens.all[3:]]
+    assert is_valid(POINT, tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json")).decode(tokens))
+
+
+def test_what_goes_wrong_within_a_form_ends_its_request(context):
+    mask = mask_of(context)
+    nothing = Buffer.from_numpy(np.full((1, 2048), -np.inf, np.float32))
+    with pytest.raises(ContractError, match="no token continues a form"):
+        mask(ProcessorInputs(nothing, context))
+    mask(ProcessorInputs(random_logits(0), context))
+    context.update(next(token for token in range(300) if not mask.has_allowed(token)))
+    answered = {context.request_id: context.to_generation_output()}
+    assert pipeline._broken([context], answered)[context.request_id].final_status == GenerationStatus.CANCELLED
+    with pytest.raises(ContractError, match="breaks its form"):
+        mask(ProcessorInputs(random_logits(1), context))
+
+
 def tool(name, parameters):
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -188,7 +247,7 @@ def test_calls_that_are_asked_for_have_their_tools_arguments(client, choice, str
 
 def test_tools_that_may_be_called_or_not(client):
     """Without a form the text is the model's own; with one it is a call or has the form."""
-    options = {"tools": [tool("weather", WEATHER)], "max_tokens": 100}
+    options = {"tools": [tool("go", {"additionalProperties": False})], "max_tokens": 100}
     plain = ask(client, "x", **options).choices[0]
     assert (plain.finish_reason, plain.message.tool_calls) == ("length", None)
     either = ask(client, "x", form(NAMES), **options).choices[0]
@@ -202,8 +261,6 @@ def test_a_tool_whose_arguments_cannot_be_kept_is_named(client):
 
 
 def test_calls_are_found_in_a_text_whole_and_in_pieces():
-    from paged_kv.serve.tools import HermesParser
-
     text = 'so <tool_call>\n{"name": "f", "arguments": {"a": {"b": "}"}}}\n</tool_call>\n'
     text += '<tool_call>{"arguments": {}, "name": "g"}</tool_call><tool_call>no JSON</tool_call>'
     expected = [("f", '{"a": {"b": "}"}}'), ("g", "{}")]

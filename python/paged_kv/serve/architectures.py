@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from max.graph.weights import WeightsFormat
 from max.pipelines.architectures.llama3.batch_processor import Llama3BatchProcessor
 from max.pipelines.context import TextContext
@@ -32,7 +34,7 @@ def _architecture(name: str) -> SupportedArchitecture:
         batching=Llama3BatchProcessor,
         pipeline_cls=ServedPipeline,
         tokenizer=ServedTokenizer,
-        tool_parser=parser_of,
+        tool_parser=cast(Any, parser_of),  # None is for none
         context_type=TextContext,
         memory_planner=PagedMemoryPlanner,
         multi_gpu_supported=True,
