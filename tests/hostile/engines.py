@@ -1,5 +1,6 @@
-"""Hostile use of an engine: requests that fork, stop, are aborted, preempted, interrupted; a model, a tokenizer and
-files that fail. What each request got is compared with its lone run; no compiler is needed.
+"""Hostile use of an engine: requests that fork, stop, have a form, are aborted, preempted, interrupted; a model, a
+draft, a tokenizer and files that fail; pages on a disk. What each request got is compared with its lone run; no
+compiler is needed.
 """
 
 from __future__ import annotations
@@ -12,23 +13,28 @@ import numpy as np
 
 from hostile.objects import objects
 from hostile.pools import check
+from paged_kv.engine import DiskTier, Grammar, Regex
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.outputs import OutputStream
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import PagedKVError
-from support.engine_runs import Asked, Ledger, Letters
-from support.fake_model import VOCAB, FakeModel
+from support.engine_runs import Asked, Ledger, Letters, guess_often
+from support.fake_model import VOCAB, FakeDraft, logits_after
 from support.interrupts import interrupted
 
 KEYS = (None, b"k" * 16, b"another key of bytes")
+FORMS = (Regex("[a-e]{2,9}"), Regex("(ab|cd)*[x-z]?w"), Grammar('start: "f" start "g" | "h"\n'), Regex("[a-w]*"))
 
 
-class Failing(FakeModel):
-    """A model whose calls, and whose samples' decoders, fail now and then."""
+class Failing(FakeDraft):
+    """A model, or a draft, whose calls, and whose samples' decoders, fail now and then."""
 
-    def __init__(self, rng: np.random.Generator, rate: float, *sizes: int) -> None:
+    def __init__(self, rng: np.random.Generator, rate: float, *sizes: int, drafts: bool = False) -> None:
         super().__init__(*sizes)
-        self._rng, self.rate = rng, rate
+        self._rng, self.rate, self._drafts = rng, rate, drafts
+
+    def logits(self, past: Any) -> np.ndarray:
+        return super().logits(past) if self._drafts else logits_after(past)
 
     def fail(self) -> None:
         if self._rng.random() < self.rate:
@@ -48,6 +54,10 @@ class Failing(FakeModel):
         self.fail()
         super().write_pages(*arguments)
 
+    def read_pages(self, *arguments: Any) -> np.ndarray:
+        self.fail()
+        return super().read_pages(*arguments)
+
 
 class EngineRun:
     """One engine, some dozens of operations."""
@@ -57,16 +67,23 @@ class EngineRun:
         size, self.window = int(rng.choice([1, 2, 3, 5])), int(rng.choice([-1, -1, -1, 0, 4]))
         rate = float(rng.choice([0, 0, 0.02, 0.2]))
         self.model = Failing(rng, rate, -(-int(rng.integers(40, 120)) // size), size, 64, self.window)
+        self.draft = Failing(rng, rate, int(rng.integers(10, 60)), size, 64, drafts=True)
         self.fails_decoding = rng.random() < 0.2
         coder = Letters(self.model.fail if self.fails_decoding else lambda: None)
         self.max_running = int(rng.integers(1, 9))
+        shares = bool(rng.random() < 0.8)
+        on_disk = DiskTier(folder / "pages", int(rng.choice([20_000, 1 << 20])))
         self.engine = Engine(
             self.model,
             coder,
             max_step_tokens=int(rng.integers(1, 40)),
             max_running=self.max_running,
-            share_prefixes=bool(rng.random() < 0.8),
+            share_prefixes=shares,
+            disk=on_disk if shares and rng.random() < 0.5 else None,
+            speculate=[None, "lookup", self.draft][rng.integers(3)],
         )
+        if self.engine._speculation is not None:
+            guess_often(self.engine)
         self.ledger = Ledger(self.engine)
         self.streams: dict[int, OutputStream] = {}
         self.interrupts = 0
@@ -82,12 +99,14 @@ class EngineRun:
         for _ in range(int(self.rng.integers(5, 30))):
             acts[self.rng.integers(len(acts))]()
             self.engine.pool.check_integrity()
-        self.model.rate = 0
+        self.model.rate = self.draft.rate = 0
         while self.streams:
             self.read()
         self.ledger.finish()
         most = 10**9 if self.fails_decoding else self.interrupts
         self.ledger.check(self.window, most)
+        if self.engine._speculation is not None and self.engine._speculation._draft is not None:
+            self.engine._speculation._draft._pool.check_integrity()
         assert max(rows, default=0) <= self.max_running, "more rows than max_running"
 
     def attempt(self, call: Any) -> Any:
@@ -106,9 +125,10 @@ class EngineRun:
         prompt = (
             self.prefixes[rng.integers(2)][: rng.integers(1, 21)] + rng.integers(0, VOCAB, rng.integers(0, 6)).tolist()
         )
-        stops = tuple(rng.integers(0, VOCAB, rng.integers(0, 3)).tolist())
+        form = FORMS[rng.integers(len(FORMS))] if rng.random() < 0.4 else None  # which a stop token would break
+        stops = () if form else tuple(rng.integers(0, VOCAB, rng.integers(0, 3)).tolist())
         sampling = Sampling(
-            int(rng.integers(1, 14)), float(rng.choice([0, 1])), seed=int(rng.integers(9)), stop_tokens=stops
+            int(rng.integers(1, 14)), float(rng.choice([0, 1])), seed=int(rng.integers(9)), stop_tokens=stops, form=form
         )
         return Asked(prompt, sampling, int(rng.integers(1, min(self.max_running, 5) + 1)))
 

@@ -177,6 +177,7 @@ def test_what_max_takes_and_ignores(client, missing):
     ],
 )
 def test_structured_output_is_refused(server, wanted):
+    """By `max serve`; `paged-kv serve` has it (test_forms.py)."""
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "response_format": wanted}
     status, answer = server.post("/v1/chat/completions", body)
     assert status == 400

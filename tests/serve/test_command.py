@@ -34,11 +34,16 @@ def children(pid):
 def test_it_says_when_it_is_ready_and_leaves_nothing_behind(tmp_path, end):
     """The printed request works, metrics are where it says, and all listen on this machine alone."""
     command = [str(Path(sys.executable).with_name("paged-kv")), "serve", "--demo", "--dtype", "float32", "--port", "0"]
+    command += ["--metrics", "--", *serving.SAMPLING]
     environment = {name: value for name, value in os.environ.items() if name != "PATH"} | {"PATH": os.defpath}
     log = tmp_path / "log"
     with log.open("wb") as stderr:
         started = subprocess.Popen(
-            [*command, "--", *serving.SAMPLING], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+            [*command, "--metrics", "--", *serving.SAMPLING],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
         )
     with limited(started, serving.START_SECONDS + serving.STOP_SECONDS) as server:
         try:

@@ -37,7 +37,7 @@ OPERATORS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with guarded_server.guarded(tmp_path_factory.mktemp("door")) as started:
+    with guarded_server.guarded(tmp_path_factory.mktemp("door"), "--metrics") as started:
         yield started
 
 

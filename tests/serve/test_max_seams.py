@@ -9,17 +9,17 @@ from support import serving
 
 serving.require()
 
-from paged_kv.serve import ahead, compiled_graphs, config, graph, model, pipeline, tokenizer  # noqa: E402
+from paged_kv.serve import ahead, compiled_graphs, config, forms, graph, model, pipeline, tokenizer, tools  # noqa: E402
 from support.max_seams import SERVER, find, seams, takes  # noqa: E402
 
 SEAMS = [seam for title in SERVER for seam in seams(title)]
 OURS = [
     value
-    for module in (ahead, compiled_graphs, config, graph, model, pipeline, tokenizer)
+    for module in (ahead, compiled_graphs, config, forms, graph, model, pipeline, tokenizer, tools)
     for value in vars(module).values()
     if inspect.isclass(value) and value.__module__ == module.__name__
 ]
-DATA = {"model_config_cls", "batch_processor_cls"}
+DATA = {"model_config_cls", "batch_processor_cls", "CALL_BEGIN", "CALL_END"}
 """Attributes that MAX's class asks its subclasses for."""
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
+
+import tokenizers
 
 from paged_kv.engine.engine import Engine
+from paged_kv.engine.interfaces import compile_form
 from paged_kv.engine.requests import Output, Sampling
-from support.fake_model import alone
+from paged_kv.forms import Forms
+from support.fake_model import VOCAB, alone
 
 MOST_STEPS = 3000
 """After which requests that have not ended never will."""
@@ -19,6 +24,10 @@ class Letters:
 
     def __init__(self, before: Callable[[], object] = lambda: None) -> None:
         self.before = before
+
+    @property
+    def forms(self) -> Forms:
+        return _forms()
 
     def encode(self, prompt: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in prompt]
@@ -34,6 +43,13 @@ class Letters:
     def flush(self) -> str:
         self.before()
         return ""
+
+
+@cache
+def _forms() -> Forms:
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE({chr(ord("a") + at): at for at in range(VOCAB)}, []))
+    letters.decoder = tokenizers.decoders.ByteLevel()
+    return Forms(letters)
 
 
 def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
@@ -102,7 +118,8 @@ class Ledger:
             for sample in range(asked.n):
                 got = found[number, sample]
                 tokens = [token for output in got for token in output.tokens]
-                expected = alone(asked.prompt, asked.sampling, sample, window)
+                form = compile_form(Letters(), asked.sampling.form)
+                expected = alone(asked.prompt, asked.sampling, sample, window, form)
                 ends = [output.finish for output in got if output.finish]
                 whole = ends in (["length"], ["stop"])
                 assert tokens == (expected if whole else expected[: len(tokens)]), (number, sample)

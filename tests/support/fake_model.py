@@ -12,6 +12,7 @@ import numpy as np
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.sampling import History, Sampling, choose
+from paged_kv.forms import CompiledForm
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Rope
 from paged_kv.options import NO_PAGE
@@ -46,15 +47,18 @@ def logits_after(history: Sequence[int]) -> np.ndarray:
     return np.random.default_rng(state).standard_normal(VOCAB).astype(np.float32)
 
 
-def alone(prompt: Sequence[int], sampling: Sampling, sample: int = 0, window: int = -1) -> list[int]:
-    """The tokens of one sample, without any cache; it ends at its limit or at a stop token."""
+def alone(
+    prompt: Sequence[int], sampling: Sampling, sample: int = 0, window: int = -1, form: CompiledForm | None = None
+) -> list[int]:
+    """The tokens of one sample, without any cache; it ends at its limit, at a stop token, or with its form."""
     tokens = list(prompt)
-    history = History(sampling, sampling.seed or 0, sample, tokens, len(tokens))
+    state = None if form is None else form.begin()
+    history = History(sampling, sampling.seed or 0, sample, tokens, len(tokens), state)
     while len(tokens) < len(prompt) + sampling.max_tokens:
         seen = tokens if window < 0 else tokens[max(0, len(tokens) - 1 - window) :]
         (choice,) = choose(logits_after(seen)[None], [0], [history])
         tokens.append(choice.token)
-        if tokens[-1] in sampling.stop_tokens:
+        if tokens[-1] in sampling.stop_tokens or (state is not None and state.push(choice.token)):
             break
     return tokens[len(prompt) :]
 

@@ -1,4 +1,4 @@
-"""`paged-kv serve --demo` with a key, in a process of its own, started as a user starts it."""
+"""`paged-kv serve` with a key, in a process of its own, started as a user starts it."""
 
 import contextlib
 import json
@@ -38,9 +38,9 @@ class Guarded:
 
 
 @contextlib.contextmanager
-def guarded(folder: Path, *flags: str, **variables: str) -> Iterator[Guarded]:
+def guarded(folder: Path, *flags: str, model: str = "--demo", **variables: str) -> Iterator[Guarded]:
     """A server that has said that it is ready; `folder` gets its log."""
-    command = [str(Path(sys.executable).with_name("paged-kv")), "serve", "--demo", "--dtype", "float32", "--port", "0"]
+    command = [str(Path(sys.executable).with_name("paged-kv")), "serve", model, "--dtype", "float32", "--port", "0"]
     command += [*flags, "--", "--served-model-name", "demo", *serving.SAMPLING]
     environment = os.environ | {"PAGED_KV_API_KEY": KEY} | variables
     log = folder / "log"

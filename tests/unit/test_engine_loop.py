@@ -9,9 +9,9 @@ import pytest
 
 from paged_kv.engine.async_engine import AsyncEngine
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.forms import Regex
 from paged_kv.engine.requests import Output, Sampling
 from paged_kv.errors import ContractError, RequestError
+from paged_kv.forms import Regex
 from support.engine_runs import Letters, guess_often, run
 from support.fake_model import VOCAB, FakeDraft, FakeModel, alone, logits_after
 

@@ -14,9 +14,9 @@ from paged_kv.commands.prompts import RefusedLine, encode, read
 from paged_kv.engine import Grammar, JsonSchema, Regex, Sampling
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.forms import MOST_CHARACTERS, Forms
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, ToolchainError
+from paged_kv.forms import MOST_CHARACTERS, Forms
 from support.fake_model import Nonsense
 from support.form_cases import HOSTILE, schemas
 
@@ -214,6 +214,20 @@ def test_without_the_library_or_a_tokenizer_of_that_kind(tokenizer, monkeypatch)
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ToolchainError, match=r"pip install 'paged-kv\[structured\]'"):
         Forms(tokenizer._tokenizer)
+
+
+@pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
+def test_json_may_be_indented_but_no_white_space_goes_on_for_ever(tokenizer, indent):
+    value = {"x": 5, "s": "abc"}
+    assert tokenizer.forms.accepts(POINT, json.dumps(value, indent=indent))
+    for endless in ('{\n\n"x":5,"s":"abc"}', '{  "x":5,"s":"abc"}'):
+        assert not tokenizer.forms.accepts(POINT, endless)
+
+
+def test_a_schema_cannot_turn_refusals_off(tokenizer):
+    lenient = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
+    with pytest.raises(ContractError, match="uniqueItems"):
+        tokenizer.forms.compile(JsonSchema(lenient))
 
 
 def test_json_lines_have_forms(tokenizer, tmp_path: Path):

@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import os
 import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -31,7 +33,8 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_memory_of_max", lambda: 10 * GIB)
     monkeypatch.setattr(launch, "check_environment", lambda: None)
     monkeypatch.setattr(launch.urllib.request, "urlopen", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(launch.os, "environ", dict(launch.os.environ))
+    of_max = {name for name in os.environ if name.startswith("MAX_SERVE")}
+    monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ.keys() - of_max})
     allocator, pipelines = ModuleType("allocator"), ModuleType("pipelines")
     allocator.reexec_with_jemalloc = lambda: None
     monkeypatch.setitem(sys.modules, "max._entrypoints.allocator", allocator)
@@ -42,9 +45,9 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "paged_kv.serve.connections", connections)
     request = Serving(write_demo_checkpoint(tmp_path / "demo"), "127.0.0.1", 0, "bfloat16", 16)
 
-    def serve(server):
+    def serve(server, **options):
         pipelines.main = lambda **_: server()
-        launch.serve(request)
+        launch.serve(replace(request, **options))
 
     yield serve
     signal.signal(signal.SIGINT, interrupt)
@@ -70,7 +73,9 @@ def test_a_server_that_cannot_say_that_it_is_ready_leaves(serve, server, monkeyp
     assert not isinstance(raised.value.__context__, AssertionError)  # of `wait`
 
 
-def test_a_server_that_can_goes_on(serve, monkeypatch):
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_server_that_can_goes_on(serve, monkeypatch, metrics):
+    """Metrics, which slow a step down, are for those who ask for them."""
     said = threading.Event()
 
     class Stdout(io.StringIO):
@@ -86,11 +91,12 @@ def test_a_server_that_can_goes_on(serve, monkeypatch):
         time.sleep(0.1)  # nobody tells it to stop
         ended.append(True)
 
-    serve(server)
+    serve(server, metrics=metrics)
     assert ended
+    assert os.environ["MAX_SERVE_METRIC_RECORDING_METHOD"] == ("PROCESS" if metrics else "NOOP")
     ready = stdout.getvalue().splitlines()[0]
     assert ready.startswith("paged-kv: ready on http://127.0.0.1:")
-    assert "/metrics)" in ready
+    assert ("/metrics)" in ready) == metrics
 
 
 def test_metrics_that_do_not_answer_are_not_named(monkeypatch, capsys):

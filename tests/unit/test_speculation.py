@@ -165,7 +165,7 @@ def test_an_exception_anywhere_loses_no_token():
     model.step, model.copy_page, draft.step = map(failing, (model.step, model.copy_page, draft.step))
     ledger = Ledger(engine)
     for first in range(3):
-        ledger.add([first, 2, 3, 4], Sampling(30, 1.0, seed=first), 2)
+        ledger.add([first, 2, 3, 4], Sampling(40, 1.0, seed=first), 2)
 
     def step():
         try:
@@ -195,7 +195,7 @@ def test_an_interrupt_anywhere_leaves_each_sample_done_unchanged_or_failed_alone
 
 
 def test_requests_with_forms_on_a_disk_get_their_own_texts(tmp_path):
-    """60 in each of two engines: forms, penalties, forks, aborts, preemptions, pages on disk, guesses of all kinds."""
+    """200 in each of two engines: forms, penalties, forks, aborts, preemptions, pages on disk, guesses of all kinds."""
     pytest.importorskip("llguidance")
 
     class Half(Nonsense):
@@ -213,7 +213,7 @@ def test_requests_with_forms_on_a_disk_get_their_own_texts(tmp_path):
 
     def play(engine):
         rng, outputs, aborted = np.random.default_rng(2), {}, set()
-        for turn in range(60):
+        for turn in range(200):
             prompt = [*range(40), *rng.integers(0, 400, rng.integers(1, 20)).tolist()]
             engine.add_request(prompt, kinds[turn % 4], int(rng.choice([1, 1, 2])))
             if turn % 17 == 5:
@@ -319,7 +319,7 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed():
     assert np.mean(clock.counts[-100:]) > 4
 
 
-def test_a_draft_that_is_too_short_or_knows_too_few_tokens_guesses_what_it_can():
+def test_a_draft_that_is_too_short_or_knows_too_few_tokens_guesses_what_it_can(caplog):
     for draft in (FakeDraft(400, 4, max_positions=20), FakeDraft(6, 4)):
         engine = guessing(draft)
         numbers = [engine.add_request([first, 2, 3], Sampling(40)) for first in range(3)]
@@ -328,11 +328,46 @@ def test_a_draft_that_is_too_short_or_knows_too_few_tokens_guesses_what_it_can()
         assert engine.statistics.right_tokens > 0
     draft = FakeDraft(400, 4)
     object.__setattr__(draft.config, "vocab_size", 12)
+    draft.logits = lambda past: FakeDraft.logits(draft, past)[:12]
     engine, seen, step = guessing(draft), [], draft.step
     draft.step = lambda tokens, *rest: seen.extend(token for new in tokens for token in new) or step(tokens, *rest)
-    engine.add_request([1, 2, 3], Sampling(20))
-    assert run(engine) == {(0, 0): alone([1, 2, 3], Sampling(20))}
-    assert max(seen, default=0) < 12
+    for number, sampling in enumerate((Sampling(20), Sampling(20, logit_bias={3: 1.0, 15: 0.5}))):
+        engine.add_request([1, 2, 3], sampling)
+        assert run(engine) == {(number, 0): alone([1, 2, 3], sampling)}
+    assert max(seen) < 12
+    assert not caplog.text, "the draft failed"
+
+
+def test_a_draft_that_always_fails_ends_no_request(caplog):
+    """Whatever it raises: it is tried less and less, and the log says so."""
+    draft, steps = FakeDraft(400, 4), 0
+
+    def step(*_):
+        nonlocal steps
+        steps += 1
+        raise IndexError("on purpose")
+
+    draft.step = step
+    engine = guessing(draft)
+    engine.add_request([1, 2, 3], Sampling(200))
+    assert run(engine) == {(0, 0): alone([1, 2, 3], Sampling(200))}
+    assert 0 < steps < 60
+    assert "nothing is guessed: IndexError: on purpose" in caplog.text
+
+
+def test_a_drafts_prompt_goes_on_from_step_to_step():
+    """A long prompt holds no other request up: a step computes no more of it than of the engine's own prompts."""
+    draft = FakeDraft(400, 4)
+    engine, computed = guessing(draft, max_step_tokens=20, pages=400), []
+    for first in (1, 2):
+        engine.add_request([first, *range(20)] * 14, Sampling(60))
+    while not engine.is_idle:
+        before = draft.computed
+        engine.step()
+        computed.append(draft.computed - before)
+    assert sum(computed) > 600
+    assert max(computed) <= 20 + PANEL
+    assert engine.statistics.right_tokens > 30
 
 
 def test_a_token_that_only_the_draft_knows_is_not_guessed():

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from paged_kv.arguments import printable, shown
-from paged_kv.engine.forms import MOST_CHARACTERS, Form, Grammar, JsonSchema, Regex
 from paged_kv.engine.sampling import Kind, Sampling
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.files import read_regular
+from paged_kv.forms import MOST_CHARACTERS, Form, Grammar, JsonSchema, Regex
 from paged_kv.options import CACHE_ROTATIONS, CODE_DTYPES, CacheRotation, KVFormat
 from paged_kv.output import say
 

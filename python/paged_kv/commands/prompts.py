@@ -11,12 +11,12 @@ from typing import Any
 
 from paged_kv.arguments import integer, printable, shown
 from paged_kv.engine.engine import MAX_RUNNING
-from paged_kv.engine.forms import Form, Grammar, JsonSchema, Regex
 from paged_kv.engine.interfaces import TextCoder, compile_form
 from paged_kv.engine.requests import check_prompt, most_tokens
 from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError
 from paged_kv.files import read_regular
+from paged_kv.forms import Form, Grammar, JsonSchema, Regex
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.pool import pages_needed
 

@@ -28,6 +28,7 @@ from paged_kv.errors import ContractError
 @click.option("--allow-unauthenticated", is_flag=True, help="Without a key, on a --host that other machines reach.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Of Host and Origin; repeat it.")
 @click.option("--operator-routes", is_flag=True, help="Serve /reset_prefix_cache, /docs, /metrics and the like too.")
+@click.option("--metrics", is_flag=True, help="Record metrics, for Prometheus, on a port that the first line names.")
 @click.option("--max-body-bytes", type=int, help="Of a request.  [default: 262144, or 16 a token of the longest]")
 @click.option("--max-connections", type=int, default=256, show_default=True, help="At a time.")
 def serve_command(arguments: tuple[str, ...], use_demo: bool, **options: Any) -> None:

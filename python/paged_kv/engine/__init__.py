@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from paged_kv.engine.async_engine import AsyncEngine
     from paged_kv.engine.disk_tier import DiskTier
     from paged_kv.engine.engine import Engine
-    from paged_kv.engine.forms import Grammar, JsonSchema, Regex
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
+    from paged_kv.forms import Grammar, JsonSchema, Regex
     from paged_kv.options import CacheRotation, KVFormat
 
 __all__ = [
@@ -32,11 +32,11 @@ _HOME = {
     "AsyncEngine": "async_engine",
     "DiskTier": "disk_tier",
     "Engine": "engine",
-    "Grammar": "forms",
-    "JsonSchema": "forms",
+    "Grammar": ".forms",
+    "JsonSchema": ".forms",
     "Logprobs": "sampling",
     "Output": "requests",
-    "Regex": "forms",
+    "Regex": ".forms",
     "Sampling": "sampling",
 }
 
@@ -89,4 +89,4 @@ def load(
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'paged_kv.engine' has no attribute {name!r}")
-    return getattr(import_module(f"paged_kv.engine.{_HOME[name]}"), name)
+    return getattr(import_module(f".{_HOME[name]}", "paged_kv.engine"), name)

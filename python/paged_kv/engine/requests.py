@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from paged_kv.engine.forms import CompiledForm
 from paged_kv.engine.sampling import History, Logprobs, Sampling
 from paged_kv.engine.stop_text import StopText
 from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.forms import CompiledForm
 from paged_kv.graphs.models.config import DecoderConfig
 
 FinishReason = Literal["stop", "length", "error"]

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast
 
@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
-from paged_kv.engine.forms import Form, FormState, Grammar, JsonSchema, Regex
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.forms import Form, FormState, Grammar, JsonSchema, Regex
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -283,9 +283,12 @@ class History:
                 scores[new] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(np.float32)
         return scores
 
-    def ahead(self) -> History:
-        """The same sample with tokens of its own to go on with, and no form."""
-        return History(self.sampling, self._seed, self._index, list(self.tokens), self.prompt_length)
+    def ahead(self, vocab_size: int) -> History:
+        """The same sample with tokens of its own to go on with, no form, and no bias on tokens that a model lacks."""
+        sampling = self.sampling
+        if any(token >= vocab_size for token, _ in sampling.biases):
+            sampling = replace(sampling, logit_bias=[each for each in sampling.biases if each[0] < vocab_size])
+        return History(sampling, self._seed, self._index, list(self.tokens), self.prompt_length)
 
     def array(self) -> npt.NDArray[np.int64]:
         """The tokens as an array that grows with them: a long list is not converted at each step."""

@@ -13,6 +13,7 @@ steps cost and from how often guesses were right (`Speculation`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,11 +22,14 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.arguments import printable
 from paged_kv.engine.interfaces import EngineModel
 from paged_kv.engine.requests import Sample
 from paged_kv.engine.sampling import Choice, choose
 from paged_kv.errors import PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache
+
+logger = logging.getLogger("paged_kv.engine")
 
 PANEL = 8
 """Rows that linear layers and attention take at a time: a step of 9 takes 1.75 times one of 8 (docs/engine.md)."""
@@ -78,7 +82,7 @@ class Draft:
     Args:
         model: Used by nothing else.
         vocab_size: Of the model that judges; no larger token is guessed.
-        max_step_tokens: Tokens of a step at most.
+        max_step_tokens: Tokens that it computes in a step of the engine at most, but for guesses after the first.
         share_prefixes: Whether prompts that begin alike share pages.
     """
 
@@ -95,8 +99,9 @@ class Draft:
         for key in self._texts.keys() - {sample.key for sample in running}:
             self._leave(key)
         found: list[list[int]] = [[] for _ in samples]
+        self._room = self._most
         histories = {
-            at: sample.history.ahead()
+            at: sample.history.ahead(self.model.config.vocab_size)
             for at, (sample, count) in enumerate(zip(samples, counts, strict=True))
             if count and self._begin(sample, count)
         }
@@ -119,7 +124,11 @@ class Draft:
         return found
 
     def _begin(self, sample: Sample, count: int) -> bool:
-        """Gives a sample slots for its tokens and all guesses but the last; whether there are enough."""
+        """Gives a sample slots for its tokens and all guesses but the last, and computes all but its last tokens.
+
+        Returns:
+            Whether it can guess: there were enough slots, and tokens left to this step. A prompt goes on in the next.
+        """
         key, tokens = sample.key, sample.tokens
         space = sample.request.namespace if self._shares else key
         length, config = len(tokens) + count - 1, self.model.config
@@ -142,8 +151,15 @@ class Draft:
         # A larger vocabulary may have tokens that the draft does not know.
         if length > config.max_position_embeddings or max(tokens[right:]) >= config.vocab_size:
             return False
-        while len(tokens) - len(text.tokens) > PANEL:  # a prompt
-            self._logits({key: tokens[: len(text.tokens) + min(self._most, len(tokens) - len(text.tokens) - 1)]})
+        missing = len(tokens) - len(text.tokens)
+        if missing > min(PANEL, self._room):  # a prompt
+            if count := min(self._room, missing - 1):
+                self._logits({key: tokens[: len(text.tokens) + count]})
+            self._room -= count
+            missing -= count
+        if missing > min(PANEL, self._room):
+            return False
+        self._room -= missing
         return True
 
     def _leave(self, key: tuple[int, int]) -> None:
@@ -190,7 +206,15 @@ class Speculation:
             running: All samples that have pages.
         """
         if self._draft is not None:
-            return self._draft.guess(samples, self._counts(samples, most, rows), running)
+            counts = self._counts(samples, most, rows)
+            try:
+                return self._draft.guess(samples, counts, running)
+            except Exception as error:  # it may end no request; as guesses that were wrong, it is tried less and less
+                logger.warning("the draft failed, nothing is guessed: %s: %s", type(error).__name__, printable(error))
+                for sample, count in zip(samples, counts, strict=True):
+                    if count:
+                        self.learn(sample, 0, count)
+                return [[] for _ in samples]
         found = [look_up(sample.history.array(), count) for sample, count in zip(samples, most, strict=True)]
         counts = self._counts(samples, list(map(len, found)), rows)
         return [guesses[:count] for guesses, count in zip(found, counts, strict=True)]

@@ -11,8 +11,8 @@ from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, library_errors, read_tokenizer
-from paged_kv.engine.forms import Forms
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
+from paged_kv.forms import Forms
 from paged_kv.graphs.models.config import DecoderConfig
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one

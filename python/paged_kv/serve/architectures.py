@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from max.graph.weights import WeightsFormat
 from max.pipelines.architectures.llama3.batch_processor import Llama3BatchProcessor
 from max.pipelines.context import TextContext
@@ -16,6 +18,7 @@ from paged_kv.serve.config import ServedConfig
 from paged_kv.serve.model import ServedModel
 from paged_kv.serve.pipeline import ServedPipeline
 from paged_kv.serve.tokenizer import ServedTokenizer
+from paged_kv.serve.tools import parser_of
 
 
 def _architecture(name: str) -> SupportedArchitecture:
@@ -31,6 +34,7 @@ def _architecture(name: str) -> SupportedArchitecture:
         batching=Llama3BatchProcessor,
         pipeline_cls=ServedPipeline,
         tokenizer=ServedTokenizer,
+        tool_parser=cast(Any, parser_of),  # None is for none
         context_type=TextContext,
         memory_planner=PagedMemoryPlanner,
         multi_gpu_supported=True,

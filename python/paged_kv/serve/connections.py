@@ -19,6 +19,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paged_kv.serve.door import LINGER_SECONDS, Door, Rules, error_body
+from paged_kv.serve.forms import allow
 
 HEAD_SECONDS = 10.0
 """In which a request's line and headers must have come."""
@@ -31,14 +32,17 @@ def guard(rules: Rules, sockets: Sequence[socket.socket]) -> None:
     """From now on, MAX's server stands behind the door, and listens on these sockets alone."""
     from max._entrypoints.cli.serve import serve_api_and_model_worker as max_server
 
-    max_server.Server = partial(GuardedServer, rules, sockets)
+    max_server.Server = partial(GuardedServer, rules, sockets, has_forms=True)
     max_server.validate_port_is_free = lambda port: port  # it is ours
 
 
 class GuardedServer(Server):
-    """uvicorn's server, with our protocol and the door around its application."""
+    """uvicorn's server, with our protocol and the door around its application; with `has_forms`, that is MAX's."""
 
-    def __init__(self, rules: Rules, sockets: Sequence[socket.socket], config: Config) -> None:
+    def __init__(
+        self, rules: Rules, sockets: Sequence[socket.socket], config: Config, *, has_forms: bool = False
+    ) -> None:
+        self._of_max = config.app if has_forms else None
         config.app = Door(config.app, rules)
         config.http = partial(GuardedConnection, rules.max_connections)
         config.ws = "none"
@@ -47,6 +51,8 @@ class GuardedServer(Server):
         self._bound = list(sockets)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
+        if self._of_max is not None:
+            allow(self._of_max.state)  # the process of the model has been started
         for bound in self._bound:
             bound.listen(self.config.backlog)
             # Connections inherit it: the next server may bind while some of this one wait out their end. Nobody else

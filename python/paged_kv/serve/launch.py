@@ -56,6 +56,8 @@ COMPILED = "PAGED_KV_COMPILED"
 """The variable that hands `Serving.compiled` to the model's process."""
 _LONGEST_KEY = 1024
 _METRICS_PORT = "MAX_SERVE_METRICS_ENDPOINT_PORT"
+_RECORDING = "MAX_SERVE_METRIC_RECORDING_METHOD"
+"""With NOOP there are no metrics, and no process for them: the step of a small model takes 4 to 10 % less."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Serving:
     allow_unauthenticated: bool = False
     allowed_hosts: tuple[str, ...] = ()
     operator_routes: bool = False
+    metrics: bool = False
     max_body_bytes: int | None = None
     """None: `MIN_BODY_BYTES`, or more where the longest request needs more."""
     max_connections: int = 256
@@ -117,11 +120,13 @@ def serve(serving: Serving) -> None:
     os.environ.setdefault("OTEL_SDK_DISABLED", "true")  # MAX sends no telemetry to Modular then; /metrics stays
     # MAX listens on this host for its metrics alone, which ask for no key.
     host = serving.host if serving.operator_routes else "127.0.0.1"
-    held = [] if _METRICS_PORT in os.environ else held_sockets(host, port + 1)
-    metrics = os.environ.setdefault(_METRICS_PORT, str(held[0].getsockname()[1]) if held else "")
+    metrics, held = None, []
+    if os.environ.setdefault(_RECORDING, "PROCESS" if serving.metrics else "NOOP").upper() != "NOOP":
+        held = [] if _METRICS_PORT in os.environ else held_sockets(host, port + 1)
+        metrics = os.environ.setdefault(_METRICS_PORT, str(held[0].getsockname()[1]) if held else "")
     folder = Path(_value(arguments, "--model-path") or serving.folder)  # by this name the server knows the model
     lines = ready_lines(folder, address, rules.key is not None)
-    announcement = Announcement(address, lines, f"{url_of(host, int(metrics))}/metrics")
+    announcement = Announcement(address, lines, metrics and f"{url_of(host, int(metrics))}/metrics")
     arguments = ["serve", "--host", host, "--port", str(port), *arguments]
     guard(replace(rules, max_body_bytes=_max_body_bytes(serving, arguments)), sockets)
     try:
@@ -278,7 +283,7 @@ def check_environment() -> None:
 def ready_lines(folder: Path, address: str, asks_for_key: bool = False) -> str:
     """What to tell the user once the server answers: where it is, and a request that works."""
     prompt = "once a prompt is longer than a page"
-    chat = _has_chat_template(folder)
+    chat = bool(chat_template(folder))
     route = "chat/completions" if chat else "completions"
     asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
     body = json.dumps({"model": str(folder)} | asked | {"max_tokens": 32, "temperature": 0})
@@ -293,7 +298,7 @@ class Announcement:
 
     address: str
     lines: str
-    metrics: str
+    metrics: str | None
     """Named where it answers."""
     error: OSError | None = None
     """Why it could not be printed."""
@@ -303,7 +308,7 @@ class Announcement:
         while not _answers(f"{self.address}/health"):
             time.sleep(0.1)
         ready, _, rest = self.lines.partition("\n")
-        found = f" (metrics: {self.metrics})" if _answers(self.metrics) else ""
+        found = f" (metrics: {self.metrics})" if self.metrics and _answers(self.metrics) else ""
         try:
             print(f"{ready}{found}\n{rest}", flush=True)
         except OSError as error:
@@ -335,14 +340,15 @@ def _mismatches(requirements: Iterable[str]) -> Iterator[str]:
             yield f"{requirement.name} is {installed}, it must be {requirement.specifier}"
 
 
-def _has_chat_template(folder: Path) -> bool:
-    """Whether transformers finds a chat template: MAX answers chats with 400 without one."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
+def chat_template(folder: Path) -> str:
+    """The chat template that transformers finds, or several of them as JSON; MAX answers chats with 400 without one."""
     try:
-        return bool(json.loads(read_regular(folder / "tokenizer_config.json")).get("chat_template"))
+        if (folder / "chat_template.jinja").is_file():
+            return read_regular(folder / "chat_template.jinja").decode(errors="replace")
+        found = json.loads(read_regular(folder / "tokenizer_config.json")).get("chat_template")
     except (OSError, ValueError, AttributeError):
-        return False
+        return ""
+    return found if isinstance(found, str) else json.dumps(found) if found else ""
 
 
 def _names(flags: Sequence[str]) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ from max.pipelines.context import TextContext
 from max.pipelines.context.exceptions import InputError
 from max.pipelines.lib import PipelineConfig, TextTokenizer
 from max.pipelines.modeling.types import TextGenerationRequest
+
+from paged_kv.errors import ContractError, PagedKVError, ToolchainError
+from paged_kv.forms import CompiledForm, Form, Forms, JsonSchema
+from paged_kv.serve.forms import form_of
 
 FAILED_TOKEN = -1
 """Says from the worker to the API process that a request failed; no token has this id."""
@@ -21,6 +26,10 @@ CHARACTERS_PER_TOKEN = 16
 """A text with more for each token of the longest request is refused before it is split: text has some 4."""
 LARGE_TEXT = 1 << 14
 """Characters. Texts of more are split one at a time: each takes memory of a hundred times its size meanwhile."""
+
+
+SECONDS_TO_COMPILE = 1
+"""Of a form, CPU time: the model's process compiles it within a step, for which all requests wait."""
 
 
 class StepFailed(RuntimeError):
@@ -37,6 +46,7 @@ class ServedTokenizer(TextTokenizer):
         self._vocab_size = rows or self.tokenizer_vocab_size
         self._has_prompt_logits = pipeline_config.model.enable_echo
         self._large = asyncio.Lock()
+        self._compiles = asyncio.Lock()
 
     async def new_context(self, request: TextGenerationRequest) -> TextContext:
         if isinstance(request.prompt, list):
@@ -46,7 +56,50 @@ class ServedTokenizer(TextTokenizer):
         context = await super().new_context(request)
         # MAX's sampler allocates memory for this many tokens: a request for 2^31 ends the worker.
         context.sampling_params.top_k = min(context.sampling_params.top_k, self._vocab_size)
+        try:
+            if form := form_of(context):
+                async with self._compiles:  # one at a time: some take a second, in a process of their own
+                    await asyncio.to_thread(self._check_form, form, context, request)
+        except PagedKVError as error:
+            raise InputError(str(error)) from None
         return context
+
+    @cached_property
+    def forms(self) -> Forms:
+        """Compiles forms for its vocabulary: half a second for a large one, the first time.
+
+        Raises:
+            ToolchainError: as `Forms`, or the tokenizer is written in Python.
+        """
+        tokenizer = getattr(self.delegate, "backend_tokenizer", None)
+        if tokenizer is None:
+            raise ToolchainError("form: forms need a tokenizer.json")
+        return Forms(tokenizer, SECONDS_TO_COMPILE)
+
+    def compiled(self, form: Form) -> CompiledForm:
+        """A form, compiled, or known from a request before. Raises as `Forms.compile`."""
+        return _compiled(self.forms, form)
+
+    def _check_form(self, form: Form, context: TextContext, request: TextGenerationRequest) -> None:
+        """Refuses a form that cannot be compiled, and what would end its text elsewhere.
+
+        Raises:
+            ContractError, ToolchainError: as `Forms`; the message says where, in a tool's parameters by its name.
+        """
+        asked = request.sampling_params
+        if asked.stop or asked.stop_token_ids or asked.ignore_eos:
+            raise ContractError("form: stop, stop_token_ids and ignore_eos do not go with a form, which ends its text")
+        try:
+            compiled = self.compiled(form)
+        except ContractError:
+            for tool in request.tools or () if context.grammar else ():  # a smaller part, whose place has a name
+                try:
+                    self.compiled(JsonSchema(tool["function"]["parameters"]))
+                except ContractError as error:
+                    raise ContractError(f"tool {tool['function']['name']}: {error}") from None
+            raise
+        if not compiled.begin(frozenset(context.eos_tracker.eos_token_ids)).ends.size:
+            raise ContractError("form: the model has no end token, so nothing would end its text")
 
     async def encode(self, prompt: str | Sequence[int], add_special_tokens: bool = True) -> Any:
         """The tokens of a text, or the tokens that were given.
@@ -82,3 +135,8 @@ class ServedTokenizer(TextTokenizer):
         for token in tokens:
             if not 0 <= token < self._vocab_size:
                 raise InputError(f"the prompt has token {token}, the vocabulary is 0 to {self._vocab_size - 1}")
+
+
+@lru_cache(16)
+def _compiled(forms: Forms, form: Form) -> CompiledForm:
+    return forms.compile(form)

@@ -38,14 +38,15 @@ MOST_DEPTH = 64
 MOST_PATTERNS = 32
 """Of `patternProperties` in a schema: llguidance proves each pair of them disjoint, 4,000 take minutes."""
 SECONDS_TO_COMPILE = 4
-"""Of CPU time at most."""
+"""Of CPU time at most, as the engine has it."""
 _SURE_CHARACTERS = 2048
-_UNSURE = ("allOf", "multipleOf", "pattern")
+_UNSURE = ('"allOf"', '"multipleOf"', '"pattern')
 """A short schema without these compiles in milliseconds; with one, 200 characters may take minutes."""
 _MOST_STATES = 50_000
 """Of a lexer, 1 to 2 KB each."""
 _SECONDS_TO_LOCATE = 0.5
 """At most, to find the part of a schema that cannot be compiled."""
+_WHITESPACE = "( |\\n[ \\t]{0,20})?"
 _END = "<|paged-kv: the end of a form|>"
 """A token that is added to the vocabulary that llguidance sees: where it may come, the form may end."""
 
@@ -125,13 +126,14 @@ class Grammar:
 
 
 _TRIAL = """
-import json, resource, sys
+import json, os, resource, sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 kind, text, states, seconds = json.loads(sys.stdin.read())
 for limit, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, 4 << 30), (resource.RLIMIT_STACK, 4 << 20)):
     _, hard = resource.getrlimit(limit)
     resource.setrlimit(limit, (most if hard < 0 else min(most, hard), hard))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+os.nice(10)
 grammar = getattr(LLMatcher, "grammar_from_" + kind)(text)
 limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
 LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits).compute_bitmask()
@@ -146,19 +148,20 @@ class Forms:
 
     Args:
         tokenizer: Of the model.
+        seconds: Of CPU time that a form may take to be compiled, where it is tried out.
 
     Raises:
         ToolchainError: llguidance is not installed, or cannot read the tokenizer.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, seconds: int = SECONDS_TO_COMPILE) -> None:
         try:
             import llguidance
         except ImportError:
             raise ToolchainError(
                 "form: forms need llguidance, which is not installed: pip install 'paged-kv[structured]'"
             ) from None
-        self._library = llguidance
+        self._library, self._seconds = llguidance, seconds
         self._limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
         ended = type(tokenizer).from_str(tokenizer.to_str())
         ended.add_special_tokens([_END])
@@ -186,7 +189,7 @@ class Forms:
         Raises:
             ContractError: it cannot be compiled, or no text has it; the message says where, for a schema as a pointer.
         """
-        if refusal := _try_out(*_grammar(form)):
+        if refusal := _try_out(*_grammar(form), self._seconds):
             raise ContractError(refusal)
         matcher = self._matcher(_grammar(form), self._tokens)
         problem = _problem(matcher)
@@ -250,6 +253,11 @@ class FormState:
         self._text = ""
         self._next: Tokens | None = None
 
+    @property
+    def ends(self) -> Tokens:
+        """The tokens that may come where the form may end."""
+        return self._ends
+
     def allowed(self) -> Tokens:
         """The tokens that may come next, in ascending order.
 
@@ -297,12 +305,12 @@ class FormState:
 
 
 @lru_cache(64)
-def _try_out(kind: str, text: str) -> str:
+def _try_out(kind: str, text: str, seconds: int) -> str:
     """Why a form cannot be compiled in bounded time, memory and stack, if so; a refusal is remembered too."""
     if kind == "json_schema" and len(text) <= _SURE_CHARACTERS and not any(name in text for name in _UNSURE):
         return ""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    given = json.dumps([kind, text, _MOST_STATES, SECONDS_TO_COMPILE]).encode()
+    given = json.dumps([kind, text, _MOST_STATES, seconds]).encode()
     try:
         trial = subprocess.run(
             [sys.executable, "-c", _TRIAL], input=given, env=environment, capture_output=True, timeout=60, check=False
@@ -312,7 +320,7 @@ def _try_out(kind: str, text: str) -> str:
     if not trial.returncode:
         return ""
     return (
-        f"form: it cannot be compiled within {SECONDS_TO_COMPILE} s, 4 GiB of memory and 4 MiB of stack"
+        f"form: it cannot be compiled within {seconds} s, 4 GiB of memory and 4 MiB of stack"
         f" (a process that tried ended with {trial.returncode})"
     )
 
@@ -321,11 +329,22 @@ def _grammar(form: Form) -> tuple[str, str]:
     """What llguidance calls the kind of a form, and its text."""
     match form:
         case JsonSchema():
-            return "json_schema", str(form.schema)
+            return "json_schema", with_guidance(str(form.schema))
         case Regex():
             return "regex", form.pattern
         case Grammar():
             return "lark", form.lark
+
+
+def with_guidance(schema: str) -> str:
+    """A schema's JSON with what llguidance is told of it, in place of what it says itself: it could turn refusals off.
+
+    Between tokens of JSON may be a space, or a line's end and its indentation: some models would go on for ever.
+    """
+    parsed = json.loads(schema)
+    if isinstance(parsed, bool):
+        parsed = {} if parsed else {"anyOf": [False]}
+    return json.dumps(parsed | {"x-guidance": {"whitespace_pattern": _WHITESPACE}}, ensure_ascii=False)
 
 
 def _problem(matcher: LLMatcher) -> str:
