@@ -150,7 +150,7 @@ def test_tokens_that_do_not_fit_change_nothing(k, v, error, said):
         ({"page_size": 0}, ContractError, "page_size must be at least 1"),
         ({"head_dim": 0}, ContractError, "head_dim must be at least 1"),
         ({"num_kv_heads": 1.0}, ContractTypeError, "num_kv_heads must be an integer"),
-        ({"dtype": "int4"}, ContractTypeError, "dtype: 'int4' is none of"),
+        ({"dtype": "int2"}, ContractTypeError, "dtype: 'int2' is none of"),
         ({"device": "cuda:63"}, ToolchainError, "GPU 63: MAX finds no such device"),
         ({"device": "tpu"}, ContractError, r"device must be the CPU or a GPU \('cuda', 'cuda:1'\), not 'tpu'"),
         ({"kind": "jax"}, ContractError, "kind must be 'numpy' or 'torch', not 'jax'"),

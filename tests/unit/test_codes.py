@@ -12,10 +12,14 @@ from max.graph import BufferType, DeviceRef, Graph, TensorType
 from paged_kv import init_paged_kv_cache, reference
 from paged_kv.arrays.dtypes import INT4, cache_dtype_of
 from paged_kv.calls.plan import AttentionPlan
+from paged_kv.engine import load
+from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.engine.model import DecoderModel
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs import ops
 from paged_kv.options import AttentionOptions, stored_dtype, stored_elements, stored_head
 from paged_kv.page import PagedKVCacheManager
+from support.fake_model import FakeModel
 
 GREATEST = {"int8": 127, "int4": 8}
 CPU = DeviceRef.CPU()
@@ -124,6 +128,13 @@ def test_sizes_that_codes_have(kv_format):
     for head_dim in (0, 20, 8 if kv_format == "int4" else 4):
         with pytest.raises(ShapeError, match=f"head_dim must be .* for {kv_format} codes, not {head_dim}"):
             stored_head(kv_format, head_dim)
+
+
+def test_an_engine_is_loaded_with_the_format_of_its_cache(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(DecoderModel, "from_folder", lambda _, **options: given.update(options) or FakeModel(9, 4))
+    load(write_demo_checkpoint(tmp_path / "demo"), num_pages=9, kv_format="int4", rotate="hadamard")
+    assert (given["kv_format"], given["rotate"]) == ("int4", "hadamard")
 
 
 def test_a_cache_inside_a_graph():
