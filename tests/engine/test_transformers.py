@@ -1,9 +1,16 @@
 """transformers' `generate` and `generate_batch` on pages: greedy tokens in float32 are those of transformers alone."""
 
+import json
+import re
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +25,12 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import paged_kv.transformers
 from paged_kv.errors import ToolchainError
 from paged_kv.transformers import PagedCache, linear, switch
+from support.checkpoints import make_checkpoint
 from support.decoding import load_variants
+from support.limits import SECONDS, limited
+from support.serving import free_ports
 
+ROOT = Path(__file__).parents[2]
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 BASE = {
     "hidden_size": 64,
@@ -295,3 +306,51 @@ def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.24.1")
     with pytest.raises(ToolchainError, match=r"knows the internals of transformers 5\.23, 5\.24\.1 is installed"):
         paged_kv.transformers.enable()
+
+
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.slow
+def test_the_server_of_the_documentation(tmp_path: Path) -> None:
+    """Its command to the letter, with attention of torch that raises, gives the text of the server alone."""
+    documented = re.search(r'python -c "(.+)" \\\n +serve DIR (.+)\n', (ROOT / "docs/transformers.md").read_text())
+    assert documented is not None
+    code, options = documented.groups()
+    make_checkpoint(tmp_path, max_position_embeddings=512)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT})
+    )
+    refusing = "import torch; torch.nn.functional.scaled_dot_product_attention = None; "
+    alone = "from transformers.cli.transformers import main; main()"
+    texts = [answers(tmp_path, program, options.split()) for program in (refusing + code, alone)]
+    assert texts[0] == texts[1]
+    assert all(map(len, texts[0]))
+
+
+def answers(folder: Path, program: str, options: list[str]) -> list[str]:
+    """Two texts of `transformers serve`, run by a line of Python."""
+    port, _ = free_ports()
+    command = [sys.executable, "-c", program, "serve", str(folder), *options, "--port", str(port)]
+    log = folder / "log"
+    with log.open("wb") as output, limited(subprocess.Popen(command, stdout=output, stderr=output)) as server:
+        url = f"http://localhost:{port}"
+        try:
+            while True:
+                assert server.poll() is None, log.read_text()
+                with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                    break
+                time.sleep(0.2)
+            return [answer(url, str(folder), "the sea " * repeats) for repeats in (1, 20)]
+        finally:
+            server.terminate()
+
+
+def answer(url: str, model: str, prompt: str) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=SECONDS) as found:
+        text: str = json.loads(found.read())["choices"][0]["message"]["content"]
+    return text

@@ -106,7 +106,7 @@ class Server:
 @contextlib.contextmanager
 def serving(folder: Path, log: Path, *flags: str, architectures: str = "paged_kv.serve") -> Iterator[Server]:
     """A server of the checkpoint in `folder` that has answered once; it is ended when the block is left."""
-    port, metrics_port = _free_ports()
+    port, metrics_port = free_ports()
     command = [sys.executable, "-m", "max._entrypoints.pipelines", "serve", "--devices", "cpu", "--port", str(port)]
     command += ["--model-path", str(folder), "--served-model-name", "demo", "--custom-architectures", architectures]
     environment = os.environ | {
@@ -153,7 +153,7 @@ def _wait_until_ready(server: Server) -> None:
     raise AssertionError(f"the server did not start ({state}):\n{server.log_text()[-LOG_TAIL:]}")
 
 
-def _free_ports() -> tuple[int, int]:
+def free_ports() -> tuple[int, int]:
     """Two free ports outside the range of ephemeral ports.
 
     Servers bind them up to minutes later: an ephemeral port might be a client's by then, or another server's.

@@ -79,15 +79,10 @@ class _Capsule:
         self._tensor = tensor
 
     def __dlpack__(self, **_: Any) -> Any:
-        return _to_dlpack()(self._tensor)
+        return sys.modules["torch"].utils.dlpack.to_dlpack(self._tensor)
 
     def __dlpack_device__(self) -> Any:
         return _ON_CPU if self._tensor.is_cpu else self._tensor.__dlpack_device__()
-
-
-@cache
-def _to_dlpack() -> Any:
-    return import_module("torch.utils.dlpack").to_dlpack
 
 
 _ON_CPU = (1, 0)
