@@ -11,6 +11,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from paged_kv import set_num_threads
 from paged_kv.engine import Engine, load
 from paged_kv.engine.demo_model import FOLDER
 from support.ray_load import App
@@ -25,7 +26,11 @@ PATIENT = {"RAY_raylet_start_wait_time_s": "120", "RAY_SERVE_PROXY_READY_CHECK_T
 
 @pytest.fixture(scope="session")
 def engine() -> Engine:
-    """The engine alone, whose texts are the right ones. It compiles the model's step before a replica needs it."""
+    """The engine alone, whose texts are the right ones. It compiles the model's step before a replica needs it.
+
+    One thread, as a replica has: two that wait for each other are slow where replicas have the CPUs.
+    """
+    set_num_threads(1)
     return load(FOLDER, num_pages=512, dtype="float32")
 
 
