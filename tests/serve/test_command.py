@@ -38,13 +38,7 @@ def test_it_says_when_it_is_ready_and_leaves_nothing_behind(tmp_path, end):
     environment = {name: value for name, value in os.environ.items() if name != "PATH"} | {"PATH": os.defpath}
     log = tmp_path / "log"
     with log.open("wb") as stderr:
-        started = subprocess.Popen(
-            [*command, "--metrics", "--", *serving.SAMPLING],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=environment,
-        )
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
     with limited(started, serving.START_SECONDS + serving.STOP_SECONDS) as server:
         try:
             ready, request = server.stdout.readline().split(), server.stdout.readline()
