@@ -142,6 +142,7 @@ LATENT_CASES = {
         "DeepseekV3",
         DEEPSEEK
         | {
+            "head_dim": 8,  # of the rotated part, as transformers means it
             "q_lora_rank": 48,
             "n_routed_experts": 16,
             "num_experts_per_tok": 3,

@@ -26,6 +26,7 @@ OTHERS = {
     # transformers', of the release that `paged_kv.transformers` requires
     *("_attn_implementation", "_can_set_attn_implementation", "_supports_default_dynamic_cache", "_kv_token_views"),
     "_apply_gate",
+    *("_bound_deployment", "_deployment_config", "_selector"),  # Ray's and asyncio's, in tests
 }
 """Private names that are neither ours nor MAX's."""
 
