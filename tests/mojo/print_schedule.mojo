@@ -55,7 +55,7 @@ def append(call: Int, rows: Int, heads: Int, dim: Int):
         untracked_mutable(nothing), IndexList[4](1, 16, heads, dim), PageStrides(0, 0, 0, dim), untracked(table), 1, 1
     )
     for _ in range(2):  # K and V
-        print_tasks(call, rows, rows_per_task(cache))
+        print_tasks(call, rows, rows_per_task[DType.bfloat16](cache))
     _ = (nothing^, table^)
 
 
