@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -122,8 +123,14 @@ def test_the_process_of_the_model_chooses_the_cpu_target_before_max_compiles(mon
     from paged_kv.serve import pipeline
 
     done = []
+
+    def made(self, *_, **__):
+        done.append("pipeline")
+        self._tokenizer = SimpleNamespace(forms=None)
+
     monkeypatch.setattr(pipeline, "apply_cpu_target", lambda: done.append("target"))
-    monkeypatch.setattr(TextGenerationPipeline, "__init__", lambda *_, **__: done.append("pipeline"))
-    config = SimpleNamespace(model=SimpleNamespace(device_specs=[SimpleNamespace(device_type="cpu")]))
+    monkeypatch.setattr(TextGenerationPipeline, "__init__", made)
+    config = Mock(model=SimpleNamespace(device_specs=[SimpleNamespace(device_type="cpu")]))
+    config.model_copy.return_value = config
     pipeline.ServedPipeline(config)
     assert done == ["target", "pipeline"]
