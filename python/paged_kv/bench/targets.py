@@ -27,16 +27,18 @@ ROTARY = {f"rope-{name}": Goal(None, {"our own, rotated in the cache": 0.5}) for
 
 WITHOUT_AMX = {
     "bf16": Goal(0.8, {"vLLM CPU, page 16": 2.5}, either=True),
-    "f32": Goal(None, {"vLLM CPU, best page size": 1.7}),
+    "f32": Goal(0.8, {"vLLM CPU, best page size": 1.7}),
     "group1": Goal(0.75),
     "group2": Goal(0.75),
     "group8": Goal(0.75),
-    "group16": Goal(0.6),
-    "hnd": Goal(0.75),
+    "group16": Goal(0.5),
+    "hnd": Goal(0.8),
+    "page1": Goal(0.8),
+    "page128": Goal(0.8),
     "max-layout": Goal(0.75),
     "e4m3": Goal(None, {"our own bf16 KV": 1.5}),
     "linear-1": Goal(0.85, {"torch": 1.2}),
-    "linear-8": Goal(0.85, {"torch": 1.2}),
+    "linear-8": Goal(0.75, {"torch": 1.2}),
     "linear-q4_k-1": Goal(0.8, {"MAX qmatmul": 1}),
     "linear-q4_k-8": Goal(0.6, {"MAX qmatmul": 1}),
     "linear-q4_k-64": Goal(None, {"MAX qmatmul": 1}),
@@ -44,13 +46,13 @@ WITHOUT_AMX = {
     "linear-q8_0-8": Goal(0.6),
     "step-1": Goal(None, {"vLLM CPU": 1.1, "llama.cpp": 1.2}),
     "step-8": Goal(None, {"vLLM CPU": 1.1}),
-    "step-prefill": Goal(None, {"vLLM CPU": 1, "Hugging Face transformers": 1.2}),
+    "step-prefill": Goal(None, {"vLLM CPU": 1, "Hugging Face transformers": 1.3}),
     **{
         f"step-{mixture}-{name}": Goal(None, {"llama.cpp": factor})
         for mixture in ("q8_0", "q4_k_m")
         for name, factor in (("1", 1.2), ("8", 2), ("prefill", 1))
     },
-    "prefill": Goal(None, {"torch SDPA, contiguous": 2}),
+    "prefill": Goal(None, {"torch SDPA, contiguous": 2.5}),
     "prefill-wrapper": Goal(None, {"torch SDPA, contiguous": 1.2, "vLLM CPU, best page size": 1}),
     "prefill-cached": Goal(None, {"torch SDPA, contiguous": 1.2, "vLLM CPU, best page size": 1}),
     "mla-16": Goal(None, {"vLLM CPU MLA, page 16": 1, "torch, contiguous": 2}),
