@@ -2,13 +2,16 @@
 
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from paged_kv import reference
 from paged_kv.bench import job
+from paged_kv.bench.blocks import random_blocks
 from paged_kv.bench.case_kinds import (
+    BYTES_OF_256,
     MIN_BYTES,
     MIN_COPIES,
     MIN_ROTATED,
@@ -19,6 +22,7 @@ from paged_kv.bench.case_kinds import (
     LatentCase,
     LinearCase,
     PrefillCase,
+    QuantisedEncoding,
     StepCase,
 )
 from paged_kv.bench.cases import CASES, QUICK, Selection
@@ -158,6 +162,13 @@ def test_the_check_of_experts(encoding):
     assert problem.error(right) < 1e-6
     assert problem.error(right[:, ::-1]) > problem.tolerance
     assert sorted(chosen.tolist() + problem.experts(1)[0].tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("encoding", get_args(QuantisedEncoding))
+def test_random_blocks_mean_what_they_are_said_to(encoding):
+    blocks, values = random_blocks(encoding, np.random.default_rng(0), 3, 512)
+    assert blocks.shape == (3, 2 * BYTES_OF_256[encoding])
+    np.testing.assert_array_equal(values, dequantise(blocks, encoding))
 
 
 TINY_STEP = {"layers": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 70}

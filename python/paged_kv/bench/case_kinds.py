@@ -18,10 +18,13 @@ machines."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "int4": 1}
 """Of a stored number; a head of codes has as many as `options.stored_head` says."""
 Layout = Literal["NHD", "HND", "MAX"]
-QuantisedEncoding = Literal["Q4_K", "Q8_0", "MXFP4", "INT4"]
+QuantisedEncoding = Literal["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4", "INT4", "INT8"]
 Mixture = Literal["Q8_0", "Q4_K_M"]
 """Of encodings, as llama.cpp calls whole files."""
-BYTES_OF_256 = {"Q4_K": 144, "Q6_K": 210, "Q8_0": 272, "MXFP4": 136, "INT4": 160}
+BYTES_OF_256 = {
+    "Q4_0": 144, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q8_0": 272, "IQ4_NL": 144, "IQ4_XS": 136, "MXFP4": 136,
+    "INT4": 160, "INT8": 288,
+}  # fmt: skip
 """Bytes of 256 quantised weights."""
 
 
@@ -283,7 +286,7 @@ class StepCase(Case):
             shapes[f"{at}.mlp.down_proj.weight"] = (self.hidden, self.intermediate)
         return shapes | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.vocab, self.hidden)}
 
-    def encoding(self, name: str) -> Literal["Q4_K", "Q6_K", "Q8_0"] | None:
+    def encoding(self, name: str) -> QuantisedEncoding | None:
         """Of the matrix of that name, None where it has `dtype`. Q4_K_M is llama.cpp's rule, read from its source."""
         if self.mixture is None:
             return None
