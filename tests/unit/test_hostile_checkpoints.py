@@ -1,9 +1,11 @@
 """Checkpoints that lie about sizes and numbers: a `CheckpointError` of one line, before memory is taken for them."""
 
+import math
 import os
 import struct
 import tracemalloc
 
+import gguf
 import pytest
 from max.dtype import DType
 
@@ -153,13 +155,21 @@ def gguf_model(kind="llama"):
     )
 
 
+def data_bytes(dims, encoding):
+    elements, size = gguf.GGML_QUANT_SIZES[encoding]
+    return math.prod(dims) // elements * size
+
+
 def raw_gguf(file, metadata, tensors=(), *, counts=None, data=4096):
     """A file of these entries; tensors are (name, dimensions with the fastest first, number of the encoding)."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, *(counts or (len(tensors), len(metadata))))]
     for key, (kind, value) in metadata.items():
         parts += [gguf_string(key), struct.pack("<I", kind), value]
+    offset = 0
     for name, dims, encoding in tensors:
-        parts += [gguf_string(name), struct.pack(f"<I{len(dims)}Q", len(dims), *dims), struct.pack("<IQ", encoding, 0)]
+        info = struct.pack(f"<I{len(dims)}Q", len(dims), *dims) + struct.pack("<IQ", encoding, offset % 2**64)
+        parts += [gguf_string(name), info]
+        offset += -(-data_bytes(dims, encoding) // 32) * 32
     file.write_bytes(b"".join(parts) + bytes(data))
     return file
 

@@ -1,7 +1,8 @@
 """Reads the header of a GGUF file (versions 2 and 3): its metadata, and where each tensor lies.
 
 The format: "GGUF", version, number of tensors, number of metadata entries; the entries; for each tensor its name,
-dimensions (the fastest first), encoding and offset; filling up to `general.alignment`; the tensors. Little endian.
+dimensions (the fastest first), encoding and offset; filling up to `general.alignment`; the tensors in that order, each
+filled up. Little endian.
 Strings in arrays are skipped: a vocabulary has hundreds of thousands of them, which take seconds to read.
 """
 
@@ -115,10 +116,17 @@ def read_header(file: Path | str) -> GgufHeader:
         raise CheckpointError(f"{path}: general.alignment = {shown(alignment)}: a positive integer is expected")
     start = -(-reader.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
+    expected: int | None = 0
     for name, shape, number, offset in infos:
         if name in tensors:
             raise CheckpointError(f"{path}: tensor {printable(name)} is there twice")
-        tensors[name] = reader.tensor(name, shape, number, start + offset)
+        # Without filling between them or bytes in common, as llama.cpp demands: a wrong shape or encoding shows here.
+        if expected is not None and offset != expected:
+            problem = f"begins at offset {offset}, expected {expected}, where the tensor before it ends"
+            raise CheckpointError(f"{path}: tensor {printable(name)} {problem}")
+        tensors[name] = tensor = reader.tensor(name, shape, number, start + offset)
+        # Past an encoding of unknown size nothing is expected.
+        expected = -(-(offset + tensor.data.size) // alignment) * alignment if tensor.data.size else None
     return GgufHeader(path, metadata, tensors, (path,))
 
 
