@@ -51,18 +51,21 @@ def assert_greedy(folder, log, reference, *flags):
         assert worse.max() < FLIP
 
 
-@pytest.fixture(scope="module")
-def gguf(tmp_path_factory):
+def write_model(folder, architecture, encoding_of):
     """A GGUF file, and the model of transformers that it was made of."""
-    folder = tmp_path_factory.mktemp("gguf")
-    reference = make_model("llama")
-    file = write_gguf(folder / "model.gguf", reference, q4_k_m)
+    reference = make_model(architecture)
+    file = write_gguf(folder / "model.gguf", reference, encoding_of)
     round_activations(reference, dict(open_source(file).config.encodings))
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     describe_tokenizer(folder)
-    reference.config.architectures = ["LlamaForCausalLM"]
+    reference.config.architectures = [type(reference).__name__]
     reference.config.save_pretrained(folder)
     return file, reference
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("gguf"), "llama", q4_k_m)
 
 
 @pytest.mark.parametrize("cache", ["float32", "bfloat16"])
@@ -70,6 +73,20 @@ def test_gguf(gguf, tmp_path, cache):
     file, reference = gguf
     flags = ("--weight-path", str(file), "--quantization-encoding", "q4_k", "--kv-cache-format", cache)
     assert_greedy(file.parent, tmp_path / "log", reference, *flags)
+
+
+MIXTURES = {
+    "qwen3moe": lambda name: "Q6_K" if "down_exps" in name else "Q4_K",
+    "gpt-oss": lambda name: "MXFP4" if "exps" in name else "Q8_0",
+}
+"""By architecture, the encoding of each matrix."""
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_mixtures(tmp_path, architecture):
+    file, reference = write_model(tmp_path, architecture, MIXTURES[architecture])
+    flags = ("--weight-path", str(file), "--quantization-encoding", "q4_k", "--kv-cache-format", "float32")
+    assert_greedy(tmp_path, tmp_path / "log", reference, *flags)
 
 
 def test_packed_layers(tmp_path):
