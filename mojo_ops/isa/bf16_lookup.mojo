@@ -109,6 +109,12 @@ def look_up(first: ByteVector, index: ByteVector, second: ByteVector) -> ByteVec
     return llvm_intrinsic["llvm.x86.avx512.vpermi2var.qi.512", ByteVector](first, index, second)
 
 
+@always_inline
+def permute(bytes: ByteVector, index: ByteVector) -> ByteVector:
+    """Byte `index % 64` of `bytes`, for each byte of `index`."""
+    return llvm_intrinsic["llvm.x86.avx512.permvar.qi.512", ByteVector](bytes, index)
+
+
 def zip_mask[length: Int](start: Int) -> IndexList[length]:
     """A shuffle that interleaves half of each 16 bytes of two vectors, from element `start` of the 16 bytes on."""
     comptime run = length // 4

@@ -44,10 +44,12 @@ def elements_of(dtype: DType, units: Int) -> Int:
 
 
 @always_inline
-def scale_of[dtype: DType, //](head: Pointer[Scalar[dtype], _], head_dim: Int) -> Float32:
+def scale_of[
+    dtype: DType, //, volatile: Bool = False
+](head: Pointer[Scalar[dtype], _], head_dim: Int) -> Float32:
     """The scale of a stored head."""
     comptime assert is_codes(dtype), "only heads of codes have scales"
-    return head.unsafe_offset(units_of(dtype, head_dim)).unsafe_bitcast[Float32]().unsafe_load[alignment=1]()
+    return head.unsafe_offset(units_of(dtype, head_dim)).unsafe_bitcast[Float32]().unsafe_load[alignment=1, volatile=volatile]()
 
 
 @always_inline

@@ -6,11 +6,11 @@ greatest: 64 times finer than bfloat16. Products and their sums are exact. Queri
 
 from std.math import ceildiv, round
 from std.memory import bitcast
-from std.utils import IndexList
 
-from ....isa.bf16_lookup import HAS_BYTE_LOOKUP
+from ....isa.bf16_lookup import HAS_BYTE_LOOKUP, look_up, permute
 from ....isa.codes import is_codes, units_of
 from ....isa.convert import FloatVector, LANES, load_bits, load_pairs
+from ....isa.held import held
 from ....isa.int8_dot import ByteVector, HAS_VNNI_512, IntVector, int8_dot
 from ....isa.memory import FloatPointer
 from ..prefetch import IntPointer, KV_TILE_TOKENS, Prefetcher
@@ -33,6 +33,26 @@ comptime GREATEST: Float32 = 16383
 def rounds_weights(q_dtype: DType, kv_dtype: DType) -> Bool:
     """Whether the weighted sums of this pair are products of integers."""
     return is_codes(kv_dtype) and q_dtype != DType.float32 and HAS_BYTE_LOOKUP and HAS_VNNI_512
+
+
+struct StripConstants[dtype: DType](TrivialRegisterPassable):
+    """The constants of `load_four`, made once before the loop that loads (`isa/held.mojo`)."""
+
+    var first: ByteVector
+    """Where its first vector takes its bytes from, of those of four tokens side by side."""
+    var second: ByteVector
+    """The same of the second; of int4 what keeps the lower half of a byte."""
+    var offset: ByteVector
+    """What makes two's complement codes their numbers plus 128 or 8."""
+
+    @always_inline
+    def __init__(out self):
+        comptime is_int8 = Self.dtype == DType.int8
+        comptime first = four_bytes(0, STRIP if is_int8 else STRIP // 2)
+        comptime second = four_bytes(LANES, STRIP) if is_int8 else ByteVector(0x0F)
+        self.first = held(first)
+        self.second = held(second)
+        self.offset = held(ByteVector(0x80 if is_int8 else 0x88))
 
 
 def strips_at_once(count: Int) -> Int:
@@ -99,16 +119,21 @@ def sum_codes[
 ):
     """Adds the weighted V of entries `[begin, end)` for `count` queries, whose weights are `rounded`, to `acc`."""
     comptime strips = strips_at_once(count)
+    var constants = StripConstants[kv_dtype]()
     var d = 0
     while d + strips * STRIP <= head_dim:
-        sum_strips[count, strips, True](v, offsets, begin, end, d, STRIP, padded_dim, rounded, acc, fetch, prefetcher)
+        sum_strips[count, strips, True](
+            v, constants, offsets, begin, end, d, STRIP, padded_dim, rounded, acc, fetch, prefetcher
+        )
         d += strips * STRIP
     while d + STRIP <= head_dim:
-        sum_strips[count, 1, True](v, offsets, begin, end, d, STRIP, padded_dim, rounded, acc, fetch, prefetcher)
+        sum_strips[count, 1, True](
+            v, constants, offsets, begin, end, d, STRIP, padded_dim, rounded, acc, fetch, prefetcher
+        )
         d += STRIP
     if d < head_dim:
         sum_strips[count, 1, False](
-            v, offsets, begin, end, d, head_dim - d, padded_dim, rounded, acc, fetch, prefetcher
+            v, constants, offsets, begin, end, d, head_dim - d, padded_dim, rounded, acc, fetch, prefetcher
         )
 
 
@@ -117,6 +142,7 @@ def sum_strips[
     kv_dtype: DType, //, count: Int, strips: Int, full: Bool
 ](
     v: Pointer[Scalar[kv_dtype], _],
+    constants: StripConstants[kv_dtype],
     offsets: IntPointer,
     begin: Int,
     end: Int,
@@ -140,11 +166,11 @@ def sum_strips[
             prefetcher.run()
         comptime for strip in range(strips):
             var codes = Array[ByteVector, 2](fill=0)
-            load_four[full](v, offsets.unsafe_offset(first), d + strip * STRIP, length, codes)
+            load_four[full](v, constants, offsets.unsafe_offset(first), d + strip * STRIP, length, codes)
             comptime for m in range(count):
-                var weights = rounded.unsafe_offset(m * ROUNDED_FLOATS).unsafe_bitcast[Int32]()
-                var high = weights[unsafe_offset=(UPPER + first) // 4]
-                var low = weights[unsafe_offset=(LOWER + first) // 4]
+                var weights = rounded.unsafe_offset(m * ROUNDED_FLOATS).unsafe_bitcast[UInt8]().unsafe_offset(first)
+                var high = weights.unsafe_offset(UPPER).unsafe_bitcast[Int32]()[]
+                var low = weights.unsafe_offset(LOWER).unsafe_bitcast[Int32]()[]
                 comptime for half in range(2):
                     comptime at = m * parts + 2 * strip + half
                     upper[at] = int8_dot[False](upper[at], codes[half], high)
@@ -161,36 +187,42 @@ def sum_strips[
 @always_inline
 def load_four[
     dtype: DType, //, full: Bool
-](v: Pointer[Scalar[dtype], _], offsets: IntPointer, d: Int, length: Int, mut codes: Array[ByteVector, 2]):
+](
+    v: Pointer[Scalar[dtype], _],
+    constants: StripConstants[dtype],
+    offsets: IntPointer,
+    d: Int,
+    length: Int,
+    mut codes: Array[ByteVector, 2],
+):
     """The codes of a strip of four tokens, plus 128 or 8: lane i has those of its element i, or of the lane order of
     `load_chunk` where two share a byte."""
     var at = Array[Pointer[Scalar[dtype], v.origin], STEP_TOKENS](fill=v)
     comptime for i in range(STEP_TOKENS):
         at[i] = v.unsafe_offset(offsets[unsafe_offset=i] + units_of(dtype, d))
     comptime if dtype == DType.int8:
-        comptime Half = SIMD[DType.uint8, STRIP]
         var low = load_bits[DType.uint8, full, STRIP](at[0], length).join(
             load_bits[DType.uint8, full, STRIP](at[1], length)
         )
         var high = load_bits[DType.uint8, full, STRIP](at[2], length).join(
             load_bits[DType.uint8, full, STRIP](at[3], length)
         )
-        comptime for half in range(2):
-            codes[half] = rebind[ByteVector](low.shuffle[mask=four_mask(half * LANES, STRIP)](high)) ^ 0x80
+        var first = rebind[ByteVector](low)
+        var second = rebind[ByteVector](high)
+        codes[0] = look_up(first, constants.first, second) ^ constants.offset
+        codes[1] = look_up(first, constants.second, second) ^ constants.offset
     else:
         var low = load_pairs[STRIP // 2, full](at[0], length).join(load_pairs[STRIP // 2, full](at[1], length))
         var high = load_pairs[STRIP // 2, full](at[2], length).join(load_pairs[STRIP // 2, full](at[3], length))
-        var all = low.join(high)
-        var pairs = bitcast[DType.uint32, LANES](
-            rebind[ByteVector](all.shuffle[mask=four_mask(0, STRIP // 2)](all)) ^ 0x88
-        )
-        codes[0] = bitcast[DType.uint8, 64](pairs & 0x0F0F0F0F)
-        codes[1] = bitcast[DType.uint8, 64]((pairs >> 4) & 0x0F0F0F0F)
+        var all = rebind[ByteVector](low.join(high))
+        var pairs = permute(all, constants.first) ^ constants.offset
+        codes[0] = pairs & constants.second
+        codes[1] = bitcast[DType.uint8, 64](bitcast[DType.uint32, LANES](pairs) >> 4) & constants.second
 
 
-def four_mask(start: Int, run: Int) -> IndexList[64]:
+def four_bytes(start: Int, run: Int) -> ByteVector:
     """Byte `start + i` of four runs of `run` bytes, for 16 i in order."""
-    var mask = IndexList[64]()
+    var bytes = ByteVector(0)
     for i in range(64):
-        mask[i] = i % 4 * run + start + i // 4
-    return mask
+        bytes[i] = UInt8(i % 4 * run + start + i // 4)
+    return bytes

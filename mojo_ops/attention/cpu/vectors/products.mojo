@@ -113,7 +113,8 @@ def scale_entries[
     for first in range(begin, end, STREAMS):
         var scales = SIMD[DType.float32, STREAMS](0)
         comptime for i in range(STREAMS):
-            scales[i] = scale_of(heads.unsafe_offset(offsets[unsafe_offset=first + i]), head_dim)
+            # Volatile: LLVM would gather them with one instruction, which is slower than eight loads.
+            scales[i] = scale_of[volatile=True](heads.unsafe_offset(offsets[unsafe_offset=first + i]), head_dim)
         for m in range(queries):
             var at = m * KV_TILE_TOKENS + first
             numbers.unsafe_store(at, numbers.unsafe_load[width=STREAMS](at) * scales)
@@ -177,6 +178,10 @@ def dot_chunk[
     comptime tokens = tokens_at_once(count)
     comptime parts = chunk_of(kv_dtype) // LANES
     var qs = q.unsafe_offset(d * count)
+    # Before the chunk is loaded: LLVM moves products behind a branch, and what was loaded for them fills the registers.
+    if fetch:
+        comptime for _ in range(tokens // 4):
+            prefetcher.run()
     comptime for i in range(tokens):
         var source = k.unsafe_offset(offsets[unsafe_offset=token + i] + units_of(kv_dtype, d))
         comptime if query_dtype == DType.bfloat16:
@@ -199,9 +204,6 @@ def dot_chunk[
                         qs.unsafe_bitcast[Float32]().unsafe_load[width=LANES]((m * parts + part) * LANES),
                         sums[m * tokens + i],
                     )
-        comptime if i % 4 == 3:
-            if fetch:
-                prefetcher.run()
 
 
 @always_inline
