@@ -102,6 +102,8 @@ def expression(parts: list[str], operands: list[str]) -> str:
         return f"{read(a)} * {read(b)} >> {width} & {mask}"
     if name == "bfe":
         return f"bit_field({read(a)}, {b} & 255, {c} & 255, {width}, {kind[0] == 's'})"
+    if name == "bfi":
+        return f"with_bit_field({a}, {b}, {c} & 255, {operands[3]} & 255, {width})"
     if name == "prmt":
         return f"permute({a}, {b}, {c})"
     result = {
@@ -207,6 +209,8 @@ def conversion(parts: list[str]) -> Callable[..., int]:
             return lambda x: from_float(whole_float(to_float(x), whole))
         return lambda x: saturated(to_float(x), whole, to) & MASK[int(to[1:])]
     width = int(source[1:])
+    if to == "s8":  # in a register of 16 bits, with its sign
+        return lambda x: signed(x, 8) & MASK[16]
     if to == "f32":
         return lambda x: from_float(signed(x, width) if source[0] == "s" else x & MASK[width])
     mask = MASK[int(to[1:])]
@@ -270,6 +274,12 @@ def bit_field(x: int, first: int, count: int, width: int, is_signed: bool) -> in
     return field & (1 << width) - 1
 
 
+def with_bit_field(x: int, into: int, first: int, count: int, width: int) -> int:
+    """`bfi`: the low bits of `x` among those of `into`."""
+    field = (1 << count) - 1 << first & (1 << width) - 1
+    return into & ~field & (1 << width) - 1 | x << first & field
+
+
 def permute(low: int, high: int, selector: int) -> int:
     """`prmt`: each nibble picks a byte, or the sign of one for all eight bits."""
     source = (low & MASK[32] | (high & MASK[32]) << 32).to_bytes(8, "little")
@@ -298,6 +308,7 @@ HELPERS = {
         logarithm,
         permute,
         bit_field,
+        with_bit_field,
     )
 }
 """What the source of `expression` calls."""

@@ -138,3 +138,7 @@ def test_bit_fields(kind, fill):
         sign = bits[min(p + n - 1, 31)] if fill and n else 0
         wanted = [bits[p + i] if i < n and p + i < 32 else sign for i in range(32)]
         assert field == sum(bit << i for i, bit in enumerate(wanted)), (hex(x), p, n)
+    function = eval(f"lambda a, b, c, d: {expression(['bfi', 'b32'], list('abcd'))}", dict(HELPERS))
+    for x, into, p, n in zip(A.tolist(), B.tolist(), first.tolist(), count.tolist(), strict=True):
+        wanted = [x >> i - p & 1 if p <= i < p + n else into >> i & 1 for i in range(32)]
+        assert function(x, into, p, n) == sum(bit << i for i, bit in enumerate(wanted)), (hex(x), hex(into), p, n)
