@@ -74,8 +74,6 @@ class PagedCache:
             object.__setattr__(self, "kv_format", "int8")
         if self.kv_format is not None and CODES.get(k.dtype) != self.kv_format:
             raise ContractTypeError(f"kv_format: {self.kv_format!r} does not lie in memory of {k.dtype.name}")
-        if self.kv_format is not None and k.device.is_gpu():
-            raise ContractError(f"k_blocks: a cache of {self.kv_format} codes is not supported on a GPU")
         if v.dtype != k.dtype:
             raise ContractTypeError(f"v_blocks: dtype {v.dtype.name} differs from k_blocks' {k.dtype.name}")
         if v.device != k.device:

@@ -78,9 +78,7 @@ struct Attention:
         check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
         check_equal("v_blocks: its head_dim", pair.v.head_dim(), pair.k.head_dim())
         logits.check()
-        comptime if is_gpu[target]() and is_codes(kv_dtype):
-            raise Error("k_blocks: a cache of int8 or int4 codes is not supported on a GPU")
-        elif is_gpu[target]():
+        comptime if is_gpu[target]():
             pair.table.check_shape()
             var params = GpuAttentionParams[dtype, o_dtype].of(
                 rows, logits, pair.table, pair.k.head_dim(), GpuNoMasks()
@@ -160,9 +158,7 @@ struct MaskedAttention:
         check_dim("head_dim of V", pair.v.head_dim())
         logits.check()
         check_equal("o: its head_dim", o.dim_size(2), pair.v.head_dim())
-        comptime if is_gpu[target]() and is_codes(kv_dtype):
-            raise Error("k_blocks: a cache of int8 or int4 codes is not supported on a GPU")
-        elif is_gpu[target]():
+        comptime if is_gpu[target]():
             pair.table.check_shape()
             var params = GpuAttentionParams[dtype, o_dtype, GpuCustomMasks].of(
                 rows, logits, pair.table, pair.k.head_dim(), GpuCustomMasks.of(masks, pair.v.head_dim())

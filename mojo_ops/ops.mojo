@@ -69,13 +69,8 @@ struct Append:
         var v_rows = untracked(v.unsafe_ptr())
         var requests = row_pointer(batch_indices)
         comptime if is_gpu[target]():
-            comptime if quantises:
-                raise Error("k_blocks: a cache of int8 or int4 codes is not supported on a GPU")
-            else:
-                pair.table.check_shape()
-                var k_bits = k_rows.unsafe_bitcast[Scalar[kv_dtype]]()
-                var v_bits = v_rows.unsafe_bitcast[Scalar[kv_dtype]]()
-                append_on_gpu(ctx, pair.k, pair.v, k_bits, v_bits, requests, row_pointer(positions), count)
+            pair.table.check_shape()
+            append_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, requests, row_pointer(positions), count)
         else:
             check_append(pair.table, requests, row_pointer(positions), count)
             append_rows(pair.k, pair.v, k_rows, v_rows, AppendRows(requests, row_pointer(positions), count))
@@ -112,13 +107,8 @@ struct Gather:
         var k_rows = untracked(k.unsafe_ptr())
         var v_rows = untracked(v.unsafe_ptr())
         comptime if is_gpu[target]():
-            comptime if widens:
-                raise Error("k_blocks: a cache of int8 or int4 codes is not supported on a GPU")
-            else:
-                pair.table.check_shape()
-                var k_bits = k_rows.unsafe_bitcast[Scalar[kv_dtype]]()
-                var v_bits = v_rows.unsafe_bitcast[Scalar[kv_dtype]]()
-                gather_on_gpu(ctx, pair.k, pair.v, k_bits, v_bits, row_pointer(indptr), k.dim_size(0))
+            pair.table.check_shape()
+            gather_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), k.dim_size(0))
         else:
             check_gather(pair.table, row_pointer(indptr), k.dim_size(0))
             gather_rows(pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), pair.table.batch)

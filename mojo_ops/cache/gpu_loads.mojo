@@ -4,17 +4,21 @@ from std.memory import bitcast
 from std.sys import size_of
 from std.utils.numerics import nan
 
+from ..isa.codes import is_codes, units_of, widen_codes
 from .paged_kv_cache import DynamicKVCache
+
+comptime CODE_BYTES = 4
+"""Of a load of codes: a head of codes is a multiple of it with its scale, and of nothing more."""
 
 
 def vector_width[kv_dtype: DType]() -> Int:
-    """Elements that a lane loads at once: 16 bytes, 8 of float8; head_dim is a multiple of it."""
+    """Elements that a lane takes at once: 16 bytes, 8 of float8 and int8, 4 of int4; head_dim is a multiple of it."""
     return 4 if size_of[kv_dtype]() == 4 else 8
 
 
 def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DynamicKVCache[kv_dtype]) raises:
     """Refuses storage that vector loads cannot read: every head must begin at a multiple of one load."""
-    comptime bytes = vector_width[kv_dtype]() * size_of[kv_dtype]()
+    comptime bytes = load_alignment[kv_dtype](vector_width[kv_dtype]())
     var strides = cache.strides()
     for elements in [strides.page, strides.slot, strides.head]:
         if elements * size_of[kv_dtype]() % bytes != 0:
@@ -23,10 +27,15 @@ def check_alignment[kv_dtype: DType, //](what: StaticString, cache: DynamicKVCac
         raise Error(what, ": its address ", Int(cache.blocks.ptr), " is no multiple of ", bytes, " bytes")
 
 
+def load_alignment[dtype: DType](width: Int) -> Int:
+    """The bytes that a load of `width` stored numbers is aligned to."""
+    return CODE_BYTES if is_codes(dtype) else width * size_of[dtype]()
+
+
 @always_inline
 def load_raw[dtype: DType, //, width: Int](source: Pointer[Scalar[dtype], _], offset: Int) -> SIMD[dtype, width]:
-    """One load of up to 16 bytes; `check_alignment` refuses storage where it would not be aligned."""
-    return source.unsafe_load[width=width, alignment=width * size_of[dtype]()](offset)
+    """One load of up to 16 bytes, of codes 4 bytes each; `check_alignment` refuses storage where it is not aligned."""
+    return source.unsafe_load[width=width, alignment=load_alignment[dtype](width)](offset)
 
 
 @always_inline
@@ -50,3 +59,14 @@ def widen[dtype: DType, width: Int, //](stored: SIMD[dtype, width]) -> SIMD[DTyp
         return (bits & 0x7F).eq(0x7F).select(type_of(value)(nan[DType.float32]()), value)
     else:
         return stored.cast[DType.float32]()
+
+
+@always_inline
+def widen_stored[
+    dtype: DType, //, width: Int
+](stored: SIMD[dtype, units_of(dtype, width)]) -> SIMD[DType.float32, width]:
+    """Float32 of `width` stored elements, of codes without their scale."""
+    comptime if is_codes(dtype):
+        return widen_codes[width](stored)
+    else:
+        return widen(rebind[SIMD[dtype, width]](stored))

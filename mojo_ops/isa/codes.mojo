@@ -43,96 +43,162 @@ def elements_of(dtype: DType, units: Int) -> Int:
     return (units - SCALE_BYTES) * (2 if dtype == DType.uint8 else 1) if is_codes(dtype) else units
 
 
+def cache_name(dtype: DType) -> String:
+    """What people call a cache whose memory is of this type."""
+    return "int4" if dtype == DType.uint8 else String(dtype)
+
+
 @always_inline
 def scale_of[
-    dtype: DType, //, volatile: Bool = False
+    dtype: DType, //, alignment: Int = 1, volatile: Bool = False
 ](head: Pointer[Scalar[dtype], _], head_dim: Int) -> Float32:
-    """The scale of a stored head."""
+    """The scale of a stored head, whose address is a multiple of `alignment`."""
     comptime assert is_codes(dtype), "only heads of codes have scales"
-    return head.unsafe_offset(units_of(dtype, head_dim)).unsafe_bitcast[Float32]().unsafe_load[alignment=1, volatile=volatile]()
+    var scale = head.unsafe_offset(units_of(dtype, head_dim)).unsafe_bitcast[Float32]()
+    return scale.unsafe_load[alignment=alignment, volatile=volatile]()
 
 
 @always_inline
 def load_codes[
-    dtype: DType, //, width: Int
+    dtype: DType, //, width: Int, alignment: Int = 1
 ](head: Pointer[Scalar[dtype], _], element: Int) -> SIMD[DType.float32, width]:
     """`width` codes from an even `element` on, as float32 in their natural order."""
+    comptime units = units_of(dtype, width)
+    return widen_codes[width](head.unsafe_load[width=units, alignment=alignment](units_of(dtype, element)))
+
+
+@always_inline
+def widen_codes[
+    dtype: DType, //, width: Int
+](stored: SIMD[dtype, units_of(dtype, width)]) -> SIMD[DType.float32, width]:
+    """Stored codes as float32 in their natural order."""
     comptime if dtype == DType.int8:
-        return head.unsafe_load[width=width, alignment=1](element).cast[DType.float32]()
+        return rebind[SIMD[DType.float32, width]](stored.cast[DType.float32]())
     else:
         comptime assert dtype == DType.uint8, "codes lie in memory of int8 or uint8"
-        var bytes = head.unsafe_load[width=width // 2, alignment=1](element // 2).cast[DType.int32]()
+        var bytes = stored.cast[DType.int32]()
         var low = (bytes << 28) >> 28
         var high = (bytes << 24) >> 28
         return rebind[SIMD[DType.float32, width]](low.interleave(high).cast[DType.float32]())
+
+
+@fieldwise_init
+struct HeadScale(TrivialRegisterPassable):
+    """The scale that a head gets, and what its elements are multiplied by to become codes."""
+
+    var scale: Float32
+    var inverse: Float32
+    """1 over the scale; 0 where the codes are zeros."""
+
+
+struct HeadRange[width: Int](TrivialRegisterPassable):
+    """What the scale of a head depends on, of the elements that were included: `width` of them side by side."""
+
+    var highest: SIMD[DType.float32, Self.width]
+    """At least 0."""
+    var lowest: SIMD[DType.float32, Self.width]
+    """At most 0."""
+    var not_finite: SIMD[DType.float32, Self.width]
+    """0, or NaN where an element is not finite."""
+
+    @always_inline
+    def __init__(out self):
+        self.highest = 0
+        self.lowest = 0
+        self.not_finite = 0
+
+    @always_inline
+    def include(mut self, x: SIMD[DType.float32, Self.width]):
+        self.highest = max(self.highest, x)
+        self.lowest = min(self.lowest, x)
+        self.not_finite = x.fma(SIMD[DType.float32, Self.width](0), self.not_finite)
+
+    @always_inline
+    def reduced(self) -> HeadRange[1]:
+        """Of all elements together."""
+        var all = HeadRange[1]()
+        all.highest = self.highest.reduce_max()
+        all.lowest = self.lowest.reduce_min()
+        all.not_finite = self.not_finite.reduce_add()
+        return all
+
+    @always_inline
+    def merge(mut self, other: Self):
+        self.highest = max(self.highest, other.highest)
+        self.lowest = min(self.lowest, other.lowest)
+        self.not_finite += other.not_finite
+
+
+@always_inline
+def head_scale[dtype: DType](elements: HeadRange[1]) -> HeadScale:
+    """The scale of a head of these elements, as codes in memory of `dtype`.
+
+    That of int8 is the greatest magnitude over 127. That of int4 is the element of greatest magnitude over -8 (the
+    negative one of two), so it has a sign, and all 16 codes are in use: on real K and V the error is a tenth smaller
+    than with codes from -7 to 7 (docs/quantised-cache.md).
+
+    A head that holds NaN or infinity has the scale NaN, so that attention makes NaN of it as of any NaN. A head of
+    zeros, or of numbers so small that the scale would not be a normal float32, has scale 0 and codes 0.
+    """
+    comptime assert is_codes(dtype), "codes lie in memory of int8 or uint8"
+    var most = elements.highest
+    var least = elements.lowest
+    var scale: Float32
+    comptime if dtype == DType.int8:
+        scale = min(max(most, -least) / 127, GREATEST_SCALE)
+    else:
+        scale = (most if most > -least else least) / -8
+    if not (elements.not_finite == 0):
+        return HeadScale(nan[DType.float32](), 0)
+    if abs(scale) < LEAST_SCALE:
+        return HeadScale(0, 0)
+    return HeadScale(scale, 1 / scale)
 
 
 @always_inline
 def store_head[
     dtype: DType, source_dtype: DType, //
 ](head: Pointer[mut=True, Scalar[dtype], _], source: Pointer[Scalar[source_dtype], _], head_dim: Int):
-    """Quantises one head: a code is the nearest integer to its element over the scale.
-
-    The scale of int8 is the greatest magnitude over 127. That of int4 is the element of greatest magnitude over -8 (the
-    negative one of two), so it has a sign, and all 16 codes are in use: on real K and V the error is a tenth smaller
-    than with codes from -7 to 7 (docs/quantised-cache.md).
-
-    A head that holds NaN or infinity has the scale NaN, so that attention makes NaN of it as of any NaN. A head of
-    zeros, or of numbers so small that the scale would not be a normal float32, has scale 0 and codes 0.
+    """Quantises one head: a code is the nearest integer to its element over the scale (`head_scale`).
 
     Args:
         head: Where it is stored.
         source: Its elements.
         head_dim: A multiple of 8.
     """
-    var highest = SIMD[DType.float32, BLOCK](0)
-    var lowest = SIMD[DType.float32, BLOCK](0)
-    # 0, or NaN where an element is not finite.
-    var not_finite = SIMD[DType.float32, BLOCK](0)
+    var blocks = HeadRange[BLOCK]()
+    var rest = HeadRange[STEP]()
     var whole = head_dim // BLOCK * BLOCK
     for d in range(0, whole, BLOCK):
-        var x = source.unsafe_load[width=BLOCK](d).cast[DType.float32]()
-        highest = max(highest, x)
-        lowest = min(lowest, x)
-        not_finite = x.fma(SIMD[DType.float32, BLOCK](0), not_finite)
-    var highest_of_rest = SIMD[DType.float32, STEP](0)
-    var lowest_of_rest = SIMD[DType.float32, STEP](0)
-    var rest_not_finite = SIMD[DType.float32, STEP](0)
+        blocks.include(source.unsafe_load[width=BLOCK](d).cast[DType.float32]())
     for d in range(whole, head_dim, STEP):
-        var x = source.unsafe_load[width=STEP](d).cast[DType.float32]()
-        highest_of_rest = max(highest_of_rest, x)
-        lowest_of_rest = min(lowest_of_rest, x)
-        rest_not_finite = x.fma(SIMD[DType.float32, STEP](0), rest_not_finite)
-    var most = max(highest.reduce_max(), highest_of_rest.reduce_max())
-    var least = min(lowest.reduce_min(), lowest_of_rest.reduce_min())
-    var scale: Float32
-    comptime if dtype == DType.int8:
-        scale = min(max(most, -least) / 127, GREATEST_SCALE)
-    else:
-        scale = (most if most > -least else least) / -8
-    var is_finite = not_finite.reduce_add() + rest_not_finite.reduce_add() == 0
-    var inverse = Float32(0)
-    if not is_finite:
-        scale = nan[DType.float32]()
-    elif abs(scale) < LEAST_SCALE:
-        scale = 0
-    else:
-        inverse = 1 / scale
+        rest.include(source.unsafe_load[width=STEP](d).cast[DType.float32]())
+    var elements = blocks.reduced()
+    elements.merge(rest.reduced())
+    var scale = head_scale[dtype](elements)
     for d in range(0, whole, BLOCK):
-        store_codes(head, d, source.unsafe_load[width=BLOCK](d).cast[DType.float32](), inverse)
+        store_codes(head, d, source.unsafe_load[width=BLOCK](d).cast[DType.float32](), scale.inverse)
     for d in range(whole, head_dim, STEP):
-        store_codes(head, d, source.unsafe_load[width=STEP](d).cast[DType.float32](), inverse)
-    head.unsafe_offset(units_of(dtype, head_dim)).unsafe_bitcast[Float32]().unsafe_store[alignment=1](0, scale)
+        store_codes(head, d, source.unsafe_load[width=STEP](d).cast[DType.float32](), scale.inverse)
+    store_scale(head, head_dim, scale.scale)
 
 
 @always_inline
 def store_codes[
-    dtype: DType, //
+    dtype: DType, //, alignment: Int = 1
 ](head: Pointer[mut=True, Scalar[dtype], _], element: Int, x: SIMD[DType.float32, _], inverse: Float32):
     """Stores the codes of numbers from an even `element` on; zeros where `inverse`, 1 over the scale, is 0."""
     var codes = round(x * inverse).cast[DType.int32]() if inverse != 0 else SIMD[DType.int32, x.length](0)
     comptime if dtype == DType.int8:
-        head.unsafe_store[alignment=1](element, codes.cast[dtype]())
+        head.unsafe_store[alignment=alignment](element, codes.cast[dtype]())
     else:
         var halves = min(codes, 7).deinterleave()
-        head.unsafe_store[alignment=1](element // 2, ((halves[0] & 15) | (halves[1] << 4)).cast[dtype]())
+        head.unsafe_store[alignment=alignment](element // 2, ((halves[0] & 15) | (halves[1] << 4)).cast[dtype]())
+
+
+@always_inline
+def store_scale[
+    dtype: DType, //, alignment: Int = 1
+](head: Pointer[mut=True, Scalar[dtype], _], head_dim: Int, scale: Float32):
+    """Behind the codes of a head."""
+    head.unsafe_offset(units_of(dtype, head_dim)).unsafe_bitcast[Float32]().unsafe_store[alignment=alignment](0, scale)

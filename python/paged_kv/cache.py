@@ -86,7 +86,7 @@ def init_paged_kv_cache(
 
     Raises:
         ContractError, ContractTypeError: a size is no integer, too small or above 2^31 - 1, the table has over 2^28
-            entries, the pools do not fit in memory, or the dtype or the device is unknown; codes on a GPU.
+            entries, the pools do not fit in memory, or the dtype or the device is unknown.
         ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """

@@ -33,8 +33,8 @@ class PagedKVCacheManager:
         num_kv_heads: KV heads.
         head_dim: Elements of a head.
         dtype: A name, or a dtype of NumPy, torch, JAX or MAX. int8 and int4 are codes with a scale a token and KV head
-            (docs/quantised-cache.md), on the CPU: `append` takes floats, and the last dimension of `kv_cache`, int8 or
-            uint8, is the bytes of a head.
+            (docs/quantised-cache.md): `append` takes floats, and the last dimension of `kv_cache`, int8 or uint8, is
+            the bytes of a head.
         device: Of `kv_cache` and of the tokens that are appended: None or the CPU, or a GPU as torch names it ("cuda",
             "cuda:1"). Page tables are on the host wherever the cache is: that is where `plan` takes them.
         kind: "torch" or "numpy", what `kv_cache` and page tables are. By default torch where the program has imported
@@ -42,7 +42,7 @@ class PagedKVCacheManager:
 
     Raises:
         ContractTypeError, ContractError: a size is no integer, too small or above 2^31 - 1, the cache does not fit in
-            memory, an unknown dtype, kind or device; codes on a GPU.
+            memory, an unknown dtype, kind or device.
         ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
         ToolchainError: MAX does not see that GPU, or torch is missing.
     """

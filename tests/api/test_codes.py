@@ -12,7 +12,8 @@ import paged_kv
 import paged_kv.cascade
 import paged_kv.torch as operators
 from paged_kv import reference
-from paged_kv.arrays.host import as_numpy
+from paged_kv.arrays import devices
+from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.calls import kv_copy
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.page import PagedKVCacheManager
@@ -21,6 +22,7 @@ from support.cases import CacheCase
 from support.codes import quantised_cache, widened_pages
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.levels import build_cascade
+from support.stand_in import STAND_IN, tensors
 
 DTYPES = {"int8": "float32", "int4": "bfloat16"}
 REL = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -184,3 +186,25 @@ def test_functional_cache():
             paged_kv.gather_kv(replace(cache, kv_format=other), 0)
     with pytest.raises(ShapeError, match="key_pool: heads of 22 bytes are no int8 codes"):
         paged_kv.gather_kv(replace(cache, key_pool=cache.key_pool[..., 6:], value_pool=cache.value_pool[..., 6:]), 0)
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("kv_format", DTYPES)
+def test_tensors_on_a_gpu(kv_format, monkeypatch):
+    """The CPU stands in for it: decode, then pools that are made there, appended to and gathered from."""
+    monkeypatch.setattr(devices, "device_named", lambda name: HOST if name is None else STAND_IN)
+    cache, table = case_of(kv_format)
+    wrapper = paged_kv.BatchDecodeWithPagedKVCacheWrapper(None, "NHD")
+    wrapper.plan(*table, *HEADS, 5, q_data_type=DTYPES[kv_format], kv_data_type=kv_format)
+    o = wrapper.run(tensors(cache.q), tensors(cache.k_blocks))
+    expected, _ = reference.attention(cache.q, *widened_pages(cache), *cache.decode_rows)
+    assert_close(as_numpy(o, "o"), expected, rel=REL[DTYPES[kv_format]], what="o")
+    sizes = {"num_blocks": 4, "block_size": 4, "num_kv_heads": 2, "head_dim": 24, "batch_size": 1}
+    pools = paged_kv.init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype=kv_format, device="cuda")
+    assert isinstance(pools.key_pool, torch.Tensor)
+    pools, _ = paged_kv.allocate_blocks(pools, sequence_idx=0, num_new_tokens=9, free_block_ids=np.array([2, 0, 3]))
+    k = np.random.default_rng(0).standard_normal((9, 2, 24), np.float32).astype(DTYPES[kv_format])
+    pools = paged_kv.append_kv(pools, 0, tensors(k), tensors(-k))
+    for name, rows, tokens in zip(("keys", "values"), paged_kv.gather_kv(pools, 0), (k, -k), strict=False):
+        wanted = reference.widened(reference.quantised(tokens, kv_format))
+        assert_bits_equal(rows.numpy(), wanted.astype(np.float32), what=name)

@@ -12,12 +12,12 @@ from paged_kv.graphs.models.tensors import expected_tensors
 from support.checkpoints import read_config
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_step_is_built_for_a_gpu(tmp_path, tied):
+@pytest.mark.parametrize(("tied", "kv_format"), [(False, None), (True, None), (False, "int8"), (False, "int4")])
+def test_the_step_is_built_for_a_gpu(tmp_path, tied, kv_format):
     """Building checks the device of every operand of an op; nothing but the weights comes from the host."""
     config = read_config(tmp_path / "model", tie_word_embeddings=tied)
     module = Module()
-    build_step(config, DType.bfloat16, module, DeviceRef.GPU(0))
+    build_step(config, DType.bfloat16, module, DeviceRef.GPU(0), kv_format=kv_format)
     text = str(module.mlir_module)
     weights = len(expected_tensors(config))
     assert text.count("paged_kv_attention") == text.count("paged_kv_append") == config.num_hidden_layers

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from paged_kv.graphs.ops import BITS, DTYPES
+from paged_kv.graphs.ops import BITS, CODES, DTYPES
 from paged_kv.runtime.launches import kernel_of
 from support import gpu_programs
 from support.cubins import Kernel
@@ -26,6 +26,7 @@ GENERIC_SIZES = [(dim, heads) for dim in (64, 128, 256, 512) for heads in (1, 4,
 MASKED_SIZES = [(128, 1), (128, 8), (512, 4)]
 LATENT_SIZES = 2  # rotary parts up to 128, and wider ones
 ROTARY_SIZES = [(128, 4), (512, 2)]
+PAIRS_OF_CODES = len(DTYPES) * len(CODES)  # which have no rotary keys and no latents
 MANY_ROWS_SIZES = 2  # head_dim 64 and 128
 MANY_ROWS_DTYPES = sum(q_dtype != "float32" and kv_dtype == q_dtype for q_dtype, kv_dtype in PAIRS) + 1  # another o
 HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
@@ -35,7 +36,8 @@ HOPPER_SIZES = [(dim, heads) for dim in (64, 128, 256) for heads in (8, 16)]
 def sm90() -> list[Kernel]:
     """All kernels of the API as MAX compiles them for sm_90a."""
     printed, found = gpu_programs.api()
-    assert printed.strip() == f"{3 * (len(PAIRS) + 1) + 2 * len(BITS) + len(DTYPES) + 4} graphs"
+    of_codes = len(CODES) * (2 * len(DTYPES) + len(DTYPES) + 1)  # attention without and with masks; append and gather
+    assert printed.strip() == f"{3 * (len(PAIRS) + 1) + of_codes + 2 * len(BITS) + len(DTYPES) + 4} graphs"
     return found
 
 
@@ -46,8 +48,10 @@ def test_every_kernel_of_the_api_is_there(sm90):
     float8 = sum(q_dtype != "float32" and kv_dtype != q_dtype for q_dtype, kv_dtype in PAIRS) * len(HOPPER_SIZES)
     many_rows = MANY_ROWS_DTYPES * (MANY_ROWS_SIZES + 1)  # attention of each head_dim, and the schedule
     generic = pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES) + LATENT_SIZES)
+    generic += PAIRS_OF_CODES * (len(GENERIC_SIZES) + len(MASKED_SIZES))
     schedule_and_combine = 2 * 2 * (len({q_dtype for q_dtype, _ in PAIRS}) + 1)  # with masks and without
     row_copies = 2 * 2 * len(BITS)  # append and gather, 16 bytes or an element at once
+    row_copies += 2 * len(CODES) * (len(DTYPES) + 1)  # of codes, aligned or not
     assert sum(kernel.max_threads == HOPPER_THREADS for kernel in sm90) == hopper - float8
     assert sum(kernel.max_threads == FLOAT8_THREADS for kernel in sm90) == float8
     page_copies = 2  # 16 bytes or an element at once
@@ -64,7 +68,9 @@ def test_a_trace_of_launches_tells_the_kernels_apart(sm90):
     found = Counter(kernel_of(kernel.name) for kernel in sm90)
     assert found["gpu/hopper"] == len(hopper)
     pairs = len(PAIRS) + 1
-    assert found["gpu/generic"] == pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES))
+    of_codes = PAIRS_OF_CODES * (len(GENERIC_SIZES) + len(MASKED_SIZES))
+    of_others = pairs * (len(GENERIC_SIZES) + len(MASKED_SIZES) + 2 * len(ROTARY_SIZES))
+    assert found["gpu/generic"] == of_others + of_codes
     assert found["gpu/latent"] == pairs * LATENT_SIZES
     assert found["gpu/many_rows"] == MANY_ROWS_DTYPES * MANY_ROWS_SIZES
     assert found["gpu/schedule"] - MANY_ROWS_DTYPES == found["gpu/combine"] > 0
@@ -79,13 +85,14 @@ def test_kernels_fit_an_sm(sm90):
     assert max(kernel.shared_bytes for kernel in sm90) <= SHARED_BYTES
 
 
+ATTENTION_OVER_CODES = 8
 COUNTS = {
-    "attention": 11,
+    "attention": 11 + ATTENTION_OVER_CODES,
     "latent": 5,
     "schedule": 9,
     "combine": 9,
-    "append": 2,
-    "gather": 2,
+    "append": 6,
+    "gather": 6,
     "ragged_rows": 1,
     "copy_pages": 2,
     "move_tokens": 2,
@@ -101,10 +108,14 @@ def test_generic_kernels_compile_for(architecture):
     for name, text in texts.items():
         assert architecture in text, name
     attention = [text for name, text in texts.items() if gpu_programs.kind_of(name) == "attention"]
+    # Codes are read 4 bytes at a time, all other caches 8 or 16.
     if architecture == "gfx942":
-        assert all("global_load_dwordx" in text for text in attention)
+        assert sum("global_load_dwordx" in text for text in attention) >= COUNTS["attention"] - ATTENTION_OVER_CODES
+        assert all("global_load_dword" in text for text in attention)
         assert all(".vgpr_spill_count: 0" in text for text in texts.values())
     else:
-        assert all("ld.global.v" in text or "ld.global.nc.v" in text for text in attention)
+        wide = ["ld.global.v" in text or "ld.global.nc.v" in text for text in attention]
+        assert wide.count(False) == ATTENTION_OVER_CODES
+        assert all("ld.global.b32" in text for text in attention)
         assert all("shfl.sync.bfly" in text for text in attention)
         assert not any(".local" in text for text in texts.values())

@@ -54,7 +54,8 @@ HALF = ("bfloat16", "bfloat16")
         (None, (8, 1, 1), ("float32", "float32"), "cpu/vectors", "AMX"),
         (None, (8, 1, 1), ROTARY, "as above", "rotated"),
         (None, (8, 1, 1), ("bfloat16", "int4"), "cpu/vectors", "AMX"),
-        ("sm_90a", (128, 4, 16), ("bfloat16", "int8"), "none", "on the CPU alone"),
+        ("sm_90a", (128, 4, 16), ("bfloat16", "int8"), "gpu/generic", "not bfloat16 with int8"),
+        ("gfx942", (128, 4, 16), ("float16", "int4"), "gpu/generic", "sm_90a alone, not for MI300X"),
         ("sm_90a", (128, 4, 16), HALF, "gpu/hopper", "holds"),
         ("sm_90a", (256, 4, 16), HALF, "gpu/hopper", "not gpu/many_rows: it takes head_dim 64 and 128, not 256"),
         ("sm_90a", (128, 4, 5), HALF, "gpu/generic", "page_size 5"),
@@ -73,7 +74,7 @@ def test_choices(architecture, sizes, pair, kernel, word):
 def test_every_pair_on_hopper():
     choices = explained("sm_90a", 128, 4, 16)
     assert list(choices) != []
-    for pair in PAIRS:
+    for pair in PAIRS + OF_CODES:
         refusal = hopper_refusal(*pair, 128, 4, 16)
         if refusal != "-":
             assert choices[pair] == f"gpu/generic: not gpu/hopper: {refusal}"

@@ -6,7 +6,7 @@ no row sees are NaN, as are unused slots and pages.
 
 import math
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from paged_kv import reference
 from support import gpu_programs
 from support.cases import CacheCase, build
+from support.codes import FORMATS, poisoned_head, quantised_cache, widened_pages
 from support.compare import assert_close, assert_lse_close
 from support.generic_kernels import MASKED_PARAMS, SHORT, Call, DeviceMemory, attend, kernels
 
@@ -41,6 +42,8 @@ class Variant:
 HALF = Variant("bfloat16", "bfloat16", "float32", 8, (32768, 512), 1e-3)
 FLOAT8 = Variant("float16", "float8_e4m3fn", "bfloat16", 4, (32768, 128), 1e-2)
 SINGLE = Variant("float32", "float32", "float32", 1, (2048, 32), 1e-5)
+INT8 = Variant("bfloat16", "int8", "float32", 1, (4096, 64), 1e-3)
+INT4 = Variant("float16", "int4", "bfloat16", 4, (32768, 128), 1e-2)
 ROTARY_HALF = Variant("bfloat16", "bfloat16", "bfloat16", 4, (16384, 256), 1e-2)
 ROTARY_SINGLE = Variant("float32", "float32", "float16", 2, (16384, 64), 2e-3)
 
@@ -63,8 +66,11 @@ class Problem:
     def __post_init__(self) -> None:
         v = self.variant
         sizes = (self.lengths, self.group, 1, self.dims[0], self.page_size, "HND", 4)
-        self.keys = build(CacheCase(*sizes, dtype=v.kv_dtype))
-        self.values = build(CacheCase(*sizes[:3], self.dims[1], *sizes[4:], dtype=v.kv_dtype))
+        cases = CacheCase(*sizes), CacheCase(*sizes[:3], self.dims[1], *sizes[4:])
+        if self.has_codes:
+            self.keys, self.values = (quantised_cache(case, v.kv_dtype) for case in cases)
+        else:
+            self.keys, self.values = (build(replace(case, dtype=v.kv_dtype)) for case in cases)
         self.table = self.keys.lookup_table
         np.testing.assert_array_equal(self.table, self.values.lookup_table)
         rng = np.random.default_rng(3)
@@ -80,6 +86,10 @@ class Problem:
                 bits += [j in set(seen) for j in range(self.first_masked(i), length)]
         self.mask = np.packbits(bits, bitorder="little")
         self.mask_starts = np.array(starts, np.int64)
+
+    @property
+    def has_codes(self) -> bool:
+        return self.variant.kv_dtype in FORMATS
 
     def first_masked(self, row: int) -> int:
         return self.firsts[row] if self.firsts else 0
@@ -99,13 +109,18 @@ class Problem:
             rows = [set(self.seen(r)) for r in range(len(self.rows)) if self.rows[r][0] == b]
             for j in set(range(length)) - set().union(*rows):
                 at = self.table[b, j // self.page_size], slice(None), j % self.page_size
-                self.keys.k_blocks[at] = self.values.v_blocks[at] = np.nan
+                for blocks, dim in zip((self.keys.k_blocks, self.values.v_blocks), self.dims, strict=True):
+                    blocks[at] = poisoned_head((1, dim), self.variant.kv_dtype) if self.has_codes else np.nan
 
     def run(self, ptx: dict[Any, str]) -> tuple[np.ndarray, np.ndarray]:
         v, options = self.variant, self.options
         memory = DeviceMemory()
         storage = [blocks.swapaxes(1, 2) for blocks in (self.keys.k_blocks, self.values.v_blocks)]
-        views = memory.views([(view, view.base) for view in storage], self.table)
+        views = [
+            view
+            for blocks, dim in zip(storage, self.dims, strict=True)
+            for view in memory.views([(blocks, blocks.base)], self.table, dim)
+        ]
         arrays = [self.positions, self.offsets, self.mask, self.mask_starts, self.firsts]
         given = [np.zeros(0) if a is None else np.array(a, np.int32) if isinstance(a, tuple) else a for a in arrays]
         row_masks = struct.pack(
@@ -119,16 +134,20 @@ class Problem:
         call = Call(self.q, o, self.row_batch, self.row_lengths, self.table, self.page_size, options, scale, row_masks)
         theta = options.get("rope_theta")
         rotary = (0.0, 1.0) if theta is None else (1 / (2 * math.pi), theta ** (-2 / self.dims[0]))
-        texts = ptx["schedule", "masked"], ptx["masked", *v.shared], ptx["combine", "masked", SHORT[v.o_dtype]]
+        attention = ptx[("masked", *(["codes"] if self.has_codes else []), *v.shared)]
+        texts = ptx["schedule", "masked"], attention, ptx["combine", "masked", SHORT[v.o_dtype]]
         grid = (1, -(-self.group // v.heads))
         o, lse, self.items = attend(texts, memory, call, grid, (views, [struct.pack("<2d", *rotary)]))
         return o, lse
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        k_blocks, v_blocks = self.keys.k_blocks, self.values.v_blocks
+        if self.has_codes:
+            k_blocks, v_blocks = widened_pages(self.keys)[0], widened_pages(self.values)[1]
         return reference.masked_attention(
             self.q,
-            self.keys.k_blocks,
-            self.values.v_blocks,
+            k_blocks,
+            v_blocks,
             self.table,
             self.row_batch,
             self.row_lengths,
@@ -170,6 +189,12 @@ PROBLEMS = {
     ),
     "heads of one": Problem(
         SINGLE, (5, 40), 1, (8, 128), [(1, 40, 39, [30, 39]), (1, 36, 50, []), (0, 5, 2, [1])], firsts=(30, 20, 0)
+    ),
+    "int8": Problem(
+        INT8, (290, 0, 20), 3, (64, 128), [(0, 290, 289, EVEN), (1, 0, 0, None), (2, 20, 19, []), (2, 20, 3, None)]
+    ),
+    "int4": Problem(
+        INT4, (300, 9), 4, (192, 136), [(0, 300, 310, [*range(100, 290)]), (1, 9, 280, None)], (7, 20), options=ALL
     ),
     # Keys behind the query are rotated the other way; a row of more than there are tokens stands before the first.
     "rotary": Problem(

@@ -1,6 +1,7 @@
 """Copies of rows and pages, ragged rows and the merge of states, as PTX on a model of the hardware (ptx_machine.py)."""
 
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from paged_kv import reference
 from paged_kv.cascade import merge_states
 from support import gpu_programs
-from support.cases import CacheCase, build
+from support.cases import Cache, CacheCase, build
+from support.codes import quantised_cache, widened_pages
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.generic_kernels import SHORT, THREADS, kernels, view_bytes
 from support.grids import tokens_of
@@ -62,6 +64,87 @@ def test_append_and_gather(op, dim, ptx):
         found = block.array(pointer, np.float16, k_rows.size).reshape(k_rows.shape)
         assert_bits_equal(found[:-4], rows, what="gathered rows")
         assert (found[-4:].view(np.uint16) == 0xFFFF).all()
+
+
+ROWS = {"int8": "bfloat16", "int4": "float32"}
+"""Of append and gather over codes that compile_gpu_kernels.mojo has."""
+
+
+@dataclass
+class Codes:
+    """A kernel over a cache of codes; where it is not aligned, cache and rows begin one byte, or element, later."""
+
+    text: str
+    cache: Cache
+    blocks: np.ndarray
+    is_aligned: bool
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(self.text)
+        self.at = self.put(self.blocks)
+        table = self.cache.lookup_table
+        table_at, case = self.machine.allocate(table), self.cache.case
+        self.views = []
+        for view in reference.cache_views(self.blocks, self.blocks, case.layout, 0):
+            start = self.at + view.ctypes.data - self.blocks.ctypes.data
+            shape = (*view.shape[:3], case.head_dim)
+            self.views.append(view_bytes(start, shape, list(view.strides[:3]), table_at, table.shape))
+
+    def put(self, array: np.ndarray) -> int:
+        before = np.zeros(0 if self.is_aligned else array.itemsize, np.uint8)
+        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return self.machine.allocate(np.concatenate([before, raw])) + len(before)
+
+    def found(self, address: int, like: np.ndarray) -> np.ndarray:
+        return np.frombuffer(bytes(self.machine.memory), like.dtype, like.size, address - GLOBAL).reshape(like.shape)
+
+    def launch(self, rows: int, *pointers: int) -> None:
+        self.machine.launch((rows, 2, 1), THREADS, [*self.views, *(struct.pack("<Q", pointer) for pointer in pointers)])
+
+
+@pytest.mark.parametrize("is_aligned", [True, False], ids=["aligned", "bytes"])
+@pytest.mark.parametrize(("heads", "dim", "layout"), [(2, 136, "NHD"), (9, 24, "HND")])
+@pytest.mark.parametrize("kv_format", ROWS)
+def test_append_quantises(kv_format, heads, dim, layout, is_aligned, ptx):
+    """As the oracle to the bit, heads that are not finite, zero, tiny or huge among them; nothing else is written."""
+    case = CacheCase((17, 0, 5), heads, heads, dim, 4, rank=5, layout=layout, dtype=ROWS[kv_format])
+    cache = quantised_cache(case, kv_format)
+    k, v, batch, positions = tokens_of(cache)
+    k[0, 0, dim - 1], k[1, 1, 0], k[2, 0, 7] = np.nan, np.inf, -np.inf
+    k[3, 1], k[4, 1], k[5, 1], k[6, 1, 2], k[7, 1, 3] = 0, 1e-38, 1e-33, -3e38, 3e38
+    v[:, :, ::2], v[:, 0, 1] = -np.abs(v[:, :, ::2]), 4.0  # ties of magnitude, where another is -4
+    v[::2, 0, 2] = -4.0
+    before = np.random.default_rng(2).integers(0, 256, cache.k_blocks.shape, np.uint8).view(cache.k_blocks.dtype)
+    expected = before.copy()
+    where = {"layout": layout, "layer": 0}
+    reference.append(k, v, batch, positions, expected, expected, cache.lookup_table, **where)
+    past = cache.lookup_table.shape[1] * 4
+    batch = np.concatenate([batch, [-1, 3, 0, 0]]).astype(np.int32)
+    positions = np.concatenate([positions, [0, 0, -1, past]]).astype(np.int32)
+    rows = [np.concatenate([tokens, np.ones((4, heads, dim), k.dtype)]) for tokens in (k, v)]
+    codes = Codes(ptx["append", "codes", SHORT[ROWS[kv_format]], is_aligned], cache, before, is_aligned)
+    at = [codes.put(array) for array in rows] + [codes.machine.allocate(array) for array in (batch, positions)]
+    codes.launch(len(batch), *at)
+    assert_bits_equal(codes.found(codes.at, before), expected, what="the cache after append")
+
+
+@pytest.mark.parametrize("is_aligned", [True, False], ids=["aligned", "bytes"])
+@pytest.mark.parametrize(("heads", "dim", "layout"), [(2, 136, "NHD"), (9, 24, "HND")])
+@pytest.mark.parametrize("kv_format", ROWS)
+def test_gather_widens(kv_format, heads, dim, layout, is_aligned, ptx):
+    """The rows of all tokens, and four that no request has, whose bits are all set."""
+    case = CacheCase((17, 0, 5), heads, heads, dim, 4, rank=5, layout=layout, dtype=ROWS[kv_format])
+    cache = quantised_cache(case, kv_format)
+    codes = Codes(ptx["gather", "codes", SHORT[ROWS[kv_format]], is_aligned], cache, cache.k_blocks, is_aligned)
+    like = np.zeros((sum(case.lengths) + 4, heads, dim), ROWS[kv_format])
+    indptr = np.concatenate([[0], np.cumsum(cache.lengths)]).astype(np.int32)
+    at = [codes.put(like), codes.put(like)]
+    codes.launch(len(like), *at, codes.machine.allocate(indptr))
+    expected = reference.gather(*widened_pages(cache), cache.lengths, **cache.storage)
+    for address, rows in zip(at, expected, strict=False):
+        found = codes.found(address, like)
+        assert_bits_equal(found[:-4], rows.astype(np.float32).astype(like.dtype), what="gathered rows")
+        assert (found[-4:].view(np.uint8) == 0xFF).all()
 
 
 @pytest.mark.parametrize("dims", [(8, 24), (8, 12)])

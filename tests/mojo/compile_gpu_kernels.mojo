@@ -12,6 +12,7 @@ from mojo_ops.attention.merge_states import States, merge_on_gpu
 from mojo_ops.cache.paged_kv_cache import DynamicKVCache
 from mojo_ops.cache.pointers import untracked, untracked_immutable
 from mojo_ops.cache.strides import PageStrides
+from mojo_ops.isa.codes import head_units
 from mojo_ops.transfer.gpu.append import append_on_gpu
 from mojo_ops.transfer.gpu.copy_pages import copy_pages_on_gpu
 from mojo_ops.transfer.gpu.gather import gather_on_gpu
@@ -50,10 +51,11 @@ def launch[
     var params = GpuAttentionParams[dtype, o_dtype, Masks](
         q, o, floats, numbers, numbers, heads, heads, 1, Int32(HEADS), Int32(DIM), 1, 1, -1, 1, 0, 1, 0, 0, masks
     )
+    comptime head = head_units(kv_dtype, DIM)
     var cache = DynamicKVCache[kv_dtype](
         floats.unsafe_bitcast[Scalar[kv_dtype]](),
         IndexList[4](1, 1, 1, DIM),
-        PageStrides(0, DIM, DIM, DIM),
+        PageStrides(0, head, head, head),
         numbers.unsafe_bitcast[UInt32](),
         1,
         1,
@@ -102,6 +104,25 @@ def copies(ctx: DeviceContext) raises:
     _ = memory^
 
 
+def moves_of_codes[row_dtype: DType, dtype: DType](ctx: DeviceContext) raises:
+    var memory = ctx.enqueue_create_buffer[DType.float32](1024)
+    var floats = untracked(memory.unsafe_ptr())
+    var numbers = untracked_immutable(memory.unsafe_ptr()).unsafe_bitcast[Int32]()
+    var rows = floats.unsafe_bitcast[Scalar[row_dtype]]()
+    comptime head = head_units(dtype, 8)
+    var cache = DynamicKVCache[dtype](
+        floats.unsafe_bitcast[Scalar[dtype]](),
+        IndexList[4](1, 1, 1, 8),
+        PageStrides(0, head, head, head),
+        numbers.unsafe_bitcast[UInt32](),
+        1,
+        1,
+    )
+    append_on_gpu(ctx, cache, cache, rows, rows, numbers, numbers, 1)
+    gather_on_gpu(ctx, cache, cache, rows, rows, numbers, 1)
+    _ = memory^
+
+
 def merge[dtype: DType](ctx: DeviceContext) raises:
     var memory = ctx.enqueue_create_buffer[DType.float32](1024)
     var floats = untracked(memory.unsafe_ptr())
@@ -125,11 +146,21 @@ def main() raises:
     masked[DType.float32, DType.float32, DType.float32, 128, 1](ctx)
     masked[DType.bfloat16, DType.bfloat16, DType.bfloat16, 128, 4, True](ctx)
     masked[DType.float32, DType.float16, DType.float32, 512, 2, True](ctx)
+    attention[DType.float32, DType.int8, 64, 8](ctx)
+    attention[DType.bfloat16, DType.int8, 128, 1](ctx)
+    attention[DType.float16, DType.int8, 256, 1](ctx)
+    attention[DType.float32, DType.uint8, 64, 1](ctx)
+    attention[DType.bfloat16, DType.uint8, 256, 4](ctx)
+    attention[DType.float16, DType.uint8, 512, 1](ctx)
+    masked[DType.bfloat16, DType.float32, DType.int8, 128, 1](ctx)
+    masked[DType.float16, DType.bfloat16, DType.uint8, 512, 4](ctx)
     latent[DType.bfloat16, DType.bfloat16, DType.bfloat16, 128, 4](ctx)
     latent[DType.float16, DType.float16, DType.float8_e4m3fn, 128, 4](ctx)
     latent[DType.float32, DType.float32, DType.float32, 128, 4](ctx)
     latent[DType.bfloat16, DType.float32, DType.bfloat16, 512, 2](ctx)
     latent[DType.float32, DType.float32, DType.float32, 512, 2](ctx)
     copies(ctx)
+    moves_of_codes[DType.bfloat16, DType.int8](ctx)
+    moves_of_codes[DType.float32, DType.uint8](ctx)
     merge[DType.bfloat16](ctx)
     merge[DType.float32](ctx)

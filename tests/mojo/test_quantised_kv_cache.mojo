@@ -1,10 +1,11 @@
 """QuantisedKVCache: a head that is stored comes back as its codes times its scale, and no other byte changes."""
 
-from std.testing import TestSuite, assert_equal
+from std.testing import TestSuite, assert_equal, assert_raises
 from std.utils import IndexList
 from std.utils.numerics import isnan, nan
 
-from mojo_ops.cache.paged_kv_cache import PagedKVCache
+from mojo_ops.cache.gpu_loads import check_alignment
+from mojo_ops.cache.paged_kv_cache import DynamicKVCache, PagedKVCache
 from mojo_ops.cache.quantised_kv_cache import QuantisedKVCache
 from mojo_ops.cache.static_params import UNKNOWN_STATIC_PARAMS
 from mojo_ops.cache.strides import PageStrides
@@ -59,6 +60,29 @@ def test_int8() raises:
 def test_int4() raises:
     check_round_trip[DType.uint8](-8)
     check_round_trip[DType.uint8](8)
+
+
+def check_alignment_of[dtype: DType]() raises:
+    """Heads of a contiguous cache begin at multiples of 4 bytes, wherever in a cache line that is; others may not."""
+    var head = head_units(dtype, DIM)
+    var table: List[UInt32] = [0]
+    var bytes = List[Scalar[dtype]](length=SLOTS * HEADS * head + 64, fill=0)
+    var start = -Int(bytes.unsafe_ptr()) % 4
+    for shift, stride in [(0, head), (4, head), (0, head + 4), (1, head), (2, head), (0, head + 1), (0, head + 2)]:
+        var strides = PageStrides(start + shift, SLOTS * HEADS * head, HEADS * head, stride)
+        var shape = IndexList[4](1, SLOTS, HEADS, DIM)
+        var cache = DynamicKVCache[dtype](untracked_mutable(bytes), shape, strides, untracked(table), 1, 1)
+        if shift % 4 == 0 and stride % 4 == 0:
+            check_alignment("k_blocks", cache)
+        else:
+            with assert_raises(contains="no multiple of 4 bytes"):
+                check_alignment("k_blocks", cache)
+    _ = (bytes^, table^)
+
+
+def test_alignment_on_a_gpu() raises:
+    check_alignment_of[DType.int8]()
+    check_alignment_of[DType.uint8]()
 
 
 def main() raises:

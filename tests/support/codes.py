@@ -18,6 +18,11 @@ def quantised_cache(case: CacheCase, kv_format: str) -> Cache:
     return replace(cache, k_blocks=k_blocks, v_blocks=v_blocks)
 
 
+def poisoned_head(shape: tuple[int, ...], kv_format: str) -> np.ndarray:
+    """Stored heads `[..., D]` of NaN."""
+    return reference.quantised(np.full(shape, np.nan, np.float32), kv_format)
+
+
 def widened_pages(cache: Cache) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The pages as the oracle of attention takes them: the numbers that their codes stand for."""
     k_blocks = reference.widened(cache.k_blocks)

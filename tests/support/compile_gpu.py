@@ -31,6 +31,9 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
     ops_of_attention: tuple[Op, ...] = ("attention", "masked_attention", "mla_attention")
     variants = [Variant(op, DType[q], DType[kv]) for op in ops_of_attention for q, kv in PAIRS]
     variants += [Variant(op, DType.bfloat16, DType.bfloat16, DType.float32) for op in ops_of_attention]
+    for codes in ops.CODES:
+        variants += [Variant(op, q, codes) for op in ("attention", "masked_attention", "append") for q in ops.DTYPES]
+        variants.append(Variant("gather", DType.float32, codes))
     for bits in ops.BITS:
         variants += Variant("append", bits, bits).family()
     variants += [Variant("merge", dtype, dtype) for dtype in ops.DTYPES]

@@ -19,6 +19,10 @@ WANTED_ITEMS = 3  # of the schedule: few, so that rows are split
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """PTX's names of the dtypes."""
 
+CONVERSIONS = {"append": "cvt.f32.{}", "gather": "cvt.rn.{}"}
+"""Of the rows that become codes, and of those that codes become."""
+MOST_POSITIONS = 24
+"""Integers that attention makes float32 where the cache holds no codes: positions and angles; else there are more."""
 MASKED_PARAMS = 176
 """Bytes of a call's parameters with masks and positions."""
 
@@ -27,8 +31,10 @@ MASKED_PARAMS = 176
 def kernels() -> dict[Any, str]:
     """The kernels of compile_gpu_kernels.mojo.
 
-    Attention by its static shared memory, with "masked" before it where rows have masks; latent attention by the dtype
-    of q and the shared memory; schedule by "masked" or "plain"; combine by that and the dtype of o; the others by name.
+    Attention by its static shared memory, with "masked" before it where rows have masks and "codes" where the cache
+    holds some; latent attention by the dtype of q and the shared memory; schedule by "masked" or "plain"; combine by
+    that and the dtype of o; append and gather over codes by "codes", dtype of the rows and whether they are aligned;
+    the others by name.
     """
     found: dict[Any, str] = {}
     for name, text in gpu_programs.generic["sm_90a"]().items():
@@ -36,7 +42,10 @@ def kernels() -> dict[Any, str]:
         shared = tuple(map(int, re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", text)))
         row_masks = "masked" if f"_param_0[{MASKED_PARAMS}]" in text else "plain"
         if kind == "attention":
-            found[shared if row_masks == "plain" else (row_masks, *shared)] = text
+            codes = ["codes"] if text.count("cvt.rn.f32.s") > MOST_POSITIONS else []
+            found[(*([row_masks] if row_masks == "masked" else []), *codes, *shared)] = text
+        elif kind in CONVERSIONS and re.search(r"cvt\.rni|cvt\.rn\.f32\.s", text):
+            found[kind, "codes", dtype_of(text, CONVERSIONS[kind]), "v4.b32" in text] = text
         elif kind == "latent":
             found[kind, dtype_of(text, "cvt.f32.{}"), shared[0]] = text
         elif kind == "combine":
@@ -77,8 +86,13 @@ class DeviceMemory:
         """What lies there now, in the shape of `like`."""
         return np.frombuffer(bytes(self.bytes), like.dtype, like.size, address - GLOBAL).reshape(like.shape)
 
-    def views(self, storage: Sequence[tuple[np.ndarray, np.ndarray]], table: np.ndarray) -> list[bytes]:
-        """Views `[page, slot, head, dim]` of arrays, as kernels take them; an array given twice is stored once."""
+    def views(
+        self, storage: Sequence[tuple[np.ndarray, np.ndarray]], table: np.ndarray, dim: int | None = None
+    ) -> list[bytes]:
+        """Views `[page, slot, head, dim]` of arrays, as kernels take them; an array given twice is stored once.
+
+        Of codes, whose arrays have bytes, `dim` is a head's elements.
+        """
         table_at = self.put(table)
         at: dict[int, int] = {}
         found = []
@@ -87,7 +101,8 @@ class DeviceMemory:
                 at[id(blocks)] = self.put(blocks)
             start = at[id(blocks)] + view.ctypes.data - blocks.ctypes.data
             strides = [stride // view.itemsize for stride in view.strides[:3]]
-            found.append(view_bytes(start, view.shape, strides, table_at, table.shape))
+            shape = (*view.shape[:3], dim or view.shape[3])
+            found.append(view_bytes(start, shape, strides, table_at, table.shape))
         return found
 
 

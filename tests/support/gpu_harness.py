@@ -81,7 +81,8 @@ class Gpu:
     ) -> tuple[np.ndarray, ...]:
         """As `harness.Place` says."""
         moves = variant.op in ("append", "gather")
-        copy = Copy(*storage, bits=moves)
+        # Append and gather that do not quantise only move bits.
+        copy = Copy(*storage, bits=moves and variant.dtype == variant.kv_dtype)
         operands = (*map(upload, rows), *copy.blocks, upload(lookup_table), copy.view, *map(upload, tensors))
         scalars = [to_buffer(np.array(number)) for number in numbers]
         with launched() as launches:

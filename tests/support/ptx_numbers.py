@@ -100,6 +100,10 @@ def expression(parts: list[str], operands: list[str]) -> str:
         return f"{read(a)} * {read(b)} & {hex((1 << 2 * width) - 1)}"
     if name == "mul" and parts[1] == "hi":
         return f"{read(a)} * {read(b)} >> {width} & {mask}"
+    if name == "bfe":
+        return f"bit_field({read(a)}, {b} & 255, {c} & 255, {width}, {kind[0] == 's'})"
+    if name == "bfi":
+        return f"with_bit_field({a}, {b}, {c} & 255, {operands[3]} & 255, {width})"
     if name == "prmt":
         return f"permute({a}, {b}, {c})"
     result = {
@@ -153,6 +157,7 @@ def _float_expression(parts: list[str], operands: list[str]) -> str:
         "rcp": f"float_quotient(1.0, {a})",
         "fma": f"{a} * {b} + {c}",
         "max": f"greater({a}, {b})",
+        "min": f"-greater(-({a}), -({b}))",
         "ex2": f"power_of_2({a})",
         "lg2": f"logarithm({a})",
         "sin": f"sin({a})",
@@ -197,7 +202,15 @@ def conversion(parts: list[str]) -> Callable[..., int]:
         return lambda x: (x & MASK[16]) << 16
     if to == "f32" and source == "f16":
         return lambda x: from_float(_HALF.unpack(_HALF_BITS.pack(x & MASK[16]))[0])
+    if source == "f32":
+        assert not {"rni", "rzi"}.isdisjoint(parts), parts
+        whole = nearest_whole if "rni" in parts else math.trunc
+        if to == "f32":
+            return lambda x: from_float(whole_float(to_float(x), whole))
+        return lambda x: saturated(to_float(x), whole, to) & MASK[int(to[1:])]
     width = int(source[1:])
+    if to == "s8":  # in a register of 16 bits, with its sign
+        return lambda x: signed(x, 8) & MASK[16]
     if to == "f32":
         return lambda x: from_float(signed(x, width) if source[0] == "s" else x & MASK[width])
     mask = MASK[int(to[1:])]
@@ -235,6 +248,38 @@ def logarithm(x: float) -> float:
     return -math.inf if x == 0 else math.nan
 
 
+def whole_float(x: float, whole: Callable[[float], int]) -> float:
+    return math.copysign(float(whole(x)), x) if math.isfinite(x) else x
+
+
+def nearest_whole(x: float) -> int:
+    """Ties to even."""
+    return round(x)
+
+
+def saturated(x: float, whole: Callable[[float], int], to: str) -> int:
+    """The nearest integer that `to` has; 0 for NaN."""
+    if x != x:
+        return 0
+    width = int(to[1:]) - (to[0] == "s")
+    least, most = -(1 << width) if to[0] == "s" else 0, (1 << width) - 1
+    return max(least, min(whole(x) if math.isfinite(x) else int(math.copysign(most + 1, x)), most))
+
+
+def bit_field(x: int, first: int, count: int, width: int, is_signed: bool) -> int:
+    """`bfe`: bits of `x`, a number with its sign where the field is one; those past its width are the sign or 0."""
+    field = x >> min(first, width - is_signed) & (1 << count) - 1
+    if is_signed and count and x >> min(first + count - 1, width - 1) & 1:
+        field |= -1 << count
+    return field & (1 << width) - 1
+
+
+def with_bit_field(x: int, into: int, first: int, count: int, width: int) -> int:
+    """`bfi`: the low bits of `x` among those of `into`."""
+    field = (1 << count) - 1 << first & (1 << width) - 1
+    return into & ~field & (1 << width) - 1 | x << first & field
+
+
 def permute(low: int, high: int, selector: int) -> int:
     """`prmt`: each nibble picks a byte, or the sign of one for all eight bits."""
     source = (low & MASK[32] | (high & MASK[32]) << 32).to_bytes(8, "little")
@@ -262,6 +307,8 @@ HELPERS = {
         power_of_2,
         logarithm,
         permute,
+        bit_field,
+        with_bit_field,
     )
 }
 """What the source of `expression` calls."""

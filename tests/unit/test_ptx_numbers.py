@@ -44,6 +44,8 @@ def test_other_functions_of_float32():
         same(results("lg2.approx.ftz.f32", A), np.log2(x.astype(np.float64)).astype(np.float32))
         found = np.array(results("max.f32", A, B), np.uint32).view(np.float32)
         np.testing.assert_array_equal(found, np.fmax(x, y))
+        found = np.array(results("min.f32", A, B), np.uint32).view(np.float32)
+        np.testing.assert_array_equal(found, np.fmin(x, y))
         assert results("neg.f32", A) == (-x).view(np.uint32).tolist()
         same(results("rcp.rn.f32", A), np.float32(1) / x)
         assert results("abs.f32", A) == np.abs(x).view(np.uint32).tolist()
@@ -112,3 +114,31 @@ def test_float64_and_float32():
     assert np.array([widen(int(bits)) for bits in A[there]], np.uint64).tolist() == wide[there].view(np.uint64).tolist()
     third = wide[there] / 3
     same([narrow(int(bits)) for bits in third.view(np.uint64)], third.astype(np.float32))
+
+
+def test_whole_numbers_of_float32():
+    """Ties go to even; an integer is as near as its width allows, and 0 for NaN."""
+    with np.errstate(all="ignore"):
+        x = np.concatenate([A.view(np.float32), np.array([0.5, 1.5, 2.5, -0.5, -3.5, 7.5, -127.5], np.float32)])
+        same([conversion(["cvt", "rni", "f32", "f32"])(int(bits)) for bits in x.view(np.uint32)], np.rint(x))
+        wide = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=1e30, neginf=-1e30)
+    for kind, info in (("s32", np.iinfo(np.int32)), ("u32", np.iinfo(np.uint32))):
+        for rounding, function in (("rni", np.rint), ("rzi", np.trunc)):
+            found = [conversion(["cvt", rounding, kind, "f32"])(int(bits)) for bits in x.view(np.uint32)]
+            expected = np.clip(function(wide), info.min, info.max).astype(np.int64) & 0xFFFFFFFF
+            assert found == expected.tolist()
+
+
+@pytest.mark.parametrize(("kind", "fill"), [("s32", True), ("u32", False)])
+def test_bit_fields(kind, fill):
+    first, count = B % 40, C % 40
+    found = results(f"bfe.{kind}", A, first, count)
+    for x, p, n, field in zip(A.tolist(), first.tolist(), count.tolist(), found, strict=True):
+        bits = [x >> i & 1 for i in range(32)]
+        sign = bits[min(p + n - 1, 31)] if fill and n else 0
+        wanted = [bits[p + i] if i < n and p + i < 32 else sign for i in range(32)]
+        assert field == sum(bit << i for i, bit in enumerate(wanted)), (hex(x), p, n)
+    function = eval(f"lambda a, b, c, d: {expression(['bfi', 'b32'], list('abcd'))}", dict(HELPERS))
+    for x, into, p, n in zip(A.tolist(), B.tolist(), first.tolist(), count.tolist(), strict=True):
+        wanted = [x >> i - p & 1 if p <= i < p + n else into >> i & 1 for i in range(32)]
+        assert function(x, into, p, n) == sum(bit << i for i, bit in enumerate(wanted)), (hex(x), hex(into), p, n)

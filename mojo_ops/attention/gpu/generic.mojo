@@ -2,7 +2,8 @@
 
 A CTA serves one item of the schedule for one KV head and up to `HEADS` query heads of its group, which share every
 load of K and V. Its threads form teams of lanes: a team takes one token at a time, each lane 16 bytes of its head (8 of
-a float8 head), and keeps a softmax state of its own (`teams.mojo`).
+a float8 or int8 head, 4 of int4), and keeps a softmax state of its own (`teams.mojo`). Scales of codes multiply a
+token's score and weight.
 """
 
 from std.math import ceildiv, cos, sin
@@ -10,8 +11,9 @@ from std.utils import StaticTuple
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 
-from ...cache.gpu_loads import check_alignment, load, load_raw, widen
+from ...cache.gpu_loads import CODE_BYTES, check_alignment, load, load_raw, widen_stored
 from ...cache.paged_kv_cache import DynamicKVCache
+from ...isa.codes import is_codes, scale_of, units_of
 from ..softmax import MINUS_INFINITY
 from .combine import enqueue_combine
 from .params import GpuAttentionParams, NOT_A_NUMBER
@@ -44,6 +46,8 @@ def attend_generic[
     var dim = max(Int(params.head_dim), Int(params.value_dim()))
     var group = Int(params.num_heads) // k.num_heads()
     if rotary.rotates():
+        comptime if is_codes(kv_dtype):
+            raise Error("options: rope_theta is not 0, keys of int8 and int4 codes are not rotated")
         # Two kernels a pair of dtypes: half of the lanes idle where head_dim is small, and a lane keeps two parts of q.
         if dim <= 128:
             launch_generic[128, 4, True](ctx, params, k, v, rotary, group, batch_invariant)
@@ -141,6 +145,8 @@ def attend_item_on_any_gpu[
     comptime TEAMS = Shape.TEAMS
     comptime TOKENS = Shape.TOKENS
     comptime Vector = SIMD[DType.float32, WIDTH]
+    comptime UNITS = units_of(kv_dtype, WIDTH)
+    comptime SCALES = TOKENS if is_codes(kv_dtype) else 0
 
     var item = schedule.item(Int(block_idx.x))
     if item.row == NO_ROW:
@@ -193,8 +199,10 @@ def attend_item_on_any_gpu[
     # The same number of steps in every team: lanes of one warp shuffle together.
     for base in range(item.begin, item.end, Int32(TEAMS * TOKENS)):
         # All loads of a step come first.
-        var keys = Array[SIMD[kv_dtype, WIDTH], TOKENS * PARTS](fill=0)  # [TOKENS, PARTS]
-        var values = Array[SIMD[kv_dtype, WIDTH], TOKENS * PARTS](fill=0)
+        var keys = Array[SIMD[kv_dtype, UNITS], TOKENS * PARTS](fill=0)  # [TOKENS, PARTS]
+        var values = Array[SIMD[kv_dtype, UNITS], TOKENS * PARTS](fill=0)
+        var k_scales = Array[Float32, SCALES](fill=0)
+        var v_scales = Array[Float32, SCALES](fill=0)
         var missing = Array[Float32, TOKENS](fill=0)
         var seen = Array[Bool, TOKENS](fill=False)
         comptime for t in range(TOKENS):
@@ -209,18 +217,24 @@ def attend_item_on_any_gpu[
                     var v_at = v.offset(Int(at.page), Int(at.slot), Int(kv_head))
                     comptime for p in range(PARTS):
                         var dim = (Int32(p * LANES) + lane) * Int32(WIDTH)
+                        var unit = units_of(kv_dtype, Int(dim))
                         if dim < params.head_dim:
-                            keys[t * PARTS + p] = load_raw[WIDTH](k.blocks.ptr, k_at + Int(dim))
+                            keys[t * PARTS + p] = load_raw[UNITS](k.blocks.ptr, k_at + unit)
                             comptime if not Masks.has_masks:
-                                values[t * PARTS + p] = load_raw[WIDTH](v.blocks.ptr, v_at + Int(dim))
+                                values[t * PARTS + p] = load_raw[UNITS](v.blocks.ptr, v_at + unit)
                         comptime if Masks.has_masks:
                             if dim < params.value_dim():
-                                values[t * PARTS + p] = load_raw[WIDTH](v.blocks.ptr, v_at + Int(dim))
+                                values[t * PARTS + p] = load_raw[UNITS](v.blocks.ptr, v_at + unit)
+                    comptime if is_codes(kv_dtype):
+                        var k_head = k.blocks.ptr.unsafe_offset(k_at)
+                        var v_head = v.blocks.ptr.unsafe_offset(v_at)
+                        k_scales[t] = scale_of[alignment=CODE_BYTES](k_head, Int(params.head_dim))
+                        v_scales[t] = scale_of[alignment=CODE_BYTES](v_head, Int(params.value_dim()))
 
         var scores = State.Scores(fill=0)  # [TOKENS, HEADS]
         comptime for t in range(TOKENS):
             comptime for p in range(PARTS):
-                var key = widen(keys[t * PARTS + p])
+                var key = widen_stored[WIDTH](keys[t * PARTS + p])
                 comptime if ROTARY:
                     var angle = rotation_angle[signed=Masks.has_masks](
                         frequency[p], position - (origin + (base + Int32(t * TEAMS) + team))
@@ -236,12 +250,18 @@ def attend_item_on_any_gpu[
         comptime for t in range(TOKENS):
             var token = base + Int32(t * TEAMS) + team
             comptime for h in range(HEADS):
-                var dot = sum_of_team[LANES](scores[t * HEADS + h]) + missing[t]
+                var dot = sum_of_team[LANES](scores[t * HEADS + h])
+                comptime if is_codes(kv_dtype):
+                    dot *= k_scales[t]
+                dot += missing[t]
                 var score = params.score(dot, slope[h], origin + token)
                 scores[t * HEADS + h] = score if seen[t] else MINUS_INFINITY
 
         state.weigh(scores)
         comptime for t in range(TOKENS):
+            comptime if is_codes(kv_dtype):
+                comptime for h in range(HEADS):
+                    scores[t * HEADS + h] *= v_scales[t]
             comptime for p in range(PARTS):
-                state.add[t, p](scores, widen(values[t * PARTS + p]))
+                state.add[t, p](scores, widen_stored[WIDTH](values[t * PARTS + p]))
     state.finish(params, item, partials, team, lane, first_head, heads)

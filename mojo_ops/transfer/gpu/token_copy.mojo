@@ -6,6 +6,7 @@ not write a row whose token is not in the page table, and gather sets all bits o
 
 from std.sys import size_of
 
+from ...cache.gpu_loads import CODE_BYTES
 from ...cache.paged_kv_cache import DynamicKVCache
 
 comptime COPY_THREADS = 128
@@ -20,6 +21,16 @@ def copy_width[dtype: DType, //](k: DynamicKVCache[dtype], v: DynamicKVCache[dty
     for at in [k.strides(), v.strides()]:
         elements |= at.page | at.slot | at.head
     return width if bits % 16 == 0 and elements % width == 0 else 1
+
+
+def codes_are_aligned[
+    dtype: DType, //
+](k: DynamicKVCache[dtype], v: DynamicKVCache[dtype], k_rows: Int, v_rows: Int) -> Bool:
+    """Whether heads of codes begin at multiples of `CODE_BYTES` and rows of elements at multiples of 16 bytes."""
+    var bytes = Int(k.blocks.ptr) | Int(v.blocks.ptr)
+    for at in [k.strides(), v.strides()]:
+        bytes |= at.page | at.slot | at.head
+    return bytes % CODE_BYTES == 0 and (k_rows | v_rows) % 16 == 0
 
 
 @always_inline

@@ -19,19 +19,17 @@ from paged_kv.arrays.types import ArrayDevice, Shape, namespace
 from paged_kv.calls.device_page_table import DevicePageTable
 from paged_kv.calls.kv_copy import prepare, write_rows
 from paged_kv.calls.page_table import KV_NAMES, PageTable
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.options import CODE_DTYPES, FORMATS, Q_DTYPES, stored_dtype, stored_elements, stored_head
+from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.options import FORMATS, Q_DTYPES, stored_dtype, stored_elements, stored_head
 
 
 def new_cache(device: ArrayDevice, name: str, shape: Shape, dtype: np.dtype[Any], kind: str) -> Any:
     """A cache of this dtype and zeros, whose last dimension is head_dim: of int8 and int4 what their codes take.
 
     Raises:
-        ContractError: it does not fit in memory, or holds codes on a GPU; the message calls it `name`.
+        ContractError: it does not fit in memory; the message calls it `name`.
         ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
     """
-    if dtype.name in CODE_DTYPES and device.index is not None:
-        raise ContractError(f"{name}: a cache of {dtype.name} codes is not supported on a GPU")
     stored = (*shape[:-1], stored_head(dtype.name, shape[-1]))
     return devices.allocate(device, name, stored, DTYPES[stored_dtype(dtype.name)], kind)
 

@@ -60,13 +60,13 @@ class DecoderModel:
             compiled_ahead: A folder of `paged-kv compile`, which is searched before the cache folder.
             runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
                 copies them to a GPU. For a GPU the graph is built in the tests, and not yet run.
-            kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head, on the CPU alone.
+            kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head.
             rotate: "hadamard": q and k go through a Walsh-Hadamard transform before the cache, for caches of few bits.
 
         Raises:
             ContractTypeError: `num_pages` or `page_size` is no integer.
             ContractError: one of them is negative, or the pages do not fit into memory; `kv_format` is unknown, or the
-                model has latents or runs on a GPU; the model cannot `rotate`.
+                model has latents; the model cannot `rotate`.
             ToolchainError: as `load_graphs`.
         """
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
@@ -80,8 +80,6 @@ class DecoderModel:
             raise ContractError(f"kv_format must be {' or '.join(CODE_DTYPES)}, not {shown(kv_format)}")
         runtime = runtime or default_runtime()
         self._device = runtime.driver_device
-        if kv_format is not None and not self._device.is_host:
-            raise ContractError(f"kv_format: a cache of {kv_format} codes is not supported on a GPU")
         step = StepGraph.of(config, dtype, kv_format)
         self.geometry = step.geometry
         self._blocks = _new_cache(config, num_pages, page_size, dtype, kv_format, self._device)

@@ -9,6 +9,7 @@ from std.sys import argv
 
 from mojo_ops.attention.cpu.kernel_choice import cpu_kernel
 from mojo_ops.attention.gpu.dispatch import generic_reason, many_rows_choice
+from mojo_ops.isa.codes import cache_name
 
 
 @fieldwise_init
@@ -36,15 +37,10 @@ def padded[Named: Writable](dtype: Named, length: Int) -> String:
     return name + " " * max(0, length - name.byte_length())
 
 
-def print_codes[dtype: DType, kv_dtype: DType](name: String, call: Call):
-    """The line of a cache of codes, which lie in memory of `kv_dtype`."""
-    var choice = "none: codes are read on the CPU alone" if call.on_gpu else cpu_kernel[dtype, kv_dtype](call.group)
-    print(padded(dtype, 9), "over", padded(name, 14), choice)
-
-
 def print_pair[dtype: DType, kv_dtype: DType](call: Call):
+    """The line of a pair; `kv_dtype` is that of the cache's memory."""
     var choice = gpu_choice(dtype, kv_dtype, call, False) if call.on_gpu else cpu_kernel[dtype, kv_dtype](call.group)
-    print(padded(dtype, 9), "over", padded(kv_dtype, 14), choice)
+    print(padded(dtype, 9), "over", padded(cache_name(kv_dtype), 14), choice)
 
 
 def main() raises:
@@ -54,8 +50,8 @@ def main() raises:
         print_pair[dtype, dtype](call)
         print_pair[dtype, DType.float8_e4m3fn](call)
         print_pair[dtype, DType.float8_e5m2](call)
-        print_codes[dtype, DType.int8]("int8", call)
-        print_codes[dtype, DType.uint8]("int4", call)
+        print_pair[dtype, DType.int8](call)
+        print_pair[dtype, DType.uint8](call)
     if call.on_gpu:
         print("rotary keys, any dtypes      ", gpu_choice(DType.bfloat16, DType.bfloat16, call, True))
     else:

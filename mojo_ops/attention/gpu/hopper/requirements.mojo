@@ -6,6 +6,7 @@ from max.gpu.host.info import H100
 
 from ....cache.paged_kv_cache import DynamicKVCache
 from ....cache.tensor_map import ATOM_BYTES, GROUP_SLOTS
+from ....isa.codes import cache_name
 from ....isa.convert import is_float8
 from ..params import GpuAttentionParams
 from .tiles import CopyBox, MIN_BOX_BITS
@@ -32,7 +33,10 @@ def hopper_shape_refusal(dtype: DType, kv_dtype: DType, head_dim: Int, group: In
     """
     if not hopper_takes(dtype, kv_dtype):
         return String(
-            "it takes bfloat16 or float16 with a cache of the same or float8, not ", dtype, " with ", kv_dtype
+            "it takes bfloat16 or float16 with a cache of the same or float8, not ",
+            dtype,
+            " with ",
+            cache_name(kv_dtype),
         )
     if head_dim != 64 and head_dim != 128 and head_dim != 256:
         return String("it takes head_dim 64, 128 and 256, not ", head_dim)
