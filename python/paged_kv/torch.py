@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
-from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv.arrays.cache_storage import cache_operands, overlapping_pages, paged_views
 from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
 from paged_kv.arrays.exchange import to_max, to_torch
 from paged_kv.arrays.host import HOST, as_indices, as_numpy, to_buffer
 from paged_kv.calls.append import WritableCache
 from paged_kv.calls.attend import Attention, Scales, checked_sinks
 from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_table_of
-from paged_kv.calls.kv_copy import read_rows
+from paged_kv.calls.kv_copy import read_rows, write_rows
 from paged_kv.calls.linear import Weight
 from paged_kv.calls.page_table import PageTable, check_offsets
 from paged_kv.calls.plan import AttentionPlan, check_dtype
@@ -43,7 +43,15 @@ from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractTypeError, ShapeError
-from paged_kv.options import FORMATS, AttentionOptions, check_number, stored_elements
+from paged_kv.options import (
+    FORMATS,
+    AttentionOptions,
+    KVFormat,
+    check_number,
+    stored_dtype,
+    stored_elements,
+    stored_head,
+)
 
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
 
@@ -300,6 +308,34 @@ class TensorAttention(Attention):
             _, _, view = cache_operands(*paged_views((k, v), "NHD"))
             self._passed[layout] = _extent(k), _extent(v), view
         return found
+
+    def over_codes(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """O over codes of tokens that lie side by side, K and V `[N, Hk, bytes]`: `rows.table` has pages that begin at
+        every token, as `over_tokens` takes them of floats. The plan is one of pages, of any size.
+        """
+        page_size = rows.table.page_size
+        pages = overlapping_pages(as_numpy(k, "k"), page_size), overlapping_pages(as_numpy(v, "v"), page_size)
+        found: Tensor = self.over_views(rows, HOST, q, pages, _NO_SCALES, Results(), sinks=sinks)
+        return found
+
+
+def quantised(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V `[N, Hk, D]` of floats as a cache of codes holds them, `[N, Hk, bytes]`; for `paged_kv.transformers`."""
+    count, heads, head_dim = k.shape
+    shape = (count, 1, heads, stored_head(kv_format, head_dim))  # a page of one slot for each token
+    dtype = getattr(torch, stored_dtype(kv_format))
+    codes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    pages = np.arange(count, dtype=np.int32)
+    views = [as_numpy(tensor, name) for tensor, name in zip((k, v, *codes), ("k", "v") * 2, strict=True)]
+    write_rows(HOST, *views, pages, np.zeros_like(pages))
+    return codes[0][:, 0], codes[1][:, 0]
+
+
+def widened(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What codes of K and V `[N, Hk, bytes]` stand for, `[N, Hk, D]` float32; for `paged_kv.transformers`."""
+    table, lengths = np.arange(len(k), dtype=np.uint32)[None], np.array([len(k)], np.int32)
+    keys, values = read_rows(HOST, as_numpy(k[:, None], "k"), as_numpy(v[:, None], "v"), table, lengths, kv_format)
+    return torch.from_numpy(keys), torch.from_numpy(values)
 
 
 def _extent(tensor: Tensor) -> int:
