@@ -322,11 +322,11 @@ def quantised(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     count, heads, head_dim = k.shape
     shape = (count, 1, heads, stored_head(kv_format, head_dim))  # a page of one slot for each token
     dtype = getattr(torch, stored_dtype(kv_format))
-    codes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    k_codes, v_codes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    views = as_numpy(k_codes, "k"), as_numpy(v_codes, "v")
     pages = np.arange(count, dtype=np.int32)
-    views = [as_numpy(tensor, name) for tensor, name in zip((k, v, *codes), ("k", "v") * 2, strict=True)]
-    write_rows(HOST, *views, pages, np.zeros_like(pages))
-    return codes[0][:, 0], codes[1][:, 0]
+    write_rows(HOST, as_numpy(k, "k"), as_numpy(v, "v"), *views, pages, np.zeros_like(pages))
+    return k_codes[:, 0], v_codes[:, 0]
 
 
 def widened(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

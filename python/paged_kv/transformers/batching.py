@@ -69,7 +69,7 @@ class _OnPages(FullAttentionCacheAllocator):  # type: ignore[misc]
     def __init__(self, *args: Any, config: Any, cache_dtype: Any, **kwargs: Any) -> None:
         self.kv_format = format_of(config)
         super().__init__(*args, config=config, cache_dtype=_dtype_of(self.kv_format, cache_dtype), **kwargs)
-        self.head_dim = stored_head(self.kv_format or "", self.head_dim)
+        self.head_dim: int = stored_head(self.kv_format or "", find_head_dim(config))
         self.on_pages = config._attn_implementation in NAMES.values()
 
     @classmethod
