@@ -61,6 +61,16 @@ def check_head_dim(name: str, value: int) -> None:
         raise ShapeError(f"{name} must be a {HEAD_DIMS}, not {value}")
 
 
+def check_kv_format(value: Any) -> None:
+    """Refuses a `kv_format` that names no codes; None is a cache without codes.
+
+    Raises:
+        ContractError: as said.
+    """
+    if value is not None and not (isinstance(value, str) and value in CODE_DTYPES):
+        raise ContractError(f"kv_format must be {' or '.join(CODE_DTYPES)}, not {shown(value)}")
+
+
 def stored_dtype(dtype: str) -> str:
     """The dtype of a cache's array: of int4 codes uint8, two a byte; of others their own."""
     return "uint8" if dtype == "int4" else dtype

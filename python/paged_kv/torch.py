@@ -18,8 +18,9 @@ Letters in shapes: B requests, R query rows, N tokens, Hq query heads, Hk KV hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -28,22 +29,30 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
-from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv.arrays.cache_storage import cache_operands, overlapping_pages, paged_views
 from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
 from paged_kv.arrays.exchange import to_max, to_torch
 from paged_kv.arrays.host import HOST, as_indices, as_numpy, to_buffer
 from paged_kv.calls.append import WritableCache
 from paged_kv.calls.attend import Attention, Scales, checked_sinks
 from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_table_of
-from paged_kv.calls.kv_copy import read_rows
+from paged_kv.calls.kv_copy import read_rows, write_rows
 from paged_kv.calls.linear import Weight
-from paged_kv.calls.page_table import PageTable, check_offsets
+from paged_kv.calls.page_table import Indices, PageTable, check_offsets
 from paged_kv.calls.plan import AttentionPlan, check_dtype
 from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractTypeError, ShapeError
-from paged_kv.options import FORMATS, AttentionOptions, check_number, stored_elements
+from paged_kv.options import (
+    FORMATS,
+    AttentionOptions,
+    KVFormat,
+    check_number,
+    stored_dtype,
+    stored_elements,
+    stored_head,
+)
 
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
 
@@ -52,6 +61,7 @@ _MOST_KEPT = 1 << 16
 _MOST_LAYOUTS = 64
 """Of caches that one attention knows; with more it forgets them."""
 _NO_SCALES: Scales = (None, None, None)
+Made = TypeVar("Made")
 
 
 def paged_attention(
@@ -212,7 +222,8 @@ def _attention(
         (q.dtype, k_cache.dtype),
         (sm_scale, window_left, logits_soft_cap, alibi),
     )
-    return attention.over_tensors(_rows(block_tables, seq_lens, qo_indptr, page_size), q, k_cache, v_cache, sinks)
+    rows = _rows.of((page_size,), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=qo_indptr)
+    return attention.over_tensors(rows, q, k_cache, v_cache, sinks)
 
 
 def _append(
@@ -228,13 +239,8 @@ def _append(
     _check_caches(k_cache=k_cache, v_cache=v_cache)
     cache = WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v)
     rows = cache.rows(k, v, ("k", "v"))
-    entries = block_entries(block_tables, block_tables.shape[0] if block_tables.dim() else 0)
-    table = PageTable.from_dense(entries, np.full(len(entries), cache.page_size, np.int32), cache.page_size)
-    requests, at = as_indices(batch_indices, "batch_indices"), as_indices(positions, "positions")
-    for indices, name in ((requests, "batch_indices"), (at, "positions")):
-        if len(indices) != len(rows[0]):
-            raise ShapeError(f"{name} has {len(indices)} entries, there are {len(rows[0])} rows to append")
-    cache.write(rows, table.slots(requests, at, cache.num_pages))
+    sizes = len(rows[0]), cache.page_size, cache.num_pages
+    cache.write(rows, _slots.of(sizes, block_tables=block_tables, batch_indices=batch_indices, positions=positions))
 
 
 def _gather(
@@ -243,7 +249,7 @@ def _gather(
     _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
     _check_caches(k_cache=k_cache, v_cache=v_cache)
     k, v = paged_views((k_cache, v_cache), "NHD", "cache")
-    rows = _rows(block_tables, seq_lens, None, k.shape[1])
+    rows = _rows.of((k.shape[1],), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
     rows.table.check(len(k))
     found = int(rows.lengths.sum(dtype=np.int64))
     if found != integer("num_tokens", num_tokens, 0):
@@ -301,6 +307,34 @@ class TensorAttention(Attention):
             self._passed[layout] = _extent(k), _extent(v), view
         return found
 
+    def over_codes(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """O over codes of tokens that lie side by side, K and V `[N, Hk, bytes]`: `rows.table` has pages that begin at
+        every token, as `over_tokens` takes them of floats. The plan is one of pages, of any size.
+        """
+        page_size = rows.table.page_size
+        pages = overlapping_pages(as_numpy(k, "k"), page_size), overlapping_pages(as_numpy(v, "v"), page_size)
+        found: Tensor = self.over_views(rows, HOST, q, pages, _NO_SCALES, Results(), sinks=sinks)
+        return found
+
+
+def quantised(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V `[N, Hk, D]` of floats as a cache of codes holds them, `[N, Hk, bytes]`; for `paged_kv.transformers`."""
+    count, heads, head_dim = k.shape
+    shape = (count, 1, heads, stored_head(kv_format, head_dim))  # a page of one slot for each token
+    dtype = getattr(torch, stored_dtype(kv_format))
+    k_codes, v_codes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    views = as_numpy(k_codes, "k"), as_numpy(v_codes, "v")
+    pages = np.arange(count, dtype=np.int32)
+    write_rows(HOST, as_numpy(k, "k"), as_numpy(v, "v"), *views, pages, np.zeros_like(pages))
+    return k_codes[:, 0], v_codes[:, 0]
+
+
+def widened(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What codes of K and V `[N, Hk, bytes]` stand for, `[N, Hk, D]` float32; for `paged_kv.transformers`."""
+    table, lengths = np.arange(len(k), dtype=np.uint32)[None], np.array([len(k)], np.int32)
+    keys, values = read_rows(HOST, as_numpy(k[:, None], "k"), as_numpy(v[:, None], "v"), table, lengths, kv_format)
+    return torch.from_numpy(keys), torch.from_numpy(values)
+
 
 def _extent(tensor: Tensor) -> int:
     """Elements from a tensor's first to its last in memory."""
@@ -352,29 +386,32 @@ def planned(
     )
 
 
-def _rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, page_size: int) -> Rows:
-    """The checked rows of a call; nothing of them is the caller's memory.
+class _Kept(Generic[Made]):
+    """What was made of a call's indices, checked, for the next call: nothing of it is the caller's memory.
 
-    The layers of a model are called with the same indices: the rows of the last call are kept, with a copy of what they
-    were made of.
+    The layers of a model are called with the same indices: what the last call made is kept, with a copy of what it was
+    made of.
     """
-    global _last_rows
-    arrays = [
-        as_numpy(tensor, name)
-        for tensor, name in ((block_tables, "block_tables"), (seq_lens, "seq_lens"), (qo_indptr, "qo_indptr"))
-        if tensor is not None
-    ]
-    if sum(array.size for array in arrays) > _MOST_KEPT:
-        return _new_rows(block_tables, seq_lens, qo_indptr, page_size)
-    key = (page_size, *((array.shape, array.dtype, array.tobytes()) for array in arrays))
-    kept, rows = _last_rows
-    if rows is None or key != kept:
-        rows = _new_rows(block_tables, seq_lens, qo_indptr, page_size)
-        _last_rows = key, rows
-    return rows
+
+    def __init__(self, make: Callable[..., Made]) -> None:
+        self._make = make
+        self._last: tuple[Any, Made | None] = (), None  # read and replaced as one value, by any number of threads
+
+    def of(self, sizes: tuple[int, ...], **indices: Tensor | None) -> Made:
+        """`make(*sizes, **indices)`, kept; the last of `indices` may be None."""
+        arrays = [as_numpy(tensor, name) for name, tensor in indices.items() if tensor is not None]
+        if sum(array.size for array in arrays) > _MOST_KEPT:
+            return self._make(*sizes, **indices)
+        key = (sizes, *((array.shape, array.dtype, array.tobytes()) for array in arrays))
+        kept, made = self._last
+        if made is None or key != kept:
+            made = self._make(*sizes, **indices)
+            self._last = key, made
+        return made
 
 
-def _new_rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, page_size: int) -> Rows:
+def _new_rows(page_size: int, block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None) -> Rows:
+    """The rows of a call of attention, or the requests of a gather."""
     batch = as_numpy(seq_lens, "seq_lens").size
     lengths = checked_lengths(seq_lens, batch, LARGEST_INDEX)
     table = lookup_table_of(block_entries(block_tables, batch), lengths, page_size)
@@ -383,6 +420,19 @@ def _new_rows(block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None, 
     offsets = as_indices(qo_indptr, "qo_indptr").copy()
     check_offsets(offsets, "qo_indptr", batch)
     return RaggedRequests(offsets, lengths.copy(), table, None, True).rows
+
+
+def _new_slots(
+    num_rows: int, page_size: int, num_pages: int, block_tables: Tensor, batch_indices: Tensor, positions: Tensor
+) -> tuple[Indices, Indices]:
+    """The page and the slot of each row of an append, `[N]` int32 each."""
+    entries = block_entries(block_tables, block_tables.shape[0] if block_tables.dim() else 0)
+    table = PageTable.from_dense(entries, np.full(len(entries), page_size, np.int32), page_size)
+    requests, at = as_indices(batch_indices, "batch_indices"), as_indices(positions, "positions")
+    for indices, name in ((requests, "batch_indices"), (at, "positions")):
+        if len(indices) != num_rows:
+            raise ShapeError(f"{name} has {len(indices)} entries, there are {num_rows} rows to append")
+    return table.slots(requests, at, num_pages)
 
 
 def _check_tensors(**tensors: Any) -> None:
@@ -482,8 +532,8 @@ def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 _DTYPE_NAMES = ("q", "cache")
-_last_rows: tuple[Any, Rows | None] = (), None
-"""Read and replaced as one value, by any number of threads."""
+_rows = _Kept(_new_rows)
+_slots = _Kept(_new_slots)
 
 for _name, _kernel, _fake in (
     ("paged_attention", _attention, _fake_attention),

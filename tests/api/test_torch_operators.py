@@ -275,6 +275,24 @@ def test_indices_that_change_in_place_between_calls() -> None:
         assert torch.equal(now, alone)
 
 
+def test_indices_of_an_append_that_change_between_calls() -> None:
+    k, v, table, lengths = tensors()
+    new_k, new_v, requests, positions = new_rows()
+    expected = operators.gather_paged_kv(k, v, table, lengths, 70)[0].clone()
+    for at, value in ((0, 40), (0, 41), (0, 2), (2, 3)):
+        positions[at] = value
+        new_k += 1
+        operators.append_paged_kv(new_k, new_v, k, v, table, requests, positions)
+        expected[17 + positions[0]], expected[positions[2]] = new_k[0], new_k[2]
+    assert_bits_equal(operators.gather_paged_kv(k, v, table, lengths, 70)[0].numpy(), expected.numpy(), what="tokens")
+    before = k.clone(), v.clone()
+    fewest = int(table[2, 0])  # request 2's first page is then past the cache
+    with pytest.raises(PageTableError, match=r"request \d, slot \d holds page id"):
+        operators.append_paged_kv(new_k, new_v, k[:fewest], v[:fewest], table, requests, positions)
+    for now, then in zip((k, v), before, strict=True):
+        assert_bits_equal(now.numpy(), then.numpy(), what="pages")
+
+
 def test_no_call_keeps_a_cache_alive() -> None:
     memory = CACHE.k_blocks.copy()
     both, (_, _, table, lengths) = torch.from_numpy(memory), tensors()

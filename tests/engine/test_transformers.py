@@ -19,12 +19,17 @@ import torch
 import transformers
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import paged_kv.transformers
-from paged_kv.errors import ToolchainError
+from paged_kv import reference
+from paged_kv.errors import ContractError, ShapeError, ToolchainError
+from paged_kv.options import CODE_DTYPES, KVFormat
 from paged_kv.transformers import PagedCache, linear, switch
+from paged_kv.transformers.cache import PagedLayer
+from support import harness
 from support.checkpoints import make_checkpoint
 from support.decoding import load_variants
 from support.limits import SECONDS, limited
@@ -79,6 +84,7 @@ TOLERANCE = 1e-3
 @pytest.fixture(autouse=True, scope="module")
 def _variants() -> None:
     load_variants()
+    harness.codes_runtime()
 
 
 @pytest.fixture(autouse=True)
@@ -136,14 +142,29 @@ def results_of_batch(model: Any, prompts: list[list[int]] = PROMPTS, **options: 
 
 
 @contextmanager
-def on_pages_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_pages_alone(monkeypatch: pytest.MonkeyPatch, kv_format: KVFormat | None = None) -> Iterator[None]:
     """Enabled, and torch's attention raises."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("torch's attention ran")
 
-    with paged_kv.transformers.enabled(), monkeypatch.context() as patched:
+    with paged_kv.transformers.enabled(kv_format), monkeypatch.context() as patched:
         patched.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+        yield
+
+
+@contextmanager
+def on_rounded_pages(monkeypatch: pytest.MonkeyPatch, kv_format: KVFormat) -> Iterator[None]:
+    """Enabled, with pages of float32 that hold what NumPy's codes of K and V stand for: the oracle of `kv_format`."""
+    update = PagedLayer.update
+
+    def rounding(layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        heads = (np.ascontiguousarray(states.numpy()) for states in (keys, values))
+        stored = (reference.widened(reference.quantised(x, kv_format)) for x in heads)
+        return update(layer, *(torch.from_numpy(x.astype(np.float32)) for x in stored), *args, **kwargs)
+
+    with paged_kv.transformers.enabled(), monkeypatch.context() as patched:
+        patched.setattr(PagedLayer, "update", rounding)
         yield
 
 
@@ -184,29 +205,34 @@ def test_ways_of_decoding(way: str, gemma: Any, monkeypatch: pytest.MonkeyPatch)
         assert WAYS[way](gemma).tolist() == expected.tolist()
 
 
-def test_a_cache_is_used_again(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def turns(cache: Any) -> torch.Tensor:
-        options = {"max_new_tokens": 5, "do_sample": False}
-        first = gemma.generate(
-            torch.tensor([PROMPTS[4]]), past_key_values=cache, return_dict_in_generate=True, **options
-        )
-        text = torch.cat([first.sequences, torch.tensor([PROMPTS[2]])], 1)
-        found: torch.Tensor = gemma.generate(text, past_key_values=first.past_key_values, **options)
-        return found
-
-    expected = turns(DynamicCache(config=gemma.config))
-    with on_pages_alone(monkeypatch):
-        assert turns(PagedCache(gemma.config)).tolist() == expected.tolist()
+def turns(model: Any, cache: Any) -> list[list[int]]:
+    """`generate` twice, with one cache."""
+    options = {"max_new_tokens": 5, "do_sample": False}
+    first = model.generate(torch.tensor([PROMPTS[4]]), past_key_values=cache, return_dict_in_generate=True, **options)
+    text = torch.cat([first.sequences, torch.tensor([PROMPTS[2]])], 1)
+    found: list[list[int]] = model.generate(text, past_key_values=first.past_key_values, **options).tolist()
+    return found
 
 
-def test_a_mask_with_holes_is_built(gemma: Any) -> None:
+def with_holes(model: Any) -> list[list[int]]:
+    """`generate` under a mask with holes."""
     mask = torch.ones(1, 33, dtype=torch.long)
     mask[0, 5:9] = 0
     ids = torch.tensor([PROMPTS[4]])
-    expected = gemma.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    found: list[list[int]] = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False).tolist()
+    return found
+
+
+def test_a_cache_is_used_again(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = turns(gemma, DynamicCache(config=gemma.config))
+    with on_pages_alone(monkeypatch):
+        assert turns(gemma, PagedCache(gemma.config)) == expected
+
+
+def test_a_mask_with_holes_is_built(gemma: Any) -> None:
+    expected = with_holes(gemma)
     with paged_kv.transformers.enabled():
-        found = gemma.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    assert found.tolist() == expected.tolist()
+        assert with_holes(gemma) == expected
 
 
 def test_shared_prefixes_and_forks_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,10 +312,90 @@ def test_a_call_that_is_not_served(options: dict[str, Any], reason: str, gemma: 
         gemma.generate(ids, max_new_tokens=2, do_sample=False, **options)
 
 
+@pytest.mark.parametrize("kv_format", CODE_DTYPES)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss"])
+def test_greedy_tokens_over_codes(family: str, kv_format: KVFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(family)
+    with on_rounded_pages(monkeypatch, kv_format):
+        tokens, logprobs = with_logprobs(model)
+    with on_pages_alone(monkeypatch, kv_format):
+        found_tokens, found = with_logprobs(model)
+        batch = results_of_batch(model)
+    assert found_tokens == tokens
+    assert [result.generated_tokens for result in batch] == tokens
+    np.testing.assert_allclose(found, logprobs, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose([result.logprobs for result in batch], logprobs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_decoding_over_codes(way: str, gemma: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_rounded_pages(monkeypatch, "int8"):
+        expected = WAYS[way](gemma)
+    with on_pages_alone(monkeypatch, "int8"):
+        assert WAYS[way](gemma).tolist() == expected.tolist()
+
+
+def test_a_cache_of_codes_is_used_again_and_widened_under_a_mask_with_holes(
+    gemma: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_rounded_pages(monkeypatch, "int4"):
+        expected = turns(gemma, PagedCache(gemma.config)), with_holes(gemma)
+    with on_pages_alone(monkeypatch):  # a cache keeps its own format
+        found = turns(gemma, PagedCache(gemma.config, "int4"))
+    with paged_kv.transformers.enabled("int4"):
+        assert (found, with_holes(gemma)) == expected
+
+
+def test_pages_of_codes_take_fewer_bytes() -> None:
+    model, stored = make("Llama"), {None: 24 * 4, "int8": 24 + 4, "int4": 24 // 2 + 4}  # bytes of a head
+    prompt = torch.tensor([PROMPTS[5]])
+    batching = ContinuousBatchingConfig(num_blocks=140, max_batch_tokens=40, page_size=16)
+    for kv_format, head in stored.items():
+        cache = PagedCache(model.config, kv_format)
+        with paged_kv.transformers.enabled(kv_format):
+            model.generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False)
+            with model.continuous_batching_context_manager(continuous_batching_config=batching) as manager:
+                blocks = manager.batch_processor.cache
+        pages = cache.layers[0].k_pages
+        assert pages.nbytes == len(pages) * 32 * 2 * head
+        block = 3 * 2 * 16 * 2 * head  # layers, K and V, tokens, heads
+        assert 140 <= blocks.num_blocks <= 144
+        assert blocks.cache_tensor.nbytes == blocks.num_blocks * block + 2 * blocks.bytes_per_sector
+
+
+def test_codes_that_there_are_not_are_refused() -> None:
+    generate_of, model = transformers.GenerationMixin.generate, make("Qwen2")
+    before, ids = model.config._attn_implementation, torch.tensor([[5, 6, 7]])
+    with pytest.raises(ContractError, match="kv_format must be int8 or int4, not 'int2'"):
+        paged_kv.transformers.enable("int2")  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="kv_format must be int8 or int4, not 4"):
+        PagedCache(model.config, 4)  # type: ignore[arg-type]
+    assert transformers.GenerationMixin.generate is generate_of
+    with paged_kv.transformers.enabled("int4"):
+        for call in (lambda: model.generate(ids, max_new_tokens=2), lambda: generate_batch(model, [[5, 6, 7]])):
+            with pytest.raises(ShapeError, match=r"kv_format: head_dim must be .* 16 on for int4 codes, not 8"):
+                call()
+    assert model.config._attn_implementation == before
+    assert not switch._running
+
+
+def test_two_formats_at_once_are_refused() -> None:
+    model = make("Llama")
+    paged_kv.transformers.enable()
+    manager = model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=8))
+    paged_kv.transformers.enable("int8")
+    with pytest.raises(ContractError, match="kv_format is 'int8', and a call runs the model with None"):
+        generate_batch(model, [[5, 6, 7]])
+    manager.stop()
+    generate_batch(model, [[5, 6, 7]])
+    assert not switch._running
+
+
 def test_disable_puts_everything_back() -> None:
     def state() -> list[Any]:
         manager = ContinuousBatchingManager
-        return [transformers.GenerationMixin.generate, manager.switch_to_cb_friendly_attn, dict(ATTN_TYPE_TO_ALLOCATOR)]
+        allocators, cache = dict(ATTN_TYPE_TO_ALLOCATOR), continuous_api.PagedAttentionCache
+        return [transformers.GenerationMixin.generate, manager.switch_to_cb_friendly_attn, allocators, cache]
 
     before = state()
     paged_kv.transformers.enable()
@@ -300,6 +406,45 @@ def test_disable_puts_everything_back() -> None:
     paged_kv.transformers.disable()
     paged_kv.transformers.disable()
     assert state() == before
+
+
+def test_the_format_is_that_of_the_last_enable() -> None:
+    model = make("Llama")
+
+    def kv_format() -> Any:
+        return generate(model, [[5, 6]], return_dict_in_generate=True).past_key_values.kv_format
+
+    paged_kv.transformers.enable("int8")
+    assert kv_format() == "int8"
+    with paged_kv.transformers.enabled("int4"):
+        assert kv_format() == "int4"
+    assert kv_format() == "int8"
+    paged_kv.transformers.enable()
+    assert kv_format() is None
+    with paged_kv.transformers.enabled("int4"):
+        paged_kv.transformers.disable()
+    with paged_kv.transformers.enabled():
+        assert kv_format() is None
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["made enabled", "made disabled"])
+def test_a_kept_manager_runs_as_it_was_made(first: bool) -> None:
+    model = make("Llama")
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(num_blocks=8, page_size=16)
+
+    def run() -> list[Any]:
+        found = model.generate_batch(
+            [[5, 6]], generation_config=config, continuous_batching_config=batching, persistent_manager=True
+        )
+        return [result.error for result in found.values()]
+
+    for is_enabled in (first, not first):
+        paged_kv.transformers.enable() if is_enabled else paged_kv.transformers.disable()
+        errors = run()
+    assert "destroy_cached_continuous_batching_manager" in str(errors)
+    model.destroy_cached_continuous_batching_manager()
+    assert run() == [None]
 
 
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.utils import GenerationMixin
@@ -32,13 +33,13 @@ def state(model: Any) -> list[Any]:
     """All that is replaced. A hook that was being registered may stay, and does nothing."""
     modules = [module for module in model.modules() if "forward" in module.__dict__]
     replaced = GenerationMixin.generate, ContinuousBatchingManager.switch_to_cb_friendly_attn
-    kept = [*switch._originals, *switch._running, torch.get_num_threads()]
+    kept = [*switch._originals, *switch._running, torch.get_num_threads(), continuous_api.PagedAttentionCache]
     return [*replaced, dict(ATTN_TYPE_TO_ALLOCATOR), model.config._attn_implementation, modules, *kept]
 
 
 def use(model: Any) -> None:
-    with enabled(), switch._on_pages(model):
-        assert model.config._attn_implementation == switch.NAME
+    with enabled("int8"), switch._on_pages(model, "int8"):
+        assert model.config._attn_implementation == switch.NAMES["int8"]
         assert any("forward" in module.__dict__ for module in model.modules())
 
 

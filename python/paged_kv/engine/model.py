@@ -26,7 +26,7 @@ from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation
 from paged_kv.graphs.ops import cache_dtype
-from paged_kv.options import CODE_DTYPES, CacheRotation, KVFormat
+from paged_kv.options import CacheRotation, KVFormat, check_kv_format
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.forks import check_not_forked
@@ -76,8 +76,7 @@ class DecoderModel:
         self.page_size = page_size
         self.dtype = dtype
         self.kv_format = kv_format
-        if kv_format not in (None, *CODE_DTYPES):
-            raise ContractError(f"kv_format must be {' or '.join(CODE_DTYPES)}, not {shown(kv_format)}")
+        check_kv_format(kv_format)
         runtime = runtime or default_runtime()
         self._device = runtime.driver_device
         step = StepGraph.of(config, dtype, kv_format)

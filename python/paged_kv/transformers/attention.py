@@ -116,7 +116,7 @@ def attention_forward(
         return _attend(layer, step, query, scaling, window, softcap, s_aux), None
     if softcap is not None or s_aux is not None:
         raise ContractError("attention_mask: soft caps and sinks are computed under causal masks and windows alone")
-    keys, values = layer.dense(step)
+    keys, values = layer.dense(step, query.dtype)
     dense = attention_mask if mask is None else mask.dense
     return sdpa_attention_forward(module, query, keys, values, dense, scaling=scaling, **kwargs)[0], None
 
@@ -135,8 +135,8 @@ def _attend(
     assert layer.v_pages is not None
     q = query.transpose(1, 2).reshape(batch * new_tokens, heads, head_dim)
     attention = planned(
-        (heads, layer.k_pages.shape[2], head_dim, PAGE_SIZE),
-        (query.dtype, query.dtype),
+        (heads, layer.k_pages.shape[2], layer.k_pages.shape[3], PAGE_SIZE),
+        (query.dtype, layer.k_pages.dtype),
         (scaling, -1 if window is None else window - 1, softcap or 0.0, False),
     )
     o, _ = attention.over_tensors(step.rows, q, layer.k_pages, layer.v_pages, sinks)

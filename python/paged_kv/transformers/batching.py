@@ -7,38 +7,93 @@ pages, and not an index of every token, after which all requests attend as one r
 A sliding layer's pages are a ring: token p lies in slot `p % window`. After a decode row has stored its token, the ring
 holds its window and nothing else, in some order, which attention does not depend on. The rows of a longer prompt are
 computed before they are stored, over what the ring holds of the past and the new tokens.
+
+transformers has its pages in bytes, of which an allocator makes views: so they may hold codes, and every row attends to
+what codes stand for, those of the new tokens included. Letters in shapes: T new tokens, Hq query heads, Hk KV heads, D
+head dimension, S numbers of a head in a page: D, or what its codes and their scale take (`options.stored_head`).
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
 )
+from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from paged_kv.calls.ragged import RaggedRequests, TokenRanges
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import LookupTable, Rows
-from paged_kv.options import NO_PAGE
-from paged_kv.torch import TensorAttention, planned
-from paged_kv.transformers.served import NAME
+from paged_kv.errors import ContractError
+from paged_kv.options import FORMATS, NO_PAGE, KVFormat, stored_dtype, stored_head
+from paged_kv.torch import TensorAttention, planned, quantised
+from paged_kv.transformers.served import NAMES, format_of
 
 _STEP = "_paged_kv_step"
 """The attribute of a step's indices by which its layers find what they share."""
 
 
-class PagedFullAllocator(FullAttentionCacheAllocator):  # type: ignore[misc] # transformers has no types
-    """transformers' pages of full attention; for models on this package, what is read are page ids."""
+class PagedBlocks(PagedAttentionCache):  # type: ignore[misc] # transformers has no types
+    """transformers' cache of `generate_batch`: where pages hold codes, `num_blocks` still counts blocks of `page_size`
+    tokens, for which transformers takes what the model's dtype takes.
+    """
 
-    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
-        super().__init__(*args, config=config, **kwargs)
-        self.on_pages = config._attn_implementation == NAME
+    def __init__(self, config: Any, continuous_batching_config: Any, *args: Any, dtype: Any, **kwargs: Any) -> None:
+        kv_format, given = format_of(config), continuous_batching_config
+        if kv_format is None:
+            super().__init__(config, given, *args, dtype=dtype, **kwargs)
+            return
+        sizes = find_num_key_value_heads(config), find_head_dim(config)
+        counted, stored = (
+            PagedFullAllocator.get_bytes_per_page(*sizes, kind, given.page_size)
+            for kind in (dtype, _dtype_of(kv_format, dtype))
+        )
+        if given.num_blocks is not None:
+            given = copy.copy(given)
+            given.num_blocks = -(-given.num_blocks * stored // counted)
+        super().__init__(config, given, *args, dtype=dtype, **kwargs)
+        self.num_blocks = self.num_sectors * self.bytes_per_sector // (config.num_hidden_layers * stored)
+
+
+class _OnPages(FullAttentionCacheAllocator):  # type: ignore[misc]
+    """What the allocators of both kinds of layers have of this package."""
+
+    def __init__(self, *args: Any, config: Any, cache_dtype: Any, **kwargs: Any) -> None:
+        self.kv_format = format_of(config)
+        super().__init__(*args, config=config, cache_dtype=_dtype_of(self.kv_format, cache_dtype), **kwargs)
+        self.head_dim: int = stored_head(self.kv_format or "", find_head_dim(config))
+        self.on_pages = config._attn_implementation in NAMES.values()
+
+    @classmethod
+    def get_bytes_per_page(cls, num_key_value_heads: int, head_dim: int, cache_dtype: Any, page_size: int) -> int:
+        """Of K and V of one layer, codes with their scales where the dtype is that of codes."""
+        codes = FORMATS.get(str(cache_dtype).removeprefix("torch."), "")
+        found: int = super().get_bytes_per_page(
+            num_key_value_heads, stored_head(codes, head_dim), cache_dtype, page_size
+        )
+        return found
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """What transformers' own attention calls, which knows nothing of page ids.
+
+        Raises:
+            ContractError: the manager was made while this package was enabled, and runs while it is not.
+        """
+        if self.on_pages:
+            raise ContractError(_KEPT)
+        return super().update(*args, **kwargs)
+
+
+class PagedFullAllocator(_OnPages):
+    """transformers' pages of full attention; for models on this package, what is read are page ids."""
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """The page ids of a request's tokens."""
@@ -47,12 +102,8 @@ class PagedFullAllocator(FullAttentionCacheAllocator):  # type: ignore[misc] # t
         return self.block_table[request_id][: -(-(past_length + query_length) // self.tokens_per_page)]
 
 
-class PagedSlidingAllocator(SlidingAttentionCacheAllocator):  # type: ignore[misc]
+class PagedSlidingAllocator(_OnPages, SlidingAttentionCacheAllocator):  # type: ignore[misc]
     """transformers' ring of pages; for models on this package, what is read by a decode row are page ids."""
-
-    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
-        super().__init__(*args, config=config, **kwargs)
-        self.on_pages = config._attn_implementation == NAME
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """The page ids of a decode row's window; of several rows the slots of the past tokens that they see."""
@@ -101,10 +152,12 @@ def attend_batch(
     """Stores the new K and V `[1, Hk, T, D]` of all requests, and attends: query `[1, Hq, T, D]`, `[1, T, Hq, D]`.
 
     Raises:
-        ContractError: a value is out of range.
+        ContractError: a value is out of range; or the cache was made while this package was not enabled.
     """
     layer = module.layer_idx
     allocator = cache.layer_to_allocator[layer]
+    if not isinstance(allocator, _OnPages) or not allocator.on_pages:
+        raise ContractError(_KEPT)
     window = getattr(allocator, "sliding_window", None)
     read, write = (given[name][allocator.index] for name in ("read_index", "write_index"))
     step: _Step | None = getattr(write, _STEP, None)
@@ -113,15 +166,19 @@ def attend_batch(
         step = _plan(given["cu_seq_lens_q"].numpy(), lengths, read, allocator.tokens_per_page, window)
         setattr(write, _STEP, step)
 
-    heads, head_dim = query.shape[1], query.shape[3]
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, H, D]
+    if allocator.kv_format is not None:
+        k, v = quantised(allocator.kv_format, k, v)  # [T, Hk, S]
 
     def attention(page_size: int | None, window_left: int) -> TensorAttention:
-        sizes = (heads, k.shape[1], head_dim, page_size)
+        sizes = (query.shape[1], k.shape[1], k.shape[2], page_size)
         return planned(sizes, (q.dtype, k.dtype), (scaling, window_left, softcap or 0.0, False))
 
     def over_tokens(rows: Rows, some_q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        plan = attention(None, -1 if window is None else window - 1)
+        left = -1 if window is None else window - 1
+        if allocator.kv_format is not None:
+            return attention(allocator.tokens_per_page, left).over_codes(rows, some_q, *kv, sinks)
+        plan = attention(None, left)
         o: Tensor = plan.over_tokens(rows, some_q, kv, "NHD", _NO_SCALES, Results(), sinks=sinks)
         return o
 
@@ -185,7 +242,7 @@ def _plan(offsets: Any, lengths: Any, read: Tensor, page_size: int, window: int 
 
 
 def _pages_of(allocator: Any, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V of a layer, `[blocks, page, Hk, D]`: views of the tensor that all layers of its kind share."""
+    """K and V of a layer, `[blocks, page, Hk, S]`: views of the tensor that all layers of its kind share."""
     tokens, _, heads, head_dim = allocator.cache_tensor.shape
     pages = allocator.cache_tensor.view(
         tokens // allocator.tokens_per_block, allocator.pages_per_block, 2, allocator.tokens_per_page, heads, head_dim
@@ -194,4 +251,13 @@ def _pages_of(allocator: Any, layer: int) -> tuple[Tensor, Tensor]:
     return pages[:, at, 0], pages[:, at, 1]
 
 
+def _dtype_of(kv_format: KVFormat | None, dtype: Any) -> Any:
+    """Of the pages, where that of the model is `dtype`."""
+    return dtype if kv_format is None else getattr(torch, stored_dtype(kv_format))
+
+
 _NO_SCALES = (None, None, None)
+_KEPT = (
+    "generate_batch: a manager that was kept (persistent_manager=True) runs as it was made, with paged_kv.transformers"
+    " enabled or without: call model.destroy_cached_continuous_batching_manager()"
+)

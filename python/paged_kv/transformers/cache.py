@@ -3,7 +3,8 @@
 A page is shared by several sequences after a beam search has reordered them, and copied when one of them writes to it.
 Left padding is not stored: a sequence's tokens begin with its first real one.
 
-Letters in shapes: B sequences, T new tokens of each, P tokens of a page, Hk KV heads, D head dimension.
+Letters in shapes: B sequences, T new tokens of each, P tokens of a page, Hk KV heads, D head dimension, S numbers of a
+head in a page: D, or what its codes and their scale take (`options.stored_head`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.continuous_batching.utils import find_head_dim
 
 from paged_kv.calls.rows import LookupTable, Rows
 from paged_kv.errors import ContractError, ShapeError
-from paged_kv.options import NO_PAGE
+from paged_kv.options import NO_PAGE, KVFormat, check_kv_format, stored_head
+from paged_kv.torch import quantised, widened
 
 PAGE_SIZE = 32
 LAYER = "_paged_kv_layer"
@@ -49,6 +52,21 @@ class Step:
     """Pages that are copied before, from and to."""
 
 
+def check_codes(config: Any, kv_format: Any) -> None:
+    """Refuses codes that there are not, and codes that a model's heads cannot be; None is no codes.
+
+    Raises:
+        ContractError: `kv_format` is unknown.
+        ShapeError: the model's head_dim is no multiple of 8, or of int4 below 16.
+    """
+    check_kv_format(kv_format)
+    if kv_format is not None:
+        try:
+            stored_head(kv_format, find_head_dim(config))
+        except ShapeError as error:
+            raise ShapeError(f"kv_format: {error}") from None
+
+
 class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
     """A `Cache` of transformers whose layers are pages; `generate` makes one where none is given.
 
@@ -57,9 +75,17 @@ class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
 
     Args:
         config: Of the model.
+        kv_format: "int8" or "int4": pages hold K and V as codes with a scale a token and KV head, and all that attends
+            sees what they stand for, a prompt's own tokens included. None: pages in the dtype of K and V.
+
+    Raises:
+        ContractError: `kv_format` is unknown.
+        ShapeError: the model's head_dim is no multiple of 8, or of int4 below 16.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, kv_format: KVFormat | None = None) -> None:
+        check_codes(config, kv_format)
+        self.kv_format = kv_format
         self.table = PageTables()
         self._step: Step | None = None
         super().__init__(layers=[PagedLayer(self) for _ in range(config.num_hidden_layers)])
@@ -228,7 +254,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         self._cache = cache
         self._seen = 0
         self._new: tuple[Tensor, Tensor] | None = None
-        self.k_pages: Tensor | None = None
+        self.k_pages: Tensor | None = None  # [pages, P, Hk, S]
         self.v_pages: Tensor | None = None
         self.is_initialized = True
 
@@ -252,19 +278,21 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         (keys, values), self._new = self._new, None
         batch, heads, new_tokens, head_dim = keys.shape
         step = self._cache.step(self._seen, new_tokens, batch, padding)
-        k_pages, v_pages = self._pages(keys)
+        k_rows, v_rows = (x.transpose(1, 2).reshape(batch * new_tokens, heads, head_dim) for x in (keys, values))
+        if step.stored is not None:
+            k_rows, v_rows = k_rows[step.stored], v_rows[step.stored]
+        if self._cache.kv_format is not None:
+            k_rows, v_rows = quantised(self._cache.kv_format, k_rows, v_rows)
+        k_pages, v_pages = self._pages(k_rows)
         for source, target in step.copies:
             k_pages[target], v_pages[target] = k_pages[source], v_pages[source]
-        for pages, states in ((k_pages, keys), (v_pages, values)):
-            rows = states.transpose(1, 2).reshape(batch * new_tokens, heads, head_dim)
-            if step.stored is not None:
-                rows = rows[step.stored]
-            pages.view(-1, heads, head_dim).index_copy_(0, step.slots, rows)
+        for pages, rows in ((k_pages, k_rows), (v_pages, v_rows)):
+            pages.view(-1, *rows.shape[1:]).index_copy_(0, step.slots, rows)
         self._seen += new_tokens
         return step
 
-    def dense(self, step: Step) -> tuple[Tensor, Tensor]:
-        """K and V of all tokens, `[B, Hk, tokens, D]`: zeros for padding."""
+    def dense(self, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V of all tokens in a dtype, `[B, Hk, tokens, D]`: zeros for padding."""
         assert self.k_pages is not None
         assert self.v_pages is not None
         table = self._cache.table
@@ -272,11 +300,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         at = np.maximum(positions, 0)
         slots = np.take_along_axis(table.entries, at // PAGE_SIZE, 1) * PAGE_SIZE + at % PAGE_SIZE
         real = torch.from_numpy(positions >= 0)[:, :, None, None]
-        found = []
-        for pages in (self.k_pages, self.v_pages):
-            rows = pages.view(-1, *pages.shape[2:])[torch.from_numpy(slots)]  # [B, tokens, Hk, D]
-            found.append(torch.where(real, rows, 0).transpose(1, 2))  # unused slots may hold anything
-        return found[0], found[1]
+        chosen = torch.from_numpy(slots.reshape(-1))
+        k, v = (pages.view(-1, *pages.shape[2:])[chosen] for pages in (self.k_pages, self.v_pages))  # [N, Hk, S]
+        if self._cache.kv_format is not None:
+            k, v = widened(self._cache.kv_format, k, v)
+        k, v = (x.view(*slots.shape, *x.shape[1:]).to(dtype) for x in (k, v))  # [B, tokens, Hk, D]
+        k, v = (torch.where(real, x, 0).transpose(1, 2) for x in (k, v))  # unused slots may hold anything
+        return k, v
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Tokens that a mask is for, and the first of them: all."""
@@ -298,12 +328,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         """Forgets all tokens."""
         self._seen, self._new = 0, None
 
-    def _pages(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The tensors of pages, as many as the table has."""
-        count, (heads, head_dim) = self._cache.table.num_pages, (keys.shape[1], keys.shape[3])
+    def _pages(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The tensors of pages for rows `[N, Hk, S]`, as many as the table has."""
+        count = self._cache.table.num_pages
         if self.k_pages is None or self.v_pages is None or len(self.k_pages) < count:
-            shape = (count, PAGE_SIZE, heads, head_dim)
-            self.k_pages, self.v_pages = _longer(self.k_pages, shape, keys), _longer(self.v_pages, shape, keys)
+            shape = (count, PAGE_SIZE, *rows.shape[1:])
+            self.k_pages, self.v_pages = _longer(self.k_pages, shape, rows), _longer(self.v_pages, shape, rows)
         return self.k_pages, self.v_pages
 
 

@@ -9,17 +9,24 @@ import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.continuous_batching.utils import find_head_dim
 
-from paged_kv.options import Q_DTYPES, is_head_dim
+from paged_kv.options import CODE_DTYPES, Q_DTYPES, KVFormat, is_head_dim
 from paged_kv.transformers.cache import PagedCache
 
 NAME = "paged_kv"
-"""What transformers calls this attention: `config._attn_implementation`."""
+NAMES: dict[KVFormat | None, str] = {None: NAME} | {codes: f"{NAME}_{codes}" for codes in CODE_DTYPES}
+"""What transformers calls this attention, by the codes that pages hold: `config._attn_implementation`. Allocators of
+`generate_batch` know no more of a call than its model's config."""
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
-_REPLACED = ("eager", "sdpa", NAME)
+_REPLACED = ("eager", "sdpa", *NAMES.values())
 """A model that was told to use another attention keeps it."""
 
 _warned: set[tuple[str, str]] = set()
+
+
+def format_of(config: Any) -> KVFormat | None:
+    """The codes of a model that runs on pages; None where pages hold its dtype, or it does not run on pages."""
+    return next((codes for codes, name in NAMES.items() if name == config._attn_implementation), None)
 
 
 def why_not(model: Any) -> str | None:
