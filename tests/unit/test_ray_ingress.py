@@ -179,20 +179,40 @@ class Running(Fleet):
                 self.running[name] -= 1
 
 
-@pytest.mark.parametrize("dies_at", [0, 5])
-def test_a_poisoned_request_takes_no_others_with_it_and_ends_no_more_replicas_than_it_may(dies_at):
+@pytest.mark.parametrize(("dies_at", "tokens", "poisons"), [(0, 6, 1), (5, 6, 1), (0, 200, 2), (5, 200, 2)])
+def test_a_poisoned_request_takes_no_others_with_it_and_ends_no_more_replicas_than_it_may(dies_at, tokens, poisons):
+    """Nor those that had their turn and still run on when it comes to its own."""
     fleet, suspects = Running(2, dies_at), Suspects()
-    jobs = [replace(JOB, tokens=(number,)) for number in (*range(20), 666, *range(20, 40))]
+    jobs = [
+        replace(JOB, tokens=(number,), sampling=Sampling(tokens, seed=1))
+        for number in (*range(20), *[666] * poisons, *range(20, 40))
+    ]
 
     async def run():
-        return await asyncio.gather(*(one(fleet, job=job, suspects=suspects) for job in jobs), return_exceptions=True)
+        clock = Clock(1000)
+        tasks = (one(fleet, job=job, suspects=suspects, clock=clock) for job in jobs)
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     for job, found in zip(jobs, instantly(run()), strict=True):
         if job.tokens == (666,):
             assert "3 replicas were lost" in str(found)
         else:
             assert found == pieces_of(job)
-    assert fleet.made - 2 == 3
+    assert fleet.made - 2 == 3 * poisons
+
+
+def test_a_request_that_gets_further_each_time_ends_one_replica_more_and_no_others():
+    class Later(Fleet):
+        async def start(self, job):
+            self.started += 1
+            for piece in pieces_of(job)[: 100 * self.started]:
+                yield [piece]
+            raise Died
+
+    fleet = Later()
+    with pytest.raises(Lost, match="4 replicas were lost"):
+        collected(fleet, job=replace(JOB, sampling=Sampling(1000, seed=1)))
+    assert fleet.started == 4
 
 
 def test_a_step_that_raises_is_tried_on_another_replica():
