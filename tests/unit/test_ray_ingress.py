@@ -38,6 +38,10 @@ class Full(Exception):
     pass
 
 
+class Down(Exception):
+    pass
+
+
 JOB = Job((1, 2, 3), Sampling(6, seed=1), 2)
 
 
@@ -343,7 +347,7 @@ def test_messages_that_are_none_are_refused(reader, messages):
         read(reader, is_chat=True, messages=messages)
 
 
-def ask(reader, fleet, body, path="/v1/completions", **options):
+def ask(reader, fleet, body, path="/v1/completions"):
     """Status, headers and body of a request to the ingress behind its door."""
     sent = []
 
@@ -353,7 +357,7 @@ def ask(reader, fleet, body, path="/v1/completions", **options):
     async def send(message):
         sent.append(message)
 
-    replicas = Replicas(fleet.start, (Died,), (Full,), **options)
+    replicas = Replicas(fleet.start, (Died,), (Full,), (Down,))
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     asyncio.run(Application(reader, replicas)(scope, receive, send))
     headers = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
@@ -405,9 +409,11 @@ def test_a_chat_answers_as_openai_does(reader):
 
 
 def test_errors_have_openais_shape_and_say_whether_to_ask_again(reader):
-    status, headers, body = ask(reader, Fleet((0, Full())), BODY, retry_after=7)
-    assert (status, headers["retry-after"]) == (429, "7")
+    status, headers, body = ask(reader, Fleet((0, Full())), BODY)
+    assert (status, headers["retry-after"]) == (429, "1")
     assert json.loads(body)["error"]["type"] == "rate_limit_error"
+    status, _, body = ask(reader, Fleet((0, Down())), BODY)
+    assert (status, "No engine could start" in body.decode()) == (503, True)
     status, headers, body = ask(reader, Fleet(*[(0, Died())] * 3), BODY)
     assert (status, headers["x-should-retry"]) == (500, "false")
     status, headers, body = ask(reader, Fleet((0, ZeroDivisionError("secret"))), BODY)
