@@ -8,16 +8,20 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import ray
+import ray.data
+from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.data._internal.execution.streaming_executor import StreamingExecutor
 
 from paged_kv.engine import Engine, Sampling
 from paged_kv.errors import ContractError
 from paged_kv.ray import generate
-from paged_kv.ray.batches import ALONE, TOGETHER
+from paged_kv.ray.batches import ALONE, STARTS, TOGETHER, Work, write
 from paged_kv.ray.replica import Model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve" / "offline.py"
@@ -118,6 +122,77 @@ def test_each_row_once_though_engines_are_killed_and_the_same_as_without(tmp_pat
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ContractError, match="row 0 says something else"):
         generate(source, "demo", tmp_path / "killed")
+
+
+class Tasks(ExecutionCallback):
+    """Notes how many tasks each operator of an execution had."""
+
+    noted: ClassVar[list[dict[str, int]]] = []
+
+    def after_execution_succeeds(self, executor: StreamingExecutor) -> None:
+        self.noted.append({each.name: each.metrics.num_tasks_submitted for each in executor._topology})
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_that_is_resumed_has_no_tasks_but_those_of_the_batches_that_are_left(tmp_path, monkeypatch):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    context = ray.data.DataContext.get_current()
+    monkeypatch.setattr(context, "custom_execution_callback_classes", [Tasks])
+    rows = [{"id": f"{number:04}", "prompt": str(number), "max_tokens": 1} for number in range(2040)]
+    (tmp_path / "in").mkdir()
+    for part in range(10):  # 204 rows each
+        text = "".join(json.dumps(row) + "\n" for row in rows[part::10])
+        (tmp_path / "in" / f"{part}.jsonl").write_text(text)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    work = Work(Model("demo"), str(folder), "json", Sampling(), 0, "id", "prompt")
+    work.enter()
+    for at in range(0, 2000, 16):
+        some = rows[at : at + 16]
+        done = {"text": "", "tokens": [], "finish": "length", "error": None}
+        write(work.file_of(some), [done | {"id": row["id"], "row": work.digest_of(row)} for row in some])
+    again = generate(tmp_path / "in", "demo", folder, batch_size=16)
+    assert (again.rows, again.failed, again.found) == (40, 0, 2000)
+    assert Tasks.noted == [{"Input": 0, "MapBatches(Worker)": 3}]
+    assert len(list(folder.glob("part-*"))) == 125 + 3
+    assert sorted(rows_of(folder)) == [row["id"] for row in rows]
+    assert generate(tmp_path / "in", "demo", folder, batch_size=16).found == 2040
+    assert len(Tasks.noted) == 1
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_dataset_of_ray_data_is_resumed(tmp_path):
+    rows = [{"id": number, "prompt": f"And {number}", "max_tokens": 1} for number in range(40)]
+    for count, found in ((24, 0), (40, 24), (40, 40)):
+        done = generate(ray.data.from_items(rows[:count]), "demo", tmp_path / "out", batch_size=16)
+        assert (done.rows, done.failed, done.found) == (count - found, 0, found)
+    assert sorted(rows_of(tmp_path / "out")) == list(range(40))
+    rows[3]["prompt"] = "Another one"
+    with pytest.raises(ContractError, match="row 3 says something else"):
+        generate(ray.data.from_items(rows), "demo", tmp_path / "out")
+
+
+@dataclass(frozen=True)
+class Heavy(Model):
+    """Its engines are killed while they load, as the system does where memory ends."""
+
+    starts: str = ""
+    """A folder that gets a file for each."""
+
+    def engine(self) -> Engine:
+        (Path(self.starts) / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_engine_that_is_killed_while_it_loads_is_not_started_for_ever(tmp_path):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    (tmp_path / "starts").mkdir()
+    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt": "And"}\n')
+    with pytest.raises(ray.exceptions.RayError, match="an engine was ended 3 times while it loaded demo"):
+        generate(tmp_path / "in.jsonl", Heavy("demo", starts=str(tmp_path / "starts")), tmp_path / "out")
+    assert len(list((tmp_path / "starts").iterdir())) == STARTS
 
 
 @pytest.mark.usefixtures("cluster")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from paged_kv.engine import Engine, Sampling
-from paged_kv.errors import ContractError
-from paged_kv.ray.batches import ALONE, TOGETHER, Work, compute, finish, seed_of, written
+from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.ray.batches import ALONE, TOGETHER, Work, compute, finish, left, rows_of, seed_of, written
 from paged_kv.ray.replica import Model
 from support.engine_runs import Letters
 from support.fake_model import VOCAB, FakeModel
@@ -90,6 +90,43 @@ def test_a_row_is_known_by_all_that_it_says_and_a_folder_by_its_run(tmp_path):
     finish(engine(), mine, ROWS[:1])
     with pytest.raises(ContractError, match=r"no \.run\.json"):
         mine.enter()
+
+
+def test_rows_are_read_as_they_are_written_and_without_columns_that_say_nothing(tmp_path):
+    rows = [
+        {"id": "007", "prompt": "12", "seed": (1 << 62) + 1},
+        {"id": 7, "prompt": [3, 4], "max_tokens": None},
+        {"id": "2026-11-24", "prompt": "", "temperature": 1},
+    ]
+    (tmp_path / "in").mkdir()
+    lines = [json.dumps(row | {"more": "x" * 99}) + "\n" for row in rows]
+    (tmp_path / "in" / "a.jsonl").write_text(lines[0] + "\n" + lines[1])
+    (tmp_path / "in" / "b.json").write_text(lines[2])
+    mine = work(tmp_path)
+    assert list(rows_of(tmp_path / "in", mine)) == rows
+    (tmp_path / "in" / "b.json").write_text("[1]\n")
+    for file, text, reason in (
+        ("b.json", "[1]\n", "line 1: is no JSON object"),
+        ("b.json", lines[0] + "{half", "line 2: is no JSON object"),
+        ("b.json", '{"prompt": "x"}', "line 1: has no column 'id'; it has prompt"),
+        ("c.txt", "x", "no file or folder of JSON lines"),
+    ):
+        (tmp_path / "in" / file).write_text(text)
+        with pytest.raises(ContractError, match=reason):
+            list(rows_of(tmp_path / "in", mine))
+
+
+def test_what_is_left_are_the_rows_that_are_not_written_and_say_what_they_said(tmp_path):
+    mine = work(tmp_path)
+    finish(engine(), mine, ROWS[:20])
+    found = written(tmp_path)
+    assert list(left(mine, found, ROWS)) == ROWS[20:]
+    assert list(left(mine, {}, ROWS)) == ROWS
+    with pytest.raises(ContractError, match="row 3 says something else"):
+        list(left(mine, found, [ROWS[0], ROWS[3] | {"max_tokens": 1}]))
+    for wrong in (None, [1], 1.5):
+        with pytest.raises(ContractTypeError, match="id must be an integer or a text"):
+            list(left(mine, found, [ROWS[0] | {"id": wrong}]))
 
 
 class Killed(BaseException):

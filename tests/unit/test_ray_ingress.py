@@ -38,6 +38,10 @@ class Full(Exception):
     pass
 
 
+class Down(Exception):
+    pass
+
+
 JOB = Job((1, 2, 3), Sampling(6, seed=1), 2)
 
 
@@ -179,20 +183,40 @@ class Running(Fleet):
                 self.running[name] -= 1
 
 
-@pytest.mark.parametrize("dies_at", [0, 5])
-def test_a_poisoned_request_takes_no_others_with_it_and_ends_no_more_replicas_than_it_may(dies_at):
+@pytest.mark.parametrize(("dies_at", "tokens", "poisons"), [(0, 6, 1), (5, 6, 1), (0, 200, 2), (5, 200, 2)])
+def test_a_poisoned_request_takes_no_others_with_it_and_ends_no_more_replicas_than_it_may(dies_at, tokens, poisons):
+    """Nor those that had their turn and still run on when it comes to its own."""
     fleet, suspects = Running(2, dies_at), Suspects()
-    jobs = [replace(JOB, tokens=(number,)) for number in (*range(20), 666, *range(20, 40))]
+    jobs = [
+        replace(JOB, tokens=(number,), sampling=Sampling(tokens, seed=1))
+        for number in (*range(20), *[666] * poisons, *range(20, 40))
+    ]
 
     async def run():
-        return await asyncio.gather(*(one(fleet, job=job, suspects=suspects) for job in jobs), return_exceptions=True)
+        clock = Clock(1000)
+        tasks = (one(fleet, job=job, suspects=suspects, clock=clock) for job in jobs)
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     for job, found in zip(jobs, instantly(run()), strict=True):
         if job.tokens == (666,):
             assert "3 replicas were lost" in str(found)
         else:
             assert found == pieces_of(job)
-    assert fleet.made - 2 == 3
+    assert fleet.made - 2 == 3 * poisons
+
+
+def test_a_request_that_gets_further_each_time_ends_one_replica_more_and_no_others():
+    class Later(Fleet):
+        async def start(self, job):
+            self.started += 1
+            for piece in pieces_of(job)[: 100 * self.started]:
+                yield [piece]
+            raise Died
+
+    fleet = Later()
+    with pytest.raises(Lost, match="4 replicas were lost"):
+        collected(fleet, job=replace(JOB, sampling=Sampling(1000, seed=1)))
+    assert fleet.started == 4
 
 
 def test_a_step_that_raises_is_tried_on_another_replica():
@@ -323,7 +347,7 @@ def test_messages_that_are_none_are_refused(reader, messages):
         read(reader, is_chat=True, messages=messages)
 
 
-def ask(reader, fleet, body, path="/v1/completions", **options):
+def ask(reader, fleet, body, path="/v1/completions"):
     """Status, headers and body of a request to the ingress behind its door."""
     sent = []
 
@@ -333,7 +357,7 @@ def ask(reader, fleet, body, path="/v1/completions", **options):
     async def send(message):
         sent.append(message)
 
-    replicas = Replicas(fleet.start, (Died,), (Full,), **options)
+    replicas = Replicas(fleet.start, (Died,), (Full,), (Down,))
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     asyncio.run(Application(reader, replicas)(scope, receive, send))
     headers = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
@@ -385,9 +409,11 @@ def test_a_chat_answers_as_openai_does(reader):
 
 
 def test_errors_have_openais_shape_and_say_whether_to_ask_again(reader):
-    status, headers, body = ask(reader, Fleet((0, Full())), BODY, retry_after=7)
-    assert (status, headers["retry-after"]) == (429, "7")
+    status, headers, body = ask(reader, Fleet((0, Full())), BODY)
+    assert (status, headers["retry-after"]) == (429, "1")
     assert json.loads(body)["error"]["type"] == "rate_limit_error"
+    status, _, body = ask(reader, Fleet((0, Down())), BODY)
+    assert (status, "No engine could start" in body.decode()) == (503, True)
     status, headers, body = ask(reader, Fleet(*[(0, Died())] * 3), BODY)
     assert (status, headers["x-should-retry"]) == (500, "false")
     status, headers, body = ask(reader, Fleet((0, ZeroDivisionError("secret"))), BODY)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 from ray import exceptions, serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
-from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from paged_kv.errors import ContractError
@@ -19,6 +19,7 @@ from paged_kv.ray.ingress import Application, Replicas
 from paged_kv.ray.prefixes import SLACK
 from paged_kv.ray.protocol import Reader
 from paged_kv.ray.replica import Model, Replica
+from paged_kv.ray.router import LoadRouter, PrefixRouter, RoundRobinRouter
 from paged_kv.ray.streams import Job, Piece
 from paged_kv.serve.door import LOOPBACK, Door, Rules
 
@@ -31,11 +32,7 @@ LOST = (
 )
 """What Ray raises where the process of a replica, or its machine, is gone."""
 
-ROUTERS = {
-    "prefix": "paged_kv.ray.router.PrefixRouter",
-    "round_robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
-    "load": "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter",
-}
+ROUTERS = {"prefix": PrefixRouter, "round_robin": RoundRobinRouter, "load": LoadRouter}
 
 
 def _known(autoscaling: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +65,8 @@ class Arguments(BaseModel):
     """Requests that a replica computes or keeps in its engine's queue."""
     max_queued: PositiveInt = 128
     """Requests that wait in an ingress until a replica takes them; the next one gets 429."""
+    start_attempts: PositiveInt = 3
+    """Starts of engines that fail, none that succeeds, until the deployment is DEPLOY_FAILED; 3 a replica at most."""
     retries: NonNegativeInt = 2
     """How often a request is computed again whose replica died or failed."""
     stall_seconds: PositiveFloat = 120
@@ -107,7 +106,8 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Any:
         given, model = self._arguments, self._arguments.each
         reader = Reader(model.folder, given.name or given.model, model.num_pages * model.page_size)
-        ways = Replicas(self._start, LOST, (BackPressureError,), given.retries, given.stall_seconds)
+        full, down = (BackPressureError,), (DeploymentUnavailableError,)
+        ways = Replicas(self._start, LOST, full, down, given.retries, given.stall_seconds)
         rules = Rules(
             _key(given.api_key_file),
             LOOPBACK | {name.lower() for name in given.allowed_hosts},
@@ -165,6 +165,7 @@ def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
         graceful_shutdown_timeout_s=given.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
+        max_constructor_retry_count=given.start_attempts,
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTERS[given.router], request_router_kwargs=kwargs
         ),
@@ -179,5 +180,6 @@ def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
         graceful_shutdown_timeout_s=given.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=1,
+        max_constructor_retry_count=given.start_attempts,
     )
     return ingress.bind(given, replica.bind(given))

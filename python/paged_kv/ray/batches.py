@@ -1,4 +1,4 @@
-"""A batch of offline rows: how it is computed, and the file that holds its results. It knows nothing of Ray.
+"""Offline rows: how they are read, how a batch of them is computed, and the file that holds its results. Without Ray.
 
 A batch is one file, which its engine writes whole or not at all and whose name is a digest of its rows: a batch that is
 computed twice, because an engine died after it had written, gives the same file. What a run finds written it leaves
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from paged_kv.arguments import shown
 from paged_kv.engine import Engine, Sampling
-from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.errors import ContractError, ContractTypeError, PagedKVError
 from paged_kv.ray.replica import DEMO, Model
 
 Format = Literal["json", "parquet"]
@@ -31,6 +31,8 @@ OPTIONS = tuple(_KINDS)
 """Columns that say for a row what `sampling` says for all; a null leaves it."""
 TOGETHER, ALONE = 2, 2
 """Engines that a batch may end before its rows are computed one by one, and then a row before it is given up."""
+STARTS = 3
+"""How often one engine may be ended while it loads; Ray alone would start it for ever."""
 _RUN = ".run.json"
 
 
@@ -62,6 +64,17 @@ class Work:
         """Where the results of a batch go."""
         digest = blake2b("".join(map(self.digest_of, rows)).encode(), digest_size=12).hexdigest()
         return Path(self.folder) / f"part-{digest}{SUFFIXES[self.format]}"
+
+    def columns(self, names: Collection[str], where: str) -> list[str]:
+        """Those that say something.
+
+        Raises:
+            ContractError: there is no id or no prompt.
+        """
+        for name in (self.id_column, self.prompt_column):
+            if name not in names:
+                raise ContractError(f"dataset {where}: has no column {name!r}; it has {', '.join(names)}")
+        return [name for name in names if name in {self.id_column, self.prompt_column, *OPTIONS}]
 
     def enter(self) -> None:
         """Begins or resumes a run in its folder.
@@ -109,6 +122,62 @@ def seed_of(seed: int, row_id: Any) -> int:
     return int.from_bytes(blake2b(json.dumps([seed, row_id]).encode(), digest_size=8).digest(), "little") >> 1
 
 
+def rows_of(path: Path, work: Work) -> Iterator[dict[str, Any]]:
+    """The rows of a file or folder of JSON lines or Parquet, with the columns that say something.
+
+    Raises:
+        ContractError: there is no such file, a line is no JSON object, a row has no id or no prompt.
+    """
+    files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.is_file())
+    kinds = {file.suffix for file in files}
+    if kinds != {".parquet"} and not (kinds and kinds <= {".jsonl", ".json"}):
+        raise ContractError(f"dataset {path}: is no file or folder of JSON lines or Parquet")
+    for file in files:
+        yield from _parquet(file, work) if file.suffix == ".parquet" else _lines(file, work)
+
+
+def _lines(file: Path, work: Work) -> Iterator[dict[str, Any]]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise ContractError(f"dataset {file}, line {number}: is no JSON object")
+            yield {name: row[name] for name in work.columns(row, f"{file}, line {number}")}
+
+
+def _parquet(file: Path, work: Work) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as source:
+        columns = work.columns(source.schema_arrow.names, str(file))
+        for batch in source.iter_batches(1024, columns=columns):
+            yield from batch.to_pylist()
+
+
+def left(work: Work, found: Mapping[Any, str], rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows that are not written.
+
+    Raises:
+        ContractTypeError, ContractError: an id is neither an integer nor a text; a row is written, and said something
+            else then.
+    """
+    for row in rows:
+        name = row[work.id_column]
+        if not isinstance(name, int | str):
+            raise ContractTypeError(f"dataset: {work.id_column} must be an integer or a text, not {shown(name)}")
+        if name not in found:
+            yield row
+        elif found[name] != work.digest_of(row):
+            raise ContractError(
+                f"dataset: row {shown(name)} says something else than that whose result is in {work.folder}"
+            )
+
+
 def written(folder: Path) -> dict[Any, str]:
     """The ids whose results are in a folder, each with the digest of its row."""
     return {result["id"]: result["row"] for file in sorted(folder.glob("part-*")) for result in _read(file)}
@@ -128,7 +197,7 @@ def finish(engine: Engine, work: Work, rows: Sequence[Mapping[str, Any]]) -> lis
     """Computes a batch and writes its file, unless an engine that died later has done so; which rows failed."""
     file = work.file_of(rows)
     if not file.exists():
-        tries = _Tries(file)
+        tries = Tries(file)
         if tries.open("batch") < TOGETHER:
             tries.begin("batch")
             results = compute(engine, work, rows)
@@ -139,7 +208,7 @@ def finish(engine: Engine, work: Work, rows: Sequence[Mapping[str, Any]]) -> lis
     return [result["error"] is not None for result in _read(file)]
 
 
-def _alone(engine: Engine, work: Work, row: Mapping[str, Any], tries: _Tries) -> dict[str, Any]:
+def _alone(engine: Engine, work: Work, row: Mapping[str, Any], tries: Tries) -> dict[str, Any]:
     name = work.digest_of(row)
     if tries.open(name) >= ALONE:
         return _result(work, row) | {"error": f"{ALONE} engines ended while they computed it alone"}
@@ -149,8 +218,11 @@ def _alone(engine: Engine, work: Work, row: Mapping[str, Any], tries: _Tries) ->
     return result
 
 
-class _Tries:
-    """What engines began with for a file of results, and what of it ended; it outlives a process that is killed."""
+class Tries:
+    """What engines began with for a file of results, and what of it ended; it outlives a process that is killed.
+
+    Of an engine that loads too: the file is then one that is never written.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file.with_name(f".tries-{file.stem}")

@@ -4,8 +4,9 @@ What a request passes, and what it gets where it does not:
 
 - the door (paged_kv.serve.door): Host, Origin, key, route, type and size of the body;
 - the reader (protocol.py): fields, chat template, tokens: 400;
-- a replica: 429 and Retry-After where the queue is full, 400 where its engine takes none of it, 500 and
-  x-should-retry: false where every try ended its replica or a step that it was in, or nothing came for too long;
+- a replica: 429 and Retry-After where the queue is full, 503 where no engine could start, 400 where its engine takes
+  none of it, 500 and x-should-retry: false where every try ended its replica or a step that it was in, or nothing came
+  for too long;
 - from its first token on it is a stream (streams.py), and an error is its last event.
 """
 
@@ -39,12 +40,12 @@ class Replicas:
     """Errors that say that a replica is gone."""
     full: tuple[type[BaseException], ...]
     """Errors that say that too many requests wait."""
+    down: tuple[type[BaseException], ...] = ()
+    """Errors that say that there is no replica, and that none is being started."""
     retries: int = 2
     """How often a request is started again whose replica died or failed."""
     seconds: float = 120.0
     """For which a stream waits for news: of its replica, or of any as long as none has taken it."""
-    retry_after: int = 1
-    """Seconds after which a client that met a full queue may come again."""
 
 
 class Application:
@@ -70,7 +71,8 @@ class Application:
         elif scope["method"] != "POST":
             await answer.error(405, "This route takes POST.")
         else:
-            await self._complete(await _body(receive), path == "/v1/chat/completions", answer)
+            body = (await receive()).get("body", b"")  # the door hands it over whole
+            await self._complete(body, path == "/v1/chat/completions", answer)
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._reader.name, "object": "model", "created": 0, "owned_by": "paged-kv"}
@@ -88,8 +90,9 @@ class Application:
             try:
                 await self._answer(asked, pieces, answer)
             except self._replicas.full:
-                headers = {"retry-after": str(self._replicas.retry_after)}
-                await answer.error(429, "Too many requests wait: ask again later.", headers)
+                await answer.error(429, "Too many requests wait: ask again later.", {"retry-after": "1"})
+            except self._replicas.down:
+                await answer.error(503, "No engine could start: the operator's `serve status` says why.")
             except PagedKVError as error:
                 logger.warning("a request was given up: %s", error)
                 # OpenAI's clients ask again after a 500, and would lead the request on to further replicas.
@@ -163,16 +166,6 @@ class _Sender:
         sent += [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": sent})
         await self._write(body, more=False)
-
-
-async def _body(receive: Receive) -> bytes:
-    """The door has read it whole, and hands it over in one."""
-    pieces, more = [], True
-    while more:
-        message = await receive()
-        pieces.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(pieces)
 
 
 async def _live(receive: Receive, send: Send) -> None:

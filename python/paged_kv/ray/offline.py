@@ -1,8 +1,17 @@
-"""Many prompts, none of which anybody waits for: Ray Data hands them to a pool of engines, results go to files."""
+"""Many prompts, none of which anybody waits for: Ray Data hands them to a pool of engines, results go to files.
+
+Files are read here, in the driver, and so is what is written of a run that is resumed: Ray Data gets the rows that are
+left, a block for each batch, and has no tasks but those of the engines. A task of its own may need a new process, which
+Ray starts at niceness 15: on a busy machine a resumed run stood for minutes before it had read one file. Its reader of
+JSON also makes numbers of texts that look like them, "007" of an id or a prompt.
+"""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +22,8 @@ import ray.data
 
 from paged_kv.arguments import integer, shown
 from paged_kv.engine import Sampling
-from paged_kv.errors import ContractError, ContractTypeError
-from paged_kv.ray.batches import SUFFIXES, Format, Work, finish, written
+from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
+from paged_kv.ray.batches import STARTS, SUFFIXES, Format, Tries, Work, finish, left, rows_of, written
 from paged_kv.ray.replica import Model
 
 
@@ -48,16 +57,17 @@ def generate(
     A row that ends the processes of engines, a few of them, becomes a result with an error.
 
     Args:
-        dataset: A file or folder of JSON lines (`.jsonl`, `.json`) or Parquet, or a dataset of Ray Data. Its rows have
-            an id, an integer or a text that no other row has, and a prompt, a text or token ids; `OPTIONS` may be
-            columns as well.
+        dataset: A file or folder of JSON lines (`.jsonl`, `.json`) or Parquet, which this process reads and hands on in
+            Ray's object store; or a dataset of Ray Data, which the cluster reads, and twice where a run is resumed. Its
+            rows have an id, an integer or a text that no other row has, and a prompt, a text or token ids; `OPTIONS`
+            may be columns as well.
         model: What each engine loads and runs on; a folder or "demo" with the defaults of `Model`.
         output: A folder that all machines see at this path, of one model, seed and sampling. Its files have the
             columns `id`, `text`, `tokens`, `finish`, `error` and `row`, a digest of the row.
         sampling: For all rows; greedy with 64 tokens where None.
         seed: Of the run; rows draw from streams of their own.
-        engines: How many at once, or the fewest and the most, between which Ray chooses. The cluster needs a CPU
-            more than the fewest take: Ray reads on it, and waits for it without end.
+        engines: How many at once, or the fewest and the most, between which Ray chooses. For a dataset of Ray Data the
+            cluster needs a CPU more than the fewest take: Ray reads on it, and waits for it without end.
         batch_size: Rows that an engine computes together, and of a file.
         format: Of the output's files.
         id_column, prompt_column: Names of columns.
@@ -65,7 +75,8 @@ def generate(
     Raises:
         ContractTypeError, ContractError: an argument has the wrong type or is out of range, or a column is missing; the
             output has results of another model, seed or sampling, or of a row that says something else now.
-        ray.exceptions.RayError: what an engine raised, but for rows that it refuses; what is written stays.
+        ray.exceptions.RayError: what an engine raised, but for rows that it refuses, or that it was ended three times
+            while it loaded; what is written stays.
     """
     if format not in SUFFIXES:
         raise ContractError(f"format must be 'json' or 'parquet', not {shown(format)}")
@@ -80,22 +91,13 @@ def generate(
     batch_size = integer("batch_size", batch_size, 1)
     low, high = engines if isinstance(engines, tuple) else (engines, engines)
     pool = ray.data.ActorPoolStrategy(min_size=integer("engines", low, 1), max_size=integer("engines", high, low))
-    rows = dataset if isinstance(dataset, ray.data.Dataset) else _read(Path(dataset))
-    names = rows.columns() or []
-    missing = [name for name in (id_column, prompt_column) if name not in names]
-    if names and missing:
-        raise ContractError(f"dataset has no column {missing[0]!r}; it has {', '.join(names)}")
-    work.enter()
-    found = written(folder)
-    if found:
-        done = ray.put(found)
-        ways: dict[str, Any] = {"fn_args": (done, work), "batch_format": "pyarrow", "zero_copy_batch": True}
-        if changed := rows.map_batches(_changed, **ways).take(1):
-            raise ContractError(
-                f"dataset: row {shown(changed[0]['id'])} says something else than that whose result is in {folder}"
-            )
-        rows = rows.map_batches(_without, **ways)
-    counted = rows.repartition(target_num_rows_per_block=batch_size).map_batches(
+    if isinstance(dataset, ray.data.Dataset):
+        rest, found = _of_dataset(dataset, work, batch_size)
+    else:
+        rest, found = _of_files(Path(dataset), work, batch_size)
+    if rest is None:
+        return Summary(0, 0, found)
+    counted = rest.map_batches(
         Worker,
         fn_constructor_args=(work,),
         batch_size=batch_size,
@@ -107,38 +109,54 @@ def generate(
     for batch in counted.iter_batches(batch_format="pyarrow", batch_size=None):
         done_now += batch.num_rows
         failed += pc.sum(batch["failed"]).as_py() or 0 if batch.num_rows else 0
-    return Summary(done_now, failed, len(found))
+    return Summary(done_now, failed, found)
 
 
 class Worker:
     """One engine of the pool."""
 
     def __init__(self, work: Work) -> None:
+        tries = Tries(Path(work.folder) / f"engine-{ray.get_runtime_context().get_actor_id()}")
+        if tries.open("load") >= STARTS:
+            raise ToolchainError(f"an engine was ended {STARTS} times while it loaded {work.model.model}")
+        tries.begin("load")
         self._work, self._engine = work, work.model.engine()
+        tries.forget()
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        """Computes a batch and writes its file. Its ids, and which failed."""
-        failed = finish(self._engine, self._work, batch.to_pylist())
-        return pa.table({"id": batch[self._work.id_column], "failed": pa.array(failed, pa.bool_())})
+        """Computes a batch and writes its file. Which rows failed."""
+        rows = [pickle.loads(row) for row in batch["row"].to_pylist()]
+        return pa.table({"failed": pa.array(finish(self._engine, self._work, rows), pa.bool_())})
 
 
-def _read(path: Path) -> ray.data.Dataset:
-    files = [path] if path.is_file() else sorted(each for each in path.glob("*") if each.is_file())
-    kinds = {file.suffix for file in files}
-    if kinds == {".parquet"}:
-        return ray.data.read_parquet([str(file) for file in files])
-    if kinds and kinds <= {".jsonl", ".json"}:
-        return ray.data.read_json([str(file) for file in files], lines=True)
-    raise ContractError(f"dataset {path}: is no file or folder of JSON lines or Parquet")
+def _of_files(path: Path, work: Work, batch_size: int) -> tuple[ray.data.Dataset | None, int]:
+    """What is left of the rows of files, a block for each batch, and how many are written."""
+    rows = rows_of(path, work)
+    first = next(rows, None)  # what is wrong with it is said before the run begins
+    work.enter()
+    found = written(Path(work.folder))
+    rest = list(left(work, found, chain(() if first is None else (first,), rows)))
+    blocks = [_table(rest[at : at + batch_size]) for at in range(0, len(rest), batch_size)]
+    return ray.data.from_blocks(blocks) if blocks else None, len(found)
 
 
-def _changed(batch: pa.Table, done: ray.ObjectRef, work: Work) -> pa.Table:
-    """The ids whose results came from other rows."""
-    found = ray.get(done)
-    rows = [(row[work.id_column], work.digest_of(row)) for row in batch.to_pylist()]
-    return pa.table({"id": pa.array([name for name, digest in rows if found.get(name, digest) != digest])})
+def _of_dataset(rows: ray.data.Dataset, work: Work, batch_size: int) -> tuple[ray.data.Dataset, int]:
+    if names := rows.columns():
+        work.columns(names, "of Ray Data")
+    work.enter()
+    found = written(Path(work.folder))
+    if found:  # all of it is read before anything is computed
+        batches = rows.iter_batches(batch_format="pyarrow", batch_size=None)
+        for _ in left(work, found, (row for batch in batches for row in batch.to_pylist())):
+            pass
+    rest = rows.map_batches(_rest, fn_args=(ray.put(found), work), batch_format="pyarrow", zero_copy_batch=True)
+    return rest.repartition(target_num_rows_per_block=batch_size), len(found)
 
 
-def _without(batch: pa.Table, done: ray.ObjectRef, work: Work) -> pa.Table:
-    found = ray.get(done)
-    return batch.filter(pa.array([each not in found for each in batch[work.id_column].to_pylist()], pa.bool_()))
+def _rest(batch: pa.Table, found: ray.ObjectRef, work: Work) -> pa.Table:
+    return _table(left(work, ray.get(found), batch.to_pylist()))
+
+
+def _table(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Rows as they are: columns of Arrow have one type, and an id may be a number or a text."""
+    return pa.table({"row": pa.array([pickle.dumps(row) for row in rows], pa.binary())})

@@ -116,7 +116,7 @@ class Prefixes:
                 break
         return found
 
-    def rank(self, blocks: Sequence[int], loads: Mapping[str, int], avoid: frozenset[str] = frozenset()) -> list[str]:
+    def rank(self, blocks: Sequence[int], loads: Mapping[str, int]) -> list[str]:
         """The replicas in the order in which a prompt should be offered to them.
 
         Load comes first: who has more than `slack` requests more than the one with the fewest comes last. Of the others
@@ -128,7 +128,6 @@ class Prefixes:
         Args:
             blocks: Of the prompt.
             loads: Requests that each replica has; the replicas that may be chosen.
-            avoid: Replicas that come after all others.
         """
         if not loads:
             return []
@@ -138,8 +137,8 @@ class Prefixes:
         def order(name: str) -> tuple[int, ...]:
             load, known = loads[name], self.count(name) if name in self._bits else 0
             tie = crc32(first + name.encode())
-            if load > most or name in avoid:
-                return (1 + (name in avoid), load, known, tie)
+            if load > most:
+                return (1, load, known, tie)
             missing = len(blocks) - matched.get(name, 0)
             crowded = known + missing > self._limit
             return (0, missing * (2 if crowded else 1), load, known, tie)

@@ -1,9 +1,13 @@
-"""Ray Serve's request router for `Prefixes`: it runs in each ingress, and asks nobody."""
+"""Ray Serve's request routers: `PrefixRouter` for `Prefixes`, and two that know no prefixes. They run in each ingress.
+
+All keep one rule, which `Router` has: a request that failed on replicas goes to others as long as there are any.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from abc import abstractmethod
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -12,7 +16,48 @@ from paged_kv.ray.prefixes import SLACK, Prefixes, blocks_of
 from paged_kv.ray.streams import Job
 
 
-class PrefixRouter(RequestRouter):
+class Router(RequestRouter):
+    """Which replicas a request may go to. In which order they are asked, a subclass says."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replicas in the order in which the request is offered to them. Where all are full, Ray asks again."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # where all are full
+        job = _job(pending_request)
+        if job is None:  # a question about a replica, whichever it is
+            return [random.sample(candidate_replicas, len(candidate_replicas))]
+        others = [replica for replica in candidate_replicas if replica.replica_id.unique_id not in job.avoid]
+        return self._rank(job, others or candidate_replicas, pending_request)
+
+    @abstractmethod
+    def _rank(self, job: Job, replicas: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:
+        """The order of replicas, of which there is one at least; of a list in it Ray takes one with few requests."""
+
+
+class RoundRobinRouter(Router):
+    """One after the other. Ray's own gives the turn of one request to another one, which may have to avoid it."""
+
+    def initialize_state(self) -> None:
+        """Called by Ray."""
+        self._turn = random.randrange(1 << 31)  # ingresses do not go in step
+
+    def _rank(self, job: Job, replicas: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:  # noqa: ARG002
+        first = self._turn % len(replicas)
+        self._turn += 1
+        return [[replica] for replica in replicas[first:] + replicas[:first]]
+
+
+class LoadRouter(Router):
+    """Two at random, of which the one with fewer requests takes it."""
+
+    def _rank(self, job: Job, replicas: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:  # noqa: ARG002
+        return [random.sample(replicas, min(2, len(replicas)))]
+
+
+class PrefixRouter(Router):
     """Sends a request to the replica that has its pages, unless that one has too much to do.
 
     `request_router_kwargs`: `page_size`, `num_pages` (of a replica) and `slack` (`Prefixes`).
@@ -26,25 +71,16 @@ class PrefixRouter(RequestRouter):
         # with what says that nobody waits for them any more.
         self._given: dict[str, tuple[str, asyncio.Future[Any] | None]] = {}
 
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """All replicas in the order in which the request is offered to them."""
-        if pending_request is None or not candidate_replicas:
-            return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # where all are full
-        job = pending_request.args[0] if pending_request.args else None
-        if not isinstance(job, Job):  # a question about a replica, whichever it is
-            return [random.sample(candidate_replicas, len(candidate_replicas))]
-        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        ranked = self._prefixes.rank(self._blocks(job), self._loads(replicas), job.avoid)
-        self._given[pending_request.metadata.internal_request_id] = ranked[0], pending_request.future
-        return [[replicas[name]] for name in ranked]
+    def _rank(self, job: Job, replicas: list[RunningReplica], pending: PendingRequest) -> list[list[RunningReplica]]:
+        named = {replica.replica_id.unique_id: replica for replica in replicas}
+        ranked = self._prefixes.rank(self._blocks(job), self._loads(named))
+        self._given[pending.metadata.internal_request_id] = ranked[0], pending.future
+        return [[named[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
         """The replica has taken it, and will have its pages."""
-        job = pending_request.args[0] if pending_request.args else None
-        if isinstance(job, Job):
+        job = _job(pending_request)
+        if job is not None:
             self._given[pending_request.metadata.internal_request_id] = replica_id.unique_id, None
             if replica_id.unique_id in self._prefixes.names:
                 self._prefixes.insert(replica_id.unique_id, self._blocks(job))
@@ -85,3 +121,8 @@ class PrefixRouter(RequestRouter):
                 mine[name] += 1
         said = {name: self.replica_queue_len_cache.get(replica.replica_id) for name, replica in replicas.items()}
         return {name: max(count, said[name] or 0) for name, count in mine.items()}
+
+
+def _job(pending: PendingRequest) -> Job | None:
+    job = pending.args[0] if pending.args else None
+    return job if isinstance(job, Job) else None

@@ -116,7 +116,8 @@ async def resumed(
         samples: Of the request.
         lost: Errors that say that a replica is gone.
         full: Errors that say that too many requests wait. One that was taken before waits with them.
-        retries: How often it is started again: a request that ends every replica ends no more than these and one.
+        retries: How often it is started again, once more where it was cleared: a request that ends every replica at the
+            same token ends no more than these and one, any other no more than these and two.
         clock: Of all streams of this ingress.
         suspects: As well.
 
@@ -124,9 +125,9 @@ async def resumed(
         Lost, Stalled, Diverged: as they say. All other errors of `attempt` go through, `full` where it was never taken.
     """
     stream = _Resumed([[] for _ in range(samples)])
-    tried, reason, until = 0, "", 0.0
-    while tried <= retries:
-        alone = 0 < tried == retries
+    tried, most, reason, until = 0, retries, "", 0.0
+    while tried <= most:
+        alone = 0 < tried >= retries
         if alone:
             await suspects.wait(clock.seconds)
         taken = False
@@ -139,7 +140,7 @@ async def resumed(
                     news += len(fresh)
                     if alone and news > Suspects.PIECES * samples:
                         suspects.clear()
-                        alone = False
+                        alone, most = False, retries + 1  # its replica may end in the turn of another one
                     if fresh:
                         yield fresh
                     if stream.is_over:
