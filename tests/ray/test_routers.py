@@ -35,7 +35,7 @@ def offered(router, avoid: frozenset[str], turns: int = 8) -> list[list[list[str
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_request_goes_to_no_replica_on_which_it_failed_while_there_is_another_one(name):
-    assert not issubclass(ROUTERS[name], FIFOMixin)  # which gives a replica to whoever has waited longest
+    assert not issubclass(ROUTERS[name], FIFOMixin)  # which gives a replica to the request that has waited longest
     router = ROUTERS[name](HERE, DeploymentHandleSource.REPLICA)
     router.initialize_state()
     for count in range(4):

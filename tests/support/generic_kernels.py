@@ -22,7 +22,7 @@ SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 CONVERSIONS = {"append": "cvt.f32.{}", "gather": "cvt.rn.{}"}
 """Of the rows that become codes, and of those that codes become."""
 MOST_POSITIONS = 24
-"""Integers that attention makes float32 where the cache holds no codes: positions and angles; else there are more."""
+"""Integers that attention without rotary keys makes float32 where the cache holds no codes; else there are more."""
 MASKED_PARAMS = 176
 """Bytes of a call's parameters with masks and positions."""
 
@@ -42,7 +42,9 @@ def kernels() -> dict[Any, str]:
         shared = tuple(map(int, re.findall(r"\.shared \.align \d+ \.b8 \S+\[(\d+)\];", text)))
         row_masks = "masked" if f"_param_0[{MASKED_PARAMS}]" in text else "plain"
         if kind == "attention":
-            codes = ["codes"] if text.count("cvt.rn.f32.s") > MOST_POSITIONS else []
+            # Angles of rotary keys, which codes do not have, are made of integers too.
+            has_codes = "cos." not in text and text.count("cvt.rn.f32.s") > MOST_POSITIONS
+            codes = ["codes"] if has_codes else []
             found[(*([row_masks] if row_masks == "masked" else []), *codes, *shared)] = text
         elif kind in CONVERSIONS and re.search(r"cvt\.rni|cvt\.rn\.f32\.s", text):
             found[kind, "codes", dtype_of(text, CONVERSIONS[kind]), "v4.b32" in text] = text
