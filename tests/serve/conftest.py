@@ -1,12 +1,23 @@
 """The servers of these tests: they start once a session, and are ended as a service manager ends them."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from paged_kv.engine.demo import write_demo_checkpoint
+from paged_kv.errors import ToolchainError
+from paged_kv.serve import environment
 from support import serving
+
+try:
+    environment.check_environment()
+except ToolchainError:
+    pass  # the tests of this folder skip
+else:  # before several workers import MAX's server; in a process of its own, since workers would inherit what it sets
+    subprocess.run([sys.executable, "-c", f"from {environment.__name__} import *; import_alone()"], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from paged_kv import cli
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.errors import ContractError
 from paged_kv.serve import launch, memory
-from paged_kv.serve.launch import Serving, check_environment, prepare, ready_lines
+from paged_kv.serve.launch import Serving, prepare, ready_lines
 from paged_kv.serve.memory import ServerMemory
 
 GIB = 1 << 30
@@ -161,14 +161,6 @@ def test_an_environment_without_the_server_is_refused_before_anything_else(capsy
     assert status == 2
     assert f"pytest is {pytest.__version__}, it must be <1, nosuch is missing" in line
     assert "pip install 'paged-kv[serve]'" in line
-
-
-def test_an_environment_with_all_that_max_asks_for(monkeypatch):
-    monkeypatch.setattr(metadata, "requires", lambda _: ["pytest>=1; extra == 'serve'", "nosuch; extra == 'benchmark'"])
-    check_environment()
-    monkeypatch.setattr(metadata, "requires", lambda _: [f"n{i}; extra == 'serve'" for i in range(5)])
-    with pytest.raises(ToolchainError, match="n0 is missing, n1 is missing, n2 is missing and 2 more; make"):
-        check_environment()
 
 
 def test_the_request_that_is_printed_is_a_chat_where_the_model_has_a_template(demo, tmp_path):

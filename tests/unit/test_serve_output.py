@@ -32,6 +32,7 @@ def serve(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "free_memory", lambda: 8 * GIB)
     monkeypatch.setattr(memory, "_memory_of_max", lambda: 10 * GIB)
     monkeypatch.setattr(launch, "check_environment", lambda: None)
+    monkeypatch.setattr(launch, "import_alone", lambda: None)
     monkeypatch.setattr(launch.urllib.request, "urlopen", lambda *_, **__: contextlib.nullcontext())
     of_max = {name for name in os.environ if name.startswith("MAX_SERVE")}
     monkeypatch.setattr(os, "environ", {name: os.environ[name] for name in os.environ.keys() - of_max})

@@ -145,7 +145,7 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path, monkeypatch, capsys, ar
 
 
 def test_an_environment_without_the_server_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("paged_kv.serve.launch.metadata.requires", lambda _: ["no-such-thing"])
+    monkeypatch.setattr("paged_kv.serve.environment.metadata.requires", lambda _: ["no-such-thing"])
     with pytest.raises(SystemExit, match="2"):
         cli.main(["compile", str(tmp_path), "--serve"])
     assert "no-such-thing is missing" in capsys.readouterr().err

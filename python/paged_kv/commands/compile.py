@@ -63,7 +63,8 @@ def compile_command(
     job: Callable[[str | None, Path | None], list[Path]]
     if for_server:
         from paged_kv.serve.ahead import compile_for_server
-        from paged_kv.serve.launch import PAGE_SIZE, Serving, check_environment
+        from paged_kv.serve.environment import check_environment
+        from paged_kv.serve.launch import PAGE_SIZE, Serving
 
         check_environment()
         size = PAGE_SIZE if page_size is None else page_size

@@ -15,7 +15,8 @@ from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.runtime.store import Store
 from paged_kv.serve.compiled_graphs import CompiledGraphs, GraphOfMax, session_of_cpu
-from paged_kv.serve.launch import Serving, arguments_ahead, check_environment
+from paged_kv.serve.environment import check_environment, import_alone
+from paged_kv.serve.launch import Serving, arguments_ahead
 
 
 class GraphsAhead(CompiledGraphs):
@@ -60,6 +61,7 @@ def compile_for_server(serving: Serving, target: str | None, out: Path | None) -
         ToolchainError: the environment lacks what MAX's server needs, or a graph cannot be compiled or kept.
     """
     check_environment()
+    import_alone()
     import click
     from max._entrypoints.pipelines import cli_warm_cache
 

@@ -13,10 +13,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,12 +23,13 @@ from paged_kv.arguments import shown
 from paged_kv.checkpoint.gguf import GgufCheckpoint
 from paged_kv.checkpoint.gguf_folder import model_folder
 from paged_kv.checkpoint.source import Source, open_source
-from paged_kv.errors import CheckpointError, ContractError, ToolchainError
+from paged_kv.errors import CheckpointError, ContractError
 from paged_kv.files import read_regular
 from paged_kv.options import CODE_DTYPES
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.serve.address import held_sockets, is_loopback, listening_sockets, url_of
 from paged_kv.serve.door import LOOPBACK, Rules, host_name
+from paged_kv.serve.environment import check_environment, import_alone
 from paged_kv.serve.memory import CachePlan, ServerMemory, free_memory
 
 PAGE_SIZE = 128
@@ -109,6 +109,7 @@ def serve(serving: Serving) -> None:
     # MAX starts the `python3` that PATH has first for its own processes: it must be this one.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     reexec_with_jemalloc()  # this process starts again: MAX would do it in `main`, and what follows would run twice
+    import_alone()
     from paged_kv.serve.connections import guard
 
     os.environ.pop(API_KEY, None)  # nothing that this process starts needs it
@@ -262,24 +263,6 @@ def _max_encoding(encoding: str) -> str:
     return "q4_k" if encoding in lacking else encoding.lower()
 
 
-def check_environment() -> None:
-    """Refuses an environment in which MAX's server would fail after a while, with many lines.
-
-    Raises:
-        ToolchainError: a dependency of `max[serve]` is missing, or has the wrong version.
-    """
-    try:
-        wrong = list(_mismatches(metadata.requires("max") or ()))
-    except ImportError:
-        wrong = ["packaging is missing"]
-    if wrong:
-        listed = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise ToolchainError(
-            f"MAX's server cannot run in this environment: {listed}; make a new one and"
-            " `pip install 'paged-kv[serve]'` there (the `test` extra wants another transformers)"
-        )
-
-
 def ready_lines(folder: Path, address: str, asks_for_key: bool = False) -> str:
     """What to tell the user once the server answers: where it is, and a request that works."""
     prompt = "once a prompt is longer than a page"
@@ -322,22 +305,6 @@ def _answers(url: str) -> bool:
             return True
     except (OSError, HTTPException):  # nothing listens there, or another program
         return False
-
-
-def _mismatches(requirements: Iterable[str]) -> Iterator[str]:
-    """The dependencies of MAX's server that are missing or have the wrong version, in words."""
-    from packaging.requirements import Requirement
-
-    for requirement in map(Requirement, requirements):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "serve"}):
-            continue
-        try:
-            installed = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            yield f"{requirement.name} is missing"
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
-            yield f"{requirement.name} is {installed}, it must be {requirement.specifier}"
 
 
 def chat_template(folder: Path) -> str:
