@@ -29,7 +29,7 @@ from paged_kv.bench.cases import CASES, QUICK, Selection
 from paged_kv.bench.ours import make_ours
 from paged_kv.bench.peers import PEERS, make_peer
 from paged_kv.bench.peers.base import Peer
-from paged_kv.bench.problems import problem_of
+from paged_kv.bench.problems import llama_config, problem_of
 from paged_kv.bench.run import reason
 from support import harness
 from support.gguf_blocks import dequantise
@@ -184,6 +184,27 @@ def test_the_reference_of_a_step_is_what_transformers_computes(tokens, context):
         peer.run(i)
         assert peer.error(problem) < 1e-5
     assert problem.error(np.roll(peer.output(), 1, axis=0)) > problem.tolerance
+
+
+def test_the_reference_of_a_mixture_is_what_transformers_computes():
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    case = StepCase("", "", batch=2, tokens=6, context=0, dtype="float32", experts=8, chosen=3, **TINY_STEP)
+    problem = problem_of(case)
+    own = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": case.intermediate}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**llama_config(case), **own, norm_topk_prob=True)).eval()
+    weights = {name: torch.from_numpy(array) for name, array in problem.weights.items()}
+    for layer in range(case.layers):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (weights.pop(f"{at}.{name}_proj.weight") for name in ("gate", "up", "down"))
+        weights |= {f"{at}.gate_up_proj": torch.cat([gate, up], 1), f"{at}.down_proj": down}
+    model.load_state_dict(weights)
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(problem.tokens.astype(np.int64))).logits[:, -1].numpy()
+    assert problem.error(logits) < 1e-5
+    assert case.parameters == sum(array.size for array in problem.weights.values() if array.ndim > 1)
+    assert case.bytes < 4 * case.parameters
 
 
 @pytest.mark.parametrize(

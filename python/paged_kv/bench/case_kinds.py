@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
@@ -19,8 +20,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "i
 """Of a stored number; a head of codes has as many as `options.stored_head` says."""
 Layout = Literal["NHD", "HND", "MAX"]
 QuantisedEncoding = Literal["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4", "INT4", "INT8"]
-Mixture = Literal["Q8_0", "Q4_K_M"]
-"""Of encodings, as llama.cpp calls whole files."""
+FileType = Literal["Q8_0", "Q4_K_M"]
+"""What llama.cpp calls a whole file by the encodings of its matrices."""
 BYTES_OF_256 = {
     "Q4_0": 144, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q8_0": 272, "IQ4_NL": 144, "IQ4_XS": 136, "MXFP4": 136,
     "INT4": 160, "INT8": 288,
@@ -252,7 +253,10 @@ class ExpertCase(Case):
 
 @dataclass(frozen=True)
 class StepCase(Case):
-    """A whole step of a Llama model: `tokens` new tokens for each of `batch` requests that have `context` tokens."""
+    """A whole step of a Llama model: `tokens` new tokens for each of `batch` requests that have `context` tokens.
+
+    With experts it is a Qwen3-MoE model.
+    """
 
     batch: int = 1
     tokens: int = 1
@@ -266,8 +270,12 @@ class StepCase(Case):
     kv_heads: int = 8
     head_dim: int = 64
     vocab: int = 32000
-    mixture: Mixture | None = None
+    file_type: FileType | None = None
     """Matrices are in GGUF's blocks, and `dtype` is that of K and V alone."""
+    experts: int = 0
+    """Of each layer, in place of its MLP; 0: none. `intermediate` is the inner dimension of each."""
+    chosen: int = 0
+    """Experts of a token."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all weights, by their names in a checkpoint."""
@@ -281,16 +289,20 @@ class StepCase(Case):
             shapes[f"{at}.self_attn.v_proj.weight"] = (kv, self.hidden)
             shapes[f"{at}.self_attn.o_proj.weight"] = (self.hidden, q)
             shapes[f"{at}.post_attention_layernorm.weight"] = (self.hidden,)
-            shapes[f"{at}.mlp.gate_proj.weight"] = (self.intermediate, self.hidden)
-            shapes[f"{at}.mlp.up_proj.weight"] = (self.intermediate, self.hidden)
-            shapes[f"{at}.mlp.down_proj.weight"] = (self.hidden, self.intermediate)
+            mlp, stack = (f"{at}.mlp.experts", (self.experts,)) if self.experts else (f"{at}.mlp", ())
+            shapes[f"{mlp}.gate_proj.weight"] = (*stack, self.intermediate, self.hidden)
+            shapes[f"{mlp}.up_proj.weight"] = (*stack, self.intermediate, self.hidden)
+            shapes[f"{mlp}.down_proj.weight"] = (*stack, self.hidden, self.intermediate)
+            if self.experts:
+                shapes[f"{at}.mlp.gate.weight"] = (self.experts, self.hidden)
+                shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (self.head_dim,)
         return shapes | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.vocab, self.hidden)}
 
     def encoding(self, name: str) -> QuantisedEncoding | None:
-        """Of the matrix of that name, None where it has `dtype`. Q4_K_M is llama.cpp's rule, read from its source."""
-        if self.mixture is None:
+        """Of the matrix of that name, None where it is plain. Q4_K_M is llama.cpp's rule, read from its source."""
+        if self.file_type is None or name.endswith("mlp.gate.weight"):
             return None
-        if self.mixture == "Q8_0":
+        if self.file_type == "Q8_0":
             return "Q8_0"
         if name == "lm_head.weight":
             return "Q6_K"
@@ -303,26 +315,33 @@ class StepCase(Case):
     def row_bytes(self, name: str, elements: int) -> int:
         """Of a row of the matrix of that name."""
         encoding = self.encoding(name)
-        return elements * DTYPE_BYTES[self.dtype] if encoding is None else elements // 256 * BYTES_OF_256[encoding]
+        if encoding is None:
+            return elements * DTYPE_BYTES[self.dtype if self.file_type is None else "float32"]
+        return elements // 256 * BYTES_OF_256[encoding]
 
     @property
     def block_weights(self) -> int:
-        """Weights of all layers."""
+        """Weights of all layers that a token meets."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        router = self.experts * self.hidden
+        return self.layers * (attention + router + 3 * max(1, self.chosen) * self.hidden * self.intermediate)
 
     @property
     def parameters(self) -> int:
         """Of the model, norms left out."""
-        return self.block_weights + 2 * self.vocab * self.hidden
+        return sum(math.prod(shape) for shape in self.shapes().values() if len(shape) > 1)
 
     @property
     def bytes(self) -> int:
-        """Weights and K and V, each read once; of the embedding table only a few rows are, so it does not count."""
-        matrices = {name: shape for name, shape in self.shapes().items() if len(shape) == 2 and "embed" not in name}
-        weights = sum(shape[0] * self.row_bytes(name, shape[1]) for name, shape in matrices.items())
+        """Weights and K and V, each read once; of the embedding table only a few rows are, so it does not count. Of
+        experts, those that so many tokens choose where each chooses at random.
+        """
+        matrices = {name: shape for name, shape in self.shapes().items() if len(shape) > 1 and "embed" not in name}
+        sizes = {name: math.prod(shape[:-1]) * self.row_bytes(name, shape[-1]) for name, shape in matrices.items()}
+        met = 1 - (1 - self.chosen / max(1, self.experts)) ** (self.batch * self.tokens)
+        weights = sum(size * (met if ".experts." in name else 1) for name, size in sizes.items())
         kv = 2 * self.layers * self.batch * (self.context + self.tokens) * self.kv_heads * self.head_dim
-        return weights + kv * DTYPE_BYTES[self.dtype]
+        return int(weights) + kv * DTYPE_BYTES[self.dtype]
 
     @property
     def flops(self) -> int:

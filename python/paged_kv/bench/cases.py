@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import Any, get_args
 
 from paged_kv.bench.case_kinds import (
     AppendCase,
@@ -14,7 +14,6 @@ from paged_kv.bench.case_kinds import (
     ExpertCase,
     LatentCase,
     LinearCase,
-    Mixture,
     PrefillCase,
     QuantisedCase,
     QuantisedEncoding,
@@ -48,6 +47,14 @@ def _variant(name: str, title: str, share: float | None = 0.85, *versus: Versus,
     return replace(_BASE, **fields)  # type: ignore[arg-type]
 
 
+_MIXTURE = {"experts": 128, "chosen": 8, "intermediate": 768, "layers": 6, "kv_heads": 4, "head_dim": 128}
+"""Layers of Qwen3-30B-A3B, 6 of 48."""
+_FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "q8_0": ("1.1 G parameters, Q8_0", {"file_type": "Q8_0"}),
+    "q4_k_m": ("1.1 G parameters, Q4_K_M", {"file_type": "Q4_K_M"}),
+    "experts": ("8 of 128 experts, 3.9 G parameters, Q4_K_M", {"file_type": "Q4_K_M", **_MIXTURE}),
+}
+"""Models in files of quantised weights."""
 _EXPERTS: dict[str, QuantisedEncoding | None] = {"bf16": None, "Q4_K": "Q4_K", "MXFP4": "MXFP4"}
 
 CASES: tuple[Case, ...] = (
@@ -182,17 +189,17 @@ CASES: tuple[Case, ...] = (
     ),
     *(
         StepCase(
-            f"step-{mixture.lower()}-{name}",
-            f"{kind} step, 1.1 G parameters, {mixture}, {title}",
+            f"step-{kind}-{name}",
+            f"{what} step, {model}, {title}",
             None,
             (Versus("llama.cpp", ("llama.cpp",), factor),),
             batch=batch,
             tokens=tokens,
             context=context,
-            mixture=mixture,
+            **sizes,
         )
-        for mixture in get_args(Mixture)
-        for name, kind, title, factor, batch, tokens, context in (
+        for kind, (model, sizes) in _FILES.items()
+        for name, what, title, factor, batch, tokens, context in (
             ("1", "decode", "B 1, context 1024", 1.2, 1, 1, 1024),
             ("8", "decode", "B 8, context 1024", 2, 8, 1, 1024),
             ("prefill", "prefill", "256 new tokens", 1, 1, 256, 0),

@@ -358,16 +358,23 @@ class OursStep(Ours):
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
         from paged_kv.engine.model import DecoderModel
         from paged_kv.graphs.models.config import DecoderConfig
+        from paged_kv.graphs.models.mixture import Experts
         from paged_kv.graphs.rope import Rope
 
         case = problem.case
         sizes = llama_config(case)
         rope = Rope(case.head_dim, sizes.pop("rope_theta"))
-        blocks_of = {name: case.encoding(name) for name, weight in problem.weights.items() if weight.ndim == 2}
+        blocks_of = {name: case.encoding(name) for name, weight in problem.weights.items() if weight.ndim > 1}
         encodings = tuple((name, encoding) for name, encoding in blocks_of.items() if encoding is not None)
+        experts = None
+        if case.experts:
+            mixtures, inner = (True,) * case.layers, case.intermediate
+            experts = Experts(case.experts, case.chosen, inner, mixtures, sums_to_one=True, apart=True)
         config = DecoderConfig(
             **sizes,
             rope=rope,
+            qk_norm="head" if case.experts else None,
+            experts=experts,
             bos_token_id=None,
             eos_token_ids=(),
             encodings=encodings,

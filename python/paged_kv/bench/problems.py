@@ -36,6 +36,8 @@ STEP_TOLERANCE = 0.05
 """Of a model's logits: bfloat16 rounds between any two of its operations."""
 BLOCKS_TOLERANCE = 0.1
 """The same where weights are in blocks: x is rounded to int8 for their products, which the oracle does not do."""
+MIXTURE_TOLERANCE = 0.3
+"""The same of a mixture: of two experts that are nearly as good, what x was rounded to chooses."""
 
 RMS_EPS = 1e-5
 ROPE_THETA = 10000.0
@@ -305,7 +307,7 @@ class ExpertProblem(Problem):
 
 
 def llama_config(case: StepCase) -> dict[str, Any]:
-    """The model of a step, by the names of Hugging Face's config.json."""
+    """The model of a step, by the names of Hugging Face's config.json; of a mixture, without its experts."""
     return {
         "vocab_size": case.vocab,
         "hidden_size": case.hidden,
@@ -323,19 +325,21 @@ def llama_config(case: StepCase) -> dict[str, Any]:
 
 
 class StepProblem(Problem):
-    """A Llama model of random weights, what its requests have cached, and their next tokens."""
+    """A model of random weights, what its requests have cached, and their next tokens."""
 
     def __init__(self, case: StepCase, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.case = case
-        self.tolerance = STEP_TOLERANCE if case.mixture is None else BLOCKS_TOLERANCE
+        self.tolerance = STEP_TOLERANCE if case.file_type is None else BLOCKS_TOLERANCE
+        if case.experts:
+            self.tolerance = MIXTURE_TOLERANCE
         self.tokens = rng.integers(0, case.vocab, (case.batch, case.tokens)).astype(np.int32)
         self.prompt = rng.integers(0, case.vocab, case.context).astype(np.int32)
         """For systems whose cache can only be filled by running the model; all requests get the same."""
-        shapes = case.shapes()
-        self._blocks = {name: case.encoding(name) for name, shape in shapes.items() if len(shape) == 2}
+        self._shapes = shapes = case.shapes()
+        self._blocks = {name: case.encoding(name) for name, shape in shapes.items() if len(shape) > 1}
         self.weights: dict[str, Array] = {}
-        if case.mixture is None:
+        if case.file_type is None:
             self._fill(rng, shapes)
         else:
             self._fill_blocks(rng, shapes)
@@ -355,36 +359,42 @@ class StepProblem(Problem):
             self.weights[name] = weight
 
     def _fill_blocks(self, rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Matrices of blocks `[N, bytes]`; norms in float32. Blocks too come from one row of them, from another place
-        each; its length is prime, so that no two rows of a matrix are equal.
+        """Matrices of blocks `[..., N, bytes]`; norms and routers in float32. Blocks too come from one row of them,
+        from another place each; its length is prime, so that no two rows of a matrix are equal.
         """
         case = self.case
-        sizes = {name: shapes[name][0] * case.row_bytes(name, shapes[name][1]) for name in self._blocks}
+        blocks = {name: shapes[name] for name, kind in self._blocks.items() if kind is not None}
+        sizes = {name: math.prod(shape[:-1]) * case.row_bytes(name, shape[-1]) for name, shape in blocks.items()}
         self.memory = np.empty(sum(-(-size // _LINE) * _LINE for size in sizes.values()), np.uint8)
         self._rows = {kind: random_blocks(kind, rng, 16381, 256) for kind in set(self._blocks.values()) if kind}
         self._starts = {name: int(rng.integers(16381)) for name in sizes}
         begin = 0
         for name, shape in shapes.items():
             if name not in sizes:
-                self.weights[name] = 1 + np.float32(0.1) * rng.standard_normal(shape, dtype=np.float32)
+                plain = rng.standard_normal(shape, dtype=np.float32)
+                norm = len(shape) == 1
+                self.weights[name] = 1 + np.float32(0.1) * plain if norm else np.float32(shape[-1] ** -0.5) * plain
                 continue
             weight = self.memory[begin : begin + sizes[name]]
             begin += -(-weight.size // _LINE) * _LINE
             weight[:] = self._taken(name, 0).reshape(-1)
-            self.weights[name] = weight.reshape(shape[0], -1)
+            self.weights[name] = weight.reshape(*shape[:-1], -1)
 
-    def _values(self, name: str) -> Array:
-        """Of a weight, by its name."""
-        is_plain = self._blocks.get(name) is None
-        return self.weights[name] if is_plain else self._taken(name, 1).reshape(self.case.shapes()[name])
+    def _values(self, name: str, expert: int | None = None) -> Array:
+        """Of a weight, by its name, or of one matrix of a stack."""
+        if self._blocks.get(name) is None:
+            return self.weights[name] if expert is None else self.weights[name][expert]
+        shape = self._shapes[name] if expert is None else self._shapes[name][1:]
+        return self._taken(name, 1, expert).reshape(shape)
 
-    def _taken(self, name: str, what: int) -> Array:
-        """Of 256 elements each, what a matrix takes of the row: its bytes (0) or its values (1)."""
+    def _taken(self, name: str, what: int, expert: int | None = None) -> Array:
+        """Of 256 elements each, what a matrix, or one of a stack, takes of the row: its bytes (0) or its values (1)."""
         kind = self._blocks[name]
         assert kind is not None
-        row = self._rows[kind][what]
-        count = math.prod(self.case.shapes()[name]) // 256
-        taken: Array = np.take(row, np.arange(self._starts[name], self._starts[name] + count) % len(row), axis=0)
+        row, shape = self._rows[kind][what], self._shapes[name]
+        count = math.prod(shape if expert is None else shape[1:]) // 256
+        start = self._starts[name] + (expert or 0) * count
+        taken: Array = np.take(row, np.arange(start, start + count) % len(row), axis=0)
         return taken
 
     def logits(self, tokens: Array, k: Array, v: Array) -> Array:
@@ -393,11 +403,17 @@ class StepProblem(Problem):
         batch, count = tokens.shape
         length = k.shape[2]
 
-        def weight(name: str) -> Array:
-            return self._values(f"{name}.weight").astype(np.float64)
+        def weight(name: str, expert: int | None = None) -> Array:
+            return self._values(f"{name}.weight", expert).astype(np.float64)
 
         def norm(x: Array, name: str) -> Array:
             return weight(name) * x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS)
+
+        def mlp(h: Array, at: str, expert: int | None = None) -> Array:
+            gate = h @ weight(f"{at}.gate_proj", expert).T
+            inner = gate / (1 + np.exp(-gate)) * (h @ weight(f"{at}.up_proj", expert).T)
+            out: Array = inner @ weight(f"{at}.down_proj", expert).T
+            return out
 
         requests = np.repeat(np.arange(batch), count)  # [R], R = B * T
         positions = np.tile(length + np.arange(count), batch)
@@ -409,6 +425,8 @@ class StepProblem(Problem):
                 (h @ weight(f"{at}.self_attn.{name}_proj").T).reshape(len(x), -1, case.head_dim)
                 for name in ("q", "k", "v")
             )
+            if case.experts:
+                q, new_k = norm(q, f"{at}.self_attn.q_norm"), norm(new_k, f"{at}.self_attn.k_norm")
             q, new_k = (reference.rope(array, positions, ROPE_THETA) for array in (q, new_k))
             # A page a request: [B, L + T, Hk, D].
             keys, values = (
@@ -419,8 +437,16 @@ class StepProblem(Problem):
             o, _ = reference.attention(q, keys, values, table, requests, positions + 1)
             x = x + o.reshape(len(x), -1) @ weight(f"{at}.self_attn.o_proj").T
             h = norm(x, f"{at}.post_attention_layernorm")
-            gate = h @ weight(f"{at}.mlp.gate_proj").T
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ weight(f"{at}.mlp.up_proj").T)) @ weight(f"{at}.mlp.down_proj").T
+            if not case.experts:
+                x = x + mlp(h, f"{at}.mlp")
+                continue
+            scores = h @ weight(f"{at}.mlp.gate").T
+            chosen = np.argsort(-scores, axis=1)[:, : case.chosen]
+            weights = np.exp(np.take_along_axis(scores, chosen, 1))
+            weights /= weights.sum(1, keepdims=True)
+            for expert in np.unique(chosen):
+                rows, places = np.nonzero(chosen == expert)
+                x[rows] += weights[rows, places, None] * mlp(h[rows], f"{at}.mlp.experts", expert)
         return norm(x[count - 1 :: count], "model.norm") @ weight("lm_head").T
 
     @cached_property

@@ -48,8 +48,8 @@ WITHOUT_AMX = {
     "step-8": Goal(None, {"vLLM CPU": 1.1}),
     "step-prefill": Goal(None, {"vLLM CPU": 1, "Hugging Face transformers": 1.3}),
     **{
-        f"step-{mixture}-{name}": Goal(None, {"llama.cpp": factor})
-        for mixture in ("q8_0", "q4_k_m")
+        f"step-{kind}-{name}": Goal(None, {"llama.cpp": factor})
+        for kind in ("q8_0", "q4_k_m", "experts")
         for name, factor in (("1", 1.2), ("8", 2), ("prefill", 1))
     },
     "prefill": Goal(None, {"torch SDPA, contiguous": 2.5}),

@@ -26,6 +26,12 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -125,11 +131,17 @@ class LlamaCppStep(Peer):
 
 
 def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = None) -> None:
-    """The model as llama.cpp reads it: rotary pairs adjacent, norms in float32. `tokens` by their ids."""
+    """The model as llama.cpp reads it: norms and routers in float32; a Llama's rotary pairs are adjacent. `tokens` by
+    their ids.
+    """
     import gguf
 
     case = problem.case
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "qwen3moe" if case.experts else "llama")
+    if case.experts:
+        writer.add_expert_count(case.experts)
+        writer.add_expert_used_count(case.chosen)
+        writer.add_expert_feed_forward_length(case.intermediate)
     writer.add_context_length(8192)
     writer.add_embedding_length(case.hidden)
     writer.add_block_count(case.layers)
@@ -155,12 +167,12 @@ def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = 
         writer.add_bos_token_id(BOS_ID)
         writer.add_eos_token_id(EOS_ID)
     for name, array in problem.weights.items():
-        if array.ndim == 1:
+        if array.ndim == 1 or name.endswith("mlp.gate.weight"):
             writer.add_tensor(_gguf_name(name), array.astype(np.float32))
             continue
         heads = case.heads if "q_proj" in name else case.kv_heads if "k_proj" in name else 0
         rows = bits(array)
-        if heads:  # the halves of a head, interleaved
+        if heads and not case.experts:  # the halves of a head, interleaved
             rows = rows.reshape(heads, 2, case.head_dim // 2, -1).swapaxes(1, 2).reshape(rows.shape)
         raw = np.ascontiguousarray(rows).view(np.uint8)
         kind = gguf.GGMLQuantizationType[case.encoding(name) or "BF16"]
