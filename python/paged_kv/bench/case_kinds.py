@@ -20,6 +20,8 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "i
 """Of a stored number; a head of codes has as many as `options.stored_head` says."""
 Layout = Literal["NHD", "HND", "MAX"]
 QuantisedEncoding = Literal["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4", "INT4", "INT8"]
+MAX_ENCODINGS = ("Q4_0", "Q4_K", "Q6_K")
+"""That MAX has products for on a CPU."""
 FileType = Literal["Q8_0", "Q4_K_M"]
 """What llama.cpp calls a whole file by the encodings of its matrices."""
 BYTES_OF_256 = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from paged_kv.bench.case_kinds import (
+    MAX_ENCODINGS,
     AppendCase,
     AttentionCase,
     CascadeCase,
@@ -143,7 +144,7 @@ CASES: tuple[Case, ...] = (
             f"linear-{encoding.lower()}-{n}",
             f"linear {encoding}, 8192 x 4096, {n} row{'s' * (n > 1)}",
             {1: 0.8, 8: 0.6}.get(n),
-            (Versus("MAX qmatmul", ("max-quantised",), 1),) if encoding == "Q4_K" else (),
+            (Versus("MAX qmatmul", ("max-quantised",), 1),) if encoding in MAX_ENCODINGS else (),
             rows=n,
             encoding=encoding,
         )

@@ -41,7 +41,11 @@ WITHOUT_AMX = {
     "linear-8": Goal(0.75, {"torch": 1.2}),
     "linear-q4_k-1": Goal(0.8, {"MAX qmatmul": 1}),
     "linear-q4_k-8": Goal(0.6, {"MAX qmatmul": 1}),
-    "linear-q4_k-64": Goal(None, {"MAX qmatmul": 1}),
+    **{
+        f"linear-{encoding}-{n}": Goal(None, {"MAX qmatmul": 1})
+        for encoding, rows in (("q4_k", (4, 64)), ("q4_0", (1, 4, 8, 64)), ("q6_k", (1, 4, 8, 64)))
+        for n in rows
+    },
     "linear-q8_0-1": Goal(0.8),
     "linear-q8_0-8": Goal(0.6),
     "step-1": Goal(None, {"vLLM CPU": 1.1, "llama.cpp": 1.2}),

@@ -9,7 +9,7 @@ from max.graph import DeviceRef, Graph, TensorType, Weight, ops
 from max.graph.quantization import QuantizationEncoding
 
 from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.bench.case_kinds import Case, QuantisedCase
+from paged_kv.bench.case_kinds import MAX_ENCODINGS, Case, QuantisedCase
 from paged_kv.bench.peers.base import Peer, repeat
 from paged_kv.bench.problems import Array, QuantisedProblem
 from paged_kv.runtime.cpu_target import apply_cpu_target
@@ -22,7 +22,7 @@ class MaxQuantised(Peer):
     name = "MAX qmatmul"
 
     def available(self, case: Case) -> str | None:
-        return None if isinstance(case, QuantisedCase) and case.encoding == "Q4_K" else "no such case"
+        return None if isinstance(case, QuantisedCase) and case.encoding in MAX_ENCODINGS else "no such case"
 
     def prepare(self, problem: QuantisedProblem, copies: int) -> None:
         case = problem.case
