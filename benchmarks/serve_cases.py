@@ -75,7 +75,7 @@ VERSUS = (
     Versus("ours-bf16", "llama-bf16"),
     Versus("ours-f32", "max-f32", long=1.2),
     Versus("ours-q4k", "max-q4k", one=1.0, eight=1.2, long=1.2),
-    Versus("ours-q4k", "llama-q4k"),
+    Versus("ours-q4k", "llama-q4k", one=1.2, eight=2.0),
 )
 ENGINE = ("ours-bf16", "engine-bf16")
 """A server, and the steps of the small engine on the same weights: the difference is what serving costs."""

@@ -168,19 +168,23 @@ def on_rounded_pages(monkeypatch: pytest.MonkeyPatch, kv_format: KVFormat) -> It
         yield
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(family)
-    before = model.config._attn_implementation
-    tokens, logprobs = with_logprobs(model)
-    with on_pages_alone(monkeypatch):
-        found_tokens, found = with_logprobs(model)
-        # transformers' own generate_batch drops Gemma 2's soft cap: its `generate` is the measure of both.
-        batch = results_of_batch(model)
+def both_calls_give(model: Any, tokens: list[list[int]], logprobs: Any) -> None:
+    """`generate`'s result is the measure of both: transformers' own generate_batch drops Gemma 2's soft cap."""
+    found_tokens, found = with_logprobs(model)
+    batch = results_of_batch(model)
     assert found_tokens == tokens
     assert [result.generated_tokens for result in batch] == tokens
     np.testing.assert_allclose(found, logprobs, atol=TOLERANCE, rtol=0)
     np.testing.assert_allclose([result.logprobs for result in batch], logprobs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(family)
+    before = model.config._attn_implementation
+    expected = with_logprobs(model)
+    with on_pages_alone(monkeypatch):
+        both_calls_give(model, *expected)
     assert model.config._attn_implementation == before
 
 
@@ -317,14 +321,9 @@ def test_a_call_that_is_not_served(options: dict[str, Any], reason: str, gemma: 
 def test_greedy_tokens_over_codes(family: str, kv_format: KVFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(family)
     with on_rounded_pages(monkeypatch, kv_format):
-        tokens, logprobs = with_logprobs(model)
+        expected = with_logprobs(model)
     with on_pages_alone(monkeypatch, kv_format):
-        found_tokens, found = with_logprobs(model)
-        batch = results_of_batch(model)
-    assert found_tokens == tokens
-    assert [result.generated_tokens for result in batch] == tokens
-    np.testing.assert_allclose(found, logprobs, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose([result.logprobs for result in batch], logprobs, atol=TOLERANCE, rtol=0)
+        both_calls_give(model, *expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
