@@ -368,8 +368,14 @@ class OursStep(Ours):
         encodings = tuple((name, encoding) for name, encoding in blocks_of.items() if encoding is not None)
         experts = None
         if case.experts:
-            mixtures, inner = (True,) * case.layers, case.intermediate
-            experts = Experts(case.experts, case.chosen, inner, mixtures, sums_to_one=True, apart=True)
+            experts = Experts(
+                count=case.experts,
+                chosen=case.chosen,
+                inner=case.intermediate,
+                layers=(True,) * case.layers,
+                sums_to_one=True,
+                apart=True,
+            )
         config = DecoderConfig(
             **sizes,
             rope=rope,
