@@ -36,6 +36,8 @@ STEP_TOLERANCE = 0.05
 """Of a model's logits: bfloat16 rounds between any two of its operations."""
 BLOCKS_TOLERANCE = 0.1
 """The same where weights are in blocks: x is rounded to int8 for their products, which the oracle does not do."""
+MIXTURE_TOLERANCE = 0.3
+"""The same of a mixture: where two experts are nearly as good, that rounding chooses."""
 
 RMS_EPS = 1e-5
 ROPE_THETA = 10000.0
@@ -329,6 +331,8 @@ class StepProblem(Problem):
         rng = np.random.default_rng(seed)
         self.case = case
         self.tolerance = STEP_TOLERANCE if case.file_type is None else BLOCKS_TOLERANCE
+        if case.experts:
+            self.tolerance = MIXTURE_TOLERANCE
         self.tokens = rng.integers(0, case.vocab, (case.batch, case.tokens)).astype(np.int32)
         self.prompt = rng.integers(0, case.vocab, case.context).astype(np.int32)
         """For systems whose cache can only be filled by running the model; all requests get the same."""
