@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--emulate-amx",
         action="store_true",
-        help="run the kernels for AMX without AMX, on tile registers in memory; of tests/ops, bfloat16's alone",
+        help="run the kernels for AMX without AMX, on tile registers in memory; of tests/ops, bfloat16's and quantised",
     )
 
 

@@ -30,7 +30,12 @@ def test_this_installation_is_well():
 
 @pytest.mark.parametrize(
     ("target", "kernel"),
-    [("znver4", "vpdpbusd of 512"), ("skylake-avx512", "vpmaddubsw of 512"), ("haswell", "vpmaddubsw of 256")],
+    [
+        ("sapphirerapids", "for each 16 rows of x AMX's tdpbsud"),
+        ("znver4", "vpdpbusd of 512 bits, dense"),
+        ("skylake-avx512", "vpmaddubsw of 512"),
+        ("haswell", "vpmaddubsw of 256"),
+    ],
 )
 def test_the_kernel_of_every_encoding_is_named(target, kernel):
     text = render(Report(CpuInfo("x86_64", "", frozenset()), 2, target=target))

@@ -9,6 +9,7 @@ from std.memory import bitcast
 from std.os import abort
 
 comptime HAS_AMX = True
+comptime HAS_AMX_INT8 = True
 
 comptime NUM_TILES = 8
 comptime MAX_ROWS = 16
@@ -127,6 +128,11 @@ def tile_dot[c: Int, a: Int, b: Int]():
 
 
 @always_inline
+def tile_dot_int8[c: Int, a: Int, b: Int]():
+    dot_int8(c, a, b)
+
+
+@always_inline
 def tile_dot_2x2(
     a: Pointer[_, _], second_a: Pointer[_, _], a_stride: Int, b: Pointer[_, _], second_b: Pointer[_, _], b_stride: Int
 ):
@@ -167,13 +173,10 @@ def store(tile: Int, target: Int, stride: Int):
 @no_inline
 def dot(c: Int, a: Int, b: Int):
     """`tdpbf16ps`: even and odd elements of K are summed apart, by FMA, and then added to C."""
+    check_operands(c, a, b)
     var sums = Tile.of(c)
     var left = Tile.of(a)
     var right = Tile.of(b)
-    if left.rows != sums.rows or right.row_bytes != sums.row_bytes or left.row_bytes != 4 * right.rows:
-        abort("tdpbf16ps: the shapes do not fit")
-    if a == b or a == c or b == c:
-        abort("tdpbf16ps: two operands are one register")
     for row in range(sums.rows):
         var even = FloatRow(0)
         var odd = FloatRow(0)
@@ -187,6 +190,36 @@ def dot(c: Int, a: Int, b: Int):
         var new = without_denormals(old + without_denormals(even + odd))
         for column in range(sums.row_bytes // 4):
             at[unsafe_offset=column] = new[column]
+
+
+@no_inline
+def dot_int8(c: Int, a: Int, b: Int):
+    """`tdpbsud`: each four signed bytes of a row of A by the unsigned ones of all columns of B."""
+    check_operands(c, a, b)
+    var sums = Tile.of(c)
+    var left = Tile.of(a)
+    var right = Tile.of(b)
+    for row in range(sums.rows):
+        var at = sums.data.unsafe_offset(row * ROW_BYTES).unsafe_bitcast[Int32]()
+        var new = at.unsafe_load[width=16]()
+        for k in range(right.rows):
+            for i in range(4):
+                var x = left.data.unsafe_bitcast[Int8]()[unsafe_offset=row * ROW_BYTES + 4 * k + i]
+                var column = (right.pairs(k) >> UInt32(8 * i)) & 255
+                new += column.cast[DType.int32]() * x.cast[DType.int32]()
+        for column in range(sums.row_bytes // 4):
+            at[unsafe_offset=column] = new[column]
+
+
+def check_operands(c: Int, a: Int, b: Int):
+    """Stops the process where a product of these registers would fault."""
+    var sums = Tile.of(c)
+    var left = Tile.of(a)
+    var right = Tile.of(b)
+    if left.rows != sums.rows or right.row_bytes != sums.row_bytes or left.row_bytes != 4 * right.rows:
+        abort("a product of tiles: the shapes do not fit")
+    if a == b or a == c or b == c:
+        abort("a product of tiles: two operands are one register")
 
 
 @always_inline

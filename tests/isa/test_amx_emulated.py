@@ -13,7 +13,7 @@ from support.mojo_programs import ROOT, TESTS, mojo
 
 RUN = Job(partial(run_tests, None, "--emulate-amx", *OP_TESTS))
 REASON = amx_emulation.reason_to_skip(CpuInfo.read())
-PUBLIC = re.compile(r"^(?:def|struct|comptime) (HAS_AMX|amx_permitted|tile_\w+|TileShapes)\b(.*)", re.MULTILINE)
+PUBLIC = re.compile(r"^(?:def|struct|comptime) (HAS_AMX\w*|amx_permitted|tile_\w+|TileShapes)\b(.*)", re.MULTILINE)
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -39,6 +39,16 @@ def test_it_has_the_names_of_the_instructions():
 def test_no_other_file_names_a_tile_register():
     files = [file for file in (ROOT / "mojo_ops").rglob("*.mojo") if "%tmm" in file.read_text()]
     assert files == [ROOT / "mojo_ops" / amx_emulation.INSTRUCTIONS]
+
+
+def test_products_of_bytes_are_compiled(tmp_path):
+    """The text of their instructions, which the emulation does without, for a CPU that need not be here."""
+    output = tmp_path / "amx.s"
+    target = ["--target-triple", "x86_64-unknown-linux-gnu", "--target-cpu", "sapphirerapids", "--emit", "asm"]
+    result = mojo("build", *target, "-I", ROOT, "-o", output, TESTS / "compile_quantised_amx.mojo")
+    assert result.returncode == 0, result.stderr
+    products = set(re.findall(r"^\s+(tdp.*?)\s*$", output.read_text(), re.MULTILINE))
+    assert products == {f"tdpbsud\t%tmm{x + 1}, %tmm{x}, %tmm{turn}" for x in (2, 4) for turn in (0, 1)}
 
 
 @pytest.mark.parametrize(

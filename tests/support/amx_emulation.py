@@ -1,7 +1,7 @@
 """AMX's kernels on a CPU without AMX: the Mojo package with `tests/isa/emulated_amx.mojo` in place of `isa/amx.mojo`.
 
 For tests, not for use: a product of two tiles takes a hundred times the instruction's time. The other code of AMX's
-kernels is as it would run on a CPU that has AMX, and needs a CPU target with AVX-512 VBMI and BF16.
+kernels is as it would run on a CPU that has AMX, and needs a CPU target with AVX-512 VBMI, VNNI and BF16.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_targ
 NAME = "paged_kv.mojo_ops"
 INSTRUCTIONS = Path("isa", "amx.mojo")
 EMULATION = Path(__file__).parents[1] / "isa" / "emulated_amx.mojo"
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16"})
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_bf16", "avx512_vnni"})
 REAL = frozenset({"amx_tile", "amx_bf16"})
 _folder: tempfile.TemporaryDirectory[str] | None = None
 

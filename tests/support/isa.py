@@ -26,11 +26,9 @@ The paths convert bfloat16 and float8 in ways of their own, and compute in float
 
 OP_TESTS = (
     *(f"ops/test_{name}_op.py" for name in ("linear", "attention", "prefill", "rotary", "extremes")),
-    *("ops/test_masked_attention_op.py", "ops/test_mla_op.py"),
+    *("ops/test_masked_attention_op.py", "ops/test_mla_op.py", "ops/test_quantised.py"),
 )
 """The tests of what differs between instruction sets, AMX's among them."""
-QUANTISED = "ops/test_quantised.py"
-"""The same, but for AMX, which has no path of its own."""
 
 TESTS = Path(__file__).parents[1]
 

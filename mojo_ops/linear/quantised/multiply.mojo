@@ -3,6 +3,8 @@
 from std.math import ceildiv
 from std.memory import bitcast
 
+from ...isa.amx import HAS_AMX_INT8
+from ...isa.amx_tiles import AMX_TILE_ROWS
 from ...isa.convert import FloatVector
 from ...isa.int8_dot import ByteVector, DOT_ROWS, HAS_AVX512, IntVector, int16_pair_dot, int8_dot
 from ...isa.memory import CACHE_LINE_BYTES
@@ -14,31 +16,52 @@ from .activations import (
     RECORD_SUMS,
     RECORD_SUM_PAIRS,
 )
+from .amx import multiply_group
 from .encodings import Encoding
 from .tile import BytePointer, CHUNK_LINES, Raw, STEPS, Tile, Unpacked, Words, prefetch_line
 
 comptime Sums = Pointer[FloatVector, MutUntrackedOrigin]
-comptime MOST_ROWS = 8 if HAS_AVX512 else 4
-"""Rows of x side by side: as many sums as hide the latency of the instruction, and fit the registers."""
+comptime MOST_ROWS = AMX_TILE_ROWS if HAS_AMX_INT8 else 8 if HAS_AVX512 else 4
+"""Rows of x side by side: as many sums as fit the registers, and of vectors as hide the latency of the instruction."""
 comptime FUSED_ROWS = 8 if HAS_AVX512 else 2
 """Rows of x up to which blocks are multiplied as they are unpacked, without a tile in memory."""
 
 
-def multiply[E: Encoding](tile: Tile, x: BytePointer, rows: Int, sums: Sums, coming: BytePointer):
-    """Adds the products of the tile by `rows` rows of x to `sums` `[rows]`: x are their records of these 256 elements.
+def multiply[
+    E: Encoding
+](tile: Tile, x: BytePointer, rows: Int, sums: Sums, coming: BytePointer, amx: Bool, scratch: BytePointer):
+    """Adds the products of the tile by `rows` rows of x, up to `MOST_ROWS`, to `sums` `[rows]`.
 
-    Prefetches the second half of as many bytes as the tile's blocks have, from `coming` on.
+    Parameters:
+        E: The encoding.
+
+    Args:
+        tile: The weights.
+        x: The rows' records of these 256 elements.
+        rows: Of x.
+        sums: Of each row of x.
+        coming: What to prefetch: the second half of as many bytes as the tile's blocks have.
+        amx: Whether this thread's tile registers have the shapes of `multiply_group`.
+        scratch: `2 TURN_BYTES` for AMX, from the start of a cache line on.
     """
+    comptime if HAS_AMX_INT8:
+        if amx and rows == AMX_TILE_ROWS:
+            multiply_side[E, AMX_TILE_ROWS, on_tiles=True](tile, x, sums, coming, scratch)
+            return
     var row = 0
     comptime for side in [8, 4, 2, 1]:
         comptime if side <= MOST_ROWS:
             while row + side <= rows:
-                multiply_side[E, side](tile, x.unsafe_offset(row * RECORD_BYTES), sums.unsafe_offset(row), coming)
+                multiply_side[E, side](
+                    tile, x.unsafe_offset(row * RECORD_BYTES), sums.unsafe_offset(row), coming, scratch
+                )
                 row += side
 
 
 @always_inline
-def multiply_side[E: Encoding, rows: Int](tile: Tile, x: BytePointer, sums: Sums, coming: BytePointer):
+def multiply_side[
+    E: Encoding, rows: Int, *, on_tiles: Bool = False
+](tile: Tile, x: BytePointer, sums: Sums, coming: BytePointer, scratch: BytePointer):
     comptime groups = 256 // E.GROUP
     var totals = Array[FloatVector, rows](fill=0)
     comptime if not E.ROUNDS_BLOCKS:
@@ -46,21 +69,37 @@ def multiply_side[E: Encoding, rows: Int](tile: Tile, x: BytePointer, sums: Sums
             totals[r] = sums[unsafe_offset=r]
     comptime begun = CHUNK_LINES * (E.BYTES // 16)
     comptime lines = ceildiv(E.BYTES // 4 - begun, groups)
-    for group in range(groups):
-        comptime for line in range(lines):
-            prefetch_line(coming.unsafe_offset(CACHE_LINE_BYTES * (begun + lines * group + line)))
-        var products = Array[IntVector, rows](fill=0)
-        comptime for r in range(rows):
-            products[r] = start_of[E](x.unsafe_offset(r * RECORD_BYTES), group)
-        comptime for step in range(E.GROUP // 4):
-            var w = tile.step(group * (E.GROUP // 4) + step)
+    comptime turns = 2 if on_tiles else 1
+    comptime if on_tiles:
+        multiply_group[E.GROUP, 0](tile.at, x, scratch)
+    for first in range(0, groups, turns):
+        comptime for turn in range(turns):
+            var group = first + turn
+            comptime if on_tiles:
+                if group + 1 < groups:
+                    multiply_group[E.GROUP, 1 - turn](
+                        tile.at.unsafe_offset((group + 1) * E.GROUP * DOT_ROWS),
+                        x.unsafe_offset((group + 1) * E.GROUP),
+                        scratch,
+                    )
+            comptime for line in range(lines):
+                prefetch_line(coming.unsafe_offset(CACHE_LINE_BYTES * (begun + lines * group + line)))
+            var products = Array[IntVector, rows](fill=0)
             comptime for r in range(rows):
-                var quad = quad_of(x.unsafe_offset(r * RECORD_BYTES), group * (E.GROUP // 4) + step)
-                products[r] = int8_dot[E.SIGNED](products[r], w, quad)
-        var scale = tile.scale(group)
-        var least = tile.min(group) if E.HAS_MINS and not E.ROUNDS_BLOCKS else FloatVector(0)
-        comptime for r in range(rows):
-            add_group[E](totals[r], products[r], scale, least, x.unsafe_offset(r * RECORD_BYTES), group)
+                products[r] = start_of[E](x.unsafe_offset(r * RECORD_BYTES), group)
+                comptime if on_tiles:
+                    products[r] += scratch.unsafe_bitcast[Int32]().unsafe_load[width=DOT_ROWS](
+                        (turn * AMX_TILE_ROWS + r) * DOT_ROWS
+                    )
+            comptime for step in range(0 if on_tiles else E.GROUP // 4):
+                var w = tile.step(group * (E.GROUP // 4) + step)
+                comptime for r in range(rows):
+                    var quad = quad_of(x.unsafe_offset(r * RECORD_BYTES), group * (E.GROUP // 4) + step)
+                    products[r] = int8_dot[E.SIGNED](products[r], w, quad)
+            var scale = tile.scale(group)
+            var least = tile.min(group) if E.HAS_MINS and not E.ROUNDS_BLOCKS else FloatVector(0)
+            comptime for r in range(rows):
+                add_group[E](totals[r], products[r], scale, least, x.unsafe_offset(r * RECORD_BYTES), group)
     comptime for r in range(rows):
         var record = x.unsafe_offset(r * RECORD_BYTES)
         comptime if E.ROUNDS_BLOCKS:

@@ -7,6 +7,8 @@ from std.math import ceildiv
 from std.memory import unsafe_memset_zero
 
 from ...cache.pointers import RowPointer, untracked
+from ...isa.amx import HAS_AMX_INT8, amx_permitted, tile_release
+from ...isa.amx_tiles import AMX_TILE_ROWS
 from ...isa.convert import FloatVector, narrow
 from ...isa.int8_dot import DOT_ROWS
 from ...isa.line_counter import LineCounter
@@ -14,6 +16,7 @@ from ...isa.memory import CACHE_LINE_BYTES, align_to_line
 from ...isa.threads import run_tasks
 from ..experts import Grouping
 from .activations import RECORD_BYTES, RoundedRows, round_rows
+from .amx import TURN_BYTES, configure_group_tiles
 from .encodings import BLOCK_ENCODINGS, Encoding, INT4, INT8, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
 from .multiply import FUSED_ROWS, MOST_ROWS, Sums, multiply, multiply_blocks
 from .tile import (
@@ -303,8 +306,9 @@ def multiply_products[dtype: DType, //, mask: Int](products: List[Product[dtype]
     var sections = 0
     for product in products:
         sections += product.sections(depth)
+    var amx = HAS_AMX_INT8 and most >= AMX_TILE_ROWS and amx_permitted()
     ProductList[dtype, mask](
-        untracked(products.unsafe_ptr().unsafe_mut_cast[True]()), len(products), sections, depth, most, columns
+        untracked(products.unsafe_ptr().unsafe_mut_cast[True]()), len(products), sections, depth, most, columns, amx
     ).run(workers)
 
 
@@ -323,6 +327,8 @@ struct Section[dtype: DType](TrivialRegisterPassable):
     """The thread's: `Section.bytes`."""
     var coming: BytePointer
     """The next section, to be prefetched: as many bytes as this one has."""
+    var amx: Bool
+    """Whether this thread's tile registers have the shapes of `multiply_group`."""
 
     comptime COPY = RAW_BYTES
     comptime TILES = Self.COPY + DOT_ROWS * MAX_BLOCK_BYTES
@@ -335,6 +341,7 @@ struct Section[dtype: DType](TrivialRegisterPassable):
     @no_inline
     def multiply[E: Encoding](self):
         """Computes columns `[begin, end)` of y."""
+        comptime assert 2 * TURN_BYTES <= RAW_BYTES, "AMX's sums lie where raw blocks did"
         var tiles = ceildiv(self.end - self.begin, DOT_ROWS)
         var m = self.rows.m
         var sums = self.memory.unsafe_offset(Self.TILES + tiles * TILE_BYTES).unsafe_bitcast[Float32]()
@@ -364,6 +371,8 @@ struct Section[dtype: DType](TrivialRegisterPassable):
                         min(MOST_ROWS, m - row),
                         vectors.unsafe_offset(i * m + row),
                         self.coming_tile[E](i, column, tiles),
+                        self.amx,
+                        self.memory,
                     )
         self.store(tiles, vectors)
 
@@ -429,6 +438,8 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
     """Rows of x of any product."""
     var columns: Int
     """Tiles along K."""
+    var amx: Bool
+    """Whether threads are to use AMX."""
 
     def run(self, workers: Int):
         var counter = LineCounter()
@@ -438,6 +449,9 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
             var bytes = Section[Self.dtype].bytes(self.depth // DOT_ROWS, self.most)
             var memory = List[UInt8](capacity=bytes + CACHE_LINE_BYTES)
             var own = align_to_line(untracked(memory.unsafe_ptr()))
+            comptime if HAS_AMX_INT8:
+                if self.amx:
+                    configure_group_tiles()
             var section = Int(taken[].fetch_add(1))
             var here = self.place(section, Place(0, 0))
             while section < self.sections:
@@ -447,6 +461,9 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
                 self.multiply(section, here, next, after, own)
                 section = next
                 here = after
+            comptime if HAS_AMX_INT8:
+                if self.amx:
+                    tile_release()
             _ = memory^
 
         run_tasks(task, max(1, min(self.sections, workers)), workers)
@@ -483,6 +500,7 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
             self.columns,
             memory,
             coming,
+            self.amx,
         )
         self.start[Q4_0](own)
         self.start[Q8_0](own)

@@ -155,6 +155,8 @@ def _quantised_in_words(target: str | None) -> str:
     flags = REQUIRED_FLAGS.get(target or "")
     if flags is None:
         kernel = "the kernel of MAX's own target"
+    elif "amx_int8" in flags:
+        kernel = "vpdpbusd of 512 bits, for each 16 rows of x AMX's tdpbsud where the system grants it"
     elif "avx512_vnni" in flags:
         kernel = "vpdpbusd of 512 bits"
     elif "avx512bw" in flags:

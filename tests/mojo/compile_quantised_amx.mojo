@@ -1,0 +1,17 @@
+"""Products with quantised weights in groups of 32 and of 16: compiled for AMX by tests/isa, never run."""
+
+from std.sys import argv
+
+from mojo_ops.linear.quantised.amx import configure_group_tiles
+from mojo_ops.linear.quantised.encodings import Q6_K, Q8_0
+from mojo_ops.linear.quantised.multiply import Sums, multiply
+from mojo_ops.linear.quantised.tile import BytePointer, Tile
+
+
+def main():
+    var some = len(argv())
+    var at = BytePointer(unsafe_from_address=64 * some)
+    var sums = at.unsafe_bitcast[SIMD[DType.float32, 16]]()
+    configure_group_tiles()
+    multiply[Q8_0](Tile(at), at, some, sums, at, some > 1, at)
+    multiply[Q6_K](Tile(at), at, some, sums, at, some > 1, at)
