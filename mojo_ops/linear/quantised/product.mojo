@@ -35,7 +35,7 @@ comptime ROUNDED_ROWS = 512
 """Rows of x that are rounded at once."""
 comptime FEW_ROWS = 16
 """Rows of x up to which the memory is the limit: sections of one tile, which prefetch the next section."""
-comptime SECTION_TILES = 4
+comptime SECTION_TILES = 2
 """Tiles of a section for more rows of x."""
 
 
