@@ -22,6 +22,7 @@ from paged_kv.bench.problems import Array
 from paged_kv.runtime.artefacts import export
 from paged_kv.runtime.compile_key import hash_of, toolchain
 from paged_kv.runtime.cpu_target import apply_cpu_target
+from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.store import user_store
 
 LINE = 64
@@ -47,12 +48,12 @@ class Bandwidth:
     def sum(self, data: Buffer, loop: tuple[int, int, int]) -> int:
         """Reads all of `data`, whole lines of 64 bytes; the sum of its bytes modulo 256."""
         streams, apart, ahead = loop
-        sums = self._models[f"read_{streams}"].execute(data, _number(apart), _number(ahead))[0]
+        sums = execute(self._models[f"read_{streams}"].execute, data, _number(apart), _number(ahead))[0]
         return int(sums.to_numpy().sum(dtype=np.uint8))
 
     def copy(self, into: Buffer, source: Buffer, chunk: int) -> None:
         """Copies bytes, `chunk` a task."""
-        self._models["copy"].execute(into, source, _number(chunk))
+        execute(self._models["copy"].execute, into, source, _number(chunk))
 
     def read_run(self, memory: Array) -> tuple[Callable[[int], object], int]:
         """A run that reads the next piece of `memory` each time, and how many bytes a piece has.

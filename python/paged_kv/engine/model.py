@@ -29,6 +29,7 @@ from paged_kv.graphs.ops import cache_dtype
 from paged_kv.options import CacheRotation, KVFormat, check_kv_format
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import Sources, digests_of
+from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
 
@@ -219,9 +220,9 @@ class DecoderModel:
             wanted = _last_rows(inputs.row_offsets, counts)
         arguments = [to_buffer(value) for value in (*inputs.flatten(), wanted)]
         if self._device.is_host:
-            return self._model.execute(*arguments)[0].to_numpy()
+            return execute(self._model.execute, *arguments)[0].to_numpy()
         arguments = [value if value is self._blocks else value.to(self._device) for value in arguments]
-        return self._model.execute(*arguments)[0].to(CPU()).to_numpy()
+        return execute(self._model.execute, *arguments)[0].to(CPU()).to_numpy()
 
     def check_tokens(self, tokens: Sequence[Sequence[int]]) -> None:
         """Refuses a token that is not in the vocabulary: a graph reads its embedding wherever its id points.

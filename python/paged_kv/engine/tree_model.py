@@ -17,6 +17,7 @@ from paged_kv.graphs.models import tree_step
 from paged_kv.graphs.trees import LARGEST_TREE
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import MODELS, CompileKey
+from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.session import Runtime, default_runtime
 
@@ -150,4 +151,4 @@ class TreeModel:
         buffers = [to_buffer(argument) for argument in arguments]
         if not self._device.is_host:
             buffers = [buffer if buffer is self.model.blocks else buffer.to(self._device) for buffer in buffers]
-        return list(self._models[name].execute(*buffers))
+        return list(execute(self._models[name].execute, *buffers))

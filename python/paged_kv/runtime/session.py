@@ -17,6 +17,7 @@ from max.graph import DeviceRef, Module
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.cpu_target import apply_cpu_target
+from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.linear_variant import LinearVariant
 from paged_kv.runtime.variants import Variant
@@ -100,7 +101,7 @@ class Runtime:
         if model is None:
             self.load(variant.family())
             model = self._models[variant]
-        return model.execute(*inputs)
+        return execute(model.execute, *inputs)
 
 
 def _announce(line: str) -> None:

@@ -21,6 +21,7 @@ from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_inpu
 from paged_kv.errors import ContractError
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.compile_key import MODELS, CompileKey, Sources, toolchain
+from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.serve.compiled_graphs import CompiledGraphs
 from paged_kv.serve.config import ServedConfig
@@ -55,7 +56,7 @@ class ServedModel(LlamaModelBase):
                 if stride != PACKED_PAGE_STRIDE:
                     raise ContractError(f"kv_blocks: pages lie {stride} elements apart in MAX's pool, with gaps")
             self._pages_are_packed = True
-        return super().execute(model_inputs)
+        return execute(super().execute, model_inputs)
 
     def load_graphs(self, session: InferenceSession) -> dict[str, Model]:
         """The step, compiled or read from disk, with its weights bound."""
