@@ -17,7 +17,9 @@ try:
 except ToolchainError:
     pass  # the tests of this folder skip
 else:  # before several workers import MAX's server; in a process of its own, since workers would inherit what it sets
-    subprocess.run([sys.executable, "-c", f"from {environment.__name__} import *; import_alone()"], check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"from {environment.__name__} import *; import_alone()"], check=True, timeout=300
+    )
 
 
 @pytest.fixture(scope="session")

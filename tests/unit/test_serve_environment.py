@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from textwrap import dedent
 
@@ -40,8 +41,10 @@ def test_servers_that_start_at_once_in_a_new_environment_load_a_whole_library(tm
     (tmp_path / "compiles_itself").mkdir()
     (tmp_path / "compiles_itself" / "__init__.py").write_text(dedent(PACKAGE))
     start = [sys.executable, "-c", "from paged_kv.serve.environment import *; import_alone('compiles_itself')"]
-    servers = [subprocess.Popen(start, env={"PYTHONPATH": str(tmp_path)}, stderr=subprocess.PIPE) for _ in range(3)]
-    assert [server.communicate()[1] for server in servers] == [b""] * 3
+    own = {"PYTHONPATH": str(tmp_path)}
+    with ThreadPoolExecutor(3) as servers:
+        ended = servers.map(lambda _: subprocess.run(start, env=own, capture_output=True, timeout=60), range(3))
+        assert [server.stderr for server in ended] == [b""] * 3
 
 
 def test_a_library_that_was_never_written_whole_is_named(tmp_path, monkeypatch):
