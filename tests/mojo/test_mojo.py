@@ -49,3 +49,12 @@ def test_the_package_compiles_without_a_warning(tmp_path):
     result = mojo("precompile", ROOT / "mojo_ops", "-o", tmp_path / "mojo_ops.mojoc")
     assert result.returncode == 0, result.stderr
     assert "warning:" not in result.stdout + result.stderr
+
+
+def test_the_loops_of_the_bound_run():
+    result = run_program("../../benchmarks/loops.mojo", "1")
+    assert result.returncode == 0, result.stderr
+    header, *lines = result.stdout[result.stdout.index("loop |") :].splitlines()
+    assert header.count("|") == 3
+    assert all(line.count("|") == 3 and float(line.split("|")[1].split()[0]) > 0 for line in lines)
+    assert len(lines) >= 3 * 5 + 2
