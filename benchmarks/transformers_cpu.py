@@ -1,4 +1,4 @@
-"""Prompts of Hugging Face transformers, with `paged_kv.transformers` and without: seconds and peak memory.
+"""Hugging Face transformers with `paged_kv.transformers` and without: seconds, time of a decode step, peak memory.
 
     python -m benchmarks.transformers_cpu [--calls generate generate_batch] [--batches 1 8] [--contexts 512 4096]
         [--new-tokens 1] [--rounds 2] [--limit SECONDS]
@@ -6,6 +6,8 @@
 A Llama of 1.1 G random parameters in bfloat16 (22 layers, 32 query and 4 KV heads of 64) computes B prompts of as many
 tokens, and `--new-tokens` tokens of each. Every run is a process of its own, so that its peak of resident memory
 (`ru_maxrss`) is its own; the two systems take turns. A prompt of 16 tokens comes first: what compiles has compiled.
+With `--new-tokens` of 3 and more a decode step is timed too: the median time from the end of a forward pass of B tokens
+to the end of the next, sampling and scheduling included.
 A run that takes longer than the limit is ended, and its cell says so.
 """
 
@@ -18,6 +20,7 @@ import resource
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -83,13 +86,24 @@ def run(system: str, call: str, batch: int, context: int, new_tokens: int) -> di
         assert all(len(result.generated_tokens) == tokens for result in results.values())
 
     compute(torch.randint(1, 32000, (1, 16)), 2)
+    ends: list[tuple[int, float]] = []
+
+    def note(module: Any, arguments: Any, keywords: Any, outputs: Any) -> None:
+        del module, outputs
+        tokens = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
+        ends.append((tokens.numel(), time.perf_counter()))
+
+    model.register_forward_hook(note, with_kwargs=True)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     prompts = torch.randint(1, 32000, (batch, context))
     start = time.perf_counter()
     compute(prompts, new_tokens)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": seconds, "peak_gb": peak / 1e6, "before_gb": before / 1e6}
+    last = ends[1 - new_tokens :] if new_tokens > 2 else []  # the first token is the prompt's
+    steps = [end - start for (_, start), (tokens, end) in pairwise(last) if tokens == batch]
+    step = {"step_ms": 1e3 * median(steps)} if steps else {}
+    return {"seconds": seconds, "peak_gb": peak / 1e6, "before_gb": before / 1e6} | step
 
 
 def run_apart(cell: tuple[Any, ...], limit: float) -> dict[str, float] | None:
@@ -103,13 +117,21 @@ def run_apart(cell: tuple[Any, ...], limit: float) -> dict[str, float] | None:
     return found
 
 
-def shown(runs: list[dict[str, float] | None]) -> tuple[str, str, float | None]:
-    """The median time of a system's runs, its peak of memory, and that time as a number."""
+def shown(runs: list[dict[str, float] | None]) -> tuple[list[str], float | None, float | None]:
+    """Of a system's runs the median time, that of a decode step and the peak of memory; both times as numbers."""
     done = [found for found in runs if found is not None]
     if len(done) < len(runs):
-        return "over the limit", "", None
+        return ["over the limit", "", ""], None, None
     seconds = median(found["seconds"] for found in done)
-    return f"{seconds:.2f}", f"{max(found['peak_gb'] for found in done):.2f}", seconds
+    peak = f"{max(found['peak_gb'] for found in done):.2f}"
+    if "step_ms" not in done[0]:
+        return [f"{seconds:.2f}", "", peak], seconds, None
+    step = median(found["step_ms"] for found in done)
+    return [f"{seconds:.2f}", f"{step:.0f}", peak], seconds, step
+
+
+def gain(theirs: float | None, ours: float | None) -> str:
+    return f"{theirs / ours:.2f}x" if theirs and ours else ""
 
 
 def main() -> None:
@@ -130,8 +152,8 @@ def main() -> None:
         os._exit(0)  # threads of continuous batching may still wait
     print(
         f"{'call':<16}{'B':>3}{'tokens':>8}  "
-        + "".join(f"{system + ', s':>18}{'GB':>8}" for system in SYSTEMS)
-        + "   gain"
+        + "".join(f"{system + ', s':>18}{'step, ms':>10}{'GB':>8}" for system in SYSTEMS)
+        + "   gain   of a step"
     )
     for call in arguments.calls:
         for context in arguments.contexts:
@@ -142,10 +164,9 @@ def main() -> None:
                         cell = (system, call, batch, context, arguments.new_tokens)
                         runs[system].append(run_apart(cell, arguments.limit))
                 columns = [shown(runs[system]) for system in SYSTEMS]
-                theirs, ours = (seconds for _, _, seconds in columns)
-                gain = f"{theirs / ours:.2f}x" if theirs and ours else ""
-                cells = "".join(f"{seconds:>18}{peak:>8}" for seconds, peak, _ in columns)
-                print(f"{call:<16}{batch:>3}{context:>8}  {cells}   {gain}", flush=True)
+                cells = "".join(f"{seconds:>18}{step:>10}{peak:>8}" for (seconds, step, peak), _, _ in columns)
+                gains = f"{gain(columns[0][1], columns[1][1])}   {gain(columns[0][2], columns[1][2])}"
+                print(f"{call:<16}{batch:>3}{context:>8}  {cells}   {gains}", flush=True)
 
 
 if __name__ == "__main__":
