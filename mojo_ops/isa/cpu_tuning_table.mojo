@@ -42,7 +42,7 @@ def tuning_of(family: StringSlice) -> CpuTuning:
             linear_row_prefetch=1,
             linear_prefetch=1,
         )
-    # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-23
+    # AMD EPYC, 2 CPUs (avx2 avx512f avx512_bf16), 2026-11-24
     if family == "znver4":
         return CpuTuning(
             fast_bf16_dot=True,
