@@ -6,8 +6,8 @@
 A Llama of 1.1 G random parameters in bfloat16 (22 layers, 32 query and 4 KV heads of 64) computes B prompts of as many
 tokens, and `--new-tokens` tokens of each. Every run is a process of its own, so that its peak of resident memory
 (`ru_maxrss`) is its own; the two systems take turns. A prompt of 16 tokens comes first: what compiles has compiled.
-With `--new-tokens` of 3 and more a decode step is timed too: the median time from the end of a forward pass of B tokens
-to the end of the next, sampling and scheduling included.
+With `--new-tokens` of 3 and more a decode step is timed too: of forward passes of B tokens the median time since the
+end of the pass before, sampling and scheduling included.
 A run that takes longer than the limit is ended, and its cell says so.
 """
 

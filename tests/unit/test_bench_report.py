@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import pages
-from paged_kv.bench import provenance, report, run, targets
+from paged_kv.bench import job, provenance, report, run, targets
 from paged_kv.bench.cases import CASES, QUICK
 from paged_kv.bench.results import met, row_of
 from paged_kv.bench.run import Run
@@ -291,3 +291,12 @@ def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, capsys):
     assert _run(["bench", "--cases", "hnd", "--out", str(tmp_path / "new")]) == 2
     assert "the picture needs matplotlib: pip install 'paged-kv[bench]'" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_slow_product_is_not_repeated_for_the_roof(monkeypatch):
+    """Kept to AVX2, torch takes half a minute for one of bfloat16."""
+    monkeypatch.setattr(job, "_SLOW_PRODUCT", 0)
+    monkeypatch.setattr(job, "take_turns", lambda *_: pytest.fail("it was repeated"))
+    peaks = job.measure_peaks(9)["peaks"]
+    assert set(peaks) == {"float32", "bfloat16"}
+    assert min(peaks.values()) > 0
