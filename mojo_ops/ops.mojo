@@ -73,7 +73,8 @@ struct Append:
             append_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, requests, row_pointer(positions), count)
         else:
             check_append(pair.table, requests, row_pointer(positions), count)
-            append_rows(pair.k, pair.v, k_rows, v_rows, AppendRows(requests, row_pointer(positions), count))
+            var rows = AppendRows(requests, row_pointer(positions), count)
+            append_rows(pair.k, pair.v, k_rows, v_rows, rows, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_gather")
@@ -111,7 +112,7 @@ struct Gather:
             gather_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), k.dim_size(0))
         else:
             check_gather(pair.table, row_pointer(indptr), k.dim_size(0))
-            gather_rows(pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), pair.table.batch)
+            gather_rows(pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), pair.table.batch, parallelism_level(None))
 
 
 @extensibility.register("paged_kv_copy_pages")
@@ -154,12 +155,16 @@ struct CopyPages:
                 v = whole_pages(v_storage, pages, elements, slot_elements, pair.table.entries)
             copy_pages_on_gpu(ctx, k, v, 2 if rank <= 4 else 1, row_pointer(sources), row_pointer(targets), count)
         elif kv_layout == "STRIDED":
-            copy_strided_pages(pair.k, row_pointer(sources), row_pointer(targets), count)
-            copy_strided_pages(pair.v, row_pointer(sources), row_pointer(targets), count)
+            copy_strided_pages(pair.k, row_pointer(sources), row_pointer(targets), count, parallelism_level(None))
+            copy_strided_pages(pair.v, row_pointer(sources), row_pointer(targets), count, parallelism_level(None))
         else:
-            copy_whole_pages(k_storage, elements, row_pointer(sources), row_pointer(targets), count)
+            copy_whole_pages(
+                k_storage, elements, row_pointer(sources), row_pointer(targets), count, parallelism_level(None)
+            )
             comptime if rank == 4:
-                copy_whole_pages(v_storage, elements, row_pointer(sources), row_pointer(targets), count)
+                copy_whole_pages(
+                    v_storage, elements, row_pointer(sources), row_pointer(targets), count, parallelism_level(None)
+                )
 
 
 @extensibility.register("paged_kv_ragged_rows")

@@ -5,6 +5,7 @@ from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
+from max.runtime.asyncrt import parallelism_level
 
 from .cache.checks import check_equal
 from .cache.operands import KVCachePair, row_pointer
@@ -94,4 +95,4 @@ struct MoveTokens:
             move_tokens_on_gpu(ctx, pair.k, pair.v, layers, layer_stride, moves)
         else:
             moves.check(pair.table)
-            move_tokens(pair.k, pair.v, layers, layer_stride, moves)
+            move_tokens(pair.k, pair.v, layers, layer_stride, moves, parallelism_level(None))

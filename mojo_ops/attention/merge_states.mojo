@@ -5,11 +5,11 @@ A state whose lse is -inf has seen no key: its output is ignored, whatever it ho
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import log2
-from max.algorithm import sync_parallelize
 from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from std.utils.numerics import isfinite
 
+from ..isa.threads import run_tasks
 from .softmax import MINUS_INFINITY, exp2
 
 comptime MERGE_THREADS = 128
@@ -119,5 +119,4 @@ def merge_on_cpu[dtype: DType, //](states: States[dtype], rows: Int, num_threads
         for at in range(index * total // tasks, (index + 1) * total // tasks):
             states.merge(at, 0, 1)
 
-    if tasks > 0:
-        sync_parallelize(task, tasks)
+    run_tasks(task, tasks, tasks)

@@ -4,7 +4,7 @@ from extensibility import InputTensor, OutputTensor
 
 from ..cache.checks import check_equal
 from ..cache.operands import row_pointer
-from ..cache.pointers import untracked, untracked_immutable
+from ..cache.pointers import RowPointer, untracked, untracked_immutable
 from .logits import Logits
 from .params import AttentionRows
 from .row_masks import CustomMasks, NoMasks, RowMasks
@@ -33,38 +33,73 @@ struct AttentionOperands[dtype: DType, o_dtype: DType, Masks: RowMasks](TrivialR
     ) raises -> Self:
         """From the operands of an op (`../attention_ops.mojo`); refuses lengths and options that do not fit."""
         check_equal("options: its length", options.dim_size(0), 5)
-        var option = options.unsafe_ptr()
-        var logits = Logits(
-            scale=option[unsafe_offset=0],
-            soft_cap=option[unsafe_offset=1],
-            window_left=Int(window_left),
-            alibi_slopes=untracked_immutable(alibi_slopes.unsafe_ptr()),
-            has_alibi=alibi_slopes.dim_size(0) > 0,
-            sinks=untracked_immutable(sinks.unsafe_ptr()),
-            has_sinks=sinks.dim_size(0) > 0,
-        )
-        var rows = AttentionRows[Self.dtype, Self.o_dtype, Self.Masks](
-            untracked(q.unsafe_ptr()),
+        check_equal("row_batch: its length", row_batch.dim_size(0), q.dim_size(0))
+        check_equal("row_lengths: its length", row_lengths.dim_size(0), q.dim_size(0))
+        return Self.of_pointers(
             untracked(o.unsafe_ptr()),
             untracked(lse.unsafe_ptr()),
-            row_pointer(row_batch),
-            row_pointer(row_lengths),
+            untracked(q.unsafe_ptr()),
             q.dim_size(0),
             q.dim_size(1),
-            v_scale=option[unsafe_offset=2],
-            rope_theta=option[unsafe_offset=3],
-            rope_scale=option[unsafe_offset=4],
+            row_pointer(row_batch),
+            row_pointer(row_lengths),
+            masks,
+            untracked_immutable(alibi_slopes.unsafe_ptr()),
+            alibi_slopes.dim_size(0),
+            untracked_immutable(sinks.unsafe_ptr()),
+            sinks.dim_size(0),
+            Int(window_left),
+            untracked_immutable(options.unsafe_ptr()),
+        )
+
+    @staticmethod
+    @always_inline
+    def of_pointers(
+        o: Pointer[Scalar[Self.o_dtype], MutUntrackedOrigin],
+        lse: Pointer[Float32, MutUntrackedOrigin],
+        q: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
+        num_rows: Int,
+        num_heads: Int,
+        row_batch: RowPointer,
+        row_lengths: RowPointer,
+        masks: Self.Masks,
+        alibi_slopes: Pointer[Float32, ImmUntrackedOrigin],
+        num_slopes: Int,
+        sinks: Pointer[Float32, ImmUntrackedOrigin],
+        num_sinks: Int,
+        window_left: Int,
+        options: Pointer[Float32, ImmUntrackedOrigin],
+    ) raises -> Self:
+        """From memory that holds what `of`'s operands hold; refuses options that do not fit."""
+        var logits = Logits(
+            scale=options[unsafe_offset=0],
+            soft_cap=options[unsafe_offset=1],
+            window_left=window_left,
+            alibi_slopes=alibi_slopes,
+            has_alibi=num_slopes > 0,
+            sinks=sinks,
+            has_sinks=num_sinks > 0,
+        )
+        var rows = AttentionRows[Self.dtype, Self.o_dtype, Self.Masks](
+            q,
+            o,
+            lse,
+            row_batch,
+            row_lengths,
+            num_rows,
+            num_heads,
+            v_scale=options[unsafe_offset=2],
+            rope_theta=options[unsafe_offset=3],
+            rope_scale=options[unsafe_offset=4],
             masks=masks,
-            q_latent=untracked(q.unsafe_ptr()),
+            q_latent=q,
             latent_scale=1,
         )
         if logits.has_alibi:
-            check_equal("alibi_slopes: its length", alibi_slopes.dim_size(0), rows.num_heads)
+            check_equal("alibi_slopes: its length", num_slopes, num_heads)
         if logits.has_sinks:
-            check_equal("sinks: its length", sinks.dim_size(0), rows.num_heads)
+            check_equal("sinks: its length", num_sinks, num_heads)
         rows.check()
-        check_equal("row_batch: its length", row_batch.dim_size(0), rows.num_rows)
-        check_equal("row_lengths: its length", row_lengths.dim_size(0), rows.num_rows)
         return Self(rows, logits)
 
 

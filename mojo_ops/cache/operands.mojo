@@ -8,7 +8,7 @@ from ..isa.codes import SCALE_BYTES, STEP, elements_of, is_codes, units_of
 from .checks import check_equal, check_same_cache, check_view
 from .page_table import PageTable
 from .paged_kv_cache import DynamicKVCache
-from .pointers import RowPointer, untracked, untracked_immutable
+from .pointers import RowPointer, TablePointer, untracked, untracked_immutable
 from .strides import PageStrides, page_shape
 
 
@@ -39,30 +39,22 @@ struct KVCachePair[dtype: DType, codes: Bool = False](TrivialRegisterPassable):
         var k_storage = untracked(k_blocks.unsafe_ptr())
         var v_storage = untracked(v_blocks.unsafe_ptr())
         var numbers = untracked_immutable(view.unsafe_ptr())
+        var entries = untracked_immutable(lookup_table.unsafe_ptr())
+        var batch = lookup_table.dim_size(0)
+        var max_pages = lookup_table.dim_size(1)
+        comptime if kv_layout == "STRIDED":
+            comptime assert rank == 1, "strided storage is flat"
+            var length = view.dim_size(0)
+            if length != 13:
+                check_equal("view: its length", length, 12)
+            return Self.of_strided(
+                k_storage, k_blocks.size(), v_storage, v_blocks.size(), numbers, length, entries, batch, max_pages
+            )
         var shape: IndexList[4]
         var v_shape: IndexList[4]
         var k_strides: PageStrides
         var v_strides: PageStrides
-        comptime if kv_layout == "STRIDED":
-            comptime assert rank == 1, "strided storage is flat"
-            # The last number, which may be missing, is V's head_dim.
-            var length = view.dim_size(0)
-            if length != 13:
-                check_equal("view: its length", length, 12)
-            shape = IndexList[4](
-                Int(numbers[unsafe_offset=0]),
-                Int(numbers[unsafe_offset=1]),
-                Int(numbers[unsafe_offset=2]),
-                Int(numbers[unsafe_offset=3]),
-            )
-            k_strides = PageStrides.read(numbers.unsafe_offset(4))
-            v_strides = PageStrides.read(numbers.unsafe_offset(8))
-            v_shape = shape
-            if length == 13:
-                v_shape[3] = Int(numbers[unsafe_offset=12])
-            check_view("k_blocks", shape, k_strides, k_blocks.size())
-            check_view("v_blocks", v_shape, v_strides, v_blocks.size())
-        elif kv_layout == "LATENT":
+        comptime if kv_layout == "LATENT":
             comptime assert rank == 4, "latent storage is [pages, layers, page_size, Dv + D]"
             check_equal("view: its length", view.dim_size(0), 2)
             shape, v_shape, k_strides, v_strides = latent_views(
@@ -79,16 +71,61 @@ struct KVCachePair[dtype: DType, codes: Bool = False](TrivialRegisterPassable):
             k_strides = PageStrides.of[kv_layout](k_blocks.shape(), False, layer)
             v_strides = PageStrides.of[kv_layout](v_blocks.shape(), True, layer)
             v_shape = shape
+        return Self.of_views(k_storage, shape, k_strides, v_storage, v_shape, v_strides, entries, batch, max_pages)
+
+    @staticmethod
+    def of_strided(
+        k_storage: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
+        k_size: Int,
+        v_storage: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
+        v_size: Int,
+        view: Pointer[Int64, ImmUntrackedOrigin],
+        length: Int,
+        entries: TablePointer,
+        batch: Int,
+        max_pages: Int,
+    ) raises -> Self:
+        """From flat memory of `k_size` and `v_size` elements; `view` has 12 or 13 numbers (`../ops.mojo`), the last of
+        which, where it is there, is V's head_dim. Refuses views that run out of the memory.
+        """
+        var shape = IndexList[4](
+            Int(view[unsafe_offset=0]),
+            Int(view[unsafe_offset=1]),
+            Int(view[unsafe_offset=2]),
+            Int(view[unsafe_offset=3]),
+        )
+        var k_strides = PageStrides.read(view.unsafe_offset(4))
+        var v_strides = PageStrides.read(view.unsafe_offset(8))
+        var v_shape = shape
+        if length == 13:
+            v_shape[3] = Int(view[unsafe_offset=12])
+        check_view("k_blocks", shape, k_strides, k_size)
+        check_view("v_blocks", v_shape, v_strides, v_size)
+        return Self.of_views(k_storage, shape, k_strides, v_storage, v_shape, v_strides, entries, batch, max_pages)
+
+    @staticmethod
+    @always_inline
+    def of_views(
+        k_storage: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
+        k_shape: IndexList[4],
+        k_strides: PageStrides,
+        v_storage: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
+        v_shape: IndexList[4],
+        v_strides: PageStrides,
+        entries: TablePointer,
+        batch: Int,
+        max_pages: Int,
+    ) raises -> Self:
+        """From checked views; refuses a last dimension that no head of codes has."""
+        var k_heads = k_shape
+        var v_heads = v_shape
         comptime if Self.codes:
-            shape[3] = Self.head_elements("k_blocks", shape[3])
-            v_shape[3] = Self.head_elements("v_blocks", v_shape[3])
-        var entries = untracked_immutable(lookup_table.unsafe_ptr())
-        var batch = lookup_table.dim_size(0)
-        var max_pages = lookup_table.dim_size(1)
+            k_heads[3] = Self.head_elements("k_blocks", k_heads[3])
+            v_heads[3] = Self.head_elements("v_blocks", v_heads[3])
         return Self(
-            DynamicKVCache[Self.dtype](k_storage, shape, k_strides, entries, batch, max_pages),
-            DynamicKVCache[Self.dtype](v_storage, v_shape, v_strides, entries, batch, max_pages),
-            PageTable(entries, batch, max_pages, shape[0], shape[1]),
+            DynamicKVCache[Self.dtype](k_storage, k_heads, k_strides, entries, batch, max_pages),
+            DynamicKVCache[Self.dtype](v_storage, v_heads, v_strides, entries, batch, max_pages),
+            PageTable(entries, batch, max_pages, k_heads[0], k_heads[1]),
         )
 
     @staticmethod

@@ -1,12 +1,12 @@
 """Append: rows of new K and V go to their slots in the pages."""
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.memory import unsafe_memcpy
 
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
 from ..isa.codes import is_codes, store_head
+from ..isa.threads import run_tasks
 from .slot_layout import SlotLayout, rows_per_task
 
 
@@ -43,8 +43,9 @@ def append_rows[
     k: Pointer[Scalar[dtype], MutUntrackedOrigin],
     v: Pointer[Scalar[dtype], MutUntrackedOrigin],
     rows: AppendRows,
+    workers: Int,
 ):
-    """Writes row `i` of k and v `[count, kv_heads, head_dim]` to token `positions[i]` of its request.
+    """Writes row `i` of k and v `[count, kv_heads, head_dim]` to token `positions[i]` of its request, on up to `workers` threads.
 
     Rows of the cache's dtype are copied; others are quantised.
     """
@@ -59,11 +60,8 @@ def append_rows[
         else:
             append_range(v_cache, v, rows, begin, end)
 
-    if tasks == 1:
-        task(0)
-        task(1)
-    else:
-        sync_parallelize(task, 2 * tasks)
+    # K and V of a small append are copied sooner than a thread begins.
+    run_tasks(task, 2 * tasks, 1 if tasks == 1 else workers)
 
 
 def append_range[

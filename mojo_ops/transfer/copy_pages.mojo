@@ -1,11 +1,11 @@
 """Copy pages: what a pool does before a request writes to a page that it shares."""
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.memory import unsafe_memcpy
 
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
+from ..isa.threads import run_tasks
 
 comptime ELEMENTS_PER_TASK = 128 * 1024
 
@@ -40,8 +40,11 @@ def copy_whole_pages[
     sources: RowPointer,
     targets: RowPointer,
     count: Int,
+    workers: Int,
 ):
-    """Copies whole pages of an array whose pages are contiguous; at rank 6 that is every layer."""
+    """Copies whole pages of an array whose pages are contiguous, on up to `workers` threads; at rank 6 that is every
+    layer.
+    """
     var parts = max(1, ceildiv(page_elements, ELEMENTS_PER_TASK))
 
     def task(index: Int) {var blocks, var page_elements, var sources, var targets, var parts}:
@@ -53,11 +56,11 @@ def copy_whole_pages[
             count=(part + 1) * page_elements // parts - begin,
         )
 
-    sync_parallelize(task, count * parts)
+    run_tasks(task, count * parts, workers)
 
 
-def copy_strided_pages(cache: PagedKVCache, sources: RowPointer, targets: RowPointer, count: Int):
-    """Copies pages of a view, head by head of every slot: memory between them is not written."""
+def copy_strided_pages(cache: PagedKVCache, sources: RowPointer, targets: RowPointer, count: Int, workers: Int):
+    """Copies pages of a view on up to `workers` threads, head by head of every slot: memory between them is not written."""
 
     def task(pair: Int) {var cache, var sources, var targets}:
         var source = Int(sources[unsafe_offset=pair])
@@ -70,4 +73,4 @@ def copy_strided_pages(cache: PagedKVCache, sources: RowPointer, targets: RowPoi
                     count=cache.head_dim(),
                 )
 
-    sync_parallelize(task, count)
+    run_tasks(task, count, workers)

@@ -1,6 +1,5 @@
 """Gather: the tokens of every request, out of their pages into one contiguous ragged array."""
 
-from max.algorithm import sync_parallelize
 from std.math import ceildiv
 from std.memory import unsafe_memcpy
 
@@ -8,6 +7,7 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
 from ..isa.codes import STEP, is_codes, load_codes, scale_of
 from ..isa.convert import narrow
+from ..isa.threads import run_tasks
 from .slot_layout import SlotLayout, rows_per_task
 
 
@@ -20,6 +20,7 @@ def gather_rows[
     v: Pointer[Scalar[dtype], MutUntrackedOrigin],
     indptr: RowPointer,
     batch: Int,
+    workers: Int,
 ):
     """Copies request `b`'s first tokens to rows `[indptr[b], indptr[b + 1])` of k and v `[N, kv_heads, head_dim]`.
 
@@ -38,11 +39,8 @@ def gather_rows[
         else:
             gather_range(v_cache, v, indptr, begin, end)
 
-    if tasks == 1:
-        task(0)
-        task(1)
-    else:
-        sync_parallelize(task, 2 * tasks)
+    # K and V of a small gather are copied sooner than a thread begins.
+    run_tasks(task, 2 * tasks, 1 if tasks == 1 else workers)
 
 
 def gather_range[

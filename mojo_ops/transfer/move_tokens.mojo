@@ -1,11 +1,11 @@
 """Moves of tokens inside their requests: what is kept of a tree becomes contiguous."""
 
-from max.algorithm import sync_parallelize
 from std.memory import unsafe_memcpy
 
 from ..cache.page_table import PageTable
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
+from ..isa.threads import run_tasks
 from .slot_layout import BYTES_PER_TASK, SlotLayout
 
 
@@ -90,9 +90,16 @@ struct TokenMoves(TrivialRegisterPassable):
 
 
 def move_tokens(
-    k_cache: PagedKVCache, v_cache: type_of(k_cache), num_layers: Int, layer_stride: Int, moves: TokenMoves
+    k_cache: PagedKVCache,
+    v_cache: type_of(k_cache),
+    num_layers: Int,
+    layer_stride: Int,
+    moves: TokenMoves,
+    workers: Int,
 ):
-    """Carries out the moves in `num_layers` layers that lie `layer_stride` elements apart; `moves` were checked."""
+    """Carries out the moves in `num_layers` layers that lie `layer_stride` elements apart, on up to `workers`
+    threads; `moves` were checked.
+    """
 
     def task(index: Int) {var k_cache, var v_cache, var layer_stride, var moves}:
         var layer = index // 2
@@ -100,11 +107,7 @@ def move_tokens(
 
     var tasks = 2 * num_layers
     var bytes = tasks * moves.count * SlotLayout.of(k_cache).elements()
-    if bytes < BYTES_PER_TASK:
-        for index in range(tasks):
-            task(index)
-    else:
-        sync_parallelize(task, tasks)
+    run_tasks(task, tasks, 1 if bytes < BYTES_PER_TASK else workers)
 
 
 def move_in(cache: PagedKVCache, start: Int, moves: TokenMoves):

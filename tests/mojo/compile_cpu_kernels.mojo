@@ -52,8 +52,8 @@ def copies[dtype: DType](mut memory: List[Float32]):
     var rows = untracked_mutable(memory).unsafe_bitcast[Scalar[dtype]]()
     var numbers = rows.unsafe_bitcast[Int32]().unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var cache = cache_of[dtype](memory)
-    append_rows(cache, cache, rows, rows, AppendRows(numbers, numbers, 1))
-    gather_rows(cache, cache, rows, rows, numbers, 1)
+    append_rows(cache, cache, rows, rows, AppendRows(numbers, numbers, 1), 1)
+    gather_rows(cache, cache, rows, rows, numbers, 1, 1)
 
 
 def layer[

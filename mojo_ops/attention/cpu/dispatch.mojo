@@ -4,12 +4,11 @@ Each block of rows is computed in vectors (`vectors/segment.mojo`, `vectors/pref
 (`amx/segment.mojo`, `amx/prefill.mojo`).
 """
 
-from max.algorithm import sync_parallelize
-
 from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.pointers import untracked
 from ...isa.line_counter import LineCounter
 from ...isa.amx import tile_release
+from ...isa.threads import run_tasks
 from ..logits import Logits
 from ..params import AttentionRows
 from .amx.layout import AmxBuffers
@@ -173,7 +172,7 @@ def attend_on_cpu[
         comptime if amx_serves(dtype, kv_dtype):
             tile_release()
 
-    sync_parallelize(task, tasks)
+    run_tasks(task, tasks, tasks)
     _ = split_results^
     _ = rotary_tables^
     _ = plan^
