@@ -27,12 +27,18 @@ def test_a_child_that_is_forked_before_anything_ran(how):
     assert printed("fresh", how) == RIGHT
 
 
-@pytest.mark.parametrize("how", ["os.fork", "exit", "fork", "loader", "operator"])
+@pytest.mark.parametrize("how", ["os.fork", "exit", "fork", "loader"])
 def test_a_child_that_is_forked_after_a_run(how):
     said = printed("ran", how)
     assert said.startswith(REFUSED)
     assert "'spawn' or 'forkserver'" in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("when", ["ran", "operated"])
+def test_the_torch_operators_work_in_a_child_that_is_forked_after_a_run(when):
+    """They run on one thread there: OpenMP's are not in the child either."""
+    assert printed(when, "operator") == RIGHT
 
 
 def test_a_child_that_is_forked_after_a_plan():

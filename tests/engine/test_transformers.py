@@ -267,9 +267,9 @@ def test_threads_share_a_model(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_linear_layers_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = make("Llama", dtype=torch.bfloat16, hidden_size=512), torch.tensor([PROMPTS[3]])
     options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    threads, applied = torch.get_num_threads(), []
-    apply = linear.Weight.apply
-    monkeypatch.setattr(linear.Weight, "apply", lambda self, x: applied.append(len(x)) or apply(self, x))
+    applied = []
+    multiply = linear.multiply
+    monkeypatch.setattr(linear, "multiply", lambda x, w: applied.append(len(x)) or multiply(x, w))
     with on_pages_alone(monkeypatch):
         found = model.generate(ids, **options)
     # Two weights of a layer are large enough, and the head, which has one row of the prompt too; its 32 are torch's.
@@ -278,10 +278,7 @@ def test_linear_layers_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         expected = model(found.sequences[:, :-1]).logits[0, -1].float()
     assert float((found.logits[-1][0].float() - expected).abs().max()) < 0.05 * float(expected.abs().max())
-    assert torch.get_num_threads() == threads
     assert not any("forward" in module.__dict__ for module in model.modules())
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
 
 
 def test_a_model_that_is_not_served_says_so_once() -> None:

@@ -1,7 +1,8 @@
 """A program that runs attention in child processes: `python forking.py WHEN HOW`, for `test_forks.py`.
 
-WHEN is what the parent has done before: "fresh" (imported the package), "planned" or "ran". HOW starts the child. One
-line is printed: what the child's run gave, its sum or the name and the text of its error.
+WHEN is what the parent has done before: "fresh" (imported the package), "planned", "ran", or "operated" (a torch
+operator on two threads of OpenMP). HOW starts the child. One line is printed: what the child's run gave, its sum or the
+name and the text of its error.
 """
 
 import multiprocessing
@@ -36,10 +37,14 @@ def attend(wrapper: BatchDecodeWithPagedKVCacheWrapper | None = None) -> str:
 
 
 def operate() -> str:
-    """What the torch operator gives for the same ones."""
-    q, pages, table = torch.ones(1, 2, 64), torch.ones(4, 16, 1, 64), torch.tensor([[2]], dtype=torch.int32)
+    """128 times what the torch operator gives for ones, enough of them for two threads.
+
+    Arrays are NumPy's: a torch op of that size would itself wait for a thread that a child has not.
+    """
+    q, k, v = (torch.from_numpy(np.ones(shape, np.float32)) for shape in ((1, 32, 64), *[(64, 16, 16, 64)] * 2))
+    table, lengths = torch.arange(64, dtype=torch.int32)[None], torch.tensor([1024])
     try:
-        return str(float(paged_attention(q, pages, pages.clone(), table, torch.tensor([16]))[0].sum()))
+        return str(128 * float(paged_attention(q, k, v, table, lengths)[0].numpy().mean()))
     except PagedKVError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -84,9 +89,11 @@ def in_child(how: str, wrapper: BatchDecodeWithPagedKVCacheWrapper | None) -> st
 
 
 def main(when: str, how: str) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(2 if how == "operator" else 1)
     wrapper: Any = None
-    if when != "fresh":
+    if when == "operated":
+        assert operate() == "128.0"
+    elif when != "fresh":
         wrapper = planned()
     if when == "ran":
         assert attend(wrapper) == "128.0"

@@ -24,7 +24,7 @@ from paged_kv.arrays.cache_storage import (
     overlapping_pages,
     paged_views,
 )
-from paged_kv.arrays.host import HOST, to_buffer
+from paged_kv.arrays.host import to_buffer
 from paged_kv.arrays.overlap import Named
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.buffers import FixedBuffers
@@ -32,9 +32,9 @@ from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
 from paged_kv.calls.results import NOT_WRITTEN, Results
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.scalars import one_number
-from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.options import alibi_slopes, stored_head
-from paged_kv.runtime.session import Runtime, runtime_on
+from paged_kv.errors import ContractError, ShapeError
+from paged_kv.options import alibi_slopes
+from paged_kv.runtime.session import runtime_on
 
 Scales = tuple[float | None, float | None, float | None]
 """q_scale, k_scale, v_scale; None is 1."""
@@ -209,7 +209,7 @@ class Attention:
         """
         plan = self.plan
         check_array(device, "q", q, (rows.count, plan.num_qo_heads, plan.head_dim), plan.q_dtype, rows.counted_as)
-        self._check_cache(device, k, v, rows.table.page_size)
+        plan.check_cache(device, k, v, rows.table.page_size)
         rows.table.check(len(k))
         numbers, window = self._numbers_of(scales), self._window_of(window_left)
         windowed = plan.options.window_left >= 0 if window_left is None else window_left >= 0
@@ -222,51 +222,28 @@ class Attention:
             sink_values = checked_sinks(device, sinks, plan.num_qo_heads, "num_qo_heads")
         runtime = runtime_on(device.index)
         with device.ordered():
-            storage = self._storage_of(device, k, v)
-            values = None if sink_values is None else device.buffer(sink_values)
-            o, lse = self._execute(
-                runtime, device, rows, plain, device.buffer(queries), storage, values, window, numbers
+            slopes, no_sinks, head_of_v = self._constants_on(device)
+            row_batch, row_lengths, lookup_table = rows.operands_on(device)
+            k_blocks, v_blocks, view = self._storage_of(device, k, v)
+            o, lse = runtime.execute(
+                self._variant if plain else self._masked_variant,
+                device.buffer(queries),
+                row_batch,
+                row_lengths,
+                *(() if plain else (*rows.masked_operands_on(device), head_of_v)),
+                k_blocks,
+                v_blocks,
+                lookup_table,
+                view,
+                slopes,
+                no_sinks if sink_values is None else device.buffer(sink_values),
+                window,
+                numbers,
             )
         found = device.take(o)
         if self._narrowed is not None:
             found = device.astype(found, self._narrowed)
         return found, device.take(lse)
-
-    def run_checked(self, rows: Rows, q: Buffer, storage: Storage, sinks: Buffer | None) -> list[Buffer]:
-        """O and the lse on the host, as `run` without scales, of operands that it would take; `rows` are plain."""
-        return self._execute(runtime_on(None), HOST, rows, True, q, storage, sinks, self._window, self._unscaled)
-
-    def _execute(
-        self,
-        runtime: Runtime,
-        device: ArrayDevice,
-        rows: Rows,
-        plain: bool,
-        q: Buffer,
-        storage: Storage,
-        sinks: Buffer | None,
-        window: Buffer,
-        numbers: Buffer,
-    ) -> list[Buffer]:
-        """O and the lse, of operands that were checked; `plain` is `Rows.is_plain`."""
-        slopes, no_sinks, head_of_v = self._constants_on(device)
-        row_batch, row_lengths, lookup_table = rows.operands_on(device)
-        k_blocks, v_blocks, view = storage
-        return runtime.execute(
-            self._variant if plain else self._masked_variant,
-            q,
-            row_batch,
-            row_lengths,
-            *(() if plain else (*rows.masked_operands_on(device), head_of_v)),
-            k_blocks,
-            v_blocks,
-            lookup_table,
-            view,
-            slopes,
-            no_sinks if sinks is None else sinks,
-            window,
-            numbers,
-        )
 
     def _constants_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
         """ALiBi's slopes, the empty sinks, and an array as long as a head of V, copied to a device once."""
@@ -315,24 +292,6 @@ class Attention:
         options = replace(self.plan.options, rope_theta=theta, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         return to_buffer(options.numbers(self.plan.head_dim))
 
-    def _check_cache(self, device: ArrayDevice, k: Any, v: Any, page_size: int) -> None:
-        """K and V are pages of the planned sizes and dtype."""
-        plan = self.plan
-        for name, view, head_dim in (("k", k, plan.head_dim), ("v", v, plan.value_dim)):
-            page = (page_size, plan.num_kv_heads, stored_head(plan.kv_dtype.name, head_dim))
-            if tuple(view.shape[1:]) != page:
-                for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
-                    if found != planned:
-                        if plan.has_codes and what == "head_dim":
-                            codes = f"{planned} ({plan.kv_dtype.name} codes of head_dim {head_dim} and a scale)"
-                            raise ShapeError(f"{plan.cache_name}: heads of {name} have {found} bytes, planned {codes}")
-                        raise ShapeError(f"{plan.cache_name}: {what} of {name} is {found}, planned {planned}")
-            dtype = device.dtype(view)
-            if dtype != plan.array_dtype:
-                raise ContractTypeError(
-                    f"{plan.cache_name}: dtype {dtype.name} of {name}, planned {plan.kv_dtype.name} (kv_data_type)"
-                )
-
 
 def token_views(device: ArrayDevice, kv: tuple[Any, Any], kv_layout: str, *, same_width: bool) -> tuple[Any, Any]:
     """K and V of contiguous tokens as `[N, Hk, D]` views.
@@ -375,4 +334,3 @@ def _int32(value: int) -> Buffer:
 
 
 _SCALES = ("q_scale", "k_scale", "v_scale")
-_PAGE = ("page_size", "num_kv_heads", "head_dim")

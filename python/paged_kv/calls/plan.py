@@ -38,6 +38,7 @@ _SIZES = {
     "q_len_per_req": 2**16,
 }
 """The most that each may be. ALiBi's slopes are made for all query heads by `plan`, which sees no array of so many."""
+_PAGE = ("page_size", "num_kv_heads", "head_dim")
 _OPTIONAL_SIZES = ("head_dim_vo", "page_size")
 
 
@@ -153,6 +154,27 @@ class AttentionPlan:
         q_dtype, o_dtype = self.op_q_dtype, self.op_o_dtype
         other = None if o_dtype == q_dtype else max_dtype(o_dtype)
         return Variant(op, max_dtype(q_dtype), max_dtype(self.array_dtype), other)
+
+    def check_cache(self, device: ArrayDevice, k: Any, v: Any, page_size: int) -> None:
+        """Refuses views of K and V `[page, slot, Hk, D]` that are not pages of the planned sizes and dtype.
+
+        Raises:
+            ContractTypeError, ShapeError: as said.
+        """
+        for name, view, head_dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+            page = (page_size, self.num_kv_heads, stored_head(self.kv_dtype.name, head_dim))
+            if tuple(view.shape[1:]) != page:
+                for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
+                    if found != planned:
+                        if self.has_codes and what == "head_dim":
+                            codes = f"{planned} ({self.kv_dtype.name} codes of head_dim {head_dim} and a scale)"
+                            raise ShapeError(f"{self.cache_name}: heads of {name} have {found} bytes, planned {codes}")
+                        raise ShapeError(f"{self.cache_name}: {what} of {name} is {found}, planned {planned}")
+            dtype = device.dtype(view)
+            if dtype != self.array_dtype:
+                raise ContractTypeError(
+                    f"{self.cache_name}: dtype {dtype.name} of {name}, planned {self.kv_dtype.name} (kv_data_type)"
+                )
 
 
 def check_dtype(what: str, dtype: np.dtype[Any], legal: Sequence[str] = Q_DTYPES) -> None:

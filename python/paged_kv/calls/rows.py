@@ -6,8 +6,10 @@ memory.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -161,6 +163,17 @@ class Rows:
         tokens_matter = rows_matter or pos_encoding_mode == "ALIBI"
         offset = tokens_matter and self.token_offsets is not None
         return self.masks is None and not offset and not (rows_matter and self.positions is not None)
+
+    @cached_property
+    def addresses(self) -> bytes:
+        """Where row_batch, row_lengths and lookup_table lie on the host, with their sizes, for a library of kernels
+        (`runtime/native.mojo`): row_batch, row_lengths, R, lookup_table, B, max_pages, as 64-bit numbers.
+        """
+        entries = self.table.entries
+        for array in (self.batch, self.lengths, entries):
+            assert array.flags.c_contiguous
+        at_batch, at_lengths, at_entries = (array.ctypes.data for array in (self.batch, self.lengths, entries))
+        return struct.pack("<6q", at_batch, at_lengths, self.count, at_entries, *entries.shape)
 
     def operands_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
         """row_batch, row_lengths and lookup_table in a device's memory: copied there once, which waits for nothing."""

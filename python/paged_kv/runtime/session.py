@@ -90,7 +90,7 @@ class Runtime:
             {name: variant.key(self.architecture) for name, variant in by_name.items()},
             build,
             exact=exact,
-            on_compile=lambda: _announce(f"paged-kv: compiling {listed}: about 25 s, once on this machine"),
+            on_compile=lambda: announce(f"paged-kv: compiling {listed}: about 25 s, once on this machine"),
         )
         self._models.update({variant: models[variant.name] for variant in missing})
 
@@ -104,7 +104,7 @@ class Runtime:
         return execute(model.execute, *inputs)
 
 
-def _announce(line: str) -> None:
+def announce(line: str) -> None:
     """One line on a terminal; nothing in logs and pipes."""
     if sys.stderr is not None and sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from paged_kv.errors import ContractError
-from paged_kv.torch import planned
+from paged_kv.torch.attention import planned
 from paged_kv.transformers.batching import attend_batch
 from paged_kv.transformers.cache import LAYER, PAGE_SIZE, Ints, PagedLayer, Step
 
@@ -139,7 +139,7 @@ def _attend(
         (query.dtype, layer.k_pages.dtype),
         (scaling, -1 if window is None else window - 1, softcap or 0.0, False),
     )
-    o, _ = attention.over_tensors(step.rows, q, layer.k_pages, layer.v_pages, sinks)
+    o, _ = attention.over_pages(step.rows, q, layer.k_pages, layer.v_pages, sinks)
     return o.view(batch, new_tokens, heads, head_dim)
 
 

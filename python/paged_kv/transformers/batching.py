@@ -30,11 +30,11 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
 from paged_kv.calls.ragged import RaggedRequests, TokenRanges
-from paged_kv.calls.results import Results
 from paged_kv.calls.rows import LookupTable, Rows
 from paged_kv.errors import ContractError
 from paged_kv.options import FORMATS, NO_PAGE, KVFormat, stored_dtype, stored_head
-from paged_kv.torch import TensorAttention, planned, quantised
+from paged_kv.torch.attention import TensorAttention, planned
+from paged_kv.torch.cache import quantised
 from paged_kv.transformers.served import NAMES, format_of
 
 _STEP = "_paged_kv_step"
@@ -175,12 +175,8 @@ def attend_batch(
         return planned(sizes, (q.dtype, k.dtype), (scaling, window_left, softcap or 0.0, False))
 
     def over_tokens(rows: Rows, some_q: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        left = -1 if window is None else window - 1
-        if allocator.kv_format is not None:
-            return attention(allocator.tokens_per_page, left).over_codes(rows, some_q, *kv, sinks)
-        plan = attention(None, left)
-        o: Tensor = plan.over_tokens(rows, some_q, kv, "NHD", _NO_SCALES, Results(), sinks=sinks)
-        return o
+        page_size = None if allocator.kv_format is None else allocator.tokens_per_page
+        return attention(page_size, -1 if window is None else window - 1).over_tokens(rows, some_q, *kv, sinks)[0]
 
     k_slots, v_slots = allocator._kv_token_views[layer]
     parts = []
@@ -196,7 +192,7 @@ def attend_batch(
     if step.paged is not None:
         some_q = q if step.chosen is None else q[step.chosen]
         plan = attention(allocator.tokens_per_page, -1)
-        o, _ = plan.over_tensors(step.paged, some_q, *_pages_of(allocator, layer), sinks)
+        o, _ = plan.over_pages(step.paged, some_q, *_pages_of(allocator, layer), sinks)
         if step.chosen is None:
             return o[None]
     all_rows = torch.zeros_like(q)
@@ -256,7 +252,6 @@ def _dtype_of(kv_format: KVFormat | None, dtype: Any) -> Any:
     return dtype if kv_format is None else getattr(torch, stored_dtype(kv_format))
 
 
-_NO_SCALES = (None, None, None)
 _KEPT = (
     "generate_batch: a manager that was kept (persistent_manager=True) runs as it was made, with paged_kv.transformers"
     " enabled or without: call model.destroy_cached_continuous_batching_manager()"

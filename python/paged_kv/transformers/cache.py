@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.utils import find_head_dim
 from paged_kv.calls.rows import LookupTable, Rows
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.options import NO_PAGE, KVFormat, check_kv_format, stored_head
-from paged_kv.torch import quantised, widened
+from paged_kv.torch.cache import quantised, widened
 
 PAGE_SIZE = 32
 LAYER = "_paged_kv_layer"
@@ -303,7 +303,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         chosen = torch.from_numpy(slots.reshape(-1))
         k, v = (pages.view(-1, *pages.shape[2:])[chosen] for pages in (self.k_pages, self.v_pages))  # [N, Hk, S]
         if self._cache.kv_format is not None:
-            k, v = widened(self._cache.kv_format, k, v)
+            k, v = widened(k, v)
         k, v = (x.view(*slots.shape, *x.shape[1:]).to(dtype) for x in (k, v))  # [B, tokens, Hk, D]
         k, v = (torch.where(real, x, 0).transpose(1, 2) for x in (k, v))  # unused slots may hold anything
         return k, v

@@ -198,7 +198,6 @@ def _take(model: Any, user: object, kv_format: KVFormat | None) -> None:
 
 def _release(model: Any, user: object) -> None:
     """Takes that back; nothing where this user had not come to take it, or has released it."""
-    linear.restore_threads()
     with _lock:
         users, undo = _running.get(id(model), (set(), []))
         users.discard(user)

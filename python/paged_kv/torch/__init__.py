@@ -19,48 +19,29 @@ Letters in shapes: B requests, R query rows, N tokens, Hq query heads, Hk KV hea
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from max.driver import Buffer
 from torch import Tensor
 from torch.library import Library, register_fake
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
-from paged_kv.arrays.cache_storage import cache_operands, overlapping_pages, paged_views
-from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
-from paged_kv.arrays.exchange import to_max, to_torch
-from paged_kv.arrays.host import HOST, as_indices, as_numpy, to_buffer
-from paged_kv.calls.append import WritableCache
-from paged_kv.calls.attend import Attention, Scales, checked_sinks
+from paged_kv.arrays.host import as_indices, as_numpy
 from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_table_of
-from paged_kv.calls.kv_copy import read_rows, write_rows
-from paged_kv.calls.linear import Weight
-from paged_kv.calls.page_table import Indices, PageTable, check_offsets
-from paged_kv.calls.plan import AttentionPlan, check_dtype
+from paged_kv.calls.page_table import PageTable, check_offsets
 from paged_kv.calls.ragged import RaggedRequests
-from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractTypeError, ShapeError
-from paged_kv.options import (
-    FORMATS,
-    AttentionOptions,
-    KVFormat,
-    check_number,
-    stored_dtype,
-    stored_elements,
-    stored_head,
-)
+from paged_kv.options import FORMATS, check_number, stored_elements
+from paged_kv.torch.attention import planned
+from paged_kv.torch.cache import Slots, append, check_caches, checked_append, gather
+from paged_kv.torch.products import multiply
 
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
 
 _MOST_KEPT = 1 << 16
 """Entries of a page table that are copied to be compared with the next call's."""
-_MOST_LAYOUTS = 64
-"""Of caches that one attention knows; with more it forgets them."""
-_NO_SCALES: Scales = (None, None, None)
 Made = TypeVar("Made")
 
 
@@ -223,7 +204,7 @@ def _attention(
         (sm_scale, window_left, logits_soft_cap, alibi),
     )
     rows = _rows.of((page_size,), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=qo_indptr)
-    return attention.over_tensors(rows, q, k_cache, v_cache, sinks)
+    return attention.over_pages(rows, q, k_cache, v_cache, sinks)
 
 
 def _append(
@@ -236,154 +217,27 @@ def _append(
     positions: Tensor,
 ) -> None:
     _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-    _check_caches(k_cache=k_cache, v_cache=v_cache)
-    cache = WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v)
-    rows = cache.rows(k, v, ("k", "v"))
-    sizes = len(rows[0]), cache.page_size, cache.num_pages
-    cache.write(rows, _slots.of(sizes, block_tables=block_tables, batch_indices=batch_indices, positions=positions))
+    of_cache = checked_append(k, v, k_cache, v_cache)
+    sizes = k.shape[0], k_cache.shape[1], k_cache.shape[0]
+    slots = _slots.of(sizes, block_tables=block_tables, batch_indices=batch_indices, positions=positions)
+    append(k, v, k_cache, v_cache, of_cache, slots)
 
 
 def _gather(
     k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
     _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
-    _check_caches(k_cache=k_cache, v_cache=v_cache)
-    k, v = paged_views((k_cache, v_cache), "NHD", "cache")
-    rows = _rows.of((k.shape[1],), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
-    rows.table.check(len(k))
+    check_caches(k_cache=k_cache, v_cache=v_cache)
+    rows = _rows.of((k_cache.shape[1],), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
     found = int(rows.lengths.sum(dtype=np.int64))
     if found != integer("num_tokens", num_tokens, 0):
         raise ShapeError(f"num_tokens is {num_tokens}, the requests have {found} (seq_lens)")
-    tokens = read_rows(HOST, k, v, rows.table.entries, rows.lengths, FORMATS.get(HOST.dtype(k).name))
-    return HOST.like(k_cache, tokens[0]), HOST.like(v_cache, tokens[1])
+    return gather(k_cache, v_cache, rows.table, rows.lengths)
 
 
 def _linear(x: Tensor, w: Tensor) -> Tensor:
     _refuse_gradients(x=x, w=w)
-    found: Tensor = Weight(w).apply(x)
-    return found
-
-
-class TensorAttention(Attention):
-    """An `Attention` of torch's tensors on the CPU, which keeps no cache alive."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        super().__init__(plan, keeps_storage=False)
-        self._passed: dict[tuple[Any, ...], tuple[int, int, Buffer]] = {}
-
-    def over_tensors(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """`over_pages` of K and V `[pages, page_size, Hk, D]`, without scales: o and the lse.
-
-        What dtypes, shapes and strides decide is checked in their first call; from then on a call checks what else may
-        change: values, storage, the number of rows.
-        """
-        layout = q.dtype, q.shape[1:], k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride()
-        passed = self._passed.get(layout)
-        fits = rows.count == q.shape[0] > 0 and rows.table.page_size == k.shape[1]
-        if (
-            passed is not None
-            and fits
-            and rows.is_plain(self.plan.options.window_left >= 0, self.plan.pos_encoding_mode)
-            and _holds(queries := q.contiguous(), queries.numel())
-            and _holds(k, passed[0])
-            and _holds(v, passed[1])
-        ):
-            k_extent, v_extent, view = passed
-            rows.table.check(k.shape[0])
-            values = None
-            if sinks is not None:
-                values = to_buffer(checked_sinks(HOST, sinks, self.plan.num_qo_heads, "num_qo_heads"))
-            storage = to_max(_flat(k, k_extent)), to_max(_flat(v, v_extent)), view
-            o, lse = self.run_checked(rows, to_max(queries), storage, values)
-            return to_torch(o), to_torch(lse)
-        results = Results(return_lse=True)
-        found: tuple[Tensor, Tensor] = self.over_pages(rows, q, (k, v), "NHD", _NO_SCALES, results, sinks=sinks)
-        if passed is None and q.numel() and k.numel() and v.numel():
-            if len(self._passed) >= _MOST_LAYOUTS:
-                self._passed = {}
-            _, _, view = cache_operands(*paged_views((k, v), "NHD"))
-            self._passed[layout] = _extent(k), _extent(v), view
-        return found
-
-    def over_codes(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """O over codes of tokens that lie side by side, K and V `[N, Hk, bytes]`: `rows.table` has pages that begin at
-        every token, as `over_tokens` takes them of floats. The plan is one of pages, of any size.
-        """
-        page_size = rows.table.page_size
-        pages = overlapping_pages(as_numpy(k, "k"), page_size), overlapping_pages(as_numpy(v, "v"), page_size)
-        found: Tensor = self.over_views(rows, HOST, q, pages, _NO_SCALES, Results(), sinks=sinks)
-        return found
-
-
-def quantised(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V `[N, Hk, D]` of floats as a cache of codes holds them, `[N, Hk, bytes]`; for `paged_kv.transformers`."""
-    count, heads, head_dim = k.shape
-    shape = (count, 1, heads, stored_head(kv_format, head_dim))  # a page of one slot for each token
-    dtype = getattr(torch, stored_dtype(kv_format))
-    k_codes, v_codes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-    views = as_numpy(k_codes, "k"), as_numpy(v_codes, "v")
-    pages = np.arange(count, dtype=np.int32)
-    write_rows(HOST, as_numpy(k, "k"), as_numpy(v, "v"), *views, pages, np.zeros_like(pages))
-    return k_codes[:, 0], v_codes[:, 0]
-
-
-def widened(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What codes of K and V `[N, Hk, bytes]` stand for, `[N, Hk, D]` float32; for `paged_kv.transformers`."""
-    table, lengths = np.arange(len(k), dtype=np.uint32)[None], np.array([len(k)], np.int32)
-    keys, values = read_rows(HOST, as_numpy(k[:, None], "k"), as_numpy(v[:, None], "v"), table, lengths, kv_format)
-    return torch.from_numpy(keys), torch.from_numpy(values)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Elements from a tensor's first to its last in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _flat(tensor: Tensor, extent: int) -> Tensor:
-    return tensor.as_strided((extent,), (1,))
-
-
-def _holds(tensor: Tensor, extent: int) -> bool:
-    """Whether a tensor is an ordinary one, whose memory lies on the CPU, is aligned and has `extent` elements."""
-    size = tensor.itemsize
-    return (
-        type(tensor) is Tensor
-        and tensor.is_cpu
-        and not tensor.is_neg()
-        and tensor.data_ptr() % size == 0
-        and (tensor.storage_offset() + extent) * size <= tensor.untyped_storage().nbytes()
-    )
-
-
-@lru_cache(maxsize=256)
-def planned(
-    sizes: tuple[int, int, int, int | None],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    options: tuple[float | None, int, float, bool],
-) -> TensorAttention:
-    """The plan of these query heads, KV heads, last dimension of the cache and page_size, with its operands prepared;
-    for `paged_kv.transformers` too.
-    """
-    sm_scale, window_left, logits_soft_cap, alibi = options
-    q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
-    kv_format = FORMATS.get(kv_dtype.name)
-    if kv_format is not None:
-        kv_dtype = CACHE_DTYPES[kv_format]
-        sizes = (*sizes[:2], stored_elements(kv_format, sizes[2]), sizes[3])
-    check_dtype(f"{_DTYPE_NAMES[0]}:", q_dtype)
-    return TensorAttention(
-        AttentionPlan(
-            *sizes,
-            q_dtype,
-            kv_dtype,
-            "ALIBI" if alibi else "NONE",
-            AttentionOptions(sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap),
-            dtype_names=_DTYPE_NAMES,
-            cache_name="cache",
-        )
-    )
+    return multiply(x, w)
 
 
 class _Kept(Generic[Made]):
@@ -424,15 +278,15 @@ def _new_rows(page_size: int, block_tables: Tensor, seq_lens: Tensor, qo_indptr:
 
 def _new_slots(
     num_rows: int, page_size: int, num_pages: int, block_tables: Tensor, batch_indices: Tensor, positions: Tensor
-) -> tuple[Indices, Indices]:
-    """The page and the slot of each row of an append, `[N]` int32 each."""
+) -> Slots:
+    """Where the rows of an append go."""
     entries = block_entries(block_tables, block_tables.shape[0] if block_tables.dim() else 0)
     table = PageTable.from_dense(entries, np.full(len(entries), page_size, np.int32), page_size)
     requests, at = as_indices(batch_indices, "batch_indices"), as_indices(positions, "positions")
     for indices, name in ((requests, "batch_indices"), (at, "positions")):
         if len(indices) != num_rows:
             raise ShapeError(f"{name} has {len(indices)} entries, there are {num_rows} rows to append")
-    return table.slots(requests, at, num_pages)
+    return Slots(*table.slots(requests, at, num_pages))
 
 
 def _check_tensors(**tensors: Any) -> None:
@@ -477,13 +331,6 @@ def _check_ranks(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     for name, tensor, rank in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
         if tensor.dim() != rank:
             raise ShapeError(f"{name} must have {rank} dimensions, its shape is {tuple(tensor.shape)}")
-
-
-def _check_caches(**caches: Tensor) -> None:
-    """Each is an array of rank 4, by the name that the caller knows."""
-    for name, cache in caches.items():
-        if as_numpy(cache, name).ndim != 4:
-            raise ShapeError(f"{name} must have 4 dimensions, its shape is {tuple(cache.shape)}")
 
 
 def _fake_attention(
@@ -531,7 +378,6 @@ def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-_DTYPE_NAMES = ("q", "cache")
 _rows = _Kept(_new_rows)
 _slots = _Kept(_new_slots)
 

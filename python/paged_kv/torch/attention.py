@@ -1,0 +1,158 @@
+"""Attention of torch's tensors: by a library of kernels on torch's threads, or by MAX where there is none."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_kv.arrays.cache_storage import paged_views
+from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
+from paged_kv.arrays.host import HOST
+from paged_kv.calls.attend import Attention, Scales, checked_sinks
+from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
+from paged_kv.calls.results import Results
+from paged_kv.calls.rows import Rows
+from paged_kv.options import FORMATS, AttentionOptions, alibi_slopes, stored_elements
+from paged_kv.runtime.native import native_library
+from paged_kv.torch.memory import CacheLayout, holds, layout, workers
+
+_MOST_LAYOUTS = 64
+"""Of caches that one attention knows; with more it forgets them."""
+_NO_SCALES: Scales = (None, None, None)
+_DTYPE_NAMES = ("q", "cache")
+_OUTPUTS = struct.Struct("<6q")
+_PLAN = struct.Struct("<6q")
+
+
+class TensorAttention:
+    """A plan over torch's tensors on the CPU, with the operands prepared that do not change; it keeps no cache alive.
+
+    Threads may share one.
+    """
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self.plan = plan
+        self._layouts: dict[tuple[Any, ...], CacheLayout] = {}
+        self._on_max: Attention | None = None
+        alibi = plan.pos_encoding_mode == "ALIBI"
+        self._slopes = alibi_slopes(plan.num_qo_heads) if alibi else np.zeros(0, np.float32)
+        self._numbers = plan.options.numbers(plan.head_dim)
+        self._packed = _PLAN.pack(
+            plan.num_qo_heads,
+            plan.head_dim,
+            self._slopes.ctypes.data,
+            len(self._slopes),
+            plan.options.window_left,
+            self._numbers.ctypes.data,
+        )
+
+    def over_pages(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """O `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32, over K and V `[pages, page_size, Hk, D]`.
+
+        What dtypes, shapes and strides decide is checked in their first call; from then on a call checks what else may
+        change: values, storage, the number of rows.
+
+        Raises:
+            ContractTypeError, ShapeError, ContractError: a tensor does not fit the plan.
+            PageTableError: a page id of `rows` is not one of the cache's.
+        """
+        plan = self.plan
+        of_cache = self._layout_of(rows, q, k, v)
+        library = native_library(plan.q_dtype.name, plan.array_dtype.name)
+        windowed = plan.options.window_left >= 0
+        if (
+            library is None
+            or not rows.is_plain(windowed, plan.pos_encoding_mode)
+            or not of_cache.held_by(k, v)
+            or not holds(queries := q.contiguous(), queries.numel())
+        ):
+            return self._by_max(rows, q, k, v, sinks)
+        rows.table.check(k.shape[0])
+        o, lse = torch.empty_like(queries), torch.empty(q.shape[:2])
+        values = None if sinks is None else checked_sinks(HOST, sinks, plan.num_qo_heads, "num_qo_heads")
+        if rows.count:
+            at_sinks = (0, 0) if values is None else (values.ctypes.data, len(values))
+            outputs = _OUTPUTS.pack(o.data_ptr(), lse.data_ptr(), queries.data_ptr(), *at_sinks, workers())
+            library.attend(outputs + of_cache.storage(k, v) + rows.addresses + self._packed)
+        return o, lse
+
+    def over_tokens(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`over_pages` over tokens that lie side by side, K and V `[N, Hk, D]`, where `rows.table` has pages that begin
+        at every token.
+        """
+        page_size = rows.table.page_size
+        return self.over_pages(rows, q, _overlapping(k, page_size), _overlapping(v, page_size), sinks)
+
+    def _layout_of(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> CacheLayout:
+        """The cache's, which is checked where it is new."""
+        plan, page_size = self.plan, rows.table.page_size
+        key = (q.dtype, q.shape[1:], page_size, *layout(k, v))
+        found = self._layouts.get(key)
+        if found is None or q.shape[0] != rows.count:
+            shape = (rows.count, plan.num_qo_heads, plan.head_dim)
+            views = paged_views((k, v), "NHD")
+            check_array(HOST, "q", HOST.view(q, "q"), shape, plan.q_dtype, rows.counted_as)
+            plan.check_cache(HOST, *views, page_size)
+            found = CacheLayout.of(k, v)
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts = {}
+            self._layouts[key] = found
+        return found
+
+    def _by_max(
+        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same by MAX, on its threads."""
+        if self._on_max is None:
+            self._on_max = Attention(self.plan, keeps_storage=False)
+        results = Results(return_lse=True)
+        found: tuple[Tensor, Tensor] = self._on_max.over_pages(rows, q, (k, v), "NHD", _NO_SCALES, results, sinks=sinks)
+        return found
+
+
+def _overlapping(tokens: Tensor, page_size: int) -> Tensor:
+    """Pages `[N - page_size + 1, page_size, Hk, D]`, one from each token of `[N, Hk, D]` on: a view."""
+    count = max(len(tokens) - page_size + 1, 0)
+    return tokens.as_strided((count, page_size, *tokens.shape[1:]), (tokens.stride(0), *tokens.stride()))
+
+
+@lru_cache(maxsize=256)
+def planned(
+    sizes: tuple[int, int, int, int | None],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    options: tuple[float | None, int, float, bool],
+) -> TensorAttention:
+    """The attention of these query heads, KV heads, last dimension of the cache and page_size.
+
+    Args:
+        sizes: As said; the page_size is None for tokens that lie side by side.
+        dtypes: Of q and of the cache.
+        options: sm_scale, window_left, logits_soft_cap, and whether ALiBi's slopes are added.
+    """
+    sm_scale, window_left, logits_soft_cap, alibi = options
+    q_dtype, kv_dtype = (dtype_of(dtype, name) for dtype, name in zip(dtypes, _DTYPE_NAMES, strict=True))
+    kv_format = FORMATS.get(kv_dtype.name)
+    if kv_format is not None:
+        kv_dtype = CACHE_DTYPES[kv_format]
+        sizes = (*sizes[:2], stored_elements(kv_format, sizes[2]), sizes[3])
+    check_dtype(f"{_DTYPE_NAMES[0]}:", q_dtype)
+    return TensorAttention(
+        AttentionPlan(
+            *sizes,
+            q_dtype,
+            kv_dtype,
+            "ALIBI" if alibi else "NONE",
+            AttentionOptions(sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap),
+            dtype_names=_DTYPE_NAMES,
+            cache_name="cache",
+        )
+    )

@@ -1,0 +1,177 @@
+"""What goes into pages and comes out, of torch's tensors: by a library of kernels, or by MAX where there is none.
+
+Letters in shapes: N tokens, Hk KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_kv.arrays.cache_storage import paged_views
+from paged_kv.arrays.host import HOST, as_numpy
+from paged_kv.calls.append import WritableCache
+from paged_kv.calls.kv_copy import read_rows
+from paged_kv.calls.page_table import Indices
+from paged_kv.calls.rows import Int32s, LookupTable
+from paged_kv.errors import ShapeError
+from paged_kv.options import FORMATS, KVFormat, stored_dtype, stored_elements, stored_head
+from paged_kv.runtime.native import NativeLibrary, native_library
+from paged_kv.torch.memory import CacheLayout, holds, layout, workers
+
+_MOST_LAYOUTS = 256
+_COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
+"""By bytes of an element: the library that copies them."""
+_ROWS = struct.Struct("<3q")
+_TABLE = struct.Struct("<6q")
+_GATHERED = struct.Struct("<5q")
+
+_layouts: dict[tuple[Any, ...], CacheLayout] = {}
+"""Of calls that were checked: the cache, and of appends its rows, and where its V lies from its K."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Where the rows of an append go: the page, -1 for none, and the slot of each."""
+
+    pages: Indices
+    slots: Indices
+    operands: bytes = field(init=False)
+    """What `AppendCall` has of them: each row is a request of one page."""
+    _requests: Indices = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in (self.pages, self.slots))
+        count = len(self.pages)
+        requests = np.where(self.pages < 0, -1, np.arange(count)).astype(np.int32)
+        packed = _TABLE.pack(requests.ctypes.data, self.slots.ctypes.data, count, self.pages.ctypes.data, count, 1)
+        object.__setattr__(self, "_requests", requests)
+        object.__setattr__(self, "operands", packed)
+
+
+def checked_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> CacheLayout:
+    """The layout of a cache that rows K and V `[N, Hk, D]` are to be written to.
+
+    Raises:
+        ContractTypeError, ShapeError, ContractError: a tensor does not fit the others, or cannot be written.
+    """
+    apart = v_cache.data_ptr() - k_cache.data_ptr()
+    key = (k.shape[1:], v.shape[1:], k.dtype, v.dtype, *layout(k_cache, v_cache), apart)
+    found = _layouts.get(key)
+    if found is None or k.shape[0] != v.shape[0]:
+        check_caches(k_cache=k_cache, v_cache=v_cache)
+        WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v).rows(k, v, ("k", "v"))
+        found = _kept(key, k_cache, v_cache)
+    return found
+
+
+def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: CacheLayout, slots: Slots) -> None:
+    """Writes rows to their slots; `of_cache` is `checked_append`, and codes are made of floats."""
+    if not k.numel():
+        return
+    library = _library(k.dtype, k_cache.dtype)
+    k_rows, v_rows = k.contiguous(), v.contiguous()
+    if (
+        library is None
+        or not of_cache.held_by(k_cache, v_cache)
+        or not (holds(k_rows, k_rows.numel()) and holds(v_rows, v_rows.numel()))
+        or any(_may_overlap(rows, cache, of_cache) for rows in (k_rows, v_rows) for cache in (k_cache, v_cache))
+    ):
+        cache = WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v)
+        cache.write(cache.rows(k, v, ("k", "v")), (slots.pages, slots.slots))
+        return
+    rows = _ROWS.pack(k_rows.data_ptr(), v_rows.data_ptr(), workers())
+    library.append(rows + of_cache.storage(k_cache, v_cache) + slots.operands)
+
+
+def check_caches(**caches: Tensor) -> None:
+    """Each is an array of rank 4, by the name that the caller knows.
+
+    Raises:
+        ContractTypeError, ShapeError: as said.
+    """
+    for name, cache in caches.items():
+        if as_numpy(cache, name).ndim != 4:
+            raise ShapeError(f"{name} must have 4 dimensions, its shape is {tuple(cache.shape)}")
+
+
+def gather(k_cache: Tensor, v_cache: Tensor, table: LookupTable, lengths: Int32s) -> tuple[Tensor, Tensor]:
+    """The first `lengths[b]` tokens of every request, K and V `[N, Hk, D]`: in the cache's dtype, of codes in float32.
+
+    Raises:
+        ContractTypeError, ShapeError, ContractError: the cache is none.
+        PageTableError: a page id is not one of the cache's.
+    """
+    key = layout(k_cache, v_cache)
+    of_cache = _layouts.get(key)
+    if of_cache is None:
+        check_caches(k_cache=k_cache, v_cache=v_cache)
+        paged_views((k_cache, v_cache), "NHD", "cache")
+        of_cache = _kept(key, k_cache, v_cache)
+    table.check(len(k_cache))
+    kv_format = FORMATS.get(_name(k_cache.dtype))
+    dtype = k_cache.dtype if kv_format is None else torch.float32
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    library = _library(dtype, k_cache.dtype)
+    if library is None or not of_cache.held_by(k_cache, v_cache):
+        views = paged_views((k_cache, v_cache), "NHD", "cache")
+        tokens = read_rows(HOST, *views, table.entries, lengths, kv_format)
+        return HOST.like(k_cache, tokens[0]), HOST.like(v_cache, tokens[1])
+    count, head_dim = int(offsets[-1]), stored_elements(kv_format or "", k_cache.shape[3])
+    k, v = (torch.empty((count, k_cache.shape[2], head_dim), dtype=dtype) for _ in range(2))
+    if k.numel():
+        rows = _ROWS.pack(k.data_ptr(), v.data_ptr(), workers())
+        entries = table.entries
+        requests = _GATHERED.pack(offsets.ctypes.data, count, entries.ctypes.data, *entries.shape)
+        library.gather(rows + of_cache.storage(k_cache, v_cache) + requests)
+    return k, v
+
+
+def quantised(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V `[N, Hk, D]` of floats as a cache of codes holds them, `[N, Hk, bytes]`."""
+    count, heads, head_dim = k.shape
+    shape = (count, 1, heads, stored_head(kv_format, head_dim))  # a page of one slot for each token
+    dtype = getattr(torch, stored_dtype(kv_format))
+    k_codes, v_codes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    pages = np.arange(count, dtype=np.int32)
+    of_cache = checked_append(k, v, k_codes, v_codes)
+    append(k, v, k_codes, v_codes, of_cache, Slots(pages, np.zeros_like(pages)))
+    return k_codes[:, 0], v_codes[:, 0]
+
+
+def widened(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What codes of K and V `[N, Hk, bytes]` stand for, `[N, Hk, D]` float32."""
+    count = len(k)
+    pages = np.arange(count, dtype=np.uint32)[None]  # of one slot each
+    lengths = np.array([count], np.int32)
+    return gather(k[:, None], v[:, None], LookupTable(pages, lengths, 1, count - 1), lengths)
+
+
+def _kept(key: tuple[Any, ...], k_cache: Tensor, v_cache: Tensor) -> CacheLayout:
+    if len(_layouts) >= _MOST_LAYOUTS:
+        _layouts.clear()
+    found = _layouts[key] = CacheLayout.of(k_cache, v_cache)
+    return found
+
+
+def _library(rows: torch.dtype, cache: torch.dtype) -> NativeLibrary | None:
+    if rows != cache:
+        return native_library(_name(rows), _name(cache))
+    copied = _COPIED.get(rows.itemsize)
+    return None if copied is None else native_library(copied, copied)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _may_overlap(rows: Tensor, cache: Tensor, of_cache: CacheLayout) -> bool:
+    """Whether rows may lie in the memory of K or of V; those between its elements count too."""
+    at, begin, size = rows.data_ptr(), cache.data_ptr(), cache.itemsize
+    longest = max(of_cache.k_extent, of_cache.v_extent)
+    return at < begin + longest * size and begin < at + rows.numel() * rows.itemsize

@@ -1,0 +1,164 @@
+"""The libraries of kernels behind the torch operators: the bits of MAX's way, whose threads they run on, refusals."""
+
+import struct
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import paged_kv.torch as operators
+from paged_kv.errors import ContractError, PagedKVError
+from paged_kv.runtime.native import native_library
+from paged_kv.torch import attention, cache, memory, products
+from support.compare import assert_bits_equal
+
+pytestmark = pytest.mark.usefixtures("decode_variants")
+
+LENGTHS = [700, 0, 33, 16]
+PAGE_SIZE, HEADS, KV_HEADS, DIM = 16, 8, 2, 64
+FLOAT = torch.bfloat16
+
+
+@pytest.fixture
+def by_max(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the calls that follow run as where no library can be built."""
+
+    def forget() -> None:
+        for module in (attention, cache, products):
+            monkeypatch.setattr(module, "native_library", lambda *_: None)
+
+    return forget
+
+
+def results(stored: torch.dtype, bytes_of_head: int = DIM) -> list[torch.Tensor]:
+    """What the operators give, and a cache that was written."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(FLOAT)
+
+    pages = -(-torch.tensor(LENGTHS) // PAGE_SIZE)
+    table = torch.full((len(LENGTHS), int(pages.max())), -1, dtype=torch.int32)
+    ids, first = torch.randperm(int(pages.sum()), generator=generator).int(), 0
+    for b, count in enumerate(pages.tolist()):
+        table[b, :count], first = ids[first : first + count], first + count
+    both = torch.zeros(int(pages.sum()), 2, PAGE_SIZE, KV_HEADS, bytes_of_head, dtype=stored)
+    k, v = both[:, 0], both[:, 1]
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    requests = torch.repeat_interleave(torch.arange(len(LENGTHS)), lengths).int()
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).int()
+    new = [drawn(sum(LENGTHS), KV_HEADS, DIM) for _ in range(2)]
+    rows = new if bytes_of_head != DIM else [x.to(stored) for x in new]
+    operators.append_paged_kv(*rows, k, v, table, requests, positions)
+    decoded = operators.paged_attention(drawn(4, HEADS, DIM), k, v, table, lengths, window_left=300, alibi=True)
+    indptr = torch.tensor([0, 40, 40, 41, 57], dtype=torch.int32)
+    sinks = torch.randn(HEADS, generator=generator)
+    prefilled = operators.paged_attention(drawn(57, HEADS, DIM), k, v, table, lengths, indptr, sinks=sinks)
+    gathered = operators.gather_paged_kv(k, v, table, lengths, sum(LENGTHS))
+    y = operators.linear(drawn(9, 256), drawn(72, 256))
+    return [both, *decoded, *prefilled, *gathered, y]
+
+
+@pytest.mark.parametrize(
+    ("stored", "bytes_of_head"),
+    [(torch.bfloat16, DIM), (torch.float8_e4m3fn, DIM), (torch.int8, DIM + 4), (torch.uint8, DIM // 2 + 4)],
+    ids=["bfloat16", "float8", "int8", "int4"],
+)
+def test_the_bits_are_those_of_the_ops(stored: torch.dtype, bytes_of_head: int, by_max: Any) -> None:
+    found = results(stored, bytes_of_head)
+    by_max()
+    expected = results(stored, bytes_of_head)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert_bits_equal(bits(one), bits(other), what=f"result {index}")
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = tensor.contiguous().view(torch.uint8).numpy()
+    return found
+
+
+def test_no_result_depends_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(memory, "workers", lambda threads=threads: threads)
+        for module in (attention, cache, products):
+            monkeypatch.setattr(module, "workers", memory.workers)
+        found.append(results(FLOAT))
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            assert_bits_equal(bits(one), bits(another), what="result")
+
+
+def test_threads_that_call_at_once_get_what_one_gets() -> None:
+    expected, found = results(FLOAT), []
+    threads = [threading.Thread(target=lambda: found.append(results(FLOAT))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    assert len(found) == 4
+    for result in found:
+        for one, other in zip(result, expected, strict=True):
+            assert_bits_equal(bits(one), bits(other), what="result")
+
+
+def test_rows_of_an_append_that_lie_in_the_cache() -> None:
+    """They are copied first, as by every append of this package."""
+    both = torch.arange(4 * 2 * PAGE_SIZE * KV_HEADS * DIM).reshape(4, 2, PAGE_SIZE, KV_HEADS, DIM).float()
+    k, v, before = both[:, 0], both[:, 1], both.clone()
+    table, requests = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32), torch.zeros(PAGE_SIZE, dtype=torch.int32)
+    operators.append_paged_kv(k[0], v[0], k, v, table, requests, torch.arange(1, PAGE_SIZE + 1, dtype=torch.int32))
+    flat, then = (
+        both.transpose(1, 2).reshape(-1, 2, KV_HEADS, DIM),
+        before.transpose(1, 2).reshape(-1, 2, KV_HEADS, DIM),
+    )
+    assert torch.equal(flat[1 : PAGE_SIZE + 1], then[:PAGE_SIZE])
+
+
+def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
+    """What Python does not let through: a length that is negative."""
+    library = native_library("float32", "float32")
+    assert library is not None
+    q, o, lse, k = torch.ones(1, 1, 8), torch.full((1, 1, 8), 7.0), torch.full((1, 1), 7.0), torch.ones(1, 1, 1, 8)
+    view = np.array([1, 1, 1, 8, 0, 8, 8, 8, 0, 8, 8, 8], np.int64)
+    batch, lengths, table = np.zeros(1, np.int32), np.array([-3], np.int32), np.zeros((1, 1), np.uint32)
+    options, none = np.array([1, 0, 1, 0, 1], np.float32), np.zeros(0, np.float32)
+    at = [a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in (o, lse, q, none)]
+    storage = k.data_ptr(), 8, k.data_ptr(), 8, view.ctypes.data
+    rows = batch.ctypes.data, lengths.ctypes.data, 1, table.ctypes.data, 1, 1
+    plan = 1, 8, none.ctypes.data, 0, -1, options.ctypes.data
+    with pytest.raises(ContractError, match=r"row_lengths: row 0 \(request 0\) has length -3"):
+        library.attend(struct.pack("<23q", *at, 0, 1, *storage, *rows, *plan))
+    assert float(o.sum()) == 7.0 * 8
+    assert float(lse) == 7.0
+
+
+def test_a_call_starts_no_thread_of_max() -> None:
+    program = (
+        "import torch; from paged_kv.torch import *; from paged_kv.runtime.threads import pool_threads;"
+        "q, c = torch.ones(1, 2, 64), torch.ones(2, 16, 1, 64); t = torch.tensor([[1]], dtype=torch.int32);"
+        "o, _ = paged_attention(q, c, c.clone(), t, torch.tensor([16]));"
+        "y = linear(torch.ones(2, 8), torch.ones(8, 8));"
+        "print(float(o.sum()), float(y.sum()), pool_threads())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["128.0", "128.0", "0"]
+
+
+@pytest.mark.parametrize("case", ["attention", "append", "gather", "linear"])
+def test_what_is_refused_is_refused_where_there_is_no_library(case: str, by_max: Any) -> None:
+    by_max()
+    k = torch.ones(2, 16, 1, 64)
+    table, lengths, one = torch.tensor([[5]]), torch.tensor([3]), torch.zeros(1, dtype=torch.int32)
+    calls: dict[str, Any] = {
+        "attention": lambda: operators.paged_attention(torch.ones(1, 2, 64), k, k, table, lengths),
+        "append": lambda: operators.append_paged_kv(k[0, :1], k[0, :1], k, k.clone(), table, one, one),
+        "gather": lambda: operators.gather_paged_kv(k, k, table, lengths, 3),
+        "linear": lambda: operators.linear(torch.ones(2, 8), torch.ones(8, 9)),
+    }
+    with pytest.raises(PagedKVError):
+        calls[case]()
