@@ -14,7 +14,7 @@ import paged_kv.torch as operators
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.runtime.native import native_library
 from paged_kv.torch import attention, cache, memory, products
-from support.compare import assert_bits_equal
+from support.compare import assert_bits_equal, assert_close
 
 pytestmark = pytest.mark.usefixtures("decode_variants")
 
@@ -25,7 +25,7 @@ FLOAT = torch.bfloat16
 
 @pytest.fixture
 def by_max(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the calls that follow run as where no library can be built."""
+    """Makes the calls that follow run as where no library can be built: by MAX, and linear layers by torch."""
 
     def forget() -> None:
         for module in (attention, cache, products):
@@ -72,8 +72,11 @@ def test_the_bits_are_those_of_the_ops(stored: torch.dtype, bytes_of_head: int, 
     found = results(stored, bytes_of_head)
     by_max()
     expected = results(stored, bytes_of_head)
+    *found, y = found
+    *expected, by_torch = expected
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert_bits_equal(bits(one), bits(other), what=f"result {index}")
+    assert_close(y.float().numpy(), by_torch.double().numpy(), rel=1e-2, what="y")
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

@@ -19,11 +19,7 @@ from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.cpu_target import apply_cpu_target
 from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
-from paged_kv.runtime.linear_variant import LinearVariant
 from paged_kv.runtime.variants import Variant
-
-AnyVariant = Variant | LinearVariant
-
 
 class Runtime:
     """A MAX session on the CPU or on a GPU, and the variants loaded in it. Threads may share one.
@@ -57,10 +53,10 @@ class Runtime:
             self.driver_device, self.device = accelerator, DeviceRef.GPU(gpu)
             self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
             self.session = InferenceSession(devices=[CPU(), accelerator])
-        self._models: dict[AnyVariant, Model] = {}
+        self._models: dict[Variant, Model] = {}
         self._loading = Lock()
 
-    def load(self, wanted: Iterable[AnyVariant], *, exact: bool = False) -> None:
+    def load(self, wanted: Iterable[Variant], *, exact: bool = False) -> None:
         """Loads those of `wanted` that are missing, compiled together where the disk has them not.
 
         Args:
@@ -74,7 +70,7 @@ class Runtime:
         with self._loading:
             self._load({variant for variant in wanted if variant not in self._models}, exact)
 
-    def _load(self, wanted: set[AnyVariant], exact: bool) -> None:
+    def _load(self, wanted: set[Variant], exact: bool) -> None:
         missing = sorted(wanted, key=lambda variant: variant.name)
         if not missing:
             return
@@ -94,7 +90,7 @@ class Runtime:
         )
         self._models.update({variant: models[variant.name] for variant in missing})
 
-    def execute(self, variant: AnyVariant, *inputs: Buffer) -> list[Buffer]:
+    def execute(self, variant: Variant, *inputs: Buffer) -> list[Buffer]:
         """Runs one variant, loading its family first where needed; see `Variant.build` for the inputs."""
         check_not_forked()
         model = self._models.get(variant)

@@ -1,4 +1,4 @@
-"""Linear layers of torch's tensors: by a library of kernels, or by MAX where there is none."""
+"""Linear layers of torch's tensors: by a library of kernels, or by torch itself where there is none."""
 
 from __future__ import annotations
 
@@ -7,27 +7,57 @@ import struct
 import torch
 from torch import Tensor
 
-from paged_kv.calls.linear import Weight
+from paged_kv.arrays.host import HOST
+from paged_kv.calls.plan import check_dtype
+from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.runtime.native import native_library
 from paged_kv.torch.memory import holds, workers
 
 _CALL = struct.Struct("<7q")
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_MOST_EXPANDED = 2**28
+"""Elements of a tensor of which some share memory, by a stride of 0: it is copied, and can have more than fit."""
 
 
 def multiply(x: Tensor, w: Tensor) -> Tensor:
     """`x w^T` of x `[M, K]` and w `[N, K]`, accumulated in float32: `[M, N]` in their dtype.
 
     Raises:
-        ContractTypeError, ShapeError: a tensor has another dtype or shape.
+        ContractTypeError, ShapeError: a tensor has another dtype or shape, or is expanded to over 2^28 elements.
     """
-    name = _NAMES.get(x.dtype)
-    fits = name and w.dtype == x.dtype and x.dim() == w.dim() == 2 and x.shape[1] == w.shape[1] and w.is_contiguous()
-    library = native_library(name, name) if name and fits and x.numel() and w.numel() else None
-    if library is None or not holds(w, w.numel()) or not holds(rows := x.contiguous(), x.numel()):
-        found: Tensor = Weight(w).apply(x)
-        return found
+    if not (
+        x.dtype == w.dtype
+        and x.dtype in _NAMES
+        and x.dim() == w.dim() == 2
+        and x.shape[1] == w.shape[1]
+        and x.is_contiguous()
+        and w.is_contiguous()
+        and holds(x, x.numel())
+        and holds(w, w.numel())
+    ):
+        x, w = _checked(x, w)
     (m, k), n = x.shape, w.shape[0]
+    if 0 in (m, n, k):
+        return torch.zeros((m, n), dtype=x.dtype)
+    library = native_library(_NAMES[x.dtype], _NAMES[x.dtype])
+    if library is None:
+        return torch.nn.functional.linear(x, w)
     y = torch.empty((m, n), dtype=x.dtype)
-    library.linear(_CALL.pack(y.data_ptr(), rows.data_ptr(), w.data_ptr(), m, n, k, workers()))
+    library.linear(_CALL.pack(y.data_ptr(), x.data_ptr(), w.data_ptr(), m, n, k, workers()))
     return y
+
+
+def _checked(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as contiguous tensors, or an error."""
+    weight, rows = HOST.view(w, "w"), HOST.view(x, "x")
+    check_dtype("w: dtype", weight.dtype)
+    if weight.ndim != 2:
+        raise ShapeError(f"w must have 2 dimensions, its shape is {weight.shape}")
+    if rows.dtype != weight.dtype:
+        raise ContractTypeError(f"x: dtype {rows.dtype.name}, the weight's is {weight.dtype.name}")
+    if rows.ndim != 2 or rows.shape[1] != weight.shape[1]:
+        raise ShapeError(f"x must be [M, {weight.shape[1]}] for this weight, its shape is {rows.shape}")
+    for view, name in ((rows, "x"), (weight, "w")):
+        if view.size > _MOST_EXPANDED and 0 in view.strides:
+            raise ShapeError(f"{name} is expanded to over 2^28 elements, its shape is {view.shape}")
+    return HOST.like(x, HOST.contiguous(rows)), HOST.like(w, HOST.contiguous(weight))
