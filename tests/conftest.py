@@ -25,11 +25,12 @@ FOLDERS = {
     "gpu": "needs a GPU that MAX can use",
     "serve": "MAX Serve with these kernels; needs an environment of its own",
     "ray": "replicas and offline batches on a local cluster of Ray; needs an environment of its own",
+    "vllm": "vLLM's engine with the plugin; needs an environment of its own",
 }
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve", "ray")
+ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve", "ray", "vllm")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
 takes several GB. CI gives servers two workers, by `_server_of`."""
 

@@ -21,6 +21,7 @@ from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.variants import Variant
 
+
 class Runtime:
     """A MAX session on the CPU or on a GPU, and the variants loaded in it. Threads may share one.
 

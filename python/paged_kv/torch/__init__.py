@@ -18,8 +18,7 @@ Letters in shapes: B requests, R query rows, N tokens, Hq query heads, Hk KV hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +35,10 @@ from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.options import FORMATS, check_number, stored_elements
 from paged_kv.torch.attention import planned
 from paged_kv.torch.cache import Slots, append, check_caches, checked_append, gather
+from paged_kv.torch.kept import Kept
 from paged_kv.torch.products import multiply
 
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
-
-_MOST_KEPT = 1 << 16
-"""Entries of a page table that are copied to be compared with the next call's."""
-Made = TypeVar("Made")
 
 
 def paged_attention(
@@ -240,30 +236,6 @@ def _linear(x: Tensor, w: Tensor) -> Tensor:
     return multiply(x, w)
 
 
-class _Kept(Generic[Made]):
-    """What was made of a call's indices, checked, for the next call: nothing of it is the caller's memory.
-
-    The layers of a model are called with the same indices: what the last call made is kept, with a copy of what it was
-    made of.
-    """
-
-    def __init__(self, make: Callable[..., Made]) -> None:
-        self._make = make
-        self._last: tuple[Any, Made | None] = (), None  # read and replaced as one value, by any number of threads
-
-    def of(self, sizes: tuple[int, ...], **indices: Tensor | None) -> Made:
-        """`make(*sizes, **indices)`, kept; the last of `indices` may be None."""
-        arrays = [as_numpy(tensor, name) for name, tensor in indices.items() if tensor is not None]
-        if sum(array.size for array in arrays) > _MOST_KEPT:
-            return self._make(*sizes, **indices)
-        key = (sizes, *((array.shape, array.dtype, array.tobytes()) for array in arrays))
-        kept, made = self._last
-        if made is None or key != kept:
-            made = self._make(*sizes, **indices)
-            self._last = key, made
-        return made
-
-
 def _new_rows(page_size: int, block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None) -> Rows:
     """The rows of a call of attention, or the requests of a gather."""
     batch = as_numpy(seq_lens, "seq_lens").size
@@ -378,8 +350,8 @@ def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-_rows = _Kept(_new_rows)
-_slots = _Kept(_new_slots)
+_rows = Kept(_new_rows)
+_slots = Kept(_new_slots)
 
 for _name, _kernel, _fake in (
     ("paged_attention", _attention, _fake_attention),

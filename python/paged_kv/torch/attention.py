@@ -52,10 +52,17 @@ class TensorAttention:
         )
 
     def over_pages(
-        self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        rows: Rows,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """O `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32, over K and V `[pages, page_size, Hk, D]`.
 
+        O is written to `out` where that is given: a contiguous tensor of its shape and dtype, apart from all others.
         What dtypes, shapes and strides decide is checked in their first call; from then on a call checks what else may
         change: values, storage, the number of rows.
 
@@ -73,9 +80,10 @@ class TensorAttention:
             or not of_cache.held_by(k, v)
             or not holds(queries := q.contiguous(), queries.numel())
         ):
-            return self._by_max(rows, q, k, v, sinks)
+            o, lse = self._by_max(rows, q, k, v, sinks)
+            return (o if out is None else out.copy_(o)), lse
         rows.table.check(k.shape[0])
-        o, lse = torch.empty_like(queries), torch.empty(q.shape[:2])
+        o, lse = torch.empty_like(queries) if out is None else out, torch.empty(q.shape[:2])
         values = None if sinks is None else checked_sinks(HOST, sinks, plan.num_qo_heads, "num_qo_heads")
         if rows.count:
             at_sinks = (0, 0) if values is None else (values.ctypes.data, len(values))

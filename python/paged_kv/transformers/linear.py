@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paged_kv.runtime.native import native_library
 from paged_kv.torch.products import multiply
 
-MOST_ROWS = 16
+MOST_ROWS = 32
 """More rows are computed by torch: a prompt's."""
 _LEAST_ELEMENTS = 1 << 16
 

@@ -1,0 +1,38 @@
+"""What is made of a call's indices, for the calls that follow with the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from paged_kv.arrays.host import as_numpy
+
+_MOST_ENTRIES = 1 << 16
+"""Entries of a page table that are copied to be compared with the next call's."""
+Made = TypeVar("Made")
+
+
+class Kept(Generic[Made]):
+    """What was made of a call's indices, checked, for the next call: nothing of it is the caller's memory.
+
+    The layers of a model are called with the same indices: what the last call made is kept, with a copy of what it was
+    made of.
+    """
+
+    def __init__(self, make: Callable[..., Made]) -> None:
+        self._make = make
+        self._last: tuple[Any, Made | None] = (), None  # read and replaced as one value, by any number of threads
+
+    def of(self, sizes: tuple[int, ...], **indices: Tensor | None) -> Made:
+        """`make(*sizes, **indices)`, kept; the last of `indices` may be None."""
+        arrays = [as_numpy(tensor, name) for name, tensor in indices.items() if tensor is not None]
+        if sum(array.size for array in arrays) > _MOST_ENTRIES:
+            return self._make(*sizes, **indices)
+        key = (sizes, *((array.shape, array.dtype, array.tobytes()) for array in arrays))
+        kept, made = self._last
+        if made is None or key != kept:
+            made = self._make(*sizes, **indices)
+            self._last = key, made
+        return made
