@@ -109,6 +109,28 @@ def test_threads_that_call_at_once_get_what_one_gets() -> None:
             assert_bits_equal(bits(one), bits(other), what="result")
 
 
+@pytest.mark.parametrize("way", ["library", "MAX"])
+def test_outputs_that_are_given(way: str, by_max: Any) -> None:
+    """For code that calls `TensorAttention`, as the plugin of vLLM: also one of another dtype, and a strided one."""
+    if way == "MAX":
+        by_max()
+    cache, q = torch.randn(3, PAGE_SIZE, 1, DIM), torch.randn(1, 2, DIM)
+    rows = operators._rows.of(
+        (PAGE_SIZE,), block_tables=torch.tensor([[2, 0]]), seq_lens=torch.tensor([20]), qo_indptr=None
+    )
+    attend = attention.planned((2, 1, DIM, PAGE_SIZE), (q.dtype, q.dtype), (None, -1, 0.0, False))
+    expected, _ = attend.over_pages(rows, q, cache, cache)
+    outputs = (
+        torch.zeros(1, 2, DIM),
+        torch.zeros(1, 2, DIM, dtype=torch.float64),
+        torch.zeros(1, DIM, 2).transpose(1, 2),
+    )
+    for out in outputs:
+        found, _ = attend.over_pages(rows, q, cache, cache, out=out)
+        assert found is out
+        assert torch.equal(out.float(), expected)
+
+
 def test_rows_of_an_append_that_lie_in_the_cache() -> None:
     """They are copied first, as by every append of this package."""
     both = torch.arange(4 * 2 * PAGE_SIZE * KV_HEADS * DIM).reshape(4, 2, PAGE_SIZE, KV_HEADS, DIM).float()

@@ -62,7 +62,7 @@ class TensorAttention:
     ) -> tuple[Tensor, Tensor]:
         """O `[R, Hq, D]` in q's dtype and the base-2 lse `[R, Hq]` float32, over K and V `[pages, page_size, Hk, D]`.
 
-        O is written to `out` where that is given: a contiguous tensor of its shape and dtype, apart from all others.
+        O is written to `out` where that is given, which has its shape and no memory of another tensor.
         What dtypes, shapes and strides decide is checked in their first call; from then on a call checks what else may
         change: values, storage, the number of rows.
 
@@ -83,13 +83,14 @@ class TensorAttention:
             o, lse = self._by_max(rows, q, k, v, sinks)
             return (o if out is None else out.copy_(o)), lse
         rows.table.check(k.shape[0])
-        o, lse = torch.empty_like(queries) if out is None else out, torch.empty(q.shape[:2])
+        o = out if out is not None and _takes(out, queries) else torch.empty_like(queries)
+        lse = torch.empty(q.shape[:2])
         values = None if sinks is None else checked_sinks(HOST, sinks, plan.num_qo_heads, "num_qo_heads")
         if rows.count:
             at_sinks = (0, 0) if values is None else (values.ctypes.data, len(values))
             outputs = _OUTPUTS.pack(o.data_ptr(), lse.data_ptr(), queries.data_ptr(), *at_sinks, workers())
             library.attend(outputs + of_cache.storage(k, v) + rows.addresses + self._packed)
-        return o, lse
+        return (o if out is None or out is o else out.copy_(o)), lse
 
     def over_tokens(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -125,6 +126,11 @@ class TensorAttention:
         results = Results(return_lse=True)
         found: tuple[Tensor, Tensor] = self._on_max.over_pages(rows, q, (k, v), "NHD", _NO_SCALES, results, sinks=sinks)
         return found
+
+
+def _takes(out: Tensor, o: Tensor) -> bool:
+    """Whether a kernel can write O to a tensor itself."""
+    return out.dtype == o.dtype and out.shape == o.shape and out.is_contiguous() and holds(out, out.numel())
 
 
 def _overlapping(tokens: Tensor, page_size: int) -> Tensor:

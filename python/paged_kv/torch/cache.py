@@ -71,7 +71,13 @@ def checked_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Ca
 
 
 def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: CacheLayout, slots: Slots) -> None:
-    """Writes rows to their slots; `of_cache` is `checked_append`, and codes are made of floats."""
+    """Writes rows to their slots; `of_cache` is `checked_append`, and codes are made of floats.
+
+    Raises:
+        ShapeError: there are more or fewer slots than rows.
+    """
+    if len(slots.pages) != k.shape[0]:
+        raise ShapeError(f"k has {k.shape[0]} rows, there are {len(slots.pages)} slots")
     if not k.numel():
         return
     library = _library(k.dtype, k_cache.dtype)

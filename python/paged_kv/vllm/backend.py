@@ -13,7 +13,6 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
 )
 
 import paged_kv.torch  # the operators  # noqa: F401
@@ -25,6 +24,7 @@ from paged_kv.torch.cache import Slots, append, checked_append
 from paged_kv.torch.kept import Kept
 
 _LEAST_ELEMENTS = 1 << 16
+_STEP = "_paged_kv_step"
 
 _dispatch = utils.dispatch_cpu_unquantized_gemm
 
@@ -36,17 +36,22 @@ class PagedBackend(CPUAttentionBackend):  # type: ignore[misc] # vLLM is install
     def get_impl_cls() -> Any:
         return PagedAttention
 
-    @staticmethod
-    def get_builder_cls() -> Any:
-        return StepBuilder
-
 
 class Step:
-    """The requests of a step: what its layers share."""
+    """The requests of a step: what its layers share, made by the first of them."""
 
     def __init__(self, metadata: CPUAttentionMetadata) -> None:
         self._metadata = metadata
         self._rows: dict[int, Rows] = {}
+
+    @staticmethod
+    def of(metadata: CPUAttentionMetadata) -> Step:
+        """That of vLLM's facts of a step, on which it is kept."""
+        found: Step | None = getattr(metadata, _STEP, None)
+        if found is None:
+            found = Step(metadata)
+            setattr(metadata, _STEP, found)
+        return found
 
     def rows(self, page_size: int) -> Rows:
         """The query rows over pages of this size."""
@@ -63,15 +68,6 @@ class Step:
             requests = RaggedRequests(offsets, lengths, table, None, given.causal)
             found = self._rows[page_size] = requests.rows
         return found
-
-
-class StepBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """vLLM's own facts of a step, with ours."""
-
-    def build(self, *args: Any, **kwargs: Any) -> CPUAttentionMetadata:
-        metadata = super().build(*args, **kwargs)
-        metadata.paged_kv = Step(metadata)
-        return metadata
 
 
 class PagedAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -107,7 +103,7 @@ class PagedAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
         count = attn_metadata.num_actual_tokens
         k_cache, v_cache = self._pages(kv_cache)
         page_size, kv_heads, head_dim = k_cache.shape[1:]
-        rows = attn_metadata.paged_kv.rows(page_size)
+        rows = Step.of(attn_metadata).rows(page_size)
         attention = planned(
             (self.num_heads, kv_heads, head_dim, page_size), (query.dtype, kv_cache.dtype), self._options
         )
