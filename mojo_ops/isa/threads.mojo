@@ -8,6 +8,7 @@ from std.atomic import Atomic
 from std.ffi import external_call
 from std.math import ceildiv
 from std.sys.defines import is_defined
+from std.utils.numerics import FlushDenormals
 
 from max.algorithm import sync_parallelize
 
@@ -23,11 +24,12 @@ def run_tasks[Task: def(Int) -> None, //](task: Task, count: Int, workers: Int):
     """Runs `task(0)` to `task(count - 1)` on up to `workers` threads.
 
     With one worker they run here, one after the other: a task may then be a part of another task, which must not wait
-    for threads.
+    for threads. What is no normal number is 0 in all of them, as MAX has it in its own.
     """
     if workers == 1:
-        for index in range(count):
-            task(index)
+        with FlushDenormals():
+            for index in range(count):
+                task(index)
     else:
         comptime if ON_OPENMP:
             run_on_openmp(task, count, min(count, workers))
@@ -71,11 +73,11 @@ def run_on_openmp[Task: def(Int) -> None, //](task: Task, count: Int, workers: I
     """
 
     def take_tasks(shared: Pointer[SharedTasks[Task], MutUntrackedOrigin]) abi("C"):
-        while True:
+        with FlushDenormals():
             var index = Int(shared[].taken.fetch_add(1))
-            if index >= shared[].count:
-                return
-            shared[].task[](index)
+            while index < shared[].count:
+                shared[].task[](index)
+                index = Int(shared[].taken.fetch_add(1))
 
     # A function of the module with this parameter would count as one that captures.
     comptime body: def(Pointer[SharedTasks[Task], MutUntrackedOrigin]) thin abi("C") -> None = take_tasks

@@ -109,6 +109,21 @@ def test_threads_that_call_at_once_get_what_one_gets() -> None:
             assert_bits_equal(bits(one), bits(other), what="result")
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_no_normal_number_is_zero(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the ops, on the thread that calls and on others."""
+    monkeypatch.setattr(attention, "workers", lambda: threads)
+    least = float(np.finfo(np.float32).smallest_normal)
+    k = torch.zeros(64, PAGE_SIZE, KV_HEADS, DIM)
+    v = torch.linspace(1.5 * least, 3 * least, DIM).expand_as(k).clone()
+    v[32:] = 0  # half of the tokens, and so half of each value
+    table, lengths = torch.arange(64, dtype=torch.int32)[None], torch.tensor([64 * PAGE_SIZE])
+    o, _ = operators.paged_attention(torch.zeros(1, HEADS, DIM), k, v, table, lengths)
+    halves = v[0, 0, 0].double() / 2
+    assert not o[..., halves < 0.999 * least].any()
+    assert o[..., halves > 1.001 * least].all()
+
+
 @pytest.mark.parametrize("way", ["library", "MAX"])
 def test_outputs_that_are_given(way: str, by_max: Any) -> None:
     """For code that calls `TensorAttention`, as the plugin of vLLM: also one of another dtype, and a strided one."""

@@ -265,14 +265,14 @@ def test_threads_share_a_model(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_linear_layers_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = make("Llama", dtype=torch.bfloat16, hidden_size=512), torch.tensor([PROMPTS[3]])
+    model, ids = make("Llama", dtype=torch.bfloat16, hidden_size=512), torch.tensor([PROMPTS[4]])
     options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     applied = []
     multiply = linear.multiply
     monkeypatch.setattr(linear, "multiply", lambda x, w: applied.append(len(x)) or multiply(x, w))
     with on_pages_alone(monkeypatch):
         found = model.generate(ids, **options)
-    # Two weights of a layer are large enough, and the head, which has one row of the prompt too; its 32 are torch's.
+    # Two weights of a layer are large enough, and the head, which has one row of the prompt too; its 33 are torch's.
     assert set(applied) == {1}
     assert len(applied) == 1 + 2 * (3 * 2 + 1)
     with torch.no_grad():
