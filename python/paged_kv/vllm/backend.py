@@ -99,7 +99,7 @@ class PagedAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
             found: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *rest)
             return found
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("paged_kv.vllm computes no quantised outputs")
+            raise ContractError("output_scale: paged_kv.vllm computes no quantised outputs")
         count = attn_metadata.num_actual_tokens
         k_cache, v_cache = self._pages(kv_cache)
         page_size, kv_heads, head_dim = k_cache.shape[1:]
