@@ -170,7 +170,8 @@ class Rows:
         (`runtime/native.mojo`): row_batch, row_lengths, R, lookup_table, B, max_pages, as 64-bit numbers.
         """
         entries = self.table.entries
-        for array in (self.batch, self.lengths, entries):
+        for array, dtype in ((self.batch, np.int32), (self.lengths, np.int32), (entries, np.uint32)):
+            assert array.dtype == dtype
             assert array.flags.c_contiguous
         at_batch, at_lengths, at_entries = (array.ctypes.data for array in (self.batch, self.lengths, entries))
         return struct.pack("<6q", at_batch, at_lengths, self.count, at_entries, *entries.shape)
