@@ -471,9 +471,6 @@ def test_ends_that_a_file_does_not_name(model):
     write_gguf(file, llama, lambda _: "Q4_0", vocabulary=lambda writer: add_vocabulary(writer, vocabulary))
     ends = (7, real.token_to_id("</s>"), tokens.index("<|im_end|>"))
     assert open_source(file).config.eos_token_ids == ends
-    arguments = prepare(Serving(file, "127.0.0.1", 0, "float32", 4))
-    folder = Path(arguments[arguments.index("--model-path") + 1])
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == list(ends)
 
 
 def test_more_tokens_than_embeddings(model):
