@@ -165,9 +165,8 @@ def test_what_is_hostile_is_refused_or_followed_within_bounds(tokenizer, name):
 def test_what_would_end_the_process_or_take_minutes_is_refused(tokenizer):
     chain = "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(9000))
     remainders = {"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967, 9949, 9941)]}
-    bounds = r"^form: it (cannot be compiled within 4 s, 4 GiB of memory|was not tried out within 60 s)"
     for form in (Grammar(f'start: a0\n{chain}\na9000: "x"\n'), JsonSchema(remainders)):
-        with pytest.raises(ContractError, match=bounds):
+        with pytest.raises(ContractError, match=r"^form: it cannot be compiled within 4 s, 4 GiB of memory"):
             Engine(Nonsense(4), tokenizer).add_request([5], Sampling(form=form))
 
 
