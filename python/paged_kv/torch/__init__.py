@@ -360,7 +360,9 @@ def _refuse_misplaced(**caches: Tensor | None) -> None:
             sizes = [*cache.shape, *cache.stride(), *base.shape, *base.stride()]
             symbol = offset.node.expr
             if not symbol.is_Symbol or any(not isinstance(n, int) and n.node.expr == symbol for n in sizes):
-                raise ContractError(_misplaced(name, f"depends on sizes that may change (storage offset {offset})"))
+                raise ContractError(
+                    _misplaced(name, f"depends on sizes that may change (storage offset {offset}; pytorch#198068)")
+                )
         begin = base.storage_offset()
         is_slice = cache.stride() == base.stride() and cache.shape != base.shape
         if is_slice and not (isinstance(begin, int) and begin == 0):
@@ -370,7 +372,7 @@ def _refuse_misplaced(**caches: Tensor | None) -> None:
 def _misplaced(name: str, place: str) -> str:
     return (
         f"{name} is a view that was made inside a compiled function, and its place in its tensor {place}: torch.compile"
-        " would write elsewhere (pytorch#198068). Give the whole tensor and layer=, or make the view outside;"
+        " would write elsewhere. Give the whole tensor and layer=, or make the view outside;"
         " docs/transformers.md has an example"
     )
 
