@@ -160,19 +160,25 @@ def test_rows_of_an_append_that_lie_in_the_cache() -> None:
 
 
 def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
-    """What Python does not let through: a length that is negative."""
+    """What Python does not let through: a length that is negative, results of another dtype."""
     library = native_library("float32", "float32")
     assert library is not None
     q, o, lse, k = torch.ones(1, 1, 8), torch.full((1, 1, 8), 7.0), torch.full((1, 1), 7.0), torch.ones(1, 1, 1, 8)
     view = np.array([1, 1, 1, 8, 0, 8, 8, 8, 0, 8, 8, 8], np.int64)
     batch, lengths, table = np.zeros(1, np.int32), np.array([-3], np.int32), np.zeros((1, 1), np.uint32)
     options, none = np.array([1, 0, 1, 0, 1], np.float32), np.zeros(0, np.float32)
-    at = [a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in (o, lse, q, none)]
+    written = o.data_ptr(), 32, lse.data_ptr(), 4
+    at = q.data_ptr(), none.ctypes.data
     storage = k.data_ptr(), 8, k.data_ptr(), 8, view.ctypes.data
     rows = batch.ctypes.data, lengths.ctypes.data, 1, table.ctypes.data, 1, 1
     plan = 1, 8, none.ctypes.data, 0, -1, options.ctypes.data
     with pytest.raises(ContractError, match=r"row_lengths: row 0 \(request 0\) has length -3"):
-        library.attend(struct.pack("<23q", *at, 0, 1, *storage, *rows, *plan))
+        library.attend(struct.pack("<25q", *written, *at, 0, 1, *storage, *rows, *plan))
+    lengths[0] = 1
+    for index, message in ((1, "o has 16 bytes, float32 of its shape has 32"), (3, "lse has 2 bytes")):
+        halved = [number // 2 if i == index else number for i, number in enumerate(written)]
+        with pytest.raises(ContractError, match=message):
+            library.attend(struct.pack("<25q", *halved, *at, 0, 1, *storage, *rows, *plan))
     assert float(o.sum()) == 7.0 * 8
     assert float(lse) == 7.0
 

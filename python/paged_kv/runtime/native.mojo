@@ -6,12 +6,14 @@ ROWS is the dtype of queries, of the rows of an append and a gather, and of line
 memory, of which int8 and uint8 are codes where ROWS is another one. `native.py` builds and calls the library.
 
 Each function gets the address of a struct of 64-bit numbers, and returns 0, or the address of a message, null-terminated,
-which the caller frees. Operands and what is refused are those of the ops (`mojo_ops/README.md`); that the memory has
-room for what the numbers say, the caller has checked.
+which the caller frees. Operands and what is refused are those of the ops (`mojo_ops/README.md`). The memory that is
+written comes with its bytes, which must be those that dtype and shape take; that other memory has room for what the
+numbers say, the caller has checked.
 """
 
 from std.ffi import external_call
 from std.memory import unsafe_memcpy
+from std.sys import size_of
 from std.sys.defines import get_defined_dtype
 
 from mojo_ops.attention.checks import check_heads, check_rows
@@ -36,6 +38,30 @@ comptime TRANSFERS = ROWS == CACHE or is_codes(CACHE)
 
 comptime Memory[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
 comptime Constants[dtype: DType] = Pointer[Scalar[dtype], ImmUntrackedOrigin]
+
+
+@fieldwise_init
+struct Output[dtype: DType](TrivialRegisterPassable):
+    """An array that is written."""
+
+    var data: Memory[Self.dtype]
+    var bytes: Int
+
+    def check(self, name: StringSlice, *sizes: Int) raises:
+        """Refuses memory of another size than that of an array of this shape and dtype."""
+        var needed = size_of[Scalar[Self.dtype]]()
+        for size in sizes:
+            needed *= size
+        if self.bytes != needed:
+            raise Error(
+                name,
+                " has ",
+                self.bytes,
+                " bytes, ",
+                Self.dtype,
+                " of its shape has ",
+                needed,
+            )
 
 
 @fieldwise_init
@@ -80,8 +106,8 @@ struct Table(TrivialRegisterPassable):
 struct AttentionCall(TrivialRegisterPassable):
     """O `[R, Hq, D]` and lse `[R, Hq]` of q `[R, Hq, D]`."""
 
-    var o: Memory[ROWS]
-    var lse: Memory[DType.float32]
+    var o: Output[ROWS]
+    var lse: Output[DType.float32]
     var q: Memory[ROWS]
     var sinks: Constants[DType.float32]
     var num_sinks: Int
@@ -105,10 +131,12 @@ struct AttentionCall(TrivialRegisterPassable):
     """`[5]`."""
 
     def run(self) raises:
+        self.o.check("o", self.num_rows, self.num_heads, self.head_dim)
+        self.lse.check("lse", self.num_rows, self.num_heads)
         var pair = self.table.pair[is_codes(CACHE)](self.storage)
         var call = AttentionOperands[ROWS, ROWS, NoMasks].of_pointers(
-            self.o,
-            self.lse,
+            self.o.data,
+            self.lse.data,
             self.q,
             self.num_rows,
             self.num_heads,
@@ -155,8 +183,8 @@ struct AppendCall(TrivialRegisterPassable):
 struct GatherCall(TrivialRegisterPassable):
     """The tokens of every request into k and v `[N, Hk, D]`, codes as the numbers that they stand for."""
 
-    var k: Memory[ROWS]
-    var v: Memory[ROWS]
+    var k: Output[ROWS]
+    var v: Output[ROWS]
     var workers: Int
     """Threads, at most."""
     var storage: Storage
@@ -167,15 +195,17 @@ struct GatherCall(TrivialRegisterPassable):
 
     def run(self) raises:
         var pair = self.table.pair[ROWS != CACHE](self.storage)
+        self.k.check("k", self.num_rows, pair.k.num_heads(), pair.k.head_dim())
+        self.v.check("v", self.num_rows, pair.v.num_heads(), pair.v.head_dim())
         check_gather(pair.table, self.indptr, self.num_rows)
-        gather_rows(pair.k, pair.v, self.k, self.v, self.indptr, self.table.batch, self.workers)
+        gather_rows(pair.k, pair.v, self.k.data, self.v.data, self.indptr, self.table.batch, self.workers)
 
 
 @fieldwise_init
 struct LinearCall(TrivialRegisterPassable):
     """Y `[M, N]` = x `[M, K]` times w `[N, K]` transposed."""
 
-    var y: Memory[ROWS]
+    var y: Output[ROWS]
     var x: Memory[ROWS]
     var w: Memory[ROWS]
     var m: Int
@@ -184,8 +214,9 @@ struct LinearCall(TrivialRegisterPassable):
     var workers: Int
     """Threads, at most."""
 
-    def run(self):
-        var members = Array[LinearMember[ROWS, ROWS], 1](fill=LinearMember(self.y, self.w, self.n))
+    def run(self) raises:
+        self.y.check("y", self.m, self.n)
+        var members = Array[LinearMember[ROWS, ROWS], 1](fill=LinearMember(self.y.data, self.w, self.n))
         linear(members, self.x, self.m, self.k, self.workers)
 
 
@@ -232,5 +263,8 @@ def gather(call: Pointer[GatherCall, ImmUntrackedOrigin]) abi("C") -> Int:
 @export("paged_kv_linear")
 def linear_layer(call: Pointer[LinearCall, ImmUntrackedOrigin]) abi("C") -> Int:
     comptime if COMPUTES:
-        call[].run()
+        try:
+            call[].run()
+        except error:
+            return message_of(error)
     return 0

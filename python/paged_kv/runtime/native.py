@@ -43,7 +43,8 @@ _TASKS = Path("/proc/self/task")
 class NativeLibrary:
     """The functions of one library; each takes the bytes of its struct (`native.mojo`).
 
-    They raise a ContractError with what the kernel refuses. Python's other threads run meanwhile.
+    They raise a ContractError with what the kernel refuses, and where the memory of a result has not the bytes that its
+    dtype and shape take. Python's other threads run meanwhile.
 
     Args:
         path: The library's file.

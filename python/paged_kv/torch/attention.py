@@ -19,13 +19,13 @@ from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.options import FORMATS, AttentionOptions, alibi_slopes, stored_elements
 from paged_kv.runtime.native import native_library
-from paged_kv.torch.memory import CacheLayout, holds, layout, workers
+from paged_kv.torch.memory import CacheLayout, holds, layout, output, workers
 
 _MOST_LAYOUTS = 64
 """Of caches that one attention knows; with more it forgets them."""
 _NO_SCALES: Scales = (None, None, None)
 _DTYPE_NAMES = ("q", "cache")
-_OUTPUTS = struct.Struct("<6q")
+_OPERANDS = struct.Struct("<8q")
 _PLAN = struct.Struct("<6q")
 
 
@@ -84,12 +84,12 @@ class TensorAttention:
             return (o if out is None else out.copy_(o)), lse
         rows.table.check(k.shape[0])
         o = out if out is not None and _takes(out, queries) else torch.empty_like(queries)
-        lse = torch.empty(q.shape[:2])
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         values = None if sinks is None else checked_sinks(HOST, sinks, plan.num_qo_heads, "num_qo_heads")
         if rows.count:
             at_sinks = (0, 0) if values is None else (values.ctypes.data, len(values))
-            outputs = _OUTPUTS.pack(o.data_ptr(), lse.data_ptr(), queries.data_ptr(), *at_sinks, workers())
-            library.attend(outputs + of_cache.storage(k, v) + rows.addresses + self._packed)
+            operands = _OPERANDS.pack(*output(o), *output(lse), queries.data_ptr(), *at_sinks, workers())
+            library.attend(operands + of_cache.storage(k, v) + rows.addresses + self._packed)
         return (o if out is None or out is o else out.copy_(o)), lse
 
     def over_tokens(

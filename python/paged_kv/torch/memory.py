@@ -39,6 +39,11 @@ def holds(tensor: Tensor, count: int) -> bool:
     )
 
 
+def output(tensor: Tensor) -> tuple[int, int]:
+    """`Output` (`runtime/native.mojo`) of a contiguous tensor: its address and its bytes."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

@@ -11,9 +11,9 @@ from paged_kv.arrays.host import HOST
 from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.runtime.native import native_library
-from paged_kv.torch.memory import holds, workers
+from paged_kv.torch.memory import holds, output, workers
 
-_CALL = struct.Struct("<7q")
+_CALL = struct.Struct("<8q")
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MOST_EXPANDED = 2**28
 """Elements of a tensor of which some share memory, by a stride of 0: it is copied, and can have more than fit."""
@@ -38,12 +38,12 @@ def multiply(x: Tensor, w: Tensor) -> Tensor:
         x, w = _checked(x, w)
     (m, k), n = x.shape, w.shape[0]
     if 0 in (m, n, k):
-        return torch.zeros((m, n), dtype=x.dtype)
+        return torch.zeros((m, n), dtype=x.dtype, device=x.device)
     library = native_library(_NAMES[x.dtype], _NAMES[x.dtype])
     if library is None:
         return torch.nn.functional.linear(x, w)
-    y = torch.empty((m, n), dtype=x.dtype)
-    library.linear(_CALL.pack(y.data_ptr(), x.data_ptr(), w.data_ptr(), m, n, k, workers()))
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    library.linear(_CALL.pack(*output(y), x.data_ptr(), w.data_ptr(), m, n, k, workers()))
     return y
 
 
