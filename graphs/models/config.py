@@ -228,6 +228,16 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims))
 
 
+def read_local_rope(fields: Fields, head_dim: int, key: str, theta: float) -> Rope:
+    """The rotation of the layers that have a window: that of `rope_parameters.sliding_attention`, or of all dimensions
+    without a scaling, by the number that `key` has or else by `theta`.
+    """
+    rope = fields.section("rope_parameters")
+    if rope is not None and rope.get("sliding_attention") is not None:
+        return read_rope(fields, head_dim, "sliding_attention", theta)
+    return Rope(head_dim, fields.number(key, theta, *THETA))
+
+
 def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:
     # Older files call the key "type".
     key = "type" if rope.get("rope_type") is None else "rope_type"
