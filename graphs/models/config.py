@@ -217,6 +217,9 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     rope = fields.section("rope_parameters") or fields.section("rope_scaling")
     if rope is not None and layer_type is not None:
         rope = rope.section(layer_type) or rope
+    elif rope is not None:
+        for kind in ("full_attention", "sliding_attention"):
+            rope.refuse(kind, "all layers of this family have one rotation")
     part = fields.number("partial_rotary_factor", default=1.0)
     theta = fields.number("rope_theta", theta, *THETA)
     if rope is not None:

@@ -57,8 +57,8 @@ class GgufFamily:
     """What the converter has added to the weights of all norms."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that the metadata has no words for."""
-    scalars: Mapping[str, str] = field(default_factory=dict)
-    """More keys: Hugging Face's to GGUF's."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """More keys, of positive integers: Hugging Face's to GGUF's."""
     multipliers: Mapping[str, str] = field(default_factory=dict)
     """More keys, of numbers that are 1 where they are missing or 0: Hugging Face's to GGUF's."""
     windows: int | None = None
@@ -78,7 +78,7 @@ class GgufFamily:
     @property
     def uses(self) -> frozenset[str]:
         """The metadata's keys that it reads, beside those of all families."""
-        uses = {*self.scalars.values(), *self.multipliers.values()} | (set() if self.windows is None else WINDOWS)
+        uses = {*self.sizes.values(), *self.multipliers.values()} | (set() if self.windows is None else WINDOWS)
         return frozenset(uses | ({"rope.freq_base_swa"} if self.rotates_windows_apart else set()))
 
     def tensor(self, name: str) -> str:
@@ -108,14 +108,18 @@ GGUF_FAMILIES = {
     "granite": GgufFamily(
         "GraniteForCausalLM",
         rotates_neighbours=True,
-        scalars={"attention_multiplier": "attention.scale", "logits_scaling": "logit_scale"},
-        multipliers={"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"},
+        multipliers={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
         rope_tensors=_LLAMA_ROPE,
     ),
     "phi3": GgufFamily(
         "Phi3ForCausalLM",
         _LAYER | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
-        scalars={"original_max_position_embeddings": "rope.scaling.original_context_length"},
+        sizes={"original_max_position_embeddings": "rope.scaling.original_context_length"},
         windows=0,
         rotates_a_part=True,
         rope_tensors=tuple(LONG_ROPE.values()),
@@ -124,7 +128,7 @@ GGUF_FAMILIES = {
         "Qwen3MoeForCausalLM",
         _LAYER | _EXPERTS,
         defaults={"norm_topk_prob": True},
-        scalars={
+        sizes={
             "num_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",
             "moe_intermediate_size": "expert_feed_forward_length",
@@ -133,7 +137,7 @@ GGUF_FAMILIES = {
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         _LAYER | _EXPERTS | {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},
-        scalars={
+        sizes={
             "num_local_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",
             "intermediate_size": "expert_feed_forward_length",
@@ -151,14 +155,13 @@ GGUF_FAMILIES = {
     ),
 }
 
-_SCALARS = {
+_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 
 
@@ -192,21 +195,24 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     family = find_family(header)
     metadata = Metadata(header, header.metadata["general.architecture"], family.uses)
     values: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.defaults}
-    for key, name in {**_SCALARS, **family.scalars}.items():
-        value = metadata.scalar(name)
-        if value is not None:
-            values[key] = value
+    for key, name in {**_SIZES, **family.sizes}.items():
+        if metadata.scalar(name) is not None:
+            values[key] = metadata.integer(name)
+    if metadata.scalar("attention.layer_norm_rms_epsilon") is not None:
+        values["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon", 0.0)
     for key, name in family.multipliers.items():
         values[key] = metadata.number(name, 1.0) or 1.0
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = values["head_dim"] = metadata.integer("attention.key_length", default=hidden // heads)
     if metadata.integer("attention.value_length", default=hidden // heads) != head_dim:
-        raise metadata.error("attention.value_length", f"differs from key_length = {head_dim}")
+        raise metadata.error("attention.value_length", f"differs from attention.key_length = {head_dim}")
     rotated = metadata.integer("rope.dimension_count", default=head_dim)
     if rotated != head_dim:
         if not family.rotates_a_part:
             problem = f"a part of head_dim = {head_dim} is not supported for {metadata.prefix}"
             raise metadata.error("rope.dimension_count", problem)
+        if rotated > head_dim or rotated % 2:
+            raise metadata.error("rope.dimension_count", f"an even number up to head_dim = {head_dim} is expected")
         values["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # readers take the integer below
 
     narrow = _windowed_layers(metadata, family)
@@ -246,6 +252,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         values["query_pre_attn_scalar"] = scored
     if metadata.prefix == "granite":
         values["attention_multiplier"] = metadata.number("attention.scale", 0.0) or scored**-0.5
+        values["logits_scaling"] = metadata.number("logit_scale", 1.0)
     same = {
         "attention.key_length_swa": (head_dim,),
         "attention.value_length_swa": (head_dim,),

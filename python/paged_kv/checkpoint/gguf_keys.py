@@ -132,7 +132,8 @@ class Metadata:
             return value
         if value.size == 0 or not np.all(value == value[0]):
             raise self.error(name, "it differs from layer to layer, which is not supported")
-        if value.size != self.header.metadata.get(f"{self.prefix}.block_count"):
+        layers = self.header.metadata.get(f"{self.prefix}.block_count")
+        if not isinstance(layers, int) or value.size != layers:
             raise self.error(name, "as many numbers as layers are expected")
         return value[0].item()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,8 @@ def read_scaling(metadata: Metadata, tensors: Sequence[str], rotated: int, theta
     Raises:
         CheckpointError: a value is none that is computed here, or contradicts another one.
     """
-    kind = metadata.scalar("rope.scaling.type") or "linear"  # llama.cpp's, where none is said
+    kind = metadata.scalar("rope.scaling.type")
+    kind = "linear" if kind is None else kind  # llama.cpp's, where none is said
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise metadata.error("rope.scaling.type", "only none, linear, yarn and longrope are supported")
     # Files of 2023 have the older name.
@@ -66,7 +67,9 @@ def read_scaling(metadata: Metadata, tensors: Sequence[str], rotated: int, theta
     if not math.isclose(metadata.number("rope.scaling.yarn_attn_factor", own), own, rel_tol=1e-5):
         raise metadata.error("rope.scaling.yarn_attn_factor", f"only {own:g} is supported here")
 
-    context = metadata.scalar("rope.scaling.original_context_length")
+    context = None
+    if metadata.scalar("rope.scaling.original_context_length") is not None:
+        context = metadata.integer("rope.scaling.original_context_length")
     if is_long:
         factors = {key: _float32(metadata.header, name).tolist() for key, name in LONG_ROPE.items()}
         scaling: dict[str, Any] = {"rope_type": "longrope", "attention_factor": sharpening}
@@ -74,12 +77,13 @@ def read_scaling(metadata: Metadata, tensors: Sequence[str], rotated: int, theta
     if tensors:
         return _llama3_scaling(metadata.header, rotated, theta)
     if kind == "yarn":
-        turns = {name: metadata.scalar(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context} | turns
+        turns = {"beta_fast": 32.0, "beta_slow": 1.0}
+        scaling = {name: metadata.number(f"rope.scaling.yarn_{name}", turn) for name, turn in turns.items()}
+        return scaling | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
     return None if factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
-def _llama3_scaling(header: GgufHeader, rotated: int, theta: float) -> Mapping[str, Any]:
+def _llama3_scaling(header: GgufHeader, rotated: int, theta: float) -> dict[str, Any]:
     """The parameters of Llama 3's scaling from the divisors that the file has in their place.
 
     Every Llama of this scaling has 1, 4 and 8192; the factor is the largest divisor. Others are refused.
