@@ -72,6 +72,8 @@ class GgufFamily:
     """A part of each head may be rotated."""
     rope_tensors: tuple[str, ...] = ()
     """What the file may have of `gguf_rope.ROPE_TENSORS`."""
+    without_effect: frozenset[str] = frozenset()
+    """Keys of the metadata that its files have, and its models make nothing of."""
     yarn: Mapping[str, Any] = field(default_factory=dict)
     """Keys of its scaling by YaRN that the metadata has no words for."""
 
@@ -94,6 +96,12 @@ class GgufFamily:
 
 _LLAMA_ROPE = (FREQUENCIES, *LONG_ROPE.values())
 
+_GRANITE_HYBRID = frozenset(
+    {f"ssm.{name}" for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")}
+    | {"expert_shared_feed_forward_length"}
+)
+"""Granite 4's dense models are hybrids without recurrent layers and experts."""
+
 GGUF_FAMILIES = {
     # Mistral's files say llama too.
     "llama": GgufFamily(
@@ -114,6 +122,7 @@ GGUF_FAMILIES = {
             "residual_multiplier": "residual_scale",
             "logits_scaling": "logit_scale",
         },
+        without_effect=_GRANITE_HYBRID,
         rope_tensors=_LLAMA_ROPE,
     ),
     "phi3": GgufFamily(
@@ -219,7 +228,8 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     if any(narrow):
         values["sliding_window"] = metadata.integer("attention.sliding_window")
         values["architectures"] = [family.windowed or family.architecture]
-    if narrow:
+    if family.windows is not None:
+        narrow = narrow or [False] * metadata.integer("block_count")
         values["layer_types"] = ["sliding_attention" if is_narrow else "full_attention" for is_narrow in narrow]
 
     embeddings = header.tensors.get("token_embd.weight")
@@ -236,7 +246,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
         scaling = scaling | dict(family.yarn)
     if scaling is None and metadata.prefix == "gpt-oss":
         scaling = {"rope_type": "default"}  # without one, that of the family's files
-    if family.rotates_windows_apart and narrow:
+    if family.rotates_windows_apart and (any(narrow) or family.windowed is None):
         local = metadata.number("rope.freq_base_swa", 10000.0 if metadata.prefix == "gemma3" else theta)
         values["rope_parameters"] = {
             "full_attention": (scaling or {"rope_type": "default"}) | {"rope_theta": theta},
@@ -265,14 +275,12 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     same |= {name: allowed for name, allowed in more.items() if name not in family.uses}
     if metadata.prefix == "granite":  # there it says whether q and k are rotated at all
         same["rope.scaling.finetuned"] = (True,)
-    metadata.check(same, without_effect=() if any(narrow) else OF_WINDOWED_LAYERS)
+    metadata.check(same, without_effect=family.without_effect | (frozenset() if any(narrow) else OF_WINDOWED_LAYERS))
     return values | _special_tokens(header)
 
 
 def _windowed_layers(metadata: Metadata, family: GgufFamily) -> list[bool]:
-    """Of each layer, whether it has a window; empty where the family has none, or the file has none and its reader of
-    config.json needs no word of it.
-    """
+    """Of each layer, whether it has a window; empty where the family has none, or the file names none."""
     if family.windows is None:
         return []
     layers = metadata.integer("block_count")
@@ -280,7 +288,7 @@ def _windowed_layers(metadata: Metadata, family: GgufFamily) -> list[bool]:
         raise metadata.error("block_count", f"at most {MAX_LAYERS} is supported")
     # llama.cpp has no gpt-oss without a window; elsewhere none, or 0, is no window.
     if metadata.prefix != "gpt-oss" and not metadata.scalar("attention.sliding_window"):
-        return [False] * layers if metadata.prefix == "gemma3" else []
+        return []
     name = "attention.sliding_window_pattern"
     pattern, period = metadata.get(name), family.windows
     if isinstance(pattern, np.ndarray):
