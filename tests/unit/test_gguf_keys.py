@@ -151,9 +151,9 @@ def test_which_layers_have_a_window(headers, kind, default, said, narrow):
 
 def test_a_rotation_of_windowed_layers(headers):
     """OLMo 3's is the others' without their scaling unless it is named, Gemma 3's has a base of its own."""
-    for kind, base, freq_base in (("olmo2", {}, 10000.0), ("olmo2", {"rope.freq_base_swa": 5e4}, 5e4),
-                                  ("gemma3", {"rope.freq_base": 5e4}, 10000.0)):  # fmt: skip
-        config = config_of(headers[kind], **YARN, **base, **{"attention.sliding_window": 9})
+    for kind, local, freq_base in (("olmo2", {}, 5e4), ("olmo2", {"rope.freq_base_swa": 7e4}, 7e4),
+                                   ("gemma3", {}, 10000.0)):  # fmt: skip
+        config = config_of(headers[kind], **YARN, **local, **{"attention.sliding_window": 9, "rope.freq_base": 5e4})
         assert config.layer_rope(0) == dataclasses.replace(config.rope, theta=freq_base, scaling=None)
         assert config.rope.scaling.factor == 4
 
