@@ -1,7 +1,7 @@
 """Tiny random models of every decoder that transformers has: `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
 
-A config is the class's own default with small sizes: `SMALL` says a size by the name of its field, `CHANGES` what a family
-needs beside. Lists with an entry a layer keep the layers at which each kind occurs first.
+A config is the class's own default with small sizes: `SMALL` has a size by the name of its field, `CHANGES` what a
+family needs beside. Lists with an entry a layer keep the layers at which each kind occurs first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _BY_SIZE = [
     (
         32,
         "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"
-        " expert_ffn_hidden_size moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank router_hidden_size o_lora_rank",
+        " expert_ffn_hidden_size moe_shared_expert_intermediate_size q_lora_rank kv_lora_rank"
+        " router_hidden_size o_lora_rank",
     ),
     (
         VOCAB,
@@ -63,7 +64,8 @@ _BY_SIZE = [
     (1, "n_group topk_group num_expert_group first_k_dense_replace zero_expert_num"),
     (
         8,
-        "qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank index_topk gated_norm_rank",
+        "qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank"
+        " index_topk gated_norm_rank",
     ),
     (24, "v_head_dim attention_chunk_size"),
 ]
@@ -95,11 +97,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_layers_per_stack": None, "num_hidden_layers": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    **dict.fromkeys("hunyuan_v1_dense hunyuan_v1_moe ministral".split(), {"head_dim": HEAD_DIM}),
-    "dots3_note": {"num_key_value_heads": HEADS, "per_layer_config": {}},
+    "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
+    "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
+    "ministral": {"head_dim": HEAD_DIM},
+    "dots3_note_text": {"num_key_value_heads": HEADS, "per_layer_config": {}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS},
-    "qwen4_exp": {
+    "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
@@ -137,6 +141,8 @@ def small_config(model_type: str, **changes: Any) -> Any:
     default = config_class()
     sizes: dict[str, Any] = {name: size for name, size in SMALL.items() if isinstance(vars(default).get(name), int)}
     sizes |= _a_layer_each(default)
+    if "is_decoder" in vars(default):
+        sizes["is_decoder"] = True
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     return config_class(**sizes | tokens | CHANGES.get(model_type, {}) | changes)
 

@@ -266,6 +266,52 @@ def test_threads_share_a_model(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert not linear._running
 
 
+@pytest.mark.parametrize("first", ["on pages", "plain"])
+def test_a_call_goes_on_as_it_began(first: str, gemma: Any) -> None:
+    """The second call makes its masks while the first one runs, and attends after the first one has ended."""
+    second = {"on pages": "plain", "plain": "on pages"}[first]
+    expected = generate(gemma, [PROMPTS[4]]).tolist()
+    with paged_kv.transformers.enabled():
+        generate(gemma, [PROMPTS[4]])  # the model has been tried
+    found: dict[str, Any] = {}
+    begun, may_end = threading.Event(), threading.Event()
+
+    def call(name: str) -> threading.Thread:
+        paged_kv.transformers.enable() if name == "on pages" else paged_kv.transformers.disable()
+        thread = threading.Thread(target=run, args=(name,), name=name)
+        thread.start()
+        return thread
+
+    def run(name: str) -> None:
+        found[name] = generate(gemma, [PROMPTS[4]], return_dict_in_generate=True)
+
+    def hook(*_: Any) -> None:
+        name = threading.current_thread().name
+        if name == first:
+            begun.set()
+            assert may_end.wait(SECONDS)
+        elif name == second:
+            may_end.set()
+            threads[0].join(timeout=SECONDS)
+
+    hooked = gemma.model.layers[0].register_forward_pre_hook(hook)
+    try:
+        threads = [call(first)]
+        assert begun.wait(SECONDS)
+        threads.append(call(second))
+        threads[1].join(timeout=SECONDS)
+    finally:
+        hooked.remove()
+    assert {name: result.sequences[:, -NEW_TOKENS:].tolist() for name, result in found.items()} == {
+        "on pages": expected,
+        "plain": expected,
+    }
+    assert {name: type(result.past_key_values) for name, result in found.items()} == {
+        "on pages": PagedCache,
+        "plain": DynamicCache,
+    }
+
+
 def test_linear_layers_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = make("Llama", dtype=torch.bfloat16, hidden_size=512), torch.tensor([PROMPTS[4]])
     options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

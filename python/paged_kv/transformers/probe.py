@@ -83,7 +83,8 @@ def attention(
     if layer is None or layer.new is None or layer.new[1] is not value:
         raise ContractError("it attends to other keys or values than those that its cache has returned")
     if not isinstance(attention_mask, Mask):
-        raise ContractError("it attends without attention_mask" if attention_mask is None else "its own code changes attention_mask")
+        how = "attends without" if attention_mask is None else "changes"
+        raise ContractError(f"its own code {how} attention_mask")
     if not attention_mask.is_known or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         raise ContractError("its attention is not causal, or depends on positions in another way")
     cache: _Cache = layer.cache
