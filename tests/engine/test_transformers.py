@@ -267,12 +267,13 @@ def test_threads_share_a_model(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("first", ["on pages", "plain"])
-def test_a_call_goes_on_as_it_began(first: str, gemma: Any) -> None:
+def test_a_call_goes_on_as_it_began(first: str) -> None:
     """The second call makes its masks while the first one runs, and attends after the first one has ended."""
+    model = make("GptOss")  # its masks are made for one attention, and its sinks need it
     second = {"on pages": "plain", "plain": "on pages"}[first]
-    expected = generate(gemma, [PROMPTS[4]]).tolist()
+    expected = generate(model, [PROMPTS[4]]).tolist()
     with paged_kv.transformers.enabled():
-        generate(gemma, [PROMPTS[4]])  # the model has been tried
+        generate(model, [PROMPTS[4]])  # the model has been tried
     found: dict[str, Any] = {}
     begun, may_end = threading.Event(), threading.Event()
 
@@ -283,7 +284,7 @@ def test_a_call_goes_on_as_it_began(first: str, gemma: Any) -> None:
         return thread
 
     def run(name: str) -> None:
-        found[name] = generate(gemma, [PROMPTS[4]], return_dict_in_generate=True)
+        found[name] = generate(model, [PROMPTS[4]], return_dict_in_generate=True)
 
     def hook(*_: Any) -> None:
         name = threading.current_thread().name
@@ -294,7 +295,7 @@ def test_a_call_goes_on_as_it_began(first: str, gemma: Any) -> None:
             may_end.set()
             threads[0].join(timeout=SECONDS)
 
-    hooked = gemma.model.layers[0].register_forward_pre_hook(hook)
+    hooked = model.model.layers[0].register_forward_pre_hook(hook)
     try:
         threads = [call(first)]
         assert begun.wait(SECONDS)

@@ -81,7 +81,7 @@ def attention(
         return torch.zeros_like(query).transpose(1, 2), None
     layer = getattr(key, LAYER, None)
     if layer is None or layer.new is None or layer.new[1] is not value:
-        raise ContractError("it attends to other keys or values than those that its cache has returned")
+        raise ContractError("it attends to other keys or values than those of the cache that it is given")
     if not isinstance(attention_mask, Mask):
         how = "attends without" if attention_mask is None else "changes"
         raise ContractError(f"its own code {how} attention_mask")
