@@ -18,9 +18,7 @@ from paged_kv.errors import ContractError
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--max-batch-size", type=int, default=16, show_default=True, help="Requests that decode together.")
 @click.option("--page-size", type=int, default=128, show_default=True, help="Tokens in a page of the cache.")
-@click.option(
-    "--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Of paged-kv compile --serve --out."
-)
+@click.option("--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Of paged-kv compile --out.")
 @click.option(
     "--api-key", help="What clients must send; `ps` shows it: PAGED_KV_API_KEY in the environment does the same."
 )
@@ -32,12 +30,8 @@ from paged_kv.errors import ContractError
 @click.option("--max-body-bytes", type=int, help="Of a request.  [default: 262144, or 16 a token of the longest]")
 @click.option("--max-connections", type=int, default=256, show_default=True, help="At a time.")
 def serve_command(arguments: tuple[str, ...], use_demo: bool, **options: Any) -> None:
-    """Serve a checkpoint folder with MAX Serve, for OpenAI's clients. `max serve --help` lists MAX's own flags."""
-    from paged_kv.engine.demo_model import FOLDER
-    from paged_kv.serve.launch import Serving, serve
-
+    """Serve a checkpoint folder, for OpenAI's clients."""
     folders, flags = ((), arguments) if use_demo else (arguments[:1], arguments[1:])
     if (not use_demo and not folders) or not all(flag.startswith("-") for flag in flags[:1]):
         raise ContractError("name one folder or --demo; MAX's own flags follow after --")
-    folder = Path(folders[0]) if folders else FOLDER
-    serve(Serving(folder, flags=flags, **options))
+    raise ContractError(f"{folders}, {options}: `max serve --custom-architectures paged_kv.max_serve` serves models")

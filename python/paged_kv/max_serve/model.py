@@ -1,14 +1,12 @@
-"""The model that MAX Serve runs: MAX's Llama pipeline around this package's graph, weights and artefacts."""
+"""The model that MAX Serve runs: MAX's Llama pipeline around this package's graph and weights."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 from max import tree
 from max.engine import InferenceSession, Model
-from max.graph import Module
 from max.nn import Module as Layer
 from max.nn.kv_cache import KVCacheInputsPerDevice
 from max.nn.kv_cache.cache_params import PACKED_PAGE_STRIDE
@@ -20,22 +18,25 @@ from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_inpu
 
 from paged_kv.errors import ContractError
 from paged_kv.graphs.ops import kernels
+from paged_kv.max_serve.config import ServedConfig
+from paged_kv.max_serve.graph import ServedStep
 from paged_kv.runtime.compile_key import MODELS, CompileKey, Sources, toolchain
+from paged_kv.runtime.cpu_target import apply_cpu_target
 from paged_kv.runtime.first_execution import execute
-from paged_kv.runtime.graph_family import GraphFamily
-from paged_kv.serve.compiled_graphs import CompiledGraphs
-from paged_kv.serve.config import ServedConfig
-from paged_kv.serve.graph import ServedStep
+from paged_kv.runtime.kernel_library import kernel_library
 
-_BUILT_BY = (MODELS, "serve/graph.py")
+_BUILT_BY = (MODELS, "max_serve/graph.py")
 """The files that build the step."""
+
+# MAX's server and its process for the model both import this module, before they compile anything.
+apply_cpu_target()
 
 
 class ServedModel(LlamaModelBase):
-    """Any family of `paged_kv.graphs.models`, on one device or shared by several GPUs.
+    """Any family of `paged_kv.graphs.models` with pages of K and V, on one device or shared by several GPUs.
 
-    From MAX's class come batching, execution and log-probabilities; weights are memory-mapped and bound without a
-    copy where they have the dtype that is asked for, and the compiled step is kept among this package's artefacts.
+    From MAX's class come batches, execution and log-probabilities; weights are memory-mapped, and bound without a copy
+    where they have the dtype that is asked for.
     """
 
     model_config_cls: ClassVar[type[Any]] = ServedConfig
@@ -59,29 +60,12 @@ class ServedModel(LlamaModelBase):
         return execute(super().execute, model_inputs)
 
     def load_graphs(self, session: InferenceSession) -> dict[str, Model]:
-        """The step, compiled or read from disk, with its weights bound."""
-        config = self.arch_config_as(ServedConfig)
-        if self.pipeline_config.runtime.precompiled_mefs or self.pipeline_config.runtime.export_mefs:
-            return self._load_kept_graphs(session, config)
-        step, name, types = self._step(config)
-
-        def build(module: Module, _: Sequence[str]) -> None:
-            step.trace(*types, name=name, module=module, custom_extensions=[kernels()])
-
-        keys = {name: CompileKey(name, _BUILT_BY)}
-        family = GraphFamily(keys, build, self._load_state_dict)
-        model = CompiledGraphs.in_force().load_step(session, family)
-        self._wire_batch_processor(model, config)
-        return {GraphRole.DECODER: model}
-
-    def _load_kept_graphs(self, session: InferenceSession, config: ServedConfig) -> dict[str, Model]:
-        """The step, where the user keeps the artefacts: MAX reads and writes them."""
-        self._load_state_dict()
-        specs = self.graph_specs(config)
-        self.compiled_artifacts = compile_graphs(session, specs)
-        artifact, weights = self.compiled_artifacts.artifact(GraphRole.DECODER), specs[GraphRole.DECODER].weights
+        """The step, compiled by MAX or found in its cache, with its weights bound."""
+        config = self._create_model_config(self._load_state_dict())
+        self.compiled_artifacts = compile_graphs(session, self.graph_specs(config))
+        artifact = self.compiled_artifacts.artifact(GraphRole.DECODER)
         # Not by name: MAX's own cache gives a graph that equals an older one the older one's name.
-        (model,) = session.init_all(artifact, weights_registry=weights).values()
+        (model,) = session.init_all(artifact, weights_registry=self.state_dict).values()
         self._wire_batch_processor(model, config)
         return {GraphRole.DECODER: model}
 
@@ -90,14 +74,7 @@ class ServedModel(LlamaModelBase):
 
         A file of `--export-mefs` is found by this name: one of another version is not taken.
         """
-        step, name, types = self._step(model_config)
-        name = f"paged_kv_{CompileKey(name, _BUILT_BY).digest(Sources.installed(), toolchain())}"
-        # MAX asks nothing of it but `trace`.
-        spec = GraphSpec(cast(Layer, step), name, types, weights=self.state_dict, custom_extensions=[kernels()])
-        return {GraphRole.DECODER: spec}
-
-    def _step(self, config: ServedConfig) -> tuple[ServedStep, str, Sequence[Any]]:
-        """The step, the name of its graph, which says all that the graph depends on, and its input types."""
+        config: ServedConfig = model_config
         step = ServedStep(config.decoder, config.dtype, self.kv_params, self.device_refs, self.return_logits)
         inputs = ragged_kv_symbolic_input_tree(
             kv_params=self.kv_params,
@@ -106,7 +83,12 @@ class ServedModel(LlamaModelBase):
         )
         types = self._bind_graph_inputs(inputs)
         facts = f"{config.decoder} {config.dtype} {self.return_logits} {[str(kind) for kind in types]}"
-        return step, f"paged_kv_{hashlib.sha256(facts.encode()).hexdigest()[:32]}", types
+        key = CompileKey(hashlib.sha256(facts.encode()).hexdigest(), _BUILT_BY)
+        name = f"paged_kv_{key.digest(Sources.installed(), toolchain())}"
+        library = kernel_library(kernels())  # once: MAX would compile the sources for each graph
+        # MAX asks nothing of it but `trace`.
+        spec = GraphSpec(cast(Layer, step), name, types, weights=self.state_dict, custom_extensions=[library])
+        return {GraphRole.DECODER: spec}
 
     def _create_model_config(self, state_dict: dict[str, Any]) -> ServedConfig:
         del state_dict
@@ -114,9 +96,6 @@ class ServedModel(LlamaModelBase):
 
     def _load_state_dict(self) -> dict[str, Any]:
         """The weights, kept where MAX's own way to compile looks for them."""
-        self.state_dict = self._weights()
-        return self.state_dict
-
-    def _weights(self) -> dict[str, Any]:
         config = self.arch_config_as(ServedConfig)
-        return dict(config.source.load(config.dtype))
+        self.state_dict = dict(config.source.load(config.dtype))
+        return self.state_dict

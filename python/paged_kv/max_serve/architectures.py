@@ -1,8 +1,6 @@
-"""What MAX Serve registers: the families of `paged_kv.graphs.models` whose pages it has, and bfloat16 on the CPU."""
+"""The families that MAX Serve registers, and bfloat16 on the CPU."""
 
 from __future__ import annotations
-
-from typing import Any, cast
 
 from max.graph.weights import WeightsFormat
 from max.pipelines.architectures.llama3.batch_processor import Llama3BatchProcessor
@@ -13,12 +11,9 @@ from max.pipelines.modeling import config_enums
 from max.pipelines.modeling.types import PipelineTask
 
 from paged_kv.graphs.models import ENGINE_ONLY, FAMILIES
-from paged_kv.runtime.cpu_target import apply_cpu_target
-from paged_kv.serve.config import ServedConfig
-from paged_kv.serve.model import ServedModel
-from paged_kv.serve.pipeline import ServedPipeline
-from paged_kv.serve.tokenizer import ServedTokenizer
-from paged_kv.serve.tools import parser_of
+from paged_kv.max_serve.config import ServedConfig
+from paged_kv.max_serve.model import ServedModel
+from paged_kv.max_serve.tokenizer import ServedTokenizer
 
 
 def _architecture(name: str) -> SupportedArchitecture:
@@ -32,13 +27,11 @@ def _architecture(name: str) -> SupportedArchitecture:
         pipeline_model=ServedModel,
         config=ServedConfig,
         batching=Llama3BatchProcessor,
-        pipeline_cls=ServedPipeline,
         tokenizer=ServedTokenizer,
-        tool_parser=cast(Any, parser_of),  # None is for none
         context_type=TextContext,
         memory_planner=PagedMemoryPlanner,
         multi_gpu_supported=True,
-        supports_overlap_scheduler=False,  # it is another pipeline class
+        supports_overlap_scheduler=False,
     )
 
 
@@ -49,8 +42,7 @@ def _allow_bfloat16_on_the_cpu() -> None:
         devices["bfloat16"] = ("cpu", *devices["bfloat16"])
 
 
-# MAX's server imports this module before it looks at a device or an encoding; its process for the model does not.
+# MAX's server imports this module before it looks at a device or an encoding.
 _allow_bfloat16_on_the_cpu()
-apply_cpu_target()
 
 ARCHITECTURES = [_architecture(name) for name in FAMILIES if name not in ENGINE_ONLY]
