@@ -14,17 +14,15 @@ import numpy as np
 import pytest
 import regex
 import tokenizers
-import transformers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.convert_slow_tokenizer import generate_merges
 
 from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.gguf_header import read_header
-from paged_kv.checkpoint.gguf_tokenizer import SPLITS, make_tokenizer, tokenizer_json
+from paged_kv.checkpoint.gguf_tokenizer import SPLITS, make_tokenizer
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.serve.launch import Serving, prepare
 from support.gguf_files import make_model, write_gguf
 from support.refusals import refused
 
@@ -424,18 +422,6 @@ def test_more_tokens_than_embeddings(model):
     tensors["token_embd.weight"] = tensors["blk.0.attn_q.weight"]  # of 256 rows
     few = dataclasses.replace(checkpoint.header, tensors=tensors)
     refused(make_tokenizer, few, match="tokens = 906: there are embeddings of 256 tokens")
-
-
-def test_the_server_takes_it(model):
-    """The folder that it gets has a tokenizer.json, which transformers reads as it reads the real one."""
-    file, real = model
-    arguments = prepare(Serving(file, "127.0.0.1", 0, "float32", 4))
-    folder = Path(arguments[arguments.index("--model-path") + 1])
-    assert (folder / "tokenizer.json").read_text() == tokenizer_json(open_gguf(file).header)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    text = "the pages of 日本語 and 🎉"
-    assert tokenizer(text).input_ids == [tokenizer.bos_token_id, *real.encode(text).ids]
-    assert (tokenizer.bos_token, tokenizer.eos_token) == SPECIAL[:2]
 
 
 def test_a_tokenizer_beside_the_file_comes_first(model):
