@@ -168,7 +168,16 @@ def test_a_file_has_the_options_by_their_names(serve, tmp_path):
 
 def test_every_capability_of_the_engine_together(tmp_path):
     """Codes in the cache, rotation, speculation, prefixes on disk and a thread: a restarted server finds the prefix."""
-    flags = ["--cache-dtype", "int4", "--rotate", "hadamard", "--speculate", "lookup", "--kv-disk", str(tmp_path / "kv")]
+    flags = [
+        "--cache-dtype",
+        "int4",
+        "--rotate",
+        "hadamard",
+        "--speculate",
+        "lookup",
+        "--kv-disk",
+        str(tmp_path / "kv"),
+    ]
     flags += ["--threads", "1", "--page-size", "8", "--memory-gb", "0.05"]
     texts = []
     for _ in range(2):
@@ -182,11 +191,9 @@ def test_every_capability_of_the_engine_together(tmp_path):
     assert cached > 30
 
 
-def test_a_server_that_cannot_say_that_it_is_ready_ends(tmp_path):
+def test_a_server_that_cannot_say_that_it_is_ready_ends():
     command = [str(Path(sys.executable).with_name("paged-kv")), "serve", "--demo", "--port", "0"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert "No space left on device" in ended.stderr
-
-

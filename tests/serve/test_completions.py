@@ -79,9 +79,7 @@ def test_what_comes_after_the_model_is_the_engines(server):
     sampling = Sampling(24, stop_tokens=[7], ignore_end=True, logit_bias={"9": 4}, **options, **own)
     expected = [out.tokens[0] for out in server.engine.stream("the quick", sampling)]
     extra = own | {"stop_token_ids": [7], "ignore_eos": True}
-    (choice,) = complete(
-        server, "the quick", max_tokens=24, logit_bias={"9": 4}, extra_body=extra, **options
-    ).choices
+    (choice,) = complete(server, "the quick", max_tokens=24, logit_bias={"9": 4}, extra_body=extra, **options).choices
     assert choice.token_ids == expected
 
 

@@ -110,7 +110,9 @@ ROWS = [
 
 @pytest.mark.parametrize(("path", "given", "message"), ROWS, ids=range(len(ROWS)))
 def test_a_bad_request_is_refused_by_name(server, path, given, message):
-    body = given if isinstance(given, bytes) or path == CHAT else {"model": "demo", "prompt": "x", "max_tokens": 2} | given
+    body = (
+        given if isinstance(given, bytes) or path == CHAT else {"model": "demo", "prompt": "x", "max_tokens": 2} | given
+    )
     status, answer = server.post(path, body)
     assert status == 400, answer
     error = answer["error"]

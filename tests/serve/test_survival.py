@@ -143,11 +143,11 @@ def test_an_engine_that_is_gone_is_unhealthy(held, monkeypatch):
     with served(held.engine) as server:
         assert server.http.get("/health").status_code == 200
         held.raises = held.engine.encode("x")[-1]
-        for failed in range(1, 4):
+        for _ in range(3):
             assert server.http.get("/health").status_code == 200
             assert server.post("/v1/completions", {"prompt": "x"})[0] == 500
         answer = server.http.get("/health")
-        assert (answer.status_code, answer.json()["error"]["message"]) == (503, f"{failed} steps in a row raised")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "3 steps in a row raised")
         held.raises = None
         assert text(server, "x")
         assert server.http.get("/health").status_code == 200
@@ -239,9 +239,8 @@ def test_prompts_keep_others_waiting_no_longer_than_they_may():
         for count in range(4):
             text(server, f"{count} and the word of the Lord came unto " * 40, max_tokens=1)
         list(stream)
-        assert max(sizes[2:5]) > 100 > 60 > max(sizes[6:12])
+        assert max(sizes[1:]) <= 65
+        assert max(sizes[6:12]) < 60
         del sizes[:]
         text(server, "5 and the word of the Lord came unto " * 40, max_tokens=1)
         assert sizes[0] == 256
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -53,12 +54,17 @@ class Served:
 
 @contextlib.contextmanager
 def served(
-    engine: Engine | None = None, *, most_samples: int = 100, template: str | None = None, **options: Any
+    engine: Engine | None = None,
+    *,
+    folder: Path = FOLDER,
+    most_samples: int = 100,
+    template: str | None = None,
+    **options: Any,
 ) -> Iterator[Served]:
-    """An application on an engine of the demo's model, whose `options` are those of `load`."""
+    """An application on an engine of the demo's model or another one; `options` are those of `load`."""
     if engine is None:
-        engine = load(FOLDER, **{"num_pages": 512, "page_size": PAGE_SIZE, "dtype": "float32"} | options)
-    model = ServedModel(open_source(FOLDER), "demo", LENGTH, template)
+        engine = load(folder, **{"num_pages": 512, "page_size": PAGE_SIZE, "dtype": "float32"} | options)
+    model = ServedModel(open_source(folder), "demo", LENGTH, template)
     backend = LocalBackend(engine, most_samples)
     app = application(model, backend, Metrics("demo", backend))
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:

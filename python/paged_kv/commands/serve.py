@@ -71,7 +71,11 @@ _PATH = click.Path(path_type=Path)
 @click.option("--max-queue", type=int, default=256, show_default=True, help="Samples that may wait; more get 429.")
 @click.option("--max-step-tokens", type=int, default=512, show_default=True, help="Tokens of one step at most.")
 @click.option(
-    "--max-gap", type=float, default=0.25, show_default=True, help="Seconds that prompts may keep others' tokens waiting."
+    "--max-gap",
+    type=float,
+    default=0.25,
+    show_default=True,
+    help="Seconds that prompts may keep others' tokens waiting.",
 )
 @click.option("--kv-disk", type=_PATH, metavar="DIR", help="Keep pages of prefixes there, and find them.")
 @click.option("--kv-disk-gb", type=float, default=10.0, show_default=True, help="Its most, in 10^9 bytes.")
@@ -79,7 +83,9 @@ _PATH = click.Path(path_type=Path)
 @click.option("--compiled", type=_PATH, metavar="FOLDER", help="Where paged-kv compile --out kept the step.")
 @click.option("--chat-template", type=_PATH, metavar="FILE", help="In place of the model's own.")
 @click.option("--drain-seconds", type=float, default=30.0, show_default=True, help="For requests when it is stopped.")
-@click.option("--stall-seconds", type=float, default=120.0, show_default=True, help="A step that is longer is unhealthy.")
+@click.option(
+    "--stall-seconds", type=float, default=120.0, show_default=True, help="A step that is longer is unhealthy."
+)
 @click.option("--api-key", help="What clients must send; `ps` shows it: PAGED_KV_API_KEY in the environment is safer.")
 @click.option("--api-key-file", type=_PATH, metavar="FILE", help="The key is this file's text.")
 @click.option("--allow-unauthenticated", is_flag=True, help="Without a key, on a --host that other machines reach.")

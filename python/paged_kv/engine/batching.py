@@ -22,8 +22,8 @@ from paged_kv.pool import PagePool, PrefixCache
 
 PROMPT_ROWS = 128
 """Rows of a step that a prompt takes whose log-probabilities are wanted: each gives the logits of the vocabulary."""
-LEAST_CHUNK = 16
-"""Tokens of prompts that a step takes beside samples that decode, however long it takes."""
+LEAST_CHUNK, FIRST_CHUNK = 16, 64
+"""Tokens of prompts that a step takes beside samples that decode, however long it takes; and before any time is known."""
 
 Plan = list[tuple[Sample, list[int]]]
 """The samples of one step, each with the tokens that it brings; what goes past its own tokens is guessed."""
@@ -71,7 +71,8 @@ class Batching:
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
         self._max_gap = max_gap
-        self._chunk = max_step_tokens  # tokens of prompts beside samples that decode
+        # Tokens of prompts beside samples that decode.
+        self._chunk = max_step_tokens if max_gap is None else min(FIRST_CHUNK, max_step_tokens)
 
     def add(self, sample: Sample) -> None:
         """Puts a sample among those that wait, where it is not there."""

@@ -61,8 +61,8 @@ class Engine:
         max_running: Samples of a step at most; a prompt counts for all its samples.
         num_pages: How many of the model's pages to use; all where None.
         share_prefixes: Whether prompts that begin alike share pages.
-        max_gap: Seconds that a step should take at most in which samples decode: it gets fewer tokens of prompts, as far
-            as earlier steps tell how long they take. None: no limit but `max_step_tokens`.
+        max_gap: Seconds that a step should take at most in which samples decode: it gets fewer tokens of prompts, by
+            how long earlier steps took. None: no limit but `max_step_tokens`.
         disk: Where full pages of prefixes are kept as well, and found after a restart (`disk_tier`). The model's
             weights are read once for it.
         speculate: What guesses tokens to come, which a step then judges together (`speculation`): "lookup" for the text
@@ -388,17 +388,17 @@ class Engine:
         # Each with the row of its logits, how many of its guesses were right, and those that follow.
         turn: list[tuple[Sample, int, int, list[int]]] = []
         row = 0
-        for (sample, new), count in zip(plan, counts, strict=True):
+        for (sample, new), rows_of_it in zip(plan, counts, strict=True):
             cached = sample.cached + len(new)
             guesses = new[len(sample.tokens) - sample.cached :]
             if sample.request.wants_prompt:
-                _add_prompt_logprobs(sample, logits[row : row + count])
+                _add_prompt_logprobs(sample, logits[row : row + rows_of_it])
             if cached < len(sample.tokens):
                 self._batching.computed(sample, cached)
             else:
                 samples = [sample, *(self._batching.fork(sample) if sample.forks else [])]
-                turn += [(each, row + count - 1 - len(guesses), 0, guesses) for each in samples]
-            row += count
+                turn += [(each, row + rows_of_it - 1 - len(guesses), 0, guesses) for each in samples]
+            row += rows_of_it
         while turn:
             rows, samples = [row for _, row, _, _ in turn], [sample for sample, _, _, _ in turn]
             choices = choose(logits, rows, [sample.history for sample in samples])
@@ -503,7 +503,7 @@ def _rows_wanted(sample: Sample, new: list[int]) -> int:
 
 
 def _add_prompt_logprobs(sample: Sample, logits: npt.NDArray[np.float32]) -> None:
-    """Notes those of the prompt's tokens after each that a step computed; known ones stay (a step that is done again)."""
+    """Notes those of the prompt's tokens that follow what a step computed; those that are known stay."""
     request = sample.request
     for at, row in enumerate(logits, sample.cached):
         if at == len(request.prompt_logprobs) and at + 1 < len(request.prompt):

@@ -187,10 +187,10 @@ class Sampling:
     """What each text must be, from its first character to its last: a JSON schema, a regular expression or a grammar.
     It needs a tokenizer, and the extra `structured`."""
     min_tokens: int = field(
-        default=0, metadata=_option("integer", _at_least(0), "Tokens before which no end token or stop text ends a sample.")
+        default=0, metadata=_option("integer", _at_least(0), "Tokens before which no end token or stop text counts.")
     )
-    """New tokens before which no end token may come and no stop text is looked for; at most `max_tokens`. A form may end
-    its text before."""
+    """New tokens before which no end token may come and no stop text is looked for; at most `max_tokens`. A form may
+    end its text before."""
     prompt_logprobs: int | None = field(
         default=None,
         metadata=_option("integer", _at_least(0, or_none=True), "The same of each prompt's tokens, but for its first."),
@@ -281,7 +281,7 @@ class History:
         return float(np.random.Generator(stream).random())
 
     def adjust(self, logits: Logits) -> Logits:
-        """Logits `[V]` with bias and penalties, -inf for ends that come too early: a copy, or `logits` without these."""
+        """Logits `[V]` with bias and penalties, and -inf for early ends: a copy, or `logits` where there are none."""
         sampling = self.sampling
         is_early = len(self.tokens) - self.prompt_length < sampling.min_tokens and self._end_tokens
         if not sampling.biases and not sampling.uses_history and not is_early:

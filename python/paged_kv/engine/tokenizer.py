@@ -83,7 +83,9 @@ class Tokenizer:
         """The text of one token as it stands inside a text, also of a special one."""
         inside = self._tokenizer.token_to_id("a")
         if inside is not None:  # some decoders drop the space before the first token
-            before, text = (self._tokenizer.decode(ids, skip_special_tokens=False) for ids in ([inside], [inside, token]))
+            before, text = (
+                self._tokenizer.decode(ids, skip_special_tokens=False) for ids in ([inside], [inside, token])
+            )
             if text.startswith(before):
                 return str(text[len(before) :])
         return str(self._tokenizer.decode([token], skip_special_tokens=False))

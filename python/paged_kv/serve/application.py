@@ -21,9 +21,9 @@ from paged_kv.serve.door import Receive, Scope, Send, error_body
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields, parse
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.served_model import ServedModel, UnknownModel
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
+from paged_kv.serve.served_model import ServedModel, UnknownModel
 
 logger = logging.getLogger("paged_kv.serve")
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from paged_kv.engine.requests import Output
 from paged_kv.engine.sampling import Logprobs, Sampling
 from paged_kv.errors import PagedKVError
 
@@ -36,6 +37,20 @@ class Piece(NamedTuple):
     """Tokens of the prompt that were in the cache when the job began."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     """Of the prompt's tokens but the first, with the first piece of sample 0, where the job asks for them."""
+
+    @staticmethod
+    def of(output: Output) -> Piece:
+        """An output of an engine."""
+        return Piece(
+            output.sample,
+            output.tokens,
+            output.text,
+            output.finish,
+            output.error,
+            output.logprobs,
+            output.cached_tokens,
+            output.prompt_logprobs,
+        )
 
 
 @dataclass(frozen=True)

@@ -88,11 +88,13 @@ def plan_cache(
             pages = min(pages, LONGEST_REQUESTS * -(-longest // page_size))
     if pages < 1:
         raise ContractError(
-            f"the weights take {weights} of the {free} bytes of memory that are free: too few are left for the cache, of"
-            f" which a page of {page_size} tokens takes {page_bytes}"
+            f"the weights take {weights} of the {free} bytes of memory that are free: too few are left for the cache,"
+            f" a page of {page_size} tokens takes {page_bytes}"
         )
     if max_length is not None and max_length > pages * page_size:
-        raise ContractError(f"--max-length is {max_length}; {pages} pages of {page_size} tokens hold {pages * page_size}")
+        raise ContractError(
+            f"--max-length is {max_length}; {pages} pages of {page_size} tokens hold {pages * page_size}"
+        )
     return CacheSize(pages, page_size, page_bytes, weights, min(longest, pages * page_size))
 
 

@@ -116,7 +116,7 @@ def described(settings: Settings, model: ServedModel, size: CacheSize, dtype: DT
     kinds = dict.fromkeys(encoding for _, encoding in model.config.encodings)
     rotated = f", rotated by {settings.rotate}" if settings.rotate else ""
     chat = "no chat template: /v1/completions alone" if model.chat is None else "chat by the model's template"
-    others = [chat]
+    others, threads = [chat], pool_threads() or len(allowed_cpus())
     if settings.speculate:
         others.append(f"speculation by {printable(settings.speculate)}")
     if settings.kv_disk:
@@ -125,15 +125,13 @@ def described(settings: Settings, model: ServedModel, size: CacheSize, dtype: DT
         f"model: {printable(settings.model)}, weights {' and '.join(kinds) or dtype.name}, {_size(size.weight_bytes)}",
         f"cache: {size.num_pages} pages of {size.page_size} tokens in {kind}{rotated}, {_size(size.bytes)}: "
         f"{size.tokens} tokens, the longest request has {size.max_length}",
-        f"steps: {settings.max_running} samples and {settings.max_step_tokens} tokens at most on {pool_threads() or len(allowed_cpus())}"
-        f" threads; {settings.max_queue} samples may wait",
+        f"steps: {settings.max_running} samples and {settings.max_step_tokens} tokens at most on {threads} threads; "
+        f"{settings.max_queue} samples may wait",
         "with: " + "; ".join(others),
     ]
 
 
-def listen(
-    app: Any, rules: Rules, sockets: Sequence[socket.socket], settings: Settings, model: ServedModel
-) -> None:
+def listen(app: Any, rules: Rules, sockets: Sequence[socket.socket], settings: Settings, model: ServedModel) -> None:
     """Runs the application until a signal ends it. Raises OSError where stdout cannot be written."""
     config = Config(
         app,

@@ -42,7 +42,7 @@ class LocalBackend:
             self._asked_tokens += len(job.tokens)
             async with aclosing(self._streams.run(request)) as batches:
                 async for outputs in batches:
-                    yield [Piece(*(getattr(output, name) for name in Piece._fields)) for output in outputs]
+                    yield [Piece.of(output) for output in outputs]
         except (PagedKVError, GeneratorExit):
             raise
         except Exception as error:

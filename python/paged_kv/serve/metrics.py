@@ -39,10 +39,12 @@ class Metrics:
         self._name, self._backend = name, backend
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._registry.register(self)  # type: ignore[arg-type]
+        self._registry.register(self)
 
         def histogram(what: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"vllm:{what}", text, ["model_name"], registry=self._registry, buckets=buckets).labels(name)
+            return Histogram(f"vllm:{what}", text, ["model_name"], registry=self._registry, buckets=buckets).labels(
+                name
+            )
 
         def counter(what: str, text: str) -> Counter:
             return Counter(f"vllm:{what}", text, ["model_name"], registry=self._registry).labels(name)
@@ -59,9 +61,7 @@ class Metrics:
             registry=self._registry,
         )  # fmt: skip
 
-    async def watch(
-        self, job: Job, batches: AsyncGenerator[list[Piece], None]
-    ) -> AsyncGenerator[list[Piece], None]:
+    async def watch(self, job: Job, batches: AsyncGenerator[list[Piece], None]) -> AsyncGenerator[list[Piece], None]:
         """The pieces of a job, which are counted."""
         began = time.perf_counter()
         last: dict[int, float] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from paged_kv.arguments import shown
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.errors import ContractError
+from paged_kv.forms import Form
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import (
     CallStart,
@@ -23,12 +23,11 @@ from paged_kv.serve.chat import (
 )
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.openai_completions import MOST_SAMPLES, StreamOptions
 from paged_kv.serve.sampling import MOST_LOGPROBS, read_form, read_max_tokens, read_sampling
+from paged_kv.serve.served_model import ServedModel
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Roles of a conversation, as templates know them."""
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,10 @@ class Conversation:
         if self.tools is not None:
             self.format.check_tools(self.tools, self.choice)
         return self.format.render(self.messages, self.tools, **self.template)
+
+    def form(self, prompt: str, answer: Form | None) -> Form | None:
+        """What the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
+        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
 
     def parser(self, prompt: str) -> MessageParser:
         """Reads the answer to a prompt."""
@@ -87,12 +90,18 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     for name in ("functions", "function_call", "audio", "echo", "continue_final_message"):
         body.refuse(name)
     body.refuse("modalities", (["text"],))
+    if not body.flag("skip_special_tokens", True):
+        raise body.error("skip_special_tokens", "is not supported other than true")
     left = model.left("messages", tokens)
-    form = conversation.format.structure(
-        conversation.tools, conversation.choice, conversation.parallel, read_form(body)
-    )
+    form = conversation.form(prompt, read_form(body))
     most = read_max_tokens(body, ("max_completion_tokens", "max_tokens"), left, 1, left)
-    sampling = read_sampling(body, most, form=form, logprobs=top if logprobs else None)
+    sampling = read_sampling(
+        body,
+        most,
+        form=form,
+        logprobs=top if logprobs else None,
+        skip_special_tokens=conversation.format.skip_special_tokens,
+    )
     sampling.check_vocabulary(model.config.vocab_size)
     body.end()
     return ChatCompletions(
@@ -129,7 +138,12 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     if not body.flag("add_generation_prompt", True):
         raise body.error("add_generation_prompt", "is not supported other than true")
     return Conversation(
-        chat_format(model), messages, tools, choice if tools else "none", body.flag("parallel_tool_calls", True), template
+        chat_format(model),
+        messages,
+        tools,
+        choice if tools else "none",
+        body.flag("parallel_tool_calls", True),
+        template,
     )
 
 
@@ -143,56 +157,45 @@ def _named_choice(choice: Fields) -> dict[str, str]:
 
 
 def _message(given: Fields) -> dict[str, Any]:
-    """A message as templates take it: its content is a text, a call's arguments are an object."""
-    role = _ROLES[str(given.choice("role", tuple(_ROLES)))]
+    """A message, each field of which has its type; `ChatFormat.render` makes it what the template takes."""
+    role = given.choice("role", _ROLES)
     message: dict[str, Any] = {"role": role}
     content = given.any("content", None)
     if isinstance(content, list):
-        content = "".join(_part(part) for part in given.objects("content"))
+        message["content"] = [_part(part) for part in given.objects("content")]
     elif content is not None:
-        content = given.text("content")
-    calls = [_call(call) for call in given.objects("tool_calls")] if role == "assistant" else []
-    if content is None and not calls:
+        message["content"] = given.text("content")
+    elif role != "assistant":
         raise given.error("content", "is missing")
-    message["content"] = content or ""
-    if calls:
-        message["tool_calls"] = calls
+    if "tool_calls" in given:
+        message["tool_calls"] = [_call(call) for call in given.objects("tool_calls")]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if name in given:
             message[name] = given.text(name)
     if "reasoning" in given:  # as some servers call it
         message["reasoning_content"] = given.text("reasoning")
-    given.refuse("refusal")
-    given.refuse("audio")
-    given.refuse("function_call")
+    for name in ("refusal", "audio", "function_call"):
+        given.refuse(name)
     given.ignore(("annotations",))
     given.end()
     return message
 
 
-def _part(part: Fields) -> str:
-    part.choice("type", ("text",))
-    text = str(part.text("text"))
+def _part(part: Fields) -> dict[str, Any]:
+    said = {"type": part.choice("type", ("text",)), "text": part.text("text")}
     part.ignore(("cache_control",))
     part.end()
-    return text
+    return said
 
 
 def _call(call: Fields) -> dict[str, Any]:
-    call.choice("type", ("function",), "function")
-    call.ignore(("index",))
     function = call.object("function")
-    arguments = function.any("arguments", "{}")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = function.text("arguments")
-    found = {"id": call.text("id", ""), "type": "function"}
-    found["function"] = {"name": function.text("name"), "arguments": arguments}
+    named = {"name": function.text("name"), "arguments": function.any("arguments", "{}")}
+    said = {"id": call.text("id", ""), "type": call.choice("type", ("function",), "function"), "function": named}
+    call.ignore(("index",))
     function.end()
     call.end()
-    return found
+    return said
 
 
 @dataclass
@@ -285,7 +288,11 @@ class ChatCompletions(Exchange):
                 said["reasoning_content"] = message.reasoning
             if message.calls:
                 said["tool_calls"] = [
-                    {"id": each["id"], "type": "function", "function": {key: each[key] for key in ("name", "arguments")}}
+                    {
+                        "id": each["id"],
+                        "type": "function",
+                        "function": {key: each[key] for key in ("name", "arguments")},
+                    }
                     for each in message.calls
                 ]
             choice = {"index": index, "message": said, "finish_reason": self._finish(message)}

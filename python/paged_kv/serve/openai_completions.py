@@ -12,8 +12,8 @@ from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.sampling import MOST_LOGPROBS, read_form, read_max_tokens, read_sampling
+from paged_kv.serve.served_model import ServedModel
 
 MOST_PROMPTS = 128
 """Of a request."""

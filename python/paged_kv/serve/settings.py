@@ -120,5 +120,3 @@ class Settings:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
