@@ -40,7 +40,7 @@ SCHEMAS = {"weather": WEATHER, "time": TIME}
 @pytest.fixture(scope="module")
 def tools():
     """A server whose model is asked to call tools as Hermes models do."""
-    with served(template=HERMES, num_pages=1024) as server:
+    with served(template=HERMES, length=2048, num_pages=1024) as server:
         yield server
 
 
@@ -179,7 +179,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Ur", "days": 2}
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_texts_and_calls_come_apart(stream):
     text = f"<think>Which days?</think>Let me see. {CALL}"
-    with served(scripted(text), template=HERMES) as server:
+    with served(scripted(text), template=HERMES, length=2048) as server:
         answer = chat(server, "x", tools=TOOLS, max_tokens=200, stream=stream)
         if stream:
             (said,) = gathered(answer)
@@ -196,7 +196,7 @@ def test_thoughts_texts_and_calls_come_apart(stream):
 
 def test_without_tools_a_call_is_text():
     for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-        with served(scripted(CALL), template=HERMES) as server:
+        with served(scripted(CALL), template=HERMES, length=2048) as server:
             (choice,) = chat(server, "x", max_tokens=100, **tools).choices
             assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
 

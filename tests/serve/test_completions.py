@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paged_kv.engine import Sampling
-from support.served import PAGE_SIZE
+from support.served import LENGTH, PAGE_SIZE
 
 TOLERANCE = 1e-3
 """Of float32's log-probabilities."""
@@ -97,6 +97,12 @@ def test_no_end_comes_before_min_tokens(server):
     late = text(server, "the quick", max_tokens=12, stop=stop, extra_body={"min_tokens": 8})
     assert late.startswith(whole.text[: len(late)])
     assert stop in late
+
+
+@pytest.mark.parametrize("max_tokens", [12, 13, 10**9])
+def test_what_does_not_fit_behind_a_prompt_ends_by_length(server, max_tokens):
+    (choice,) = complete(server, [5] * (LENGTH - 12), max_tokens=max_tokens, extra_body={"ignore_eos": True}).choices
+    assert (len(choice.token_ids), choice.finish_reason) == (12, "length")
 
 
 def test_stop_texts_are_left_out(server):

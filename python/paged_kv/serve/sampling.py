@@ -10,7 +10,7 @@ from paged_kv.arguments import shown
 from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import ContractError
 from paged_kv.forms import Form, Grammar, JsonSchema, Regex
-from paged_kv.serve.fields import FieldError, Fields
+from paged_kv.serve.fields import Fields
 
 MOST_LOGPROBS = 20
 """Most likely tokens beside each token."""
@@ -88,16 +88,13 @@ def read_form(body: Fields) -> Form | None:
 
 
 def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum: int, left: int) -> int:
-    """New tokens at most, by the first field that is there.
+    """New tokens at most, by the first field that is there, and no more than fit behind the prompt.
 
     Raises:
-        FieldError: it is out of range, or more than fits behind the prompt.
+        FieldError: it is out of range.
     """
-    found = {name: body.integer(name, None, minimum, 2**31 - 1) for name in names}
-    name, value = next(((name, value) for name, value in found.items() if value is not None), ("", default))
-    if value > left:
-        raise FieldError(name, f"is {value}; after this prompt {left} tokens fit")
-    return value
+    found = [body.integer(name, None, minimum, 2**63 - 1) for name in names]
+    return min(next((value for value in found if value is not None), default), left)
 
 
 def _form(body: Fields, name: str, kind: str) -> Form:
