@@ -13,10 +13,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -114,12 +115,18 @@ class Regex:
 class Grammar:
     """Texts of a context-free grammar in llguidance's kind of Lark, which begins with its rule `start`.
 
+    Args:
+        lark: The grammar.
+        marks: Texts that are one token each where the vocabulary has a special token of that text. The grammar may use
+            the rules `mark_0` for the first of them and `until_0` for any text up to it and with it, and so on.
+
     Raises:
         ContractTypeError, ContractError: it is no string, or too long.
     """
 
     KIND: ClassVar[str] = "grammar"
     lark: str
+    marks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_text("a grammar", self.lark)
@@ -166,6 +173,7 @@ class Forms:
         ended = type(tokenizer).from_str(tokenizer.to_str())
         ended.add_special_tokens([_END])
         end = ended.token_to_id(_END)
+        self._token_of = ended.token_to_id
         if end is None:
             raise ToolchainError("form: the tokenizer takes no further token")
         self.end = end
@@ -191,7 +199,7 @@ class Forms:
         """
         if refusal := _try_out(*_grammar(form), self._seconds):
             raise ContractError(refusal)
-        matcher = self._matcher(_grammar(form), self._tokens)
+        matcher = self._matcher(_grammar(form, self._special(form)), self._tokens)
         problem = _problem(matcher)
         if not problem:
             compiled = CompiledForm(self, form, matcher)
@@ -207,6 +215,12 @@ class Forms:
         """Whether a whole text has a form, whatever tokens it came in."""
         matcher = self._matcher(_grammar(form), self._bytes)
         return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting() and not matcher.is_error()
+
+    def _special(self, form: Form) -> dict[str, int]:
+        """The special tokens of the vocabulary that a form's marks are."""
+        marks = form.marks if isinstance(form, Grammar) else ()
+        tokens = {mark: self._token_of(mark) for mark in marks}
+        return {mark: token for mark, token in tokens.items() if token is not None and self.is_silent(token)}
 
     def _matcher(self, grammar: tuple[str, str], tokens: LLTokenizer) -> LLMatcher:
         kind, text = grammar
@@ -325,15 +339,26 @@ def _try_out(kind: str, text: str, seconds: int) -> str:
     )
 
 
-def _grammar(form: Form) -> tuple[str, str]:
-    """What llguidance calls the kind of a form, and its text."""
+def _grammar(form: Form, special: Mapping[str, int] = MappingProxyType({})) -> tuple[str, str]:
+    """What llguidance calls the kind of a form, and its text; marks that are no special tokens are texts."""
     match form:
         case JsonSchema():
             return "json_schema", with_guidance(str(form.schema))
         case Regex():
             return "regex", form.pattern
         case Grammar():
-            return "lark", form.lark
+            return "lark", "\n".join([form.lark, *_mark_rules(form.marks, special)])
+
+
+def _mark_rules(marks: Sequence[str], special: Mapping[str, int]) -> Iterator[str]:
+    for at, mark in enumerate(marks):
+        if mark in special:
+            yield f"mark_{at}: <[{special[mark]}]>"
+            yield rf"until_{at}: /(.|\n)*/ mark_{at}"
+        else:
+            # A lazy lexeme ends with the first mark; without that, text would go on past it.
+            yield f"mark_{at}[lazy]: {json.dumps(mark)}"
+            yield rf"until_{at}[lazy]: /(.|\n)*/ {json.dumps(mark)}"
 
 
 def with_guidance(schema: str) -> str:

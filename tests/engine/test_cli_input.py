@@ -65,7 +65,7 @@ def test_options_and_lines_say_the_same_of_every_field_of_sampling(lines):
         arguments = [part for each in (value if isinstance(value, list) else [value]) for part in (option, each)]
         (by_option,) = lines([{"prompt": "the sea"} | record], *arguments)[1]
         assert by_option["text"] == in_lines[index, 0]["text"], name
-    others = {"ignore_end", "min_tokens", "logprobs", "prompt_logprobs", "form"}
+    others = {"ignore_end", "min_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens", "form"}
     assert {*base, *values, *others} == {each.name for each in fields(Sampling)}
 
 

@@ -23,7 +23,7 @@ from paged_kv.pool import PagePool, PrefixCache
 PROMPT_ROWS = 128
 """Rows of a step that a prompt takes whose log-probabilities are wanted: each gives the logits of the vocabulary."""
 LEAST_CHUNK, FIRST_CHUNK = 16, 64
-"""Tokens of prompts that a step takes beside samples that decode, however long it takes; and before any time is known."""
+"""Tokens of prompts that a step takes beside samples that decode, however long it takes; and before times are known."""
 
 Plan = list[tuple[Sample, list[int]]]
 """The samples of one step, each with the tokens that it brings; what goes past its own tokens is guessed."""

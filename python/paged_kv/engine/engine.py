@@ -425,14 +425,17 @@ class Engine:
         token = choice.token
         try:
             if sample.text is None:
-                decoder = None if self._tokenizer is None else self._tokenizer.stream()
+                skips = request.sampling.skip_special_tokens
+                decoder = None if self._tokenizer is None else self._tokenizer.stream(skip_special_tokens=skips)
                 sample.text = StopText(decoder, tuple(request.sampling.stop))
             form = sample.history.form
             at_end = form is not None and form.push(token)
+            is_end = token in request.end_tokens
             new = len(sample.tokens) + 1 - len(request.prompt)
-            text, stops = sample.text.push(token, may_stop=new > request.sampling.min_tokens)
+            may_stop = new > request.sampling.min_tokens
+            text, stops = ("", False) if is_end else sample.text.push(token, may_stop=may_stop)
             finish: FinishReason | None = None
-            if stops or at_end or token in request.end_tokens:
+            if stops or at_end or is_end:
                 finish = "stop"
             elif len(sample.tokens) + 1 >= request.limit:
                 finish = "length"

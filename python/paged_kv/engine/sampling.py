@@ -183,6 +183,16 @@ class Sampling:
         ),
     )
     """None for no log-probabilities; 0 for those of the tokens, n for those of the n most likely as well."""
+    skip_special_tokens: bool = field(
+        default=True,
+        metadata=_option(
+            "flag",
+            _flag,
+            "Leave special tokens out of the text, or show them.",
+            "--skip-special-tokens/--show-special-tokens",
+        ),
+    )
+    """Whether special tokens are left out of the text. Those that end it are left out in any case."""
     form: Form | None = field(default=None, metadata=_option("form", _form, ""))
     """What each text must be, from its first character to its last: a JSON schema, a regular expression or a grammar.
     It needs a tokenizer, and the extra `structured`."""

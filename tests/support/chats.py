@@ -1,0 +1,103 @@
+"""Conversations and tools for tests of chat templates and calls, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paged_kv.errors import ContractError
+from paged_kv.serve.chat.template import Template
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "image_token": "<img>"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": 'Says what the weather is in "München" & <elsewhere>.',
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "Where."},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                "unit": {"type": "string", "enum": ["C", "F"]},
+            },
+            "required": ["place", "days"],
+        },
+    },
+}
+SEND = {
+    "type": "function",
+    "function": {
+        "name": "send-mail",
+        "description": "Sends a mail.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "to": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 3},
+                "urgent": {"type": "boolean"},
+                "size": {"type": "number"},
+                "head": {
+                    "type": "object",
+                    "properties": {"subject": {"type": "string"}, "level": {"type": ["integer", "null"]}},
+                    "required": ["subject"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["to", "head"],
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
+TOOLS = [WEATHER, SEND, NOW]
+_CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"place": 'a "b" <c> ü', "days": 2}},
+}
+_ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is <b>2</b> & 3?"}]
+_SYSTEM: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+_ANSWERED: list[dict[str, Any]] = [{"role": "assistant", "content": "Five."}, {"role": "user", "content": "Sure?"}]
+_CALLED: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": "get_weather", "content": '{"warm": true}'},
+]
+_THOUGHT: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "Five.", "reasoning_content": "2 and 3."},
+    {"role": "user", "content": "Sure?"},
+]
+CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
+    "plain": (_ASKED, None),
+    "turns": (_ASKED + _ANSWERED, None),
+    "system": (_SYSTEM + _ASKED + _ANSWERED, None),
+    "thought": (_ASKED + _THOUGHT, None),
+    "tools": (_SYSTEM + _ASKED, TOOLS[:2]),
+    "tool results": (_ASKED + _CALLED, TOOLS[:2]),
+    "answered results": (_ASKED + _CALLED + _ANSWERED, TOOLS[:2]),
+}
+"""Messages and tools by what they try."""
+
+
+def rendered(render: Callable[[], str]) -> str | None:
+    """What a call renders; None where it refuses."""
+    try:
+        return render()
+    except Exception:  # a template may raise anything
+        return None
+
+
+def ours(text: str, messages: Sequence[Mapping[str, Any]], tools: Any, **variables: Any) -> str | None:
+    """A conversation by our template."""
+    try:
+        return Template(text, NAMES).render(messages, tools, **variables)
+    except ContractError:
+        return None
+
+
+def theirs(text: str, messages: Sequence[Mapping[str, Any]], tools: Any, **variables: Any) -> str | None:
+    """The same by transformers."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    return rendered(
+        lambda: render_jinja_template([given], tools=tools, chat_template=text, **(NAMES | variables))[0][0]
+    )
