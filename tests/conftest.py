@@ -30,7 +30,7 @@ FOLDERS = {
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve", "max_serve", "ray", "vllm")
+ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "max_serve", "ray", "vllm")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
 takes several GB."""
 

@@ -35,7 +35,7 @@ from support.checkpoints import write_config
 from support.families import make_case
 from support.limits import end_with_parent, limited
 from support.max_seams import SERVER, find, seams, takes
-from support.serving import free_ports
+from support.ports import free_ports
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (1, 3, 40, 100, 129, 180)]
 """A page has 128 tokens."""

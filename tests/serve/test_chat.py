@@ -126,7 +126,7 @@ def test_log_probabilities(server, model):
 
 def test_a_response_has_its_format(server):
     schema = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER, "strict": True}}
-    for seed in range(10):
+    for seed in range(5):
         choice = chat(server, "x", max_tokens=100, temperature=1.5, seed=seed, response_format=schema).choices[0]
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), WEATHER)
@@ -140,9 +140,9 @@ def calls_of(message):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_call_that_is_asked_for_has_its_tools_arguments(tools, choice, parallel):
-    for seed in range(6):
+    for seed in range(3):
         options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": seed}
-        options |= {"temperature": 1.5, "max_tokens": 200, "n": 2}
+        options |= {"temperature": 1.5, "max_tokens": 120, "n": 2}
         whole = chat(tools, "What is the weather?", **options).choices
         streamed = gathered(chat(tools, "What is the weather?", stream=True, **options))
         for one, said in zip(whole, streamed, strict=True):
