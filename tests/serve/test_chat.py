@@ -6,8 +6,12 @@ import jsonschema
 import numpy as np
 import pytest
 
+from paged_kv.checkpoint.source import open_source
 from paged_kv.engine import load
 from paged_kv.engine.demo_model import FOLDER
+from paged_kv.serve.fields import Fields
+from paged_kv.serve.openai_chat import read_chat
+from paged_kv.serve.served_model import ServedModel
 from support.served import served
 
 TOLERANCE = 1e-3
@@ -140,6 +144,7 @@ def calls_of(message):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_call_that_is_asked_for_has_its_tools_arguments(tools, choice, parallel):
+    finished = 0
     for seed in range(3):
         options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": seed}
         options |= {"temperature": 1.5, "max_tokens": 120, "n": 2}
@@ -149,14 +154,19 @@ def test_a_call_that_is_asked_for_has_its_tools_arguments(tools, choice, paralle
             found = calls_of(one.message)
             assert said["tool_calls"] == list(map(list, found))
             assert said["finish"] == one.finish_reason
+            assert found
             if one.finish_reason == "length":
+                said = one.message.content or ""  # of a call that was cut
+                assert said.startswith("<tool_call>"[: len(said)])
                 continue
+            finished += 1
             assert one.finish_reason == "tool_calls"
             assert len({call.id for call in one.message.tool_calls}) == len(found)
             assert len(found) == 1 or parallel
             for name, arguments in found:
                 assert name == "time" or choice == "required"
                 jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    assert finished > 2 or parallel
 
 
 def scripted(text):
@@ -192,6 +202,15 @@ def test_thoughts_texts_and_calls_come_apart(stream):
         assert (name, json.loads(arguments)) == ("weather", {"place": "Ur", "days": 2})
         assert said["content"].strip() == "Let me see."
         assert (said["reasoning_content"], said["finish"]) == ("Which days?", "tool_calls")
+
+
+def test_special_tokens_are_shown_where_a_model_s_marks_are_some():
+    model = ServedModel(open_source(FOLDER), "demo", 2048, HERMES)
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for skips in (True, False):
+        model.chat.skip_special_tokens = skips
+        (job,) = read_chat(Fields(body), model).jobs
+        assert job.sampling.skip_special_tokens == skips
 
 
 def test_without_tools_a_call_is_text():

@@ -210,7 +210,7 @@ def test_tokens_of_a_text_and_back(server):
         assert said["tokens"] == list(server.engine.encode(prompt))
         assert said["count"] == len(said["tokens"]) == len(said["token_strs"])
         bare = server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False})[1]["tokens"]
-        assert said["tokens"][-len(bare) :] == bare
+        assert said["tokens"][1:] == bare
         assert server.post("/detokenize", {"tokens": bare})[1] == {"prompt": prompt}
 
 
