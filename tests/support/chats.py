@@ -70,6 +70,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "turns": (_ASKED + _ANSWERED, None),
     "system": (_SYSTEM + _ASKED + _ANSWERED, None),
     "thought": (_ASKED + _THOUGHT, None),
+    "thought by an older name": ([*_ASKED, {"role": "assistant", "content": "", "reasoning": "2 and 3."}], None),
     "tools": (_SYSTEM + _ASKED, TOOLS[:2]),
     "tool results": (_ASKED + _CALLED, TOOLS[:2]),
     "answered results": (_ASKED + _CALLED + _ANSWERED, TOOLS[:2]),

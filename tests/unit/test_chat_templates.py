@@ -33,6 +33,7 @@ CONSTRUCTS = {
     "names": "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ image_token }}{{ sep_token }}",
     "macro": "{% macro one(m) %}<{{ m.role }}>{% endmacro %}{% for m in messages %}{{ one(m) }}{% endfor %}",
     "dict": "{{ dict(a=1) }}{{ dict([('b', 2)]) }}{{ dict.fromkeys(['c']) }}",
+    "type of dict": "{{ dict.get({'a': 1}, 'a') }}",
     "thoughts": "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content }}{{ m.reasoning }}{% endfor %}",
     "undefined": "{{ documents }}{{ tools }}{{ nothing }}{{ add_generation_prompt }}{{ nothing is defined }}",
     "refusal": "{{ raise_exception('no') }}",
