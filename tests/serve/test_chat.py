@@ -156,8 +156,6 @@ def test_a_call_that_is_asked_for_has_its_tools_arguments(tools, choice, paralle
             assert said["finish"] == one.finish_reason
             assert found
             if one.finish_reason == "length":
-                said = one.message.content or ""  # of a call that was cut
-                assert said.startswith("<tool_call>"[: len(said)])
                 continue
             finished += 1
             assert one.finish_reason == "tool_calls"

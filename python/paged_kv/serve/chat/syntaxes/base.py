@@ -82,13 +82,12 @@ class Syntax:
         """The rule of the whole message."""
         thought = thought_rule(rules, asked)
         if not asked.tools:
-            return f"{thought} {SPACE if thought else ''} {asked.answer or TEXT}"
+            return f"{thought} {asked.answer or TEXT}"
         rest = self.calls(rules, asked)
         if not asked.is_required and asked.answer is None:
             return f"{thought} ({rules.until(self.OPENING)} {rest} | {TEXT})"
         calls = f"{rules.mark(self.OPENING)} {rest}"
-        begun = f"{thought} {SPACE}" if thought else ""
-        return f"{begun} {calls}" if asked.is_required else f"{begun} ({calls} | {asked.answer})"
+        return f"{thought} {calls}" if asked.is_required else f"{thought} ({calls} | {asked.answer})"
 
     def read_call(self, text: Incoming, out: Outgoing) -> Step[bool]:
         """Reads calls after their opening mark; False where there is none, and nothing was told."""
@@ -134,9 +133,9 @@ def thought_rule(rules: Rules, asked: Asked) -> str:
     """The rule of a thought where a message may begin with one."""
     if asked.thought is None:
         return ""
-    if asked.is_open:
-        return rules.until(asked.thought.closing)
-    return f"({rules.mark(asked.thought.opening)} {rules.until(asked.thought.closing)})?"
+    is_text = not asked.is_required and asked.answer is None
+    rest = rules.until(asked.thought.closing) + ("" if is_text else f" {SPACE}")
+    return rest if asked.is_open else f"({rules.mark(asked.thought.opening)} {rest})?"
 
 
 def read_thought_of(text: Incoming, out: Outgoing, asked: Asked) -> Step[None]:

@@ -32,7 +32,7 @@ class Harmony(Syntax):
     def start(self, rules: Rules, asked: Asked) -> str:
         channel, message = rules.mark(_CHANNEL), rules.mark(_MESSAGE)
         form = f'(" " {rules.mark(_CONSTRAIN)}? "json")?'
-        before = ["analysis", "commentary"] if asked.tools else ["analysis"]
+        before = ["analysis"] if asked.is_required or asked.answer else ["analysis", "commentary"]
         thoughts = rules.any(f"{channel} {literal(name)} {message} {rules.until(_END)}" for name in before)
         last = []
         for tool in asked.tools:

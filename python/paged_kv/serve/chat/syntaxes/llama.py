@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paged_kv.serve.chat.grammar import SPACE, Rules
+from paged_kv.serve.chat.grammar import Rules
 from paged_kv.serve.chat.message import Incoming, Outgoing, Step
 from paged_kv.serve.chat.syntaxes.base import Asked, Call, Syntax, dumps, read_thought_of, thought_rule
 from paged_kv.serve.chat.syntaxes.json_calls import call_rule, head, read_object
@@ -32,10 +32,7 @@ class Llama(Syntax):
         is_single = not asked.is_parallel or "single tool-calls" in self.template
         calls = f"{rules.mark(_TAG)}? {call}" + ("" if is_single else f' ("; " {call})*')
         thought = thought_rule(rules, asked)
-        begun = f"{thought} {SPACE}" if thought else ""
-        if asked.is_required:
-            return f"{begun} {calls}"
-        return f"{begun} ({calls} | {asked.answer or _OTHER})"
+        return f"{thought} {calls}" if asked.is_required else f"{thought} ({calls} | {asked.answer or _OTHER})"
 
     def read(self, text: Incoming, out: Outgoing, asked: Asked, silent: tuple[str, ...]) -> Step[None]:
         yield from read_thought_of(text, out, asked)
