@@ -13,7 +13,7 @@ hold.
 
 What is not installed is left out, and the results say so:
 
-    MAX Serve           pip install 'paged-kv[serve]' for the interpreter that runs this
+    MAX Serve           pip install 'paged-kv[max-serve]' for the interpreter that runs this
     vLLM                peers/vllm_step.py says how; PAGED_KV_VLLM_PYTHON names the interpreter of its environment
     llama.cpp           `llama-server` with `llama-quantize` beside it, by PAGED_KV_LLAMA_SERVER or on the PATH;
                         servers/http.py says how to build them. GGUF files are written with pip install gguf

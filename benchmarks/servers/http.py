@@ -1,7 +1,7 @@
 """The servers of OpenAI's API that are measured.
 
 MAX Serve, with its own architecture by `max serve` and with paged-kv's by `paged-kv serve`, runs in the environment of
-the interpreter that runs the benchmark: pip install 'paged-kv[serve]'. vLLM's server on the CPU is compiled as by
+the interpreter that runs the benchmark: pip install 'paged-kv[max-serve]'. vLLM's server on the CPU is compiled as by
 default; paged_kv/bench/peers/vllm_step.py says how to install it, and the variable. llama.cpp's, `llama-server`, reads
 GGUF files of the same weights; it comes with releases of llama.cpp, or: cmake -B build -DGGML_NATIVE=ON && cmake
 --build build -t llama-server -t llama-quantize. It is looked for by PAGED_KV_LLAMA_SERVER, a path, else by name.
