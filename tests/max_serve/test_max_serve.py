@@ -159,13 +159,14 @@ from max.pipelines.lib.interfaces.batch_processor import ragged_kv_symbolic_inpu
 from paged_kv.checkpoint.config import load_config
 from paged_kv.graphs.ops import kernels
 from paged_kv.max_serve.graph import ServedStep
+from paged_kv.runtime.kernel_library import kernel_library
 config = load_config(Path(sys.argv[1]))
 devices = [DeviceRef.GPU(0), DeviceRef.GPU(1)]
 sizes = {"n_kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "num_layers": config.num_hidden_layers}
 kv_params = KVCacheConfig().to_params(dtype=DType.bfloat16, devices=devices, **sizes)
 inputs = ragged_kv_symbolic_input_tree(kv_params=kv_params, device_refs=devices, include_signal_buffers=True)
 step = ServedStep(config, DType.bfloat16, kv_params, devices, ReturnLogits.LAST_TOKEN)
-print(step.trace(*tree.leaves(inputs), name="step", custom_extensions=[kernels()]))
+print(step.trace(*tree.leaves(inputs), name="step", custom_extensions=[kernel_library(kernels())]))
 """
 
 
