@@ -23,7 +23,8 @@ HERMES = """{%- if tools %}Tools: {% for tool in tools %}{{ tool | tojson }}
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>
 {%- endfor %}
-{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}{# <think> </think> #}"""
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+THINKING = HERMES + "{# <think> </think> #}"
 WEATHER = {
     "type": "object",
     "properties": {
@@ -187,7 +188,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Ur", "days": 2}
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_texts_and_calls_come_apart(stream):
     text = f"<think>Which days?</think>Let me see. {CALL}"
-    with served(scripted(text), template=HERMES, length=2048) as server:
+    with served(scripted(text), template=THINKING, length=2048) as server:
         answer = chat(server, "x", tools=TOOLS, max_tokens=200, stream=stream)
         if stream:
             (said,) = gathered(answer)
