@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PagedKVError, ToolchainError
 from paged_kv.serve.backend import Backend, Busy, Failed, Gone, Job, Piece
-from paged_kv.serve.door import Receive, Scope, Send, error_body
+from paged_kv.serve.door import Receive, Scope, Send, error_of
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields, parse
 from paged_kv.serve.metrics import Metrics
@@ -142,11 +142,12 @@ class Reply:
             else:
                 await _send_whole(send, 200, json.dumps(exchange.whole()).encode())
         except Exception as error:
-            status, body, headers = _answer_of(error)
+            status, message, headers = _answer_of(error)
+            said = exchange.error(status, message, getattr(error, "param", None))
             if self._streams:
-                await send({"type": "http.response.body", "body": b"data: " + body + b"\n\n"})
+                await send({"type": "http.response.body", "body": _written(said, exchange.NAMED_EVENTS)})
             else:
-                await _send_whole(send, status, body, headers)
+                await _send_whole(send, status, json.dumps(said).encode(), headers)
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
         """The pieces of all jobs, each batch with its job's index."""
@@ -210,17 +211,14 @@ async def _left(receive: Receive) -> None:
 
 
 async def _send_whole(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-    await JSONBytes(body, status, headers)({"type": "http"}, _left, send)  # type: ignore[arg-type]
+    sent = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    sent += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": sent})
+    await send({"type": "http.response.body", "body": body})
 
 
-class JSONBytes(Response):
-    """JSON that is written already."""
-
-    media_type = "application/json"
-
-
-def _answer_of(error: Exception) -> tuple[int, bytes, dict[str, str]]:
-    """The status, the body and the headers that tell an error."""
+def _answer_of(error: Exception) -> tuple[int, str, dict[str, str]]:
+    """The status, the message and the headers that tell an error."""
     status, headers, message = 500, {"x-should-retry": "false"}, str(error)
     if isinstance(error, UnknownModel):
         status, headers = 404, {}
@@ -236,15 +234,15 @@ def _answer_of(error: Exception) -> tuple[int, bytes, dict[str, str]]:
     else:
         logger.error("a request failed", exc_info=error)
         message = "Internal server error."
-    return status, error_body(status, message, getattr(error, "param", None)), headers
+    return status, message, headers
 
 
 async def _error(_: Request, error: Exception) -> Response:
-    status, body, headers = _answer_of(error)
-    return JSONBytes(body, status, headers)
+    status, message, headers = _answer_of(error)
+    return JSONResponse(error_of(status, message, getattr(error, "param", None)), status, headers)
 
 
 async def _http_error(_: Request, error: HTTPException) -> Response:
     wording = {404: "There is no such route here.", 405: "This route takes another method."}
-    body = error_body(error.status_code, wording.get(error.status_code, error.detail))
-    return JSONBytes(body, error.status_code, error.headers)
+    said = error_of(error.status_code, wording.get(error.status_code, error.detail))
+    return JSONResponse(said, error.status_code, error.headers)

@@ -80,10 +80,15 @@ class Rules:
     max_connections: int = 256
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
+def error_of(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's shape of an error; `param` is the field that is wrong."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": str(status)}}).encode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": str(status)}}
+
+
+def error_body(status: int, message: str) -> bytes:
+    """The same as JSON."""
+    return json.dumps(error_of(status, message)).encode()
 
 
 def depth(body: bytes) -> int:
