@@ -1,6 +1,7 @@
 """Greedy text over HTTP is the engine's own, alone and among others, whatever the engine is told."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import pytest
 
@@ -17,9 +18,11 @@ PROMPTS = PROMPTS[:16]
 NEW_TOKENS = 20
 
 
-def alone(folder, **options):
+@lru_cache(1)
+def alone(folder, kv_format=None, rotate=None):
     """The tokens of each prompt, one after the other, from an engine without a server."""
-    engine = load(folder, num_pages=128, page_size=16, dtype="float32", share_prefixes=False, **options)
+    kind = {"kv_format": kv_format, "rotate": rotate}
+    engine = load(folder, num_pages=128, page_size=16, dtype="float32", share_prefixes=False, **kind)
     sampling = Sampling(NEW_TOKENS, ignore_end=True)
     return [[token for each in engine.stream(prompt, sampling) for token in each.tokens] for prompt in PROMPTS]
 
