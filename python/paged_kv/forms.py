@@ -302,12 +302,12 @@ class FormState:
     def _following(self) -> Tokens:
         """The tokens that may come next; none where the matcher has failed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little").view(bool))
+        allowed = np.unpackbits(bits, bitorder="little").view(bool)
         end = self._compiled.forms.end
-        at = int(np.searchsorted(tokens, end))
-        if at < tokens.size and tokens[at] == end:
-            tokens = np.union1d(np.delete(tokens, at), self._ends)
-        return tokens
+        if allowed[end]:
+            allowed[end] = False
+            allowed[self._ends] = True
+        return np.flatnonzero(allowed)
 
     def add_text(self, text: str) -> None:
         """Takes what the sample shows of it."""

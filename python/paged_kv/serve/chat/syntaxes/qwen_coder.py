@@ -108,6 +108,10 @@ def _read_value(text: Incoming, say: Say, schema: Schema) -> Step[bool]:
             say('"')
         return mark is not None
     pieces: list[str] = []
+    if "string" not in schema.kinds:
+        yield from text.space()
+        if (yield from text.peek()) in ("{", "["):
+            yield from text.json(pieces.append)  # a string in it may have the text that ends values
     mark = yield from text.until((_VALUE_END,), pieces.append)
     if mark is not None:
         say(dumps(_converted("".join(pieces).removeprefix("\n").removesuffix("\n"), schema)))
