@@ -34,7 +34,7 @@ from support import harness
 from support.checkpoints import make_checkpoint
 from support.decoding import load_variants
 from support.limits import SECONDS, limited
-from support.serving import free_ports
+from support.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]

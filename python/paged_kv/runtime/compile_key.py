@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 from max.driver import get_virtual_cpu_target
 
@@ -37,13 +36,6 @@ OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "layers", "l
 """Folders of Mojo for the other kind of device; `layers` and `linear` are the CPU's."""
 
 
-class Key(Protocol):
-    """What a graph depends on."""
-
-    def digest(self, sources: Sources, toolchain: str) -> str:
-        """32 hexadecimal digits, different where anything that the graph depends on differs."""
-
-
 @dataclass(frozen=True)
 class CompileKey:
     """One graph, as its builder knows it."""
@@ -51,7 +43,7 @@ class CompileKey:
     facts: str
     """Dtypes, sizes, configuration: all that the caller gives the builder."""
     built_by: tuple[str, ...] = ()
-    """Files that build the graph, besides `PYTHON`: `MODELS`, `serve/graph.py`."""
+    """Files that build the graph, besides `PYTHON`: `MODELS`, `max_serve/graph.py`."""
     device: str = ""
     """A GPU's API, architecture and number; empty for the CPU."""
 
@@ -113,7 +105,7 @@ def toolchain(target: str | None = None) -> str:
     return f"max {version('max')} mojo {version('mojo')} for {target}"
 
 
-def digests_of(keys: Mapping[str, Key], sources: Sources, target: str | None = None) -> dict[str, str]:
+def digests_of(keys: Mapping[str, CompileKey], sources: Sources, target: str | None = None) -> dict[str, str]:
     """The name of each graph's artefact, for a CPU target (None: the one in force)."""
     tools = toolchain(target)
     return {name: key.digest(sources, tools) for name, key in keys.items()}
