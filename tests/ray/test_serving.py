@@ -1,6 +1,7 @@
 """Replicas of the demo's model, one core each, on two raylets: the engine's own texts, whatever happens to replicas."""
 
 import asyncio
+import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,14 @@ from benchmarks.routing_sim import Conversations, simulate
 from paged_kv.engine import Sampling
 from paged_kv.ray import application
 from support.ray_load import SECONDS, Killer, right_texts
+from support.served import served
 
+TEMPLATE = (
+    '{% if tools %}{{ tools | tojson }} Call them by <tool_call>{"name": ..., "arguments": ...}</tool_call>.{% endif %}'
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{% endfor %}"
+)
 PROMPTS = [f"And the king {number} sent messengers unto" for number in range(64)]
 
 
@@ -44,10 +52,11 @@ def test_64_streams_of_openais_client_have_the_engines_texts(start, engine):
     assert (len(first), len(second), first & second) == (1, 1, set())
 
 
-def test_a_request_is_answered_as_in_one_process(start):
-    """Several prompts with log-probabilities, cached tokens, a chat with a call, refusals: all is the one application's."""
-    app = start(replicas=2, chat_template=str(TEMPLATE), metrics=True)
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+def test_a_request_is_answered_as_in_one_process(start, tmp_path):
+    """Several prompts with log-probabilities, cached tokens, a call, refusals: as the one application has them."""
+    (tmp_path / "template").write_text(TEMPLATE)
+    app = start(replicas=2, chat_template=str(tmp_path / "template"), metrics=True)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "act", "parameters": schema}}]
     chat = {"messages": [{"role": "user", "content": "In the beginning"}], "max_tokens": 24, "seed": 1}
     called = chat | {"tools": tools, "tool_choice": "required", "max_tokens": 60, "temperature": 0}
@@ -61,12 +70,16 @@ def test_a_request_is_answered_as_in_one_process(start):
         ("/completions", {"prompt": "x", "unknown": 1}),
         ("/tokenize", {"prompt": "x"}),
     ]
-    with served(num_pages=512, length=8192, template=TEMPLATE.read_text()) as here:
+    answers = []
+    with served(num_pages=512, length=8192, template=TEMPLATE) as here:
         for path, body in asked:
             path = path if path == "/tokenize" else "/v1" + path
             answer = httpx.post(app.url.removesuffix("/v1") + path, json={"model": "demo"} | body, timeout=SECONDS)
             status, expected = here.post(path, {"model": "demo"} | body)
+            answers.append(answer.json())
             assert (answer.status_code, comparable(answer.json())) == (status, comparable(expected))
+    (call,) = answers[3]["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
     root = app.url.removesuffix("/v1")
     assert "vllm:request_success_total" in httpx.get(root + "/metrics", timeout=60).text
     assert httpx.post(app.url + "/completions", json=prompts, headers={"Host": "evil"}, timeout=60).status_code == 403

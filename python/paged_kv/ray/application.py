@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from contextvars import Context
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -143,7 +144,8 @@ class Ingress:
         return _Lifespan(served, settings.rules(model.most_tokens))
 
     async def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
-        response = self._generate.remote(job)
+        # In a context of its own: Ray takes jobs of one HTTP request for one and the same, and loses all but one.
+        response = Context().run(self._generate.remote, job)
         try:
             async for batch in response:
                 yield batch

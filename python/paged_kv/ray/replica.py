@@ -42,7 +42,7 @@ class Model:
     rotate: CacheRotation | None = None
     speculate: str | None = None
     """"lookup", or none."""
-    max_gap: float = 0.25
+    max_gap: float | None = None
 
     @property
     def folder(self) -> Path:
