@@ -1,6 +1,7 @@
 """Replicas of the demo's model, one core each, on two raylets: the engine's own texts, whatever happens to replicas."""
 
 import asyncio
+import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,14 @@ from benchmarks.routing_sim import Conversations, simulate
 from paged_kv.engine import Sampling
 from paged_kv.ray import application
 from support.ray_load import SECONDS, Killer, right_texts
+from support.served import served
 
+TEMPLATE = (
+    '{% if tools %}{{ tools | tojson }} Call them by <tool_call>{"name": ..., "arguments": ...}</tool_call>.{% endif %}'
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{% endfor %}"
+)
 PROMPTS = [f"And the king {number} sent messengers unto" for number in range(64)]
 
 
@@ -38,28 +46,52 @@ def test_64_streams_of_openais_client_have_the_engines_texts(start, engine):
 
     assert asyncio.run(all_at_once()) == expected
     states = app.idle()
-    assert [state["pages"]["used"] for state in states.values()] == [0, 0]
+    assert [state["used_pages"] for state in states.values()] == [0, 0]
     assert all(state["decode_tokens"] > 0 for state in states.values())
     first, second = (set(state["cpus"]) for state in states.values())
     assert (len(first), len(second), first & second) == (1, 1, set())
 
 
-def test_a_chat_and_what_is_refused_at_the_door(start):
-    app = start(replicas=1)
-    with openai.OpenAI(base_url=app.url, api_key="none", timeout=SECONDS, max_retries=0) as client:
-        messages = [{"role": "user", "content": "In the beginning"}]
-        answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=8, seed=1)
-        again = client.chat.completions.create(model="demo", messages=messages, max_tokens=8, seed=1)
-        assert answer.choices[0].message.content == again.choices[0].message.content
-        assert answer.usage.completion_tokens == 8
-        assert [model.id for model in client.models.list()] == ["demo"]
-        with pytest.raises(openai.BadRequestError, match="temperature"):
-            client.completions.create(model="demo", prompt="x", temperature=-1)
+def test_a_request_is_answered_as_in_one_process(start, tmp_path):
+    """Several prompts with log-probabilities, cached tokens, a call, refusals: as the one application has them."""
+    (tmp_path / "template").write_text(TEMPLATE)
+    app = start(replicas=2, chat_template=str(tmp_path / "template"), metrics=True)
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "act", "parameters": schema}}]
+    chat = {"messages": [{"role": "user", "content": "In the beginning"}], "max_tokens": 24, "seed": 1}
+    called = chat | {"tools": tools, "tool_choice": "required", "max_tokens": 60, "temperature": 0}
+    prompts = {"prompt": ["In the beginning " * 8, [5, 6, 7]], "max_tokens": 6, "temperature": 0, "n": 2}
+    asked = [
+        ("/completions", prompts | {"logprobs": 2, "echo": True}),
+        ("/completions", prompts),
+        ("/chat/completions", chat | {"logprobs": True, "top_logprobs": 2}),
+        ("/chat/completions", called),
+        ("/completions", {"prompt": "x", "temperature": -1}),
+        ("/completions", {"prompt": "x", "unknown": 1}),
+        ("/tokenize", {"prompt": "x"}),
+    ]
+    answers = []
+    with served(num_pages=512, length=8192, template=TEMPLATE) as here:
+        for path, body in asked:
+            path = path if path == "/tokenize" else "/v1" + path
+            answer = httpx.post(app.url.removesuffix("/v1") + path, json={"model": "demo"} | body, timeout=SECONDS)
+            status, expected = here.post(path, {"model": "demo"} | body)
+            answers.append(answer.json())
+            assert (answer.status_code, comparable(answer.json())) == (status, comparable(expected))
+    (call,) = answers[3]["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
     root = app.url.removesuffix("/v1")
-    assert httpx.get(root + "/health", timeout=60).status_code == 200
-    body = {"prompt": "x", "max_tokens": 1}
-    assert httpx.post(app.url + "/completions", json=body, headers={"Host": "evil"}, timeout=60).status_code == 403
-    assert httpx.post(app.url + "/completions", content=b"{}", timeout=60).status_code == 415
+    assert "vllm:request_success_total" in httpx.get(root + "/metrics", timeout=60).text
+    assert httpx.post(app.url + "/completions", json=prompts, headers={"Host": "evil"}, timeout=60).status_code == 403
+
+
+def comparable(value):
+    """An answer without what differs from one to the next."""
+    if isinstance(value, dict):
+        return {key: comparable(each) for key, each in value.items() if key not in ("id", "created", "max_model_len")}
+    if isinstance(value, float):
+        return pytest.approx(value, abs=1e-3)
+    return [comparable(each) for each in value] if isinstance(value, list) else value
 
 
 def test_a_client_that_leaves_gives_its_pages_back(start):
@@ -69,7 +101,7 @@ def test_a_client_that_leaves_gives_its_pages_back(start):
     with httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as first:
         next(first.iter_lines())
     (state,) = app.idle().values()
-    assert state["pages"]["used"] == 0
+    assert state["used_pages"] == 0
     assert state["decode_tokens"] < 16 * 3900
 
 
@@ -99,7 +131,7 @@ def test_prefixes_raise_the_hit_rate_by_what_the_simulation_says(start):
             replies = app.ask_all(prompts_of_round, 4, max_tokens=1)
             assert [reply for reply in replies if not reply.whole] == []
             prompts += sum(map(len, prompts_of_round))
-        found[router] = sum(state["tokens_found"] for state in app.idle().values()) / prompts
+        found[router] = sum(state["found_tokens"] for state in app.idle().values()) / prompts
         serve.delete("app")
     said = {
         router: simulate(Conversations(20, 4, seed=1), router, replicas=2, pages=400, at_once=4).hit_rate
@@ -137,7 +169,7 @@ def test_replicas_that_are_killed_change_no_text_and_come_back(start, engine, ki
     assert ended["whole"] > ended["error"]
     assert len(app.idle()) == 2
     assert [reply.text for reply in app.ask_all(prompts, 24, max_tokens=64)] == greedy
-    assert [state["pages"]["used"] for state in app.idle().values()] == [0, 0]
+    assert [state["used_pages"] for state in app.idle().values()] == [0, 0]
 
 
 class Faulty(application.NamedReplica):
@@ -147,7 +179,7 @@ class Faulty(application.NamedReplica):
 
     def __init__(self, arguments: application.Arguments) -> None:
         super().__init__(arguments)
-        step, steps = self._engine.step, count()
+        step, steps = self._backend.engine.step, count()
 
         def faulty() -> list:
             if next(steps) >= 5:
@@ -159,7 +191,7 @@ class Faulty(application.NamedReplica):
                     time.sleep(SECONDS)
             return step()
 
-        self._engine.step = faulty
+        self._backend.engine.step = faulty
 
 
 def test_the_streams_of_a_step_that_raises_or_hangs_go_on_elsewhere(start, engine, tmp_path, monkeypatch):
@@ -178,7 +210,7 @@ def test_the_streams_of_a_step_that_raises_or_hangs_go_on_elsewhere(start, engin
         assert [reply.text for reply in replies] == expected
     states = app.idle()
     assert len(states.keys() - first) == 1  # the one that hung was restarted, the one that raised was not
-    assert [state["pages"]["used"] for state in states.values()] == [0, 0]
+    assert [state["used_pages"] for state in states.values()] == [0, 0]
 
 
 def test_a_stream_is_drained_when_the_application_ends(start, engine):

@@ -83,6 +83,7 @@ def test_a_row_is_known_by_all_that_it_says_and_a_folder_by_its_run(tmp_path):
         ("temperature", work(tmp_path, sampling=Sampling(8, 0.5))),
         ("model", replace(mine, model=Model("elsewhere"))),
         ("dtype", replace(mine, model=Model("demo", "bfloat16"))),
+        ("cache_dtype", replace(mine, model=Model("demo", cache_dtype="int8"))),
     ):
         with pytest.raises(ContractError, match=f"results of another run: {name} is"):
             other.enter()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator, Mapping
+from contextvars import Context
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,15 +14,19 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from paged_kv.errors import ContractError
-from paged_kv.files import read_regular
-from paged_kv.ray.ingress import Application, Replicas
+from paged_kv.checkpoint.source import open_source
+from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.ray.backend import Replicas, Ways
 from paged_kv.ray.prefixes import SLACK
-from paged_kv.ray.protocol import Reader
 from paged_kv.ray.replica import Model, Replica
 from paged_kv.ray.router import LoadRouter, PrefixRouter, RoundRobinRouter
+from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.door import LOOPBACK, Door, Rules
+from paged_kv.serve.door import Application, Door, Rules
+from paged_kv.serve.launch import read_template
+from paged_kv.serve.metrics import Metrics
+from paged_kv.serve.served_model import ServedModel
+from paged_kv.serve.settings import Settings
 
 LOST = (
     exceptions.RayActorError,
@@ -54,7 +59,11 @@ class Arguments(BaseModel):
     dtype: Literal["float32", "bfloat16"] | None = None
     num_pages: PositiveInt = 512
     page_size: PositiveInt = 16
+    cache_dtype: KVFormat | None = None
+    rotate: CacheRotation | None = None
+    speculate: Literal["lookup"] | None = None
     max_step_tokens: PositiveInt = 2048
+    max_gap: PositiveFloat = 0.25
     cpus: PositiveInt = 1
     """Of each replica, as Ray counts them: 2 are a core where it runs two threads."""
     replicas: PositiveInt = 1
@@ -78,13 +87,31 @@ class Arguments(BaseModel):
     allowed_hosts: list[str] = []
     """Names of this server, beside those of loopback."""
     api_key_file: str | None = None
-    """Read by each ingress; else the variable PAGED_KV_API_KEY, else no key is asked for."""
-    max_body_bytes: PositiveInt = 1 << 18
+    """Read by each ingress; or the variable PAGED_KV_API_KEY is set; else no key is asked for."""
+    metrics: bool = False
+    """Whether `/metrics` is served, by each ingress for itself."""
+    max_body_bytes: PositiveInt | None = None
+    chat_template: str | None = None
+    """A file in place of the checkpoint's template."""
 
     @property
     def each(self) -> Model:
         """What every replica loads."""
-        return Model(self.model, self.dtype, self.num_pages, self.page_size, self.max_step_tokens, self.cpus)
+        return Model(**{each.name: getattr(self, each.name) for each in fields(Model)})
+
+    @property
+    def settings(self) -> Settings:
+        """What an ingress shares with `paged-kv serve`."""
+        return Settings(
+            model=self.each.folder,
+            name=self.name or self.model,
+            api_key_file=None if self.api_key_file is None else Path(self.api_key_file),
+            allow_unauthenticated=True,
+            allowed_hosts=tuple(self.allowed_hosts),
+            metrics=self.metrics,
+            max_body_bytes=self.max_body_bytes,
+            chat_template=None if self.chat_template is None else Path(self.chat_template),
+        )
 
 
 class NamedReplica(Replica):
@@ -104,19 +131,21 @@ class Ingress:
         self._generate = replicas.options(method_name="generate", stream=True)
 
     def __serve_build_asgi_app__(self) -> Any:
-        given, model = self._arguments, self._arguments.each
-        reader = Reader(model.folder, given.name or given.model, model.num_pages * model.page_size)
+        given, settings = self._arguments, self._arguments.settings
         full, down = (BackPressureError,), (DeploymentUnavailableError,)
-        ways = Replicas(self._start, LOST, full, down, given.retries, given.stall_seconds)
-        rules = Rules(
-            _key(given.api_key_file),
-            LOOPBACK | {name.lower() for name in given.allowed_hosts},
-            max_body_bytes=given.max_body_bytes,
+        backend = Replicas(Ways(self._start, LOST, full, down, given.retries, given.stall_seconds))
+        model = ServedModel(
+            open_source(settings.model),
+            settings.name,
+            given.num_pages * given.page_size,
+            read_template(settings.chat_template),
         )
-        return _Lifespan(Application(reader, ways), rules)
+        served = application(model, backend, Metrics(settings.name, backend))
+        return _Lifespan(served, settings.rules(model.most_tokens))
 
     async def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
-        response = self._generate.remote(job)
+        # In a context of its own: Ray takes jobs of one HTTP request for one and the same, and loses all but one.
+        response = Context().run(self._generate.remote, job)
         try:
             async for batch in response:
                 yield batch
@@ -127,20 +156,11 @@ class Ingress:
 class _Lifespan:
     """A door lets HTTP through alone; Ray also tells the application when it begins and ends."""
 
-    def __init__(self, application: Application, rules: Rules) -> None:
-        self._application, self._door = application, Door(application, rules)
+    def __init__(self, served: Application, rules: Rules) -> None:
+        self._application, self._door = served, Door(served, rules)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await (self._application if scope["type"] == "lifespan" else self._door)(scope, receive, send)
-
-
-def _key(file: str | None) -> str | None:
-    if file is None:
-        return os.environ.get("PAGED_KV_API_KEY") or None
-    key = read_regular(Path(file)).decode().strip()
-    if not key:
-        raise ContractError(f"api_key_file {file}: is empty")
-    return key
 
 
 def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:

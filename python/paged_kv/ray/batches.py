@@ -84,7 +84,13 @@ class Work:
         """
         folder, model = Path(self.folder), self.model
         where = model.model if model.model == DEMO else str(model.folder.resolve())
-        mine = json.loads(json.dumps(asdict(self.sampling) | {"model": where, "dtype": model.dtype, "seed": self.seed}))
+        mine = json.loads(
+            json.dumps(
+                asdict(self.sampling)
+                | {"model": where, "dtype": model.dtype, "seed": self.seed}
+                | {"cache_dtype": model.cache_dtype, "rotate": model.rotate}
+            )
+        )
         try:
             there = json.loads((folder / _RUN).read_text())
         except (OSError, ValueError):

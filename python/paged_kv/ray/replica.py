@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paged_kv import set_num_threads
-from paged_kv.engine import AsyncEngine, Engine, load
+from paged_kv.engine import Engine, load
 from paged_kv.engine.demo_model import FOLDER
-from paged_kv.errors import PagedKVError, ToolchainError
+from paged_kv.errors import PagedKVError
+from paged_kv.options import CacheRotation, KVFormat
 from paged_kv.ray.placement import claim
 from paged_kv.ray.streams import BEGAN, FAILED, REFUSED
-from paged_kv.serve.backend import Job, Piece
+from paged_kv.serve.backend import Failed, Job, Piece
+from paged_kv.serve.local import LocalBackend
 
-MOST_FAILURES = 3
-"""Steps in a row that raise, after which a replica calls itself unhealthy."""
 DEMO = "demo"
 """The name of the model that is part of the package."""
 
@@ -38,6 +38,11 @@ class Model:
     max_step_tokens: int = 2048
     cpus: int = 1
     """Of each replica: what Ray counts and what it is bound to; it computes with one thread for each of their cores."""
+    cache_dtype: KVFormat | None = None
+    rotate: CacheRotation | None = None
+    speculate: str | None = None
+    """"lookup", or none."""
+    max_gap: float | None = None
 
     @property
     def folder(self) -> Path:
@@ -59,7 +64,11 @@ class Model:
             num_pages=self.num_pages,
             page_size=self.page_size,
             dtype=dtype,
+            kv_format=self.cache_dtype,
+            rotate=self.rotate,
             max_step_tokens=self.max_step_tokens,
+            speculate=self.speculate,
+            max_gap=self.max_gap,
         )
 
 
@@ -75,9 +84,8 @@ class Replica:
 
     def __init__(self, model: Model, name: str, stall_seconds: float) -> None:
         self._name, self._stall = name, stall_seconds
-        self._engine = model.engine()
-        self._streams = AsyncEngine(self._engine)
-        self._steps, self._since = 0, time.monotonic()
+        # Ray counts requests: see `max_ongoing`.
+        self._backend = LocalBackend(model.engine(), sys.maxsize, stall_seconds / 2)
 
     async def generate(self, job: Job) -> AsyncIterator[list[Piece]]:
         """The pieces of a request, after `BEGAN`. Those that come while the last ones are on their way go together.
@@ -107,14 +115,12 @@ class Replica:
 
     async def _pump(self, job: Job, ready: list[Piece], wake: asyncio.Event) -> None:
         try:
-            request = await self._streams.prepare(job.tokens, job.sampling, job.n, namespace=job.namespace)
-            try:
-                async with aclosing(self._streams.run(request)) as batches:
-                    async for outputs in batches:
-                        ready += map(Piece.of, outputs)
-                        wake.set()
-            except Exception as error:  # of a step, which may have held other requests too
-                ready.append(Piece(FAILED, (), "", "error", f"a step raised {type(error).__name__}"))
+            async with aclosing(self._backend.start(job)) as batches:
+                async for batch in batches:
+                    ready += batch
+                    wake.set()
+        except Failed as error:
+            ready.append(Piece(FAILED, (), "", "error", str(error)))
         except PagedKVError as error:
             ready.append(Piece(REFUSED, (), "", "error", str(error)))
         finally:
@@ -125,41 +131,25 @@ class Replica:
         seconds = min(5, self._stall / 8)
         while True:
             await asyncio.sleep(seconds)
-            still = self._still()
+            still = self._backend.still()
             if still > self._stall / 2:
                 pump.cancel()
                 ready.append(Piece(FAILED, (), "", "error", f"a step has not ended for {still:.0f} s"))
             if still < seconds or still > self._stall / 2:
                 wake.set()
 
-    def _still(self) -> float:
-        """For how long no step has ended, though there was something to compute; as far as was looked."""
-        now, steps = time.monotonic(), self._engine.statistics.steps
-        if steps != self._steps or self._engine.is_idle:
-            self._steps, self._since = steps, now
-        return now - self._since
-
     async def check_health(self) -> None:
         """What Ray asks every second. Where it raises three times in a row, the replica ends once its streams have.
 
         Raises:
-            ToolchainError: a step does not end, or no step ends without an error.
+            Gone: a step does not end, or no step ends without an error.
         """
-        if (still := self._still()) > self._stall / 2:
-            raise ToolchainError(f"a step has not ended for {still:.0f} s")
-        if self._streams.failures >= MOST_FAILURES:
-            raise ToolchainError(f"{self._streams.failures} steps in a row raised")
+        self._backend.check()
 
     def status(self) -> dict[str, Any]:
         """What it does and where: for operators and tests."""
-        engine, pages = self._engine, self._engine.pool.count()
-        return {
+        return asdict(self._backend.status()) | {
             "pid": os.getpid(),
             "cpus": sorted(os.sched_getaffinity(0)),
-            "running": engine.num_running,
-            "waiting": engine.num_waiting,
-            "pages": {"free": pages.free, "cached": pages.cached, "used": pages.used},
-            "tokens_found": engine.tokens_found,
-            "prompt_tokens": engine.statistics.prompt_tokens,
-            "decode_tokens": engine.statistics.decode_tokens,
+            "decode_tokens": self._backend.engine.statistics.decode_tokens,
         }

@@ -64,7 +64,7 @@ def serve(settings: Settings) -> None:
         free=free_memory(),
     )
     rules = settings.rules(size.max_length)
-    model = ServedModel(source, settings.name, size.max_length, _template(settings.chat_template))
+    model = ServedModel(source, settings.name, size.max_length, read_template(settings.chat_template))
     draft = draft_of(settings, source)
     disk = None if settings.kv_disk is None else DiskTier(settings.kv_disk, max(int(settings.kv_disk_gb * 1e9), 1))
     if disk is not None:
@@ -198,7 +198,7 @@ def _load(
         )
 
 
-def _template(file: Path | None) -> str | None:
+def read_template(file: Path | None) -> str | None:
     """The text of `--chat-template`. Raises ContractError where it cannot be read."""
     if file is None:
         return None

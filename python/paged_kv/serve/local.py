@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 from paged_kv.engine.async_engine import AsyncEngine
 from paged_kv.engine.engine import Engine
-from paged_kv.errors import PagedKVError
 from paged_kv.serve.backend import Busy, Failed, Gone, Job, Piece, Status
 
 MOST_FAILURES = 3
@@ -40,25 +39,28 @@ class LocalBackend:
         try:
             request = await self._streams.prepare(job.tokens, job.sampling, job.n, namespace=job.namespace)
             self._asked_tokens += len(job.tokens)
-            async with aclosing(self._streams.run(request)) as batches:
-                async for outputs in batches:
-                    yield [Piece.of(output) for output in outputs]
-        except (PagedKVError, GeneratorExit):
-            raise
-        except Exception as error:
-            raise Failed(f"a step raised {type(error).__name__}") from error
+            try:
+                async with aclosing(self._streams.run(request)) as batches:
+                    async for outputs in batches:
+                        yield [Piece.of(output) for output in outputs]
+            except Exception as error:  # of a step, which may have held other jobs too
+                raise Failed(f"a step raised {type(error).__name__}") from error
         finally:
             self._samples -= job.n
 
     def check(self) -> None:
         """Raises Gone where steps raise one after the other, or one does not end."""
+        if (still := self.still()) > self._stall:
+            raise Gone(f"a step has not ended for {still:.0f} s")
+        if self._streams.failures >= MOST_FAILURES:
+            raise Gone(f"{self._streams.failures} steps in a row raised")
+
+    def still(self) -> float:
+        """Seconds in which no step has ended, though there was something to compute; as far as was looked."""
         now, steps = time.monotonic(), self.engine.statistics.steps
         if steps != self._steps or self.engine.is_idle:
             self._steps, self._since = steps, now
-        if now - self._since > self._stall:
-            raise Gone(f"a step has not ended for {now - self._since:.0f} s")
-        if self._streams.failures >= MOST_FAILURES:
-            raise Gone(f"{self._streams.failures} steps in a row raised")
+        return now - self._since
 
     def status(self) -> Status:
         """How the engine stands."""

@@ -1,7 +1,6 @@
-"""The ingress without Ray: what a body asks for, what is answered, and streams whose replicas die."""
+"""Replicas without Ray: streams whose replicas die, the backend that they are, and one of them."""
 
 import asyncio
-import json
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -9,10 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from paged_kv.engine import Engine, Sampling
-from paged_kv.engine.demo_model import FOLDER
-from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
-from paged_kv.ray.ingress import Application, Replicas
-from paged_kv.ray.protocol import Reader
+from paged_kv.errors import ContractError
+from paged_kv.ray.backend import Replicas, Ways
 from paged_kv.ray.replica import Model, Replica
 from paged_kv.ray.streams import (
     BEGAN,
@@ -25,7 +22,7 @@ from paged_kv.ray.streams import (
     Suspects,
     resumed,
 )
-from paged_kv.serve.backend import Job, Piece
+from paged_kv.serve.backend import Busy, Gone, Job, Piece
 from support.fake_model import FakeModel, alone
 
 
@@ -151,7 +148,8 @@ def test_another_text_is_never_sent():
             for at, piece in enumerate(pieces_of(job)):
                 if self.started == 1 and at == 5:
                     raise Died
-                yield [piece._replace(tokens=(99,)) if self.started == 2 and at == 3 else piece]
+                changed = piece._replace(tokens=(99,)) if at == 3 else piece._replace(cached_tokens=9, logprobs=())
+                yield [changed if self.started == 2 else piece]
 
     with pytest.raises(Diverged, match="token 1 of sample 1"):
         collected(Liar())
@@ -278,168 +276,51 @@ def test_other_errors_go_through():
         collected(Fleet((3, ZeroDivisionError())))
 
 
-# The reader and the answers, with the tokenizer of the demo's model.
+# The server's backend on them.
 
 
-@pytest.fixture(scope="module")
-def reader() -> Reader:
-    return Reader(FOLDER, "demo", 512)
+def started(fleet, job=JOB) -> list[Piece]:
+    async def run():
+        backend = Replicas(Ways(fleet.start, (Died,), (Full,), (Down,)))
+        try:
+            async for batch in backend.start(job):
+                assert (backend.status().running, backend.status().waiting) == (job.n, 0)
+                pieces.extend(batch)
+        finally:
+            assert (backend.status().running, backend.status().waiting) == (0, 0)
+            assert backend.status().prompt_tokens == (len(job.tokens) if pieces else 0)
+
+    pieces: list[Piece] = []
+    instantly(run())
+    return pieces
 
 
-def read(reader, is_chat=False, **body):
-    body = {"prompt": "In the beginning"} | body if not is_chat else body
-    return reader.read(json.dumps(body).encode(), is_chat=is_chat)
-
-
-def test_fields_become_sampling(reader):
-    asked = read(
-        reader, max_tokens=5, temperature=0.5, top_k=3, stop=["x"], seed=4, n=2, stream=True, logit_bias={"7": 1}
-    )
-    expected = Sampling(5, 0.5, seed=4, stop=["x"], top_k=3, logit_bias={7: 1})
-    assert (asked.job.sampling, asked.job.n, asked.stream) == (expected, 2, True)
-    assert read(reader, ignore_eos=True, stop_token_ids=[3], seed=1).job.sampling == Sampling(
-        16, 1.0, seed=1, stop_tokens=[3], ignore_end=True
-    )
-    assert read(reader).job.sampling.seed != read(reader).job.sampling.seed is not None
-    assert read(reader, user="me", metadata={"a": "b"}, store=False, tools=[], suffix=None).job.n == 1
-    assert read(reader, prompt=["In the beginning"]).job.tokens == read(reader).job.tokens
-    assert read(reader, prompt=[[5, 6]]).job.tokens == read(reader, prompt=[5, 6]).job.tokens == (5, 6)
-
-
-def test_a_chat_is_its_template(reader):
-    messages = [{"role": "user", "content": "In the"}, {"role": "user", "content": [{"type": "text", "text": "sea"}]}]
-    asked = read(reader, is_chat=True, messages=messages)
-    assert asked.job.tokens == read(reader, prompt="In the\nsea\n").job.tokens  # one <s>, not two
-    assert asked.job.sampling.max_tokens == 512 - len(asked.job.tokens)
+def test_a_job_runs_on_replicas_that_die():
+    assert started(Fleet((7, Died()))) == pieces_of(JOB)
 
 
 @pytest.mark.parametrize(
-    ("body", "reason"),
+    ("ends", "raised"),
     [
-        ({"prompt": ["a", "b"]}, "several prompts"),
-        ({"prompt": ""}, "empty"),
-        ({"prompt": [10**6]}, "vocabulary"),
-        ({"prompt": "a " * 9000}, "characters"),
-        ({"prompt": "a " * 3000}, "tokens"),
-        ({"max_tokens": 600}, "fit"),
-        ({"model": "other"}, "not served"),
-        ({"temperature": -1}, "temperature"),
-        ({"n": 99}, "n must"),
-        ({"logprobs": 1}, "logprobs is not supported"),
-        ({"tools": [{}]}, "tools is not supported"),
-        ({"guided_regex": "a+"}, "guided_regex is no field"),
-        ({"messages": []}, "messages is no field"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"user_namespace": 3}, "user_namespace"),
+        ([(0, Full())], Busy),
+        ([(0, Down())], Gone),
+        ([(0, Died())] * 3, Lost),
+        ([(3, Died())] * 3, Lost),
+        ([(0, ZeroDivisionError())], ZeroDivisionError),
     ],
 )
-def test_what_is_wrong_is_refused_by_its_name(reader, body, reason):
-    with pytest.raises((ContractError, ContractTypeError), match=reason):
-        read(reader, **body)
+def test_ends_are_the_errors_of_a_backend(ends, raised):
+    with pytest.raises(raised):
+        started(Fleet(*ends))
 
 
-@pytest.mark.parametrize(
-    "messages", [None, [], [3], [{"role": "user"}], [{"role": "user", "content": [{"type": "x"}]}]]
-)
-def test_messages_that_are_none_are_refused(reader, messages):
-    with pytest.raises(ContractTypeError, match="messages"):
-        read(reader, is_chat=True, messages=messages)
-
-
-def ask(reader, fleet, body, path="/v1/completions"):
-    """Status, headers and body of a request to the ingress behind its door."""
-    sent = []
-
-    async def receive():
-        return {"type": "http.request", "body": body if isinstance(body, bytes) else json.dumps(body).encode()}
-
-    async def send(message):
-        sent.append(message)
-
-    replicas = Replicas(fleet.start, (Died,), (Full,), (Down,))
-    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-    asyncio.run(Application(reader, replicas)(scope, receive, send))
-    headers = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
-    assert not sent[-1].get("more_body", False)
-    return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])
-
-
-def events(body: bytes) -> list:
-    lines = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
-
-
-def text_of(job: Job, sample: int) -> str:
-    return "".join(piece.text for piece in pieces_of(job) if piece.sample == sample)
-
-
-BODY = {"prompt": [1, 2, 3], "max_tokens": 6, "seed": 1, "n": 2}
-
-
-def test_a_stream_has_the_text_of_each_sample_though_a_replica_dies(reader):
-    status, headers, body = ask(
-        reader, Fleet((7, Died())), BODY | {"stream": True, "stream_options": {"include_usage": True}}
-    )
-    *found, last, done = events(body)
-    assert (status, headers["content-type"], done) == (200, "text/event-stream", "[DONE]")
-    for sample in range(2):
-        mine = [event["choices"][0] for event in found if event["choices"][0]["index"] == sample]
-        assert "".join(choice["text"] for choice in mine) == text_of(JOB, sample)
-        assert [choice["finish_reason"] for choice in mine][-1] == "length"
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
-
-
-def test_an_answer_in_one(reader):
-    status, _, body = ask(reader, Fleet((7, Died())), BODY)
-    choices = json.loads(body)["choices"]
-    assert status == 200
-    assert [choice["text"] for choice in choices] == [text_of(JOB, 0), text_of(JOB, 1)]
-
-
-def test_a_chat_answers_as_openai_does(reader):
-    messages = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 2}
-    job = replace(read(reader, is_chat=True, **messages).job)
-    _, _, body = ask(reader, Fleet(), messages, "/v1/chat/completions")
-    assert json.loads(body)["choices"][0]["message"] == {"role": "assistant", "content": text_of(job, 0)}
-    _, _, body = ask(reader, Fleet(), messages | {"stream": True}, "/v1/chat/completions")
-    deltas = [event["choices"][0]["delta"] for event in events(body)[:-1]]
-    assert deltas[0]["role"] == "assistant"
-    assert "".join(delta["content"] for delta in deltas) == text_of(job, 0)
-
-
-def test_errors_have_openais_shape_and_say_whether_to_ask_again(reader):
-    status, headers, body = ask(reader, Fleet((0, Full())), BODY)
-    assert (status, headers["retry-after"]) == (429, "1")
-    assert json.loads(body)["error"]["type"] == "rate_limit_error"
-    status, _, body = ask(reader, Fleet((0, Down())), BODY)
-    assert (status, "No engine could start" in body.decode()) == (503, True)
-    status, headers, body = ask(reader, Fleet(*[(0, Died())] * 3), BODY)
-    assert (status, headers["x-should-retry"]) == (500, "false")
-    status, headers, body = ask(reader, Fleet((0, ZeroDivisionError("secret"))), BODY)
-    assert (status, "secret" in body.decode()) == (500, False)
-    for path, wrong, expected in (("/v1/completions", b"{", 400), ("/v1/else", BODY, 404)):
-        assert ask(reader, Fleet(), wrong, path)[0] == expected
-
-
-def test_an_error_in_the_middle_of_a_stream_is_its_last_event(reader):
-    _, _, body = ask(reader, Fleet(*[(3, Died())] * 3), BODY | {"stream": True})
-    *_, last = events(body)
-    assert "replicas were lost" in last["error"]["message"]
-
-
-def test_what_an_engine_refuses_is_400_and_what_fails_in_it_is_said(reader):
+def test_what_an_engine_refuses_is_wrong_with_the_job():
     class Refusing(Fleet):
         async def start(self, _):
             yield [Piece(REFUSED, (), "", "error", "needs 9 pages")]
 
-    class Failing(Fleet):
-        async def start(self, job):
-            yield [pieces_of(job)[0], Piece(1, (), "", "error", "logits hold NaN")]
-
-    status, _, body = ask(reader, Refusing(), BODY)
-    assert (status, json.loads(body)["error"]["message"]) == (400, "needs 9 pages")
-    status, _, body = ask(reader, Failing(), BODY)
-    assert (status, json.loads(body)["error"]["message"]) == (500, "logits hold NaN")
+    with pytest.raises(ContractError, match="needs 9 pages"):
+        started(Refusing())
 
 
 # A replica, whose model needs no compiler.
@@ -486,7 +367,7 @@ def test_a_replica_says_what_became_of_a_request_and_whether_it_is_well():
         await replica.check_health()
         for _ in range(2):
             await ask(22)
-        with pytest.raises(ToolchainError, match="3 steps in a row raised"):
+        with pytest.raises(Gone, match="3 steps in a row raised"):
             await replica.check_health()
         await ask(1)
         await replica.check_health()
@@ -494,7 +375,7 @@ def test_a_replica_says_what_became_of_a_request_and_whether_it_is_well():
         stuck = asyncio.create_task(ask(1))
         await replica.check_health()
         await asyncio.sleep(0.5)
-        with pytest.raises(ToolchainError, match="a step has not ended"):
+        with pytest.raises(Gone, match="a step has not ended"):
             await replica.check_health()
         assert (await stuck)[-1][4].startswith("a step has not ended")
         model.may_go.set()
