@@ -21,7 +21,8 @@ def client(server):
 
 
 def ask(server, messages, stream=False, **options):
-    options = {"model": "demo", "max_tokens": 200, "temperature": 0.0, "messages": messages} | options
+    extra = {"temperature": 0.0} | options.pop("extra_body", {})  # the client knows no temperature any more
+    options = {"model": "demo", "max_tokens": 200, "messages": messages, "extra_body": extra} | options
     if not stream:
         return client(server).messages.create(**options)
     with client(server).messages.stream(**options) as events:
