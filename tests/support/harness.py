@@ -1,4 +1,4 @@
-"""The ops, run by MAX on NumPy (`ml_dtypes`) arrays, with the oracle's own signatures.
+"""The ops, run on NumPy (`ml_dtypes`) arrays, with the oracle's own signatures.
 
 So a test reads `assert_close(harness.attention(...), reference.attention(...))`. `on` is where: the CPU, or a
 `gpu_harness.Gpu`.
@@ -12,11 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from max.driver import Buffer
 from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
-from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs.ops import CODES
 from paged_kv.reference import cache_views
 from paged_kv.runtime.session import Runtime, default_runtime
@@ -91,13 +89,13 @@ class Host:
             views = tuple(map(as_bits, views))
         k_blocks, v_blocks, view = cache_operands(*views)
         if variant.op == "mla_attention":  # head_dim of V at the end, which others have where it is not K's
-            view = to_buffer(np.append(view.to_numpy()[:12], views[1].shape[-1]))
-        inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
-        options = [Buffer.from_dlpack(np.array(option)) for option in (*tensors, *numbers)]
+            view = np.append(view[:12], views[1].shape[-1])
+        inputs = [np.ascontiguousarray(row) for row in rows]
+        options = [np.array(option) for option in (*tensors, *numbers)]
         loads = {"masked_attention": masked_runtime, "mla_attention": default_runtime}.get(variant.op, runtime)
         loaded = (codes_runtime if variant.dtype != variant.kv_dtype and variant.kv_dtype in CODES else loads)()
-        results = loaded.execute(variant, *inputs, k_blocks, v_blocks, to_buffer(lookup_table), view, *options)
-        return tuple(to_numpy(result).copy() for result in results)
+        table = np.ascontiguousarray(lookup_table)
+        return tuple(loaded.execute(variant, *inputs, k_blocks, v_blocks, table, view, *options))
 
 
 HOST = Host()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_kv.runtime.native import native_library
 from paged_kv.torch.products import multiply
 
 MOST_ROWS = 32
@@ -18,7 +17,7 @@ _LEAST_ELEMENTS = 1 << 16
 
 
 def replace(model: nn.Module, undo: list[Callable[[], Any]]) -> None:
-    """Makes the linear layers of a model compute few rows by this package's kernel, where there is a library of them.
+    """Makes the linear layers of a model compute few rows by this package's kernel.
 
     What takes a change back is in `undo` before it is made, so that an exception from outside leaves none behind.
     """
@@ -27,8 +26,6 @@ def replace(model: nn.Module, undo: list[Callable[[], Any]]) -> None:
         for module in model.modules()
         if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_served(module.weight)
     ]
-    if not replaced or native_library("bfloat16", "bfloat16") is None:
-        return
     for module in replaced:
         undo.append(partial(module.__dict__.pop, "forward", None))
         module.__dict__["forward"] = partial(_forward, module)
