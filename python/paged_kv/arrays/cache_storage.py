@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+
 from paged_kv.arguments import shown
 from paged_kv.arrays.dtypes import RAW
 from paged_kv.arrays.host import HOST

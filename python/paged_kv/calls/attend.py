@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import (
     cache_operands,

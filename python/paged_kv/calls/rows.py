@@ -164,7 +164,7 @@ class Rows:
 
     @cached_property
     def addresses(self) -> tuple[bytes, bytes]:
-        """Where row_batch and row_lengths lie on the host, and lookup_table with its shape, for a library of kernels."""
+        """Where row_batch and row_lengths lie on the host, and lookup_table with its shape."""
         entries = self.table.entries
         for array, dtype in ((self.batch, np.int32), (self.lengths, np.int32), (entries, np.uint32)):
             assert array.dtype == dtype

@@ -14,25 +14,28 @@ import os
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import files
 from importlib.resources import files as resources
 from pathlib import Path
 from threading import Lock
 
 # Its libraries are those that kernels need, and are found by their names once they are loaded.
-import max.driver as _driver  # noqa: F401
+from max.driver import get_virtual_cpu_target
 from mojo.run import subprocess_run_mojo
 
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.graphs.ops import kernels
+from paged_kv.options import FLOAT8_DTYPES, FORMATS
 from paged_kv.runtime.announce import announce
 from paged_kv.runtime.cache_folder import cache_path
 from paged_kv.runtime.compile_key import LibraryKey, Sources, digests_of
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target, check_cpu_runs
 from paged_kv.runtime.kernel_library import kernel_library
-from paged_kv.runtime.store import Store
+from paged_kv.runtime.places import origin, places
+from paged_kv.runtime.store import Artefact, Store
 
 Function = Callable[[bytes], None]
 """A kernel: it takes the bytes of its struct (`mojo_ops/*/call.mojo`)."""
@@ -98,6 +101,12 @@ class Library:
         counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2, **dict.fromkeys(_OF_QUANTISED, 1)}
         return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
 
+    @property
+    def file(self) -> str:
+        """Its name as a file."""
+        what = "pages" if len(self.kinds) > 1 else self.kinds[0]
+        return "_".join((what, *self.dtypes[: 2 if what == "pages" else 3], *([str(self.mask)] if self.mask else [])))
+
     def __str__(self) -> str:
         """For people."""
         dtypes = " over ".join(dict.fromkeys(self.dtypes[:2]))
@@ -124,32 +133,59 @@ def kernel_of(name: str) -> Kernel:
     raise ContractError(f"{name} is no kernel of this package")
 
 
+def api_libraries() -> list[Library]:
+    """What the calls of the API use over host arrays, but for outputs of another dtype than q's."""
+    narrow = (*FLOAT8_DTYPES, *FORMATS)
+    pairs = [(q, kv) for q in QUERIES for kv in (q, *narrow)]
+    wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in QUERIES)]
+    for q, kv in pairs:
+        wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
+        if kv not in FORMATS:
+            kinds = ("attention_rotated", "masked_attention_rotated", "latent")
+            wanted += [Kernel(kind, (q, kv, q)) for kind in kinds]
+    return list(dict.fromkeys(kernel.library for kernel in wanted))
+
+
 KINDS = (
     *("attention", "attention_rotated", "masked_attention", "masked_attention_rotated", "latent", "merge"),
     *("append", "gather", "linear", "experts", *_OF_QUANTISED),
 )
 
 
-def kernel(kind: str, *dtypes: str, mask: int = 0) -> Function:
+def kernel(kind: str, *dtypes: str, mask: int = 0, sources: Path | None = None) -> Function:
     """The function of a kernel; its library is loaded, or built now.
+
+    Args:
+        kind: As `Kernel`.
+        dtypes: As `Kernel`.
+        mask: As `Kernel`.
+        sources: The folder of the Mojo sources; the package's where None.
 
     Raises:
         ToolchainError: the sources do not compile, or as `Store`.
     """
     wanted = Kernel(kind, dtypes, mask)
-    found = _FUNCTIONS.get(wanted)
-    return _loaded(wanted) if found is None else found
+    found = _FUNCTIONS.get((sources, wanted))
+    return _loaded(wanted, sources) if found is None else found
 
 
-def load(kernels: list[Kernel]) -> None:
-    """Loads the libraries of some kernels, or builds them. Raises as `kernel`."""
+def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
+    """Loads the libraries of some kernels, or builds them.
+
+    Args:
+        kernels: Those that are wanted.
+        exact: Build for this very CPU rather than take what came with the package for a lower target.
+
+    Raises:
+        ToolchainError: as `kernel`.
+    """
     for each in kernels:
-        _loaded(each)
+        _loaded(each, None, exact=exact)
 
 
 def load_for_graph(name: str) -> None:
     """Loads the library of a kernel that an op of a graph has not found. Raises as `kernel`."""
-    _loaded(kernel_of(name))
+    _loaded(kernel_of(name), None)
 
 
 def team_library() -> ctypes.CDLL:
@@ -159,7 +195,7 @@ def team_library() -> ctypes.CDLL:
         ToolchainError: as `kernel`.
     """
     key = LibraryKey("team", TEAM, kernels=False)
-    return ctypes.CDLL(str(_file(key, "the team of threads", lambda path, target: _build(path, TEAM, [], {}, target))))
+    return ctypes.CDLL(str(_file(key, "the team of threads", partial(_build, TEAM, [], {}))))
 
 
 class _State:
@@ -175,24 +211,23 @@ class _State:
 
 
 _STATE = _State()
-_FUNCTIONS: dict[Kernel, Function] = {}
+_FUNCTIONS: dict[tuple[Path | None, Kernel], Function] = {}
 _FREE = ctypes.CDLL(None).free
 _FREE.argtypes, _FREE.restype = [ctypes.c_void_p], None
 
 
-def _loaded(wanted: Kernel) -> Function:
+def _loaded(wanted: Kernel, sources: Path | None, *, exact: bool = False) -> Function:
     with _STATE.loading:
-        if wanted not in _FUNCTIONS:
+        if (sources, wanted) not in _FUNCTIONS:
             library = wanted.library
-            path = _file(
-                library.key(), f"a library of kernels, {library}", lambda *args: _build_library(library, *args)
-            )
+            build = partial(build_library, library)
+            path = _file(library.key(), f"a library of kernels, {library}", build, exact=exact)
             # An op of a graph looks for its kernel among the names that all of the process sees.
             loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
             for kind in library.kinds:
                 each = library.kernel(kind)
-                _FUNCTIONS[each] = _function(loaded, each.name)
-    return _FUNCTIONS[wanted]
+                _FUNCTIONS[sources, each] = _function(loaded, each.name)
+    return _FUNCTIONS[sources, wanted]
 
 
 def _function(library: ctypes.CDLL, name: str) -> Function:
@@ -214,14 +249,13 @@ def _taken(message: int) -> str:
         _FREE(message)
 
 
-def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None]) -> Path:
-    """The library of a key: from the cache folder, or built; where it cannot be kept, for this process alone.
+def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None], *, exact: bool = False) -> Path:
+    """The library of a key: what came along or was kept, or built; where it cannot be kept, for this process alone.
 
     Raises:
         ToolchainError: as `kernel`.
     """
     target = apply_cpu_target()
-    check_cpu_runs(target, CpuInfo.read())
     keys = {"": key}
     (digest,) = digests_of(keys, Sources.installed()).values()
     store = Store(cache_path() / "libraries", "{}.library")
@@ -233,18 +267,43 @@ def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None])
             raise ToolchainError("a source was edited while it was compiled: try again")
 
     reason = None
-    found = store.find([digest])
-    if not found:
+    found = _found(keys, store, exact)
+    if found is None:
         reason = store.keep([digest], make)
-        found = store.find([digest])
+        found = next(iter(store.find([digest])), None)
     # The loader reads no file with a seal.
-    path = Store(store.path / "loaded").plain(found[0], f"{digest}.so") if found else None
+    path = Store(store.path / "loaded").plain(found, f"{min(found.digests)}.so") if found else None
     if path is None:
         reason = reason or f"{store.path} cannot be written"
         warnings.warn(f"libraries of kernels are not kept ({reason}): each start builds them", RuntimeWarning, 4)
         path = Path(_own_folder(), f"{digest}.so")
         make(path)
     return path
+
+
+def _found(keys: Mapping[str, LibraryKey], store: Store, exact: bool) -> Artefact | None:
+    """The best library of a key that is there."""
+    cpu, sources = CpuInfo.read(), Sources.installed()
+    check_cpu_runs(get_virtual_cpu_target(), cpu)
+    for target, place in places(cpu, store, exact=exact):
+        found = place.find(digests_of(keys, sources, target).values())
+        if found:
+            return found[0]
+    return None
+
+
+def where_libraries_lie(libraries: Iterable[Library]) -> dict[str, str]:
+    """Where each library would be taken from, in words, by its file's name; those that would be built are left out."""
+    cpu, sources = CpuInfo.read(), Sources.installed()
+    wanted = {library.file: library.key() for library in libraries}
+    lie: dict[str, str] = {}
+    for target, place in places(cpu, Store(cache_path() / "libraries", "{}.library")):
+        digests = digests_of(wanted, sources, target)
+        present = {digest for artefact in place.find(digests.values()) for digest in artefact.digests}
+        for name in [name for name, digest in digests.items() if digest in present]:
+            lie[name] = origin(place, target)
+            del wanted[name]
+    return lie
 
 
 _OWN: list[tempfile.TemporaryDirectory[str]] = []
@@ -257,16 +316,22 @@ def _own_folder() -> str:
     return _OWN[0].name
 
 
-def _build_library(library: Library, path: Path, target: str | None) -> None:
+def build_library(library: Library, path: Path, target: str | None) -> None:
+    """Builds a library for a CPU target, or for this CPU.
+
+    Raises:
+        OSError: a file cannot be written.
+        ToolchainError: the sources do not compile.
+    """
     a, b, c = library.dtypes
     defined = {"KINDS": f",{','.join(library.kinds)},", "A": a, "B": b, "C": c, "MASK": str(library.mask)}
     options = ["-D", "PAGED_KV_LIBRARY", "-I", str(kernel_library(kernels()).parent)]
     options += [option for name, value in defined.items() for option in ("-D", f"{name}={value}")]
     names = {library.kernel(kind).name: f"paged_kv_{kind}" for kind in library.kinds}
-    _build(path, PROGRAM, options, names, target)
+    _build(PROGRAM, options, names, path, target)
 
 
-def _build(path: Path, program: str, options: list[str], names: dict[str, str], target: str | None) -> None:
+def _build(program: str, options: list[str], names: dict[str, str], path: Path, target: str | None) -> None:
     """Compiles a program to a library, whose functions get further names.
 
     Raises:

@@ -1,13 +1,14 @@
 """What runs the ops: libraries of kernels on the CPU, and on a GPU a session of MAX with a graph for each variant.
 
-On a GPU a cold compile costs some 25 s for one graph and little more for a few, so a variant that is missing is compiled
-together with its family.
+On a GPU a cold compile costs some 25 s for one graph and little more for a few, so a variant that is missing is
+compiled together with its family.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -27,12 +28,19 @@ from paged_kv.runtime.variants import Variant
 
 
 class Runtime:
-    """The ops on the CPU, and MAX's session there, which starts where a graph is loaded. Threads may share one."""
+    """The ops on the CPU, and MAX's session there, which starts where a graph is loaded. Threads may share one.
+
+    Args:
+        sources: The folder of the Mojo sources that kernels are compiled from; the package's where None.
+    """
 
     device = DeviceRef.CPU()
     """As graphs name it."""
     architecture = ""
     """Of a GPU, its number included, which is part of a graph."""
+
+    def __init__(self, sources: Path | None = None) -> None:
+        self._sources = sources
 
     @cached_property
     def driver_device(self) -> Device:
@@ -64,7 +72,7 @@ class Runtime:
 
     def execute(self, variant: Variant, *inputs: Any) -> list[Any]:
         """Runs one variant; see `Variant.build` for the inputs. Raises as `host_calls.execute`."""
-        return host_calls.execute(variant, *inputs)
+        return host_calls.execute(variant, *inputs, sources=self._sources)
 
 
 class GpuRuntime(Runtime):
@@ -78,6 +86,7 @@ class GpuRuntime(Runtime):
     """
 
     def __init__(self, gpu: int) -> None:
+        super().__init__()
         check_not_forked()
         apply_cpu_target()
         try:
