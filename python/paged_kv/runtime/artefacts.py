@@ -120,7 +120,7 @@ def _search(
     cpu, sources = CpuInfo.read(), Sources.installed()
     check_cpu_runs(get_virtual_cpu_target(), cpu)
     ahead = None if compiled_ahead is None else ahead_store(compiled_ahead)
-    for target, store in places(cpu, user_store(), exact=exact, ahead=ahead):
+    for target, store in places(cpu, user_store, exact=exact, ahead=ahead):
         digests = digests_of(wanted, sources, target)
         for artefact in store.find(digests.values()):
             yield target, store, artefact, [name for name in digests if digests[name] in artefact.digests]

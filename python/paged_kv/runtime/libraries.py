@@ -104,8 +104,9 @@ class Library:
     @property
     def file(self) -> str:
         """Its name as a file."""
-        what = "pages" if len(self.kinds) > 1 else self.kinds[0]
-        return "_".join((what, *self.dtypes[: 2 if what == "pages" else 3], *([str(self.mask)] if self.mask else [])))
+        if len(self.kinds) > 1:
+            return "_".join(("pages", *self.dtypes[:2]))
+        return self.kernel(self.kinds[0]).name.removeprefix("paged_kv_")
 
     def __str__(self) -> str:
         """For people."""
@@ -258,7 +259,7 @@ def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None],
     target = apply_cpu_target()
     keys = {"": key}
     (digest,) = digests_of(keys, Sources.installed()).values()
-    store = Store(cache_path() / "libraries", "{}.library")
+    store = _store()
 
     def make(path: Path) -> None:
         announce(f"paged-kv: building {what}: about 10 s, once on this machine")
@@ -267,7 +268,7 @@ def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None],
             raise ToolchainError("a source was edited while it was compiled: try again")
 
     reason = None
-    found = _found(keys, store, exact)
+    found = _found(keys, exact)
     if found is None:
         reason = store.keep([digest], make)
         found = next(iter(store.find([digest])), None)
@@ -281,11 +282,16 @@ def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None],
     return path
 
 
-def _found(keys: Mapping[str, LibraryKey], store: Store, exact: bool) -> Artefact | None:
+def _store() -> Store:
+    """The libraries of the user's cache folder."""
+    return Store(cache_path() / "libraries", "{}.library")
+
+
+def _found(keys: Mapping[str, LibraryKey], exact: bool) -> Artefact | None:
     """The best library of a key that is there."""
     cpu, sources = CpuInfo.read(), Sources.installed()
     check_cpu_runs(get_virtual_cpu_target(), cpu)
-    for target, place in places(cpu, store, exact=exact):
+    for target, place in places(cpu, _store, exact=exact):
         found = place.find(digests_of(keys, sources, target).values())
         if found:
             return found[0]
@@ -297,7 +303,7 @@ def where_libraries_lie(libraries: Iterable[Library]) -> dict[str, str]:
     cpu, sources = CpuInfo.read(), Sources.installed()
     wanted = {library.file: library.key() for library in libraries}
     lie: dict[str, str] = {}
-    for target, place in places(cpu, Store(cache_path() / "libraries", "{}.library")):
+    for target, place in places(cpu, _store):
         digests = digests_of(wanted, sources, target)
         present = {digest for artefact in place.find(digests.values()) for digest in artefact.digests}
         for name in [name for name, digest in digests.items() if digest in present]:

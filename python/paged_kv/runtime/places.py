@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from max.driver import get_virtual_cpu_target
 
@@ -12,7 +12,7 @@ from paged_kv.runtime.store import Store
 
 
 def places(
-    cpu: CpuInfo, own: Store, *, exact: bool = False, ahead: Store | None = None
+    cpu: CpuInfo, own: Callable[[], Store], *, exact: bool = False, ahead: Store | None = None
 ) -> Iterator[tuple[str | None, Store | InstalledStore]]:
     """The stores that may have what is wanted, with the CPU target that it is for (None: the one in force), best first.
 
@@ -21,7 +21,7 @@ def places(
 
     Args:
         cpu: This one.
-        own: The user's.
+        own: Makes the user's, which is not asked for where it is not needed.
         exact: Whether code for a lower target is out of the question.
         ahead: A folder that the user named.
     """
@@ -31,7 +31,7 @@ def places(
         yield from ((target, ahead) for target in (None, *lower))
     for _, installed in installed_stores(usable[:1], cpu):
         yield None, installed
-    yield None, own
+    yield None, own()
     yield from installed_stores(lower, cpu)
 
 
