@@ -126,7 +126,7 @@ def provenance(device: str) -> dict[str, str]:
     import torch
 
     written = Path(__file__).with_name("COMMIT")  # in a bundle
-    found = written.read_text().strip() if written.is_file() else commit()
+    found = written.read_text().strip() if written.is_file() else commit(Path(__file__).resolve().parents[1])
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     return {"device": name, "date": datetime.date.today().isoformat(), "commit": found}
 

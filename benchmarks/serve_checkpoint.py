@@ -93,10 +93,11 @@ def write_checkpoint(case: StepCase, root: Path, seed: int = 0) -> Checkpoint:
 
 
 def vocabulary(size: int) -> list[str]:
-    """Tokens in order: the bytes, the special ones, then words that no text is encoded to."""
+    """Tokens in order: the bytes, the special ones, words that no text is encoded to. The last is the two before it."""
     vocab = byte_tokenizer().get_vocab()
     tokens = sorted(vocab, key=lambda token: vocab[token])
-    return tokens + [f"\u0120w{token}" for token in range(len(tokens), size)]
+    words = [f"\u0120w{token}" for token in range(len(tokens), size - 1)]
+    return [*tokens, *words, "".join(words[-2:])]
 
 
 def _write_folder(problem: StepProblem, folder: Path, dtype: str) -> None:

@@ -1,8 +1,8 @@
 """Linear layers and embeddings whose weights stay in GGUF's blocks, by this package's kernels. On the CPU alone.
 
 A quantised weight `[N, K]` is a uint8 tensor `[N, bytes]`, as the file stores it: along each row, blocks of 32 or 256
-elements with their scales. The activations that it multiplies are rounded to int8 as llama.cpp rounds them: 32 to a
-float16 scale beside encodings with blocks of 32, 256 to a float32 scale beside the others
+elements with their scales. The activations that it multiplies are rounded to int8 as llama.cpp rounds them on x86-64:
+32 to a float16 scale beside encodings with blocks of 32, 256 to a float32 scale beside the others
 ([how](../mojo_ops/linear/quantised/README.md)). Each activation is thus off by about half a scale at most.
 """
 

@@ -14,11 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu_bundle import steps
-from paged_kv.bench.provenance import CHECKOUT as ROOT
 from paged_kv.bench.provenance import commit
 from paged_kv.errors import ToolchainError
+from paged_kv.runtime.compile_key import Sources
 from paged_kv.versions import PINNED, VERSION
 
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout that this file lies in; the package may be installed elsewhere."""
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LIBRARIES = (
     *("libmax", "libMGPRT", "libnixl", "libAsyncRTMojoBindings"),
@@ -54,16 +56,17 @@ def max_runtime(site: Path, python: str, work: Path) -> None:
 
 
 def own_package(site: Path) -> None:
-    """This package as the wheel has it, for its sources are in the keys of compiled graphs; benchmarks beside it."""
+    """This package as the wheel has it; benchmarks beside it. Its sources are those that the keys of compiled graphs
+    are made of: of the package that is running, whether it was installed with `-e` or not.
+    """
     package = site / "paged_kv"
     shutil.rmtree(package, ignore_errors=True)
-    shutil.copytree(ROOT / "python" / "paged_kv", package, ignore=_CACHES)
-    for folder in ("graphs", "mojo_ops"):
-        shutil.copytree(ROOT / folder, package / folder, ignore=_CACHES)
+    for name, folder in Sources.installed().folders.items():  # the package's own first
+        shutil.copytree(folder, package / name, ignore=_CACHES, dirs_exist_ok=True)
     benchmarks = site / "benchmarks"
     shutil.rmtree(benchmarks, ignore_errors=True)
     shutil.copytree(ROOT / "benchmarks", benchmarks, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    (benchmarks / "COMMIT").write_text(f"{commit()}\n")
+    (benchmarks / "COMMIT").write_text(f"{commit(ROOT)}\n")
     distribution(site, "paged_kv", VERSION)
 
 
@@ -77,7 +80,7 @@ def tests(out: Path) -> None:
 def scripts(out: Path) -> None:
     """What runs the steps."""
     shutil.copy(Path(__file__).with_name("run.py"), out)
-    (out / "steps.json").write_text(steps.as_json(commit()))
+    (out / "steps.json").write_text(steps.as_json(commit(ROOT)))
 
 
 def programs(out: Path) -> list[str]:

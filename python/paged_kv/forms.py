@@ -62,7 +62,8 @@ class JsonSchema:
         schema: The schema, or its JSON.
 
     Raises:
-        ContractTypeError, ContractError: it is no schema, or too large or too deep.
+        ContractTypeError, ContractError: it is no schema, is too large or too deep, or has NaN, infinity, a lone
+            surrogate or a key that is no string.
     """
 
     KIND: ClassVar[str] = "JSON schema"
@@ -74,9 +75,10 @@ class JsonSchema:
         if not isinstance(given, Mapping | bool | str):
             raise ContractTypeError(f"form: a JSON schema must be an object, a truth value or JSON, not {shown(given)}")
         try:
-            _check_size(given if isinstance(given, str) else "")
+            if isinstance(given, str):
+                _check_text(self.KIND, given)
             parsed = json.loads(given) if isinstance(given, str) else given
-            _check_depth(parsed)
+            _check_tree(parsed)
             text = json.dumps(parsed, allow_nan=False, ensure_ascii=False)
         except RecursionError:
             raise ContractError(f"form: the JSON schema is more than {MOST_DEPTH} deep") from None
@@ -86,8 +88,9 @@ class JsonSchema:
             raise ContractError(f"form: the JSON schema is no JSON: {printable(error)}") from None
         if not isinstance(parsed, Mapping | bool):
             raise ContractTypeError(f"form: a JSON schema must be an object or a truth value, not {shown(parsed)}")
-        _check_size(text)
-        patterns = sum(len(node.get("patternProperties", ())) for _, node in _parts("#", json.loads(text)))
+        _check_text(self.KIND, text)
+        patterned = [node.get("patternProperties") for _, node in _parts("#", json.loads(text))]
+        patterns = sum(len(each) for each in patterned if isinstance(each, dict))
         if patterns > MOST_PATTERNS:
             raise ContractError(
                 f"form: the JSON schema has {patterns} patternProperties, at most {MOST_PATTERNS} may be"
@@ -100,14 +103,14 @@ class Regex:
     """Texts that a regular expression matches as a whole, in the syntax of Rust's `regex`: no look-around.
 
     Raises:
-        ContractTypeError, ContractError: it is no string, or too long.
+        ContractTypeError, ContractError: it is no string, is too long, or has a lone surrogate.
     """
 
     KIND: ClassVar[str] = "regular expression"
     pattern: str
 
     def __post_init__(self) -> None:
-        _check_text("a regular expression", self.pattern)
+        _check_text(self.KIND, self.pattern)
 
 
 @dataclass(frozen=True)
@@ -115,14 +118,14 @@ class Grammar:
     """Texts of a context-free grammar in llguidance's kind of Lark, which begins with its rule `start`.
 
     Raises:
-        ContractTypeError, ContractError: it is no string, or too long.
+        ContractTypeError, ContractError: it is no string, is too long, or has a lone surrogate.
     """
 
     KIND: ClassVar[str] = "grammar"
     lark: str
 
     def __post_init__(self) -> None:
-        _check_text("a grammar", self.lark)
+        _check_text(self.KIND, self.lark)
 
 
 _TRIAL = """
@@ -315,7 +318,9 @@ def _try_out(kind: str, text: str, seconds: int) -> str:
         trial = subprocess.run(
             [sys.executable, "-c", _TRIAL], input=given, env=environment, capture_output=True, timeout=60, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise ContractError(f"form: it was not tried out within {error.timeout} s: this machine is busy") from None
+    except OSError as error:
         raise ContractError(f"form: it cannot be tried out: {printable(error)}") from None
     if not trial.returncode:
         return ""
@@ -355,23 +360,28 @@ def _problem(matcher: LLMatcher) -> str:
     return "no text has this form" if matcher.is_stopped() and not matcher.is_accepting() else ""
 
 
-def _check_text(name: str, text: Any) -> None:
+def _check_text(kind: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise ContractTypeError(f"form: {name} must be a string, not {shown(text)}")
-    _check_size(text)
-
-
-def _check_size(text: str) -> None:
+        raise ContractTypeError(f"form: the {kind} must be a string, not {shown(text)}")
     if len(text) > MOST_CHARACTERS:
-        raise ContractError(f"form: it has {len(text)} characters, at most {MOST_CHARACTERS} may be")
+        raise ContractError(f"form: the {kind} has {len(text)} characters, at most {MOST_CHARACTERS} may be")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ContractError(f"form: the {kind} is not valid text: it has {text[error.start]!a} alone") from None
 
 
-def _check_depth(node: Any, depth: int = 0) -> None:
+def _check_tree(node: Any, depth: int = 0) -> None:
+    """Refuses what is too deep, and keys that are no strings: JSON would make one key of 1 and "1"."""
     if depth > MOST_DEPTH:
         raise ContractError(f"form: the JSON schema is more than {MOST_DEPTH} deep")
     if isinstance(node, Mapping | list | tuple):
         for each in node.values() if isinstance(node, Mapping) else node:
-            _check_depth(each, depth + 1)
+            _check_tree(each, depth + 1)
+    if isinstance(node, Mapping):
+        for key in node:
+            if not isinstance(key, str):
+                raise ContractError(f"form: a key of the JSON schema must be a string, not {shown(key)}")
 
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

@@ -104,6 +104,10 @@ def test_bad_lines_are_told_and_the_others_go_on(lines):
         ('{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias: a token must be an integer"),
         ('{"prompt": "x", "logit_bias": {"300": 1}}', "logit_bias has token id 300; the vocabulary is 0 to 258"),
         ("\x00", "no JSON"),
+        ('{"prompt": "\\ud800"}', "is not valid text"),
+        ('{"prompt": "x", "regex": "\\ud800"}', "form: the regular expression is not valid text"),
+        ('{"prompt": "x", "json_schema": {"const": "\\ud800"}}', "form: the JSON schema is not valid text"),
+        ('{"prompt": "x", "json_schema": {"patternProperties": 5}}', "Expected object for 'patternProperties', got 5"),
     ]
     records = [f"{line}\n" for line, _ in bad]
     status, found, err = lines([{"prompt": "first"}, *records, "\n", {"prompt": "last"}], "--max-new-tokens", 3)

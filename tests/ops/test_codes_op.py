@@ -169,6 +169,25 @@ def test_heads_that_are_not_finite_zero_or_tiny(kv_format):
     assert np.isnan(o[2]).all()
 
 
+@pytest.mark.parametrize("pair", harness.CODE_PAIRS, ids="-".join)
+def test_what_o_loses_of_tiny_v(pair):
+    """For each token the greatest code times what counts as 0: as docs/quantised-cache.md states it."""
+    q_dtype, kv_format = pair
+    case = CacheCase(lengths=(40, 64, 7), num_q_heads=4, head_dim=64, page_size=16, dtype=q_dtype)
+    for size in (1e-25, 1e-29, 1e-32, 1e-35, 1e-37):
+        cache = quantised_cache(case, kv_format)
+        v = np.random.default_rng(1).standard_normal((*cache.v_blocks.shape[:-1], 64), np.float32)
+        cache.v_blocks[:] = reference.quantised(v * np.float32(size), kv_format)
+        options: dict = {"sm_scale": 0.3, "v_scale": 1 / size}  # weights of many powers of ten; float16 has no 1e-25
+        rows = cache.decode_rows
+        o, _ = harness.attention(cache.q, *cache.pages, *rows, **cache.storage, **options)
+        expected, _ = reference.attention(cache.q, *widened_pages(cache), *rows, **cache.storage, **options)
+        least = 2.0**-126 if q_dtype == "float32" else 2e-34
+        lost = rows[1][:, None, None] * {"int8": 127, "int4": 8}[kv_format] * least / size
+        error = np.abs(o.astype(np.float64) - expected)
+        assert (error <= lost + REL[q_dtype] * np.abs(expected).max()).all(), f"V of {size}"
+
+
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_sizes_that_no_head_of_codes_has_are_refused(kv_format):
     cache = quantised_cache(CacheCase(lengths=(9,), head_dim=8), kv_format)

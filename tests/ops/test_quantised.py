@@ -149,6 +149,15 @@ def test_extreme_activations(encoding):
         assert_bits_equal(np.delete(y, 4, 0), np.delete(right, 4, 0), what="the other rows")
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_products_are_float32_before_they_are_integers(encoding):
+    """Magnitudes of half the greatest, as bfloat16 often has them: 63.5 where the product is rounded, or beside it."""
+    greatest = 1 + np.arange(128, dtype=np.float32)[:, None] / 128
+    signs = np.random.default_rng(0).choice(np.array([-0.5, 0.5], np.float32), (1, 512))
+    signs[:, ::32] = 1
+    check(greatest * signs, random_blocks(encoding, 33, 512), encoding)
+
+
 @pytest.mark.parametrize("rows", [2, 7, 17, 64, 530])
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_row_alone_gives_the_bits_it_gives_in_company(encoding, rows):

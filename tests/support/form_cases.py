@@ -1,10 +1,12 @@
-"""JSON schemas as users write them, made of templates, and schemas that want to be compiled for ever."""
+"""JSON schemas as users write them, made of templates, schemas that want to be compiled for ever, and any values."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from typing import Any
+
+from hypothesis import strategies as st
 
 Schema = dict[str, Any]
 WORDS = ["id", "name", "city", "first name", "größe", "x-y", "created_at", "tags", 'quo"ted', "a/b"]
@@ -196,3 +198,22 @@ HOSTILE: dict[str, Any] = {
     "keyword of no meaning here": {"type": "array", "uniqueItems": True},
 }
 """Each is refused, or compiles and is followed, in bounded time; by name."""
+
+_KEYWORDS = """
+$id $schema $ref $defs $anchor definitions type enum const properties patternProperties additionalProperties items
+prefixItems additionalItems allOf anyOf oneOf not if then else contains dependentSchemas required minLength maxLength
+pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minItems maxItems minProperties
+maxProperties uniqueItems propertyNames x-guidance
+""".split()
+_TEXTS = st.one_of(
+    st.text(st.characters(codec=None, exclude_categories=()), max_size=6),
+    st.sampled_from(["#", "#/$defs/a", "string", "object", "array", "integer", "date", "^a$", "(", "\ud800", "\0"]),
+)
+_LEAVES = st.one_of(st.none(), st.booleans(), st.integers(-(10**400), 10**400), st.integers(-3, 3), st.floats(), _TEXTS)
+_KEYS = st.one_of(st.sampled_from(_KEYWORDS), _TEXTS)
+VALUES = st.recursive(
+    _LEAVES,
+    lambda below: st.one_of(st.lists(below, max_size=3), st.dictionaries(_KEYS, below, max_size=4)),
+    max_leaves=12,
+)
+"""JSON values: under every keyword whatever may stand there or not, lone surrogates, NaN and huge integers."""

@@ -8,6 +8,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paged_kv.checkpoint.config import load_config
+from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
@@ -100,6 +101,19 @@ def test_generation_config_says_where_to_stop(tmp_path, generation, eos):
     write_config(tmp_path, eos_token_id=9)
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert load_config(tmp_path).eos_token_ids == eos
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 9}])
+def test_ends_that_are_known_by_their_texts(tmp_path, generation):
+    """Where no generation_config.json says where to stop; `<eos>` is past the model's vocabulary here."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|end|>", "<eos>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_config(tmp_path, eos_token_id=9, vocab_size=260)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    known = (tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<|end|>"))
+    assert load_config(tmp_path).eos_token_ids == ((9,) if generation else (9, *known))
 
 
 REQUIRED = [key for key in CONFIG if key not in ("architectures", "model_type", "num_key_value_heads", "head_dim")]

@@ -4,13 +4,15 @@ import builtins
 import json
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
 
 from paged_kv.checkpoint.config import load_config
 from paged_kv.commands.options import form_of
-from paged_kv.commands.prompts import RefusedLine, encode, read
+from paged_kv.commands.prompts import FIELDS, PromptLine, RefusedLine, encode, read
 from paged_kv.engine import Grammar, JsonSchema, Regex, Sampling
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
@@ -18,7 +20,8 @@ from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, ToolchainError
 from paged_kv.forms import MOST_CHARACTERS, Forms
 from support.fake_model import Nonsense
-from support.form_cases import HOSTILE, schemas
+from support.form_cases import HOSTILE, VALUES, schemas
+from support.properties import examples
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -201,6 +204,32 @@ def test_errors_name_the_place(tokenizer):
             make()
 
 
+@settings(max_examples=examples(150))
+@given(VALUES)
+@example({"patternProperties": 5})
+@example({"properties": {"\ud800": {}}})
+@example('{"const": "\\ud800"}')
+@example({"enum": [float("nan")]})
+@example({"maxLength": 10**5000})
+@example({1: {}})
+@example("\ud800")
+def test_any_value_is_a_form_or_a_typed_refusal(tokenizer, value):
+    for kind in (JsonSchema, Regex, Grammar):
+        try:
+            tokenizer.forms.compile(kind(value)).begin()
+        except (ContractError, ContractTypeError) as error:
+            message = str(error)
+            assert message.startswith("form: ")
+            assert len(message.splitlines()) == 1
+            message.encode()
+
+
+def test_keys_of_a_schema_are_strings():
+    """JSON has no others: 1 and "1" would become one."""
+    with pytest.raises(ContractError, match="a key of the JSON schema must be a string, not 1"):
+        JsonSchema({"properties": {1: {}, "1": {}}})
+
+
 def test_without_the_library_or_a_tokenizer_of_that_kind(tokenizer, monkeypatch):
     with pytest.raises(ContractError, match="needs a tokenizer"):
         Engine(Nonsense(4)).add_request([5], Sampling(form=NAME))
@@ -247,6 +276,24 @@ def test_json_lines_have_forms(tokenizer, tmp_path: Path):
     assert "Invalid type: nothing" in third.error
     assert isinstance(fourth, RefusedLine)
     assert fifth.sampling.form == NAME
+
+
+@settings(max_examples=examples(100))
+@given(VALUES, VALUES, VALUES)
+def test_no_line_ends_the_others(tokenizer, value, schema, prompt):
+    """Whatever JSON the fields of a line hold, it is a request, or refused by one line of text."""
+    lines = [{"prompt": prompt}, {"prompt": "a", "json_schema": schema}, value, {"prompt": "a"}]
+    lines += [{"prompt": "a", name: value} for name in FIELDS]
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write("\n".join(json.dumps(line, skipkeys=True) for line in lines))
+        file.flush()
+        found = encode(read(file.name, Sampling(), 1), tokenizer, CONFIG)
+    assert [line.index for line in found] == list(range(len(lines)))
+    assert found[3] == PromptLine(3, "a", Sampling(), tokens=tuple(tokenizer.encode("a")))
+    for line in found:
+        if isinstance(line, RefusedLine):
+            line.error.encode()
+            assert len(line.error.splitlines()) == 1
 
 
 def test_options_of_the_command(tmp_path: Path):

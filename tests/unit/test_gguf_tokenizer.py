@@ -18,57 +18,22 @@ import transformers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.convert_slow_tokenizer import generate_merges
 
+from paged_kv.checkpoint.end_tokens import end_tokens
 from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.gguf_header import read_header
-from paged_kv.checkpoint.gguf_tokenizer import SPLITS, make_tokenizer, tokenizer_json
+from paged_kv.checkpoint.gguf_splits import SPLITS
+from paged_kv.checkpoint.gguf_tokenizer import end_texts, make_tokenizer, tokenizer_json
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.serve.launch import Serving, prepare
 from support.gguf_files import make_model, write_gguf
+from support.llama_splits import BEGINS, LLAMA_SPLITS, WHOLE_WORDS
+from support.odd_strings import SPECIAL, TRAINING, USER, odd_strings
 from support.refusals import refused
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-SPECIAL = ("<|begin|>", "<|end of text|>", "</s>")
-USER = ("<tool_call>", "    ", "日本語")
-TRAINING = [
-    (Path(__file__).parents[2] / name).read_text() for name in ("README.md", "docs/architecture.md", "CONTRIBUTING.md")
-] + [
-    "It's we'RE they'll I'M don't 1234567 3.14 日本語の文章 Привет мир naïve café ﷺ नमस्ते 🎉👩‍👩‍👧 \r\n\r\n  \t x == y;"
-] * 20
-
-
-def odd_strings():
-    """A thousand, always the same: pieces of every kind beside each other."""
-    pieces = [
-        " ", "  ", "    ", "\t", "\n", "\r\n", "\n\n\n", "\u00a0", "\u2003", "\u3000", "\u0085", "\u200b", "\ufeff",
-        "'s", "'LL", "'Re", "n't", "\u2019s", "1", "42", "1234567", "3.14", "१२३", "½", "Ⅷ", "²",
-        "🎉", "👩‍👩‍👧", "🏴󠁧󠁢󠁥󠁮󠁧󠁿", "🇩🇪", "a\u0301", "e\u0323\u0302", "\u0301", "é", "ﬁ", "Å", "Å",
-        "日本語", "中文", "。", "カﾞ", "한국어", "Привет", "مرحبا", "नमस्ते", "ไทย", "ß", "İ", "ǅ", "𝄞", "\U0001d4b3",
-        "def f(x):\n    return x[0] != {}", "</div>", "a->b", "...", "!!!", "``", "_", "\\", "/", "//", "!\n/",
-        "$", "^~|+<=>",
-        "\0", "\x01", "\x1b[31m", "\x7f", "\x80", "\ufffd", "\ufffe", "\U0010ffff", "\u2028",
-        "▁", "▁▁", "Ġ", "Ċ", "<0x0A>", "<unk>", "<s>", "CamelCaseWord", "ABCdef", "iPhone", "XMLHttp",
-        "the", " the", "The", " page", "aaaa", "aaaaaaa", "----",
-        "tokens", *SPECIAL, *USER, "<|begin", "call>",
-    ]  # fmt: skip
-    choose = random.Random(0)
-    words = " ".join(TRAINING).split(" ")
-    found = ["", *pieces, *TRAINING[:3]]
-    while len(found) < 1000:
-        kind = choose.random()
-        if kind < 0.7:
-            found.append("".join(choose.choices(pieces, k=choose.randint(1, 12))))
-        elif kind < 0.85:
-            found.append(choose.choice(["", " "]).join(choose.choices([*words, *pieces], k=choose.randint(1, 20))))
-        else:
-            limit = choose.choice([0x80, 0x500, 0x3000, 0x10000, 0x110000])
-            codes = (choose.randrange(limit) for _ in range(choose.randint(1, 20)))
-            found.append("".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000))
-    return found
-
-
-STRINGS = odd_strings()
+STRINGS = odd_strings(1000)
 
 
 def split(pattern):
@@ -262,24 +227,107 @@ def test_sentencepiece_is_its_own_rule(tmp_path):
         assert made.decode(made.encode(text).ids) == text.replace("▁", " "), repr(text)
 
 
-def test_the_default_split(tmp_path):
-    """llama.cpp's, which no tokenizer.json has: expressions one after another, whose gaps are pieces too."""
-    _, said = byte_level("gpt-2")
-    made = make_tokenizer(header(tmp_path, said | {"pre": "default"}))
-    words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+def split_by(expressions, text):
+    """llama.cpp's rule: each expression cuts what those before it have left whole; gaps are pieces too."""
+    pieces = [text]
+    for expression in expressions:
+        cut = []
+        for piece in pieces:
+            at = 0
+            for match in regex.finditer(expression, piece):
+                cut += [piece[at : match.start()], match[0]]
+                at = match.end()
+            cut.append(piece[at:])
+        pieces = [piece for piece in cut if piece]
+    return pieces
+
+
+@pytest.mark.parametrize("names", LLAMA_SPLITS)
+def test_splits_are_those_of_llama_cpp(tmp_path, names):
+    first, *others = names.split()
+    assert {SPLITS[name].expressions for name in others} <= {SPLITS[first].expressions}
+    made = make_tokenizer(header(tmp_path, byte_level("gpt-2")[1] | {"pre": first, "add_bos_token": False}))
+    # Those of llama.cpp know no case beyond ASCII and no marks; what the models' own know of them is tried above.
+    lacking = ("Lu", "Ll", "Lt", "Mn", "Mc", "Me") if first in ("gpt-4o", "tekken") else ()
     tried = 0
     for text in STRINGS:
         # Those are spaces to Python alone; characters of later versions of Unicode are letters to one library only.
-        if re.search("[\x1c-\x1f]", text) or any(unicodedata.category(character) == "Cn" for character in text):
+        if re.search("[\x1c-\x1f]", text) or any(
+            unicodedata.category(character) in ("Cn", *lacking) for character in text if character > "\x7f"
+        ):
             continue
-        pieces = [text]
-        for expression in (r"[\p{P}\$\+<=>\^~\|]+", words, r"\p{N}+", "[0-9][0-9][0-9]"):
-            parts = [regex.split(f"({expression})", piece) for piece in pieces]
-            pieces = [part for split in parts for part in split if part]
         tried += 1
         found = [text[slice(*span)] for _, span in made.pre_tokenizer.pre_tokenize_str(text)]
-        assert found == pieces, repr(text)
-    assert tried > 700
+        assert found == split_by(LLAMA_SPLITS[names], text), repr(text)
+    assert tried > (200 if lacking else 700)
+
+
+def test_all_names_of_llama_cpp_and_their_flags():
+    assert sorted(SPLITS) == sorted(" ".join(LLAMA_SPLITS).split())
+    assert {name for name in SPLITS if SPLITS[name].whole_words} == WHOLE_WORDS
+    assert {name for name in SPLITS if SPLITS[name].begins} == BEGINS
+
+
+def test_a_file_without_a_name_is_split_by_default(tmp_path):
+    said = byte_level("gpt-2")[1]
+    named = tokenizer_json(header(tmp_path, said | {"pre": "default"}))
+    assert tokenizer_json(header(tmp_path, said | {"pre": None})) == named
+
+
+def test_bytes_that_no_text_has(tmp_path):
+    """StarCoder's vocabulary and Granite 3's lack 14 bytes; the one that a character may have is left out."""
+    real, said = byte_level("refact")
+    lacking = {*"\u00c0\u00c1\u00f1", *map(chr, range(0xF5, 0x100))}
+    tokens = [f"[{index}]" if token in lacking else token for index, token in enumerate(said["tokens"])]
+    made = make_tokenizer(header(tmp_path, said | {"tokens": tokens}))
+    assert len(set(tokens) - set(said["tokens"])) == 14
+    for text in [*STRINGS, "a\U00040000b"]:
+        assert made.encode(text).tokens == [token for token in real.encode(text).tokens if token not in lacking]
+
+
+ENDS = """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
+    <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~[
+    <\uff5cend▁of▁sentence\uff5c> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo>
+    <REPO> <reponame> <|file_sep|>"""
+"""llama.cpp's list, `special_eog_ids` of its `src/llama-vocab.cpp`."""
+
+
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED, UNUSED])
+@pytest.mark.parametrize("text", ENDS.split())
+def test_tokens_that_end_a_text(tmp_path, text, kind):
+    """They end it whatever their type, are not shown, and are tokens in a prompt."""
+    said = byte_level("gpt-2")[1]
+    index = len(said["tokens"])
+    if text in said["tokens"]:
+        index = said["tokens"].index(text)
+        said = changed(said, "token_type", index, kind)
+    else:
+        said = said | {"tokens": [*said["tokens"], text], "token_type": [*said["token_type"], kind]}
+    read = header(tmp_path, said)
+    assert index in end_tokens(end_texts(read))
+    made = make_tokenizer(read)
+    assert made.encode(f"x{text}").ids[1:] == [index]
+    assert made.decode([*made.encode("x").ids, index]) == "x"
+
+
+@pytest.mark.parametrize(
+    ("texts", "named", "ends"),
+    [
+        ("a <|end|>", [], "<|end|>"),
+        ("<eos> <end_of_turn> <|im_end|>", [0], "<eos> <end_of_turn> <|im_end|>"),
+        ("<|im_end|> a </s>", [1], "a <|im_end|> </s>"),  # what a file names comes first
+        ("<|end|> <|return|> <|call|>", [], "<|return|> <|call|>"),  # GPT-OSS: a message goes on
+        ("<|end|> <|return|> <|call|>", [0, 1], "<|return|> <|call|>"),
+        ("<|end|> <|flush|> <|calls|>", [], "<|flush|> <|calls|>"),
+        ("<|end|> <|return|>", [], "<|end|> <|return|>"),
+        ("</s> <turn|> <|tool_response>", [], "<turn|> <|tool_response>"),  # Gemma 4: markup
+        ("[PAD] <|fim_pad|>", [], "<|fim_pad|>"),  # one of each kind
+    ],
+)
+def test_which_tokens_end_a_text(texts, named, ends):
+    ids = {text: index for index, text in enumerate(texts.split())}
+    assert end_tokens(ids, named) == tuple(ids[text] for text in ends.split())
+    assert end_tokens(ids, named, {"fim_sep": 77, "eos": 78})[len(ends.split()) :] == (77,)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +372,11 @@ def changed(said, key, index, value):
 BPE_FAULTS = {
     "kind": (lambda s: s | {"model": "bert"}, r"model = 'bert': only \"gpt2\" and \"llama\""),
     "no kind": (lambda s: s | {"model": None}, "model = None: only"),
-    "split": (lambda s: s | {"pre": "bloom"}, "pre = 'bloom': how it splits a text is not known; known are gpt-2"),
-    "no split": (lambda s: s | {"pre": None}, "pre = None: how it splits"),
+    "split": (
+        lambda s: s | {"pre": "kimi-k2"},
+        "pre = 'kimi-k2': how it splits a text is not known .* put the model's own tokenizer.json beside the file",
+    ),
+    "split of another type": (lambda s: s | {"pre": 5}, "pre = 5: how it splits"),
     "no tokens": (lambda s: s | {"tokens": [1, 2]}, "tokens = .*: an array of strings"),
     "twice": (lambda s: changed(s, "tokens", 300, s["tokens"][299]), "tokens = '.*': token 300 is there before"),
     "a byte": (lambda s: changed(s, "tokens", 5, "bytes"), "tokens = 906: 1 of 256 bytes are no tokens"),
@@ -386,13 +437,6 @@ def test_bytes_that_are_no_text(tmp_path):
     refused(make_tokenizer, read_header(file), match=r"tokens = .*: string \d+ is not UTF-8")
 
 
-def test_all_names_are_tried():
-    """Those that are not in REAL are others' equals."""
-    assert SPLITS.keys() - REAL.keys() == {"default", "llama3", "llama-v3", "smollm", "starcoder"}
-    assert SPLITS["llama3"] == SPLITS["llama-v3"] == SPLITS["llama-bpe"]
-    assert SPLITS["smollm"] == SPLITS["starcoder"] == SPLITS["refact"]
-
-
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     """A GGUF file with a vocabulary and nothing beside it; the user's cache is elsewhere."""
@@ -415,6 +459,18 @@ def test_the_engine_takes_it(model, capsys):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert _run(["generate", "--model", str(file), "--prompt", ""]) == 2
     assert "prompt '' is empty" in capsys.readouterr().err  # not that a tokenizer is missing
+
+
+def test_ends_that_a_file_does_not_name(model):
+    """As the converters write Phi-4-mini: eos is the end of texts, that of a turn is known by its text alone."""
+    file, real = model
+    said = byte_level("llama-bpe")[1]
+    tokens = [*said["tokens"][:-1], "<|im_end|>"]
+    llama = make_model("llama", vocab_size=1024, bos_token_id=0, eos_token_id=7, pad_token_id=None)
+    vocabulary = said | {"tokens": tokens}
+    write_gguf(file, llama, lambda _: "Q4_0", vocabulary=lambda writer: add_vocabulary(writer, vocabulary))
+    ends = (7, real.token_to_id("</s>"), tokens.index("<|im_end|>"))
+    assert open_source(file).config.eos_token_ids == ends
 
 
 def test_more_tokens_than_embeddings(model):

@@ -176,21 +176,34 @@ def test_a_wheel_is_laid_out_without_what_no_step_runs(tmp_path):
     assert laid == {"max/engine/api.py", "max/core.so"}
 
 
+LAY_OUT = """
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from benchmarks.gpu_bundle import contents
+contents.own_package(Path(sys.argv[1]))
+print(version("paged_kv"))
+"""
+
+
 def test_the_package_is_laid_out_as_it_is_installed(tmp_path):
-    """Every source is there, where imports find it: keys of compiled graphs are digests of these files."""
-    contents.own_package(tmp_path)
+    """Every source is there, where imports find it, of a package that was installed without `-e` too: keys of compiled
+    graphs are digests of these files.
+    """
+    first, second = tmp_path / "first", tmp_path / "second"
+    contents.own_package(first)
     packages = PYPROJECT["tool"]["setuptools"]["package-dir"]
     for package, folder in packages.items():
         for source in (ROOT / folder).rglob("*"):
             inner = source.relative_to(ROOT / folder)
             if source.suffix in (".py", ".mojo") and "results" not in inner.parts:
-                assert (tmp_path.joinpath(*package.split("."), inner)).read_bytes() == source.read_bytes()
-    command = [sys.executable, "-c", "from importlib.metadata import version; print(version('paged_kv'))"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert (
-        subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout.strip()
-        == VERSION
-    )
+                assert (first.joinpath(*package.split("."), inner)).read_bytes() == source.read_bytes()
+    command = [sys.executable, "-c", LAY_OUT, second]  # the package is that of `first`, programs are the checkout's
+    env = {**os.environ, "PYTHONPATH": str(first)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == VERSION
+    listed = [{path.relative_to(site) for path in site.rglob("*.*")} for site in (first, second)]
+    assert listed[0] - listed[1] == {path for path in listed[0] if "__pycache__" in path.parts}
 
 
 def test_graphs_get_the_names_that_another_host_looks_for(tmp_path, monkeypatch):

@@ -221,6 +221,14 @@ def test_tensors_that_a_gguf_file_cannot_have(tmp_path, tensors, words):
     refused(open_gguf, raw_gguf(tmp_path / "a.gguf", gguf_model(), tensors), match=words)
 
 
+def test_a_key_that_a_gguf_file_has_twice(tmp_path):
+    """The last of two values would be taken without a word."""
+    metadata = gguf_model()
+    file = raw_gguf(tmp_path / "a.gguf", metadata | {"llama.block_coumt": metadata["llama.block_count"]})
+    file.write_bytes(file.read_bytes().replace(b"llama.block_coumt", b"llama.block_count"))
+    refused(open_gguf, file, match=r"a\.gguf: the key llama\.block_count of the metadata is there twice")
+
+
 @pytest.mark.parametrize("version", [1, 4, 3 << 24], ids=["older", "newer", "big-endian"])
 def test_another_version_of_gguf_is_refused(tmp_path, version):
     file = raw_gguf(tmp_path / "a.gguf", gguf_model())

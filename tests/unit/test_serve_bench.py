@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from max.dtype import DType
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -21,7 +22,12 @@ from benchmarks.serve_results import merged, row_of
 from benchmarks.serve_run import Group
 from benchmarks.servers import SYSTEMS, base, http
 from paged_kv.bench.case_kinds import StepCase
+from paged_kv.bench.peers.llama_cpp import write_gguf
+from paged_kv.bench.problems import StepProblem
 from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.source import open_source
+from paged_kv.engine.demo import EOS_ID, byte_tokenizer
+from paged_kv.engine.tokenizer import Tokenizer as EngineTokenizer
 from paged_kv.errors import ContractError
 
 FAKE = Path(__file__).resolve().parent.parent / "support" / "fake_server.py"
@@ -235,12 +241,26 @@ def test_checkpoints(tmp_path, monkeypatch):
         np.testing.assert_array_equal(narrow[name].astype(np.float32), array)
     tokenizer = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
     assert tokenizer.encode("</s>a").ids[:2] == [256, 257]
-    assert tokenizer.decode([280, 299]) == " w280 w299"
+    assert tokenizer.decode([280, 299]) == " w280 w297 w298"
     assert len(vocabulary(300)) == 300
     assert checkpoint.missing("q4_k") is not None
     before = (checkpoint.folder / "model.safetensors").stat().st_mtime_ns
     write_checkpoint(case, tmp_path / "small")
     assert (checkpoint.folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("sizes", [{}, {"experts": 4, "chosen": 2}, {"file_type": "Q8_0"}], ids=str)
+def test_the_gguf_file_is_read_by_this_package(tmp_path, sizes):
+    """Without a tokenizer.json beside it, its vocabulary spells a text as that of the checkpoint does."""
+    case = StepCase(
+        "small", "", layers=1, hidden=256, intermediate=256, heads=2, kv_heads=1, head_dim=128, vocab=300, **sizes
+    )
+    write_gguf(StepProblem(case, 0), tmp_path / "model.gguf", vocabulary(300))
+    source = open_source(tmp_path)
+    source.load(DType.float32)
+    assert source.config.eos_token_ids == (EOS_ID,)
+    text = "a text </s> of 日本語"
+    assert EngineTokenizer(source, source.config).encode(text) == byte_tokenizer().encode(text).ids
 
 
 def test_servers_are_started_for_the_same_sizes(tmp_path):

@@ -129,6 +129,18 @@ def test_special_tokens_are_not_text(tmp_path):
     assert streamed(tokenizer, [BOS_ID, a, EOS_ID, b, 259 + 5]) == ["", "a", "", "b", "", ""]
 
 
+@pytest.mark.parametrize("add", ["add_tokens", "add_special_tokens"])
+def test_marks_that_end_a_text_are_not_shown(tmp_path, add):
+    """Some files add them as text; one that ends none, or that is no mark, stays what the file says."""
+    library = byte_tokenizer()
+    getattr(library, add)(["<|im_end|>"])
+    library.add_tokens(["<|eot_id|>", "<stop>"])
+    end, other, word = (library.token_to_id(text) for text in ("<|im_end|>", "<|eot_id|>", "<stop>"))
+    tokenizer = save(tmp_path, library, vocab_size=262, eos_token_id=[end, word])
+    assert tokenizer.encode("a<|im_end|>")[-1] == end
+    assert "".join(streamed(tokenizer, [*tokenizer.encode("a")[1:], end, other, word])) == "a<|eot_id|><stop>"
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     library = byte_tokenizer(add_bos=False)
     library.enable_truncation(max_length=4)

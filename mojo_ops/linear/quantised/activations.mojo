@@ -1,7 +1,8 @@
-"""Activations rounded to int8 by blocks, as llama.cpp rounds them, with the sums that a product needs."""
+"""Activations rounded to int8 by blocks, as llama.cpp rounds them on x86-64, with the sums that a product needs."""
 
 from std.math import ceildiv
 from std.memory import bitcast
+from std.sys import llvm_intrinsic
 
 from ...isa.convert import FloatVector, LANES
 from ...isa.int8_dot import IntVector
@@ -22,16 +23,15 @@ comptime RECORD_SCALES = 384
 comptime RECORD_SUM_PAIRS = 416
 """`[4]` pairs of int16: the sums of 32 elements of groups (0, 2), (1, 3), (4, 6), (5, 7)."""
 
-comptime MAGIC = Float32(12582912)
-"""1.5 x 2^23: added to a number below 2^22 it leaves the nearest integer, ties to even, in the lower bits."""
-comptime MAGIC_BITS = 0x4B400000
 comptime INFINITE_BITS = 0x7F800000
 
 
 @always_inline
 def rounded(x: FloatVector) -> IntVector:
-    """The nearest integers, ties to even, of numbers of at most 2^22."""
-    return bitcast[DType.int32, LANES](x + MAGIC) - MAGIC_BITS
+    """The nearest integers, ties to even. An addition of 1.5 x 2^23 in its place would be fused with the product that x
+    is, which llama.cpp rounds to float32 first.
+    """
+    return llvm_intrinsic["llvm.lrint", IntVector](x)
 
 
 @fieldwise_init

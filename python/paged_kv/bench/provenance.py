@@ -25,13 +25,13 @@ def provenance() -> dict[str, str]:
     machine = f"{models[0] if models else platform.processor()}, {len(models) or '?'} CPUs"
     if telling:
         machine += f" ({' '.join(telling)})"
-    return {"machine": machine, "date": datetime.date.today().isoformat(), "commit": commit()}
+    return {"machine": machine, "date": datetime.date.today().isoformat(), "commit": commit(CHECKOUT)}
 
 
-def commit() -> str:
-    """Of the checkout; empty where there is none."""
-    if (CHECKOUT / ".git").exists():  # not of a repository that an environment happens to lie in
-        command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty"]
+def commit(checkout: Path) -> str:
+    """Of a checkout; empty where there is none."""
+    if (checkout / ".git").exists():  # not of a repository that an environment happens to lie in
+        command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
         with suppress(OSError, subprocess.CalledProcessError):
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return ""

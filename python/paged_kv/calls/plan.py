@@ -48,7 +48,8 @@ class AttentionPlan:
 
     Raises:
         ContractTypeError: a size is no integer, or a dtype or pair of dtypes is not supported.
-        ShapeError: Hq is no multiple of Hk, or head_dim is not supported, of int4 codes below 16.
+        ShapeError: Hq is no multiple of Hk, or head_dim is not supported, of int4 codes below 16; or V of codes is not
+            as wide as K.
         ContractError: a size is below 1, there are over 65536 heads, page_size or head_dim is above 2^31 - 1, or the
             pos_encoding_mode is unknown.
     """
@@ -109,7 +110,9 @@ class AttentionPlan:
                 raise ContractTypeError(f"{what} is paged; these K and V are not")
             stored_head(self.kv_dtype.name, self.head_dim)
             if self.value_dim != self.head_dim:
-                raise ShapeError(f"{what} has one head_dim, not {self.head_dim} of K and {self.value_dim} of V")
+                raise ShapeError(
+                    f"{what} has V as wide as K: head_dim_vo must be {self.head_dim}, not {self.value_dim}"
+                )
 
     def __str__(self) -> str:
         heads = f"{self.num_qo_heads} query and {self.num_kv_heads} KV heads of {self.head_dim}"

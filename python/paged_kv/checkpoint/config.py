@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paged_kv.arguments import printable
+from paged_kv.checkpoint.end_tokens import end_tokens
 from paged_kv.checkpoint.packed_layers import read_packing
+from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractTypeError
 from paged_kv.graphs.models import find_family
 from paged_kv.graphs.models.config import DecoderConfig
@@ -52,9 +54,12 @@ def checkpoint_folder(folder: Path | str) -> Path:
 def load_config(folder: Path | str) -> DecoderConfig:
     """The model that a folder's `config.json` describes, with the end-of-sequence tokens of `generation_config.json`.
 
+    Where there are none, those of `config.json` end a text, and those that `tokenizer.json` adds to its vocabulary and
+    that are known by their texts.
+
     Raises:
         CheckpointError: the folder or the file is missing, or a field is missing, of a wrong type or of a value
-            that this package does not run. The message names file, key and value.
+            that this package does not run. The message names file, key and value. Or `tokenizer.json` is no tokenizer.
     """
     fields = Fields.read(checkpoint_folder(folder) / "config.json")
     config = _read(fields)
@@ -63,7 +68,12 @@ def load_config(folder: Path | str) -> DecoderConfig:
         generation = Fields.read(generation_file)
         if generation.get("eos_token_id") is not None:
             return replace(config, eos_token_ids=generation.tokens("eos_token_id", config.vocab_size))
-    return config
+    tokenizer_file = fields.file.with_name(TOKENIZER)
+    if not tokenizer_file.is_file():
+        return config
+    added = read_tokenizer(tokenizer_file).get_added_tokens_decoder()
+    ids = {token.content: number for number, token in added.items() if number < config.vocab_size}
+    return replace(config, eos_token_ids=end_tokens(ids, config.eos_token_ids))
 
 
 def config_of(values: Mapping[str, Any], origin: Path | str) -> DecoderConfig:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arguments import printable, shown
+from paged_kv.checkpoint.end_tokens import FILL_IN_ENDS, end_tokens
 from paged_kv.checkpoint.gguf_header import GgufHeader, Strings
+from paged_kv.checkpoint.gguf_tokenizer import end_texts
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models import FAMILIES
 from paged_kv.graphs.models.config import THETA
@@ -204,10 +206,12 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, Any]:
-    """`bos_token_id`, and as `eos_token_id` the ends of text, of turn and of message, as far as they are named."""
-    said = {name: _scalar(header, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
-    ends = dict.fromkeys(said[name] for name in ("eos", "eot", "eom") if said[name] is not None)
-    return {"bos_token_id": said["bos"], "eos_token_id": list(ends) or None}
+    """`bos_token_id`, and as `eos_token_id` the tokens that end a text, as far as they are named or known by text."""
+    names = ("bos", "eos", "eot", "eom", *FILL_IN_ENDS)
+    said = {name: _scalar(header, f"tokenizer.ggml.{name}_token_id") for name in names}
+    said = {name: token for name, token in said.items() if token is not None}
+    named = [said[name] for name in ("eos", "eot", "eom") if name in said]
+    return {"bos_token_id": said.get("bos"), "eos_token_id": list(end_tokens(end_texts(header), named, said)) or None}
 
 
 def _rope_scaling(header: GgufHeader, kind: str, rotated: int, values: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -109,6 +109,8 @@ def read_header(file: Path | str) -> GgufHeader:
     metadata: dict[str, Any] = {}
     for _ in range(num_entries):
         key = reader.string(_MAX_NAME)
+        if key in metadata:
+            raise CheckpointError(f"{path}: the key {printable(key)} of the metadata is there twice")
         metadata[key] = reader.value(reader.scalar("I"))
     infos = [reader.tensor_info() for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)

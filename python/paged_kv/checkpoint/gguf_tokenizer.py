@@ -1,7 +1,7 @@
 """A `tokenizer.json` from the vocabulary of a GGUF file, for the `tokenizers` library.
 
 Two kinds are made. "gpt2" is byte-level BPE: the file has tokens and merges, and `tokenizer.ggml.pre` names the regular
-expression that splits a text before; those are in `SPLITS`, and others are refused. "llama" is SentencePiece's BPE: of
+expressions that split a text before; those are in `SPLITS`, and others are refused. "llama" is SentencePiece's BPE: of
 all neighbours those are merged first whose token has the highest score, which is the same as merges in the order of
 their scores; what is left over becomes byte tokens.
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tokenizers
 
 from paged_kv.arguments import printable, shown
+from paged_kv.checkpoint.end_tokens import END_TEXTS, end_tokens
 from paged_kv.checkpoint.gguf_header import GgufHeader, Strings
+from paged_kv.checkpoint.gguf_splits import SPLITS
 from paged_kv.checkpoint.tokenizer_file import library_errors
 from paged_kv.errors import CheckpointError
 
@@ -28,60 +29,33 @@ _LONGEST_TOKEN = 1 << 16
 """Bytes; real ones have some hundreds."""
 # What `tokenizer.ggml.token_type` says of a token; 0 is a normal one.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+# Bytes of control characters, of planes without characters, and of no UTF-8. Some vocabularies lack tokens for them;
+# their models' own tokenizers leave them out of a text.
+_RARE_BYTES = {*range(0x20), 0x7F, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)} - set(b"\t\n\r")
 
 
-def _cased(after: str, digits: str) -> str:
-    """Words that end where a capital follows, as Tekken and o200k have them."""
-    words = f"{_BEFORE}{_UPPER}*{_LOWER}+{after}|{_BEFORE}{_UPPER}+{_LOWER}*{after}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+def _byte_characters() -> dict[int, str]:
+    """The character that stands for each byte in the tokens of byte-level BPE: itself where it can be seen."""
+    seen = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    unseen = (byte for byte in range(0x100) if byte not in seen)
+    return {byte: chr(byte) for byte in seen} | {byte: chr(0x100 + place) for place, byte in enumerate(unseen)}
 
 
-@dataclass(frozen=True)
-class Split:
-    """What happens to a text before byte-level BPE."""
-
-    expressions: tuple[str, ...]
-    """Each splits what those before it have left whole."""
-    composed: bool = False
-    """The text is brought to Unicode's form C first."""
-    whole_words: bool = False
-    """A word that is a token is that token, whatever merges would give."""
-    begins: bool = False
-    """A text begins with its token where the file does not say."""
-
-
-_LLAMA3 = Split((_CL100K,), whole_words=True, begins=True)
-_DIGITS = Split((r"\p{N}", _GPT2))
-SPLITS = {
-    "gpt-2": Split((_GPT2,)),
-    # llama.cpp's own, for files that name no other.
-    "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "dbrx": Split((_CL100K,)),
-    "qwen2": Split((_QWEN2,), composed=True),
-    "refact": _DIGITS,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "tekken": Split((_cased("", r"\p{N}"),), whole_words=True, begins=True),
-    "gpt-4o": Split((_cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),
-}
-"""By the names of `tokenizer.ggml.pre`."""
+_CHARACTERS = frozenset(character for byte, character in _byte_characters().items() if byte not in _RARE_BYTES)
 
 
 def has_vocabulary(header: GgufHeader) -> bool:
     """Whether the file has tokens."""
     return f"{_PREFIX}tokens" in header.metadata
+
+
+def end_texts(header: GgufHeader) -> dict[str, int]:
+    """The tokens of the file that may end a text by what they are called: their ids by their texts."""
+    found = header.metadata.get(f"{_PREFIX}tokens")
+    if not isinstance(found, Strings):
+        return {}
+    wanted = {text.encode(): text for text in END_TEXTS}
+    return {wanted[raw]: index for index, raw in enumerate(found.read()) if raw in wanted}
 
 
 def make_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
@@ -118,6 +92,7 @@ class _Vocabulary:
         self.types = self._types()
         # Empty tokens stand for ids that nothing gives.
         self.ids = {token: index for index, token in enumerate(self.tokens) if token}
+        self.ends = frozenset(end_tokens(self.ids))
 
     def described(self) -> Json:
         parts = self._byte_level() if self.kind == "gpt2" else self._sentencepiece()
@@ -125,12 +100,15 @@ class _Vocabulary:
         return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
 
     def _byte_level(self) -> Json:
-        name = self._value("pre")
+        name = self._value("pre") or "default"  # a file before there were names
         if not isinstance(name, str) or name not in SPLITS:
-            raise self._error("pre", name, f"how it splits a text is not known; known are {', '.join(SPLITS)}")
+            problem = (
+                "how it splits a text is not known (docs/serving.md has the names that are): put the model's own"
+                " tokenizer.json beside the file, or write the file anew with a converter that names one of them"
+            )
+            raise self._error("pre", name, problem)
         split = SPLITS[name]
-        missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - self.ids.keys()
-        if missing:
+        if missing := _CHARACTERS - self.ids.keys():
             raise self._error("tokens", len(self.tokens), f"{len(missing)} of 256 bytes are no tokens")
         splits = [
             {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
@@ -139,7 +117,9 @@ class _Vocabulary:
         bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         merges = self._merges()
         # What is not used in the file is no token elsewhere.
-        vocabulary = {token: index for token, index in self.ids.items() if self.types[index] != _UNUSED}
+        vocabulary = {
+            token: index for token, index in self.ids.items() if self.types[index] != _UNUSED or index in self.ends
+        }
         return {
             "normalizer": {"type": "NFC"} if split.composed else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_only]},
@@ -255,9 +235,13 @@ class _Vocabulary:
         return [(tokens[left], tokens[right]) for *_, left, right in found]
 
     def _outside_of_text(self) -> list[int]:
-        """The tokens that a text is cut at, before anything else."""
+        """The tokens that a text is cut at, before anything else: those that end a text are, whatever their types."""
         kinds = (_CONTROL, _USER_DEFINED, *([_UNKNOWN] if self.kind == "llama" else []))
-        return [index for index, kind in enumerate(self.types) if kind in kinds and self.tokens[index]]
+        return [
+            index
+            for index, kind in enumerate(self.types)
+            if (kind in kinds or index in self.ends) and self.tokens[index]
+        ]
 
     def _added(self, index: int) -> Json:
         token = self.tokens[index]
@@ -270,7 +254,7 @@ class _Vocabulary:
             "lstrip": False,
             "rstrip": phi3 and token not in ("<unk>", "<s>", "<|endoftext|>"),
             "normalized": False,
-            "special": self.types[index] != _USER_DEFINED,
+            "special": self.types[index] != _USER_DEFINED or index in self.ends,
         }
 
     def _ends(self, begins: bool) -> Json | None:

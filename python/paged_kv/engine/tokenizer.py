@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.config import checkpoint_folder
+from paged_kv.checkpoint.end_tokens import END_TEXTS
 from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, library_errors, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
@@ -39,12 +40,21 @@ class Tokenizer:
         # Some files carry the lengths of their training batches; a prompt is taken as it is.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._hide_ends(config.eos_token_ids)
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= config.vocab_size:
             raise CheckpointError(
                 f"{file}: vocabulary mismatch: token ids go up to {largest}, "
                 f"but vocab_size is {config.vocab_size} in config.json"
             )
+
+    def _hide_ends(self, ends: tuple[int, ...]) -> None:
+        """Makes marks that end a text special: some files say that they are text, which would be shown."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        for text in END_TEXTS:
+            number = self._tokenizer.token_to_id(text)
+            if number in ends:
+                self._tokenizer.add_special_tokens([added.get(number, text)])
 
     def encode(self, prompt: str, *, is_template: bool = False) -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer's file adds.

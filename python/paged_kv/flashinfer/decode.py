@@ -174,7 +174,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
             q_data_type: Of q: float32, float16 or bfloat16, as a name or a torch, NumPy or MAX dtype; or float8_e4m3fn
                 or float8_e5m2, which is widened, exactly, to the dtype of the cache, or to bfloat16.
             kv_data_type: Of the cache: that of q, or either float8; any of the five under float8 queries; or int8 or
-                int4, codes with scales (docs/quantised-cache.md). None is `q_data_type`.
+                int4, codes with scales, in which elements of V below 3e-32 may count as 0 (docs/quantised-cache.md).
+                None is `q_data_type`.
             o_data_type: Of o: any of the five; None is `q_data_type`. It is rounded once, from float32.
             data_type: Deprecated: the dtype of the cache where `kv_data_type` is None, and that of q unless it is
                 float8.

@@ -247,7 +247,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             num_kv_heads: Hk.
             head_dim_qk: D, a multiple of 8 up to 512.
             page_size: Tokens of a page.
-            head_dim_vo: Dv, of V and o, a multiple of 8 up to 512; None is D.
+            head_dim_vo: Dv, of V and o, a multiple of 8 up to 512; None is D, and so is it of int8 and int4 codes.
             custom_mask: bool: which tokens each row sees, `[q_len, kv_len]` of each request, flattened, one request
                 after the other. It counts instead of `causal`; a window still holds.
             packed_custom_mask: The same as `[bytes]` uint8, the lowest bit of a byte first, each request from a new

@@ -28,6 +28,8 @@ comptime FACTOR = 2 * KV_TILE_TOKENS
 comptime OFFSET_SUM = FACTOR + 4
 comptime GREATEST: Float32 = 16383
 """Of an integer weight: its upper byte is signed, its lower one has 7 bits."""
+comptime LEAST_WEIGHT: Float32 = 2e-34
+"""Where the greatest product of weight and scale is smaller, all count as 0: a 16383rd of it is no normal float32."""
 
 
 def rounds_weights(q_dtype: DType, kv_dtype: DType) -> Bool:
@@ -84,9 +86,8 @@ def round_weights[
     for m in range(queries):
         var row = present.select(weights.unsafe_load[width=KV_TILE_TOKENS](m * KV_TILE_TOKENS), Row(0))
         not_finite = row.fma(Row(0), not_finite)
-        # Where it underflows all weights are 0: below 2^-126 they add nothing to a float32 result that is not.
         var greatest = abs(row).reduce_max()
-        var inverse = GREATEST / greatest if greatest > 1e-30 else Float32(0)
+        var inverse = GREATEST / greatest if greatest > LEAST_WEIGHT else Float32(0)
         var whole = round(row * inverse).cast[DType.int32]()
         var target = rounded.unsafe_offset(m * ROUNDED_FLOATS).unsafe_bitcast[Int8]()
         target.unsafe_store(UPPER, (whole >> 7).cast[DType.int8]())

@@ -132,7 +132,7 @@ class LlamaCppStep(Peer):
 
 def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = None) -> None:
     """The model as llama.cpp reads it: norms and routers in float32; a Llama's rotary pairs are adjacent. `tokens` by
-    their ids.
+    their ids; the last is the two before it, which no text is encoded to.
     """
     import gguf
 
@@ -163,9 +163,10 @@ def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = 
         writer.add_token_list(list(tokens))
         normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
         writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in tokens])
-        writer.add_token_merges(["w 0"])  # never used; llama.cpp wants one
+        writer.add_token_merges([" ".join(tokens[-3:-1])])  # never used; llama.cpp wants one
         writer.add_bos_token_id(BOS_ID)
         writer.add_eos_token_id(EOS_ID)
+        writer.add_add_bos_token(True)
     for name, array in problem.weights.items():
         if array.ndim == 1 or name.endswith("mlp.gate.weight"):
             writer.add_tensor(_gguf_name(name), array.astype(np.float32))
