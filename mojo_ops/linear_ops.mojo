@@ -51,14 +51,14 @@ struct LinearLayer:
         comptime if is_gpu[target]():
             raise Error("paged_kv_linear runs on the CPU alone; a GPU has MAX's own matmul")
         var k = x.dim_size(1)
-        var members = Array[Member, ws.size](uninitialized=True)
+        var members = List[Member](capacity=ws.size)
         comptime for i in range(ws.size):
             check_equal("w: its second dimension", ws[i].dim_size(1), k)
-            members[i] = Member(Int(ys[i].unsafe_ptr()), Int(ws[i].unsafe_ptr()), ws[i].dim_size(0), 0, 0)
-        var at = Int(Pointer(to=members[0]))
+            members.append(Member(Int(ys[i].unsafe_ptr()), Int(ws[i].unsafe_ptr()), ws[i].dim_size(0), 0, 0))
+        var at = Int(members.unsafe_ptr())
         var call = LinearCall(at, ws.size, Int(x.unsafe_ptr()), x.dim_size(0), k, workers_of_max())
         call_library(String("paged_kv_linear_", dtype, "_", weight_dtype), call)
-        _ = members
+        _ = members^
 
 
 @extensibility.register("paged_kv_expert_linear")
@@ -85,8 +85,9 @@ struct ExpertLinear:
         check_equal("y: its number of rows", y.dim_size(0), rows)
         check_equal("y: its number of columns", y.dim_size(1), w.dim_size(1))
         var member = Member(Int(y.unsafe_ptr()), Int(w.unsafe_ptr()), w.dim_size(1), 0, 0)
+        var members = List[Member](length=1, fill=member)
         var call = ExpertsCall(
-            Int(Pointer(to=member)),
+            Int(members.unsafe_ptr()),
             1,
             Int(x.unsafe_ptr()),
             Int(experts.unsafe_ptr()),
@@ -97,7 +98,7 @@ struct ExpertLinear:
             workers_of_max(),
         )
         call_library(String("paged_kv_experts_", dtype, "_", weight_dtype), call)
-        _ = member
+        _ = members^
 
 
 @extensibility.register("paged_kv_quantised_linear")
@@ -122,21 +123,23 @@ struct QuantisedLinear:
         comptime mask = encodings_mask(encodings, ws.size)
         comptime assert mask < 1 << ENCODING_COUNT, "an encoding that is not known"
         var k = x.dim_size(1)
-        var members = Array[Member, ws.size](uninitialized=True)
+        var members = List[Member](capacity=ws.size)
         comptime for i in range(ws.size):
             comptime encoding = encoding_of(encodings, i)
             check_row_bytes(ws[i].dim_size(1), encoding, k)
-            members[i] = Member(
-                Int(ys[i].unsafe_ptr()),
-                Int(ws[i].unsafe_ptr()),
-                ws[i].dim_size(0),
-                ws[i].dim_size(1),
-                encoding,
+            members.append(
+                Member(
+                    Int(ys[i].unsafe_ptr()),
+                    Int(ws[i].unsafe_ptr()),
+                    ws[i].dim_size(0),
+                    ws[i].dim_size(1),
+                    encoding,
+                )
             )
-        var at = Int(Pointer(to=members[0]))
+        var at = Int(members.unsafe_ptr())
         var call = LinearCall(at, ws.size, Int(x.unsafe_ptr()), x.dim_size(0), k, workers_of_max())
         call_library(String("paged_kv_quantised_linear_", dtype, "_", mask), call)
-        _ = members
+        _ = members^
 
 
 @extensibility.register("paged_kv_quantised_experts")
@@ -164,22 +167,24 @@ struct QuantisedExperts:
         var k = x.dim_size(1)
         var rows = experts.dim_size(0)
         var count = ws[0].dim_size(0)
-        var members = Array[Member, ws.size](uninitialized=True)
+        var members = List[Member](capacity=ws.size)
         comptime for i in range(ws.size):
             comptime encoding = encoding_of(encodings, i)
             check_row_bytes(ws[i].dim_size(2), encoding, k)
             check_equal("w: its number of experts", ws[i].dim_size(0), count)
             check_equal("y: its number of rows", ys[i].dim_size(0), rows)
             check_equal("y: its number of columns", ys[i].dim_size(1), ws[i].dim_size(1))
-            members[i] = Member(
-                Int(ys[i].unsafe_ptr()),
-                Int(ws[i].unsafe_ptr()),
-                ws[i].dim_size(1),
-                ws[i].dim_size(2),
-                encoding,
+            members.append(
+                Member(
+                    Int(ys[i].unsafe_ptr()),
+                    Int(ws[i].unsafe_ptr()),
+                    ws[i].dim_size(1),
+                    ws[i].dim_size(2),
+                    encoding,
+                )
             )
         var call = ExpertsCall(
-            Int(Pointer(to=members[0])),
+            Int(members.unsafe_ptr()),
             ws.size,
             Int(x.unsafe_ptr()),
             Int(experts.unsafe_ptr()),
@@ -190,7 +195,7 @@ struct QuantisedExperts:
             workers_of_max(),
         )
         call_library(String("paged_kv_quantised_experts_", dtype, "_", mask), call)
-        _ = members
+        _ = members^
 
 
 @extensibility.register("paged_kv_quantised_rows")

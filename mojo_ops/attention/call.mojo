@@ -5,13 +5,11 @@ from extensibility import InputTensor, OutputTensor
 from ..cache.checks import check_equal
 from ..cache.operands import CacheMemory, KVCachePair
 from ..cache.pointers import constant_at, memory_at
-from ..isa.codes import is_codes
 from ..isa.threads import Workers
-from .checks import check_dim, check_heads, check_rows
-from .cpu.dispatch import attend_on_cpu
+from .checks import check_dim, check_heads
 from .logits import Logits
 from .params import AttentionRows
-from .row_masks import CustomMasks, NoMasks, RowMasks
+from .row_masks import CustomMasks, RowMasks
 
 
 @fieldwise_init
@@ -166,7 +164,7 @@ struct AttentionCall(TrivialRegisterPassable):
         )
 
     def rows[
-        dtype: DType, o_dtype: DType, Masks: RowMasks
+        Masks: RowMasks, //, dtype: DType, o_dtype: DType
     ](self, masks: Masks, out rows: AttentionRows[dtype, o_dtype, Masks]) raises:
         """The rows; refuses options that do not fit."""
         var options = constant_at[DType.float32](self.options)
@@ -200,25 +198,3 @@ struct AttentionCall(TrivialRegisterPassable):
             check_equal("o: its head_dim", self.value_dim, pair.v.head_dim())
         else:
             check_equal("v_blocks: its head_dim", pair.v.head_dim(), pair.k.head_dim())
-
-    def run[dtype: DType, o_dtype: DType, kv_dtype: DType, *, masked: Bool, rotates: Bool](self) raises:
-        """Computes it on the CPU."""
-        var pair = KVCachePair[kv_dtype, codes=is_codes(kv_dtype)].of_memory(self.cache)
-        comptime if masked:
-            self.run_rows[rotates=rotates, dtype=dtype, o_dtype=o_dtype](
-                pair, self.masks.masks(self.num_rows, pair.table.batch)
-            )
-        else:
-            self.run_rows[rotates=rotates, dtype=dtype, o_dtype=o_dtype](pair, NoMasks())
-
-    def run_rows[
-        Masks: RowMasks, //, *, rotates: Bool, dtype: DType, o_dtype: DType
-    ](self, pair: KVCachePair, masks: Masks) raises:
-        """As `run`, of rows that see what `masks` let through."""
-        var rows: AttentionRows[dtype, o_dtype, Masks] = self.rows[dtype, o_dtype](masks)
-        var logits = self.logits()
-        self.check_cache(pair, masked=Masks.has_masks)
-        logits.check()
-        check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, masks, logits)
-        masks.check(rows.row_batch, rows.row_lengths, rows.num_rows, pair.table.batch)
-        attend_on_cpu[rotates=rotates](rows, pair.k, pair.v, logits, self.workers)

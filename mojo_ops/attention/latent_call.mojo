@@ -6,8 +6,7 @@ from ..cache.checks import check_equal
 from ..cache.operands import CacheMemory, KVCachePair
 from ..cache.pointers import constant_at, memory_at
 from ..isa.threads import Workers
-from .checks import check_dim, check_rows, check_width
-from .cpu.dispatch import attend_on_cpu
+from .checks import check_dim, check_width
 from .logits import Logits
 from .params import AttentionRows
 from .row_masks import NoMasks
@@ -119,12 +118,3 @@ struct LatentCall(TrivialRegisterPassable):
         check_dim("the width of ckv_cache", pair.v.head_dim())
         if pair.k.head_dim() != 0:
             check_dim("the width of kpe_cache", pair.k.head_dim())
-
-    def run[dtype: DType, o_dtype: DType, kv_dtype: DType](self) raises:
-        """Computes it on the CPU."""
-        var pair = KVCachePair[kv_dtype].of_memory(self.cache)
-        var rows = self.rows[dtype, o_dtype]()
-        self.check_cache(pair)
-        var logits = self.logits()
-        check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.masks, logits)
-        attend_on_cpu[latent=True](rows, pair.k, pair.v, logits, self.workers)

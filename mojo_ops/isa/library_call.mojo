@@ -27,9 +27,10 @@ def call_library[Call: TrivialRegisterPassable](name: String, call: Call) raises
         address = symbol(name)
     if address == 0:
         raise Error("the library of kernels ", name, " cannot be loaded")
-    var operands = call
-    var message = Pointer(to=address).unsafe_bitcast[Function]()[](Int(Pointer(to=operands)))
-    _ = operands
+    # On the heap: the compiler does not see that an address is read, and lets a variable on the stack end before.
+    var operands = List[Call](length=1, fill=call)
+    var message = Pointer(to=address).unsafe_bitcast[Function]()[](Int(operands.unsafe_ptr()))
+    _ = operands^
     if message != 0:
         raise Error(taken(message))
 

@@ -185,12 +185,13 @@ struct ExpertLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
         if rows > 0:
             var y = self.y.unsafe_offset(begin * self.n)
             var member = LinearMember(y, self.w.unsafe_offset(expert * self.n * self.k), self.n)
+            var members = List[LinearMember[Self.dtype, Self.weight_dtype]](length=1, fill=member)
             linear(
-                untracked(Pointer(to=member)),
+                untracked(members.unsafe_ptr()),
                 1,
                 self.x.unsafe_offset(begin * self.k),
                 rows,
                 self.k,
                 workers,
             )
-            _ = member
+            _ = members^

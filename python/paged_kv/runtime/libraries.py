@@ -346,21 +346,18 @@ def _build(program: str, options: list[str], names: dict[str, str], path: Path, 
     """
     source, compiled = resources("paged_kv.runtime") / program, path.with_suffix(".o")
     command = ["build", "--emit", "object", "-O3", *options, *([f"--target-cpu={target}"] if target else [])]
-    _run(source, lambda: subprocess_run_mojo([*command, str(source), "-o", str(compiled)], **_QUIET))
+    _run(source, partial(subprocess_run_mojo, [*command, str(source), "-o", str(compiled)]))
     linker = _brought("lld", "bin")
     needed = _brought("libKGENCompilerRTShared.so", "lib")
     command = [str(linker), "-flavor", "gnu", "-shared", "--strip-all", str(compiled), str(needed), "-o", str(path)]
     command += [f"--defsym={name}={function}" for name, function in names.items()]
-    _run(source, lambda: subprocess.run(command, **_QUIET))
+    _run(source, partial(subprocess.run, command))
     compiled.unlink()
 
 
-_QUIET = {"capture_output": True, "text": True, "timeout": _SECONDS, "check": False}
-
-
-def _run(source: object, run: Callable[[], subprocess.CompletedProcess[str]]) -> None:
+def _run(source: object, run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     try:
-        done = run()
+        done = run(capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (RuntimeError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"{source}: {error}") from error
     if done.returncode:

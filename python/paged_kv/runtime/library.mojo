@@ -9,6 +9,7 @@ weights in blocks. `libraries.py` builds it, and gives each function the name by
 from std.sys.defines import get_defined_dtype, get_defined_int, get_defined_string
 
 from mojo_ops.attention.call import AttentionCall
+from mojo_ops.attention.cpu.library import attend, attend_latent
 from mojo_ops.attention.latent_call import LatentCall
 from mojo_ops.attention.merge_states import MergeCall
 from mojo_ops.isa.library_call import message_of
@@ -32,7 +33,7 @@ def at[Call: TrivialRegisterPassable](address: Int) -> Call:
 def attention(call: Int) abi("C") -> Int:
     comptime if ",attention," in KINDS:
         try:
-            at[AttentionCall](call).run[A, C, B, masked=False, rotates=False]()
+            attend[A, C, B, masked=False, rotates=False](at[AttentionCall](call))
         except error:
             return message_of(error)
     return 0
@@ -42,7 +43,7 @@ def attention(call: Int) abi("C") -> Int:
 def attention_rotated(call: Int) abi("C") -> Int:
     comptime if ",attention_rotated," in KINDS:
         try:
-            at[AttentionCall](call).run[A, C, B, masked=False, rotates=True]()
+            attend[A, C, B, masked=False, rotates=True](at[AttentionCall](call))
         except error:
             return message_of(error)
     return 0
@@ -52,7 +53,7 @@ def attention_rotated(call: Int) abi("C") -> Int:
 def masked_attention(call: Int) abi("C") -> Int:
     comptime if ",masked_attention," in KINDS:
         try:
-            at[AttentionCall](call).run[A, C, B, masked=True, rotates=False]()
+            attend[A, C, B, masked=True, rotates=False](at[AttentionCall](call))
         except error:
             return message_of(error)
     return 0
@@ -62,7 +63,7 @@ def masked_attention(call: Int) abi("C") -> Int:
 def masked_attention_rotated(call: Int) abi("C") -> Int:
     comptime if ",masked_attention_rotated," in KINDS:
         try:
-            at[AttentionCall](call).run[A, C, B, masked=True, rotates=True]()
+            attend[A, C, B, masked=True, rotates=True](at[AttentionCall](call))
         except error:
             return message_of(error)
     return 0
@@ -72,7 +73,7 @@ def masked_attention_rotated(call: Int) abi("C") -> Int:
 def latent(call: Int) abi("C") -> Int:
     comptime if ",latent," in KINDS:
         try:
-            at[LatentCall](call).run[A, C, B]()
+            attend_latent[A, C, B](at[LatentCall](call))
         except error:
             return message_of(error)
     return 0
