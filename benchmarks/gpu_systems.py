@@ -127,18 +127,19 @@ class Ours:
             view,
             device.buffer(none),
             device.buffer(none.clone()),
-            to_buffer(np.array(-1, np.int32)),
-            to_buffer(AttentionOptions().numbers(point.head_dim)),
+            np.array(-1, np.int32),
+            AttentionOptions().numbers(point.head_dim),
         ]
         dtypes = DType[point.dtype], DType[point.kv_dtype]
         stream, result = max_stream() if on_gpu else None, torch.utils.dlpack.from_dlpack
         if on_gpu:
             torch.cuda.synchronize()
+        buffers = [to_buffer(each) if isinstance(each, np.ndarray) else each for each in inputs]
         run = partial(runtime.execute, Variant("attention", *dtypes), *inputs)
         yield System("paged-kv", run, stream, lambda outputs: result(outputs[0]))
         if on_gpu:
             plain = gpu_graphs.attention(runtime, *dtypes, gpu_kernel="plain").load(runtime)
-            yield System("paged-kv plain", partial(plain.execute, *inputs), stream, lambda outputs: result(outputs[0]))
+            yield System("paged-kv plain", partial(plain.execute, *buffers), stream, lambda outputs: result(outputs[0]))
 
 
 class MaxFlashAttention:
