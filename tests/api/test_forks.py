@@ -28,6 +28,13 @@ def test_a_child_that_is_forked_computes(when, how):
     assert printed(when, how) == RIGHT
 
 
+def test_max_is_refused_in_a_child_that_is_forked_after_it_has_started():
+    said = printed("started", "session")
+    assert said.startswith("ToolchainError: this process was forked after MAX had started its threads")
+    assert "'spawn' or 'forkserver'" in said
+    assert printed("fresh", "session") == "InferenceSession"
+
+
 @pytest.mark.parametrize("how", ["spawn", "forkserver"])
 def test_a_child_that_is_no_copy_computes(how):
     assert printed("ran", how) == RIGHT

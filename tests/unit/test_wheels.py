@@ -125,7 +125,11 @@ def test_provenance_says_what_the_kernels_are_made_of(wheels, kernels, monkeypat
     [
         ("merge_float32", lambda path: path.unlink(), "is missing, damaged or of other sources"),
         ("demo_step", lambda path: path.unlink(), "is missing, damaged or of other sources"),
-        ("merge_float32", lambda path: path.write_bytes(path.read_bytes()[:-1]), "is missing, damaged or of other sources"),
+        (
+            "merge_float32",
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            "is missing, damaged or of other sources",
+        ),
         ("merge_float32", lambda path: seal_of_others(path), "is missing, damaged or of other sources"),
         ("merge_float32", lambda path: rewrite(path), "is not the file of"),
     ],

@@ -200,7 +200,7 @@ _HEAD_DIM = slice(24, 32)
 
 
 def _at(array: Array) -> int:
-    address: int = array.ctypes.data
+    address: int = array.__array_interface__["data"][0]
     return address
 
 

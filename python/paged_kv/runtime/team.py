@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 
 from paged_kv.runtime.libraries import team_library
-from paged_kv.runtime.threads import num_threads
+from paged_kv.runtime.threads import chosen_threads, num_threads
 
 _WORKERS = struct.Struct("<3q")
 _ALONE = _WORKERS.pack(1, 0, 0)
@@ -31,8 +31,9 @@ class _Team:
     def __init__(self) -> None:
         self.lost_threads = self._has_threads = False
         self._lock = Lock()
-        self._openmp = 0
-        self._own: tuple[int, int] | None = None
+        self._openmp: int | None = None
+        self._own: tuple[int | None, bytes] | None = None
+        self._started: tuple[int, int] | None = None
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=self._before, after_in_child=self._in_child)
 
@@ -46,27 +47,34 @@ class _Team:
         self.lost_threads |= self._has_threads
         self._lock = Lock()  # a thread that the child lacks may hold the other one
 
-    def workers(self, count: int | None) -> bytes:
+    def workers(self) -> bytes:
         if self.lost_threads:
             return _ALONE
-        if not self._openmp and "torch" in sys.modules:
+        torch = sys.modules.get("torch")
+        if self._openmp is None and hasattr(torch, "get_num_threads"):
             self._openmp = _openmp()
-        if count is None:
-            count = sys.modules["torch"].get_num_threads() if self._openmp else num_threads()
+        if self._openmp and torch is not None:
+            count = torch.get_num_threads()
+            return _ALONE if count == 1 else _WORKERS.pack(count, self._openmp, 0)
+        own = self._own
+        if own is None or own[0] != chosen_threads():
+            with self._lock:
+                own = self._own = chosen_threads(), self._packed()
+        return own[1]
+
+    def _packed(self) -> bytes:
+        """`Workers` of this package's team, which is started where there is none."""
+        count = num_threads()
         if count == 1:
             return _ALONE
-        if self._openmp:
-            return _WORKERS.pack(count, self._openmp, 0)
-        if self._own is None:
-            with self._lock:
-                if self._own is None:
-                    self._own = _start()
-        return _WORKERS.pack(count, *self._own)
+        if self._started is None:
+            self._started = _start(count - 1)
+        return _WORKERS.pack(count, *self._started)
 
 
-def workers(count: int | None = None) -> bytes:
-    """`Workers`: up to `count` threads; None: torch's number where it is there, else `num_threads`."""
-    return _TEAM.workers(count)
+def workers() -> bytes:
+    """`Workers`: torch's number of threads where its OpenMP is there, else `num_threads`."""
+    return _TEAM.workers()
 
 
 def may_use_threads() -> bool:
@@ -83,13 +91,12 @@ def _openmp() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def _start() -> tuple[int, int]:
-    """A team of this package's: the address of its function, and its state."""
+def _start(threads: int) -> tuple[int, int]:
+    """A team of so many threads beside the caller's: the address of its function, and its state."""
     library = team_library()
     start = library.paged_kv_team_start
     start.argtypes, start.restype = [ctypes.c_int64], ctypes.c_int64
-    address = ctypes.cast(library.paged_kv_team_run, ctypes.c_void_p).value or 0
-    return address, start(num_threads() - 1)
+    return ctypes.cast(library.paged_kv_team_run, ctypes.c_void_p).value or 0, start(threads)
 
 
 _TEAM = _Team()

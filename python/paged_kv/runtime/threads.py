@@ -91,6 +91,11 @@ def started_pool_threads() -> int | None:
 _chosen: list[int] = []
 
 
+def chosen_threads() -> int | None:
+    """What `set_num_threads` said last."""
+    return _chosen[-1] if _chosen else None
+
+
 def num_threads() -> int:
     """Threads of a call: as many as `set_num_threads` said, else one for each CPU that the process may run on."""
     return _chosen[-1] if _chosen else len(allowed_cpus())
