@@ -1,8 +1,8 @@
 """A program that runs attention in child processes: `python forking.py WHEN HOW`, for `test_forks.py`.
 
 WHEN is what the parent has done before: "fresh" (imported the package), "planned", "ran", "operated" (a torch operator
-on two threads of OpenMP), or "started" (MAX, as a graph does). HOW starts the child. One line is printed: what the child's run gave, its sum or the
-name and the text of its error.
+on two threads of OpenMP), or "started" (MAX, as a graph does). HOW starts the child. One line is printed: what the
+child's run gave, its sum or the name and the text of its error.
 """
 
 import multiprocessing

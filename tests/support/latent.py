@@ -7,10 +7,9 @@ import numpy as np
 from max.dtype import DType
 
 from paged_kv.options import LatentOptions
-from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
 from support.cases import DTYPES
-from support.harness import HOST, NONE, Place
+from support.harness import HOST, NONE, Place, graphs
 from support.op_graphs import one_process_at_a_time
 
 PAIRS = tuple(
@@ -91,7 +90,7 @@ def build(
 def load_variants() -> None:
     """Compiles what the tests of latent attention execute, once for all workers."""
     with one_process_at_a_time("latent variants"):
-        default_runtime().load([Variant("mla_attention", DType[q], DType[kv]) for q, kv in PAIRS])
+        graphs().load([Variant("mla_attention", DType[q], DType[kv]) for q, kv in PAIRS])
 
 
 def mla_attention(

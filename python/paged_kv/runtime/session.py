@@ -75,28 +75,11 @@ class Runtime:
         return host_calls.execute(variant, *inputs, sources=self._sources)
 
 
-class GpuRuntime(Runtime):
-    """A MAX session on a GPU, and the variants loaded in it.
+class GraphRuntime(Runtime):
+    """The ops in graphs of a MAX session, one a variant, which is how a GPU runs them."""
 
-    Args:
-        gpu: The number of the GPU.
-
-    Raises:
-        ToolchainError: MAX does not see that GPU, or this process was forked off one in which MAX ran.
-    """
-
-    def __init__(self, gpu: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        check_not_forked()
-        apply_cpu_target()
-        try:
-            accelerator = Accelerator(gpu)
-        except (RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ToolchainError(f"GPU {gpu}: MAX finds no such device ({reason})") from error
-        self.driver_device, self.device = accelerator, DeviceRef.GPU(gpu)
-        self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
-        self.session = InferenceSession(devices=[CPU(), accelerator])
         self._models: dict[Variant, Model] = {}
         self._loading = Lock()
 
@@ -137,6 +120,30 @@ class GpuRuntime(Runtime):
             self.load(variant.family())
             model = self._models[variant]
         return model.execute(*(to_buffer(each) if isinstance(each, np.ndarray) else each for each in inputs))
+
+
+class GpuRuntime(GraphRuntime):
+    """A MAX session on a GPU.
+
+    Args:
+        gpu: The number of the GPU.
+
+    Raises:
+        ToolchainError: MAX does not see that GPU, or this process was forked off one in which MAX ran.
+    """
+
+    def __init__(self, gpu: int) -> None:
+        super().__init__()
+        check_not_forked()
+        apply_cpu_target()
+        try:
+            accelerator = Accelerator(gpu)
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ToolchainError(f"GPU {gpu}: MAX finds no such device ({reason})") from error
+        self.driver_device, self.device = accelerator, DeviceRef.GPU(gpu)
+        self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
+        self.session = InferenceSession(devices=[CPU(), accelerator])
 
 
 _RUNTIMES: dict[int | None, Runtime] = {}
