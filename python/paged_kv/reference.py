@@ -156,8 +156,8 @@ def attention(
     scale = (head_dim**-0.5 if sm_scale is None else sm_scale) * q_scale * k_scale
     bits = np.unpackbits(np.zeros(0, np.uint8) if mask is None else mask, bitorder="little").astype(bool)
 
-    o = np.zeros((rows, q_heads, values.shape[3]))
-    lse = np.full((rows, q_heads), -np.inf)
+    o = np.zeros((rows, q_heads, values.shape[3]), np.float64)
+    lse = np.full((rows, q_heads), -np.inf, np.float64)
     for r in np.flatnonzero((row_batch >= 0) & (row_lengths > 0)):
         b, length = int(row_batch[r]), int(row_lengths[r])
         offset = 0 if token_offsets is None else int(token_offsets[b])
@@ -344,7 +344,7 @@ def _softmax_v(x: np.ndarray, v: np.ndarray, sinks: np.ndarray | None) -> tuple[
     """softmax(x) . V and the base-2 lse, from natural-log logits `x [Hq, L]`, `v [L, Hk, D]` and `sinks [Hq]`."""
     q_heads, length = x.shape
     kv_heads = v.shape[1]
-    sink = np.full(q_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    sink = np.full(q_heads, -np.inf, np.float64) if sinks is None else sinks.astype(np.float64)
     highest = np.maximum(x.max(axis=1), sink)
     p = np.exp(x - highest[:, None])
     denominator = p.sum(axis=1) + np.exp(sink - highest)

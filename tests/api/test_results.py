@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from support.calls import CALLS, Call, i32
 from support.decoding import to_kind
@@ -89,3 +90,11 @@ def test_a_plan_keeps_no_hold_of_its_arrays(call: Call, equal: bool) -> None:
             if isinstance(array, np.ndarray):
                 np.invert(array, out=array)
     assert bytes_of(call.runs(plan.__self__)) == expected  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("call", WRITES, ids=name_of)
+def test_writes_to_tensors_are_counted_for_autograd(call: Call) -> None:
+    run, given, expected = results_of(call)
+    out, lse = (torch.from_numpy(np.zeros_like(one)) for one in expected)
+    run(**given, out=out, lse=lse)
+    assert (out._version, lse._version) == (1, 1)

@@ -161,7 +161,7 @@ def test_rows_of_an_append_that_lie_in_the_cache() -> None:
 
 
 def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
-    """What Python does not let through: a length that is negative."""
+    """What Python does not let through: a length that is negative, a result of another dtype."""
     q, o, lse, k = torch.ones(1, 1, 8), torch.full((1, 1, 8), 7.0), torch.full((1, 1), 7.0), torch.ones(1, 1, 1, 8)
     batch, lengths, table = np.zeros(1, np.int32), np.array([-3], np.int32), np.zeros((1, 1), np.uint32)
     options, none = np.array([1, 0, 1, 0, 1], np.float32), np.zeros(0, np.float32)
@@ -171,6 +171,8 @@ def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
     attend = kernel("attention", "float32", "float32", "float32")
     with pytest.raises(ContractError, match=r"row_lengths: row 0 \(request 0\) has length -3"):
         attend(struct.pack("<45q", *rows, *[0] * 10, *logits, *storage) + workers())
+    with pytest.raises(ContractError, match="would write torch.float32 to a tensor of torch.bfloat16"):
+        memory.output(lse.bfloat16(), torch.float32)
     assert float(o.sum()) == 7.0 * 8
     assert float(lse) == 7.0
 

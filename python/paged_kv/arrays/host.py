@@ -52,7 +52,7 @@ def as_numpy(array: Any, name: str) -> np.ndarray:
 def like(array: Any, result: np.ndarray) -> Any:
     """`result` as an array of the kind of `array`: torch, JAX or MAX where that is one, else NumPy.
 
-    Nothing is copied, except by JAX where it needs another alignment.
+    Nothing is copied, except by JAX where it needs another alignment. A JAX array lies on the device of `array`.
     """
     if isinstance(array, np.ndarray):
         return result
@@ -64,15 +64,22 @@ def like(array: Any, result: np.ndarray) -> Any:
     if isinstance(array, Buffer):
         return to_buffer(np.ascontiguousarray(result))
     if _is_jax(array):
-        return sys.modules["jax"].numpy.asarray(result)
+        return sys.modules["jax"].device_put(result, min(array.devices(), key=lambda device: device.id))
     if _is_max_tensor(array):
         return type(array)(storage=to_buffer(np.ascontiguousarray(result)))
     return result
 
 
 def sample_array(kind: str) -> Any:
-    """An empty array for `like`, of the kind "numpy", "torch" or "jax"; imports the library."""
-    return import_module({"numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}[kind]).zeros(0)
+    """An empty array on the CPU for `like`, of the kind "numpy", "torch" or "jax"; imports the library."""
+    if kind == "torch":
+        torch = import_module(kind)
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
+    empty = np.zeros(0, np.float32)
+    if kind == "jax":
+        jax = import_module(kind)
+        return jax.device_put(empty, jax.devices("cpu")[0])
+    return empty
 
 
 def as_indices(array: Any, name: str, ndim: int = 1) -> npt.NDArray[np.int32]:

@@ -16,6 +16,7 @@ from paged_kv.arrays.cache_storage import check_storage, paged_views
 from paged_kv.arrays.dtypes import DTYPES
 from paged_kv.arrays.overlap import check_apart
 from paged_kv.arrays.types import ArrayDevice, Shape, namespace
+from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.device_page_table import DevicePageTable
 from paged_kv.calls.kv_copy import prepare, write_rows
 from paged_kv.calls.page_table import KV_NAMES, PageTable
@@ -45,6 +46,8 @@ class WritableCache:
     name: str
     """What messages call it."""
     device: ArrayDevice
+    arrays: tuple[Any, ...]
+    """The caller's, of which `k` and `v` are views."""
     takes_codes: bool = False
     """Whether int8 and uint8 may be codes: attention reads none of latents."""
 
@@ -53,7 +56,8 @@ class WritableCache:
         """A paged cache of K and V, for `rows` by the names of their arguments; see `paged_views`."""
         device = devices.device_of(**rows, **{name: cache})
         k, v = paged_views(cache, kv_layout, name, device=device, writable=True)
-        return WritableCache(k, v, name, device, takes_codes=True)
+        arrays = tuple(cache) if isinstance(cache, tuple | list) else (cache,)
+        return WritableCache(k, v, name, device, arrays, takes_codes=True)
 
     @staticmethod
     def latent_pair(ckv_cache: Any, kpe_cache: Any, **rows: Any) -> WritableCache:
@@ -68,7 +72,7 @@ class WritableCache:
         if kpe.dtype != ckv.dtype:
             raise ContractTypeError(f"kpe_cache: dtype {kpe.dtype} differs from ckv_cache's {ckv.dtype}")
         check_apart(device, "kpe_cache", kpe, [("ckv_cache", ckv)])
-        return WritableCache(ckv[:, :, None], kpe[:, :, None], "ckv_cache", device)
+        return WritableCache(ckv[:, :, None], kpe[:, :, None], "ckv_cache", device, (ckv_cache, kpe_cache))
 
     @staticmethod
     def latent(cache: Any, k: Any, v: Any) -> tuple[WritableCache, int]:
@@ -84,7 +88,7 @@ class WritableCache:
             view = view[:, :, None]  # one head
         width = device.view(k, "k").shape[-1:]
         split = width[0] if width else 0
-        return WritableCache(view[..., :split], view[..., split:], name, device), num_axes
+        return WritableCache(view[..., :split], view[..., split:], name, device, (cache,)), num_axes
 
     @property
     def page_size(self) -> int:
@@ -125,6 +129,7 @@ class WritableCache:
 
     def write(self, rows: tuple[Any, Any], slots: tuple[Any, Any]) -> None:
         """Writes checked rows to their slots: the page, -1 for none, and the slot of each row, `[N]` int32."""
+        mark_written(self.arrays)
         write_rows(self.device, *rows, self.k, self.v, *slots)
 
 

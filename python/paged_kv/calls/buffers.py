@@ -14,6 +14,7 @@ import numpy as np
 from paged_kv.arrays.devices import device_of
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
+from paged_kv.arrays.versions import mark_written
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 RequestsT = TypeVar("RequestsT", covariant=True)
@@ -95,6 +96,7 @@ class FixedBuffers(Generic[PlannedT, RequestsT]):
         for buffer in self._buffers:
             if given[buffer.name] is None and not buffer.optional:
                 raise ContractError(f"{buffer.name} is needed where {lives} in buffers (use_cuda_graph=True)")
+        self._given = given
         self._device = device_of(**given)
         self._views = {
             buffer.name: _view(self._device, given[buffer.name], buffer)
@@ -127,6 +129,7 @@ class FixedBuffers(Generic[PlannedT, RequestsT]):
         if readable:  # before anything is written: one array of the user's may be another's source
             sources = {name: self._device.apart(source, list(targets.values())) for name, source in sources.items()}
         requests = None if readable else planned.requests()
+        mark_written(self._given[name] for name in sources)
         for name, source in sources.items():
             self._device.write(targets[name], source)
         self._fixed = planned.fixed() if self._fixed is None else self._fixed

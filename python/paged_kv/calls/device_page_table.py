@@ -64,7 +64,8 @@ class DevicePageTable:
         last = device.indices(last_page_len, "last_page_len")
         if len(last) != len(table):
             raise ShapeError(f"last_page_len has {len(last)} entries, page_table has {len(table)} rows")
-        starts = namespace(table).arange(len(table), device=table.device) * table.shape[1]
+        xp = namespace(table)
+        starts = xp.arange(len(table), dtype=xp.int64, device=table.device) * table.shape[1]
         return DevicePageTable(starts, dense_num_pages(table), table.reshape(-1), last, size)
 
     @property

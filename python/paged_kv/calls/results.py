@@ -12,6 +12,7 @@ import numpy as np
 from paged_kv.arguments import flag, shown
 from paged_kv.arrays.overlap import Named, check_written
 from paged_kv.arrays.types import ArrayDevice
+from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.plan import check_array
 from paged_kv.errors import ContractError
 
@@ -86,6 +87,8 @@ class Results:
 
         `views` are those of the arrays that are written; new arrays are of the kind of q.
         """
+        if views is not NOT_WRITTEN:
+            mark_written((self.out, self.lse))
         if views[0] is not None:
             device.write(views[0], o)
         if self.lse_base == "ln":

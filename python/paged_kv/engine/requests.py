@@ -186,11 +186,11 @@ def check_prompt(config: DecoderConfig, name: str, prompt: Any) -> tuple[int, ..
     try:
         array = np.asarray(prompt)
         if isinstance(prompt, list | tuple) and any(isinstance(token, bool | np.bool_) for token in prompt):
-            array = np.empty((0, 0))  # NumPy takes True for 1 where integers are beside it
+            array = np.empty((0, 0), np.float64)  # NumPy takes True for 1 where integers are beside it
     except MemoryError:
         raise
     except Exception:  # rows of several lengths; arrays of other libraries raise what they like
-        array = np.empty((0, 0))
+        array = np.empty((0, 0), np.float64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ContractTypeError(f"{name} must be a list of token ids, integers below 2^63; a text needs a tokenizer")
     outside = (array < 0) | (array >= config.vocab_size)

@@ -192,7 +192,7 @@ class Speculation:
     def __init__(self, draft: Draft | None = None) -> None:
         self._draft = draft
         self._share = 0.5  # of right guesses, in all samples
-        self._sums = np.zeros(5)  # over steps: 1, rows, rows^2, seconds, rows * seconds
+        self._sums = np.zeros(5, np.float64)  # over steps: 1, rows, rows^2, seconds, rows * seconds
 
     def guess(
         self, samples: Sequence[Sample], most: Sequence[int], rows: int, running: Sequence[Sample]

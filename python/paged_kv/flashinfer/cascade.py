@@ -25,6 +25,7 @@ from paged_kv.arrays.cache_storage import check_alike, check_layout, check_stora
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.overlap import check_written
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, DTypeLike, SupportsDLPack
+from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.levels import NAMES, Level, LevelAttention, LevelRows, Levels, level_arrays
 from paged_kv.calls.merge_states import checked_mask, checked_state, merge, merge_two
@@ -571,6 +572,7 @@ def merge_state_in_place(
             raise ContractError(f"{name} is read-only, and is to be changed in place")
     read = [("v_other", other[0]), ("s_other", other[1]), *([] if rows is None else [("mask", rows)])]
     check_written(device, [("v", ours[0]), ("s", ours[1])], read)
+    mark_written((v, s))
     for view, merged in zip(ours, merge_two(device, ours, other), strict=True):
         chosen = merged
         if rows is not None:

@@ -238,7 +238,7 @@ def _checked_tokens(tokens: Any) -> npt.NDArray[np.int64]:
     try:
         array = np.asarray(tokens)
     except (ValueError, OverflowError, TypeError):
-        array = np.empty((0, 0))
+        array = np.empty((0, 0), np.float64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or array.dtype == np.uint64:
         raise ContractTypeError(f"tokens must be a list of integers below 2^63, not {shown(tokens)}")
     return array.astype(np.int64)

@@ -2,10 +2,15 @@
 
     from paged_kv.torch import append_paged_kv, gather_paged_kv, linear, paged_attention
 
-The functions call `torch.ops.paged_kv.*`, whose kernels are those of all other calls of this package. A cache is two
-tensors, K and V `[pages, page_size, Hk, D]`, with any strides of which the last is 1: two views of one tensor, for one,
-that holds both of all layers. A page table is `block_tables [B, n]`, int32, and `seq_lens [B]`, int32: the first
-`ceil(seq_lens[b] / page_size)` entries of row b are request b's pages in token order, what follows may be anything.
+The functions call `torch.ops.paged_kv.*`, whose kernels are those of all other calls of this package. A page table is
+`block_tables [B, n]`, int32, and `seq_lens [B]`, int32: the first `ceil(seq_lens[b] / page_size)` entries of row b are
+request b's pages in token order, what follows may be anything.
+
+A cache is two tensors, K and V `[pages, page_size, Hk, D]`, with any strides of which the last is 1. With `layer` they
+are those of all layers, `[L, pages, page_size, Hk, D]`. Where `v_cache` is None, `k_cache` holds both, K first:
+`[2, pages, page_size, Hk, D]`, or with `layer` `[L, 2, pages, page_size, Hk, D]`; `transpose` gives a tensor of another
+order these shapes. In a function that `torch.compile` compiles, an append takes whole tensors, or views that were made
+outside; a view that is made inside is refused where its place in its tensor depends on a size that may change.
 
 A cache of int8 holds int8 codes with a scale a token and head, one of uint8 int4 codes: its last dimension is the bytes
 of such a head, D + 4 or D / 2 + 4, of which q and the rows of an append and a gather have the D elements.
@@ -31,10 +36,10 @@ from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_t
 from paged_kv.calls.page_table import PageTable, check_offsets
 from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.rows import Rows
-from paged_kv.errors import ContractTypeError, ShapeError
+from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import FORMATS, check_number, stored_elements
 from paged_kv.torch.attention import planned
-from paged_kv.torch.cache import Slots, append, check_caches, checked_append, gather
+from paged_kv.torch.cache import Slots, append, check_caches, check_ranks, checked_append, gather, pages_of
 from paged_kv.torch.kept import Kept
 from paged_kv.torch.products import multiply
 
@@ -44,7 +49,7 @@ __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor | None = None,
@@ -54,12 +59,13 @@ def paged_attention(
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     alibi: bool = False,
+    layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of query rows over the pages of their requests: decode, or causal prefill of ragged rows.
 
     Args:
         q: `[R, Hq, D]` float32, bfloat16 or float16.
-        k_cache, v_cache: `[pages, page_size, Hk, D]` in q's dtype, float8, or codes.
+        k_cache, v_cache: `[pages, page_size, Hk, D]` in q's dtype, float8, or codes; see above for other forms.
         block_tables: `[B, n]`.
         seq_lens: `[B]`, tokens of each request, its new ones included.
         qo_indptr: `[B + 1]` int32: rows `qo_indptr[b]` to `qo_indptr[b + 1]` of q are request b's last tokens, each of
@@ -69,6 +75,7 @@ def paged_attention(
         logits_soft_cap: Makes a score x into `cap * tanh(x / cap)`; 0 is off.
         sinks: `[Hq]` natural-log logits that join the denominator, and the lse.
         alibi: Whether ALiBi's slopes are added to the scores.
+        layer: The layer whose pages are read, of a cache of all layers.
 
     Returns:
         o `[R, Hq, D]` in q's dtype, and the base-2 lse `[R, Hq]` float32: 0 and -inf for a row that sees no token.
@@ -80,67 +87,81 @@ def paged_attention(
         ContractError: a number is out of range.
     """
     if not torch.compiler.is_compiling():
-        _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens)
-        _check_tensors_or_none(qo_indptr=qo_indptr, sinks=sinks)
+        _check_tensors(q=q, k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens)
+        _check_tensors_or_none(v_cache=v_cache, qo_indptr=qo_indptr, sinks=sinks)
         if sm_scale is not None:
             check_number("sm_scale", sm_scale)
         check_number("logits_soft_cap", logits_soft_cap)
         window_left, alibi = integer("window_left", window_left, -1, LARGEST_INDEX), flag("alibi", alibi)
-    return torch.ops.paged_kv.paged_attention(
-        q, k_cache, v_cache, block_tables, seq_lens, qo_indptr, sm_scale, window_left, logits_soft_cap, sinks, alibi
-    )
+        layer = _checked_layer(layer)
+    options = sm_scale, window_left, logits_soft_cap, sinks, alibi, layer
+    return torch.ops.paged_kv.paged_attention(q, k_cache, v_cache, block_tables, seq_lens, qo_indptr, *options)
 
 
 def append_paged_kv(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_tables: Tensor,
     batch_indices: Tensor,
     positions: Tensor,
+    *,
+    layer: int | None = None,
 ) -> None:
-    """Writes N tokens into their pages, in place.
+    """Writes N tokens into their pages, in place: a write that torch's autograd counts as it counts its own.
 
     Args:
         k, v: `[N, Hk, D]` in the cache's dtype, or floats for a cache of codes, which are quantised: row i is token
             `positions[i]` of request `batch_indices[i]`.
-        k_cache, v_cache: `[pages, page_size, Hk, D]`, of which no two elements share memory.
+        k_cache, v_cache: `[pages, page_size, Hk, D]`, of which no two elements share memory; see above for other forms.
         block_tables: `[B, n]`; a row ends at its first -1.
         batch_indices, positions: `[N]` int32; a row of request -1 is skipped.
+        layer: The layer whose pages are written, of a cache of all layers.
 
     Raises:
         ContractTypeError, ShapeError: as `paged_attention`.
         PageTableError: a position is outside its request's pages, a page id is not one of the cache's, or two rows are
             for one slot. Nothing was written, as with every error.
-        ContractError: K and V of the cache share memory.
+        ContractError: K and V of the cache share memory; there is no such layer; or, while `torch.compile` compiles,
+            the cache is a view whose place in its tensor depends on a size that may change.
     """
     if not torch.compiler.is_compiling():
-        _check_tensors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        _check_tensors(k=k, v=v, k_cache=k_cache)
         _check_tensors(block_tables=block_tables, batch_indices=batch_indices, positions=positions)
-    torch.ops.paged_kv.append_paged_kv(k, v, k_cache, v_cache, block_tables, batch_indices, positions)
+        _check_tensors_or_none(v_cache=v_cache)
+        layer = _checked_layer(layer)
+    torch.ops.paged_kv.append_paged_kv(k, v, k_cache, v_cache, block_tables, batch_indices, positions, layer)
 
 
 def gather_paged_kv(
-    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    *,
+    layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The tokens of every request, out of their pages: k and v `[num_tokens, Hk, D]`, request after request, in the
     cache's dtype, or of codes the numbers that they stand for, float32.
 
     Args:
-        k_cache, v_cache: `[pages, page_size, Hk, D]`.
+        k_cache, v_cache: `[pages, page_size, Hk, D]`; see above for other forms.
         block_tables: `[B, n]`.
         seq_lens: `[B]`, tokens of each request.
         num_tokens: Their sum: the shape of the result, which `torch.compile` has to know.
+        layer: The layer whose pages are read, of a cache of all layers.
 
     Raises:
         ContractTypeError, PageTableError: as `paged_attention`.
         ShapeError: also where `num_tokens` is another number.
     """
     if not torch.compiler.is_compiling():
-        _check_tensors(k_cache=k_cache, v_cache=v_cache, block_tables=block_tables, seq_lens=seq_lens)
-        num_tokens = integer("num_tokens", num_tokens, 0, LARGEST_INDEX)
-    return torch.ops.paged_kv.gather_paged_kv(k_cache, v_cache, block_tables, seq_lens, num_tokens)
+        _check_tensors(k_cache=k_cache, block_tables=block_tables, seq_lens=seq_lens)
+        _check_tensors_or_none(v_cache=v_cache)
+        num_tokens, layer = integer("num_tokens", num_tokens, 0, LARGEST_INDEX), _checked_layer(layer)
+    return torch.ops.paged_kv.gather_paged_kv(k_cache, v_cache, block_tables, seq_lens, num_tokens, layer)
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -163,17 +184,17 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 _LIBRARY: Any = Library("paged_kv", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens,"
-    " Tensor? qo_indptr, float? sm_scale, SymInt window_left, float logits_soft_cap, Tensor? sinks, bool alibi)"
-    " -> (Tensor, Tensor)"
+    "paged_attention(Tensor q, Tensor k_cache, Tensor? v_cache, Tensor block_tables, Tensor seq_lens,"
+    " Tensor? qo_indptr, float? sm_scale, SymInt window_left, float logits_soft_cap, Tensor? sinks, bool alibi,"
+    " SymInt? layer=None) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_tables,"
-    " Tensor batch_indices, Tensor positions) -> ()"
+    "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor block_tables,"
+    " Tensor batch_indices, Tensor positions, SymInt? layer=None) -> ()"
 )
 _LIBRARY.define(
-    "gather_paged_kv(Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens)"
-    " -> (Tensor, Tensor)"
+    "gather_paged_kv(Tensor k_cache, Tensor? v_cache, Tensor block_tables, Tensor seq_lens, SymInt num_tokens,"
+    " SymInt? layer=None) -> (Tensor, Tensor)"
 )
 _LIBRARY.define("linear(Tensor x, Tensor w) -> Tensor")
 
@@ -181,7 +202,7 @@ _LIBRARY.define("linear(Tensor x, Tensor w) -> Tensor")
 def _attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor | None,
@@ -190,9 +211,11 @@ def _attention(
     logits_soft_cap: float,
     sinks: Tensor | None,
     alibi: bool,
+    layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
-    _check_ranks(q, k_cache, v_cache)
+    _check_q(q)
+    k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     attention = planned(
         (q.shape[1], num_kv_heads, head_dim, page_size),
@@ -207,12 +230,14 @@ def _append(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_tables: Tensor,
     batch_indices: Tensor,
     positions: Tensor,
+    layer: int | None = None,
 ) -> None:
     _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     of_cache = checked_append(k, v, k_cache, v_cache)
     sizes = k.shape[0], k_cache.shape[1], k_cache.shape[0]
     slots = _slots.of(sizes, block_tables=block_tables, batch_indices=batch_indices, positions=positions)
@@ -220,9 +245,15 @@ def _append(
 
 
 def _gather(
-    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
+    k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     check_caches(k_cache=k_cache, v_cache=v_cache)
     rows = _rows.of((k_cache.shape[1],), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
     found = int(rows.lengths.sum(dtype=np.int64))
@@ -298,17 +329,58 @@ def _refuse_gradients(**tensors: Tensor | None) -> None:
             )
 
 
-def _check_ranks(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """What the shapes of the results follow from, eagerly and in a fake call."""
-    for name, tensor, rank in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
-        if tensor.dim() != rank:
-            raise ShapeError(f"{name} must have {rank} dimensions, its shape is {tuple(tensor.shape)}")
+def _checked_layer(layer: Any) -> int | None:
+    return None if layer is None else integer("layer", layer, 0, LARGEST_INDEX)
+
+
+def _check_q(q: Tensor) -> None:
+    """The shapes of attention's results follow from that of q."""
+    if q.dim() != 3:
+        raise ShapeError(f"q must have 3 dimensions, its shape is {tuple(q.shape)}")
+
+
+def _refuse_misplaced(**caches: Tensor | None) -> None:
+    """Refuses to compile a write to a view that torch's compiler would write elsewhere.
+
+    The compiler makes the view anew. Inductor has no lowering for a storage offset that is computed from sizes, and
+    takes 0 (pytorch#198068); the offset of a view that was made outside is a symbol of its own, of which the compiled
+    function gets the value. A slice is made anew with its start counted from the storage, of a tensor that does not
+    begin there.
+
+    Raises:
+        ContractError: as said.
+    """
+    for name, cache in caches.items():
+        if cache is None:
+            continue
+        offset = cache.storage_offset()
+        base = cache._inference_mode_base if torch.is_inference_mode_enabled() else cache._base  # type: ignore[attr-defined]
+        base = cache if base is None else base
+        if not isinstance(offset, int):
+            sizes = [*cache.shape, *cache.stride(), *base.shape, *base.stride()]
+            symbol = offset.node.expr
+            if not symbol.is_Symbol or any(not isinstance(n, int) and n.node.expr == symbol for n in sizes):
+                raise ContractError(
+                    _misplaced(name, f"depends on sizes that may change (storage offset {offset}; pytorch#198068)")
+                )
+        begin = base.storage_offset()
+        is_slice = cache.stride() == base.stride() and cache.shape != base.shape
+        if is_slice and not (isinstance(begin, int) and begin == 0):
+            raise ContractError(_misplaced(name, f"is counted from another view (storage offset {begin})"))
+
+
+def _misplaced(name: str, place: str) -> str:
+    return (
+        f"{name} is a view that was made inside a compiled function, and its place in its tensor {place}: torch.compile"
+        " would write elsewhere. Give the whole tensor and layer=, or make the view outside;"
+        " docs/transformers.md has an example"
+    )
 
 
 def _fake_attention(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     qo_indptr: Tensor | None,
@@ -317,27 +389,46 @@ def _fake_attention(
     logits_soft_cap: float,
     sinks: Tensor | None,
     alibi: bool,
+    layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     del block_tables, seq_lens, qo_indptr, sm_scale, window_left, logits_soft_cap, alibi
     _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
-    _check_ranks(q, k_cache, v_cache)
+    _check_q(q)
+    check_ranks(k_cache, v_cache, layer)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _fake_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: object) -> None:
-    del rest
+def _fake_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_tables: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    layer: int | None = None,
+) -> None:
+    del block_tables, batch_indices, positions
     _refuse_gradients(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    check_ranks(k_cache, v_cache, layer)
+    _refuse_misplaced(k_cache=k_cache, v_cache=v_cache)
 
 
 def _fake_gather(
-    k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, num_tokens: int
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     del block_tables, seq_lens
     _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
+    check_ranks(k_cache, v_cache, layer)
     found = []
-    for cache in (k_cache, v_cache):
+    for cache in (k_cache, k_cache if v_cache is None else v_cache):
         kv_format = FORMATS.get(str(cache.dtype).removeprefix("torch."))
-        shape = (num_tokens, cache.shape[2], stored_elements(kv_format or "", cache.shape[3]))
+        shape = (num_tokens, cache.shape[-2], stored_elements(kv_format or "", cache.shape[-1]))
         found.append(cache.new_empty(shape, dtype=torch.float32 if kv_format else cache.dtype))
     return found[0], found[1]
 

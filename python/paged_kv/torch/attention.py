@@ -20,7 +20,7 @@ from paged_kv.calls.rows import Rows
 from paged_kv.options import FORMATS, AttentionOptions, alibi_slopes, stored_elements
 from paged_kv.runtime.libraries import kernel
 from paged_kv.runtime.team import workers
-from paged_kv.torch.memory import CacheLayout, holds, layout
+from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 64
 """Of caches that one attention knows; with more it forgets them."""
@@ -80,12 +80,12 @@ class TensorAttention:
             return (o if out is None else out.copy_(o)), lse
         rows.table.check(k.shape[0])
         o = out if out is not None and _takes(out, queries) else torch.empty_like(queries)
-        lse = torch.empty(q.shape[:2])
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         values = None if sinks is None else checked_sinks(HOST, sinks, plan.num_qo_heads, "num_qo_heads")
         if rows.count:
             at_sinks = (0, 0) if values is None else (values.ctypes.data, len(values))
             addresses, table = rows.addresses
-            outputs = _ROWS.pack(o.data_ptr(), lse.data_ptr(), queries.data_ptr(), *q.shape, q.shape[2])
+            outputs = _ROWS.pack(output(o, q.dtype), output(lse, torch.float32), queries.data_ptr(), *q.shape, q.shape[2])
             logits = self._packed_slopes + _SINKS.pack(*at_sinks) + self._packed_options
             attend = kernel("attention", plan.q_dtype.name, plan.array_dtype.name, plan.q_dtype.name)
             attend(outputs + addresses + _NO_MASKS + logits + of_cache.storage(k, v) + table + workers())

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_kv.arguments import integer
 from paged_kv.arrays.cache_storage import paged_views
 from paged_kv.arrays.host import HOST, as_numpy
+from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.append import WritableCache
 from paged_kv.calls.kv_copy import read_rows
 from paged_kv.calls.page_table import Indices
@@ -23,7 +25,7 @@ from paged_kv.errors import ShapeError
 from paged_kv.options import FORMATS, KVFormat, stored_dtype, stored_elements, stored_head
 from paged_kv.runtime.libraries import COPIED, Function, kernel
 from paged_kv.runtime.team import workers
-from paged_kv.torch.memory import CacheLayout, holds, layout
+from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 256
 _ROWS = struct.Struct("<7q")
@@ -54,6 +56,40 @@ class Slots:
         object.__setattr__(self, "operands", (where, _TABLE.pack(self.pages.ctypes.data, count, 1)))
 
 
+def check_ranks(k_cache: Tensor, v_cache: Tensor | None, layer: Any) -> None:
+    """Refuses tensors of another rank than a cache has, with its layers where there is a `layer`, and with K and V in
+    one tensor where there is no `v_cache`.
+
+    Raises:
+        ShapeError: as said, or one tensor is not of K and V.
+    """
+    rank = 4 + (layer is not None) + (v_cache is None)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache is not None and cache.dim() != rank:
+            given = " where a layer is given" if layer is not None else ""
+            both = " and no v_cache" if v_cache is None and given else " where no v_cache is given" * (v_cache is None)
+            raise ShapeError(f"{name} must have {rank} dimensions{given}{both}, its shape is {tuple(cache.shape)}")
+    if v_cache is None and k_cache.shape[-5] != 2:
+        raise ShapeError(f"k_cache: dimension {rank - 5} must be 2 (K and V), its shape is {tuple(k_cache.shape)}")
+
+
+def pages_of(k_cache: Tensor, v_cache: Tensor | None, layer: int | None) -> tuple[Tensor, Tensor]:
+    """K and V `[pages, page_size, Hk, D]`, views of the tensors that an operator is given.
+
+    Raises:
+        ShapeError: as `check_ranks`, or K and V have not the same number of layers.
+        ContractError: there is no such layer.
+    """
+    check_ranks(k_cache, v_cache, layer)
+    if layer is not None:
+        count = k_cache.shape[0]
+        if v_cache is not None and v_cache.shape[0] != count:
+            raise ShapeError(f"v_cache has {v_cache.shape[0]} layers, k_cache has {count}")
+        layer = integer("layer", layer, 0, count - 1)
+        k_cache, v_cache = k_cache[layer], None if v_cache is None else v_cache[layer]
+    return (k_cache[0], k_cache[1]) if v_cache is None else (k_cache, v_cache)
+
+
 def checked_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> CacheLayout:
     """The layout of a cache that rows K and V `[N, Hk, D]` are to be written to.
 
@@ -80,6 +116,7 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: Cac
         raise ShapeError(f"k has {k.shape[0]} rows, there are {len(slots.pages)} slots")
     if not k.numel():
         return
+    mark_written((k_cache, v_cache))
     write = _kernel("append", k.dtype, k_cache.dtype)
     k_rows, v_rows = k.contiguous(), v.contiguous()
     if (
@@ -130,9 +167,10 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: LookupTable, lengths: Int32s
         tokens = read_rows(HOST, *views, table.entries, lengths, kv_format)
         return HOST.like(k_cache, tokens[0]), HOST.like(v_cache, tokens[1])
     count, head_dim = int(offsets[-1]), stored_elements(kv_format or "", k_cache.shape[3])
-    k, v = (torch.empty((count, k_cache.shape[2], head_dim), dtype=dtype) for _ in range(2))
+    shape = count, k_cache.shape[2], head_dim
+    k, v = (torch.empty(shape, dtype=dtype, device=cache.device) for cache in (k_cache, v_cache))
     if k.numel():
-        rows = _ROWS.pack(k.data_ptr(), v.data_ptr(), *k.shape, *v.shape[1:]) + _ADDRESS.pack(offsets.ctypes.data)
+        rows = _ROWS.pack(output(k, dtype), output(v, dtype), *k.shape, *v.shape[1:]) + _ADDRESS.pack(offsets.ctypes.data)
         pages = _TABLE.pack(table.entries.ctypes.data, *table.entries.shape)
         read(rows + of_cache.storage(k_cache, v_cache) + pages + workers())
     return k, v
@@ -143,7 +181,7 @@ def quantised(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     count, heads, head_dim = k.shape
     shape = (count, 1, heads, stored_head(kv_format, head_dim))  # a page of one slot for each token
     dtype = getattr(torch, stored_dtype(kv_format))
-    k_codes, v_codes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    k_codes, v_codes = (torch.empty(shape, dtype=dtype, device=rows.device) for rows in (k, v))
     pages = np.arange(count, dtype=np.int32)
     of_cache = checked_append(k, v, k_codes, v_codes)
     append(k, v, k_codes, v_codes, of_cache, Slots(pages, np.zeros_like(pages)))

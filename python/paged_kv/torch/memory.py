@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_kv.errors import ContractError
+
 _STORAGE = struct.Struct("<4q")
 
 
@@ -30,6 +32,17 @@ def holds(tensor: Tensor, count: int) -> bool:
         and tensor.data_ptr() % size == 0
         and (tensor.storage_offset() + count) * size <= tensor.untyped_storage().nbytes()
     )
+
+
+def output(tensor: Tensor, dtype: torch.dtype) -> int:
+    """The address of a tensor that a kernel writes.
+
+    Raises:
+        ContractError: it has another dtype than the kernel's, which may be of more bytes.
+    """
+    if tensor.dtype != dtype:
+        raise ContractError(f"a kernel would write {dtype} to a tensor of {tensor.dtype}")
+    return tensor.data_ptr()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -13,7 +13,7 @@ from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.runtime.libraries import kernel
 from paged_kv.runtime.team import workers
-from paged_kv.torch.memory import holds
+from paged_kv.torch.memory import holds, output
 
 _MEMBER = struct.Struct("<5q")
 _CALL = struct.Struct("<5q")
@@ -41,9 +41,9 @@ def multiply(x: Tensor, w: Tensor) -> Tensor:
         x, w = _checked(x, w)
     (m, k), n = x.shape, w.shape[0]
     if 0 in (m, n, k):
-        return torch.zeros((m, n), dtype=x.dtype)
-    y = torch.empty((m, n), dtype=x.dtype)
-    member = ctypes.create_string_buffer(_MEMBER.pack(y.data_ptr(), w.data_ptr(), n, 0, 0))
+        return torch.zeros((m, n), dtype=x.dtype, device=x.device)
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    member = ctypes.create_string_buffer(_MEMBER.pack(output(y, x.dtype), w.data_ptr(), n, 0, 0))
     name = _NAMES[x.dtype]
     kernel("linear", name, name)(_CALL.pack(ctypes.addressof(member), 1, x.data_ptr(), m, k) + workers())
     return y

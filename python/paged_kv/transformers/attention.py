@@ -75,7 +75,7 @@ def attention_mask(
         "attention_mask": attention_mask,
         **kwargs,
     }
-    stand_in = torch.empty(0)
+    stand_in = torch.empty(0, dtype=torch.float32, device="cpu")
     setattr(stand_in, _MASK, Mask(arguments, window, is_known, padding))
     return stand_in
 

@@ -338,7 +338,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
 
 
 def _longer(pages: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    new = torch.empty(shape, dtype=like.dtype)
+    new = torch.empty(shape, dtype=like.dtype, device=like.device)
     if pages is not None:
         new[: len(pages)] = pages
     return new
