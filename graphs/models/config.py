@@ -217,6 +217,9 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     rope = fields.section("rope_parameters") or fields.section("rope_scaling")
     if rope is not None and layer_type is not None:
         rope = rope.section(layer_type) or rope
+    elif rope is not None:
+        for kind in ("full_attention", "sliding_attention"):
+            rope.refuse(kind, "all layers of this family have one rotation")
     part = fields.number("partial_rotary_factor", default=1.0)
     theta = fields.number("rope_theta", theta, *THETA)
     if rope is not None:
@@ -226,6 +229,16 @@ def read_rope(fields: Fields, head_dim: int, layer_type: str | None = None, thet
     if not 0 < dims <= head_dim or dims % 2:
         raise fields.error("partial_rotary_factor", f"must leave an even number of head_dim = {head_dim}", part)
     return Rope(dims, theta, None if rope is None else _scaling(fields, rope, dims))
+
+
+def read_local_rope(fields: Fields, head_dim: int, key: str, theta: float) -> Rope:
+    """The rotation of the layers that have a window: that of `rope_parameters.sliding_attention`, or of all dimensions
+    without a scaling, by the number that `key` has or else by `theta`.
+    """
+    rope = fields.section("rope_parameters")
+    if rope is not None and rope.get("sliding_attention") is not None:
+        return read_rope(fields, head_dim, "sliding_attention", theta)
+    return Rope(head_dim, fields.number(key, theta, *THETA))
 
 
 def _scaling(fields: Fields, rope: Fields, dims: int) -> Scaling | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from paged_kv.graphs.models.config import THETA, DecoderConfig, read_config, read_rope, read_windows
+from paged_kv.graphs.models.config import DecoderConfig, read_config, read_local_rope, read_rope, read_windows
 from paged_kv.graphs.models.fields import Fields
-from paged_kv.graphs.rope import Rope
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 MODEL_TYPE = "gemma3_text"
@@ -19,15 +18,10 @@ def read(fields: Fields) -> DecoderConfig:
     pattern = fields.integer("sliding_window_pattern", default=6)
     windows = read_windows(fields, [(index + 1) % pattern != 0 for index in range(layers)])
     head_dim = fields.integer("head_dim")
-    rope = fields.section("rope_parameters")
-    if rope is not None and rope.get("sliding_attention") is not None:
-        local = read_rope(fields, head_dim, "sliding_attention")
-    else:
-        local = Rope(head_dim, fields.number("rope_local_base_freq", 10000.0, *THETA))
     return read_config(
         fields.with_defaults(tie_word_embeddings=True),
         rope=read_rope(fields, head_dim, "full_attention", theta=1e6),
-        local_rope=local,
+        local_rope=read_local_rope(fields, head_dim, "rope_local_base_freq", 10000.0),
         windows=windows,
         qkv_bias=bias,
         o_bias=bias,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paged_kv.graphs.models.config import DecoderConfig, read_config
 from paged_kv.graphs.models.fields import Fields
 
@@ -10,7 +12,12 @@ MODEL_TYPE = "olmo2"
 
 
 def read(fields: Fields) -> DecoderConfig:
+    return read_olmo(fields)
+
+
+def read_olmo(fields: Fields, **switches: Any) -> DecoderConfig:
+    """OLMo 2, with the switches that OLMo 3 adds."""
     bias = fields.boolean("attention_bias")
     return read_config(
-        fields, qk_norm="all_heads", norm_place="after", norm_rounds_once=True, qkv_bias=bias, o_bias=bias
+        fields, qk_norm="all_heads", norm_place="after", norm_rounds_once=True, qkv_bias=bias, o_bias=bias, **switches
     )

@@ -42,6 +42,15 @@ CASES = {
     ),
     "qwen3": ("Qwen3", {}),
     "olmo2": ("Olmo2", {"head_dim": 8}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 5,
+            "sliding_window": 19,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": GEMMA_ROPE["sliding_attention"]},
+        },
+    ),
     "granite": (
         "Granite",
         {

@@ -29,6 +29,14 @@ MODELS = {
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 64}),
     "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {"num_hidden_layers": 5, "sliding_window": 8, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "beta_fast": 32.0,
+                               "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
+                               "original_max_position_embeddings": 64},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}},
+    ),
     "granite": (
         transformers.GraniteConfig,
         {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
@@ -53,7 +61,7 @@ MODELS = {
 }  # fmt: skip
 """Of GGUF's architectures: transformers' configuration, and what is not in `SIZES`."""
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 
 _KEYS = {
     "embedding_length": "hidden_size",
@@ -73,6 +81,13 @@ _KEYS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+}
+_YARN = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
 }
 
 
@@ -103,7 +118,7 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     Args:
         encoding_of: A matrix's name in GGUF -> its encoding. Vectors are F32, as converters have it.
         drop: Keys that are left out.
-        metadata: Other values of integer keys.
+        metadata: More keys, or other values of these.
         more_tensors: Float32 tensors by their names in GGUF.
         part_tensors: How many a file has, where `file` is the name without the parts' numbers; 0: one file has all.
         vocabulary: Writes the tokenizer's metadata, given the writer.
@@ -111,6 +126,7 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
+    values = {}
     for key, name in _KEYS.items():
         value = getattr(config, name, None)
         if value is None and name == "moe_intermediate_size" and architecture == "gpt-oss":
@@ -119,20 +135,22 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
             value = getattr(config, "num_experts", None)
         if value is None and name == "head_dim":
             value = config.hidden_size // config.num_attention_heads
-        if value is None or key in drop:
-            continue
-        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        add(f"{architecture}.{key}", value)
-    parameters = config.rope_parameters
-    writer.add_float32(f"{architecture}.rope.freq_base", parameters.get("full_attention", parameters)["rope_theta"])
+        if value is not None and key not in drop:
+            values[f"{architecture}.{key}"] = value
+    if config.model_type == "olmo3":
+        narrow = [kind == "sliding_attention" for kind in config.layer_types]
+        values[f"{architecture}.attention.sliding_window_pattern"] = narrow
+    parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
+    values[f"{architecture}.rope.freq_base"] = parameters["rope_theta"]
     if parameters.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(parameters["factor"])
-        writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
-    writer.add_uint32("tokenizer.ggml.bos_token_id", config.bos_token_id)
-    writer.add_uint32("tokenizer.ggml.eos_token_id", config.eos_token_id)
-    for key, value in (metadata or {}).items():
-        writer.add_uint32(key, value)
+        scaling = f"{architecture}.rope.scaling"
+        values |= {f"{scaling}.{key}": parameters[name] for key, name in _YARN.items() if name in parameters}
+        values[f"{scaling}.type"] = "yarn"
+    values["tokenizer.ggml.bos_token_id"] = config.bos_token_id
+    values["tokenizer.ggml.eos_token_id"] = config.eos_token_id
+    adds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    for key, value in (values | (metadata or {})).items():
+        getattr(writer, f"add_{adds[type(value)]}")(key, value)
     if vocabulary is not None:
         vocabulary(writer)
     (known,) = (number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

@@ -94,6 +94,26 @@ def test_rope_in_the_old_form_and_the_new(tmp_path, said, theta, scaling):
     assert config.rope == Rope(16, theta, scaling)
 
 
+def test_a_rotation_for_some_layers_is_refused_where_all_have_one(tmp_path):
+    said = {"rope_parameters": {"full_attention": LLAMA3 | {"rope_theta": 5e5}}}
+    with pytest.raises(CheckpointError, match=r"rope_parameters\.full_attention = .*all layers of this family"):
+        read_config(tmp_path, **said)
+
+
+def test_olmo3_in_the_old_form_and_the_new(tmp_path):
+    """As published, and as transformers 5 writes it: windowed layers have no part in the scaling."""
+    olmo = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 9, "num_hidden_layers": 5}
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
+    old = read_config(tmp_path / "old", **olmo, rope_theta=5e5, rope_scaling=yarn)
+    values = transformers.Olmo3Config(**CONFIG | olmo, rope_theta=5e5, rope_scaling=yarn).to_dict()
+    new = read_config(tmp_path / "new", **olmo, rope_parameters=values["rope_parameters"])
+    assert old == new
+    assert (old.local_rope, old.rope.scaling.factor) == (Rope(16, 5e5), 8.0)
+    assert old.windows == (8, 8, 8, -1, 8)
+    with pytest.raises(CheckpointError, match="sliding_window is missing"):
+        read_config(tmp_path / "null", **olmo | {"sliding_window": None})
+
+
 @pytest.mark.parametrize(
     ("generation", "eos"), [({"eos_token_id": [1, 2]}, (1, 2)), ({"eos_token_id": 3}, (3,)), ({}, (9,))]
 )

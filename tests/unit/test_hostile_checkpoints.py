@@ -18,7 +18,7 @@ from paged_kv.graphs.models.fields import MAX_LAYERS, MAX_SIZE
 from support.checkpoints import raw_safetensors, write_config
 from support.refusals import refused
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Granite", "Phi3", "Gemma3", "Qwen3Moe", "GptOss")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Olmo3", "Granite", "Phi3", "Gemma3", "Qwen3Moe", "GptOss")
 HUGE = [10**5, 10**9, 2**31, 2**62 + 1, 2**63, 2**64, 10**400]
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 MEMORY = 16 << 20

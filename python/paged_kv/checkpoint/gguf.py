@@ -22,7 +22,7 @@ from paged_kv.arguments import printable
 from paged_kv.arrays.dtypes import numpy_dtype
 from paged_kv.checkpoint import mxfp4
 from paged_kv.checkpoint.config import checkpoint_path, config_of
-from paged_kv.checkpoint.gguf_families import LONG_ROPE, ROPE_FREQUENCIES, find_family, hugging_face_config
+from paged_kv.checkpoint.gguf_families import find_family, hugging_face_config, scaling_tensors
 from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
 from paged_kv.checkpoint.gguf_parts import first_parts, read_parts
 from paged_kv.checkpoint.weights import OnProgress, check_layers
@@ -37,8 +37,6 @@ _SCALES: dict[Encoding, tuple[int, ...]] = {
     "MXFP4": (),
 }  # fmt: skip
 """Where the float16 numbers of a block lie. A block of MXFP4 begins with a byte, a power of two, instead."""
-_IGNORED = {ROPE_FREQUENCIES, *LONG_ROPE.values()}
-"""Tensors that became part of the configuration."""
 
 
 def find_gguf(path: Path | str) -> Path | None:
@@ -147,7 +145,7 @@ class GgufCheckpoint:
             if found.shape != shape:
                 problem = f"has shape {list(found.shape)}, expected {list(shape)}"
                 raise CheckpointError(f"{self.header.file}: tensor {printable(found.name)} {problem}")
-        known = {tensor.name for tensor in tensors.values()} | _IGNORED
+        known = {*(tensor.name for tensor in tensors.values()), *scaling_tensors(self.header)}
         for name in self.header.tensors:
             if name not in known:
                 raise CheckpointError(

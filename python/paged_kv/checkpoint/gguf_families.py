@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import printable, shown
+from paged_kv.arguments import printable
 from paged_kv.checkpoint.end_tokens import FILL_IN_ENDS, end_tokens
-from paged_kv.checkpoint.gguf_header import GgufHeader, Strings
+from paged_kv.checkpoint.gguf_header import GgufHeader
+from paged_kv.checkpoint.gguf_keys import OF_WINDOWED_LAYERS, WINDOWS, Metadata
+from paged_kv.checkpoint.gguf_rope import FREQUENCIES, LONG_ROPE, read_scaling, rope_tensors
 from paged_kv.checkpoint.gguf_tokenizer import end_texts
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models import FAMILIES
-from paged_kv.graphs.models.config import THETA
-from paged_kv.graphs.models.fields import MAX_SIZE, Fields
-from paged_kv.graphs.rope import Llama3, Rope
+from paged_kv.graphs.models.fields import MAX_LAYERS
 
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -44,11 +44,6 @@ _EXPERTS = {
 _NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
-ROPE_FREQUENCIES = "rope_freqs.weight"
-"""Divisors of the rotary frequencies: Llama 3's scaling, already applied to each pair of dimensions."""
-_MAX_DIVISOR = 1e9
-LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
-
 
 @dataclass(frozen=True)
 class GgufFamily:
@@ -64,14 +59,31 @@ class GgufFamily:
     """What the converter has added to the weights of all norms."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that the metadata has no words for."""
-    scalars: Mapping[str, str] = field(default_factory=dict)
-    """More keys: Hugging Face's to GGUF's."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """More keys, of positive integers: Hugging Face's to GGUF's."""
+    multipliers: Mapping[str, str] = field(default_factory=dict)
+    """More keys, of numbers that are 1 where they are missing or 0: Hugging Face's to GGUF's."""
+    windows: int | None = None
+    """Where the file has no pattern, all layers have a window but each so many-th, or all where it is 0. None: the
+    architecture has no windows."""
+    windowed: str | None = None
+    """Hugging Face's name of the architecture where layers have windows, if it is another one."""
+    rotates_windows_apart: bool = False
+    """Layers with a window have a rotation of their own."""
+    rotates_a_part: bool = False
+    """A part of each head may be rotated."""
+    rope_tensors: tuple[str, ...] = ()
+    """What the file may have of `gguf_rope.ROPE_TENSORS`."""
+    without_effect: frozenset[str] = frozenset()
+    """Keys of the metadata that its files have, and its models make nothing of."""
     yarn: Mapping[str, Any] = field(default_factory=dict)
     """Keys of its scaling by YaRN that the metadata has no words for."""
 
     @property
-    def is_mixture(self) -> bool:
-        return "expert_count" in self.scalars.values()
+    def uses(self) -> frozenset[str]:
+        """The metadata's keys that it reads, beside those of all families."""
+        uses = {*self.sizes.values(), *self.multipliers.values()} | (set() if self.windows is None else WINDOWS)
+        return frozenset(uses | ({"rope.freq_base_swa"} if self.rotates_windows_apart else set()))
 
     def tensor(self, name: str) -> str:
         """GGUF's name of the tensor that Hugging Face calls `name`."""
@@ -84,68 +96,83 @@ class GgufFamily:
         return f"blk.{layer}.{self.layer[rest]}.{kind}"
 
 
+_LLAMA_ROPE = (FREQUENCIES, *LONG_ROPE.values())
+
+_GRANITE_HYBRID = frozenset(
+    {f"ssm.{name}" for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")}
+    | {"expert_shared_feed_forward_length"}
+)
+"""Granite 4's dense models are hybrids without recurrent layers and experts."""
+
 GGUF_FAMILIES = {
     # Mistral's files say llama too.
-    "llama": GgufFamily("LlamaForCausalLM", rotates_neighbours=True),
+    "llama": GgufFamily(
+        "LlamaForCausalLM", rotates_neighbours=True, windows=0, windowed="MistralForCausalLM", rope_tensors=_LLAMA_ROPE
+    ),
     "qwen2": GgufFamily("Qwen2ForCausalLM"),
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
-    "olmo2": GgufFamily("Olmo2ForCausalLM", _LAYER | _NORMS_AFTER),
+    # So do OLMo 3's of OLMo 2.
+    "olmo2": GgufFamily(
+        "Olmo2ForCausalLM", _LAYER | _NORMS_AFTER, windows=4, windowed="Olmo3ForCausalLM", rotates_windows_apart=True
+    ),
     "granite": GgufFamily(
         "GraniteForCausalLM",
         rotates_neighbours=True,
-        scalars={
+        multipliers={
             "attention_multiplier": "attention.scale",
             "embedding_multiplier": "embedding_scale",
             "residual_multiplier": "residual_scale",
             "logits_scaling": "logit_scale",
         },
+        without_effect=_GRANITE_HYBRID,
+        rope_tensors=_LLAMA_ROPE,
     ),
     "phi3": GgufFamily(
         "Phi3ForCausalLM",
         _LAYER | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
-        scalars={"original_max_position_embeddings": "rope.scaling.original_context_length"},
+        sizes={"original_max_position_embeddings": "rope.scaling.original_context_length"},
+        windows=0,
+        rotates_a_part=True,
+        rope_tensors=tuple(LONG_ROPE.values()),
     ),
     "qwen3moe": GgufFamily(
         "Qwen3MoeForCausalLM",
         _LAYER | _EXPERTS,
         defaults={"norm_topk_prob": True},
-        scalars={
+        sizes={
             "num_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",
             "moe_intermediate_size": "expert_feed_forward_length",
-            "norm_topk_prob": "expert_weights_norm",
         },
     ),
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         _LAYER | _EXPERTS | {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},
-        scalars={
+        sizes={
             "num_local_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",
             "intermediate_size": "expert_feed_forward_length",
         },
+        windows=2,
         yarn={"truncate": False},
     ),
     "gemma3": GgufFamily(
         "Gemma3ForCausalLM",
         _LAYER | _NORMS_AFTER | {"pre_feedforward_layernorm": "ffn_norm"},
         norm_offset=1.0,
-        defaults={"hidden_activation": "gelu_pytorch_tanh", "rope_theta": 1e6, "hidden_act": None},
-        scalars={"rope_local_base_freq": "rope.freq_base_swa"},
+        defaults={"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
+        windows=6,
+        rotates_windows_apart=True,
     ),
 }
 
-_SCALARS = {
+_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "sliding_window": "attention.sliding_window",
 }
 
 
@@ -162,33 +189,50 @@ def find_family(header: GgufHeader) -> GgufFamily:
     return GGUF_FAMILIES[name]
 
 
+def scaling_tensors(header: GgufHeader) -> tuple[str, ...]:
+    """The file's tensors that are a part of its rotary scaling, and so of `hugging_face_config`."""
+    family = find_family(header)
+    metadata = Metadata(header, header.metadata["general.architecture"], family.uses)
+    return rope_tensors(metadata, family.rope_tensors)
+
+
 def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
-    """What `config.json` says of the same model.
+    """What `config.json` says of the same model. Every key of the metadata is used, or known to have no effect.
 
     Raises:
-        CheckpointError: as `find_family`; experts, or a rotary scaling that this package does not know.
+        CheckpointError: as `find_family`; a key would change the results that this package does not compute
+            (`gguf_keys`), is missing or of a wrong value.
     """
     family = find_family(header)
-    kind = header.metadata["general.architecture"]
-    if not family.is_mixture and _scalar(header, f"{kind}.expert_count"):
-        raise CheckpointError(f"{header.file}: {kind}.expert_count: mixtures of experts are not supported of {kind}")
+    metadata = Metadata(header, header.metadata["general.architecture"], family.uses)
     values: dict[str, Any] = {"architectures": [family.architecture], "hidden_act": "silu", **family.defaults}
-    for key, name in {**_SCALARS, **family.scalars}.items():
-        value = _scalar(header, f"{kind}.{name}")
-        if value is not None and (key, value) != ("sliding_window", 0):
-            values[key] = value
-    heads, hidden = (_integer(header, f"{kind}.{name}") for name in ("attention.head_count", "embedding_length"))
-    head_dim = values["head_dim"] = _integer(header, f"{kind}.attention.key_length", default=hidden // heads)
-    if _integer(header, f"{kind}.attention.value_length", default=head_dim) != head_dim:
-        raise CheckpointError(f"{header.file}: {kind}.attention.value_length differs from key_length = {head_dim}")
-    rotated = _integer(header, f"{kind}.rope.dimension_count", default=head_dim)
+    for key, name in {**_SIZES, **family.sizes}.items():
+        if metadata.scalar(name) is not None:
+            values[key] = metadata.integer(name)
+    if metadata.scalar("attention.layer_norm_rms_epsilon") is not None:
+        values["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon", 0.0)
+    for key, name in family.multipliers.items():
+        values[key] = metadata.number(name, 1.0) or 1.0
+    heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    head_dim = values["head_dim"] = metadata.integer("attention.key_length", default=hidden // heads)
+    if metadata.integer("attention.value_length", default=hidden // heads) != head_dim:
+        raise metadata.error("attention.value_length", f"differs from attention.key_length = {head_dim}")
+    rotated = metadata.integer("rope.dimension_count", default=head_dim)
     if rotated != head_dim:
-        if family.rotates_neighbours:
-            raise CheckpointError(f"{header.file}: {kind}.rope.dimension_count = {rotated}: a part of head_dim = "
-                                  f"{head_dim} is not supported for {kind}")  # fmt: skip
+        if not family.rotates_a_part:
+            problem = f"a part of head_dim = {head_dim} is not supported for {metadata.prefix}"
+            raise metadata.error("rope.dimension_count", problem)
+        if rotated > head_dim or rotated % 2:
+            raise metadata.error("rope.dimension_count", f"an even number up to head_dim = {head_dim} is expected")
         values["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # readers take the integer below
-    if kind == "llama" and "sliding_window" in values:
-        values["architectures"] = ["MistralForCausalLM"]
+
+    narrow = _windowed_layers(metadata, family)
+    if any(narrow):
+        values["sliding_window"] = metadata.integer("attention.sliding_window")
+        values["architectures"] = [family.windowed or family.architecture]
+    if family.windows is not None:
+        narrow = narrow or [False] * metadata.integer("block_count")
+        values["layer_types"] = ["sliding_attention" if is_narrow else "full_attention" for is_narrow in narrow]
 
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None:
@@ -197,99 +241,74 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     values["tie_word_embeddings"] = "output.weight" not in header.tensors
     for key, tensor in (("attention_bias", "attn_q.bias"), ("mlp_bias", "ffn_up.bias")):
         values[key] = f"blk.0.{tensor}" in header.tensors
-    values["rope_scaling"] = _rope_scaling(header, kind, rotated, values)
-    if kind == "gemma3":
+
+    theta = values["rope_theta"] = metadata.number("rope.freq_base", 10000.0)
+    scaling = read_scaling(metadata, scaling_tensors(header), rotated, theta)
+    if scaling is not None and scaling["rope_type"] == "yarn":
+        scaling = scaling | dict(family.yarn)
+    if scaling is None and metadata.prefix == "gpt-oss":
+        scaling = {"rope_type": "default"}  # without one, that of the family's files
+    if family.rotates_windows_apart and (any(narrow) or family.windowed is None):
+        local = metadata.number("rope.freq_base_swa", 10000.0 if metadata.prefix == "gemma3" else theta)
+        values["rope_parameters"] = {
+            "full_attention": (scaling or {"rope_type": "default"}) | {"rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    else:
+        values["rope_scaling"] = scaling
+
+    scored = head_dim
+    if metadata.prefix == "gemma3":
         # Only the largest model (62 layers) scales its scores by another size than head_dim.
-        largest = values.get("num_hidden_layers") == 62
-        values["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
+        scored = hidden // heads if values.get("num_hidden_layers") == 62 else head_dim
+        values["query_pre_attn_scalar"] = scored
+    if metadata.prefix == "granite":
+        values["attention_multiplier"] = metadata.number("attention.scale", 0.0) or scored**-0.5
+        values["logits_scaling"] = metadata.number("logit_scale", 1.0)
+    same = {
+        "attention.key_length_swa": (head_dim,),
+        "attention.value_length_swa": (head_dim,),
+        "embedding_length_out": (0, hidden),
+        "rope.dimension_count_swa": (rotated,),
+        "tensor_data_layout": ("Meta AI original pth" if family.rotates_neighbours else "reference",),
+        "vocab_size": (values["vocab_size"],),
+    }
+    more = {"rope.freq_base_swa": (theta,), "attention.scale": (0, scored**-0.5)}
+    same |= {name: allowed for name, allowed in more.items() if name not in family.uses}
+    if metadata.prefix == "granite":  # there it says whether q and k are rotated at all
+        same["rope.scaling.finetuned"] = (True,)
+    metadata.check(same, without_effect=family.without_effect | (frozenset() if any(narrow) else OF_WINDOWED_LAYERS))
     return values | _special_tokens(header)
+
+
+def _windowed_layers(metadata: Metadata, family: GgufFamily) -> list[bool]:
+    """Of each layer, whether it has a window; empty where the family has none, or the file names none."""
+    if family.windows is None:
+        return []
+    layers = metadata.integer("block_count")
+    if layers > MAX_LAYERS:
+        raise metadata.error("block_count", f"at most {MAX_LAYERS} is supported")
+    # llama.cpp has no gpt-oss without a window; elsewhere none, or 0, is no window.
+    if metadata.prefix != "gpt-oss" and not metadata.scalar("attention.sliding_window"):
+        return []
+    name = "attention.sliding_window_pattern"
+    pattern, period = metadata.get(name), family.windows
+    if isinstance(pattern, np.ndarray):
+        if pattern.size != layers or pattern.dtype.kind not in "biu":
+            raise metadata.error(name, f"a number, or as many as layers = {layers}, is expected")
+        return [bool(is_narrow) for is_narrow in pattern]
+    if pattern is not None:
+        if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 0:
+            raise metadata.error(name, f"a number, or as many as layers = {layers}, is expected")
+        period = pattern
+    return [period == 0 or index % period < period - 1 for index in range(layers)]
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, Any]:
     """`bos_token_id`, and as `eos_token_id` the tokens that end a text, as far as they are named or known by text."""
     names = ("bos", "eos", "eot", "eom", *FILL_IN_ENDS)
-    said = {name: _scalar(header, f"tokenizer.ggml.{name}_token_id") for name in names}
+    metadata = Metadata(header, "tokenizer.ggml", [f"{name}_token_id" for name in names])
+    said = {name: metadata.scalar(f"{name}_token_id") for name in names}
     said = {name: token for name, token in said.items() if token is not None}
     named = [said[name] for name in ("eos", "eot", "eom") if name in said]
     return {"bos_token_id": said.get("bos"), "eos_token_id": list(end_tokens(end_texts(header), named, said)) or None}
-
-
-def _rope_scaling(header: GgufHeader, kind: str, rotated: int, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json."""
-
-    def said(name: str) -> Any:
-        return _scalar(header, f"{kind}.rope.scaling.{name}")
-
-    if ROPE_FREQUENCIES in header.tensors:
-        return _llama3_scaling(header, rotated, values)
-    if all(name in header.tensors for name in LONG_ROPE.values()):
-        factors = {key: _float32(header, name) for key, name in LONG_ROPE.items()}
-        original = said("original_context_length")
-        scaling = {"rope_type": "longrope", "attention_factor": said("attn_factor")}
-        return scaling | {"original_max_position_embeddings": original} | {k: v.tolist() for k, v in factors.items()}
-    scaling = said("type")
-    if scaling in (None, "none"):
-        return {"rope_type": "default"} if kind == "gpt-oss" else None  # without one, that of the family's files
-    if scaling == "linear":
-        return {"rope_type": "linear", "factor": said("factor")}
-    if scaling == "yarn":
-        context = said("original_context_length")
-        scaling = {"rope_type": "yarn", "factor": said("factor"), "original_max_position_embeddings": context}
-        return scaling | dict(find_family(header).yarn)
-    raise CheckpointError(
-        f"{header.file}: {kind}.rope.scaling.type = {shown(scaling)}: only linear and yarn are supported"
-    )
-
-
-def _llama3_scaling(header: GgufHeader, rotated: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of Llama 3's scaling from the divisors that the file has in their place.
-
-    Every Llama of this scaling has 1, 4 and 8192; the factor is the largest divisor. Others are refused.
-    """
-    divisors = _float32(header, ROPE_FREQUENCIES)
-    factor = float(divisors.max(initial=1))
-    theta = Fields(header.file, values).number("rope_theta", 10000.0, *THETA)
-    if divisors.shape != (rotated // 2,) or not np.all((divisors > 0) & (divisors < _MAX_DIVISOR)):
-        matches = False
-    else:
-        rope = Rope(rotated, theta, Llama3(factor, 1.0, 4.0, 8192))
-        expected = Rope(rotated, theta).inverse_frequencies() / rope.inverse_frequencies()
-        matches = np.allclose(divisors, expected, rtol=1e-4, atol=0)
-    if not matches:
-        raise CheckpointError(f"{header.file}: tensor {ROPE_FREQUENCIES} is not Llama 3's scaling of {rotated} "
-                              f"dimensions by {factor:g}")  # fmt: skip
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-def _float32(header: GgufHeader, name: str) -> np.ndarray:
-    tensor = header.tensors[name]
-    if tensor.encoding != "F32":
-        raise CheckpointError(f"{header.file}: tensor {name} has encoding {tensor.encoding}, expected F32")
-    return tensor.data.view(np.float32)
-
-
-def _integer(header: GgufHeader, key: str, default: int | None = None) -> int:
-    """A positive integer; `default` where there is none."""
-    value = _scalar(header, key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_SIZE:
-        raise CheckpointError(f"{header.file}: {key} = {shown(value)}: a positive integer below 2^31 is expected")
-    return value
-
-
-def _scalar(header: GgufHeader, key: str) -> Any:
-    """A number or a string; of an array with a number for each layer, the one that all of them have."""
-    value = header.metadata.get(key)
-    if isinstance(value, Strings):
-        raise CheckpointError(f"{header.file}: {key} is an array of {value.count} strings, one value is expected")
-    if not isinstance(value, np.ndarray):
-        return value
-    if value.size == 0 or not np.all(value == value[0]):
-        raise CheckpointError(f"{header.file}: {key} differs from layer to layer, which is not supported")
-    return value[0].item()

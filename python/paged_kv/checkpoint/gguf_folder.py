@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_kv.checkpoint.gguf import GgufCheckpoint
-from paged_kv.checkpoint.gguf_families import find_family, hugging_face_config
+from paged_kv.checkpoint.gguf_families import hugging_face_config
 from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, tokenizer_json
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.errors import CheckpointError
@@ -60,7 +60,7 @@ def _fill(folder: Path, own: Path, checkpoint: GgufCheckpoint) -> None:
     if (own / "config.json").is_file():
         os.symlink(own / "config.json", folder / "config.json")
     else:
-        kind = FAMILIES[find_family(checkpoint.header).architecture].MODEL_TYPE
+        kind = FAMILIES[described["architectures"][0]].MODEL_TYPE
         (folder / "config.json").write_text(json.dumps(described | {"model_type": kind}, indent=2))
     if not (own / TOKENIZER_CONFIG).is_file():
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(_tokenizer_config(folder, checkpoint, described), indent=2))

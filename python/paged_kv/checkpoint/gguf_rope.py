@@ -1,0 +1,116 @@
+"""The rotary scaling of a GGUF file as `rope_scaling` of config.json: keys and tensors, as llama.cpp reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paged_kv.checkpoint.gguf_header import GgufHeader
+from paged_kv.checkpoint.gguf_keys import Metadata
+from paged_kv.errors import CheckpointError
+from paged_kv.graphs.models.config import THETA
+from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.rope import Llama3, Rope, Yarn
+
+FREQUENCIES = "rope_freqs.weight"
+"""Divisors of the rotary frequencies: Llama 3's scaling, already applied to each pair of dimensions."""
+LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+_LONG_ROPE = tuple(LONG_ROPE.values())
+_MAX_DIVISOR = 1e9
+
+
+def rope_tensors(metadata: Metadata, known: Sequence[str]) -> tuple[str, ...]:
+    """The file's tensors that are a part of its scaling, of those that its family may have."""
+    found = tuple(name for name in known if name in metadata.header.tensors)
+    if not set(known).issuperset((FREQUENCIES, *_LONG_ROPE)):
+        return found
+    # With both kinds llama.cpp goes by the type.
+    kind = _LONG_ROPE if metadata.scalar("rope.scaling.type") == "longrope" else (FREQUENCIES,)
+    return tuple(name for name in found if name in kind)
+
+
+def read_scaling(metadata: Metadata, tensors: Sequence[str], rotated: int, theta: float) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json, None where there is no scaling.
+
+    Args:
+        tensors: Those of `rope_tensors`.
+        rotated: The dimensions of a head that are rotated.
+        theta: The base of their frequencies.
+
+    Raises:
+        CheckpointError: a value is none that is computed here, or contradicts another one.
+    """
+    kind = metadata.scalar("rope.scaling.type")
+    kind = "linear" if kind is None else kind  # llama.cpp's, where none is said
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise metadata.error("rope.scaling.type", "only none, linear, yarn and longrope are supported")
+    # Files of 2023 have the older name.
+    name = "rope.scaling.factor" if metadata.get("rope.scaling.factor") is not None else "rope.scale_linear"
+    factor = metadata.number(name, 1.0) or 1.0
+    if factor != 1 and (kind == "none" or tensors):
+        raise metadata.error(name, f"two scalings: there is also {tensors[0] if tensors else 'rope.scaling.type none'}")
+    if kind == "yarn" and tensors:
+        raise metadata.error("rope.scaling.type", f"two scalings: there is also tensor {tensors[0]}")
+    is_long = bool(tensors) and tensors[0] in _LONG_ROPE
+    if kind == "longrope" or is_long:
+        missing = [tensor for tensor in _LONG_ROPE if tensor not in tensors]
+        if missing:
+            raise metadata.error("rope.scaling.type", f"tensor {missing[0]} is missing")
+    sharpening = metadata.number("rope.scaling.attn_factor", 1.0)
+    if sharpening != 1 and not is_long:
+        raise metadata.error("rope.scaling.attn_factor", "only 1 is supported without factors for long contexts")
+    # The converter writes YaRN's own value of it; what others would mean, llama.cpp and transformers disagree about.
+    own = Yarn.sharpening(factor) if kind == "yarn" else 1.0
+    if not math.isclose(metadata.number("rope.scaling.yarn_attn_factor", own), own, rel_tol=1e-5):
+        raise metadata.error("rope.scaling.yarn_attn_factor", f"only {own:g} is supported here")
+
+    context = None
+    if metadata.scalar("rope.scaling.original_context_length") is not None:
+        context = metadata.integer("rope.scaling.original_context_length")
+    if is_long:
+        factors = {key: _float32(metadata.header, name).tolist() for key, name in LONG_ROPE.items()}
+        scaling: dict[str, Any] = {"rope_type": "longrope", "attention_factor": sharpening}
+        return scaling | {"original_max_position_embeddings": context} | factors
+    if tensors:
+        return _llama3_scaling(metadata.header, rotated, theta)
+    if kind == "yarn":
+        turns = {"beta_fast": 32.0, "beta_slow": 1.0}
+        scaling = {name: metadata.number(f"rope.scaling.yarn_{name}", turn) for name, turn in turns.items()}
+        return scaling | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": context}
+    return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+def _llama3_scaling(header: GgufHeader, rotated: int, theta: float) -> dict[str, Any]:
+    """The parameters of Llama 3's scaling from the divisors that the file has in their place.
+
+    Every Llama of this scaling has 1, 4 and 8192; the factor is the largest divisor. Others are refused.
+    """
+    divisors = _float32(header, FREQUENCIES)
+    factor = float(divisors.max(initial=1))
+    theta = Fields(header.file, {"rope_theta": theta}).number("rope_theta", None, *THETA)
+    if divisors.shape != (rotated // 2,) or not np.all((divisors > 0) & (divisors < _MAX_DIVISOR)):
+        matches = False
+    else:
+        rope = Rope(rotated, theta, Llama3(factor, 1.0, 4.0, 8192))
+        expected = Rope(rotated, theta).inverse_frequencies() / rope.inverse_frequencies()
+        matches = np.allclose(divisors, expected, rtol=1e-4, atol=0)
+    if not matches:
+        raise CheckpointError(f"{header.file}: tensor {FREQUENCIES} is not Llama 3's scaling of {rotated} "
+                              f"dimensions by {factor:g}")  # fmt: skip
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _float32(header: GgufHeader, name: str) -> np.ndarray:
+    tensor = header.tensors[name]
+    if tensor.encoding != "F32":
+        raise CheckpointError(f"{header.file}: tensor {name} has encoding {tensor.encoding}, expected F32")
+    return tensor.data.view(np.float32)

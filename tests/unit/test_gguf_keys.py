@@ -1,0 +1,207 @@
+"""Every metadata key that the `gguf` package knows, in files of every architecture: its value changes the model, or is
+refused by name, or is one of those that llama.cpp's loader of the architecture makes nothing of.
+"""
+
+import dataclasses
+
+import gguf
+import numpy as np
+import pytest
+from max.dtype import DType
+
+from paged_kv.checkpoint.gguf import GgufCheckpoint, open_gguf
+from paged_kv.checkpoint.gguf_families import GGUF_FAMILIES
+from paged_kv.checkpoint.gguf_header import Strings
+from paged_kv.checkpoint.source import open_source
+from paged_kv.errors import CheckpointError
+from support.gguf_files import MODELS, make_model, write_gguf
+
+WITHOUT_EFFECT = {
+    "attention.group_norm_epsilon", "attention.group_norm_groups", "attention.layer_norm_epsilon", "pooling_type",
+    "classifier.output_labels", "classifier.pooling_type", "deepstack_mapping", "n_deepstack_layers",
+    "rope.scaling.finetuned",
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 150000.0}
+GRANITE = {"expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size",
+           "ssm.state_size", "ssm.time_step_rank"}  # fmt: skip
+"""What Granite 4's dense files have of the hybrids that they are a form of."""
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+NEUTRAL = {
+    "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0,
+    "attention.rope_pattern": np.ones(2, bool), "attn_logit_softcapping": 0.0, "embedding_length_out": 256,
+    "final_logit_softcapping": 0.0, "nextn_predict_layers": 0, "pooling_type": 3, "rope.dimension_count": 32,
+    "rope.dimension_sections": np.zeros(4, np.int32), "rope.scale_linear": 1.0, "rope.scaling.alpha": 0.0,
+    "rope.scaling.attn_factor": 1.0, "rope.scaling.factor": 0.0, "rope.scaling.finetuned": True,
+    "rope.scaling.original_context_length": 2048, "rope.scaling.type": "none", "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.yarn_ext_factor": -1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0, "use_parallel_residual": False, "vocab_size": 259,
+    "attention.head_count": np.full(2, 8, np.uint32), "feed_forward_length": np.full(2, 512, np.uint32),
+    "attention.layer_norm_epsilon": 0.5, "expert_group_count": 1, "expert_weights_scale": 1.0,
+    "expert_gating_func": 1, "expert_weights_norm": True, "expert_shared_count": 0, "leading_dense_block_count": 0,
+}  # fmt: skip
+"""Values that leave any model as it is: llama.cpp's defaults, and what the tests' models have."""
+
+
+HUGGING_FACE = {
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps", "block_count": "tensor",
+    "logit_scale": "logits_scaling", "rope.freq_base": "rope_theta", "expert_used_count": "num_experts_per_tok",
+}  # fmt: skip
+"""What an error may say instead."""
+WINDOWED = ("llama", "phi3", "olmo2", "gemma3", "gpt-oss")
+OF_WINDOWS = {
+    "attention.key_length_swa", "attention.sliding_window_pattern", "attention.value_length_swa", "rope.freq_base_swa",
+    "rope.dimension_count_swa",
+}  # fmt: skip
+
+
+def known_keys(of=gguf.Keys):
+    """The names that belong to an architecture, without its prefix."""
+    for name, value in vars(of).items():
+        if isinstance(value, str) and value.startswith("{arch}.") and value.count("{") == 1:
+            yield value.removeprefix("{arch}.")
+        elif isinstance(value, type) and not name.startswith("_"):
+            yield from known_keys(value)
+
+
+KEYS = sorted({*known_keys(), "rope.scale_linear", "activation.gate", "attention.new_key"})
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory):
+    """The header of a file of each architecture, all of two layers."""
+    folder = tmp_path_factory.mktemp("keys")
+    found = {}
+    for name in MODELS.keys() - {"olmo3"}:
+        sizes = {"num_hidden_layers": 2, "head_dim": 32} | ({"rope_parameters": PLAIN} if name == "gpt-oss" else {})
+        file = write_gguf(folder / f"{name}.gguf", make_model(name, **sizes), lambda _: "F32")
+        found[name] = open_gguf(file).header
+    return found
+
+
+def config_of(header, **changes):
+    """The configuration with other keys, whose names have no prefix; None is no key."""
+    kind = header.metadata["general.architecture"]
+    metadata = {**header.metadata, **{name if name.startswith("general.") else f"{kind}.{name}": value
+                                      for name, value in changes.items()}}  # fmt: skip
+    said = {name: value for name, value in metadata.items() if value is not None}
+    return GgufCheckpoint(dataclasses.replace(header, metadata=said)).config
+
+
+def is_judged(header, key, value, base):
+    """Whether a value changes the configuration, or is refused by its key's name."""
+    try:
+        return config_of(header, **base[0], **{key: value}) != base[1]
+    except CheckpointError as error:
+        message = str(error)
+    assert key in message or HUGGING_FACE.get(key, key) in message
+    return True
+
+
+@pytest.mark.parametrize("kind", GGUF_FAMILIES)
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_is_used_or_refused(headers, kind, key):
+    header = headers[kind]
+    bases = [{}, YARN, {"attention.sliding_window": 16}] if kind in WINDOWED else [{}, YARN]
+    values = [7, 0.37, False, "x", np.array([3, 5], np.uint32), Strings(2)]
+    without = WITHOUT_EFFECT - {"rope.scaling.finetuned"} | GRANITE if kind == "granite" else WITHOUT_EFFECT
+    without = without | (OF_WINDOWS if kind not in WINDOWED else set())
+    if key in without or (kind, key) == ("gpt-oss", "feed_forward_length"):
+        assert all(config_of(header, **{key: value}) == config_of(header) for value in values)
+        return
+    known = [(base, config_of(header, **base)) for base in bases if key not in base]
+    assert any(is_judged(header, key, value, base) for value in values[:2] for base in known)
+    assert any(is_judged(header, key, value, base) for value in values[2:] for base in known)
+
+
+@pytest.mark.parametrize("kind", GGUF_FAMILIES)
+def test_neutral_values_pass(headers, kind):
+    header = headers[kind]
+    plain = config_of(header)
+    for key, value in NEUTRAL.items():
+        if key == "attention.scale" and kind == "granite":
+            continue
+        assert config_of(header, **{key: value}) == plain, key
+
+
+@pytest.mark.parametrize("kind", GGUF_FAMILIES)
+def test_an_unknown_key_is_named_with_its_value(headers, kind):
+    with pytest.raises(CheckpointError, match=rf"gguf: {kind}\.attention\.twist = 0\.25: is no key that is known of"):
+        config_of(headers[kind], **{"attention.twist": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("said", "narrow"),
+    [
+        ({"attention.sliding_window_pattern": np.array([False, True])}, [False, True]),
+        ({"attention.sliding_window_pattern": np.array([0, 1], np.uint32)}, [False, True]),
+        ({"attention.sliding_window_pattern": 0}, [True, True]),
+        ({"attention.sliding_window_pattern": 1}, [False, False]),
+        ({"attention.sliding_window_pattern": 2}, [True, False]),
+        ({}, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("kind", "default"), [("llama", [True] * 2), ("phi3", [True] * 2), ("olmo2", [True] * 2),
+                                               ("gpt-oss", [True, False]), ("gemma3", [True] * 2)])  # fmt: skip
+def test_which_layers_have_a_window(headers, kind, default, said, narrow):
+    """As llama.cpp's `load_swa_pattern`: an array says it of each layer, a number n means all but each n-th."""
+    config = config_of(headers[kind], **{"attention.sliding_window": 9}, **said)
+    assert [config.window_left(layer) for layer in range(2)] == [8 if has else -1 for has in narrow or default]
+
+
+def test_a_rotation_of_windowed_layers(headers):
+    """OLMo 3's is the others' without their scaling unless it is named, Gemma 3's has a base of its own."""
+    for kind, local, freq_base in (("olmo2", {}, 5e4), ("olmo2", {"rope.freq_base_swa": 7e4}, 7e4),
+                                   ("gemma3", {}, 10000.0)):  # fmt: skip
+        config = config_of(headers[kind], **YARN, **local, **{"attention.sliding_window": 9, "rope.freq_base": 5e4})
+        assert config.layer_rope(0) == dataclasses.replace(config.rope, theta=freq_base, scaling=None)
+        assert config.rope.scaling.factor == 4
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "gemma3"])
+def test_without_windows_all_layers_rotate_alike(headers, kind):
+    said = {"rope.freq_base": 5e4, "rope.freq_base_swa": 7.0}
+    for window in (None, 0):
+        config = config_of(headers[kind], **said, **{"attention.sliding_window": window})
+        assert {(config.layer_rope(i).theta, config.window_left(i)) for i in range(2)} == {(5e4, -1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "message"),
+    [
+        ("llama", {"general.type": "adapter"}, "general.type = 'adapter': only 'model' is supported"),
+        ("llama", {"general.quantization_version": 1}, "general.quantization_version = 1: only 2"),
+        ("llama", {"rope.scaling.type": "none", "rope.scale_linear": 4.0}, "rope.scale_linear = 4.0: two scalings"),
+        ("llama", {"rope.scaling.type": "longrope"}, "tensor rope_factors_short.weight is missing"),
+        ("llama", YARN | {"rope.scaling.yarn_attn_factor": 1.0}, "yarn_attn_factor = 1.0: only 1.13863 is supported"),
+        ("qwen2", {"attention.head_count_kv": np.array([1, 2], np.uint32)}, "head_count_kv = .*differs from layer"),
+        ("qwen2", {"feed_forward_length": np.full(3, 512, np.uint32)}, "as many numbers as layers"),
+        ("qwen2", {"attention.sliding_window": 9}, "attention.sliding_window = 9: only 0 is supported"),
+        ("olmo2", {"attention.sliding_window": 9, "attention.sliding_window_pattern": np.ones(3, bool)},
+         "sliding_window_pattern = .*a number, or as many as layers = 2"),
+        ("gpt-oss", {"attention.sliding_window": None}, "attention.sliding_window = None: a positive integer"),
+        ("gpt-oss", {"rope.freq_base_swa": 7.0}, "rope.freq_base_swa = 7.0: only 150000.0 is supported"),
+        ("granite", {"rope.scaling.finetuned": False}, "rope.scaling.finetuned = False: only True is supported"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: only 0 is supported"),
+    ],
+)  # fmt: skip
+def test_what_another_model_says_is_refused(headers, kind, said, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_of(headers[kind], **said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "names", "message"),
+    [
+        ("qwen2", {}, ["rope_freqs"], "tensor rope_freqs.weight is no part"),
+        ("llama", {}, ["rope_factors_long", "rope_factors_short"], "tensor rope_factors_long.weight is no part"),
+        ("phi3", {}, ["rope_factors_long"], "tensor rope_factors_short.weight is missing"),
+        ("phi3", {"phi3.rope.scaling.factor": 4.0}, ["rope_factors_long", "rope_factors_short"], "factor = 4.0: two"),
+        ("llama", {"llama.rope.scaling.type": "yarn"}, ["rope_freqs"], "two scalings: there is also tensor rope_freqs"),
+    ],
+)
+def test_tensors_of_a_scaling_that_is_not_computed_are_refused(tmp_path, kind, said, names, message):
+    tensors = {f"{name}.weight": [1.0] * 16 for name in names}
+    file = write_gguf(tmp_path / "a.gguf", make_model(kind), lambda _: "F32", metadata=said, more_tensors=tensors)
+    with pytest.raises(CheckpointError, match=message):
+        open_source(file).load(DType.float32)
