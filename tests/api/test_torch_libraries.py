@@ -171,7 +171,7 @@ def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
     attend = kernel("attention", "float32", "float32", "float32")
     with pytest.raises(ContractError, match=r"row_lengths: row 0 \(request 0\) has length -3"):
         attend(struct.pack("<45q", *rows, *[0] * 10, *logits, *storage) + workers())
-    with pytest.raises(ContractError, match="would write torch.float32 to a tensor of torch.bfloat16"):
+    with pytest.raises(ContractError, match=r"would write torch\.float32 to a tensor of torch\.bfloat16"):
         memory.output(lse.bfloat16(), torch.float32)
     assert float(o.sum()) == 7.0 * 8
     assert float(lse) == 7.0

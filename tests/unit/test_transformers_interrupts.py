@@ -11,14 +11,8 @@ from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOC
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.utils import GenerationMixin
 
-from paged_kv.transformers import enable, enabled, linear, switch
+from paged_kv.transformers import enable, enabled, switch
 from support.interrupts import interrupted
-
-
-@pytest.fixture(autouse=True)
-def _a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed, so none is built."""
-    monkeypatch.setattr(linear, "native_library", lambda *_: object())
 
 
 @pytest.fixture(scope="module")

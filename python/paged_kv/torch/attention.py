@@ -85,7 +85,9 @@ class TensorAttention:
         if rows.count:
             at_sinks = (0, 0) if values is None else (values.ctypes.data, len(values))
             addresses, table = rows.addresses
-            outputs = _ROWS.pack(output(o, q.dtype), output(lse, torch.float32), queries.data_ptr(), *q.shape, q.shape[2])
+            outputs = _ROWS.pack(
+                output(o, q.dtype), output(lse, torch.float32), queries.data_ptr(), *q.shape, q.shape[2]
+            )
             logits = self._packed_slopes + _SINKS.pack(*at_sinks) + self._packed_options
             attend = kernel("attention", plan.q_dtype.name, plan.array_dtype.name, plan.q_dtype.name)
             attend(outputs + addresses + _NO_MASKS + logits + of_cache.storage(k, v) + table + workers())

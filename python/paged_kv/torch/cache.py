@@ -170,7 +170,9 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: LookupTable, lengths: Int32s
     shape = count, k_cache.shape[2], head_dim
     k, v = (torch.empty(shape, dtype=dtype, device=cache.device) for cache in (k_cache, v_cache))
     if k.numel():
-        rows = _ROWS.pack(output(k, dtype), output(v, dtype), *k.shape, *v.shape[1:]) + _ADDRESS.pack(offsets.ctypes.data)
+        rows = _ROWS.pack(output(k, dtype), output(v, dtype), *k.shape, *v.shape[1:]) + _ADDRESS.pack(
+            offsets.ctypes.data
+        )
         pages = _TABLE.pack(table.entries.ctypes.data, *table.entries.shape)
         read(rows + of_cache.storage(k_cache, v_cache) + pages + workers())
     return k, v
