@@ -4,6 +4,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import paged_kv.torch as operators
 from paged_kv.errors import ContractError
 from paged_kv.runtime.libraries import kernel
 from paged_kv.runtime.team import workers
-from paged_kv.torch import attention, cache, memory, products
+from paged_kv.torch import attention, cache, memory
 from support.compare import assert_bits_equal, assert_close
 
 pytestmark = pytest.mark.usefixtures("decode_variants")
@@ -85,12 +86,18 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
-def test_no_result_depends_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def with_threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads, which calls take."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_no_result_depends_on_the_threads(with_threads: Callable[[int], None]) -> None:
     found = []
     for threads in (1, 2, 5):
-        monkeypatch.setattr(memory, "workers", lambda threads=threads: threads)
-        for module in (attention, cache, products):
-            monkeypatch.setattr(module, "workers", memory.workers)
+        with_threads(threads)
         found.append(results(FLOAT))
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
@@ -111,9 +118,9 @@ def test_threads_that_call_at_once_get_what_one_gets() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_is_no_normal_number_is_zero(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_normal_number_is_zero(threads: int, with_threads: Callable[[int], None]) -> None:
     """As in the ops, on the thread that calls and on others."""
-    monkeypatch.setattr(attention, "workers", lambda: threads)
+    with_threads(threads)
     least = float(np.finfo(np.float32).smallest_normal)
     k = torch.zeros(64, PAGE_SIZE, KV_HEADS, DIM)
     v = torch.linspace(1.5 * least, 3 * least, DIM).expand_as(k).clone()
@@ -125,10 +132,10 @@ def test_what_is_no_normal_number_is_zero(threads: int, monkeypatch: pytest.Monk
     assert o[..., halves > 1.001 * least].all()
 
 
-@pytest.mark.parametrize("way", ["library", "MAX"])
+@pytest.mark.parametrize("way", ["library", "views"])
 def test_outputs_that_are_given(way: str, by_views: Any) -> None:
     """For code that calls `TensorAttention`, as the plugin of vLLM: also one of another dtype, and a strided one."""
-    if way == "MAX":
+    if way == "views":
         by_views()
     cache, q = torch.randn(3, PAGE_SIZE, 1, DIM), torch.randn(1, 2, DIM)
     rows = operators._rows.of(

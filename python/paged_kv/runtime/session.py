@@ -41,6 +41,7 @@ class Runtime:
 
     def __init__(self, sources: Path | None = None) -> None:
         self._sources = sources
+        self._session: InferenceSession | None = None
 
     @cached_property
     def driver_device(self) -> Device:
@@ -53,14 +54,17 @@ class Runtime:
         apply_cpu_target()
         return CPU()
 
-    @cached_property
+    @property
     def session(self) -> InferenceSession:
         """MAX's.
 
         Raises:
             ToolchainError: as `driver_device`.
         """
-        return InferenceSession(devices=[self.driver_device])
+        check_not_forked()
+        if self._session is None:
+            self._session = InferenceSession(devices=[self.driver_device])
+        return self._session
 
     def load(self, wanted: Iterable[Variant]) -> None:
         """Loads the libraries of some variants, or builds them.
@@ -143,7 +147,7 @@ class GpuRuntime(GraphRuntime):
             raise ToolchainError(f"GPU {gpu}: MAX finds no such device ({reason})") from error
         self.driver_device, self.device = accelerator, DeviceRef.GPU(gpu)
         self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
-        self.session = InferenceSession(devices=[CPU(), accelerator])
+        self._session = InferenceSession(devices=[CPU(), accelerator])
 
 
 _RUNTIMES: dict[int | None, Runtime] = {}
