@@ -117,7 +117,7 @@ class Ours:
         k, v = paged_views(problem.blocks, "NHD", device=device)
         k_blocks, v_blocks, view = cache_operands(k, v, device)
         none = torch.zeros(0, device=where)
-        inputs = [
+        inputs: list[Any] = [
             device.buffer(problem.q),
             device.buffer(torch.arange(point.batch, dtype=torch.int32, device=where)),
             device.buffer(torch.full((point.batch,), point.length, dtype=torch.int32, device=where)),
@@ -163,7 +163,7 @@ class MaxFlashAttention:
         on_device = [to_buffer(array).to(Accelerator(0)) for array in others[:-HOST_INPUTS]]
         on_host = [to_buffer(array) for array in others[-HOST_INPUTS:]]
         offsets, *lengths = on_device
-        inputs = [gpu(0).buffer(problem.q), offsets, gpu(0).buffer(blocks), *lengths, *on_host]
+        inputs: list[Any] = [gpu(0).buffer(problem.q), offsets, gpu(0).buffer(blocks), *lengths, *on_host]
         torch.cuda.synchronize()
         result = torch.utils.dlpack.from_dlpack
         yield System("MAX (pages of 128)", partial(model.execute, *inputs), max_stream(), lambda o: result(o[0]))
