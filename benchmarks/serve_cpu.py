@@ -3,7 +3,7 @@
     python -m benchmarks.serve_cpu [--models small|large] [--cases NAME]... [--groups NAME]... [--turns N]
                                             [--folder DIR] [--out DIR] [--update-pages] [--list]
 
-MAX Serve with paged-kv's architectures and with its own, vLLM's server, llama.cpp's server, and for comparison the
+`paged-kv serve`, MAX Serve with its own architecture, vLLM's server, llama.cpp's server, and for comparison the
 steps of `paged-kv generate`; on two seeded Llama checkpoints that are written once (0.9 GB and 9 GB, in DIR). Servers
 of a group (`serve_cases.TOGETHER`) are alive at the same time, all but one of them stopped by a signal, and take turns
 case by case: the memory of some machines changes its speed from one minute to the next. A factor is the median of the
@@ -13,7 +13,7 @@ hold.
 
 What is not installed is left out, and the results say so:
 
-    MAX Serve           pip install 'paged-kv[serve]' for the interpreter that runs this
+    MAX Serve           pip install 'paged-kv[max-serve]' for the interpreter that runs this
     vLLM                peers/vllm_step.py says how; PAGED_KV_VLLM_PYTHON names the interpreter of its environment
     llama.cpp           `llama-server` with `llama-quantize` beside it, by PAGED_KV_LLAMA_SERVER or on the PATH;
                         servers/http.py says how to build them. GGUF files are written with pip install gguf

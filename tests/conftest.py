@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,16 +22,17 @@ FOLDERS = {
     "browser": "pages that a browser shows",
     "gpu_sim": "GPU kernels on a model of the hardware",
     "gpu": "needs a GPU that MAX can use",
-    "serve": "MAX Serve with these kernels; needs an environment of its own",
+    "serve": "the server",
+    "max_serve": "MAX Serve with these kernels; needs an environment of its own",
     "ray": "replicas and offline batches on a local cluster of Ray; needs an environment of its own",
     "vllm": "vLLM's engine with the plugin; needs an environment of its own",
 }
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "serve", "ray", "vllm")
+ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "max_serve", "ray", "vllm")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
-takes several GB. CI gives servers two workers, by `_server_of`."""
+takes several GB."""
 
 LONGEST_FIRST = (
     *("engine/test_families.py", "engine/test_mixtures.py", "engine/test_llama.py", "ops/test_graph_ops.py"),
@@ -117,31 +117,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from support import compiled_kernels
 
         compiled_kernels.install(folder, in_worker=hasattr(config, "workerinput"))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of a run of tests/serve alone with workers (`-n2`): tests that share a server run in one of them."""
-    paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
-    if not all(path.is_relative_to(TESTS / "serve") for path in paths):
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Servers(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _server_of(nodeid)
-
-    return Servers(config, log)
-
-
-def _server_of(nodeid: str) -> str:
-    """What a test of tests/serve shares with others: a server, or a compiled step."""
-    path, _, test = nodeid.partition("::")  # parameters may have slashes
-    file = path.rpartition("/")[2]
-    if file == "test_families.py":
-        return test.partition("[")[2].rstrip("]").partition("-")[0]  # the family
-    kept = "test_a_user_may_keep_the_compiled_graphs"  # compiles the step of test_api.py once more
-    return "server" if file in ("test_api.py", "test_survival.py") or test == kept else file
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

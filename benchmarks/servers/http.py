@@ -1,7 +1,7 @@
 """The servers of OpenAI's API that are measured.
 
-MAX Serve, with its own architecture by `max serve` and with paged-kv's by `paged-kv serve`, runs in the environment of
-the interpreter that runs the benchmark: pip install 'paged-kv[serve]'. vLLM's server on the CPU is compiled as by
+`paged-kv serve` and MAX Serve with its own architecture run in the environment of the interpreter that runs the
+benchmark, MAX Serve where that has pip install 'paged-kv[max-serve]'. vLLM's server on the CPU is compiled as by
 default; paged_kv/bench/peers/vllm_step.py says how to install it, and the variable. llama.cpp's, `llama-server`, reads
 GGUF files of the same weights; it comes with releases of llama.cpp, or: cmake -B build -DGGML_NATIVE=ON && cmake
 --build build -t llama-server -t llama-quantize. It is looked for by PAGED_KV_LLAMA_SERVER, a path, else by name.
@@ -53,10 +53,13 @@ class BuiltIn(HttpServer):
         return {**os.environ, "PATH": path, "MAX_SERVE_DISABLE_TELEMETRY": "1"}
 
 
-class Ours(BuiltIn):
+class Ours(HttpServer):
     """`paged-kv serve`, with what it chooses by itself, but for the sizes."""
 
     label = "paged-kv serve"
+
+    def unavailable(self, checkpoint: Checkpoint) -> str | None:
+        return checkpoint.missing(self.weights)
 
     def version(self) -> str:
         return metadata.version("paged-kv")
@@ -66,8 +69,8 @@ class Ours(BuiltIn):
         dtype = [] if self.weights == "q4_k" else ["--dtype", self.weights]
         return [
             *(sys.executable, "-c", "from paged_kv.cli import main; main()", "serve", str(model), *dtype),
-            *("--host", HOST, "--port", str(port), "--max-batch-size", str(batch)),
-            *("--", "--served-model-name", MODEL, "--max-length", str(length)),
+            *("--host", HOST, "--port", str(port), "--name", MODEL),
+            *("--max-running", str(batch), "--max-length", str(length)),
         ]
 
 

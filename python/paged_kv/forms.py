@@ -13,10 +13,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -117,12 +118,18 @@ class Regex:
 class Grammar:
     """Texts of a context-free grammar in llguidance's kind of Lark, which begins with its rule `start`.
 
+    Args:
+        lark: The grammar.
+        marks: Texts that are one token each where the vocabulary has a special token of that text. The grammar may use
+            the rules `mark_0` for the first of them and `until_0` for any text up to it and with it, and so on.
+
     Raises:
         ContractTypeError, ContractError: it is no string, is too long, or has a lone surrogate.
     """
 
     KIND: ClassVar[str] = "grammar"
     lark: str
+    marks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_text(self.KIND, self.lark)
@@ -169,6 +176,7 @@ class Forms:
         ended = type(tokenizer).from_str(tokenizer.to_str())
         ended.add_special_tokens([_END])
         end = ended.token_to_id(_END)
+        self._token_of = ended.token_to_id
         if end is None:
             raise ToolchainError("form: the tokenizer takes no further token")
         self.end = end
@@ -194,7 +202,7 @@ class Forms:
         """
         if refusal := _try_out(*_grammar(form), self._seconds):
             raise ContractError(refusal)
-        matcher = self._matcher(_grammar(form), self._tokens)
+        matcher = self._matcher(_grammar(form, self._special(form)), self._tokens)
         problem = _problem(matcher)
         if not problem:
             compiled = CompiledForm(self, form, matcher)
@@ -210,6 +218,12 @@ class Forms:
         """Whether a whole text has a form, whatever tokens it came in."""
         matcher = self._matcher(_grammar(form), self._bytes)
         return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting() and not matcher.is_error()
+
+    def _special(self, form: Form) -> dict[str, int]:
+        """The special tokens of the vocabulary that a form's marks are."""
+        marks = form.marks if isinstance(form, Grammar) else ()
+        tokens = {mark: self._token_of(mark) for mark in marks}
+        return {mark: token for mark, token in tokens.items() if token is not None and self.is_silent(token)}
 
     def _matcher(self, grammar: tuple[str, str], tokens: LLTokenizer) -> LLMatcher:
         kind, text = grammar
@@ -291,12 +305,12 @@ class FormState:
     def _following(self) -> Tokens:
         """The tokens that may come next; none where the matcher has failed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little").view(bool))
+        allowed = np.unpackbits(bits, bitorder="little").view(bool)
         end = self._compiled.forms.end
-        at = int(np.searchsorted(tokens, end))
-        if at < tokens.size and tokens[at] == end:
-            tokens = np.union1d(np.delete(tokens, at), self._ends)
-        return tokens
+        if allowed[end]:
+            allowed[end] = False
+            allowed[self._ends] = True
+        return np.flatnonzero(allowed)
 
     def add_text(self, text: str) -> None:
         """Takes what the sample shows of it."""
@@ -330,15 +344,26 @@ def _try_out(kind: str, text: str, seconds: int) -> str:
     )
 
 
-def _grammar(form: Form) -> tuple[str, str]:
-    """What llguidance calls the kind of a form, and its text."""
+def _grammar(form: Form, special: Mapping[str, int] = MappingProxyType({})) -> tuple[str, str]:
+    """What llguidance calls the kind of a form, and its text; marks that are no special tokens are texts."""
     match form:
         case JsonSchema():
             return "json_schema", with_guidance(str(form.schema))
         case Regex():
             return "regex", form.pattern
         case Grammar():
-            return "lark", form.lark
+            return "lark", "\n".join([form.lark, *_mark_rules(form.marks, special)])
+
+
+def _mark_rules(marks: Sequence[str], special: Mapping[str, int]) -> Iterator[str]:
+    for at, mark in enumerate(marks):
+        if mark in special:
+            yield f"mark_{at}: <[{special[mark]}]>"
+            yield rf"until_{at}: /(.|\n)*/ mark_{at}"
+        else:
+            # A lazy lexeme ends with the first mark; without that, text would go on past it.
+            yield f"mark_{at}[lazy]: {json.dumps(mark)}"
+            yield rf"until_{at}[lazy]: /(.|\n)*/ {json.dumps(mark)}"
 
 
 def with_guidance(schema: str) -> str:

@@ -41,7 +41,6 @@ def test_what_cannot_be_compiled_is_refused(folder, tmp_path, capsys):
     for arguments, words in (
         ([folder, "--target", "pentium"], "target must be one of"),
         ([tmp_path / "none"], "none"),
-        ([folder, "--serve", "--rotate", "hadamard"], "--rotate is for the step of generate"),
     ):
         assert _run(["compile", *map(str, arguments)]) == 2
         error = capsys.readouterr().err.splitlines()[-1]

@@ -65,7 +65,8 @@ def test_options_and_lines_say_the_same_of_every_field_of_sampling(lines):
         arguments = [part for each in (value if isinstance(value, list) else [value]) for part in (option, each)]
         (by_option,) = lines([{"prompt": "the sea"} | record], *arguments)[1]
         assert by_option["text"] == in_lines[index, 0]["text"], name
-    assert {*base, *values, "ignore_end", "logprobs", "form"} == {each.name for each in fields(Sampling)}
+    others = {"ignore_end", "min_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens", "form"}
+    assert {*base, *values, *others} == {each.name for each in fields(Sampling)}
 
 
 def test_log_probabilities_are_part_of_a_record(lines):
@@ -76,6 +77,10 @@ def test_log_probabilities_are_part_of_a_record(lines):
         (first, second) = each["top_logprobs"].items()
         assert (int(first[0]), first[1]) == (each["token"], each["logprob"])  # greedy
         assert second[1] <= first[1] < 0
+    (greedy,) = lines([{"prompt": "the sea", "prompt_logprobs": 1, "max_tokens": 2}], "--max-new-tokens", 2)[1]
+    of_prompt = greedy["prompt_logprobs"]
+    assert all(each["logprob"] <= max(each["top_logprobs"].values()) < 0 for each in of_prompt)
+    assert len(of_prompt) > 1
 
 
 def test_a_stop_text_ends_a_sample_before_it(lines):

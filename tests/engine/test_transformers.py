@@ -27,13 +27,14 @@ import paged_kv.transformers
 from paged_kv import reference
 from paged_kv.errors import ContractError, ShapeError, ToolchainError
 from paged_kv.options import CODE_DTYPES, KVFormat
-from paged_kv.transformers import PagedCache, linear, switch
+from paged_kv.transformers import PagedCache, linear
+from paged_kv.transformers.batching import PagedBlocks
 from paged_kv.transformers.cache import PagedLayer
 from support import harness
 from support.checkpoints import make_checkpoint
 from support.decoding import load_variants
 from support.limits import SECONDS, limited
-from support.serving import free_ports
+from support.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -77,6 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PROMPTS = [np.random.default_rng(n).integers(2, 256, n).tolist() for n in (1, 2, 17, 32, 33, 100, 255, 300)]
 NEW_TOKENS = 10
+BLOCKS = ContinuousBatchingConfig(num_blocks=8, page_size=16)
 TOLERANCE = 1e-3
 """Of the logarithm of a probability, in float32."""
 
@@ -261,7 +263,54 @@ def test_threads_share_a_model(gemma: Any, monkeypatch: pytest.MonkeyPatch) -> N
         for thread in threads:
             thread.join(timeout=300)
     assert [found[i] for i in range(3)] == expected
-    assert not switch._running
+    assert not linear._running
+
+
+@pytest.mark.parametrize("first", ["on pages", "plain"])
+def test_a_call_goes_on_as_it_began(first: str) -> None:
+    """The second call makes its masks while the first one runs, and attends after the first one has ended."""
+    model = make("GptOss")  # its masks are made for one attention, and its sinks need it
+    second = {"on pages": "plain", "plain": "on pages"}[first]
+    expected = generate(model, [PROMPTS[4]]).tolist()
+    with paged_kv.transformers.enabled():
+        generate(model, [PROMPTS[4]])  # the model has been tried
+    found: dict[str, Any] = {}
+    begun, may_end = threading.Event(), threading.Event()
+
+    def call(name: str) -> threading.Thread:
+        paged_kv.transformers.enable() if name == "on pages" else paged_kv.transformers.disable()
+        thread = threading.Thread(target=run, args=(name,), name=name)
+        thread.start()
+        return thread
+
+    def run(name: str) -> None:
+        found[name] = generate(model, [PROMPTS[4]], return_dict_in_generate=True)
+
+    def hook(*_: Any) -> None:
+        name = threading.current_thread().name
+        if name == first:
+            begun.set()
+            assert may_end.wait(SECONDS)
+        elif name == second:
+            may_end.set()
+            threads[0].join(timeout=SECONDS)
+
+    hooked = model.model.layers[0].register_forward_pre_hook(hook)
+    try:
+        threads = [call(first)]
+        assert begun.wait(SECONDS)
+        threads.append(call(second))
+        threads[1].join(timeout=SECONDS)
+    finally:
+        hooked.remove()
+    assert {name: result.sequences[:, -NEW_TOKENS:].tolist() for name, result in found.items()} == {
+        "on pages": expected,
+        "plain": expected,
+    }
+    assert {name: type(result.past_key_values) for name, result in found.items()} == {
+        "on pages": PagedCache,
+        "plain": DynamicCache,
+    }
 
 
 def test_linear_layers_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,19 +421,17 @@ def test_codes_that_there_are_not_are_refused() -> None:
             with pytest.raises(ShapeError, match=r"kv_format: head_dim must be .* 16 on for int4 codes, not 8"):
                 call()
     assert model.config._attn_implementation == before
-    assert not switch._running
+    assert not linear._running
 
 
-def test_two_formats_at_once_are_refused() -> None:
+def test_each_call_has_its_own_format() -> None:
     model = make("Llama")
     paged_kv.transformers.enable()
-    manager = model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=8))
-    paged_kv.transformers.enable("int8")
-    with pytest.raises(ContractError, match="kv_format is 'int8', and a call runs the model with None"):
-        generate_batch(model, [[5, 6, 7]])
-    manager.stop()
-    generate_batch(model, [[5, 6, 7]])
-    assert not switch._running
+    with model.continuous_batching_context_manager(continuous_batching_config=BLOCKS) as manager:
+        paged_kv.transformers.enable("int8")
+        assert generate(model, [[5, 6]], return_dict_in_generate=True).past_key_values.kv_format == "int8"
+        assert manager.batch_processor.cache.dtype == torch.float32
+    assert not linear._running
 
 
 def test_disable_puts_everything_back() -> None:
@@ -427,20 +474,16 @@ def test_the_format_is_that_of_the_last_enable() -> None:
 def test_a_kept_manager_runs_as_it_was_made(first: bool) -> None:
     model = make("Llama")
     config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(num_blocks=8, page_size=16)
-
-    def run() -> list[Any]:
-        found = model.generate_batch(
-            [[5, 6]], generation_config=config, continuous_batching_config=batching, persistent_manager=True
-        )
-        return [result.error for result in found.values()]
-
+    found = []
     for is_enabled in (first, not first):
         paged_kv.transformers.enable() if is_enabled else paged_kv.transformers.disable()
-        errors = run()
-    assert "destroy_cached_continuous_batching_manager" in str(errors)
-    model.destroy_cached_continuous_batching_manager()
-    assert run() == [None]
+        results = model.generate_batch(
+            [[5, 6]], generation_config=config, continuous_batching_config=BLOCKS, persistent_manager=True
+        )
+        found.append([(result.error, result.generated_tokens) for result in results.values()])
+    assert found[0] == found[1] == [(None, generate(model, [[5, 6]], max_new_tokens=2).tolist()[0])]
+    cache = model._cached_continuous_batching_manager.batch_processor.cache
+    assert isinstance(cache, PagedBlocks) is first
 
 
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from ray.serve.request_router import FIFOMixin, PendingRequest
 
 from paged_kv.engine import Sampling
 from paged_kv.ray.application import ROUTERS
-from paged_kv.ray.streams import Job
+from paged_kv.serve.backend import Job
 
 HERE = DeploymentID("Replica", "app")
 NAMES = ["a", "b", "c", "d"]

@@ -1,4 +1,4 @@
-"""A server among rude clients, in turns with quiet: `.venv-serve/bin/python tests/serve/soak.py --seconds 300`.
+"""A server among rude clients, in turns with quiet: `python tests/serve/soak.py --seconds 300`.
 
 It starts `paged-kv serve --demo` with a key, on this machine alone. 64 rude clients, 60 slow ones and 30 with large
 bodies run in a process of their own; four others ask for 16 tokens each, over and over, and their time is taken.

@@ -1,7 +1,6 @@
-"""`paged-kv serve --demo`, started as a user starts it."""
+"""`paged-kv serve` as a user starts it: what it says, what it refuses, and how it ends."""
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -9,108 +8,192 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import openai
+import psutil
 import pytest
-import tokenizers
+from click.testing import CliRunner
 
-from paged_kv.engine.demo import write_demo_checkpoint
-from support import serving
-from support.limits import has_ended, limited
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("fastapi", reason="the serving environment is not installed")
-
-
-def get(url, body=None):
-    data = None if body is None else body.encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as answer:
-        return answer.read().decode()
+from paged_kv.commands.serve import serve_command
+from paged_kv.engine.demo_model import FOLDER
+from paged_kv.errors import CheckpointError, ContractError
+from paged_kv.serve import launch
+from paged_kv.serve.settings import API_KEY
+from support.guarded_server import STOP_SECONDS, guarded
 
 
-def children(pid):
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+def client(server):
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0, timeout=120)
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_it_says_when_it_is_ready_and_leaves_nothing_behind(tmp_path, end):
-    """The printed request works, metrics are where it says, and all listen on this machine alone."""
-    command = [str(Path(sys.executable).with_name("paged-kv")), "serve", "--demo", "--dtype", "float32", "--port", "0"]
-    command += ["--metrics", "--", *serving.SAMPLING]
-    environment = {name: value for name, value in os.environ.items() if name != "PATH"} | {"PATH": os.defpath}
-    log = tmp_path / "log"
-    with log.open("wb") as stderr:
-        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
-    with limited(started, serving.START_SECONDS + serving.STOP_SECONDS) as server:
-        try:
-            ready, request = server.stdout.readline().split(), server.stdout.readline()
-            assert ready[:4] == ["paged-kv:", "ready", "on", ready[3]], log.read_text()[-4000:]
-            address, metrics = ready[3], ready[5].rstrip(")")
-            words = shlex.split(request)
-            assert words[:2] == ["curl", f"{address}/v1/chat/completions"]
-            answers = [json.loads(get(words[1], words[-1])) for _ in range(2)]
-            assert answers[0]["choices"] == answers[1]["choices"]  # greedy: what a newcomer sees is what the docs show
-            assert answers[0]["usage"]["completion_tokens"] == 32
-            assert "maxserve_cache_num_total_blocks" in get(metrics)
-            processes = [str(server.pid), *children(server.pid)]
-            assert len(processes) >= 3  # the server, the metrics, the model
-            assert listening(processes) == {"127.0.0.1"}
-        finally:
-            server.send_signal(end)
-            status = server.wait(serving.STOP_SECONDS)
-    assert status in (0, 130, 128 + end)
-    assert "Traceback" not in log.read_text()
-    assert all(has_ended(int(pid)) for pid in processes)
+def test_it_says_what_was_chosen_and_ends_when_its_requests_have(tmp_path, end):
+    """Five lines and a request that works; a signal ends it once what runs has ended, and nothing is left."""
+    with guarded(tmp_path, "--metrics", "--pages", "256", key="") as server:
+        words = shlex.split(server.process.stdout.readline())
+        assert words[:2] == ["curl", f"http://127.0.0.1:{server.port}/v1/chat/completions"]
+        asked = urllib.request.Request(words[1], words[-1].encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=60) as answered:
+            assert json.loads(answered.read())["usage"]["completion_tokens"] == 32
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answered:
+            assert b'vllm:generation_tokens_total{model_name="demo"} 32.0' in answered.read()
+        process = psutil.Process(server.process.pid)
+        assert {each.laddr.ip for each in process.net_connections() if each.status == "LISTEN"} == {"127.0.0.1"}
+        lines = server.log.read_text().splitlines()
+        assert [line.split(":")[0] for line in lines] == ["model", "cache", "steps", "with"]
+        assert "256 pages of 16 tokens in float32" in lines[1]
+        stream = client(server).completions.create(
+            model="demo", prompt="x", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        )
+        count = len(next(iter(stream)).choices)
+        server.process.send_signal(end)
+        count += sum(len(event.choices) for event in stream)
+        assert count > 200  # characters may take several tokens
+        status = server.process.wait(STOP_SECONDS)
+        assert status in (-end, 128 + end)
+        assert "Traceback" not in server.log.read_text()
 
 
-def test_a_user_may_keep_the_compiled_graphs(checkpoint, tmp_path):
-    """`--export-mefs` and `--precompiled-mefs`: files of MAX's; the second server says what the first did."""
-    prompt = {"prompt": "once a prompt", "max_tokens": 16, "temperature": 0}
-    with serving.serving(checkpoint, tmp_path / "log", *serving.COMMON) as server:  # and MAX's cache knows the graph
-        texts = [server.client().completions.create(model=server.model, **prompt).choices[0].text]
-    for option in ("--export-mefs", "--precompiled-mefs"):
-        with serving.serving(
-            checkpoint, tmp_path / f"log{option}", *serving.COMMON, option, str(tmp_path / "kept")
-        ) as server:
-            texts.append(server.client().completions.create(model=server.model, **prompt).choices[0].text)
-        (kept,) = (tmp_path / "kept").glob("paged_kv_*.mef")
-    assert len(texts[0]) == 16
-    assert texts == [texts[0]] * 3
-    # Found by its name: where it is missing, MAX says so and compiles nothing.
-    kept.rename(kept.with_name("other.mef"))
-    with pytest.raises(AssertionError, match=kept.stem.rpartition("-")[0]):  # noqa: SIM117
-        with serving.serving(
-            checkpoint, tmp_path / "log", *serving.COMMON, "--precompiled-mefs", str(tmp_path / "kept")
-        ):
-            pass
+def test_a_second_server_is_told_that_the_port_is_taken(tmp_path):
+    with guarded(tmp_path, key="") as server:
+        command = [*psutil.Process(server.process.pid).cmdline()[:2], "serve", "--demo", "--port", str(server.port)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 2
+        assert ended.stderr == f"error: --host 127.0.0.1 --port {server.port}: Address already in use\n"
 
 
-def listening(processes):
-    """The addresses on which these processes listen for TCP."""
-    sockets = set()
-    for pid in processes:
-        for file in Path("/proc", pid, "fd").iterdir():
-            sockets.add(os.readlink(file).removeprefix("socket:[").rstrip("]"))
-    found = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *_, inode = line.split()[:10]
-        if state == "0A" and inode in sockets:
-            number = int(local.split(":")[0], 16)
-            found.add(".".join(str(number >> shift & 255) for shift in (0, 8, 16, 24)))
-    return found
+@pytest.fixture
+def serve(monkeypatch):
+    """Runs the command without a model or a socket; gives the settings and the cache's size that it came to."""
+    monkeypatch.delenv(API_KEY, raising=False)
+    reached = {}
+
+    def load(*arguments):
+        reached["size"] = arguments[2]
+        raise Reached
+
+    def described(settings, *_):
+        reached["settings"] = settings
+        return []
+
+    class Reached(Exception):
+        pass
+
+    monkeypatch.setattr(launch, "_load", load)
+    monkeypatch.setattr(launch, "described", described)
+    monkeypatch.setattr(launch, "free_memory", lambda: 8 << 30)
+    monkeypatch.setattr(launch, "listening_sockets", lambda *_: [])
+
+    def run(*arguments):
+        result = CliRunner().invoke(serve_command, arguments)
+        if result.exception is not None and not isinstance(result.exception, Reached | SystemExit):
+            raise result.exception
+        assert isinstance(result.exception, Reached), result.output
+        return reached["settings"], reached["size"]
+
+    return run
 
 
-def test_transformers_reads_the_demos_tokenizer_as_tokenizers_does(tmp_path):
-    folder = write_demo_checkpoint(tmp_path / "demo")
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    for text in ("a", "Hé, wörld 😀\n  x", "<s>ab</s> c", " don't , 's"):
-        tokens = ours.encode(text).ids
-        assert theirs(text)["input_ids"] == tokens
-        for skip in (True, False):
-            assert theirs.decode(tokens, skip_special_tokens=skip) == ours.decode(tokens, skip_special_tokens=skip)
-    config = json.loads((folder / "config.json").read_text())
-    for name in ("bos", "eos", "pad"):
-        assert getattr(theirs, f"{name}_token_id") == config[f"{name}_token_id"]
-    chat = [{"role": "user", "content": "hi"}]
-    text = theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert text == "<s>user: hi\nassistant: "
-    assert theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] == ours.encode(text[3:]).ids
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name one MODEL, or --demo"),
+        (["DIR", "--demo"], "name one MODEL, or --demo"),
+        (["--demo", "--page-size", "0"], "--page-size must be at least 1"),
+        (["--demo", "--pages", "-1"], "--pages must be at least 1"),
+        (["--demo", "--pages", "9", "--memory-gb", "1"], "--pages or of --memory-gb"),
+        (["--demo", "--memory-gb", "1e-6"], "too few are left for the cache"),
+        (["--demo", "--memory-gb", "nan"], "--memory-gb must be above 0"),
+        (["--demo", "--max-length", "5000"], "--max-length is 5000; the model knows 4096"),
+        (["--demo", "--max-length", "100", "--pages", "2"], "2 pages of 16 tokens hold 32"),
+        (["--demo", "--max-running", "0"], "--max-running must be at least 1"),
+        (["--demo", "--max-queue", "-1"], "--max-queue must be at least 0"),
+        (["--demo", "--max-gap", "0"], "--max-gap must be above 0"),
+        (["--demo", "--max-connections", "0"], "--max-connections must be at least 1"),
+        (["--demo", "--max-body-bytes", "0"], "--max-body-bytes must be at least 1"),
+        (["--demo", "--kv-disk-gb", "0"], "--kv-disk-gb must be above 0"),
+        (["--demo", "--kv-disk", __file__], "is no folder"),
+        (["--demo", "--host", "0.0.0.0"], "lets other machines in"),
+        (["--demo", "--api-key", "a b"], "visible ASCII"),
+        (["--demo", "--chat-template", "/nothing"], "--chat-template /nothing: cannot be read"),
+        (["--demo", "--config", "/nothing"], "--config /nothing: cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_compiled(serve, arguments, message):
+    with pytest.raises(ContractError, match=message.replace("(", "\\(")):
+        serve(*arguments)
+
+
+def test_a_draft_with_other_tokens_is_refused(serve, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(FOLDER / name)
+    said = json.loads((FOLDER / "tokenizer.json").read_text())
+    vocabulary = said["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    with pytest.raises(ContractError, match="its tokens are not those of the model"):
+        serve("--demo", "--speculate", str(tmp_path))
+    with pytest.raises(CheckpointError):
+        serve("--demo", "--speculate", str(tmp_path / "none"))
+
+
+def test_the_cache_has_half_of_what_is_free_and_no_more_than_sixteen_requests_need(serve):
+    assert serve("--demo")[1].tokens == 16 * 4096
+    assert serve("--demo", "--max-length", "512")[1].tokens == 16 * 512
+    _, size = serve("--demo", "--memory-gb", "0.1")
+    assert size.page_bytes * size.num_pages <= 1e8 < size.page_bytes * (size.num_pages + 1)
+    assert serve("--demo", "--cache-dtype", "int4", "--memory-gb", "0.1")[1].num_pages > 5 * size.num_pages
+    assert serve("--demo", "--pages", "20")[1].max_length == 320
+
+
+def test_a_file_has_the_options_by_their_names(serve, tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        f'model = "{FOLDER}"\nname = "bible"\npages = 64\npage-size = 32\ncache_dtype = "int8"\nmetrics = true\n'
+        'allowed-host = ["a.example", "b.example"]\nmax-gap = 0.5\nspeculate = "lookup"\n'
+    )
+    settings, size = serve("--config", str(file), "--pages", "32")
+    assert (settings.model, settings.name, settings.metrics) == (FOLDER, "bible", True)
+    assert (settings.allowed_hosts, settings.max_gap) == (("a.example", "b.example"), 0.5)
+    assert (settings.speculate, settings.cache_dtype) == ("lookup", "int8")
+    assert (size.num_pages, size.page_size) == (32, 32)  # what the command line says comes first
+    for text, message in (("wat = 1", "'wat' is no option"), ("pages = ", "cannot be read")):
+        file.write_text(text)
+        with pytest.raises(ContractError, match=message):
+            serve("--config", str(file))
+    file.write_text('demo = true\npages = "many"')
+    result = CliRunner().invoke(serve_command, ["--config", str(file)])
+    assert (result.exit_code, "'many' is not a valid integer" in result.output) == (2, True)
+
+
+def test_every_capability_of_the_engine_together(tmp_path):
+    """Codes in the cache, rotation, speculation, prefixes on disk and a thread: a restarted server finds the prefix."""
+    flags = [
+        "--cache-dtype",
+        "int4",
+        "--rotate",
+        "hadamard",
+        "--speculate",
+        "lookup",
+        "--kv-disk",
+        str(tmp_path / "kv"),
+    ]
+    flags += ["--threads", "1", "--page-size", "8", "--memory-gb", "0.05"]
+    texts = []
+    for _ in range(2):
+        with guarded(tmp_path, *flags) as server:
+            prompt = "And the LORD spake unto Moses, saying, " * 5
+            answer = server.complete(prompt, max_tokens=24)
+            texts.append(answer["choices"][0]["text"])
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert "prefixes in" in server.log.read_text()
+    assert texts[0] == texts[1]
+    assert cached > 30
+
+
+def test_a_server_that_cannot_say_that_it_is_ready_ends():
+    command = [str(Path(sys.executable).with_name("paged-kv")), "serve", "--demo", "--port", "0"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr

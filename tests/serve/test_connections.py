@@ -9,17 +9,12 @@ import threading
 import time
 
 import pytest
+from uvicorn import Config
 
-from support import serving
-
-serving.require()
-
-from uvicorn import Config  # noqa: E402
-
-from paged_kv.serve import connections  # noqa: E402
-from paged_kv.serve.address import listening_sockets  # noqa: E402
-from paged_kv.serve.connections import HEAD_BYTES, GuardedServer  # noqa: E402
-from paged_kv.serve.door import Rules  # noqa: E402
+from paged_kv.serve import connections
+from paged_kv.serve.address import listening_sockets
+from paged_kv.serve.connections import HEAD_BYTES, GuardedServer
+from paged_kv.serve.door import Rules
 
 LIMIT = 8
 WAIT = 30

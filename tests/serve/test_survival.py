@@ -1,239 +1,252 @@
 """What the server survives: it answers in the API's error shape, goes on, and its pages come back."""
 
+import asyncio
+import json
 import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import openai
 import pytest
 
-from paged_kv.engine.demo import VOCAB_SIZE
-from support import serving
-from support.limits import has_ended
-from support.numpy_llama import NumpyLlama
+from paged_kv.engine import load
+from paged_kv.engine.demo_model import FOLDER
+from support.served import served
 
-serving.require()  # before what may be missing is imported
-
-import openai  # noqa: E402
-
-from support.faulty_architecture import FAULT_CHARACTER, FAULT_POSITION  # noqa: E402
-
-CLIENTS = 64
-LENGTH = serving.MAX_LENGTH
-TERMINATED = 128 + 15
-"""What a shell says of a process that SIGTERM ended; MAX exits with it."""
-
-
-def complete(server, prompt, **overrides):
-    options = {"max_tokens": 16, "temperature": 0} | overrides
-    return server.client().completions.create(model="demo", prompt=prompt, **options)
+CLIENTS = 32
 
 
 def text(server, prompt, **overrides):
-    return complete(server, prompt, **overrides).choices[0].text
+    options = {"max_tokens": 16, "temperature": 0} | overrides
+    return server.client.completions.create(model="demo", prompt=prompt, **options).choices[0].text
 
 
-def body(**overrides):
-    return {"model": "demo", "prompt": "x", "max_tokens": 2} | overrides
+def wait_until(fits, seconds=60):
+    end = time.monotonic() + seconds
+    while not fits() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert fits()
 
 
-REFUSED = {
-    "malformed JSON": (b"{", 400),
-    "no body": (b"", 400),
-    "not UTF-8": (b'{"model": "\xff"}', 400),
-    "a list": (b"[]", 400),
-    "no prompt": ({"model": "demo"}, 400),
-    "an unknown field": (body(wat=1), 400),
-    "an unknown model": (body(model="other"), 400),
-    "max_tokens as text": (body(max_tokens="five"), 400),
-    "max_tokens -1": (body(max_tokens=-1), 400),
-    "max_tokens 2^70": (body(max_tokens=2**70), 500),
-    "min_tokens above max_tokens": (body(min_tokens=9), 400),
-    "temperature -1": (body(temperature=-1), 400),
-    "temperature 99": (body(temperature=99), 400),
-    "temperature NaN": (body(temperature=float("nan")), 400),
-    "top_p 2": (body(top_p=2), 400),
-    "top_k -5": (body(top_k=-5), 400),
-    "repetition_penalty 0": (body(repetition_penalty=0), 400),
-    "frequency_penalty 99": (body(frequency_penalty=99), 400),
-    "seed 2^64": (body(seed=2**64), 500),
-    "8 log-probabilities": (body(logprobs=8), 400),
-    "log-probabilities of the prompt": (body(logprobs=1, echo=True), 400),
-    "a prompt past the length": (body(prompt="x" * LENGTH), 400),
-    "no tokens": (body(prompt=[]), 500),
-    "a token out of the vocabulary": (body(prompt=[256, 5000]), 400),
-    "a negative token": (body(prompt=[-1]), 400),
-}
+class Held:
+    """An engine whose steps wait until they may go on, or raise."""
+
+    def __init__(self, engine):
+        self.may_go, self.began, self.raises = threading.Event(), threading.Event(), None
+        self.engine, step = engine, engine.model.step
+
+        def held(tokens, *others):
+            self.began.set()
+            assert self.may_go.wait(60)
+            if self.raises is not None and any(self.raises in new for new in tokens):
+                raise MemoryError("a secret of the server")
+            return step(tokens, *others)
+
+        engine.model.step = held
 
 
-@pytest.mark.parametrize(("request_body", "status"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_bad_request_is_refused(server, request_body, status):
-    answer = server.post("/v1/completions", request_body)
-    assert answer[0] == status
-    assert set(answer[1]["error"]) == {"code", "message", "param", "type"}
-    assert server.post("/v1/completions", body())[0] == 200
+@pytest.fixture
+def held():
+    return Held(load(FOLDER, num_pages=64, page_size=16, dtype="float32", max_step_tokens=64))
+
+
+async def call(server, body, leave):
+    """The answer of the application to a client that leaves when `leave` is set."""
+    given, sent = [json.dumps(body).encode()], []
+
+    async def receive():
+        if given:
+            return {"type": "http.request", "body": given.pop()}
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    await server.http.app(scope | {"root_path": ""}, receive, send)
+    return b"".join(sent)
+
+
+def test_clients_that_leave_give_their_pages_back(server):
+    """Whole answers and streams that are left in the middle, beside some that stay to the end."""
+    alone, end = text(server, "client 0", max_tokens=24), {"finished_reason": "abort"}
+    assert alone
+
+    async def one(index):
+        dice, leave = random.Random(index), asyncio.Event()
+        body = {"prompt": f"client {index}", "max_tokens": 400, "temperature": 0, "stream": index % 2 == 1}
+        if index % 4 == 0:
+            body |= {"prompt": "client 0", "max_tokens": 24}
+        else:
+            asyncio.get_running_loop().call_later(dice.uniform(0, 0.5), leave.set)
+        return await call(server, body, leave)
+
+    async def every():
+        return await asyncio.gather(*map(one, range(CLIENTS)))
+
+    answers = server.http.portal.call(every)
+    for answer in answers[::4]:
+        assert json.loads(answer)["choices"][0]["text"] == alone
+    wait_until(lambda: server.engine.is_idle)
+    assert server.engine.pool.num_used == server.backend.status().running == 0
+    assert server.metric("vllm:request_success_total", **end) > CLIENTS // 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_past_the_length_is_refused_in_words(server, stream):
-    with pytest.raises(openai.BadRequestError, match=f"{LENGTH + 9} tokens exceeds .* of {LENGTH} tokens"):
-        complete(server, "x" * (LENGTH + 8), stream=stream)
+def test_a_client_that_leaves_frees_its_pages_within_a_step(held, stream):
+    body, leave = {"prompt": "x", "max_tokens": 400, "stream": stream}, asyncio.Event()
+    with served(held.engine) as server, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.http.portal.call, call, server, body, leave)
+        assert held.began.wait(60)
+        server.http.portal.call(leave.set)
+        asked.result(60)
+        held.may_go.set()
+        wait_until(lambda: held.engine.is_idle)
+        assert held.engine.pool.num_used == 0
+        assert held.engine.statistics.steps <= 2
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "count"), [("", 4, 4), ("x", 0, 1), ("x" * 500, 10**9, 11)])
-def test_the_edges_of_a_length(server, prompt, max_tokens, count):
-    answer = complete(server, prompt, max_tokens=max_tokens)
-    assert answer.usage.completion_tokens == count
-    assert answer.choices[0].finish_reason == "length"
-
-
-def test_a_huge_top_k_is_every_token(server):
-    options = {"temperature": 1.0, "seed": 5, "max_tokens": 4}
-    every, huge = (text(server, "x", **options, extra_body={"top_k": k}) for k in (VOCAB_SIZE, 2**62))
-    assert every == huge
-
-
-def test_disconnects_give_their_pages_back(server):
-    """Streams that are closed in the middle, clients that give up waiting, and some that stay to the end."""
-    alone = text(server, "client 3", max_tokens=24)
-
-    def call(index):
-        dice = random.Random(index)
-        match index % 3:
-            case 0:
-                return text(server, f"client {index}", max_tokens=24)
-            case 1:
-                stream = complete(server, f"client {index} " + "y" * dice.randrange(200), max_tokens=100, stream=True)
-                for _, _piece in zip(range(dice.randrange(1, 20)), stream, strict=False):
-                    pass
-                return stream.close()
-            case _:
-                with pytest.raises(openai.APITimeoutError):
-                    server.client().with_options(timeout=dice.uniform(0.01, 0.2)).completions.create(
-                        model="demo", prompt=f"client {index} " + "z" * dice.randrange(200), max_tokens=300
-                    )
-                return None
-
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        answers = list(pool.map(call, range(CLIENTS)))
-    assert answers[3] == alone
-    assert server.used_pages() == 0
-
-
-def test_a_step_that_raises_ends_its_own_request(strained_server):
-    alone = text(strained_server, "innocent", max_tokens=100)
-    with ThreadPoolExecutor(2) as pool:
-        innocent = pool.submit(text, strained_server, "innocent", max_tokens=100)
-        for _ in range(3):
+def test_a_step_that_raises_ends_its_own_requests(held):
+    """Those that wait for their turn go on; what was raised is no client's business."""
+    engine = load(FOLDER, num_pages=64, page_size=16, dtype="float32", max_running=2)
+    held = Held(engine)
+    guilty = engine.encode("guilty")[-1]
+    with served(engine) as server, ThreadPoolExecutor(4) as pool:
+        held.may_go.set()
+        alone = text(server, "innocent", max_tokens=20)
+        held.may_go.clear()
+        held.raises = guilty
+        first = pool.submit(text, server, "beside it", max_tokens=20)
+        assert held.began.wait(60)
+        wait_until(lambda: engine.num_running == 1)
+        second = pool.submit(text, server, [guilty], max_tokens=20)
+        wait_until(lambda: engine.num_waiting == 1)
+        third = pool.submit(text, server, "innocent", max_tokens=20)
+        wait_until(lambda: engine.num_waiting == 2)
+        held.may_go.set()
+        for ended in (first, second):
             with pytest.raises(openai.InternalServerError) as refused:
-                text(strained_server, f"guilty {FAULT_CHARACTER}")
+                ended.result(60)
             assert refused.value.body["type"] == "api_error"
-        assert innocent.result(300) == alone
-    assert strained_server.used_pages() == 0
+            assert "secret" not in refused.value.body["message"]
+            assert refused.value.response.headers["x-should-retry"] == "false"
+        assert third.result(60) == alone
+        stream = server.client.completions.create(model="demo", prompt="x", max_tokens=20, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.APIError, match="MemoryError"):  # noqa: PT012
+            held.raises = engine.encode("x")[-1]
+            engine.model.step = lambda *_: (_ for _ in ()).throw(MemoryError)
+            list(stream)
+        wait_until(lambda: engine.pool.num_used == 0)
 
 
-def test_a_batch_whose_step_raises_is_run_one_at_a_time(strained_server):
-    """Prompts of one HTTP request come to the scheduler one after the other: soon, two of them share a step."""
-    prompts = [f"innocent {index}" for index in range(3)]
-    alone = [text(strained_server, prompt, max_tokens=30) for prompt in prompts]
-    for _ in range(30):
-        with ThreadPoolExecutor(4) as pool:
-            guilty = pool.submit(complete, strained_server, ["accomplice", f"guilty {FAULT_CHARACTER}", "accomplice"])
-            innocent = pool.map(lambda prompt: text(strained_server, prompt, max_tokens=30), prompts)
-            with pytest.raises(openai.InternalServerError):
-                guilty.result(300)
-            assert list(innocent) == alone
-        if "run one at a time" in strained_server.log_text():
-            break
-    assert "run one at a time" in strained_server.log_text()
-    assert strained_server.used_pages() == 0
+def test_an_engine_that_is_gone_is_unhealthy(held, monkeypatch):
+    held.may_go.set()
+    with served(held.engine) as server:
+        assert server.http.get("/health").status_code == 200
+        held.raises = held.engine.encode("x")[-1]
+        for _ in range(3):
+            assert server.http.get("/health").status_code == 200
+            assert server.post("/v1/completions", {"prompt": "x"})[0] == 500
+        answer = server.http.get("/health")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "3 steps in a row raised")
+        held.raises = None
+        assert text(server, "x")
+        assert server.http.get("/health").status_code == 200
+        held.may_go.clear()
+        monkeypatch.setattr(server.backend, "_stall", 0.05)
+        with ThreadPoolExecutor(1) as pool:
+            hanging = pool.submit(text, server, "x")
+            wait_until(lambda: server.http.get("/health").status_code == 503)
+            assert "a step has not ended" in server.http.get("/health").json()["error"]["message"]
+            held.may_go.set()
+            hanging.result(60)
 
 
-def test_a_stream_whose_step_raises_ends_with_an_error(strained_server):
-    """In the decode of a batch: the other stream of the batch goes on to its end."""
-    alone = text(strained_server, "innocent", max_tokens=100)
-    with ThreadPoolExecutor(1) as pool:
-        innocent = pool.submit(text, strained_server, "innocent", max_tokens=100)
-        stream = complete(strained_server, "x" * (FAULT_POSITION - 9), max_tokens=100, stream=True)
-        pieces = []
-        with pytest.raises(openai.APIError):
-            pieces.extend(piece.choices[0].text for piece in stream)
-        assert innocent.result(300) == alone
-    assert 0 < len("".join(pieces)) <= 9
-    assert strained_server.used_pages() == 0
+def test_a_full_queue_is_said_and_not_waited_for(held):
+    with served(held.engine, most_samples=5) as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.post, "/v1/completions", {"prompt": "x", "n": 4, "max_tokens": 2})
+        assert held.began.wait(60)
+        for body in ({"prompt": "x", "n": 2}, {"prompt": ["x"] * 2}):
+            answer = server.http.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+        held.may_go.set()
+        assert waiting.result(60)[0] == 200
+        wait_until(lambda: held.engine.is_idle)
+        assert server.post("/v1/completions", {"prompt": "x", "n": 5, "max_tokens": 1})[0] == 200
 
 
-def test_too_few_pages_preempt_and_every_request_is_answered(strained_server, checkpoint):
-    """Sixteen requests of two pages each, in a pool of about sixteen: some are computed twice, none is lost."""
-    before = strained_server.metric("maxserve_cache_preemption_count_total")
+def test_too_few_pages_preempt_and_every_request_is_answered(model):
+    with served(num_pages=24, max_running=16) as server, ThreadPoolExecutor(16) as pool:
 
-    def call(index):
-        return (
-            strained_server.client()
-            .with_options(max_retries=20)
-            .completions.create(
+        def call(index):
+            return server.client.completions.create(
                 model="demo",
-                prompt=f"request {index} " + "x" * 100,
+                prompt=f"request {index}, and the word of the Lord came unto",
                 max_tokens=60,
                 temperature=0,
                 extra_body={"return_token_ids": True},
             )
+
+        for answer in pool.map(call, range(16)):
+            assert answer.usage.completion_tokens == 60
+            model.assert_greedy(answer.choices[0])
+        assert server.metric("vllm:num_preemptions_total") > 0
+        assert server.engine.pool.num_used == 0
+
+
+def test_a_request_that_no_pool_holds_is_refused():
+    with served(num_pages=4) as server:
+        status, answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 100})
+        assert status == 400
+        assert "the pool has 4" in answer["error"]["message"]
+
+
+def test_metrics_count(server):
+    names = {
+        "prompt_tokens_total": 2,
+        "generation_tokens_total": 6,
+        "time_to_first_token_seconds_count": 1,
+        "inter_token_latency_seconds_count": 4,
+        "e2e_request_latency_seconds_count": 1,
+        "request_prompt_tokens_sum": 2,
+        "request_generation_tokens_sum": 6,
+    }
+    assert text(server, "x", max_tokens=1)
+    before = {name: server.metric(f"vllm:{name}") for name in names}
+    ended = server.metric("vllm:request_success_total", finished_reason="length")
+    server.client.completions.create(model="demo", prompt=[5, 6], max_tokens=3, n=2)
+    assert {name: server.metric(f"vllm:{name}") - before[name] for name in names} == names
+    assert server.metric("vllm:request_success_total", finished_reason="length") == ended + 1
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert server.metric(f"vllm:{name}") == 0
+    assert sum(server.metric("paged_kv:pages", state=state) for state in ("free", "cached", "used")) == 512
+
+
+def test_prompts_keep_others_waiting_no_longer_than_they_may():
+    """A step that is too long is followed by shorter ones; alone, a prompt takes all of a step."""
+    engine = load(FOLDER, num_pages=512, page_size=16, dtype="float32", max_step_tokens=256, max_gap=0.05)
+    sizes, step = [], engine.model.step
+
+    def slow(tokens, *others):
+        sizes.append(sum(map(len, tokens)))
+        time.sleep(0.001 * sizes[-1])
+        return step(tokens, *others)
+
+    engine.model.step = slow
+    with served(engine) as server:
+        stream = server.client.completions.create(
+            model="demo", prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
         )
-
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(call, range(16)))
-    model = NumpyLlama(checkpoint)
-    for answer in answers:
-        assert answer.usage.completion_tokens == 60
-        model.assert_greedy(answer.choices[0])
-    assert strained_server.metric("maxserve_cache_preemption_count_total") > before
-    assert strained_server.used_pages() == 0
-
-
-def test_a_full_queue_is_said_and_not_waited_for(strained_server):
-    """The prompts of one HTTP request come at once, and are more than the batch, the scheduler and the queue hold.
-
-    The flag says 8, and some 100 were taken: sockets hold some too.
-    """
-    with pytest.raises(openai.RateLimitError) as refused:
-        complete(strained_server, [f"queued {index}" for index in range(400)], max_tokens=50)
-    assert refused.value.response.headers["Retry-After"] == "1"
-    assert refused.value.body["type"] == "rate_limit_error"
-    assert strained_server.used_pages() == 0
-
-
-def test_sigterm_under_load_ends_every_process(strained_server):
-    """The last test of its server."""
-    workers = _descendants(strained_server.process.pid)
-    assert workers
-
-    given_up = threading.Event()
-
-    def call_on(index):
-        while not given_up.is_set():
-            text(strained_server, f"late {index}", max_tokens=100)
-
-    def call(index):
-        with pytest.raises(openai.APIError):
-            call_on(index)
-
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(call, index) for index in range(8)]
-        time.sleep(1)
-        try:
-            assert strained_server.stop() == TERMINATED
-            for ended in calls:
-                ended.result(300)
-        except BaseException:  # else the callers go on, and the pool waits for them
-            given_up.set()
-            raise
-    assert all(map(has_ended, workers))  # Python's own helper process notices later that the others are gone
-
-
-def _descendants(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *_descendants(child)]
-    return found
+        next(iter(stream))
+        for count in range(3):
+            text(server, f"{count} and the word of the Lord came unto " * 40, max_tokens=1)
+        list(stream)
+        assert max(sizes[1:]) <= 65
+        assert max(sizes[6:12]) < 60
+        del sizes[:]
+        text(server, "5 and the word of the Lord came unto " * 40, max_tokens=1)
+        assert sizes[0] == 256

@@ -32,7 +32,7 @@ class Letters:
     def encode(self, prompt: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in prompt]
 
-    def stream(self) -> Letters:
+    def stream(self, *, skip_special_tokens: bool = True) -> Letters:  # noqa: ARG002 - it has none
         self.before()
         return self
 

@@ -11,8 +11,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "notes" / "new-max.md"
 FOLDERS = ("python", "graphs", "tests", "benchmarks", "examples", "docs", ".ci")
-SERVER = ("Private names of the server", "Public names of the server")
-"""The tables of names that need the server's environment."""
+SERVER = ("Private names of MAX Serve", "Public names of MAX Serve")
+"""The tables of names that need the environment of MAX Serve."""
 
 _NAME = re.compile(r"`([\w.]+)(?:\(([\w, ]*)\))?`")
 _LINK = re.compile(r"\]\(([^)#]+)")

@@ -31,7 +31,7 @@ class NumpyLlama:
     def assert_greedy(self, choice: Any) -> None:
         """Each token of a completion's or a chat's `choice` is the likeliest one after what stands before it.
 
-        It was asked for with `return_token_ids`, a field of MAX's own.
+        It was asked for with `return_token_ids`.
         """
         rows = self.rows_of(choice)
         chosen = rows[np.arange(len(rows)), choice.token_ids]

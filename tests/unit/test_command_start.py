@@ -39,7 +39,6 @@ GENERATE = ["generate", "--model", str(FOLDER)]
         ("paged_kv.runtime.warmup", ["warmup"]),
         ("max.engine", [*GENERATE, "--prompt", "a"]),
         ("paged_kv.engine.step", ["compile", "missing"]),
-        ("paged_kv.serve.launch", ["serve", "missing"]),
         ("paged_kv.engine.tokenizer", ["demo"]),
     ],
 )

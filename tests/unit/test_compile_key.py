@@ -16,7 +16,7 @@ from paged_kv.runtime.variants import Variant
 from support.ci_modules import ci_module
 
 GPU = "cuda sm_90a 0"
-SERVED = CompileKey("served", (MODELS, "serve/graph.py"))
+SERVED = CompileKey("served", (MODELS, "max_serve/graph.py"))
 
 
 def keys(device):
@@ -86,7 +86,7 @@ def test_a_copy_has_the_keys_of_the_original(tree):
         ("graphs/layers.py", EVERY),
         ("graphs/models/decoder.py", STEPS),
         ("paged_kv/runtime/variants.py", EVERY - STEPS),
-        ("paged_kv/serve/graph.py", {"served"}),
+        ("paged_kv/max_serve/graph.py", {"served"}),
         ("paged_kv/engine/tokenizer.py", set()),
         ("paged_kv/runtime/session.py", set()),
         ("paged_kv/calls/plan.py", set()),
@@ -140,7 +140,7 @@ def test_the_keys_have_every_module_that_builds_a_graph(tmp_path):
         "paged_kv.graphs.ops": CompileKey("an op"),
         "paged_kv.graphs.models.decoder": KEYS["cpu step"],
         "paged_kv.graphs.models.tree_step": KEYS["cpu step"],
-        "paged_kv.serve.graph": SERVED,
+        "paged_kv.max_serve.graph": SERVED,
     }
     command = [sys.executable, "-c", CLOSURE, *of_builders]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)

@@ -20,7 +20,6 @@ from paged_kv.graphs.models.config import LatentSizes
 from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.tensors import assembled_tensors, expected_tensors
-from paged_kv.serve.launch import Serving, prepare
 from support.checkpoints import TORCH, random_tensors, raw_safetensors, to_torch, write_config
 
 YARN = json.loads("""
@@ -253,12 +252,6 @@ def test_what_runs_plain_decoders_alone_says_so(small):
         Parameters.shares(graph, config, DType.float32, devices)
     assert len(assembled_tensors(config)) == 2 * 3 + 2 * 2
     assert np.prod(expected_tensors(config)["model.layers.1.mlp.experts.gate_up_proj.weight"]) == 4 * 2 * 24 * 48
-
-
-def test_the_server_refuses_pages_of_latents(small):
-    folder, _, _ = small
-    with pytest.raises(CheckpointError, match="MAX Serve hold K and V of heads, not latents: run it with paged-kv gen"):
-        prepare(Serving(folder, "127.0.0.1", 0, "bfloat16", 16))
 
 
 def test_other_models_are_loaded_as_they_are(tmp_path):

@@ -2,16 +2,15 @@
 
 import asyncio
 import json
-import socket
 from dataclasses import replace
 
 import pytest
 
 from paged_kv.errors import ContractError
-from paged_kv.serve import door, launch
-from paged_kv.serve.address import held_sockets, is_loopback, listening_sockets
+from paged_kv.serve import door
+from paged_kv.serve.address import is_loopback, listening_sockets
 from paged_kv.serve.door import LOOPBACK, MAX_DEPTH, Door, Rules, depth
-from paged_kv.serve.launch import API_KEY, Serving, rules_of
+from paged_kv.serve.settings import API_KEY, Settings
 
 KEY = "sk-secret"
 RULES = Rules(KEY, LOOPBACK | {"served.example"}, max_body_bytes=1000)
@@ -81,8 +80,8 @@ def asked_twice(name, value):
 
 PROBES = ("/health", "/v1/health", "/ping")
 OPERATORS = (
-    *("/reset_prefix_cache", "/max_internal/eplb_stats", "/v1/load_lora_adapter", "/docs", "/redoc", "/openapi.json"),
-    *("/metrics", "/docs/", "//docs", "/v1/../docs", "/V1/models", "/v1", "/", ""),
+    *("/metrics", "/metrics/", "//metrics", "/v1/../metrics", "/reset_prefix_cache", "/docs", "/openapi.json"),
+    *("/V1/models", "/v1", "/v1/load_lora_adapter", ""),
 )
 OPEN_RULES, OPERATORS_RULES = replace(RULES, key=None), replace(RULES, operator_routes=True)
 REQUESTS = [
@@ -114,8 +113,9 @@ REQUESTS = [
     (scope_of(key=None), 200, OPEN_RULES),
     (scope_of(key=None, host="rebound.example"), 403, OPEN_RULES),
     (scope_of(key=None, path="/docs", method="GET"), 404, OPEN_RULES),
-    (scope_of("/reset_prefix_cache"), 200, OPERATORS_RULES),
-    (scope_of("/reset_prefix_cache", key=None), 401, OPERATORS_RULES),
+    (scope_of("/metrics"), 200, OPERATORS_RULES),
+    (scope_of("/metrics", key=None), 401, OPERATORS_RULES),
+    (scope_of("/docs"), 404, OPERATORS_RULES),
 ]
 
 
@@ -214,34 +214,6 @@ def test_the_depth_is_that_of_the_parsed_text():
             assert depth(json.dumps(value).encode()) == deep(value)
 
 
-def answering(status, kind, *pieces):
-    async def application(scope, receive, send):  # noqa: ARG001
-        headers = [(b"content-type", kind), (b"content-length", b"9"), (b"retry-after", b"1")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        for index, piece in enumerate(pieces):
-            await send({"type": "http.response.body", "body": piece, "more_body": index < len(pieces) - 1})
-
-    return application
-
-
-@pytest.mark.parametrize(
-    ("status", "pieces", "message"),
-    [
-        (404, [b'{"detail": ', b'"Not Found"}'], "Not Found"),
-        (405, [b'{"detail": {}}'], "Method Not Allowed."),
-        (500, [b"Internal Server Error"], "Internal Server Error."),
-        (499, [b""], "The request failed."),
-        (429, [b'{"error": {"message": "busy", "type": "t", "param": "", "code": "429"}}'], "busy"),
-    ],
-)
-def test_an_error_of_the_application_has_openais_shape(status, pieces, message):
-    found, headers, body = ask(application=answering(status, b"text/plain", *pieces))
-    assert found == status
-    assert error(body)["message"] == message
-    assert headers[b"content-length"] == str(len(body)).encode()
-    assert headers[b"retry-after"] == b"1"
-
-
 def test_an_application_that_raises():
     async def raises(scope, receive, send):  # noqa: ARG001
         raise RuntimeError("a secret of the server")
@@ -286,10 +258,14 @@ def test_a_websocket_is_not_answered():
 # Who is let in at all.
 
 
+def rules_of(settings):
+    return settings.rules(max_length=1)
+
+
 @pytest.fixture
 def request_(tmp_path, monkeypatch):
     monkeypatch.delenv(API_KEY, raising=False)
-    return Serving(tmp_path, "127.0.0.1", 0, "bfloat16", 16)
+    return Settings(tmp_path, "a model")
 
 
 def test_without_a_key_only_this_machine_is_let_in(request_):
@@ -333,12 +309,6 @@ def test_a_key_file_that_is_none(request_, tmp_path, path):
         rules_of(replace(request_, api_key_file=tmp_path / path))
 
 
-@pytest.mark.parametrize("change", [{"max_body_bytes": 0}, {"max_connections": 0}, {"max_connections": 2**31}])
-def test_limits_that_are_none(request_, change):
-    with pytest.raises(ContractError, match="must be at least 1 and below 2\\^31"):
-        rules_of(replace(request_, **change))
-
-
 def test_names_that_are_allowed(request_):
     rules = rules_of(replace(request_, host="Node7", api_key="k", allowed_hosts=("Models.example:8000", "2001:DB8::1")))
     assert rules.hosts == LOOPBACK | {"node7", "models.example", "2001:db8::1"}
@@ -349,9 +319,9 @@ def test_a_key_is_not_in_the_requests_text(request_):
 
 
 def test_the_longest_request_fits(request_):
-    assert launch._max_body_bytes(request_, ["--max-length", "4096"]) == 1 << 18
-    assert launch._max_body_bytes(request_, ["--max-length", "131072"]) == 1 << 21
-    assert launch._max_body_bytes(replace(request_, max_body_bytes=5), ["--max-length", "131072"]) == 5
+    assert request_.rules(4096).max_body_bytes == 1 << 18
+    assert request_.rules(131_072).max_body_bytes == 1 << 21
+    assert replace(request_, max_body_bytes=5).rules(131_072).max_body_bytes == 5
 
 
 # The port that is printed.
@@ -361,23 +331,9 @@ def test_a_port_that_was_bound_is_nobody_elses():
     (taken,) = listening_sockets("127.0.0.1", 0)
     with taken:
         port = taken.getsockname()[1]
-        (held,) = held_sockets("127.0.0.1", port)
-        with held:
-            assert held.getsockname()[1] != port
         with pytest.raises(ContractError, match="Address already in use"):  # SO_REUSEADDR included
             listening_sockets("127.0.0.1", port)
     listening_sockets("127.0.0.1", port)[0].close()
-
-
-def test_a_held_port_is_for_who_knows_it():
-    """The server of uvicorn binds the metrics' port, with SO_REUSEADDR."""
-    (held,) = held_sockets("127.0.0.1", 0)
-    with held:
-        port = held.getsockname()[1]
-        with socket.create_server(("127.0.0.1", port)) as metrics:
-            assert metrics.getsockname()[1] == port
-    with held_sockets("127.0.0.1", 65536)[0] as after_the_last:
-        assert after_the_last.getsockname()[1]
 
 
 def test_all_addresses_of_a_name_have_one_port():

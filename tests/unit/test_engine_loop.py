@@ -234,8 +234,11 @@ def test_asyncio_tasks_share_an_engine_and_cancel_what_they_asked_for():
 
 
 def test_an_error_of_the_model_reaches_those_that_had_pages_and_gives_these_back():
+    all_there = threading.Event()
+
     class Failing(FakeModel):
         def step(self, tokens, *rest):
+            assert all_there.wait(60)
             if any(22 in new for new in tokens):
                 raise MemoryError("no memory")
             return super().step(tokens, *rest)
@@ -248,7 +251,9 @@ def test_an_error_of_the_model_reaches_those_that_had_pages_and_gives_these_back
         return [token async for output in server.generate([first], sampling) for token in output.tokens]
 
     async def main() -> list:
-        waiting = [asyncio.create_task(ask(first)) for first in (22, 1, 2, 3, 4)]
+        waiting = [asyncio.create_task(ask(first)) for first in (1, 2, 22, 3, 4)]
+        await asyncio.sleep(0)  # all are added; the first step has the first one
+        all_there.set()
         done = await asyncio.gather(*waiting, return_exceptions=True)
         assert engine.pool.num_used == 0
         assert server.failures == 0

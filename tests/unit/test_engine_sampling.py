@@ -95,3 +95,93 @@ def test_logits_that_are_no_numbers_name_their_request():
     assert {each.error for each in bad} == {"request 1: its logits hold NaN or +inf, or are all -inf"}
     assert engine.is_idle
     assert engine.pool.num_used == 0
+
+
+def prompt_logprobs_of(prompt, count):
+    """By the model's own logits, computed without a cache."""
+    found = []
+    for at in range(1, len(prompt)):
+        logits = logits_after(prompt[:at]).astype(np.float64)
+        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        order = np.argsort(-logprobs, kind="stable")[:count]
+        found.append((logprobs[prompt[at]], {int(token): logprobs[token] for token in order}))
+    return found
+
+
+@pytest.mark.parametrize("speculate", [None, "lookup"])
+@pytest.mark.parametrize("num_pages", [400, 40])
+def test_log_probabilities_of_prompts_are_the_models_own(num_pages, speculate):
+    """Known prefixes, chunks, preemptions, several samples and guesses; once, with the first output of sample 0."""
+    rng = np.random.default_rng(3)
+    engine = Engine(FakeModel(num_pages, 4), max_step_tokens=16, speculate=speculate)
+    begin = rng.integers(VOCAB, size=30).tolist()
+    prompts = [begin + rng.integers(VOCAB, size=int(rng.integers(0, 12))).tolist() for _ in range(12)]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(prompt, Sampling(12, prompt_logprobs=index % 3, seed=1), 1 + index % 2)
+    found = {}
+    while not engine.is_idle:
+        for output in engine.step():
+            if output.prompt_logprobs:
+                assert output.sample == 0
+                assert output.request not in found
+                found[output.request] = output.prompt_logprobs
+    assert (engine.preemptions > 0) == (num_pages == 40)
+    for index, prompt in enumerate(prompts):
+        expected = prompt_logprobs_of(prompt, index % 3)
+        for logprobs, (token, top) in zip(found[index], expected, strict=True):
+            assert logprobs.token == pytest.approx(token, abs=1e-5)
+            assert logprobs.top == pytest.approx(top, abs=1e-5)
+            assert list(logprobs.top) == list(top)
+
+
+def test_outputs_say_how_much_of_the_prompt_was_cached():
+    engine = Engine(FakeModel(100, 4))
+    prompt = list(range(13))
+    for cached in (0, 12, 12):
+        outputs = list(engine.stream(prompt, Sampling(3), 2))
+        assert {output.cached_tokens for output in outputs} == {cached}
+
+
+def test_no_end_token_comes_before_min_tokens():
+    free = alone([1], Sampling(12))
+    ends = free[3:5]
+    for count in range(8):
+        sampling = Sampling(12, stop_tokens=ends, min_tokens=count)
+        tokens = run_one(Engine(FakeModel(100, 4)), sampling)
+        assert not set(tokens[:count]) & set(ends)
+        assert tokens[: min(3, len(tokens))] == free[:3]
+        assert (tokens == free[:4]) == (count <= 3)
+
+
+def run_one(engine, sampling):
+    engine.add_request([1], sampling)
+    (tokens,) = run(engine).values()
+    return tokens
+
+
+def test_steps_in_which_samples_decode_take_about_as_long_as_they_may(monkeypatch):
+    """The clock is the model's: a millisecond a token."""
+    clock, sizes = [0.0], []
+
+    class Timed(FakeModel):
+        def step(self, tokens, *others):
+            sizes.append(sum(map(len, tokens)))
+            clock[0] += sizes[-1] / 1000
+            return super().step(tokens, *others)
+
+    monkeypatch.setattr("paged_kv.engine.engine.time.perf_counter", lambda: clock[0])
+    engine = Engine(Timed(1000, 4), max_step_tokens=256, max_gap=0.04)
+    engine.add_request([1], Sampling(60))
+    engine.step()
+    for first in range(4):
+        engine.add_request([first, *range(20)] * 24, Sampling(1))
+    for _ in range(40):
+        engine.step()
+    assert sizes[1] == 65
+    assert all(30 <= size <= 50 for size in sizes[2:20])
+    del sizes[:]
+    run(engine)
+    engine.add_request(list(range(20)) * 30, Sampling(1))
+    del sizes[:]
+    engine.step()
+    assert sizes == [256]

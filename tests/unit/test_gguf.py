@@ -7,7 +7,6 @@ import re
 import gguf
 import numpy as np
 import pytest
-import transformers
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorType
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -18,7 +17,6 @@ from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.gguf_header import Strings, read_header
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
-from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import (
@@ -28,7 +26,6 @@ from paged_kv.graphs.quantised import (
     quantised_rows,
     row_bytes,
 )
-from paged_kv.serve.launch import Serving, prepare
 from support import gguf_blocks
 from support.gguf_blocks import SCALES, dequantise
 from support.gguf_files import MODELS, hugging_face_weights, make_model, write_gguf
@@ -321,50 +318,3 @@ def test_quantised_values_of_a_graph():
         with pytest.raises(ShapeError, match="rows: rank 2, expected 1"):
             quantised_rows(QuantisedWeight(good, "Q4_0"), good)
         graph.output()
-
-
-@pytest.fixture
-def with_tokenizer(tmp_path, monkeypatch):
-    """A GGUF file with no more than a tokenizer beside it; the user's cache is elsewhere."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
-    byte_tokenizer().save(str(tmp_path / "model" / "tokenizer.json"))
-    return write(tmp_path / "model" / "model.gguf", encoding_of=lambda name: "Q6_K" if "token" in name else "Q4_0")
-
-
-@pytest.mark.parametrize("architecture", ["llama", "olmo3"])
-def test_what_the_server_is_told(with_tokenizer, architecture):
-    """It gets a folder that transformers reads, of the same model, and the file as the place of the weights."""
-    encoding = {"encoding_of": lambda name: "Q6_K" if "token" in name else "Q4_0"}
-    write(with_tokenizer, architecture=architecture, **encoding)
-    arguments = prepare(Serving(with_tokenizer, "127.0.0.1", 0, "bfloat16", 4))
-    folder, *told = (
-        arguments[arguments.index(name) + 1]
-        for name in ("--model-path", "--weight-path", "--quantization-encoding", "--kv-cache-format")
-    )
-    assert told == [str(with_tokenizer), "q4_0", "bfloat16"]
-    described = transformers.AutoConfig.from_pretrained(folder)
-    expected = dataclasses.replace(
-        open_gguf(with_tokenizer).config, encodings=(), float32_activations=False, dtype=None
-    )
-    assert dataclasses.replace(config_of(described.to_dict(), folder), dtype=None) == expected
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("a text").input_ids == byte_tokenizer().encode("a text").ids
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
-
-
-@pytest.mark.parametrize("encoding", ["Q4_K", "Q5_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"])
-def test_the_server_is_told_an_encoding_that_it_knows(with_tokenizer, encoding):
-    write(with_tokenizer, encoding_of=lambda _: encoding)
-    arguments = prepare(Serving(with_tokenizer, "127.0.0.1", 0, "bfloat16", 4))
-    assert arguments[arguments.index("--quantization-encoding") + 1] == "q4_k"
-
-
-def test_a_complete_folder_is_served_as_it_is(with_tokenizer):
-    for name in ("config.json", "tokenizer_config.json"):
-        (with_tokenizer.parent / name).write_text("{}")
-    arguments = prepare(Serving(with_tokenizer.parent, "127.0.0.1", 0, "float32", 4))
-    assert arguments[arguments.index("--model-path") + 1] == str(with_tokenizer.parent)
-    (with_tokenizer.parent / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file"):
-        prepare(Serving(with_tokenizer, "127.0.0.1", 0, "float32", 4))

@@ -12,11 +12,7 @@ from max.dtype import DType
 
 from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.gguf import open_gguf
-from paged_kv.checkpoint.gguf_folder import model_folder
 from paged_kv.checkpoint.source import open_source
-from paged_kv.engine.demo import byte_tokenizer
-from paged_kv.serve.launch import Serving, prepare
-from paged_kv.serve.memory import ServerMemory
 from support.gguf_files import make_model, write_gguf
 from support.refusals import refused
 
@@ -157,19 +153,3 @@ def test_wrong_parts_are_refused(parts, fault):
     tracemalloc.stop()
     for file in others:
         refused(open_gguf, file)
-
-
-def test_the_server_counts_all_parts(parts, monkeypatch, tmp_path):
-    """It is told the first; memory is planned for the weights of all."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    byte_tokenizer().save(str(parts[0].with_name("tokenizer.json")))
-    arguments = prepare(Serving(parts[2], "127.0.0.1", 0, "bfloat16", 4))
-    assert arguments[arguments.index("--weight-path") + 1] == str(parts[0])
-    config = open_gguf(parts[0]).config
-    of_first = ServerMemory.of(config, parts[0], "q4_0", None)
-    of_all = ServerMemory.of(config, parts[0], "q4_0", None, parts[1:])
-    assert of_all.files == of_first.files == parts[0].stat().st_size
-    assert of_all.weights == sum(part.stat().st_size for part in parts)
-    made = model_folder(open_gguf(parts[0]), tmp_path / "made")
-    os.utime(parts[1], (0, 0))
-    assert model_folder(open_gguf(parts[0]), tmp_path / "made") != made  # a part was replaced

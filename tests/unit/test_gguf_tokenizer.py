@@ -7,14 +7,12 @@ import json
 import random
 import re
 import unicodedata
-from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import regex
 import tokenizers
-import transformers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.convert_slow_tokenizer import generate_merges
 
@@ -26,7 +24,6 @@ from paged_kv.checkpoint.gguf_tokenizer import end_texts, make_tokenizer, tokeni
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.engine.tokenizer import Tokenizer
-from paged_kv.serve.launch import Serving, prepare
 from support.gguf_files import make_model, write_gguf
 from support.llama_splits import BEGINS, LLAMA_SPLITS, WHOLE_WORDS
 from support.odd_strings import SPECIAL, TRAINING, USER, odd_strings
@@ -480,18 +477,6 @@ def test_more_tokens_than_embeddings(model):
     tensors["token_embd.weight"] = tensors["blk.0.attn_q.weight"]  # of 256 rows
     few = dataclasses.replace(checkpoint.header, tensors=tensors)
     refused(make_tokenizer, few, match="tokens = 906: there are embeddings of 256 tokens")
-
-
-def test_the_server_takes_it(model):
-    """The folder that it gets has a tokenizer.json, which transformers reads as it reads the real one."""
-    file, real = model
-    arguments = prepare(Serving(file, "127.0.0.1", 0, "float32", 4))
-    folder = Path(arguments[arguments.index("--model-path") + 1])
-    assert (folder / "tokenizer.json").read_text() == tokenizer_json(open_gguf(file).header)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    text = "the pages of 日本語 and 🎉"
-    assert tokenizer(text).input_ids == [tokenizer.bos_token_id, *real.encode(text).ids]
-    assert (tokenizer.bos_token, tokenizer.eos_token) == SPECIAL[:2]
 
 
 def test_a_tokenizer_beside_the_file_comes_first(model):

@@ -64,8 +64,8 @@ def test_torch_and_transformers_are_in_extras_alone():
 
 def test_the_server_is_of_the_pinned_max():
     extras = PROJECT["optional-dependencies"]
-    assert f"max[serve]=={PINNED['max']}" in extras["serve"]
-    assert "paged-kv[serve]" in extras["test-serve"]
+    assert f"max[serve]=={PINNED['max']}" in extras["max-serve"]
+    assert "paged-kv[max-serve]" in extras["test-max-serve"]
 
 
 def test_the_installed_distribution_says_the_same():

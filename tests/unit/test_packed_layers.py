@@ -1,7 +1,6 @@
 """GPTQ, AWQ and compressed-tensors: layers packed here by the formats' definitions are read back, faults refused."""
 
 import dataclasses
-import math
 
 import ml_dtypes
 import numpy as np
@@ -17,9 +16,6 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.fields import Fields
-from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.serve.launch import Serving, prepare
-from paged_kv.serve.memory import ServerMemory
 from support.checkpoints import make_checkpoint, rewrite, to_torch, write_config
 from support.gguf_blocks import dequantise
 from support.packed_layers import K, N, make, quantise
@@ -232,18 +228,6 @@ def test_odd_groups_are_refused(tmp_path, kind):
     source = open_source(tmp_path)
     odd = dataclasses.replace(source.checkpoint, packing=dataclasses.replace(source.checkpoint.packing, group=48))
     refused(odd.load, source.config, DType.float32, match="64 inputs are no multiple of groups of 48")
-
-
-def test_the_server_counts_their_bytes(tmp_path):
-    """A packed layer takes its blocks, of 20 bytes for 32 weights, and another one what it takes in bfloat16."""
-    quantise(tmp_path, "awq 4 wide")
-    config = open_source(tmp_path).config
-    sizes = {name: math.prod(shape) for name, shape in expected_tensors(config).items()}
-    packed = sum(size for name, size in sizes.items() if name in dict(config.encodings))
-    assert packed
-    memory = ServerMemory.of(config, tmp_path, "bfloat16", None)
-    assert memory.weights == packed // 32 * 20 + (sum(sizes.values()) - packed) * 2
-    assert "--quantization-encoding" in prepare(Serving(tmp_path, "127.0.0.1", 0, "bfloat16", 4))
 
 
 def test_generate_says_it_in_a_line(tmp_path, monkeypatch, capsys):

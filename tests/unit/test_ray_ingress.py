@@ -20,13 +20,12 @@ from paged_kv.ray.streams import (
     REFUSED,
     Clock,
     Diverged,
-    Job,
     Lost,
-    Piece,
     Stalled,
     Suspects,
     resumed,
 )
+from paged_kv.serve.backend import Job, Piece
 from support.fake_model import FakeModel, alone
 
 

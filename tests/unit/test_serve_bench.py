@@ -266,10 +266,10 @@ def test_the_gguf_file_is_read_by_this_package(tmp_path, sizes):
 def test_servers_are_started_for_the_same_sizes(tmp_path):
     checkpoint = Checkpoint("small", tmp_path)
     for weights in ("float32", "q4_k"):
-        for kind in (http.Ours, http.BuiltIn):
+        for kind, batch in ((http.Ours, "--max-running"), (http.BuiltIn, "--max-batch-size")):
             command = kind(weights).command(checkpoint, 1234, 8, 256)
             given = dict(pairwise(command))
-            assert (given["--port"], given["--max-batch-size"], given["--max-length"]) == ("1234", "8", "256")
+            assert (given["--port"], given[batch], given["--max-length"]) == ("1234", "8", "256")
             assert (str(checkpoint.q4_k) in command) == (weights == "q4_k")
 
 

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.utils import GenerationMixin
 
-from paged_kv.transformers import enable, enabled, switch
+from paged_kv.transformers import enable, enabled, linear, running, switch
+from paged_kv.transformers.batching import on_blocks
 from support.interrupts import interrupted
 
 
@@ -33,13 +35,15 @@ def state(model: Any) -> list[Any]:
     """All that is replaced. A hook that was being registered may stay, and does nothing."""
     modules = [module for module in model.modules() if "forward" in module.__dict__]
     replaced = GenerationMixin.generate, ContinuousBatchingManager.switch_to_cb_friendly_attn
-    kept = [*switch._originals, *switch._running, torch.get_num_threads(), continuous_api.PagedAttentionCache]
+    kept = [*switch._originals, *linear._running, *running._calls, torch.get_num_threads()]
+    kept += [PreTrainedConfig._attn_implementation, continuous_api.PagedAttentionCache]
     return [*replaced, dict(ATTN_TYPE_TO_ALLOCATOR), model.config._attn_implementation, modules, *kept]
 
 
 def use(model: Any) -> None:
-    with enabled("int8"), switch._on_pages(model, "int8"):
-        assert model.config._attn_implementation == switch.NAMES["int8"]
+    name = running.NAMES["int8"]
+    with enabled("int8"), linear.replaced(model), running.as_named(model, name), on_blocks():
+        assert model.config._attn_implementation == name
         assert any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -61,11 +65,9 @@ def test_enable_can_be_called_again_after_an_interrupt(model: Any) -> None:
     for count in itertools.count(1):
         came = interrupted(enable, count)
         enable()
-        allocators = set(map(id, ATTN_TYPE_TO_ALLOCATOR.values()))
         with enabled():  # which has nothing to do, then
             assert GenerationMixin.generate is not before[0], f"after bytecode {count}"
             assert ContinuousBatchingManager.switch_to_cb_friendly_attn is not before[1]
-            assert allocators.isdisjoint(map(id, before[2].values()))
         switch.disable()
         assert state(model) == before
         if not came:

@@ -15,7 +15,7 @@ WAITS = {"wait", "join", "communicate", "result"}
 """Methods that wait, without a limit where they get no argument."""
 RUNS = {"run", "call", "check_call", "check_output"}
 """Functions of subprocess that wait, without a limit where they get no `timeout`."""
-LOOK_AT_THE_CLOCK = {"support/background.py", "support/serving.py", "hostile/test_hostile.py"}
+LOOK_AT_THE_CLOCK = {"support/background.py", "hostile/test_hostile.py"}
 """Files that start processes and limit them by themselves; others do it by `limited`."""
 
 

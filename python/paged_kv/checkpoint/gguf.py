@@ -92,15 +92,6 @@ class GgufCheckpoint:
         dtype = {"BF16": "bfloat16", "F16": "float16"}.get(query.encoding, "float32")
         return replace(config, encodings=tuple(encodings), float32_activations=bool(encodings), dtype=dtype)
 
-    @property
-    def main_encoding(self) -> str | None:
-        """That of most bytes of quantised weights, None where there are none."""
-        sizes: dict[str, int] = {}
-        for tensor in self.header.tensors.values():
-            if tensor.encoding in _SCALES:
-                sizes[tensor.encoding] = sizes.get(tensor.encoding, 0) + tensor.data.size
-        return max(sizes, key=sizes.__getitem__, default=None)
-
     def load(self, config: DecoderConfig, dtype: DType, progress: OnProgress | None = None) -> dict[str, Buffer]:
         """Every tensor of `expected_tensors(config)` as a host Buffer, ready for `weights_registry`.
 

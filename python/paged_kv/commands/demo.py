@@ -45,7 +45,7 @@ class Answers:
 @click.command()
 @threads_option
 @device_option
-@sampling_options("max_tokens", "logprobs", temperature=0.8, top_p=0.95, seed=1)
+@sampling_options("max_tokens", "logprobs", "prompt_logprobs", temperature=0.8, top_p=0.95, seed=1)
 def demo(device: str, **options: Any) -> int:
     """Show shared prefixes, parallel samples and preemption with a small model, and that paging changes no token.
 

@@ -149,7 +149,8 @@ def generate(
             its_dtype = dtype if given_dtype else draft.config.dtype
             guesser = load_model(Path(str(speculate)), its_dtype, model.num_pages, page_size, device)
         engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=guesser)
-        printer = Printer(as_json=as_json or source is not None or sampling.logprobs is not None)
+        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        printer = Printer(as_json=as_json or source is not None or has_logprobs)
         for line in lines:
             try:
                 if isinstance(line, PromptLine):

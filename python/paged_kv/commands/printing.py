@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ class _Sample:
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    of_prompt: tuple[Logprobs, ...] = ()
     text: str = ""
     waiting: str = ""
     """Text that was not printed yet."""
@@ -66,6 +68,7 @@ class Printer:
         sample = self._samples[output.request, output.sample]
         sample.tokens += output.tokens
         sample.logprobs += output.logprobs
+        sample.of_prompt += output.prompt_logprobs
         sample.text += output.text
         sample.waiting += output.text
         sample.done = output.finish is not None
@@ -105,10 +108,16 @@ class Printer:
         if sample.asked.n > 1:
             record["sample"] = sample.index
         if sample.logprobs:
-            record["logprobs"] = [
-                {"token": token, "logprob": each.token, "top_logprobs": each.top}
-                for token, each in zip(sample.tokens, sample.logprobs, strict=True)
-            ]
+            record["logprobs"] = _logprobs(sample.tokens, sample.logprobs)
+        if sample.of_prompt:
+            record["prompt_logprobs"] = _logprobs(sample.asked.tokens[1:], sample.of_prompt)
         if output.error is not None:
             record["error"] = output.error
         click.echo(json.dumps(record, ensure_ascii=False))
+
+
+def _logprobs(tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> list[dict[str, Any]]:
+    return [
+        {"token": token, "logprob": each.token, "top_logprobs": each.top}
+        for token, each in zip(tokens, logprobs, strict=True)
+    ]

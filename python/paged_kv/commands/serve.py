@@ -1,43 +1,104 @@
-"""`paged-kv serve`: a checkpoint behind MAX Serve."""
+"""`paged-kv serve`: a checkpoint behind OpenAI's API."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import click
 
+from paged_kv.arguments import printable
+from paged_kv.commands.options import cache_dtype_option, rotate_option, threads_option
 from paged_kv.errors import ContractError
+from paged_kv.files import read_regular
+
+_MOST_BYTES = 1 << 20
+"""Of a configuration's file."""
+
+
+def _read_config(context: click.Context, option: click.Parameter, file: Path | None) -> None:  # noqa: ARG001
+    """Makes the values of a TOML file the options' defaults.
+
+    Raises:
+        ContractError: it cannot be read, or names what is no option.
+    """
+    if file is None:
+        return
+    try:
+        given = tomllib.loads(read_regular(file, _MOST_BYTES).decode())
+    except (OSError, ValueError) as error:
+        raise ContractError(f"--config {printable(file)}: cannot be read: {printable(error)}") from None
+    names = {
+        name.lstrip("-"): parameter.name
+        for parameter in context.command.params
+        for name in parameter.opts
+        if parameter.name not in ("config", "help")
+    }
+    for name in given:
+        if name.replace("_", "-") not in names:
+            raise ContractError(f"--config {printable(file)}: {printable(repr(name))} is no option of this command")
+    context.default_map = {names[name.replace("_", "-")]: value for name, value in given.items()}
+
+
+_PATH = click.Path(path_type=Path)
 
 
 @click.command("serve")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[DIR] [-- MAX'S OWN FLAGS]")
-@click.option("--demo", "use_demo", is_flag=True, help="Serve the small model in the package; no DIR then.")
+@click.option(
+    "--config",
+    type=_PATH,
+    is_eager=True,
+    expose_value=False,
+    callback=_read_config,
+    metavar="FILE",
+    help="A TOML file with values for the options here, by their names without --; the command line comes first.",
+)
+@threads_option
+@click.argument("model", required=False)
+@click.option("--demo", is_flag=True, help="Serve the small model in the package; no MODEL then.")
+@click.option("--name", help="By which clients ask for the model.  [default: MODEL as it is given]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0 is any that is free.")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
-@click.option("--max-batch-size", type=int, default=16, show_default=True, help="Requests that decode together.")
-@click.option("--page-size", type=int, default=128, show_default=True, help="Tokens in a page of the cache.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: bfloat16, unless it is in float32.")
+@cache_dtype_option
+@rotate_option
+@click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
+@click.option("--pages", type=int, help="Pages of the cache.")
+@click.option("--memory-gb", type=float, help="Or its size in 10^9 bytes.  [default: half of what the weights leave]")
+@click.option("--max-length", type=int, help="Tokens of the longest request.  [default: what model and cache hold]")
+@click.option("--max-running", type=int, default=64, show_default=True, help="Samples of one step at most.")
+@click.option("--max-queue", type=int, default=256, show_default=True, help="Samples that may wait; more get 429.")
+@click.option("--max-step-tokens", type=int, default=512, show_default=True, help="Tokens of one step at most.")
 @click.option(
-    "--compiled", type=click.Path(path_type=Path), metavar="FOLDER", help="Of paged-kv compile --serve --out."
+    "--max-gap",
+    type=float,
+    default=0.25,
+    show_default=True,
+    help="Seconds that prompts may keep others' tokens waiting.",
 )
+@click.option("--kv-disk", type=_PATH, metavar="DIR", help="Keep pages of prefixes there, and find them.")
+@click.option("--kv-disk-gb", type=float, default=10.0, show_default=True, help="Its most, in 10^9 bytes.")
+@click.option("--speculate", metavar="lookup|DRAFT", help="Guess tokens by the text, or by a smaller checkpoint.")
+@click.option("--compiled", type=_PATH, metavar="FOLDER", help="Where paged-kv compile --out kept the step.")
+@click.option("--chat-template", type=_PATH, metavar="FILE", help="In place of the model's own.")
+@click.option("--drain-seconds", type=float, default=30.0, show_default=True, help="For requests when it is stopped.")
 @click.option(
-    "--api-key", help="What clients must send; `ps` shows it: PAGED_KV_API_KEY in the environment does the same."
+    "--stall-seconds", type=float, default=120.0, show_default=True, help="A step that is longer is unhealthy."
 )
-@click.option("--api-key-file", type=click.Path(path_type=Path), metavar="FILE", help="The key is this file's text.")
+@click.option("--api-key", help="What clients must send; `ps` shows it: PAGED_KV_API_KEY in the environment is safer.")
+@click.option("--api-key-file", type=_PATH, metavar="FILE", help="The key is this file's text.")
 @click.option("--allow-unauthenticated", is_flag=True, help="Without a key, on a --host that other machines reach.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Of Host and Origin; repeat it.")
-@click.option("--operator-routes", is_flag=True, help="Serve /reset_prefix_cache, /docs, /metrics and the like too.")
-@click.option("--metrics", is_flag=True, help="Record metrics, for Prometheus, on a port that the first line names.")
+@click.option("--metrics", is_flag=True, help="Serve /metrics, for Prometheus.")
 @click.option("--max-body-bytes", type=int, help="Of a request.  [default: 262144, or 16 a token of the longest]")
 @click.option("--max-connections", type=int, default=256, show_default=True, help="At a time.")
-def serve_command(arguments: tuple[str, ...], use_demo: bool, **options: Any) -> None:
-    """Serve a checkpoint folder with MAX Serve, for OpenAI's clients. `max serve --help` lists MAX's own flags."""
+def serve_command(model: str | None, demo: bool, name: str | None, **options: Any) -> None:
+    """Serve a checkpoint folder or a GGUF file for OpenAI's clients."""
     from paged_kv.engine.demo_model import FOLDER
-    from paged_kv.serve.launch import Serving, serve
+    from paged_kv.serve.launch import serve
+    from paged_kv.serve.settings import Settings
 
-    folders, flags = ((), arguments) if use_demo else (arguments[:1], arguments[1:])
-    if (not use_demo and not folders) or not all(flag.startswith("-") for flag in flags[:1]):
-        raise ContractError("name one folder or --demo; MAX's own flags follow after --")
-    folder = Path(folders[0]) if folders else FOLDER
-    serve(Serving(folder, flags=flags, **options))
+    if demo == (model is not None):
+        raise ContractError("name one MODEL, or --demo")
+    serve(Settings(FOLDER if model is None else Path(model), name or model or "demo", **options))

@@ -20,6 +20,11 @@ from paged_kv.errors import PoolExhausted, RequestError
 from paged_kv.options import NO_PAGE
 from paged_kv.pool import PagePool, PrefixCache
 
+PROMPT_ROWS = 128
+"""Rows of a step that a prompt takes whose log-probabilities are wanted: each gives the logits of the vocabulary."""
+LEAST_CHUNK, FIRST_CHUNK = 16, 64
+"""Tokens of prompts that a step takes beside samples that decode, however long it takes; and before times are known."""
+
 Plan = list[tuple[Sample, list[int]]]
 """The samples of one step, each with the tokens that it brings; what goes past its own tokens is guessed."""
 
@@ -33,6 +38,7 @@ class Batching:
         max_step_tokens: Tokens of a step at most.
         max_running: Samples of a step at most; a prompt counts for all samples that will begin with it.
         share_prefixes: Whether prompts that begin alike share pages.
+        max_gap: Seconds that a step should take at most in which samples decode.
         disk: Where full pages are kept too, with `share_prefixes`.
         speculation: Guesses what comes after the last tokens of samples.
     """
@@ -45,6 +51,7 @@ class Batching:
         max_step_tokens: int,
         max_running: int,
         share_prefixes: bool,
+        max_gap: float | None = None,
         disk: DiskPages | None = None,
         speculation: Speculation | None = None,
     ) -> None:
@@ -63,6 +70,9 @@ class Batching:
         self._copy_page = copy_page
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
+        self._max_gap = max_gap
+        # Tokens of prompts beside samples that decode.
+        self._chunk = max_step_tokens if max_gap is None else min(FIRST_CHUNK, max_step_tokens)
 
     def add(self, sample: Sample) -> None:
         """Puts a sample among those that wait, where it is not there."""
@@ -78,10 +88,15 @@ class Batching:
         self._give_slots()
         self._admit()
         room = self._max_step_tokens
+        prompts = self._chunk if any(not sample.is_prefilling for sample in self.running) else room
         plan: Plan = []
         for sample in sorted(self.running, key=lambda each: (each.is_prefilling, each.key)):
-            new = sample.tokens[sample.cached : sample.cached + room]
+            most = min(room, prompts) if sample.is_prefilling else room
+            if sample.request.wants_prompt:
+                most = min(most, PROMPT_ROWS)
+            new = sample.tokens[sample.cached : sample.cached + most]
             room -= len(new)
+            prompts -= len(new) if sample.is_prefilling else 0
             if new:
                 plan.append((sample, new))
         if self._speculation is not None and plan:
@@ -111,6 +126,15 @@ class Batching:
                 continue
             plan[at] = sample, new + guesses
             room -= len(guesses)
+
+    def timed(self, plan: Plan, seconds: float) -> None:
+        """Says how long a step took: the next one with prompts beside samples that decode takes about `max_gap`."""
+        prompts = sum(len(new) for sample, new in plan if sample.is_prefilling)
+        if self._max_gap is None or prompts == 0 or all(sample.is_prefilling for sample, _ in plan):
+            return
+        if seconds > self._max_gap or prompts >= self._chunk:
+            wanted = prompts * min(max(self._max_gap / seconds, 0.25), 2)
+            self._chunk = min(max(int(wanted), LEAST_CHUNK), self._max_step_tokens)
 
     def computed(self, sample: Sample, cached: int) -> None:
         """Says that K and V of the sample's first `cached` tokens are in its pages."""
@@ -199,7 +223,7 @@ class Batching:
     def _restore(self, sample: Sample) -> None:
         """Reads pages that follow those that a sample begins with, but for the one of its last token."""
         root, tokens, size = sample.request.root, sample.tokens, self.pool.page_size
-        if self._disk is None or self.prefixes is None or root is None:
+        if self._disk is None or self.prefixes is None or root is None or sample.request.wants_prompt:
             return
         first, count = sample.cached // size, (len(tokens) - 1) // size
         self._disk.grow(sample.chain, root, tokens, count)
@@ -218,7 +242,7 @@ class Batching:
             if rows > self._max_running:
                 return
             try:
-                if self.prefixes is None:
+                if self.prefixes is None or sample.request.wants_prompt:
                     self.pool.start(sample.key, len(sample.tokens))
                 else:
                     sample.cached = self.prefixes.start(sample.key, sample.tokens, sample.request.namespace)
@@ -226,6 +250,8 @@ class Batching:
                 return
             self.tokens_found += sample.cached
             self._restore(sample)
+            if len(sample.tokens) == len(sample.request.prompt):
+                sample.request.cached = sample.cached
             sample.stored = sample.cached
             self.enter(sample)
 

@@ -79,6 +79,15 @@ class DiskTier:
             raise ContractError(f"folder must be the path of a folder, not {shown(self.folder)}")
         object.__setattr__(self, "bytes", integer("bytes", self.bytes, 1))
 
+    def check(self) -> None:
+        """Makes the folder where it is missing; one that cannot be made turns the tier off later.
+
+        Raises:
+            ContractError: it is another user's, others can write to it, or it is no folder.
+        """
+        with suppress(OSError):
+            os.close(_open_folder(Path(self.folder)))
+
 
 class _File(NamedTuple):
     used: int

@@ -34,7 +34,7 @@ from paged_kv.engine.requests import (
     check_prompt,
     most_tokens,
 )
-from paged_kv.engine.sampling import Choice, Sampling, choose
+from paged_kv.engine.sampling import Choice, Sampling, choose, logprobs_of
 from paged_kv.engine.speculation import Draft, Speculation
 from paged_kv.engine.stop_text import StopText
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
@@ -61,6 +61,8 @@ class Engine:
         max_running: Samples of a step at most; a prompt counts for all its samples.
         num_pages: How many of the model's pages to use; all where None.
         share_prefixes: Whether prompts that begin alike share pages.
+        max_gap: Seconds that a step should take at most in which samples decode: it gets fewer tokens of prompts, by
+            how long earlier steps took. None: no limit but `max_step_tokens`.
         disk: Where full pages of prefixes are kept as well, and found after a restart (`disk_tier`). The model's
             weights are read once for it.
         speculate: What guesses tokens to come, which a step then judges together (`speculation`): "lookup" for the text
@@ -81,6 +83,7 @@ class Engine:
         max_running: int = MAX_RUNNING,
         num_pages: int | None = None,
         share_prefixes: bool = True,
+        max_gap: float | None = None,
         disk: DiskTier | None = None,
         speculate: Literal["lookup"] | EngineModel | None = None,
     ) -> None:
@@ -95,6 +98,8 @@ class Engine:
         if disk is not None and not share_prefixes:
             raise ContractError("disk: an engine without share_prefixes knows no prefix")
         max_step_tokens = integer("max_step_tokens", max_step_tokens, 1)
+        if max_gap is not None and not (isinstance(max_gap, int | float) and 0 < max_gap < 1e9):
+            raise ContractError(f"max_gap must be a positive number of seconds, not {shown(max_gap)}")
         self._speculation = _speculation(speculate, model, max_step_tokens, share_prefixes)
         self._disk = None if disk is None else DiskPages(disk, model)
         self._batching = Batching(
@@ -103,6 +108,7 @@ class Engine:
             max_step_tokens=max_step_tokens,
             max_running=self._max_running,
             share_prefixes=share_prefixes,
+            max_gap=max_gap,
             disk=self._disk,
             speculation=self._speculation,
         )
@@ -242,7 +248,8 @@ class Engine:
             self._take_wanted()
             began = time.perf_counter()
             if plan := self._batching.plan():
-                self._continue(plan, self._execute(plan, began))
+                counts = [_rows_wanted(sample, new) for sample, new in plan]
+                self._continue(plan, counts, self._execute(plan, counts, began))
             self._interrupted = False
 
     def stream(
@@ -354,8 +361,8 @@ class Engine:
                 self._batching.add(Sample(request, 0, list(request.prompt)))
             self._wanted.popleft()  # last: an exception before it does all again
 
-    def _execute(self, plan: Plan, began: float) -> npt.NDArray[np.float32]:
-        """Logits after the last token and the guesses of each sample; all of them are in the cache afterwards."""
+    def _execute(self, plan: Plan, counts: list[int], began: float) -> npt.NDArray[np.float32]:
+        """Logits after the last `counts[i]` tokens of each sample; all of them are in the cache afterwards."""
         planned = began if self._speculation is None else time.perf_counter()
         guessed = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in plan]
         total = sum(len(new) for _, new in plan)
@@ -364,15 +371,16 @@ class Engine:
             [new for _, new in plan],
             [sample.cached for sample, _ in plan],
             [self.pool.pages(sample.key) for sample, _ in plan],
-            *([[1 + count for count in guessed]] if any(guessed) else []),
+            *([counts] if any(count > 1 for count in counts) else []),
         )
         ended = time.perf_counter()
         self.statistics.add_step(ended - began, prompts, total - prompts - sum(guessed), self.pool.num_used)
+        self._batching.timed(plan, ended - began)
         if self._speculation is not None and not prompts:
             self._speculation.timed(total, ended - planned)
         return logits
 
-    def _continue(self, plan: Plan, logits: npt.NDArray[np.float32]) -> None:
+    def _continue(self, plan: Plan, counts: list[int], logits: npt.NDArray[np.float32]) -> None:
         """Gives the next token to samples whose tokens are all in the cache, and to those that begin with them.
 
         Where it is the one that was guessed, the next row of logits gives the one after it.
@@ -380,15 +388,17 @@ class Engine:
         # Each with the row of its logits, how many of its guesses were right, and those that follow.
         turn: list[tuple[Sample, int, int, list[int]]] = []
         row = 0
-        for sample, new in plan:
+        for (sample, new), rows_of_it in zip(plan, counts, strict=True):
             cached = sample.cached + len(new)
             guesses = new[len(sample.tokens) - sample.cached :]
+            if sample.request.wants_prompt:
+                _add_prompt_logprobs(sample, logits[row : row + rows_of_it])
             if cached < len(sample.tokens):
                 self._batching.computed(sample, cached)
             else:
                 samples = [sample, *(self._batching.fork(sample) if sample.forks else [])]
-                turn += [(each, row, 0, guesses) for each in samples]
-            row += 1 + len(guesses)
+                turn += [(each, row + rows_of_it - 1 - len(guesses), 0, guesses) for each in samples]
+            row += rows_of_it
         while turn:
             rows, samples = [row for _, row, _, _ in turn], [sample for sample, _, _, _ in turn]
             choices = choose(logits, rows, [sample.history for sample in samples])
@@ -415,13 +425,17 @@ class Engine:
         token = choice.token
         try:
             if sample.text is None:
-                decoder = None if self._tokenizer is None else self._tokenizer.stream()
+                skips = request.sampling.skip_special_tokens
+                decoder = None if self._tokenizer is None else self._tokenizer.stream(skip_special_tokens=skips)
                 sample.text = StopText(decoder, tuple(request.sampling.stop))
             form = sample.history.form
             at_end = form is not None and form.push(token)
-            text, stops = sample.text.push(token)
+            is_end = token in request.end_tokens
+            new = len(sample.tokens) + 1 - len(request.prompt)
+            may_stop = new > request.sampling.min_tokens
+            text, stops = ("", False) if is_end else sample.text.push(token, may_stop=may_stop)
             finish: FinishReason | None = None
-            if stops or at_end or token in request.end_tokens:
+            if stops or at_end or is_end:
                 finish = "stop"
             elif len(sample.tokens) + 1 >= request.limit:
                 finish = "length"
@@ -436,7 +450,8 @@ class Engine:
         except Exception as error:  # a decoder may raise anything
             return _failed(sample, str(error) if isinstance(error, PagedKVError) else shown(error))
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
-        return Output(*sample.key, (token,), text, finish, logprobs=logprobs)
+        of_prompt = tuple(request.prompt_logprobs) if new == 1 and sample.index == 0 else ()
+        return Output(*sample.key, (token,), text, finish, None, logprobs, request.cached, of_prompt)
 
     def _give(self, sample: Sample, output: Output) -> None:
         """Gives a sample its next output: it counts from the store of the commit on."""
@@ -481,6 +496,22 @@ def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share
     if speculate is model:
         raise ContractError("speculate: the model cannot guess for itself: it would write to its own pages")
     return Speculation(Draft(speculate, model.config.vocab_size, max_step_tokens, share_prefixes))
+
+
+def _rows_wanted(sample: Sample, new: list[int]) -> int:
+    """After how many of the tokens that a sample brings to a step its logits are wanted."""
+    if sample.request.wants_prompt:
+        return len(new)
+    return 1 + max(0, sample.cached + len(new) - len(sample.tokens))
+
+
+def _add_prompt_logprobs(sample: Sample, logits: npt.NDArray[np.float32]) -> None:
+    """Notes those of the prompt's tokens that follow what a step computed; those that are known stay."""
+    request = sample.request
+    for at, row in enumerate(logits, sample.cached):
+        if at == len(request.prompt_logprobs) and at + 1 < len(request.prompt):
+            found = logprobs_of(row, request.prompt[at + 1], request.sampling.prompt_logprobs or 0)
+            request.prompt_logprobs.append(found)
 
 
 def _failed(sample: Sample, error: str) -> Output:

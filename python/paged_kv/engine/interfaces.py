@@ -47,8 +47,8 @@ class TextCoder(Protocol):
         """The tokens of a prompt."""
         ...
 
-    def stream(self) -> Decoder:
-        """A decoder for the tokens of one sample."""
+    def stream(self, *, skip_special_tokens: bool = True) -> Decoder:
+        """A decoder for the tokens of one sample, which shows special tokens or does not."""
         ...
 
 

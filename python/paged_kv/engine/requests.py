@@ -35,6 +35,10 @@ class Output:
     """What went wrong, where it did."""
     logprobs: tuple[Logprobs, ...] = ()
     """One for each of the tokens, where the request's `Sampling` asks for them."""
+    cached_tokens: int = 0
+    """Tokens of the request's prompt that were in the cache when it began."""
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    """Of the prompt's tokens but the first, where they are asked for: with the first output of sample 0."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,6 +99,15 @@ class Request:
     """Whether nobody waits for it any more."""
     root: bytes | None = None
     """Where the chains of its pages on disk begin (`disk_tier`); None where they are not kept there."""
+    cached: int = 0
+    """Tokens of its prompt that were in the cache when it began."""
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    """Those that are known so far, from the second token on."""
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
 
 
 @dataclass
@@ -153,7 +166,9 @@ class Sample:
     def __post_init__(self) -> None:
         request = self.request
         form = None if request.form is None else request.form.begin(request.end_tokens)
-        self.history = History(request.sampling, request.seed, self.index, self.tokens, len(request.prompt), form)
+        self.history = History(
+            request.sampling, request.seed, self.index, self.tokens, len(request.prompt), form, request.end_tokens
+        )
 
     @property
     def key(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -183,13 +183,36 @@ class Sampling:
         ),
     )
     """None for no log-probabilities; 0 for those of the tokens, n for those of the n most likely as well."""
+    skip_special_tokens: bool = field(
+        default=True,
+        metadata=_option(
+            "flag",
+            _flag,
+            "Leave special tokens out of the text, or show them.",
+            "--skip-special-tokens/--show-special-tokens",
+        ),
+    )
+    """Whether special tokens are left out of the text. Those that end it are left out in any case."""
     form: Form | None = field(default=None, metadata=_option("form", _form, ""))
     """What each text must be, from its first character to its last: a JSON schema, a regular expression or a grammar.
     It needs a tokenizer, and the extra `structured`."""
+    min_tokens: int = field(
+        default=0, metadata=_option("integer", _at_least(0), "Tokens before which no end token or stop text counts.")
+    )
+    """New tokens before which no end token may come and no stop text is looked for; at most `max_tokens`. A form may
+    end its text before."""
+    prompt_logprobs: int | None = field(
+        default=None,
+        metadata=_option("integer", _at_least(0, or_none=True), "The same of each prompt's tokens, but for its first."),
+    )
+    """The same for the tokens of the prompt, each given those before it; the first has none. The whole prompt is then
+    computed, whatever of it is in the cache."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             object.__setattr__(self, each.name, each.metadata["check"](each.name, getattr(self, each.name)))
+        if self.min_tokens > self.max_tokens:
+            raise ContractError(f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}")
 
     def check_vocabulary(self, size: int) -> None:
         """Refuses what a model with so many tokens cannot do.
@@ -241,6 +264,7 @@ class History:
         tokens: The prompt, and what was chosen so far; the caller appends to it.
         prompt_length: How many of them are the prompt's.
         form: How far its text has come in the form that it must have.
+        end_tokens: Those that end the sample: they cannot come before `min_tokens`.
     """
 
     def __init__(
@@ -251,8 +275,10 @@ class History:
         tokens: list[int],
         prompt_length: int,
         form: FormState | None = None,
+        end_tokens: Iterable[int] = (),
     ) -> None:
         self.sampling, self.form = sampling, form
+        self._end_tokens = tuple(end_tokens)
         self._seed, self._index = seed, index
         self.tokens, self.prompt_length = tokens, prompt_length
         self._copied = np.empty(0, np.int64)
@@ -265,9 +291,10 @@ class History:
         return float(np.random.Generator(stream).random())
 
     def adjust(self, logits: Logits) -> Logits:
-        """Logits `[V]` with bias and penalties: a copy, or `logits` where there are none."""
+        """Logits `[V]` with bias and penalties, and -inf for early ends: a copy, or `logits` where there are none."""
         sampling = self.sampling
-        if not sampling.biases and not sampling.uses_history:
+        is_early = len(self.tokens) - self.prompt_length < sampling.min_tokens and self._end_tokens
+        if not sampling.biases and not sampling.uses_history and not is_early:
             return logits
         scores = logits.copy()
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused afterwards, as an infinite logit
@@ -281,6 +308,8 @@ class History:
                 )
                 new, counts = np.unique(tokens[self.prompt_length :], return_counts=True)
                 scores[new] -= (sampling.frequency_penalty * counts + sampling.presence_penalty).astype(np.float32)
+        if is_early:
+            scores[[token for token in self._end_tokens if token < scores.size]] = -np.inf
         return scores
 
     def ahead(self, vocab_size: int) -> History:
@@ -288,7 +317,9 @@ class History:
         sampling = self.sampling
         if any(token >= vocab_size for token, _ in sampling.biases):
             sampling = replace(sampling, logit_bias=[each for each in sampling.biases if each[0] < vocab_size])
-        return History(sampling, self._seed, self._index, list(self.tokens), self.prompt_length)
+        return History(
+            sampling, self._seed, self._index, list(self.tokens), self.prompt_length, end_tokens=self._end_tokens
+        )
 
     def array(self) -> npt.NDArray[np.int64]:
         """The tokens as an array that grows with them: a long list is not converted at each step."""
@@ -352,7 +383,7 @@ def _choose(logits: Logits, history: History) -> Choice | ContractError:
         token = _draw(scores, sampling, history.uniform())
     if ids is not None:
         token = int(ids[token])
-    return Choice(token, None if sampling.logprobs is None else _logprobs(logits, token, sampling.logprobs))
+    return Choice(token, None if sampling.logprobs is None else logprobs_of(logits, token, sampling.logprobs))
 
 
 def _draw(scores: Logits, sampling: Sampling, uniform: float) -> int:
@@ -459,7 +490,8 @@ def _largest(scores: Logits, count: int) -> npt.NDArray[np.int64]:
     return np.sort(np.concatenate([above, np.flatnonzero(scores == bar)[: count - above.size]]))
 
 
-def _logprobs(logits: Logits, token: int, count: int) -> Logprobs:
+def logprobs_of(logits: Logits, token: int, count: int) -> Logprobs:
+    """Log-probabilities by `[V]` logits: of a token, and of the `count` most likely ones."""
     total = float(logits.max()) + float(np.log(np.exp(logits - logits.max()).sum(dtype=np.float64)))
     ids = _largest(logits, min(count, logits.size)) if count else np.empty(0, np.int64)
     ids = ids[np.argsort(-logits[ids], kind="stable")]

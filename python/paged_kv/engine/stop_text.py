@@ -31,9 +31,14 @@ class StopText:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, token: int) -> tuple[str, bool]:
-        """The text that this token completes, and whether a stop text ends it."""
-        return ("", False) if self._decoder is None else self._take(self._decoder.push(token))
+    def push(self, token: int, *, may_stop: bool = True) -> tuple[str, bool]:
+        """The text that this token completes, and whether a stop text ends it; none does that begins before a token
+        that may not stop.
+        """
+        if self._decoder is None:
+            return "", False
+        piece = self._decoder.push(token)
+        return self._take(piece) if may_stop else (piece, False)
 
     def flush(self) -> tuple[str, bool]:
         """All text that still waits, and whether a stop text ends it."""

@@ -84,19 +84,36 @@ class Tokenizer:
             )
         return tokens
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of some tokens, without special tokens."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of some tokens, without special tokens unless they are asked for."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_text(self, token: int) -> str:
+        """The text of one token as it stands inside a text, also of a special one."""
+        inside = self._tokenizer.token_to_id("a")
+        if inside is not None:  # some decoders drop the space before the first token
+            before, text = (
+                self._tokenizer.decode(ids, skip_special_tokens=False) for ids in ([inside], [inside, token])
+            )
+            if text.startswith(before):
+                return str(text[len(before) :])
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The texts of the vocabulary's special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
 
     @cached_property
     def forms(self) -> Forms:
         """Compiles forms for its vocabulary: half a second for a large one, the first time. Raises as `Forms`."""
         return Forms(self._tokenizer)
 
-    def stream(self) -> StreamDecoder:
+    def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for the tokens of one request."""
-        return StreamDecoder(self)
+        return StreamDecoder(self, skip_special_tokens=skip_special_tokens)
 
 
 class StreamDecoder:
@@ -105,8 +122,8 @@ class StreamDecoder:
     Bytes that may be the start of a character wait until the character is whole, or until `flush`.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._recent: list[int] = []  # a token's text depends on those before it: these are decoded together
         self._new = 0  # how many of them came after the last whole character
         self._shown = ""  # their text, as far as it was returned
@@ -137,7 +154,7 @@ class StreamDecoder:
         return piece
 
     def _text(self) -> str:
-        return self._tokenizer.decode(self._recent)
+        return self._tokenizer.decode(self._recent, skip_special_tokens=self._skips)
 
 
 def _waiting(text: str) -> int:

@@ -20,7 +20,7 @@ from paged_kv.ray.prefixes import SLACK
 from paged_kv.ray.protocol import Reader
 from paged_kv.ray.replica import Model, Replica
 from paged_kv.ray.router import LoadRouter, PrefixRouter, RoundRobinRouter
-from paged_kv.ray.streams import Job, Piece
+from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.door import LOOPBACK, Door, Rules
 
 LOST = (

@@ -22,7 +22,8 @@ from typing import Any
 
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PagedKVError, ToolchainError
 from paged_kv.ray.protocol import Answer, Asked, Reader
-from paged_kv.ray.streams import REFUSED, Clock, Job, Piece, Suspects, resumed
+from paged_kv.ray.streams import REFUSED, Clock, Suspects, resumed
+from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.door import Message, Receive, Send, error_body
 
 logger = logging.getLogger("paged_kv.ray")

@@ -17,14 +17,16 @@ from paged_kv.engine import JsonSchema, Sampling
 from paged_kv.engine.requests import check_prompt
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
-from paged_kv.ray.streams import Job, Piece
+from paged_kv.serve.backend import Job, Piece
 
 MAX_SAMPLES = 16
 """Of a request."""
 _CHARACTERS = 16
 """Of a prompt, for each token of the longest request; as `paged-kv serve` has it."""
 _RENAMED = {"max_completion_tokens": "max_tokens", "stop_token_ids": "stop_tokens", "ignore_eos": "ignore_end"}
-_OWN = frozenset(each.name for each in fields(Sampling)) - {"form", "logprobs", "stop_tokens", "ignore_end"}
+_OWN = frozenset(each.name for each in fields(Sampling)) - {
+    *("form", "logprobs", "prompt_logprobs", "min_tokens", "stop_tokens", "ignore_end"),
+}
 _REFUSED = ("logprobs", "top_logprobs", "echo", "suffix", "tools", "functions", "audio", "min_tokens", "best_of")
 """Fields that would change the answer, and are not there."""
 _HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")

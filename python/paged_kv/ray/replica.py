@@ -16,7 +16,8 @@ from paged_kv.engine import AsyncEngine, Engine, load
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import PagedKVError, ToolchainError
 from paged_kv.ray.placement import claim
-from paged_kv.ray.streams import BEGAN, FAILED, REFUSED, Job, Piece
+from paged_kv.ray.streams import BEGAN, FAILED, REFUSED
+from paged_kv.serve.backend import Job, Piece
 
 MOST_FAILURES = 3
 """Steps in a row that raise, after which a replica calls itself unhealthy."""
@@ -108,9 +109,9 @@ class Replica:
         try:
             request = await self._streams.prepare(job.tokens, job.sampling, job.n, namespace=job.namespace)
             try:
-                async with aclosing(self._streams.run(request)) as outputs:
-                    async for output in outputs:
-                        ready.append(Piece(output.sample, output.tokens, output.text, output.finish, output.error))
+                async with aclosing(self._streams.run(request)) as batches:
+                    async for outputs in batches:
+                        ready += map(Piece.of, outputs)
                         wake.set()
             except Exception as error:  # of a step, which may have held other requests too
                 ready.append(Piece(FAILED, (), "", "error", f"a step raised {type(error).__name__}"))

@@ -13,7 +13,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from paged_kv.ray.prefixes import SLACK, Prefixes, blocks_of
-from paged_kv.ray.streams import Job
+from paged_kv.serve.backend import Job
 
 
 class Router(RequestRouter):

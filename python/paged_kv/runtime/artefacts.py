@@ -19,11 +19,11 @@ from max._mlir_context import ensure_default_mlir_context
 from max.driver import get_virtual_cpu_target
 from max.engine import CompiledModel, InferenceSession, Model, read
 from max.engine.api import _COMPILATION_LOCK
-from max.graph import Graph, Module
+from max.graph import Module
 
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
-from paged_kv.runtime.compile_key import Key, Sources, digests_of
+from paged_kv.runtime.compile_key import CompileKey, Sources, digests_of
 from paged_kv.runtime.cpu_target import CpuInfo, check_cpu_runs
 from paged_kv.runtime.installed import InstalledStore
 from paged_kv.runtime.kernel_library import kernel_library
@@ -35,7 +35,7 @@ _COMPILING = Lock()
 
 def load_graphs(
     session: InferenceSession,
-    keys: Mapping[str, Key],
+    keys: Mapping[str, CompileKey],
     build: Callable[[Module, Sequence[str]], None],
     *,
     weights: Mapping[str, Any] | None = None,
@@ -86,16 +86,7 @@ def load_graphs(
     return {name: models[name] for name in keys}
 
 
-def find_graph(key: Key, compiled_ahead: Path | None = None) -> bytes | None:
-    """The artefact of one graph, for a reader that loads it itself: where `load_graphs` looks for it, or None.
-
-    Raises:
-        ToolchainError: as `load_graphs`.
-    """
-    return next((artefact.content for _, _, artefact, _ in _search({"": key}, compiled_ahead=compiled_ahead)), None)
-
-
-def where_graphs_lie(keys: Mapping[str, Key]) -> dict[str, str]:
+def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
     """Where `load_graphs` would take each graph from, in words; those that it would compile are left out.
 
     Raises:
@@ -111,7 +102,7 @@ def where_graphs_lie(keys: Mapping[str, Key]) -> dict[str, str]:
 
 
 def _search(
-    wanted: Mapping[str, Key], *, exact: bool = False, compiled_ahead: Path | None = None
+    wanted: Mapping[str, CompileKey], *, exact: bool = False, compiled_ahead: Path | None = None
 ) -> Iterator[tuple[str | None, Store | InstalledStore, Artefact, list[str]]]:
     """Each artefact that has some of the wanted graphs: its CPU target, its store, it, the graphs' names; best first.
 
@@ -130,13 +121,13 @@ def _search(
 
 def compile_ahead(
     session: InferenceSession,
-    keys: Mapping[str, Key],
-    build: Callable[[Module, Sequence[str]], None] | Graph,
+    keys: Mapping[str, CompileKey],
+    build: Callable[[Module, Sequence[str]], None],
     folder: Path | None,
 ) -> list[Path]:
     """Compiles those of the graphs that `folder` (None: the cache folder) has not, without their weights.
 
-    What the cache folder has is copied from there. A graph that somebody else built stands for the builder of one.
+    What the cache folder has is copied from there.
 
     Returns:
         The file of each graph.
@@ -174,33 +165,25 @@ def ahead_store(folder: Path) -> Store:
         ToolchainError: it is not, or another user can write to it.
     """
     if not folder.is_dir():
-        raise ToolchainError(
-            f"{folder} is no folder of compiled steps: make it by paged-kv compile --out, with --serve for a server"
-        )
+        raise ToolchainError(f"{folder} is no folder of compiled steps: make it by paged-kv compile --out")
     return Store(folder, hidden=False)
 
 
 def compile_graphs(
-    session: InferenceSession, names: Sequence[str], build: Callable[[Module, Sequence[str]], None] | Graph
+    session: InferenceSession, names: Sequence[str], build: Callable[[Module, Sequence[str]], None]
 ) -> CompiledModel:
     """Builds and compiles the graphs of the given names, in whatever thread; one thread at a time.
-
-    A graph that is built already knows its own extensions.
 
     Raises:
         ToolchainError: the Mojo sources do not compile, or MAX cannot compile the graphs (its own cache is on a disk
             that is full).
     """
     with _COMPILING, ensure_default_mlir_context():  # MAX has entered it in the main thread alone
-        module: Module | Graph
-        if isinstance(build, Graph):
-            module, extensions = build, []
-        else:
-            module, extensions = Module(), [kernel_library(kernels())]
-            with compiled_kernels(extensions[0]):
-                build(module, names)
+        module, library = Module(), kernel_library(kernels())
+        with compiled_kernels(library):
+            build(module, names)
         try:
-            return session.compile(module, custom_extensions=extensions)
+            return session.compile(module, custom_extensions=[library])
         except RuntimeError as error:
             raise ToolchainError(f"MAX cannot compile {', '.join(names)}: {_reason(error)}") from error
         finally:

@@ -55,7 +55,7 @@ class CompileKey:
     facts: str
     """Dtypes, sizes, configuration: all that the caller gives the builder."""
     built_by: tuple[str, ...] = ()
-    """Files that build the graph, besides `PYTHON`: `MODELS`, `serve/graph.py`."""
+    """Files that build the graph, besides `PYTHON`: `MODELS`, `max_serve/graph.py`."""
     device: str = ""
     """A GPU's API, architecture and number; empty for the CPU."""
 

@@ -48,21 +48,6 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
-def held_sockets(host: str, port: int) -> list[socket.socket]:
-    """Sockets that keep a port for another process, which binds it with SO_REUSEADDR: `port` if it is free, else any.
-
-    Raises:
-        ContractError: as `listening_sockets`.
-    """
-    try:
-        held = listening_sockets(host, port)
-    except ContractError:
-        held = listening_sockets(host, 0)
-    for opened in held:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return held
-
-
 def url_of(host: str, port: int) -> str:
     """How a program on this machine reaches the server."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -1,8 +1,4 @@
-"""MAX's server with the door around its application, on sockets that are bound before anything is compiled.
-
-MAX starts uvicorn's `Server` by its name in one module; there `guard` puts one that changes its configuration. If a
-later MAX did not use it, the port would be taken already, and nothing would be served.
-"""
+"""uvicorn with limits on connections, on sockets that are bound before anything is compiled."""
 
 from __future__ import annotations
 
@@ -19,30 +15,26 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paged_kv.serve.door import LINGER_SECONDS, Door, Rules, error_body
-from paged_kv.serve.forms import allow
 
 HEAD_SECONDS = 10.0
 """In which a request's line and headers must have come."""
 HEAD_BYTES = 1 << 15
+CUT_SECONDS = 5.0
+"""In which requests that the server's end has cut are told so."""
 WRITE_SECONDS = 60.0
 """In which a client must have read something of what waits for it."""
 
 
-def guard(rules: Rules, sockets: Sequence[socket.socket]) -> None:
-    """From now on, MAX's server stands behind the door, and listens on these sockets alone."""
-    from max._entrypoints.cli.serve import serve_api_and_model_worker as max_server
-
-    max_server.Server = partial(GuardedServer, rules, sockets, has_forms=True)
-    max_server.validate_port_is_free = lambda port: port  # it is ours
-
-
 class GuardedServer(Server):
-    """uvicorn's server, with our protocol and the door around its application; with `has_forms`, that is MAX's."""
+    """uvicorn's server, with the protocol below and the middleware around its application.
 
-    def __init__(
-        self, rules: Rules, sockets: Sequence[socket.socket], config: Config, *, has_forms: bool = False
-    ) -> None:
-        self._of_max = config.app if has_forms else None
+    Args:
+        rules: Who may ask, and how much.
+        sockets: Bound ones, on which it listens.
+        config: uvicorn's.
+    """
+
+    def __init__(self, rules: Rules, sockets: Sequence[socket.socket], config: Config) -> None:
         config.app = Door(config.app, rules)
         config.http = partial(GuardedConnection, rules.max_connections)
         config.ws = "none"
@@ -51,14 +43,17 @@ class GuardedServer(Server):
         self._bound = list(sockets)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
-        if self._of_max is not None:
-            allow(self._of_max.state)  # the process of the model has been started
         for bound in self._bound:
             bound.listen(self.config.backlog)
-            # Connections inherit it: the next server may bind while some of this one wait out their end. Nobody else
-            # may bind meanwhile, as this socket listens.
+            # Connections inherit it: the next server may bind while some of this one wait out their end. No other
+            # program may bind meanwhile, as this socket listens.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().serve(self._bound)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.server_state.tasks:  # those that were cut still say so
+            await asyncio.wait(self.server_state.tasks, timeout=CUT_SECONDS)
 
 
 class GuardedConnection(H11Protocol):

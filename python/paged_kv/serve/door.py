@@ -1,4 +1,4 @@
-"""The door of the server: what of a request comes through to MAX's application, in this order.
+"""The middleware around the application: which requests come through to it, in this order.
 
     connection  one too many: the longest idle one is closed, else 503    connections.py
        |        its head is malformed or too long: 400; too slow: 408     connections.py
@@ -9,10 +9,10 @@
     type        a body that is not application/json: 415
     body        too large: 413; too slow: 408; nested too deeply: 400
        |
-    MAX         an error in another shape gets OpenAI's; what is cut by the server's end is told so, 503
+    application what is cut by the server's end is told so, 503
 
-Nothing of the body is read before all that stands above it is right, and no part of MAX sees a request that is refused.
-It is ASGI without a framework: neither starlette nor uvicorn is needed to import it.
+Nothing of the body is read before all that stands above it is right, and the application sees no request that is
+refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from hashlib import sha256
-from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any
 
@@ -33,19 +32,18 @@ import numpy as np
 logger = logging.getLogger("paged_kv.serve")
 
 Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 OPEN = frozenset({"/health", "/v1/health", "/ping"})
 """Answered without a key: they say that the server is there, and nothing else."""
-CLIENTS = OPEN | {
-    *("/version", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses"),
-    *("/v1/audio/speech", "/v1/decisions", "/v1/systemone", "/invocations"),
-}
-CLIENTS_BELOW = ("/v1/models/", "/v1/images/", "/v1/videos/", "/v1/audio/", "/v2/")
-"""All other routes are an operator's: what a later MAX adds is off until it is named here."""
+CLIENTS = OPEN | {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+CLIENTS_BELOW = ("/v1/models/",)
+OPERATORS = frozenset({"/metrics"})
+"""Routes that `Rules.operator_routes` opens; one that is in none of these lists is not served."""
 
 MAX_DEPTH = 64
 """Of nested arrays and objects; JSON schemas of tools have some 20, and Python's parser gives up at 1000."""
@@ -82,10 +80,15 @@ class Rules:
     max_connections: int = 256
 
 
-def error_body(status: int, message: str) -> bytes:
-    """OpenAI's shape of an error."""
+def error_of(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape of an error; `param` is the field that is wrong."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": str(status)}}).encode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": str(status)}}
+
+
+def error_body(status: int, message: str) -> bytes:
+    """The same as JSON."""
+    return json.dumps(error_of(status, message)).encode()
 
 
 def depth(body: bytes) -> int:
@@ -108,7 +111,7 @@ class Door:
         self._drops = asyncio.Semaphore(_DROPS)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # the server knows no WebSockets, and MAX's application no others
+        if scope["type"] != "http":  # the application knows no WebSockets
             return
         answer = _Answer(send)
         body = _Body(scope, receive)
@@ -145,7 +148,8 @@ class Door:
         path: str = scope["path"]
         if path not in OPEN and not self._has_key(headers):
             raise Refused(401, "A key is needed: Authorization: Bearer KEY.")
-        if not (path in CLIENTS or path.startswith(CLIENTS_BELOW) or rules.operator_routes):
+        known = path in CLIENTS or path.startswith(CLIENTS_BELOW) or (rules.operator_routes and path in OPERATORS)
+        if not known:
             raise Refused(404, "There is no such route here.")
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kinds = [value.partition(";")[0].strip().lower() for value in _values(headers, b"content-type")]
@@ -179,7 +183,7 @@ class _Gone(Exception):
 
 
 class _Body:
-    """The body of a request, which is read whole before MAX sees anything."""
+    """The body of a request, which is read whole before the application sees anything."""
 
     def __init__(self, scope: Message, receive: Receive) -> None:
         lengths = _values(scope["headers"], b"content-length")
@@ -236,34 +240,30 @@ class _Body:
 
 
 class _Answer:
-    """ASGI's `send`, which holds an error back until it is known to have OpenAI's shape."""
+    """ASGI's `send`, which knows how far the answer has come."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._held: Message | None = None
-        self._error = b""
         self._started = self._ended = self._is_stream = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if message["status"] >= 400:
-                self._held = message
-                return
             self._started = True
             kinds = _values(message.get("headers", ()), b"content-type")
             self._is_stream = any(kind.startswith("text/event-stream") for kind in kinds)
-        elif self._held is not None:
-            self._error += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._send_error(self._held)
-            return
         else:
             self._ended = not message.get("more_body", False)
         await self._send(message)
 
     async def whole(self, status: int, message: str, closes: bool = False, more: bool = False) -> None:
-        """An error of ours. With `more`, `end` is still to come."""
-        await self._respond(status, error_body(status, message), (), closes, more)
+        """An error of the middleware. With `more`, `end` is still to come."""
+        self._started, self._ended = True, not more
+        body = error_body(status, message)
+        sent = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        sent += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+        sent += [(b"connection", b"close")] if closes else []
+        await self._send({"type": "http.response.start", "status": status, "headers": sent})
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})
@@ -279,29 +279,6 @@ class _Answer:
             event = b"data: " + error_body(status, message) + b"\n\n"
             await self._send({"type": "http.response.body", "body": event})
 
-    async def _send_error(self, start: Message) -> None:
-        """MAX's error: as it is, or with its text in OpenAI's shape."""
-        status, body = start["status"], self._error
-        try:
-            said = json.loads(body)
-        except ValueError:
-            said = None
-        if not (isinstance(said, dict) and isinstance(said.get("error"), dict) and "message" in said["error"]):
-            detail = said.get("detail") if isinstance(said, dict) else None
-            body = error_body(status, detail if isinstance(detail, str) else _phrase(status))
-        kept = [(k, v) for k, v in start.get("headers", ()) if k.lower() not in (b"content-length", b"content-type")]
-        await self._respond(status, body, kept)
-
-    async def _respond(
-        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]], closes: bool = False, more: bool = False
-    ) -> None:
-        self._started, self._ended, self._held = True, not more, None
-        sent = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
-        sent += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-        sent += [(b"connection", b"close")] if closes else []
-        await self._send({"type": "http.response.start", "status": status, "headers": sent})
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
 
 def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
     return [value.decode("latin-1") for key, value in headers if key.lower() == name]
@@ -312,13 +289,6 @@ def host_name(authority: str) -> str:
     if authority.startswith("["):
         return authority[1:].partition("]")[0].lower()
     return authority.partition(":")[0].lower().removesuffix(".")
-
-
-def _phrase(status: int) -> str:
-    try:
-        return f"{HTTPStatus(status).phrase}."
-    except ValueError:
-        return "The request failed."
 
 
 def _is_own_address(name: str, server: tuple[str, int | None] | None) -> bool:

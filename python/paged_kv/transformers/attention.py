@@ -7,13 +7,13 @@ padded on the left, is a few numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -23,28 +23,51 @@ from paged_kv.torch.attention import planned
 from paged_kv.transformers.batching import attend_batch
 from paged_kv.transformers.cache import LAYER, PAGE_SIZE, Ints, PagedLayer, Step
 
-_MASK = "_paged_kv_mask"
-"""The attribute of what stands for a mask in a model's code."""
 
+class Mask(Tensor):
+    """A mask as transformers asked for it: this attention reads its facts, and other code the mask itself.
 
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """What a row sees, as transformers asked for it."""
+    Code that computes with it gets the mask `[B, 1, T, tokens]` of `torch.bool`, which is built for that.
+    """
 
     arguments: dict[str, Any]
-    """Of `sdpa_mask`."""
+    """The arguments of `sdpa_mask`."""
     window: int | None
     """A row sees its last `window` tokens; None: all of them."""
     is_known: bool
     """Whether it is causal, or causal with a window, over sequences that are padded on the left alone."""
     padding: Ints | None
     """`[B]`, tokens of padding; None where there is none."""
+    was_read: bool
+    """Whether other code computed with it."""
 
     @cached_property
-    def dense(self) -> Tensor | None:
+    def dense(self) -> Tensor:
         """Which tokens are seen, `[B, 1, T, tokens]`."""
-        mask: Tensor | None = sdpa_mask(**self.arguments | {"allow_is_causal_skip": False})
+        mask: Tensor = sdpa_mask(**self.arguments | {"allow_is_causal_skip": False})
         return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        found: list[Mask] = []
+
+        def dense(x: Any) -> Any:
+            if not isinstance(x, cls):
+                return x
+            found.append(x)
+            return x.dense
+
+        args, kwargs = tree_map(dense, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) or func.__name__ not in _SHAPE:
+            for mask in found:
+                mask.was_read = True
+        return result
+
+
+_SHAPE = ("__get__", "dim", "size")
+"""Functions of a tensor that read its shape, dtype and device, and no number of it."""
 
 
 def attention_mask(
@@ -56,8 +79,8 @@ def attention_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor:
-    """What a model's code hands on as its mask: an empty tensor that has a `Mask`; the arguments are transformers'."""
+) -> Mask:
+    """Return what a model's code hands on as its mask; the arguments are those of transformers' `sdpa_mask`."""
     is_known, window = _pattern(mask_function)
     padding = None
     if attention_mask is not None:
@@ -65,7 +88,8 @@ def attention_mask(
         if not seen.all():
             padding = np.where(seen.any(1), seen.argmax(1), seen.shape[1])
             is_known &= bool((seen.sum(1) == seen.shape[1] - padding).all())
-    arguments = {
+    mask: Mask = torch.empty(0, dtype=torch.float32, device="cpu").as_subclass(Mask)
+    mask.arguments = {
         "batch_size": batch_size,
         "q_length": q_length,
         "kv_length": kv_length,
@@ -75,9 +99,8 @@ def attention_mask(
         "attention_mask": attention_mask,
         **kwargs,
     }
-    stand_in = torch.empty(0, dtype=torch.float32, device="cpu")
-    setattr(stand_in, _MASK, Mask(arguments, window, is_known, padding))
-    return stand_in
+    mask.window, mask.is_known, mask.padding, mask.was_read = window, is_known, padding, False
+    return mask
 
 
 def attention_forward(
@@ -102,7 +125,7 @@ def attention_forward(
         raise ContractError(f"dropout is {dropout}: paged_kv computes inference, call model.eval() first")
     if isinstance(cache, PagedAttentionCache):
         return attend_batch(module, query, key, value, scaling, softcap, s_aux, cache, kwargs), None
-    layer, mask = getattr(key, LAYER, None), getattr(attention_mask, _MASK, None)
+    layer, mask = getattr(key, LAYER, None), attention_mask if isinstance(attention_mask, Mask) else None
     if layer is None:
         if softcap is not None or s_aux is not None:
             raise ContractError("past_key_values: soft caps and sinks are computed over pages alone")

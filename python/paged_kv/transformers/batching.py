@@ -16,13 +16,17 @@ head dimension, S numbers of a head in a page: D, or what its codes and their sc
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
@@ -31,14 +35,41 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 
 from paged_kv.calls.ragged import RaggedRequests, TokenRanges
 from paged_kv.calls.rows import LookupTable, Rows
-from paged_kv.errors import ContractError
 from paged_kv.options import FORMATS, NO_PAGE, KVFormat, stored_dtype, stored_head
 from paged_kv.torch.attention import TensorAttention, planned
 from paged_kv.torch.cache import quantised
-from paged_kv.transformers.served import NAMES, format_of
+from paged_kv.transformers.running import NAMES, format_of
 
 _STEP = "_paged_kv_step"
 """The attribute of a step's indices by which its layers find what they share."""
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def on_blocks() -> Iterator[None]:
+    """Let a manager of `generate_batch` make its cache of this package's pages.
+
+    transformers has names of its own for the two classes, so one manager at a time does so. Another thread's, which is
+    not served, may get them meanwhile: they behave as transformers' own where a model is not on pages.
+    """
+    with _lock:
+        cache, allocators = continuous_api.PagedAttentionCache, dict(ATTN_TYPE_TO_ALLOCATOR)
+
+        def restore() -> None:
+            continuous_api.PagedAttentionCache = cache
+            ATTN_TYPE_TO_ALLOCATOR.update(allocators)
+
+        try:
+            continuous_api.PagedAttentionCache = PagedBlocks
+            ATTN_TYPE_TO_ALLOCATOR.update(full_attention=PagedFullAllocator, sliding_attention=PagedSlidingAllocator)
+            yield
+        finally:
+            try:
+                restore()
+            finally:
+                restore()  # the first one may have been interrupted
 
 
 class PagedBlocks(PagedAttentionCache):  # type: ignore[misc] # transformers has no types
@@ -80,16 +111,6 @@ class _OnPages(FullAttentionCacheAllocator):  # type: ignore[misc]
             num_key_value_heads, stored_head(codes, head_dim), cache_dtype, page_size
         )
         return found
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """What transformers' own attention calls, which knows nothing of page ids.
-
-        Raises:
-            ContractError: the manager was made while this package was enabled, and runs while it is not.
-        """
-        if self.on_pages:
-            raise ContractError(_KEPT)
-        return super().update(*args, **kwargs)
 
 
 class PagedFullAllocator(_OnPages):
@@ -152,12 +173,10 @@ def attend_batch(
     """Stores the new K and V `[1, Hk, T, D]` of all requests, and attends: query `[1, Hq, T, D]`, `[1, T, Hq, D]`.
 
     Raises:
-        ContractError: a value is out of range; or the cache was made while this package was not enabled.
+        ContractError: a value is out of range.
     """
     layer = module.layer_idx
     allocator = cache.layer_to_allocator[layer]
-    if not isinstance(allocator, _OnPages) or not allocator.on_pages:
-        raise ContractError(_KEPT)
     window = getattr(allocator, "sliding_window", None)
     read, write = (given[name][allocator.index] for name in ("read_index", "write_index"))
     step: _Step | None = getattr(write, _STEP, None)
@@ -250,9 +269,3 @@ def _pages_of(allocator: Any, layer: int) -> tuple[Tensor, Tensor]:
 def _dtype_of(kv_format: KVFormat | None, dtype: Any) -> Any:
     """Of the pages, where that of the model is `dtype`."""
     return dtype if kv_format is None else getattr(torch, stored_dtype(kv_format))
-
-
-_KEPT = (
-    "generate_batch: a manager that was kept (persistent_manager=True) runs as it was made, with paged_kv.transformers"
-    " enabled or without: call model.destroy_cached_continuous_batching_manager()"
-)

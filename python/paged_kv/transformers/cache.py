@@ -52,6 +52,11 @@ class Step:
     """Pages that are copied before, from and to."""
 
 
+def head_dims(config: Any) -> set[int]:
+    """Return the head dimensions that a config has, of which some have one for each kind of layer."""
+    return {find_head_dim(layer) for layer in config.per_layer_config}
+
+
 def check_codes(config: Any, kv_format: Any) -> None:
     """Refuses codes that there are not, and codes that a model's heads cannot be; None is no codes.
 
@@ -62,7 +67,8 @@ def check_codes(config: Any, kv_format: Any) -> None:
     check_kv_format(kv_format)
     if kv_format is not None:
         try:
-            stored_head(kv_format, find_head_dim(config))
+            for head_dim in head_dims(config):
+                stored_head(kv_format, head_dim)
         except ShapeError as error:
             raise ShapeError(f"kv_format: {error}") from None
 
@@ -251,9 +257,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
 
     def __init__(self, cache: PagedCache) -> None:
         super().__init__()
-        self._cache = cache
+        self.cache = cache
         self._seen = 0
-        self._new: tuple[Tensor, Tensor] | None = None
+        self.new: tuple[Tensor, Tensor] | None = None  # K and V that wait for the attention
         self.k_pages: Tensor | None = None  # [pages, P, Hk, S]
         self.v_pages: Tensor | None = None
         self.is_initialized = True
@@ -264,25 +270,26 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keeps the new K and V `[B, Hk, T, D]` for the attention, and returns them."""
         del args, kwargs
-        if self._new is not None:
+        if self.new is not None:
             raise ContractError("past_key_values: a layer's keys were not attended to: is its attention replaced?")
         if key_states.shape != value_states.shape:
-            raise ShapeError(f"keys are {list(key_states.shape)}, values {list(value_states.shape)}: not the same")
-        self._new = key_states, value_states
+            widths = f"{key_states.shape[-1]} and {value_states.shape[-1]}"
+            raise ShapeError(f"past_key_values: keys and values are {widths} wide, pages hold one width")
+        self.new = key_states, value_states
         setattr(key_states, LAYER, self)
         return key_states, value_states
 
     def store(self, padding: Ints | None) -> Step:
         """Writes the tokens that `update` was given to their pages."""
-        assert self._new is not None
-        (keys, values), self._new = self._new, None
+        assert self.new is not None
+        (keys, values), self.new = self.new, None
         batch, heads, new_tokens, head_dim = keys.shape
-        step = self._cache.step(self._seen, new_tokens, batch, padding)
+        step = self.cache.step(self._seen, new_tokens, batch, padding)
         k_rows, v_rows = (x.transpose(1, 2).reshape(batch * new_tokens, heads, head_dim) for x in (keys, values))
         if step.stored is not None:
             k_rows, v_rows = k_rows[step.stored], v_rows[step.stored]
-        if self._cache.kv_format is not None:
-            k_rows, v_rows = quantised(self._cache.kv_format, k_rows, v_rows)
+        if self.cache.kv_format is not None:
+            k_rows, v_rows = quantised(self.cache.kv_format, k_rows, v_rows)
         k_pages, v_pages = self._pages(k_rows)
         for source, target in step.copies:
             k_pages[target], v_pages[target] = k_pages[source], v_pages[source]
@@ -295,14 +302,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         """K and V of all tokens in a dtype, `[B, Hk, tokens, D]`: zeros for padding."""
         assert self.k_pages is not None
         assert self.v_pages is not None
-        table = self._cache.table
+        table = self.cache.table
         positions = np.arange(self._seen) - step.padding[:, None]
         at = np.maximum(positions, 0)
         slots = np.take_along_axis(table.entries, at // PAGE_SIZE, 1) * PAGE_SIZE + at % PAGE_SIZE
         real = torch.from_numpy(positions >= 0)[:, :, None, None]
         chosen = torch.from_numpy(slots.reshape(-1))
         k, v = (pages.view(-1, *pages.shape[2:])[chosen] for pages in (self.k_pages, self.v_pages))  # [N, Hk, S]
-        if self._cache.kv_format is not None:
+        if self.cache.kv_format is not None:
             k, v = widened(k, v)
         k, v = (x.view(*slots.shape, *x.shape[1:]).to(dtype) for x in (k, v))  # [B, tokens, Hk, D]
         k, v = (torch.where(real, x, 0).transpose(1, 2) for x in (k, v))  # unused slots may hold anything
@@ -326,11 +333,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        self._seen, self._new = 0, None
+        self._seen, self.new = 0, None
 
     def _pages(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The tensors of pages for rows `[N, Hk, S]`, as many as the table has."""
-        count = self._cache.table.num_pages
+        count = self.cache.table.num_pages
         if self.k_pages is None or self.v_pages is None or len(self.k_pages) < count:
             shape = (count, PAGE_SIZE, *rows.shape[1:])
             self.k_pages, self.v_pages = _longer(self.k_pages, shape, rows), _longer(self.v_pages, shape, rows)

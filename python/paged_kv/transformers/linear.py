@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,23 +12,64 @@ import torch
 from torch import Tensor, nn
 
 from paged_kv.torch.products import multiply
+from paged_kv.transformers import running
 
 MOST_ROWS = 32
 """More rows are computed by torch: a prompt's."""
 _LEAST_ELEMENTS = 1 << 16
 
 
-def replace(model: nn.Module, undo: list[Callable[[], Any]]) -> None:
-    """Makes the linear layers of a model compute few rows by this package's kernel.
+_lock = threading.RLock()
+_running: dict[int, tuple[set[object], list[Callable[[], Any]]]] = {}
+"""By the id of a model: the calls that run on its replaced layers, and what takes those back."""
 
-    What takes a change back is in `undo` before it is made, so that an exception from outside leaves none behind.
+
+@contextmanager
+def replaced(model: nn.Module) -> Iterator[None]:
+    """Let calls on pages compute few rows of a model's linear layers by this package's kernel.
+
+    Other threads have torch's layers meanwhile. The last of a model's calls takes the change back.
     """
-    replaced = [
+    call = object()
+    try:
+        with _lock:
+            calls, undo = _running.setdefault(id(model), (set(), []))
+            if not calls:
+                _undo(undo)  # of a release that was interrupted
+            calls.add(call)
+            if not undo:
+                _replace(model, undo)
+        yield
+    finally:
+        try:
+            _release(model, call)
+        finally:
+            _release(model, call)  # the first one may have been interrupted
+
+
+def _release(model: nn.Module, call: object) -> None:
+    with _lock:
+        calls, undo = _running.get(id(model), (set(), []))
+        calls.discard(call)
+        if not calls:
+            _undo(undo)
+            _running.pop(id(model), None)
+
+
+def _undo(undo: list[Callable[[], Any]]) -> None:
+    while undo:
+        undo[-1]()
+        undo.pop()
+
+
+def _replace(model: nn.Module, undo: list[Callable[[], Any]]) -> None:
+    """Replace `forward`; `undo` knows how to take it back before, so an exception from outside leaves none behind."""
+    layers = [
         module
         for module in model.modules()
         if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_served(module.weight)
     ]
-    for module in replaced:
+    for module in layers:
         undo.append(partial(module.__dict__.pop, "forward", None))
         module.__dict__["forward"] = partial(_forward, module)
 
@@ -45,7 +88,7 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     weight = module.weight
     rows = x.numel() // x.shape[-1] if x.numel() else 0
     served = 0 < rows <= MOST_ROWS and x.dtype == weight.dtype and weight.is_contiguous()
-    if not served or torch.is_grad_enabled():
+    if not served or torch.is_grad_enabled() or not running.on_pages():
         return nn.functional.linear(x, weight, module.bias)
     y = multiply(x.reshape(rows, x.shape[-1]), weight)
     if module.bias is not None:

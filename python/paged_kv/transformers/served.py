@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.generation.continuous_batching.utils import find_head_dim
 
-from paged_kv.options import CODE_DTYPES, Q_DTYPES, KVFormat, is_head_dim
-from paged_kv.transformers.cache import PagedCache
-
-NAME = "paged_kv"
-NAMES: dict[KVFormat | None, str] = {None: NAME} | {codes: f"{NAME}_{codes}" for codes in CODE_DTYPES}
-"""What transformers calls this attention, by the codes that pages hold: `config._attn_implementation`. Allocators of
-`generate_batch` know no more of a call than its model's config."""
+from paged_kv.options import Q_DTYPES, is_head_dim
+from paged_kv.transformers import probe
+from paged_kv.transformers.cache import PagedCache, head_dims
+from paged_kv.transformers.running import NAMES
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention"}
 _REPLACED = ("eager", "sdpa", *NAMES.values())
@@ -24,17 +20,12 @@ _REPLACED = ("eager", "sdpa", *NAMES.values())
 _warned: set[tuple[str, str]] = set()
 
 
-def format_of(config: Any) -> KVFormat | None:
-    """The codes of a model that runs on pages; None where pages hold its dtype, or it does not run on pages."""
-    return next((codes for codes, name in NAMES.items() if name == config._attn_implementation), None)
-
-
-def why_not(model: Any) -> str | None:
-    """Why a model does not run on pages; None where it does."""
+def why_not(model: Any, call: str) -> str | None:
+    """Return why a model does not run on pages in `generate` or `generate_batch`; None where it does."""
     config = model.config
     if config.is_encoder_decoder:
         return "it has an encoder and cross attention"
-    if config.get_text_config() is not config:
+    if not _is_text(config):
         return "it reads more than text"
     if model.device.type != "cpu":
         return f"it is on {model.device}, and this runs on a CPU"
@@ -49,10 +40,19 @@ def why_not(model: Any) -> str | None:
     types = set(get_layer_types_and_kwargs(config)[0])
     if not types <= _ATTENTION_TYPES:
         return f"it has layers of type {', '.join(sorted(types - _ATTENTION_TYPES))}"
-    head_dim = find_head_dim(config)
-    if not is_head_dim(head_dim):
-        return f"its head_dim is {head_dim}"
-    return None
+    dims = head_dims(config)
+    if not all(map(is_head_dim, dims)):
+        return f"its head_dim is {', '.join(map(str, sorted(dims)))}"
+    if call == "generate_batch" and len(dims) > 1:
+        return "its head_dim differs by layer"
+    return probe.why_not(model, "generate") or (probe.why_not(model, call) if call == "generate_batch" else None)
+
+
+def _is_text(config: Any) -> bool:
+    try:
+        return config.get_text_config() is config
+    except ValueError:  # it has several
+        return False
 
 
 def why_not_generate(model: Any, generation_config: Any, given: dict[str, Any]) -> str | None:

@@ -1,32 +1,31 @@
 """What is replaced in transformers, and put back: `generate`, and how continuous batching is set up.
 
-While a call runs, its model's `config._attn_implementation` is "paged_kv" (or "paged_kv_int8", "paged_kv_int4"), under
-which transformers finds the attention and the masks of this package.
+While a call runs, its model's `config._attn_implementation` is "paged_kv" (or "paged_kv_int8", "paged_kv_int4") in its
+thread, by which transformers finds the attention and the masks of this package.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import transformers
-from transformers.generation.continuous_batching import continuous_api
-from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.errors import ToolchainError
 from paged_kv.options import KVFormat, check_kv_format
-from paged_kv.transformers import linear
+from paged_kv.transformers import linear, probe, running
 from paged_kv.transformers.attention import attention_forward, attention_mask
-from paged_kv.transformers.batching import PagedBlocks, PagedFullAllocator, PagedSlidingAllocator
+from paged_kv.transformers.batching import on_blocks
 from paged_kv.transformers.cache import PagedCache, check_codes
-from paged_kv.transformers.served import NAMES, format_of, warn_once, why_not, why_not_generate
+from paged_kv.transformers.running import NAMES
+from paged_kv.transformers.served import warn_once, why_not, why_not_generate
 
 TESTED = "5.23"
 """The release of transformers whose internals this knows."""
@@ -35,8 +34,8 @@ _lock = threading.RLock()
 _originals: dict[str, Any] = {}
 """What is put back; "enabled" once all of it is replaced: an exception from outside may come in between; and the
 "kv_format" of `enable`."""
-_running: dict[int, tuple[set[object], list[Callable[[], Any]]]] = {}
-"""By the id of a model that runs on pages: the calls and managers it runs in, and what makes it as it was."""
+_ON_PAGES = "_paged_kv_name"
+"""The attribute of a manager of `generate_batch` that runs on pages: the name of its attention."""
 
 
 def enable(kv_format: KVFormat | None = None) -> None:
@@ -67,17 +66,14 @@ def enable(kv_format: KVFormat | None = None) -> None:
             _originals.update(
                 generate=GenerationMixin.generate,
                 switch=ContinuousBatchingManager.switch_to_cb_friendly_attn,
-                allocators=dict(ATTN_TYPE_TO_ALLOCATOR),
-                cache=continuous_api.PagedAttentionCache,
             )
         _originals["kv_format"] = kv_format
-        for name in NAMES.values():
-            AttentionInterface.register(name, attention_forward)
+        attentions = dict.fromkeys(NAMES.values(), attention_forward) | {probe.NAME: probe.attention}
+        for name, attention in attentions.items():
+            AttentionInterface.register(name, attention)
             AttentionMaskInterface.register(name, attention_mask)
         GenerationMixin.generate = _generate(_originals["generate"])
         ContinuousBatchingManager.switch_to_cb_friendly_attn = _switch(_originals["switch"])
-        ATTN_TYPE_TO_ALLOCATOR.update(full_attention=PagedFullAllocator, sliding_attention=PagedSlidingAllocator)
-        continuous_api.PagedAttentionCache = PagedBlocks
         _originals["enabled"] = True
 
 
@@ -89,8 +85,6 @@ def disable() -> None:
         _originals.pop("enabled", None)
         GenerationMixin.generate = _originals["generate"]
         ContinuousBatchingManager.switch_to_cb_friendly_attn = _originals["switch"]
-        ATTN_TYPE_TO_ALLOCATOR.update(_originals["allocators"])
-        continuous_api.PagedAttentionCache = _originals["cache"]
         _originals.clear()
 
 
@@ -116,16 +110,19 @@ def enabled(kv_format: KVFormat | None = None) -> Iterator[None]:
 def _generate(original: Any) -> Any:
     @wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generation_config = args[1] if len(args) > 1 else kwargs.get("generation_config")
-        reason = why_not(self) or why_not_generate(self, generation_config, kwargs)
-        if reason is not None:
-            warn_once(self, "generate", reason)
-            return original(self, *args, **kwargs)
-        kv_format = _originals.get("kv_format")
-        if kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = PagedCache(self.config, kv_format)
-        with _on_pages(self, kv_format):
-            return original(self, *args, **kwargs)
+        with running.as_named(self, None):  # where a call on pages makes another one
+            is_enabled, kv_format = "enabled" in _originals, _originals.get("kv_format")
+            if not is_enabled:
+                return original(self, *args, **kwargs)
+            generation_config = args[1] if len(args) > 1 else kwargs.get("generation_config")
+            reason = why_not_generate(self, generation_config, kwargs) or why_not(self, "generate")
+            if reason is not None:
+                warn_once(self, "generate", reason)
+                return original(self, *args, **kwargs)
+            if kwargs.get("past_key_values") is None:
+                kwargs["past_key_values"] = PagedCache(self.config, kv_format)
+            with linear.replaced(self), running.as_named(self, NAMES[kv_format]):
+                return original(self, *args, **kwargs)
 
     return generate
 
@@ -133,88 +130,41 @@ def _generate(original: Any) -> Any:
 def _switch(original: Any) -> Any:
     @wraps(original)
     def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
-        reason = why_not(model)
+        if _ON_PAGES in self.__dict__:  # a manager that was kept for another session
+            return
+        reason = why_not(model, "generate_batch")
+        if self.batch_processor is not None:
+            reason = "its manager was made without this package and kept"
         if reason is not None:
             warn_once(model, "generate_batch", reason)
             original(self, model, auto_switch_to_flash)
             return
         kv_format = _originals.get("kv_format")
         check_codes(model.config, kv_format)
-        if "stop" not in self.__dict__:  # a manager that was kept for another session is set up again
-            try:
-                _take(model, self, kv_format)
-                running = format_of(model.config)
-                if running != kv_format:
-                    raise ContractError(f"kv_format is {kv_format!r}, and a call runs the model with {running!r}")
-                self.stop = _releasing(self, model)
-            except BaseException:
-                self.__dict__.pop("stop", None)
-                _release(model, self)
-                raise
+        _put_on_pages(self, model, NAMES[kv_format])
 
     return switch_to_cb_friendly_attn
 
 
-def _releasing(manager: Any, model: Any) -> Any:
-    """`stop` of a continuous batching manager, after which its model is as before."""
-    stop = manager.stop
+def _put_on_pages(manager: Any, model: Any, name: str) -> None:
+    """Let a manager of `generate_batch` run on pages for as long as it lives."""
+    create = manager._create_batch_processor
 
-    @wraps(stop)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        try:
-            stop(*args, **kwargs)
-        finally:
-            if manager.__dict__.pop("stop", None) is not None:
-                _release(model, manager)
+    def on_pages(method: Any) -> Any:
+        @wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with linear.replaced(model), running.as_named(model, name):
+                return method(*args, **kwargs)
 
-    return wrapper
+        return wrapper
 
+    def create_on_blocks() -> Any:
+        with on_blocks():
+            return create()
 
-@contextmanager
-def _on_pages(model: Any, kv_format: KVFormat | None = None) -> Iterator[None]:
-    call = object()
-    try:
-        _take(model, call, kv_format)
-        yield
-    finally:
-        try:
-            _release(model, call)
-        finally:
-            _release(model, call)  # the first one may have been interrupted
-
-
-def _take(model: Any, user: object, kv_format: KVFormat | None) -> None:
-    """Gives a model this package's attention and linear layers, until all users have released it: by the name that the
-    first one's format has.
-    """
-    with _lock:
-        users, undo = _running.setdefault(id(model), (set(), []))
-        if not users:
-            _undo(undo)  # of a release that was interrupted
-        users.add(user)
-        if not undo:
-            _replace(model, undo, NAMES[kv_format])
-
-
-def _release(model: Any, user: object) -> None:
-    """Takes that back; nothing where this user had not come to take it, or has released it."""
-    with _lock:
-        users, undo = _running.get(id(model), (set(), []))
-        users.discard(user)
-        if not users:
-            _undo(undo)
-            _running.pop(id(model), None)
-
-
-def _undo(undo: list[Callable[[], Any]]) -> None:
-    while undo:
-        undo[-1]()
-        undo.pop()
-
-
-def _replace(model: Any, undo: list[Callable[[], Any]], name: str) -> None:
-    """Replaces a model's attention and linear layers; `undo` puts them back, from its end."""
-    before = model.config._attn_implementation
-    undo.append(lambda: before == name or model.set_attn_implementation(before))
-    model.set_attn_implementation(name)
-    linear.replace(model, undo)
+    manager.__dict__ |= {
+        "warmup": on_pages(manager.warmup),
+        "_run_generation_loop": on_pages(manager._run_generation_loop),
+        "_create_batch_processor": create_on_blocks,
+        _ON_PAGES: name,
+    }

@@ -1,0 +1,248 @@
+"""The ASGI application: routes, whole answers and streams of events, errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PagedKVError, ToolchainError
+from paged_kv.serve.backend import Backend, Busy, Failed, Gone, Job, Piece
+from paged_kv.serve.door import Receive, Scope, Send, error_of
+from paged_kv.serve.exchange import Event, Exchange
+from paged_kv.serve.fields import Fields, parse
+from paged_kv.serve.metrics import Metrics
+from paged_kv.serve.openai_chat import read_chat, read_conversation
+from paged_kv.serve.openai_completions import read_completion
+from paged_kv.serve.served_model import ServedModel, UnknownModel
+
+logger = logging.getLogger("paged_kv.serve")
+
+ROUTES: Mapping[str, Callable[[Fields, ServedModel], Exchange]] = {
+    "/v1/completions": read_completion,
+    "/v1/chat/completions": read_chat,
+}
+"""What reads the body of each route that computes tokens."""
+_LONG = 4096
+"""Bytes of a body above which it is read beside the event loop."""
+_REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
+
+
+def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starlette:
+    """The application of one model."""
+
+    async def compute(request: Request) -> Reply:
+        body, read = await request.body(), ROUTES[request.url.path]
+        exchange = await _beside(body, lambda: read(parse(body), model))
+        return Reply(exchange, backend, metrics)
+
+    async def tokenize(request: Request) -> JSONResponse:
+        body = await request.body()
+        return JSONResponse(await _beside(body, lambda: _tokenize(parse(body), model)))
+
+    async def detokenize(request: Request) -> JSONResponse:
+        body = await request.body()
+        return JSONResponse(await _beside(body, lambda: _detokenize(parse(body), model)))
+
+    async def models(request: Request) -> JSONResponse:
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model.describe()]})
+        if name != model.name:
+            raise UnknownModel("model", f"{name!r} is not served here; {model.name!r} is")
+        return JSONResponse(model.describe())
+
+    async def health(_: Request) -> JSONResponse:
+        backend.check()
+        return JSONResponse({"status": "ok"})
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    routes = [Route(path, compute, methods=["POST"]) for path in ROUTES]
+    routes += [Route(path, health) for path in ("/health", "/v1/health", "/ping")]
+    routes += [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", models),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/metrics", show_metrics),
+    ]
+    handlers = {HTTPException: _http_error, PagedKVError: _error, Exception: _error}
+    return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+
+
+async def _beside(body: bytes, work: Callable[[], Any]) -> Any:
+    """What reading a body gives; a long one is read in a thread."""
+    return await asyncio.to_thread(work) if len(body) > _LONG else work()
+
+
+def _tokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
+    model.check_name(body)
+    if "messages" in body:
+        tokens = model.tokens("messages", read_conversation(body, model).prompt(), is_template=True)
+    else:
+        tokens = model.tokens("prompt", body.text("prompt"), special=body.flag("add_special_tokens", True))
+    with_texts = body.flag("return_token_strs", False)
+    body.end()
+    found = {"count": len(tokens), "max_model_len": model.most_tokens, "tokens": list(tokens)}
+    return found | ({"token_strs": [model.token_text(token) for token in tokens]} if with_texts else {})
+
+
+def _detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
+    model.check_name(body)
+    tokens = body.any("tokens")
+    if not isinstance(tokens, list):
+        raise body.error("tokens", "must be a list of token ids")
+    body.end()
+    return {"prompt": model.text(model.tokens("tokens", tokens)) if tokens else ""}
+
+
+class Reply:
+    """An ASGI answer that grows with the pieces of an exchange. A client that leaves ends its jobs."""
+
+    def __init__(self, exchange: Exchange, backend: Backend, metrics: Metrics) -> None:
+        self._exchange, self._backend, self._metrics = exchange, backend, metrics
+        self._streams = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        work = asyncio.ensure_future(self._answer(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not work.done():
+                work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+    async def _answer(self, send: Send) -> None:
+        exchange = self._exchange
+        try:
+            async with aclosing(self._pieces()) as pieces:
+                async for job, batch in pieces:
+                    wrong = next((piece.error for piece in batch if piece.error is not None), None)
+                    if wrong is not None:
+                        raise Failed(wrong)
+                    events = exchange.add(job, batch)
+                    if exchange.stream:
+                        await self._send_events(send, events)
+            if exchange.stream:
+                await self._send_events(send, exchange.end(), last=True)
+            else:
+                await _send_whole(send, 200, json.dumps(exchange.whole()).encode())
+        except Exception as error:
+            status, message, headers = _answer_of(error)
+            said = exchange.error(status, message, getattr(error, "param", None))
+            if self._streams:
+                await send({"type": "http.response.body", "body": _written(said, exchange.NAMED_EVENTS)})
+            else:
+                await _send_whole(send, status, json.dumps(said).encode(), headers)
+
+    async def _pieces(self) -> AsyncGenerator[tuple[int, list[Piece]], None]:
+        """The pieces of all jobs, each batch with its job's index."""
+        jobs = self._exchange.jobs
+        if len(jobs) == 1:
+            async with aclosing(self._start(jobs[0])) as batches:
+                async for batch in batches:
+                    yield 0, batch
+            return
+        ready: asyncio.Queue[tuple[int, list[Piece]] | Exception | None] = asyncio.Queue()
+        tasks = [asyncio.ensure_future(self._pump(index, job, ready)) for index, job in enumerate(jobs)]
+        try:
+            left = len(tasks)
+            while left:
+                found = await ready.get()
+                if isinstance(found, Exception):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, index: int, job: Job, ready: asyncio.Queue[Any]) -> None:
+        try:
+            async with aclosing(self._start(job)) as batches:
+                async for batch in batches:
+                    ready.put_nowait((index, batch))
+            ready.put_nowait(None)
+        except Exception as error:
+            ready.put_nowait(error)
+
+    def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
+        return self._metrics.watch(job, self._backend.start(job))
+
+    async def _send_events(self, send: Send, events: Sequence[Event], last: bool = False) -> None:
+        if not self._streams:
+            self._streams, events = True, [*self._exchange.begin(), *events]
+            kind = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": kind})
+        named = self._exchange.NAMED_EVENTS
+        body = b"".join(_written(event, named) for event in events)
+        if last and not named:
+            body += b"data: [DONE]\n\n"
+        if body or last:
+            await send({"type": "http.response.body", "body": body, "more_body": not last})
+
+
+def _written(event: Event, named: bool) -> bytes:
+    data = json.dumps(event, separators=(",", ":"))
+    return (f"event: {event['type']}\ndata: {data}\n\n" if named else f"data: {data}\n\n").encode()
+
+
+async def _left(receive: Receive) -> None:
+    """Waits until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_whole(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+    sent = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    sent += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": sent})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _answer_of(error: Exception) -> tuple[int, str, dict[str, str]]:
+    """The status, the message and the headers that tell an error."""
+    status, headers, message = 500, {"x-should-retry": "false"}, str(error)
+    if isinstance(error, UnknownModel):
+        status, headers = 404, {}
+    elif isinstance(error, Busy):
+        status, headers = 429, {"retry-after": "1"}
+    elif isinstance(error, Gone):
+        status, headers = 503, {}
+    elif isinstance(error, _REFUSALS):
+        status, headers = 400, {}
+    elif isinstance(error, PagedKVError):
+        # Clients ask again after a 500, and would lead the request on to further engines.
+        logger.warning("a request was given up: %s", error)
+    else:
+        logger.error("a request failed", exc_info=error)
+        message = "Internal server error."
+    return status, message, headers
+
+
+async def _error(_: Request, error: Exception) -> Response:
+    status, message, headers = _answer_of(error)
+    return JSONResponse(error_of(status, message, getattr(error, "param", None)), status, headers)
+
+
+async def _http_error(_: Request, error: HTTPException) -> Response:
+    wording = {404: "There is no such route here.", 405: "This route takes another method."}
+    said = error_of(error.status_code, wording.get(error.status_code, error.detail))
+    return JSONResponse(said, error.status_code, error.headers)

@@ -1,0 +1,124 @@
+"""How many pages the server's cache has, and so how long a request may be: decided before weights are read."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from max.dtype import DType
+
+from paged_kv.errors import ContractError
+from paged_kv.graphs.models import decoder
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.tensors import expected_tensors
+from paged_kv.graphs.ops import cache_dtype
+from paged_kv.graphs.quantised import row_bytes
+from paged_kv.options import KVFormat
+
+SHARE = 0.5
+"""Of what is free once the weights are in memory: the part that the cache takes, unless it is told otherwise."""
+LONGEST_REQUESTS = 16
+"""The cache has room for so many of them at most, unless it is told otherwise."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The pages of a server."""
+
+    num_pages: int
+    page_size: int
+    page_bytes: int
+    weight_bytes: int
+    max_length: int
+    """Tokens of the longest request, prompt and answer."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all pages."""
+        return self.num_pages * self.page_size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * self.page_bytes
+
+
+def plan_cache(
+    config: DecoderConfig,
+    dtype: DType,
+    kv_format: KVFormat | None,
+    *,
+    page_size: int,
+    pages: int | None = None,
+    memory: int | None = None,
+    max_length: int | None = None,
+    free: int,
+) -> CacheSize:
+    """The cache of a model.
+
+    Args:
+        config: Of the model.
+        dtype: Of weights and cache.
+        kv_format: Of a cache of codes.
+        page_size: Tokens in a page.
+        pages: How many; by `memory` where None.
+        memory: Bytes of the cache; `SHARE` of what the weights leave of `free` where None, and no more than
+            `LONGEST_REQUESTS` need.
+        max_length: Tokens of the longest request; what the model knows and the pages hold where None.
+        free: Bytes of memory that this process may take.
+
+    Raises:
+        ContractError: not a page fits, or the longest request is longer than the model knows or the pages hold; the
+            model has latents, of which there are no codes.
+    """
+    shape = [int(size) for size in decoder.cache_shape(config, 1, page_size, kv_format)]
+    page_bytes = math.prod(shape) * cache_dtype(dtype, kv_format).size_in_bytes
+    weights = weight_bytes(config, dtype)
+    known = config.max_position_embeddings
+    if max_length is not None and max_length > known:
+        raise ContractError(f"--max-length is {max_length}; the model knows {known} positions")
+    longest = known if max_length is None else max_length
+    if pages is None:
+        most = memory if memory is not None else int(SHARE * (free - weights))
+        pages = most // page_bytes
+        if memory is None:
+            pages = min(pages, LONGEST_REQUESTS * -(-longest // page_size))
+    if pages < 1:
+        raise ContractError(
+            f"the weights take {weights} of the {free} bytes of memory that are free: too few are left for the cache,"
+            f" a page of {page_size} tokens takes {page_bytes}"
+        )
+    if max_length is not None and max_length > pages * page_size:
+        raise ContractError(
+            f"--max-length is {max_length}; {pages} pages of {page_size} tokens hold {pages * page_size}"
+        )
+    return CacheSize(pages, page_size, page_bytes, weights, min(longest, pages * page_size))
+
+
+def weight_bytes(config: DecoderConfig, dtype: DType) -> int:
+    """Bytes of a model's weights in memory."""
+    encodings, each = dict(config.encodings), config.computed_in(dtype).size_in_bytes
+    total = 0
+    for name, shape in expected_tensors(config).items():
+        row = row_bytes(encodings[name], shape[-1]) if name in encodings else shape[-1] * each
+        total += math.prod(shape[:-1]) * row
+    return total
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: what the system has available, or less where a control group says so."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        return free
+    try:
+        limit, used = (int((_CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # "max": no limit
+        return free
+    return min(free, limit - used)

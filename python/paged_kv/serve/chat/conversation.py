@@ -1,0 +1,146 @@
+"""Conversations as OpenAI's API has them, made ready for a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_kv.arguments import printable, shown
+from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.serve.chat.deltas import CallStart
+from paged_kv.serve.chat.message import Incoming, Outgoing
+from paged_kv.serve.chat.syntaxes import SYNTAXES, Asked, Call, Syntax
+from paged_kv.serve.chat.template import Template
+from paged_kv.serve.chat.tools import Tool
+
+_TOOL = {"name": "another", "description": "Another.", "parameters": {"type": "object", "properties": {}}}
+_PROBE = "probe_of_calls"
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a template does with the calls of a conversation: found by rendering one."""
+
+    as_objects: bool = True
+    """Whether arguments are objects; some templates take JSON in a string."""
+    text: str | None = None
+    """The conversation; None where no call is in it."""
+
+    def has_call_of(self, syntax: Syntax) -> bool:
+        """Whether the call is read back by a syntax."""
+        text, out = Incoming(), Outgoing({_PROBE: Tool(_PROBE, {})}, str)
+        text.text, text.ended = self.text or "", True
+        for _ in syntax.read(text, out, Asked(tuple(out.tools.values())), ()):
+            pass
+        return any(isinstance(delta, CallStart) for delta in out.drain())
+
+
+def read_habits(template: Template) -> Habits:
+    """What a template does with calls."""
+    given: tuple[Any, ...] = ({"marker": "value"}, '{"marker": "value"}')
+    for arguments in given:
+        call: dict[str, Any] = {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": _PROBE, "arguments": arguments},
+        }
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "text"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "name": _PROBE, "content": "text"},
+        ]
+        try:
+            text = template.render(messages, [{"type": "function", "function": _TOOL}], add_generation_prompt=True)
+        except ContractError:
+            continue
+        if "{'marker'" not in text:
+            is_written = _PROBE in text and "marker" in text
+            return Habits(not isinstance(arguments, str), text if is_written else None)
+    return Habits()
+
+
+def choose_syntax(template: Template, habits: Habits) -> Syntax:
+    """The syntax of a template's calls; `Syntax` itself where it is not known here."""
+    for each in SYNTAXES:
+        syntax = each(template.text)
+        if each.is_of(template.text) and (habits.text is None or not each.IS_SOUGHT or habits.has_call_of(syntax)):
+            return syntax
+    return Syntax(template.text)
+
+
+def read_messages(
+    messages: Any, tools: Sequence[Mapping[str, Any]] | None, template: Template, syntax: Syntax, habits: Habits
+) -> list[dict[str, Any]]:
+    """The messages as a template takes them.
+
+    Contents of several texts become one, arguments of calls become what the template takes, and calls become text
+    where it does not write them.
+
+    Raises:
+        ContractTypeError, ContractError: they are no messages of texts and calls.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ContractTypeError(f"messages must be a list of messages, not {shown(messages)}")
+    read = [_message(f"messages[{at}]", message, template, syntax, habits) for at, message in enumerate(messages)]
+    return syntax.adapt(read, tools)
+
+
+def _message(place: str, given: Any, template: Template, syntax: Syntax, habits: Habits) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise ContractTypeError(f"{place}: a message has a role and a content, not {shown(given)}")
+    message = {name: value for name, value in given.items() if value is not None}
+    if message["role"] == "developer" and "developer" not in template.text:
+        message["role"] = "system"
+    calls = message.pop("tool_calls", None) or []
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise ContractTypeError(f"{place}: tool_calls must be a list, not {shown(calls)}")
+    if "content" not in message and message["role"] != "assistant":
+        raise ContractError(f"{place}: content is missing")
+    message["content"] = _text(place, message.get("content", ""))
+    if not calls:
+        return message
+    made = [_call(f"{place}.tool_calls[{at}]", call) for at, call in enumerate(calls)]
+    if habits.text is not None or type(syntax) is Syntax:
+        message["tool_calls"] = [_as_made(call, habits.as_objects) for call in made]
+    else:
+        message["content"] += syntax.write(made)
+    return message
+
+
+def _text(place: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ContractTypeError(f"{place}: content must be a text or a list of texts, not {shown(content)}")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "input_text", "output_text"):
+            raise ContractError(f"{place}: content has a part of type {shown(kind)}; only text is there")
+        if not isinstance(part.get("text"), str):
+            raise ContractTypeError(f"{place}: the text of a part must be a string, not {shown(part.get('text'))}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _call(place: str, call: Any) -> Call:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ContractTypeError(f"{place} must have a function with a name, not {shown(call)}")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ContractError(f"{place}: arguments are no JSON: {printable(error)}") from None
+    if not isinstance(arguments, Mapping):
+        raise ContractTypeError(f"{place}: arguments must be an object, not {shown(arguments)}")
+    return Call(function["name"], arguments, str(call.get("id") or ""))
+
+
+def _as_made(call: Call, as_objects: bool) -> dict[str, Any]:
+    arguments = call.arguments if as_objects else json.dumps(call.arguments, ensure_ascii=False)
+    identity = {"id": call.id} if call.id else {}
+    return {**identity, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,0 +1,141 @@
+"""Typed reading of JSON: each value that is wrong is refused by the name of its field, and so is an unknown field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+from paged_kv.arguments import printable, shown
+from paged_kv.errors import ContractError
+
+Value = TypeVar("Value")
+_MISSING: Any = object()
+
+
+class FieldError(ContractError):
+    """A field is missing, unknown, or has a wrong value; `param` is its name."""
+
+    def __init__(self, param: str, problem: str) -> None:
+        super().__init__(f"{param} {problem}")
+        self.param = param
+
+
+class Fields:
+    """The fields of one JSON object; null is as if a field were missing.
+
+    Args:
+        given: The object.
+        name: By which errors know it, as `messages[2]`; empty for the body itself.
+
+    Raises:
+        FieldError: it is no object.
+    """
+
+    def __init__(self, given: Any, name: str = "") -> None:
+        if not isinstance(given, dict):
+            raise FieldError(name or "the body", f"must be an object, not {shown(given)}")
+        self._given = {key: value for key, value in given.items() if value is not None}
+        self._name = name
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._given
+
+    def error(self, name: str, problem: str) -> FieldError:
+        """An error that names a field of this object."""
+        return FieldError(self.path(name), problem)
+
+    def path(self, name: str) -> str:
+        """A field's name from the body on."""
+        return f"{self._name}.{name}" if self._name else name
+
+    def any(self, name: str, default: Any = _MISSING) -> Any:
+        """A value of whatever type."""
+        self._read.add(name)
+        if name in self._given:
+            return self._given[name]
+        if default is _MISSING:
+            raise self.error(name, "is missing")
+        return default
+
+    def text(self, name: str, default: Value | str = _MISSING) -> Value | str:
+        """A string of characters: lone surrogates are none."""
+        return self._typed(name, default, "a string", _is_text)
+
+    def flag(self, name: str, default: bool = _MISSING) -> bool:
+        """True or false."""
+        return bool(self._typed(name, default, "true or false", lambda value: isinstance(value, bool)))
+
+    def integer(self, name: str, default: Value | int, minimum: int, maximum: int) -> Value | int:
+        """An integer within bounds."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
+
+        return self._typed(name, default, f"an integer from {minimum} to {maximum}", fits)
+
+    def choice(self, name: str, choices: Collection[str], default: Value | str = _MISSING) -> Value | str:
+        """One of some strings."""
+        return self._typed(name, default, f"one of {', '.join(choices)}", lambda value: value in tuple(choices))
+
+    def object(self, name: str, default: Any = _MISSING) -> Fields:
+        """An object; an empty one where it may be missing."""
+        return Fields(self.any(name, {} if default is None else default), self.path(name))
+
+    def objects(self, name: str) -> list[Fields]:
+        """A list of objects, empty where it is missing."""
+        found = self._typed(name, [], "a list", lambda value: isinstance(value, list))
+        return [Fields(each, f"{self.path(name)}[{index}]") for index, each in enumerate(found)]
+
+    def raw(self) -> dict[str, Any]:
+        """All of it, whose fields then count as read."""
+        self._read |= self._given.keys()
+        return self._given
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Takes fields that change no answer."""
+        self._read.update(names)
+
+    def refuse(self, name: str, neutral: Collection[Any] = ()) -> None:
+        """Refuses a field that would change the answer, unless its value is one that does not."""
+        if name in self._given and not any(self._given[name] == each for each in (False, [], {}, "", *neutral)):
+            raise self.error(name, "is not supported")
+        self._read.add(name)
+
+    def end(self) -> None:
+        """Refuses what was not read.
+
+        Raises:
+            FieldError: there is a field that is not known.
+        """
+        unknown = sorted(self._given.keys() - self._read)
+        if unknown:
+            raise self.error(printable(unknown[0]), "is not known here")
+
+    def _typed(self, name: str, default: Any, wording: str, fits: Callable[[Any], bool]) -> Any:
+        value = self.any(name, default)
+        if value is not default and not fits(value):
+            raise self.error(name, f"must be {wording}, not {shown(value)}")
+        return value
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def parse(body: bytes) -> Fields:
+    """The fields of a body.
+
+    Raises:
+        ContractError: it is no JSON, or no object.
+    """
+    try:
+        return Fields(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, FieldError):
+            raise
+        raise ContractError(f"the body is no JSON: {printable(error)}") from None

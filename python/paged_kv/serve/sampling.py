@@ -1,0 +1,109 @@
+"""The fields of a body that say how tokens are chosen, for all routes of OpenAI's API."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from paged_kv.arguments import shown
+from paged_kv.engine.sampling import Sampling
+from paged_kv.errors import ContractError
+from paged_kv.forms import Form, Grammar, JsonSchema, Regex
+from paged_kv.serve.fields import Fields
+
+MOST_LOGPROBS = 20
+"""Most likely tokens beside each token."""
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "min_tokens", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
+)
+"""Fields of `Sampling` by their own names."""
+_HARMLESS = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "prediction",
+)
+"""Fields of OpenAI's clients that change no answer."""
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "grammar", "guided_choice": "choice"}
+"""Older names of vLLM's for fields of `structured_outputs`."""
+
+
+def read_sampling(body: Fields, max_tokens: int, **options: Any) -> Sampling:
+    """How the tokens of a request are chosen. Without a seed it gets one, so that it can be computed again.
+
+    Args:
+        body: Of the request.
+        max_tokens: New tokens at most.
+        options: Fields of `Sampling` that the route has read itself.
+
+    Raises:
+        ContractError, ContractTypeError: a value has the wrong type or is out of range.
+    """
+    for name in _SAME:
+        if name in body:
+            options.setdefault(name, body.any(name))
+    stop_tokens = body.any("stop_token_ids", [])
+    if not isinstance(stop_tokens, list) or not all(type(token) is int and token >= 0 for token in stop_tokens):
+        raise body.error("stop_token_ids", f"must be a list of token ids, not {shown(stop_tokens)}")
+    body.ignore(_HARMLESS)
+    options = {"temperature": 1.0, "seed": secrets.randbits(63)} | options
+    return Sampling(
+        max_tokens=max_tokens, stop_tokens=stop_tokens, ignore_end=body.flag("ignore_eos", False), **options
+    )
+
+
+def read_form(body: Fields) -> Form | None:
+    """What the text must be, by `response_format`, `structured_outputs` or vLLM's older names.
+
+    Raises:
+        FieldError: one of them is malformed, or there are several.
+        ContractError, ContractTypeError: as `JsonSchema`, `Regex` and `Grammar`.
+    """
+    forms: dict[str, Form] = {}
+    if "response_format" in body:
+        given = body.object("response_format")
+        kind = given.choice("type", ("text", "json_object", "json_schema"))
+        if kind == "json_object":
+            forms["response_format"] = JsonSchema({"type": "object"})
+        elif kind == "json_schema":
+            schema = given.object("json_schema")
+            schema.ignore(("name", "description", "strict"))
+            forms["response_format"] = JsonSchema(schema.any("schema", {}))
+            schema.end()
+        given.end()
+    if "structured_outputs" in body:
+        given = body.object("structured_outputs")
+        for name in ("json", "regex", "grammar", "choice"):
+            if name in given:
+                forms[given.path(name)] = _form(given, name, name)
+        if given.flag("json_object", False):
+            forms[given.path("json_object")] = JsonSchema({"type": "object"})
+        given.end()
+    for name, kind in _GUIDED.items():
+        if name in body:
+            forms[name] = _form(body, name, kind)
+    if len(forms) > 1:
+        raise ContractError(f"a text has one form: {' or '.join(forms)}, not both")
+    return next(iter(forms.values()), None)
+
+
+def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum: int, left: int) -> int:
+    """New tokens at most, by the first field that is there, and no more than fit behind the prompt.
+
+    Raises:
+        FieldError: it is out of range.
+    """
+    found = [body.integer(name, None, minimum, 2**63 - 1) for name in names]
+    return min(next((value for value in found if value is not None), default), left)
+
+
+def _form(body: Fields, name: str, kind: str) -> Form:
+    if kind == "json":
+        return JsonSchema(body.any(name))
+    if kind == "choice":
+        choices = body.any(name)
+        if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+            raise body.error(name, f"must be a list of texts, not {shown(choices)}")
+        return Regex("|".join(re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", each) for each in choices))
+    text = str(body.text(name))
+    return Regex(text) if kind == "regex" else Grammar(text)

@@ -1,0 +1,103 @@
+"""The model as requests are read for it: its name, its tokens, its chat format. Its weights are not read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from paged_kv.arguments import printable, shown
+from paged_kv.checkpoint.source import Source
+from paged_kv.engine.requests import check_prompt
+from paged_kv.engine.tokenizer import Tokenizer
+from paged_kv.errors import ContractError
+from paged_kv.serve.fields import FieldError, Fields
+
+if TYPE_CHECKING:
+    from paged_kv.serve.chat import ChatFormat
+
+CHARACTERS = 16
+"""Of a prompt, for each token of the longest request: more are not split into tokens."""
+
+
+class UnknownModel(FieldError):
+    """Another model is asked for."""
+
+
+class ServedModel:
+    """A checkpoint as clients ask for it.
+
+    Args:
+        source: The checkpoint.
+        name: By which clients ask for it.
+        most_tokens: Of a request, its prompt included.
+        template: A chat template in place of the checkpoint's.
+
+    Raises:
+        CheckpointError: its tokenizer or its chat template cannot be read.
+    """
+
+    def __init__(self, source: Source, name: str, most_tokens: int, template: str | None = None) -> None:
+        from paged_kv.serve.chat import ChatFormat
+
+        self.name, self.config = name, source.config
+        self.most_tokens = min(most_tokens, source.config.max_position_embeddings)
+        self.created = int(time.time())
+        self.tokenizer = Tokenizer(source, source.config)
+        self.chat: ChatFormat | None = ChatFormat.read(source, self.tokenizer, template)
+        self.token_text = lru_cache(4096)(self.tokenizer.token_text)
+        """The text of a token inside a text, of special tokens too."""
+
+    def check_name(self, body: Fields) -> None:
+        """Refuses a body that asks for another model. Raises UnknownModel."""
+        asked = body.text("model", self.name)
+        if asked != self.name:
+            raise UnknownModel("model", f"{printable(repr(asked))} is not served here; {self.name!r} is")
+
+    def tokens(self, name: str, prompt: Any, *, is_template: bool = False, special: bool = True) -> tuple[int, ...]:
+        """The tokens of a prompt that is a text or tokens.
+
+        Args:
+            name: Of the prompt's field.
+            prompt: A string or a list of integers.
+            is_template: Whether a chat template has written it, with all special tokens.
+            special: Whether the tokenizer adds special tokens to a text.
+
+        Raises:
+            ContractError, ContractTypeError, CheckpointError: it is neither, too long, or gives no tokens.
+        """
+        if isinstance(prompt, str):
+            most = CHARACTERS * self.most_tokens
+            if len(prompt) > most:
+                raise FieldError(
+                    name, f"has {len(prompt)} characters, which is too long for requests of {self.most_tokens} tokens"
+                )
+            prompt = self.tokenizer.encode(prompt, is_template=is_template or not special)
+        elif not isinstance(prompt, list):
+            raise FieldError(name, f"must be a text or a list of token ids, not {shown(prompt)}")
+        return check_prompt(self.config, name, prompt)
+
+    def left(self, name: str, tokens: Sequence[int]) -> int:
+        """New tokens that fit behind a prompt, at least 1.
+
+        Raises:
+            ContractError: none does.
+        """
+        left = self.most_tokens - len(tokens)
+        if left < 1:
+            raise ContractError(f"{name} has {len(tokens)} tokens; with one more it may have {self.most_tokens}")
+        return left
+
+    def describe(self) -> dict[str, Any]:
+        """The model in the words of /v1/models."""
+        said = {"id": self.name, "object": "model", "created": self.created, "owned_by": "paged-kv"}
+        return said | {"max_model_len": self.most_tokens}
+
+    def token_length(self, token: int) -> int:
+        """Characters of a token in a text: none of a special one."""
+        return len(self.token_text(token)) if self.text([token]) else 0
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self.tokenizer.decode(list(tokens))

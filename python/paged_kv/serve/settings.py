@@ -1,0 +1,122 @@
+"""What `paged-kv serve` is told, and who may use the server by that."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paged_kv.arguments import integer
+from paged_kv.errors import ContractError
+from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.serve.address import is_loopback
+from paged_kv.serve.door import LOOPBACK, Rules, host_name
+
+API_KEY = "PAGED_KV_API_KEY"
+MIN_BODY_BYTES = 1 << 18
+BODY_BYTES_PER_TOKEN = 16
+"""Of a request's body: text has some 4, a token's id in JSON up to 8, a character as \\uXXXX 6."""
+_LONGEST_KEY = 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says; None is left to the server."""
+
+    model: Path
+    """A folder in Hugging Face format or a GGUF file."""
+    name: str
+    """By which clients ask for the model."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any that is free."""
+    dtype: str | None = None
+    """"float32" or "bfloat16"."""
+    cache_dtype: KVFormat | None = None
+    rotate: CacheRotation | None = None
+    page_size: int = 16
+    pages: int | None = None
+    memory_gb: float | None = None
+    """Of the cache, in 10^9 bytes."""
+    max_length: int | None = None
+    max_running: int = 64
+    max_queue: int = 256
+    max_step_tokens: int = 512
+    max_gap: float = 0.25
+    kv_disk: Path | None = None
+    kv_disk_gb: float = 10.0
+    speculate: str | None = None
+    """"lookup", or a smaller checkpoint."""
+    compiled: Path | None = None
+    chat_template: Path | None = None
+    drain_seconds: float = 30.0
+    stall_seconds: float = 120.0
+    api_key: str | None = field(default=None, repr=False)
+    api_key_file: Path | None = None
+    allow_unauthenticated: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    metrics: bool = False
+    max_body_bytes: int | None = None
+    """None: `MIN_BODY_BYTES`, or more where the longest request needs more."""
+    max_connections: int = 256
+
+    def check(self) -> None:
+        """Refuses numbers that no server can have. Raises ContractError."""
+        for name in ("page_size", "pages", "max_length", "max_running", "max_step_tokens", "max_connections"):
+            self._integer(name, 1)
+        self._integer("max_queue", 0)
+        self._integer("max_body_bytes", 1)
+        for name in ("memory_gb", "max_gap", "kv_disk_gb", "drain_seconds", "stall_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise ContractError(f"{_flag(name)} must be above 0 and below 10^9, not {value}")
+        if self.pages is not None and self.memory_gb is not None:
+            raise ContractError("the cache has the size of --pages or of --memory-gb, not of both")
+
+    def rules(self, max_length: int) -> Rules:
+        """Who may ask this server, and how much at once.
+
+        Args:
+            max_length: Tokens of the longest request.
+
+        Raises:
+            ContractError: the key cannot be used, or there is none and other machines reach the server.
+        """
+        key = self._key()
+        if key is None and not self.allow_unauthenticated and not is_loopback(self.host):
+            raise ContractError(
+                f"--host {self.host} lets other machines in: set {API_KEY} or --api-key-file,"
+                " or --allow-unauthenticated where all of them may use the server"
+            )
+        hosts = LOOPBACK | {host_name(f"[{name}]" if name.count(":") > 1 else name) for name in self.allowed_hosts}
+        size = self.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_length)
+        return Rules(key, hosts | {self.host.lower()}, self.metrics, size, self.max_connections)
+
+    def _key(self) -> str | None:
+        """The key that clients must send.
+
+        Raises:
+            ContractError: it cannot be read, or cannot stand in a header.
+        """
+        sources = {"--api-key": self.api_key, "--api-key-file": self.api_key_file, API_KEY: os.environ.get(API_KEY)}
+        given = {name: value for name, value in sources.items() if value is not None}
+        if len(given) > 1:
+            raise ContractError(f"a key comes from one of {' and '.join(given)}, not from both")
+        key = next(iter(given.values()), None)
+        if isinstance(key, Path):
+            if not key.is_file():
+                raise ContractError(f"--api-key-file {key}: no such file")
+            with key.open("rb") as opened:
+                key = opened.read(_LONGEST_KEY + 2).decode("latin-1").strip()
+        if key is not None and not (1 <= len(key) <= _LONGEST_KEY and all("!" <= letter <= "~" for letter in key)):
+            raise ContractError(f"the API key must be 1 to {_LONGEST_KEY} visible ASCII characters without a space")
+        return key
+
+    def _integer(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if value is not None:
+            integer(_flag(name), value, minimum, 2**31 - 1)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

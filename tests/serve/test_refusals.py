@@ -1,0 +1,152 @@
+"""What a body may not have: each is 400 in OpenAI's shape and names its field, and the server goes on."""
+
+import pytest
+
+from support.served import LENGTH, served
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def said(*content):
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
+def user(**fields):
+    return {"messages": [{"role": "user", "content": "x"}]} | fields
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+ROWS = [
+    # path, the body's other fields or the whole body, a part of the message
+    (COMPLETIONS, b"{", "no JSON"),
+    (COMPLETIONS, b"", "no JSON"),
+    (COMPLETIONS, b'{"model": "\xff"}', "no JSON"),
+    (COMPLETIONS, b"[]", "the body must be an object"),
+    (COMPLETIONS, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "no JSON"),
+    (COMPLETIONS, b"{}", "prompt is missing"),
+    (COMPLETIONS, {"wat": 1}, "wat is not known here"),
+    (COMPLETIONS, {"suffix": "y"}, "suffix is not supported"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt is empty"),
+    (COMPLETIONS, {"prompt": {}}, "prompt must be a text"),
+    (COMPLETIONS, {"prompt": ["x", 5]}, "prompt must be a list of token ids"),
+    (COMPLETIONS, {"prompt": ["x"] * 200}, "200 prompts"),
+    (COMPLETIONS, {"prompt": [1, 99999]}, "token id 99999"),
+    (COMPLETIONS, {"prompt": [-1]}, "token id -1"),
+    (COMPLETIONS, b'{"prompt": "\\ud800"}', "is not valid text"),
+    (COMPLETIONS, {"prompt": "x " * LENGTH}, f"it may have {LENGTH}"),
+    (COMPLETIONS, {"prompt": "x" * 17 * LENGTH}, "too long for requests of 512 tokens"),
+    (COMPLETIONS, {"max_tokens": "five"}, "max_tokens must be an integer"),
+    (COMPLETIONS, {"max_tokens": -1}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": True}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": 2**70}, "max_tokens"),
+    (COMPLETIONS, {"min_tokens": 9}, "min_tokens is 9"),
+    (COMPLETIONS, {"temperature": -1}, "temperature"),
+    (COMPLETIONS, {"temperature": "1"}, "temperature must be a number"),
+    (COMPLETIONS, b'{"prompt": "x", "temperature": NaN}', "temperature"),
+    (COMPLETIONS, {"top_p": 2}, "top_p"),
+    (COMPLETIONS, {"top_k": -5}, "top_k"),
+    (COMPLETIONS, {"repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETIONS, {"frequency_penalty": 99}, "frequency_penalty"),
+    (COMPLETIONS, {"seed": 1.5}, "seed must be an integer"),
+    (COMPLETIONS, {"stop": [""]}, "stop: an empty text"),
+    (COMPLETIONS, {"stop": 5}, "stop must be a string"),
+    (COMPLETIONS, {"stop_token_ids": [-1]}, "stop_token_ids must be a list of token ids"),
+    (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"99999": 1}}, "logit_bias has token id 99999"),
+    (COMPLETIONS, {"ignore_eos": "yes"}, "ignore_eos must be true or false"),
+    (COMPLETIONS, {"logprobs": 99}, "logprobs must be an integer from 0 to 20"),
+    (COMPLETIONS, {"logprobs": True}, "logprobs"),
+    (COMPLETIONS, {"n": 0}, "n must be an integer from 1 to 16"),
+    (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of is 2"),
+    (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of is 2"),
+    (COMPLETIONS, {"echo": "no"}, "echo must be true or false"),
+    (COMPLETIONS, {"stream": "yes"}, "stream must be true or false"),
+    (COMPLETIONS, {"stream_options": 5, "stream": True}, "stream_options must be an object"),
+    (COMPLETIONS, {"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage must be"),
+    (COMPLETIONS, {"stream_options": {"x": 1}, "stream": True}, "stream_options.x is not known here"),
+    (COMPLETIONS, {"stream_options": {}}, "stream_options belongs to"),
+    (COMPLETIONS, {"cache_salt": 5}, "cache_salt must be a string"),
+    (COMPLETIONS, {"response_format": {"type": "xml"}}, "response_format.type must be one of"),
+    (COMPLETIONS, {"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing"),
+    (COMPLETIONS, {"response_format": {"type": "text", "x": 1}}, "response_format.x is not known here"),
+    (COMPLETIONS, {"structured_outputs": {"regex": 5}}, "structured_outputs.regex must be a string"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "regular expression cannot be compiled"),
+    (COMPLETIONS, {"structured_outputs": {"choice": []}}, "structured_outputs.choice must be a list"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a", "grammar": "b"}}, "one form"),
+    (COMPLETIONS, {"guided_regex": "a", "response_format": {"type": "json_object"}}, "one form"),
+    (CHAT, b"{}", "messages must be a list of at least one"),
+    (CHAT, {"messages": 5}, "messages must be a list"),
+    (CHAT, {"messages": [5]}, "messages[0] must be an object"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role must be one of"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be a string"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "wat": 1}]}, "messages[0].wat is not known here"),
+    (CHAT, said({"type": "text"}), "messages[0].content[0].text is missing"),
+    (CHAT, said({"type": "text", "text": 5}), "messages[0].content[0].text must be a string"),
+    (CHAT, said({"text": "x"}), "messages[0].content[0].type is missing"),
+    (CHAT, said({"type": "image_url", "image_url": {"url": "x"}}), "messages[0].content[0].type must be one of text"),
+    (CHAT, user(stream="yes"), "stream must be true or false"),
+    (CHAT, user(stream_options=5, stream=True), "stream_options must be an object"),
+    (CHAT, user(logprobs=5), "logprobs must be true or false"),
+    (CHAT, user(top_logprobs=2), "top_logprobs belongs to"),
+    (CHAT, user(functions=[TOOL]), "functions is not supported"),
+    (CHAT, user(modalities=["text", "audio"]), "modalities is not supported"),
+    (CHAT, user(add_generation_prompt=False), "add_generation_prompt is not supported"),
+    (CHAT, user(continue_final_message=True), "continue_final_message is not supported"),
+    (CHAT, user(echo=True), "echo is not supported"),
+    (CHAT, user(suffix="x"), "suffix is not known here"),
+    (CHAT, user(tool_choice="required"), "tool_choice asks for a call"),
+    (CHAT, user(tool_choice=5, tools=[TOOL]), "tool_choice must be"),
+    (CHAT, user(tools=[{"type": "function"}]), "tools[0]"),
+    (CHAT, user(max_completion_tokens=0), "max_completion_tokens must be an integer from 1"),
+    ("/tokenize", {"add_special_tokens": 1}, "add_special_tokens must be true or false"),
+    ("/detokenize", b'{"tokens": "x"}', "tokens must be a list"),
+    ("/detokenize", b'{"tokens": [99999]}', "token id 99999"),
+]
+
+
+@pytest.mark.parametrize(("path", "given", "message"), ROWS, ids=range(len(ROWS)))
+def test_a_bad_request_is_refused_by_name(server, path, given, message):
+    body = (
+        given if isinstance(given, bytes) or path == CHAT else {"model": "demo", "prompt": "x", "max_tokens": 2} | given
+    )
+    status, answer = server.post(path, body)
+    assert status == 400, answer
+    error = answer["error"]
+    assert set(error) == {"code", "message", "param", "type"}
+    assert message in error["message"]
+    assert error["param"] is None or error["message"].startswith(error["param"])
+    assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})[0] == 200
+
+
+def test_what_changes_no_answer_is_taken(server):
+    harmless = {"user": "me", "metadata": {}, "store": True, "service_tier": "auto", "prediction": {}, "suffix": None}
+    plain = {"prompt": "the quick", "max_tokens": 8, "temperature": 0, "seed": None}
+    first, second = (server.post(COMPLETIONS, plain | more)[1]["choices"] for more in ({}, harmless))
+    assert first == second
+
+
+def test_another_model_and_another_route_are_not_found(server):
+    for method, path, body in (
+        ("POST", COMPLETIONS, {"model": "other", "prompt": "x"}),
+        ("POST", CHAT, user(model="other")),
+        ("GET", "/v1/models/other", None),
+        ("GET", "/v1/embeddings", None),
+    ):
+        answer = server.http.request(method, path, json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+    answer = server.http.get(COMPLETIONS)
+    assert (answer.status_code, set(answer.json()["error"])) == (405, {"code", "message", "param", "type"})
+
+
+def test_a_model_without_a_template_has_no_chats(monkeypatch):
+    from paged_kv.serve.chat import ChatFormat
+
+    monkeypatch.setattr(ChatFormat, "read", lambda *_: None)
+    with served() as server:
+        status, answer = server.post(CHAT, user())
+        assert status == 400
+        assert "no chat template" in answer["error"]["message"]
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1})[0] == 200

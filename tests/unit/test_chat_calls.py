@@ -1,0 +1,257 @@
+"""Calls of tools in every syntax: each is read back however its text is cut, and a structure lets no other come."""
+
+import json
+import random
+from functools import cache
+from itertools import pairwise
+
+import jsonschema
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_kv.errors import ContractError, ContractTypeError
+from paged_kv.forms import Forms, JsonSchema, Regex
+from paged_kv.serve.chat import CallArguments, CallStart, ChatFormat, Content, Reasoning
+from support.chats import NOW, SEND, TEMPLATES, TOOLS, WEATHER
+from support.properties import examples
+
+ASKED = [{"role": "user", "content": "text"}]
+SINGLE = ("harmony",)
+"""Syntaxes of one call a message."""
+PARAMETERS = {each["function"]["name"]: each["function"].get("parameters", {}) for each in TOOLS}
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"], exclude_characters="<>[]{}|`"), max_size=9)
+CALLS = st.one_of(
+    st.builds(
+        lambda place, days: ("get_weather", {"place": place, "days": days}),
+        TEXTS | st.sampled_from(['a "b"\n\\', "</p>", "2", "null", '{"a": [1]}']),
+        st.integers(1, 9),
+    ),
+    st.builds(
+        lambda to, urgent, level: ("send-mail", {"to": to, "urgent": urgent, "head": {"subject": "x", "level": level}}),
+        st.lists(TEXTS, min_size=1, max_size=3),
+        st.booleans(),
+        st.none() | st.integers(-9, 9),
+    ),
+    st.just(("now", {})),
+)
+
+
+@cache
+def made(name, *, special=False):
+    form = ChatFormat({"default": TEMPLATES[name]}, {})
+    tokens = marks(form) if special else ()
+    return ChatFormat({"default": TEMPLATES[name]}, {}, frozenset(tokens))
+
+
+def marks(form):
+    thought = form._thought
+    found = {form.syntax.OPENING, *form.syntax.MARKS} | ({thought.opening, thought.closing} if thought else set())
+    return sorted(found - {"", "functools["})
+
+
+def read(form, text, cuts, tools=TOOLS, prompt=""):
+    """The answer, the thoughts and the calls of a text that comes in pieces."""
+    parser = form.parser(tools, prompt)
+    ends = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
+    deltas = [delta for at, end in pairwise(ends) for delta in parser.push(text[at:end])]
+    deltas += parser.finish()
+    content = "".join(each.text for each in deltas if isinstance(each, Content))
+    thoughts = "".join(each.text for each in deltas if isinstance(each, Reasoning))
+    calls = [[each.name, ""] for each in deltas if isinstance(each, CallStart)]
+    for each in deltas:
+        if isinstance(each, CallArguments):
+            calls[each.index][1] += each.text
+    return content, thoughts, calls
+
+
+def message(form, calls, content=""):
+    """The text of a message with calls, as the model would have written it."""
+    made_calls = [
+        {"id": "abcdefghi", "type": "function", "function": {"name": each, "arguments": json.dumps(arguments)}}
+        for each, arguments in calls
+    ]
+    prompt = form.render(ASKED, TOOLS)
+    whole = form.render([*ASKED, {"role": "assistant", "content": content, "tool_calls": made_calls}], TOOLS)
+    return whole[len(prompt) :].removesuffix("[assistant]").removesuffix("<|start|>assistant").removesuffix("<|call|>")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_calls_that_a_template_writes_are_read_back_however_their_text_is_cut(name, data):
+    form = made(name)
+    calls = data.draw(st.lists(CALLS, min_size=1, max_size=1 if name in SINGLE else 3))
+    content = data.draw(st.sampled_from(["", "Let me look."])) if name not in ("harmony", "llama") else ""
+    text = message(form, calls, content)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    got = read(form, text, cuts)
+    assert got == read(form, text, [])
+    assert got == read(form, text, range(len(text)))
+    assert got[:2] == (content, "")
+    assert [(each, json.loads(arguments)) for each, arguments in got[2]] == calls
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if made(name)._thought])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_thought_is_told_apart_whoever_opens_it(name, is_open):
+    form = made(name)
+    thought = form._thought
+    prompt = f"[assistant]{thought.opening}{thought.title}\n" if is_open else "[assistant]"
+    call = message(form, [("now", {})])
+    text = f"{'' if is_open else thought.opening + thought.title}\n2 < 3 {call[:9]}\n\n{thought.closing}\n\nYes. {call}"
+    for cuts in ([], range(len(text))):
+        assert read(form, text, cuts, prompt=prompt) == ("Yes.", f"2 < 3 {call[:9]}".rstrip(), [["now", "{}"]])
+    assert read(form, "Yes.", [], prompt=f"[assistant]{thought.opening}\n{thought.closing}")[:2] == ("Yes.", "")
+
+
+def test_channels_of_harmony_are_told_apart():
+    text = (
+        "<|channel|>analysis<|message|>2 and 3<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}"
+    )
+    for cuts in ([], range(len(text))):
+        assert read(made("harmony"), text, cuts) == ("Wait.", "2 and 3", [["now", "{}"]])
+    assert read(made("harmony"), "<|channel|>final<|message|>Five.", [3])[0] == "Five."
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("end", range(1, 60, 7))
+def test_a_text_that_was_cut_off_or_calls_no_tool_is_told_once_and_without_an_error(name, end):
+    form = made(name)
+    text = message(form, [("get_weather", {"place": "x", "days": 2})])
+    assert read(form, text[:end], []) == read(form, text[:end], range(end))
+    other = text.replace("get_weather", "get_whether")
+    content, _, calls = read(form, other, range(len(text)))
+    assert not calls
+    assert "get_whether" in content or name == "harmony"
+    # Without tools there are no calls.
+    assert not read(form, text, [], tools=None)[2]
+
+
+@cache
+def vocabulary(name, special):
+    """A vocabulary of bytes, and the forms of it: with the marks of a syntax as special tokens, or as text."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({each: at for at, each in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>", *(marks(made(name)) if special else ())])
+    return tokenizer, Forms(tokenizer)
+
+
+def draw(name, form, rng, begun="", most=4000, *, special):
+    """A text of a form by tokens that are drawn from those allowed; None where it does not end."""
+    tokenizer, forms = vocabulary(name, special)
+    end = tokenizer.token_to_id("<end>")
+    state = forms.compile(form).begin(frozenset([end]))
+    tokens = tokenizer.encode(begun).ids
+    is_whole, planned = False, []
+    for token in tokens:
+        is_whole = state.push(token)
+    while not is_whole and len(tokens) < most:
+        allowed = state.allowed()
+        if not planned and rng.random() < 0.05:  # a closing mark of several letters comes by no chance of its own
+            planned = tokenizer.encode(rng.choice(["\n</parameter>\n", "</parameter>", *marks(made(name))])).ids
+        if planned and planned[0] in allowed:
+            token = planned.pop(0)
+        else:
+            planned.clear()
+            # What closes strings, lists and values is drawn more often than letters are.
+            weights = [40 if token > 255 else 20 if tokenizer.id_to_token(token) in '"}]<,' else 1 for token in allowed]
+            token = int(rng.choices(allowed, weights)[0])
+        is_whole = state.push(token)
+        tokens += [token] if token != end else []
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    state.add_text(text)
+    if is_whole and "\ufffd" not in text:
+        assert state.is_whole(), text
+    return text if is_whole else None
+
+
+CHOICES = ["auto", "required", {"name": "send-mail"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    # The marks of harmony are special tokens in every vocabulary of it.
+    [(name, special) for name in TEMPLATES for special in (False, True) if special or name != "harmony"],
+)
+def test_no_call_that_a_structure_lets_through_is_malformed(name, special):
+    form, rng = made(name, special=special), random.Random(name)
+    told = 0
+    for turn in range(examples(40)):
+        choice, parallel = CHOICES[turn % 3], turn % 2 == 0
+        answer = JsonSchema({"type": "integer"}) if turn % 12 == 3 else None
+        prompt = "[assistant]"
+        structure = form.structure(TOOLS, choice, parallel, answer, prompt)
+        begun = ""
+        if choice == "auto" and answer is None and name not in ("llama", "harmony") and turn % 4 < 2:
+            begun = f"Well, <b>.\n{form.syntax.OPENING}"
+        text = draw(name, structure, rng, begun, special=special)
+        if text is None:
+            continue
+        content, _, calls = read(form, text, rng.choices(range(999), k=5), prompt=prompt)
+        told += len(calls)
+        assert len(calls) <= 1 or parallel
+        assert calls or choice == "auto"
+        if choice != "auto":
+            assert not content, text
+        if answer is not None and not calls and choice == "auto":
+            assert isinstance(json.loads(content), int)
+        for called, arguments in calls:
+            assert called == "send-mail" or choice in ("auto", "required")
+            jsonschema.validate(json.loads(arguments), {"type": "object"} | PARAMETERS[called])
+    assert told >= examples(40) // 3
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_required_call_is_held_from_the_first_token_and_an_answer_after_a_thought(name):
+    form = made(name)
+    tokenizer, forms = vocabulary(name, special=False)
+    required = forms.compile(form.structure(TOOLS, "required", True, None, "[assistant]"))
+    first = {tokenizer.decode([token]) for token in required.begin().allowed()}
+    begins = {message(form, [("now", {})])[0]} | ({form._thought.opening[0]} if form._thought else set())
+    assert first <= begins | ({" ", "<"} if name in ("harmony", "llama") else set())
+    if form._thought:
+        closed = f"[assistant]{form._thought.opening}\n{form._thought.closing}\n"
+        assert form.structure(None, "none", True, Regex("a+"), closed) == Regex("a+")
+        opened = form.structure(
+            None, "none", True, Regex("a+/"), f"[assistant]{form._thought.opening}{form._thought.title}\n"
+        )
+        text = f"x{form._thought.closing}\naa/"
+        assert forms.accepts(opened, text)
+        assert not forms.accepts(opened, "aa/")
+        assert not forms.accepts(opened, text + "b")
+    assert form.structure(TOOLS, "none", True, None) is None
+
+
+REFUSED = [
+    ("tools", "required", ContractTypeError, "tools must be a list"),
+    ([{"type": "function"}], "auto", ContractTypeError, r"tools\[0\] must be an object with a function"),
+    ([{"type": "web", "function": {"name": "a"}}], "auto", ContractError, r"tools\[0\]: type is 'web'"),
+    ([{"type": "function", "function": {"name": "a b"}}], "auto", ContractError, "1 to 128 of"),
+    ([NOW, NOW], "auto", ContractError, "a second function is called 'now'"),
+    ([{"function": {"name": "a", "parameters": 5}}], "auto", ContractTypeError, "parameters must be a JSON schema"),
+    ([{"function": {"name": "a", "parameters": {"type": "array"}}}], "auto", ContractError, "must be an object"),
+    ([], "required", ContractError, "there are no tools"),
+    ([NOW], {"name": "then"}, ContractError, "there is no tool 'then'"),
+    ([NOW], "always", ContractTypeError, "tool_choice must be none, auto, required"),
+]
+
+
+@pytest.mark.parametrize(("tools", "choice", "error", "words"), REFUSED)
+def test_wrong_tools_are_refused_by_name(tools, choice, error, words):
+    with pytest.raises(error, match=words):
+        made("hermes").check_tools(tools, choice)
+
+
+def test_what_a_model_cannot_be_held_to_is_refused():
+    plain = ChatFormat({"default": "{{ messages }}"}, {})
+    plain.check_tools([NOW], "none")
+    with pytest.raises(ContractError, match="no calls of tools in a known syntax"):
+        plain.check_tools([NOW], "auto")
+    tool = {"function": {"name": "a", "parameters": {"properties": {"b": {"not": {"type": "null"}}}}}}
+    with pytest.raises(ContractError, match="not in a schema of parameters cannot be held"):
+        made("gemma").check_tools([WEATHER, SEND, tool], "auto")
