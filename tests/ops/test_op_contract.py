@@ -284,4 +284,4 @@ def test_sizes_of_states(change, word):
     v, s = np.zeros((2, 2, 3, 8), np.float32), np.zeros((2, 2, 3), np.float32)
     variant = Variant("merge", DType.float32, DType.float32)
     with refused(f"s: its number of {word}", 1, 2):
-        harness.runtime().execute(variant, v, s[change].copy())
+        harness.runtime().execute(variant, harness.to_buffer(v), s[change].copy())

@@ -16,7 +16,7 @@ from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.dtypes import RAW
-from paged_kv.arrays.host import to_numpy
+from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.arrays.types import HostMemory
 from paged_kv.graphs.ops import CODES
 from paged_kv.reference import cache_views
@@ -93,12 +93,12 @@ class Host:
         *blocks, view = cache_operands(*views)
         if variant.op == "mla_attention":  # head_dim of V at the end, which others have where it is not K's
             view = np.append(view[:12], views[1].shape[-1])
-        inputs = [np.ascontiguousarray(row) for row in rows]
+        inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
         options = [np.array(option) for option in (*tensors, *numbers)]
         loads = {"masked_attention": masked_runtime, "mla_attention": graphs}.get(variant.op, runtime)
         loaded = (codes_runtime if variant.dtype != variant.kv_dtype and variant.kv_dtype in CODES else loads)()
         table = np.ascontiguousarray(lookup_table)
-        results = loaded.execute(variant, *inputs, *map(flat, blocks), table, view, *options)
+        results = loaded.execute(variant, *inputs, *(to_buffer(flat(each)) for each in blocks), table, view, *options)
         return tuple(to_numpy(result).copy() for result in results)
 
 

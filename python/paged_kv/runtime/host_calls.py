@@ -1,6 +1,6 @@
 """Calls of the ops over arrays on the host: a struct of 64-bit numbers is packed, and a library of kernels called.
 
-The operands are those of `Variant.build`, NumPy arrays that are C-contiguous; K and V are `HostMemory`. The numbers are
+The operands are those of `Variant.build`, NumPy arrays that are C-contiguous; K and V are `Memory`. The numbers are
 in the order of the structs of `mojo_ops`: `attention/call.mojo`, `attention/latent_call.mojo`,
 `attention/merge_states.mojo`, `transfer/call.mojo` and `linear/call.mojo`.
 """
@@ -10,18 +10,27 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 and float8 by name)
 import numpy as np
 from max.dtype import DType
 
-from paged_kv.arrays.dtypes import DTYPES
-from paged_kv.arrays.types import HostMemory
 from paged_kv.runtime.libraries import COPIED, Kernel, kernel, load
 from paged_kv.runtime.team import workers
 from paged_kv.runtime.variants import Variant
 
 Array = np.ndarray[Any, Any]
+
+
+class Memory(Protocol):
+    """Elements side by side in the host's memory (`arrays.types.HostMemory`)."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 def execute(variant: Variant, *inputs: Any, sources: Path | None = None) -> list[Array]:
@@ -186,7 +195,7 @@ def _outputs(variant: Variant, rows: int, heads: int, head_dim: int) -> tuple[Ar
     return np.empty((rows, heads, head_dim), dtype), np.empty((rows, heads), np.float32)
 
 
-def _cache(k: HostMemory, v: HostMemory, table: Array, view: Array) -> bytes:
+def _cache(k: Memory, v: Memory, table: Array, view: Array) -> bytes:
     """`CacheMemory`."""
     numbers = view.tobytes()
     if len(view) == _SAME_WIDTH:
@@ -205,4 +214,4 @@ def _at(array: Array) -> int:
 
 
 def _numpy(dtype: DType) -> np.dtype[Any]:
-    return DTYPES.get(dtype.name) or np.dtype(dtype.name)
+    return np.dtype(dtype.name)

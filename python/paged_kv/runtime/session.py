@@ -13,11 +13,10 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from max.driver import CPU, Accelerator, Device
+from max.driver import CPU, Accelerator, Buffer, Device
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Module
 
-from paged_kv.arrays.host import to_buffer
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime import host_calls
 from paged_kv.runtime.announce import announce
@@ -123,7 +122,7 @@ class GraphRuntime(Runtime):
         if model is None:
             self.load(variant.family())
             model = self._models[variant]
-        return model.execute(*(to_buffer(each) if isinstance(each, np.ndarray) else each for each in inputs))
+        return model.execute(*(Buffer.from_dlpack(each) if isinstance(each, np.ndarray) else each for each in inputs))
 
 
 class GpuRuntime(GraphRuntime):
