@@ -22,10 +22,11 @@ _VARIABLE = re.compile(r"\b(?:MODULAR|MAX_SERVE|MOJO)_[A-Z0-9_]+\b")
 OTHERS = {
     *("_exit", "_replace", "_is_owned"),  # Python's own: os, namedtuple, threading.RLock
     *("_sleep", "_C", "_is_amx_tile_supported", "_init_amx"),  # torch's and vLLM's, in benchmarks and GPU tests
-    *("_forward_hooks", "_forward_pre_hooks"),  # torch's, in tests
+    *("_forward_hooks", "_forward_pre_hooks", "_dynamo", "torch._dynamo"),  # torch's, in tests
+    *("_base", "_inference_mode_base"),  # a view's own tensor, of torch and of the test of writes
     # transformers', of the release that `paged_kv.transformers` requires
     *("_attn_implementation", "_can_set_attn_implementation", "_supports_default_dynamic_cache", "_kv_token_views"),
-    "_apply_gate",
+    *("_apply_gate", "_create_batch_processor", "_run_generation_loop", "_cached_continuous_batching_manager"),
     *("_bound_deployment", "_deployment_config", "_selector"),  # Ray's and asyncio's, in tests
 }
 """Private names that are neither ours nor MAX's."""
