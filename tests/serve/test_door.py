@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+import urllib.error
 import urllib.request
 
 import openai
@@ -51,6 +52,30 @@ def test_the_key_opens_and_no_other_does(server):
             client(server, key).models.list()
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=60) as probe:
         assert probe.status == 200
+
+
+@pytest.mark.parametrize("key", [KEY, "none"])
+def test_anthropic_s_header_has_the_key_too(server, key):
+    url, body = (
+        f"http://127.0.0.1:{server.port}/v1/messages/count_tokens",
+        {"messages": [{"role": "user", "content": "x"}]},
+    )
+    headers = {"x-api-key": key, "anthropic-version": "2023-06-01", "Content-Type": "application/json"}
+    asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    if key == KEY:
+        assert json.load(urllib.request.urlopen(asked, timeout=60))["input_tokens"]
+        return
+    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+        urllib.request.urlopen(asked, timeout=60)
+    assert json.load(refused.value)["error"]["type"] == "authentication_error"
+
+
+def test_the_page_needs_no_key_and_the_pool_does(server):
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=60) as page:
+        assert KEY.encode() not in page.read()
+        assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'sha256-")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/pool", timeout=60)
 
 
 def test_the_key_is_in_no_environment_and_no_command_line(server):

@@ -11,11 +11,10 @@ import click
 
 from paged_kv.arguments import printable
 from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.page_colours import COLOURS, shades
 
 if TYPE_CHECKING:
     from paged_kv.commands.page_history import PageHistory
-
-COLOURS = {"used": "#d9480f", "cached": "#f4b183", "free": "#e9ecef"}
 
 
 @click.command()
@@ -68,15 +67,15 @@ def write_png(history: PageHistory, path: Path) -> None:
     above.set_ylabel("pages")
     above.legend(loc="upper right", ncols=3)
     most = max(int(history.owners.max(initial=0)), 2)
-    shades = [COLOURS["cached"], COLOURS["free"], *_shades(most)]
-    norm = BoundaryNorm([level - 1.5 for level in range(len(shades) + 1)], len(shades))
+    colours = [COLOURS["cached"], COLOURS["free"], *shades(most)]
+    norm = BoundaryNorm([level - 1.5 for level in range(len(colours) + 1)], len(colours))
     end = history.seconds[-1] if len(history.seconds) else 1.0
     image = below.imshow(
         history.owners,
         aspect="auto",
         interpolation="nearest",
         extent=(0, end, history.pages, 0),
-        cmap=ListedColormap(shades),
+        cmap=ListedColormap(colours),
         norm=norm,
     )
     bar = figure.colorbar(image, ax=below, ticks=range(-1, most + 1))
@@ -85,11 +84,6 @@ def write_png(history: PageHistory, path: Path) -> None:
     below.set_ylabel("page")
     below.set_xlabel("seconds")
     figure.savefig(path, format="png")
-
-
-def _shades(count: int) -> list[str]:
-    """Colours of 1 to `count` owners, darker with each."""
-    return [f"#{round(217 - 150 * i / count):02x}{round(72 - 50 * i / count):02x}0f" for i in range(count)]
 
 
 def write_html(history: PageHistory, path: Path) -> None:
@@ -102,7 +96,7 @@ def write_html(history: PageHistory, path: Path) -> None:
         "cached": history.cached.tolist(),
         "owners": history.owners.tolist(),
         "colours": COLOURS,
-        "shades": _shades(max(int(history.owners.max(initial=0)), 1)),
+        "shades": shades(max(int(history.owners.max(initial=0)), 1)),
     }
     template = files("paged_kv.commands").joinpath("inspect.html").read_text()
     path.write_text(template.replace("/*DATA*/null", json.dumps(data, separators=(",", ":")).replace("</", "<\\/")))

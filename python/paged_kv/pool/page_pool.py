@@ -335,6 +335,11 @@ class PagePool:
         return 0 if stored is None else stored[0]
 
     @operation
+    def owners(self) -> dict[Hashable, tuple[int, ...]]:
+        """The pages of each request that has any, in token order, without those that were dropped."""
+        return {request_id: tuple(request.owned()) for request_id, request in self._state.active() if request.owned()}
+
+    @operation
     def look(self, function: Callable[[Mapping[int, Any]], _T]) -> _T:
         """`function` of the known pages with their records. For `PrefixCache`."""
         return function(self._state.known)

@@ -16,13 +16,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PagedKVError, ToolchainError
+from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
 from paged_kv.serve.backend import Backend, Busy, Failed, Gone, Job, Piece
-from paged_kv.serve.door import Receive, Scope, Send, error_of
+from paged_kv.serve.door import Receive, Scope, Send, error_event, error_of
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields, parse
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
+from paged_kv.serve.openai_responses import read_response
+from paged_kv.serve.page import HEADERS, PAGE
 from paged_kv.serve.served_model import ServedModel, UnknownModel
 
 logger = logging.getLogger("paged_kv.serve")
@@ -30,6 +33,8 @@ logger = logging.getLogger("paged_kv.serve")
 ROUTES: Mapping[str, Callable[[Fields, ServedModel], Exchange]] = {
     "/v1/completions": read_completion,
     "/v1/chat/completions": read_chat,
+    "/v1/responses": read_response,
+    "/v1/messages": read_messages_request,
 }
 """What reads the body of each route that computes tokens."""
 _LONG = 4096
@@ -37,13 +42,19 @@ _LONG = 4096
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
 
 
-def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starlette:
-    """The application of one model."""
+def application(
+    model: ServedModel, backend: Backend, metrics: Metrics, pool: Callable[[], dict[str, Any]] | None = None
+) -> Starlette:
+    """The application of one model; `pool` says what the page shows of the pages, where there is one pool."""
 
     async def compute(request: Request) -> Reply:
         body, read = await request.body(), ROUTES[request.url.path]
         exchange = await _beside(body, lambda: read(parse(body), model))
         return Reply(exchange, backend, metrics)
+
+    async def count(request: Request) -> JSONResponse:
+        body = await request.body()
+        return JSONResponse(await _beside(body, lambda: count_tokens(parse(body), model)))
 
     async def tokenize(request: Request) -> JSONResponse:
         body = await request.body()
@@ -68,14 +79,25 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starl
     async def show_metrics(_: Request) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def page(_: Request) -> Response:
+        return Response(PAGE, media_type="text/html; charset=utf-8", headers=HEADERS)
+
+    async def show_pool(_: Request) -> JSONResponse:
+        if pool is None:
+            raise HTTPException(404)
+        return JSONResponse(pool(), headers={"cache-control": "no-store"})
+
     routes = [Route(path, compute, methods=["POST"]) for path in ROUTES]
     routes += [Route(path, health) for path in ("/health", "/v1/health", "/ping")]
     routes += [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", models),
+        Route("/v1/messages/count_tokens", count, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/metrics", show_metrics),
+        Route("/", page),
+        Route("/pool", show_pool),
     ]
     handlers = {HTTPException: _http_error, PagedKVError: _error, Exception: _error}
     return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
@@ -114,8 +136,8 @@ class Reply:
         self._exchange, self._backend, self._metrics = exchange, backend, metrics
         self._streams = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        work = asyncio.ensure_future(self._answer(send))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._answer(scope["path"], send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +148,7 @@ class Reply:
             with suppress(asyncio.CancelledError):
                 await work
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, path: str, send: Send) -> None:
         exchange = self._exchange
         try:
             async with aclosing(self._pieces()) as pieces:
@@ -143,9 +165,9 @@ class Reply:
                 await _send_whole(send, 200, json.dumps(exchange.whole()).encode())
         except Exception as error:
             status, message, headers = _answer_of(error)
-            said = exchange.error(status, message, getattr(error, "param", None))
+            said = error_of(status, message, getattr(error, "param", None), path)
             if self._streams:
-                await send({"type": "http.response.body", "body": _written(said, exchange.NAMED_EVENTS)})
+                await send({"type": "http.response.body", "body": error_event(said, path)})
             else:
                 await _send_whole(send, status, json.dumps(said).encode(), headers)
 
@@ -237,12 +259,14 @@ def _answer_of(error: Exception) -> tuple[int, str, dict[str, str]]:
     return status, message, headers
 
 
-async def _error(_: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
     status, message, headers = _answer_of(error)
-    return JSONResponse(error_of(status, message, getattr(error, "param", None)), status, headers)
+    said = error_of(status, message, getattr(error, "param", None), request.url.path)
+    return JSONResponse(said, status, headers)
 
 
-async def _http_error(_: Request, error: HTTPException) -> Response:
+async def _http_error(request: Request, error: HTTPException) -> Response:
     wording = {404: "There is no such route here.", 405: "This route takes another method."}
-    said = error_of(error.status_code, wording.get(error.status_code, error.detail))
+    message = wording.get(error.status_code, error.detail)
+    said = error_of(error.status_code, message, path=request.url.path)
     return JSONResponse(said, error.status_code, error.headers)

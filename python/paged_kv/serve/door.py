@@ -38,9 +38,12 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-OPEN = frozenset({"/health", "/v1/health", "/ping"})
-"""Answered without a key: they say that the server is there, and nothing else."""
-CLIENTS = OPEN | {"/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+OPEN = frozenset({"/", "/health", "/v1/health", "/ping"})
+"""Answered without a key: the page, which asks for it, and that the server is there."""
+CLIENTS = OPEN | {
+    *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/pool"),
+}
 CLIENTS_BELOW = ("/v1/models/",)
 OPERATORS = frozenset({"/metrics"})
 """Routes that `Rules.operator_routes` opens; one that is in none of these lists is not served."""
@@ -55,6 +58,7 @@ _DROPS = 8
 """Refused bodies that are dropped at a time."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC = "/v1/messages"
 _BRACKETS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
@@ -80,15 +84,23 @@ class Rules:
     max_connections: int = 256
 
 
-def error_of(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape of an error; `param` is the field that is wrong."""
+def error_of(status: int, message: str, param: str | None = None, path: str = "") -> dict[str, Any]:
+    """OpenAI's shape of an error, or Anthropic's on its routes; `param` is the field that is wrong."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    if path.startswith(_ANTHROPIC):
+        return {"type": "error", "error": {"type": kind, "message": message}}
     return {"error": {"message": message, "type": kind, "param": param, "code": str(status)}}
 
 
-def error_body(status: int, message: str) -> bytes:
+def error_body(status: int, message: str, path: str = "") -> bytes:
     """The same as JSON."""
-    return json.dumps(error_of(status, message)).encode()
+    return json.dumps(error_of(status, message, path=path)).encode()
+
+
+def error_event(said: dict[str, Any], path: str) -> bytes:
+    """An error as an event of a stream."""
+    name = b"event: error\n" if path.startswith((_ANTHROPIC, "/v1/responses")) else b""
+    return name + b"data: " + json.dumps(said).encode() + b"\n\n"
 
 
 def depth(body: bytes) -> int:
@@ -113,7 +125,7 @@ class Door:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the application knows no WebSockets
             return
-        answer = _Answer(send)
+        answer = _Answer(send, scope["path"])
         body = _Body(scope, receive)
         try:
             self._check(scope)
@@ -159,7 +171,8 @@ class Door:
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
         if self._key is None:
             return True
-        scheme, _, given = (_values(headers, b"authorization") or [""])[0].partition(" ")
+        asked = _values(headers, b"authorization") or [f"Bearer {each}" for each in _values(headers, b"x-api-key")]
+        scheme, _, given = (asked or [""])[0].partition(" ")
         digest = sha256(given.strip().encode("latin-1")).digest()  # of one length: its comparison tells none
         return hmac.compare_digest(digest, self._key) and scheme.lower() == "bearer"
 
@@ -242,8 +255,8 @@ class _Body:
 class _Answer:
     """ASGI's `send`, which knows how far the answer has come."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str) -> None:
+        self._send, self._path = send, path
         self._started = self._ended = self._is_stream = False
 
     async def send(self, message: Message) -> None:
@@ -258,7 +271,7 @@ class _Answer:
     async def whole(self, status: int, message: str, closes: bool = False, more: bool = False) -> None:
         """An error of the middleware. With `more`, `end` is still to come."""
         self._started, self._ended = True, not more
-        body = error_body(status, message)
+        body = error_body(status, message, self._path)
         sent = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         sent += [(b"www-authenticate", b"Bearer")] if status == 401 else []
         sent += [(b"connection", b"close")] if closes else []
@@ -276,7 +289,7 @@ class _Answer:
         if not self._started:
             await self.whole(status, message, closes=True)
         elif self._is_stream and not self._ended:
-            event = b"data: " + error_body(status, message) + b"\n\n"
+            event = error_event(error_of(status, message, path=self._path), self._path)
             await self._send({"type": "http.response.body", "body": event})
 
 

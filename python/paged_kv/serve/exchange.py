@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.door import error_of
 
 Event = dict[str, Any]
 """The data of one server-sent event."""
@@ -69,10 +68,6 @@ class Exchange(ABC):
     def end(self) -> list[Event]:
         """The events after the last piece."""
         return []
-
-    def error(self, status: int, message: str, param: str | None) -> dict[str, Any]:
-        """An error, as a whole answer or as the last event of a stream."""
-        return error_of(status, message, param)
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:

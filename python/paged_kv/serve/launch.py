@@ -33,6 +33,7 @@ from paged_kv.serve.connections import GuardedServer
 from paged_kv.serve.door import Rules
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.metrics import Metrics
+from paged_kv.serve.page import pool_now
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import API_KEY, Settings
 
@@ -86,7 +87,8 @@ def serve(settings: Settings) -> None:
         speculate=guesser,
     )
     backend = LocalBackend(engine, settings.max_running + settings.max_queue, settings.stall_seconds)
-    listen(application(model, backend, Metrics(settings.name, backend)), rules, sockets, settings, model)
+    app = application(model, backend, Metrics(settings.name, backend), lambda: pool_now(engine))
+    listen(app, rules, sockets, settings, model)
     engine.flush()
 
 

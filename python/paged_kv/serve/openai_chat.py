@@ -4,69 +4,22 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from paged_kv.arguments import shown
 from paged_kv.engine.sampling import Logprobs
-from paged_kv.errors import ContractError
-from paged_kv.forms import Form
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.chat import (
-    CallStart,
-    ChatFormat,
-    Content,
-    Delta,
-    MessageParser,
-    Reasoning,
-)
+from paged_kv.serve.chat import CallStart, Content, Delta, MessageParser, Reasoning
+from paged_kv.serve.chat_request import Conversation, Message, chat_format
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.openai_completions import MOST_SAMPLES, StreamOptions
-from paged_kv.serve.sampling import MOST_LOGPROBS, read_form, read_max_tokens, read_sampling
+from paged_kv.serve.sampling import MOST_LOGPROBS, read_form
 from paged_kv.serve.served_model import ServedModel
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What is asked of a chat: a prompt, and how its answer is read and held to its syntax."""
-
-    format: ChatFormat
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    choice: Any = "none"
-    """Which tools are called: "none", "auto", "required" or `{"name": ...}`."""
-    parallel: bool = True
-    template: Mapping[str, Any] = field(default_factory=dict)
-    """Further values for the template."""
-
-    def prompt(self) -> str:
-        """The text that the model goes on with. Raises ContractError where the template refuses it."""
-        if self.tools is not None:
-            self.format.check_tools(self.tools, self.choice)
-        return self.format.render(self.messages, self.tools, **self.template)
-
-    def form(self, prompt: str, answer: Form | None) -> Form | None:
-        """What the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
-        return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
-
-    def parser(self, prompt: str) -> MessageParser:
-        """Reads the answer to a prompt."""
-        return self.format.parser(self.tools if self.choice != "none" else None, prompt)
-
-
-def chat_format(model: ServedModel) -> ChatFormat:
-    """The model's.
-
-    Raises:
-        ContractError: it has none.
-    """
-    if model.chat is None:
-        raise ContractError("this model has no chat template: ask for /v1/completions, or see --chat-template")
-    return model.chat
 
 
 def read_chat(body: Fields, model: ServedModel) -> Exchange:
@@ -77,8 +30,6 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     """
     model.check_name(body)
     conversation = read_conversation(body, model)
-    prompt = conversation.prompt()
-    tokens = model.tokens("messages", prompt, is_template=True)
     n = body.integer("n", 1, 1, MOST_SAMPLES)
     stream, options = body.flag("stream", False), StreamOptions.read(body)
     logprobs = body.flag("logprobs", False)
@@ -92,20 +43,18 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     body.refuse("modalities", (["text"],))
     if not body.flag("skip_special_tokens", True):
         raise body.error("skip_special_tokens", "is not supported other than true")
-    left = model.left("messages", tokens)
-    form = conversation.form(prompt, read_form(body))
-    most = read_max_tokens(body, ("max_completion_tokens", "max_tokens"), left, 1, left)
-    sampling = read_sampling(
+    job, prompt = conversation.job(
         body,
-        most,
-        form=form,
+        model,
+        read_form(body),
+        ("max_completion_tokens", "max_tokens"),
+        n=n,
+        namespace=namespace,
         logprobs=top if logprobs else None,
-        skip_special_tokens=conversation.format.skip_special_tokens,
     )
-    sampling.check_vocabulary(model.config.vocab_size)
     body.end()
     return ChatCompletions(
-        Job(tokens, sampling, n, namespace),
+        job,
         model,
         [conversation.parser(prompt) for _ in range(n)],
         stream=stream,
@@ -196,41 +145,6 @@ def _call(call: Fields) -> dict[str, Any]:
     function.end()
     call.end()
     return said
-
-
-@dataclass
-class Message:
-    """One message of the assistant as it grows; the parts of it, for whatever API."""
-
-    parser: MessageParser
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    """Each with an id, a name and the text of its arguments."""
-    finish: str | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
-
-    def take(self, pieces: Sequence[Piece]) -> list[Delta]:
-        """Notes pieces; what they say."""
-        deltas: list[Delta] = []
-        for piece in pieces:
-            deltas += self.parser.push(piece.text)
-            self.tokens += piece.tokens
-            self.logprobs += zip(piece.tokens, piece.logprobs, strict=False)
-            if piece.finish is not None:
-                deltas += self.parser.finish()
-                self.finish = piece.finish
-        for delta in deltas:
-            if isinstance(delta, Content):
-                self.content += delta.text
-            elif isinstance(delta, Reasoning):
-                self.reasoning += delta.text
-            elif isinstance(delta, CallStart):
-                self.calls.append({"id": delta.id, "name": delta.name, "arguments": ""})
-            else:
-                self.calls[delta.index]["arguments"] += delta.text
-        return deltas
 
 
 class ChatCompletions(Exchange):

@@ -1,0 +1,205 @@
+"""Anthropic's /v1/messages and /v1/messages/count_tokens: a conversation in blocks, with tools and their results."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from paged_kv.serve.backend import Job
+from paged_kv.serve.chat import MessageParser
+from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format
+from paged_kv.serve.exchange import Event
+from paged_kv.serve.fields import Fields
+from paged_kv.serve.served_model import ServedModel
+
+_HARMLESS = ("metadata", "service_tier", "context_management", "betas", "cache_control")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def read_messages_request(body: Fields, model: ServedModel) -> Messages:
+    """A request to /v1/messages.
+
+    Raises:
+        ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
+    """
+    conversation = _conversation(body, model)
+    body.any("max_tokens")
+    for name in ("container", "mcp_servers", "stop", "output_format", "output_config"):
+        body.refuse(name)
+    stream, stops = body.flag("stream", False), body.any("stop_sequences", [])
+    namespace = body.text("cache_salt", None)
+    body.ignore(_HARMLESS)
+    job, prompt = conversation.job(body, model, None, ("max_tokens",), namespace=namespace, stop=stops)
+    body.end()
+    return Messages(job, model, conversation.parser(prompt), stream=stream)
+
+
+def count_tokens(body: Fields, model: ServedModel) -> dict[str, Any]:
+    """A request to /v1/messages/count_tokens, and its answer. Raises as `read_messages_request`."""
+    prompt = _conversation(body, model).prompt()
+    body.ignore(_HARMLESS)
+    body.end()
+    return {"input_tokens": len(model.tokens("messages", prompt, is_template=True))}
+
+
+def _conversation(body: Fields, model: ServedModel) -> Conversation:
+    """The conversation of a body, as OpenAI's API has it."""
+    model.check_name(body)
+    messages: list[dict[str, Any]] = []
+    if "system" in body:
+        messages.append({"role": "system", "content": _text(body, "system")})
+    given = body.objects("messages")
+    if not given:
+        raise body.error("messages", "must be a list of at least one message")
+    for message in given:
+        messages += _messages(message)
+    tools = [_tool(each) for each in body.objects("tools")] or None
+    choice, parallel = _choice(body.object("tool_choice", None), bool(tools))
+    thinking = body.object("thinking", None)
+    template = {}
+    if "type" in thinking:
+        template["enable_thinking"] = thinking.choice("type", ("enabled", "adaptive", "disabled")) != "disabled"
+    thinking.ignore(("budget_tokens", "display"))
+    thinking.end()
+    return Conversation(chat_format(model), messages, tools, choice, parallel, template)
+
+
+def _messages(given: Fields) -> list[dict[str, Any]]:
+    """The messages that one of Anthropic's is: each result of a tool is one of its own."""
+    role = given.choice("role", ("user", "assistant", "system"))
+    if not isinstance(given.any("content"), list):
+        message: dict[str, Any] = {"role": role, "content": given.text("content")}
+        given.end()
+        return [message]
+    kinds = {"user": ("text", "tool_result"), "system": ("text",)}.get(str(role), _ASSISTANT)
+    results, texts, thoughts, calls = list[dict[str, Any]](), list[str](), list[str](), list[dict[str, Any]]()
+    for block in given.objects("content"):
+        kind = block.choice("type", kinds)
+        if kind == "text":
+            texts.append(str(block.text("text")))
+        elif kind == "thinking":
+            thoughts.append(str(block.text("thinking")))
+        elif kind == "tool_use":
+            function = {"name": block.text("name"), "arguments": block.object("input").raw()}
+            calls.append({"id": block.text("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            said = _text(block, "content") if "content" in block else ""
+            said = f"Error: {said}" if block.flag("is_error", False) else said
+            results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": said})
+        block.ignore(("cache_control", "citations", "signature", "data", "caller"))
+        block.end()
+    given.end()
+    if not (texts or calls or thoughts) and results:
+        return results
+    message = {"role": role, "content": "\n".join(texts)}
+    message |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    return [*results, message | ({"tool_calls": calls} if calls else {})]
+
+
+_ASSISTANT = ("text", "tool_use", "thinking", "redacted_thinking")
+
+
+def _text(given: Fields, name: str) -> str:
+    """A text, or the texts of blocks."""
+    if not isinstance(given.any(name), list):
+        return str(given.text(name))
+    texts = []
+    for block in given.objects(name):
+        block.choice("type", ("text",))
+        texts.append(str(block.text("text")))
+        block.ignore(("cache_control", "citations"))
+        block.end()
+    return "\n".join(texts)
+
+
+def _tool(given: Fields) -> dict[str, Any]:
+    given.choice("type", ("custom",), "custom")
+    function = {"name": given.text("name"), "parameters": given.object("input_schema").raw()}
+    if "description" in given:
+        function["description"] = given.text("description")
+    given.ignore(("cache_control", "strict", "eager_input_streaming"))
+    given.end()
+    return {"type": "function", "function": function}
+
+
+def _choice(given: Fields, has_tools: bool) -> tuple[Any, bool]:
+    """Which tools are called, and whether several may be."""
+    kind = given.choice("type", (*_CHOICES, "tool"), "auto" if has_tools else "none")
+    parallel = not given.flag("disable_parallel_tool_use", False)
+    if not has_tools and kind in ("any", "tool"):
+        raise given.error("type", "asks for a call, and there are no tools")
+    choice: Any = {"name": given.text("name")} if kind == "tool" else _CHOICES[str(kind)]
+    given.end()
+    return (choice if has_tools else "none"), parallel
+
+
+class Messages(BlockExchange):
+    """The answer of /v1/messages."""
+
+    def __init__(self, job: Job, model: ServedModel, parser: MessageParser, *, stream: bool) -> None:
+        super().__init__(job, parser, stream=stream)
+        self._model = model
+        self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model.name}
+
+    def begin(self) -> list[Event]:
+        message: dict[str, Any] = self._head | {"content": [], "stop_reason": None, "stop_sequence": None}
+        return [{"type": "message_start", "message": message | {"usage": self._usage() | {"output_tokens": 0}}}]
+
+    def opened(self, block: Block) -> list[Event]:
+        empty = self._block(Block(block.kind, block.index, block.id, block.name))
+        return [{"type": "content_block_start", "index": block.index, "content_block": empty}]
+
+    def grown(self, block: Block, text: str) -> list[Event]:
+        kind, name = _DELTAS[block.kind]
+        return [{"type": "content_block_delta", "index": block.index, "delta": {"type": kind, name: text}}]
+
+    def closed(self, block: Block) -> list[Event]:
+        return [{"type": "content_block_stop", "index": block.index}]
+
+    def end(self) -> list[Event]:
+        return [{"type": "message_delta", "delta": self._stop(), "usage": self._usage()}, {"type": "message_stop"}]
+
+    def whole(self) -> dict[str, Any]:
+        blocks = [self._block(block) for block in self.blocks]
+        return self._head | {"content": blocks} | self._stop() | {"usage": self._usage()}
+
+    def _block(self, block: Block) -> dict[str, Any]:
+        if block.kind == "text":
+            return {"type": "text", "text": block.text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        try:
+            given = json.loads(block.text or "{}")
+        except ValueError:  # the answer ended by length inside it
+            given = {}
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
+
+    def _stop(self) -> dict[str, Any]:
+        """The reason of the end, and the stop sequence where it is one."""
+        message, reason, sequence = self.message, "end_turn", None
+        if message.finish == "length":
+            reason = "max_tokens"
+        elif any(block.kind == "call" for block in self.blocks):
+            reason = "tool_use"
+        elif message.tokens and message.tokens[-1] not in self._model.config.eos_token_ids:
+            text = self._model.text(message.tokens)
+            found = [(text.find(stop), stop) for stop in self.jobs[0].sampling.stop if stop in text]
+            reason, sequence = ("stop_sequence", min(found)[1]) if found else (reason, None)
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self.usage
+        return {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached,
+            "output_tokens": usage.completion,
+        }
+
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}

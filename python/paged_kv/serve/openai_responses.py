@@ -1,0 +1,260 @@
+"""OpenAI's /v1/responses, as far as it needs no state on the server."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from paged_kv.arguments import shown
+from paged_kv.forms import Form, JsonSchema
+from paged_kv.serve.backend import Job
+from paged_kv.serve.chat import MessageParser
+from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format
+from paged_kv.serve.exchange import Event
+from paged_kv.serve.fields import Fields
+from paged_kv.serve.served_model import ServedModel
+
+_REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls", "top_logprobs", "stop")
+_HARMLESS = ("include", "stream_options", "context_management", "client_metadata")
+_PARTS = ("input_text", "output_text", "text")
+_REASONING = ("reasoning_text", "summary_text", "text")
+
+
+def read_response(body: Fields, model: ServedModel) -> Responses:
+    """A request to /v1/responses.
+
+    Raises:
+        ContractError, ContractTypeError, CheckpointError, ToolchainError: a field cannot be taken.
+    """
+    model.check_name(body)
+    for name in _REFUSED:
+        body.refuse(name)
+    if body.flag("store", False):
+        raise body.error("store", "is not supported other than false: nothing is kept")
+    body.refuse("truncation", ("disabled",))
+    body.ignore(_HARMLESS)
+    conversation = _conversation(body, model)
+    stream, answer, namespace = body.flag("stream", False), _form(body), body.text("cache_salt", None)
+    said = {name: body.any(name, default) for name, default in _ECHOED.items()}
+    job, prompt = conversation.job(body, model, answer, ("max_output_tokens",), name="input", namespace=namespace)
+    body.end()
+    said |= {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
+    return Responses(job, model, conversation.parser(prompt), said, stream=stream)
+
+
+_ECHOED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "reasoning": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+}
+"""Fields of a request that its answer repeats, and their defaults."""
+
+
+def _conversation(body: Fields, model: ServedModel) -> Conversation:
+    """The conversation of a body, as /v1/chat/completions has it."""
+    messages: list[dict[str, Any]] = []
+    if "instructions" in body:
+        messages.append({"role": "system", "content": body.text("instructions")})
+    if isinstance(body.any("input"), list):
+        for item in body.objects("input"):
+            _add_item(messages, item)
+    else:
+        messages.append({"role": "user", "content": body.text("input")})
+    if not messages:
+        raise body.error("input", "must be a text or a list of at least one item")
+    tools = [_tool(each) for each in body.objects("tools")] or None
+    choice = body.any("tool_choice", "auto" if tools else "none")
+    if isinstance(choice, dict):
+        named = body.object("tool_choice")
+        named.choice("type", ("function",))
+        choice = {"name": named.text("name")}
+        named.end()
+    elif choice not in ("none", "auto", "required"):
+        raise body.error("tool_choice", f"must be none, auto, required or a function, not {shown(choice)}")
+    if not tools and choice not in ("none", "auto"):
+        raise body.error("tool_choice", "asks for a call, and there are no tools")
+    reasoning = body.object("reasoning", None)
+    template = {"reasoning_effort": reasoning.text("effort")} if "effort" in reasoning else {}
+    reasoning.ignore(("summary", "generate_summary"))
+    reasoning.end()
+    parallel = body.flag("parallel_tool_calls", True)
+    return Conversation(chat_format(model), messages, tools, choice if tools else "none", parallel, template)
+
+
+def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
+    """Adds an item of the input. Thoughts, texts and calls that follow each other are one message of the assistant."""
+    kind = item.choice("type", ("message", "function_call", "function_call_output", "reasoning"), "message")
+    item.ignore(("id", "status", "phase"))
+    if kind == "message":
+        role, text = item.choice("role", ("system", "developer", "user", "assistant")), _texts(item, "content", _PARTS)
+        last = messages[-1] if messages else {}
+        if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
+            last["content"] = text
+        else:
+            messages.append({"role": role, "content": text})
+    elif kind == "function_call_output":
+        content = _texts(item, "output", _PARTS)
+        messages.append({"role": "tool", "tool_call_id": item.text("call_id"), "content": content})
+    elif kind == "reasoning":
+        thought = _texts(item, "content", _REASONING) if "content" in item else _texts(item, "summary", _REASONING)
+        item.ignore(("summary", "encrypted_content"))
+        if thought:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
+    else:
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item.text("name"), "arguments": item.text("arguments")}
+        call = {"id": item.text("call_id"), "type": "function", "function": function}
+        messages[-1].setdefault("tool_calls", []).append(call)
+        item.ignore(("namespace", "caller"))
+    item.end()
+
+
+def _texts(item: Fields, name: str, kinds: tuple[str, ...]) -> str:
+    """A text, or the texts of parts."""
+    if not isinstance(item.any(name), list):
+        return str(item.text(name))
+    texts = []
+    for part in item.objects(name):
+        part.choice("type", kinds)
+        texts.append(str(part.text("text")))
+        part.ignore(("annotations", "logprobs"))
+        part.end()
+    return "\n".join(texts)
+
+
+def _tool(given: Fields) -> dict[str, Any]:
+    given.choice("type", ("function",))
+    function = {"name": given.text("name"), "parameters": given.object("parameters", None).raw()}
+    if "description" in given:
+        function["description"] = given.text("description")
+    given.ignore(("strict",))
+    given.end()
+    return {"type": "function", "function": function}
+
+
+def _form(body: Fields) -> Form | None:
+    """What the text must be, by `text.format`."""
+    text = body.object("text", None)
+    given = text.object("format", None)
+    kind, form = given.choice("type", ("text", "json_object", "json_schema"), "text"), None
+    if kind == "json_object":
+        form = JsonSchema({"type": "object"})
+    elif kind == "json_schema":
+        given.ignore(("name", "description", "strict"))
+        form = JsonSchema(given.any("schema"))
+    given.end()
+    text.ignore(("verbosity",))
+    text.end()
+    return form
+
+
+class Responses(BlockExchange):
+    """The answer of /v1/responses: each block is an item of its output."""
+
+    def __init__(
+        self, job: Job, model: ServedModel, parser: MessageParser, said: dict[str, Any], *, stream: bool
+    ) -> None:
+        super().__init__(job, parser, stream=stream)
+        self._head = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model.name,
+            "error": None,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+        } | said
+        self._ids: list[str] = []
+        self._events = 2  # the numbers 0 and 1 are those of `begin`
+
+    def begin(self) -> list[Event]:
+        response = self._response("in_progress") | {"output": [], "usage": None}
+        kinds = ("response.created", "response.in_progress")
+        return [{"type": kind, "sequence_number": at, "response": response} for at, kind in enumerate(kinds)]
+
+    def opened(self, block: Block) -> list[Event]:
+        self._ids.append(f"{_PREFIXES[block.kind]}_{secrets.token_hex(12)}")
+        item = self._item(block, "in_progress")
+        events = [
+            self._event("output_item.added", block, item=item | ({} if block.kind == "call" else {"content": []}))
+        ]
+        if block.kind == "text":
+            events.append(self._event("content_part.added", block, content_index=0, part=_part(block)))
+        return events
+
+    def grown(self, block: Block, text: str) -> list[Event]:
+        return [self._event(f"{_NAMES[block.kind]}.delta", block, delta=text, **_place(block))]
+
+    def closed(self, block: Block) -> list[Event]:
+        whole = {"arguments": block.text, "name": block.name} if block.kind == "call" else {"text": block.text}
+        events = [self._event(f"{_NAMES[block.kind]}.done", block, **whole, **_place(block))]
+        if block.kind == "text":
+            events.append(self._event("content_part.done", block, content_index=0, part=_part(block)))
+        return [*events, self._event("output_item.done", block, item=self._item(block, self._status(block)))]
+
+    def end(self) -> list[Event]:
+        status = "incomplete" if self.message.finish == "length" else "completed"
+        return [{"type": f"response.{status}", "sequence_number": self._next(), "response": self.whole()}]
+
+    def whole(self) -> dict[str, Any]:
+        return self._response("incomplete" if self.message.finish == "length" else "completed")
+
+    def _response(self, status: str) -> dict[str, Any]:
+        usage, reason = self.usage, {"reason": "max_output_tokens"} if status == "incomplete" else None
+        if len(self._ids) < len(self.blocks):  # no stream has named them
+            self._ids = [f"{_PREFIXES[block.kind]}_{secrets.token_hex(12)}" for block in self.blocks]
+        return self._head | {
+            "status": status,
+            "incomplete_details": reason,
+            "output": [self._item(block, self._status(block)) for block in self.blocks],
+            "usage": {
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached},
+                "output_tokens": usage.completion,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt + usage.completion,
+            },
+        }
+
+    def _status(self, block: Block) -> str:
+        is_cut = self.message.finish == "length" and block is self.blocks[-1]
+        return "incomplete" if is_cut else "completed"
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._ids[block.index], "status": status}
+        if block.kind == "call":
+            call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            return item | {"type": "function_call"} | call
+        if block.kind == "reasoning":
+            content = [{"type": "reasoning_text", "text": block.text}]
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        return item | {"type": "message", "role": "assistant", "content": [_part(block)]}
+
+    def _event(self, kind: str, block: Block, **values: Any) -> Event:
+        place = {"output_index": block.index} | ({} if "item" in values else {"item_id": self._ids[block.index]})
+        return {"type": f"response.{kind}", "sequence_number": self._next(), **place, **values}
+
+    def _next(self) -> int:
+        self._events += 1
+        return self._events - 1
+
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+
+
+def _part(block: Block) -> dict[str, Any]:
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _place(block: Block) -> dict[str, Any]:
+    """Where in an item a text is."""
+    return {} if block.kind == "call" else {"content_index": 0} | ({"logprobs": []} if block.kind == "text" else {})

@@ -1,0 +1,35 @@
+"""What the page is told of the pool."""
+
+import pytest
+
+from paged_kv.engine import load
+from paged_kv.engine.demo_model import FOLDER
+from paged_kv.engine.sampling import Sampling
+from paged_kv.serve import page
+
+
+@pytest.mark.parametrize("cells", [8, 4])
+def test_pages_by_owner_and_by_request(monkeypatch, cells):
+    """Adjacent pages share a cell where there are more pages than cells; the cell is that of most owners."""
+    monkeypatch.setattr(page, "MOST_CELLS", cells)
+    engine = load(FOLDER, num_pages=8, page_size=4, dtype="float32")
+    engine.pool.start("a", 9)
+    engine.pool.fork("a", "b")
+    engine.pool.start("c", 3)
+    owned = {name: engine.pool.pages(name) for name in "abc"}
+    told = page.pool_now(engine)
+    counts = [sum(at in pages for pages in owned.values()) for at in range(8)]
+    assert told["owners"] == [max(counts[at : at + 8 // cells]) for at in range(0, 8, 8 // cells)]
+    shared = len(set(owned["a"]) & set(owned["b"]))
+    assert told["requests"] == [
+        {"name": "a", "pages": 3, "shared": shared},
+        {"name": "b", "pages": 3, "shared": shared},
+        {"name": "c", "pages": 1, "shared": 0},
+    ]
+
+
+def test_known_pages_are_told_apart_from_free_ones():
+    engine = load(FOLDER, num_pages=8, page_size=4, dtype="float32")
+    list(engine.stream(list(range(3, 12)), Sampling(max_tokens=1)))
+    told = page.pool_now(engine)
+    assert (told["owners"].count(-1), told["cached"], told["used"]) == (2, 2, 0)
