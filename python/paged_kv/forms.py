@@ -1,6 +1,6 @@
 """Forms that a request's text must have: a JSON schema, a regular expression or a grammar.
 
-llguidance (the extra `structured`) compiles them and says before each token which ones may come next; it is imported
+llguidance compiles them and says before each token which ones may come next; it is imported
 with the first request that asks. It never raises for what users write: a matcher that fails stays in error, and ends
 its sample alone. Sizes are bounded here, the work of a step by the library's own limits. What may take long to compile
 is compiled in a process of its own first, which may fail.
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib.metadata import version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -47,6 +48,8 @@ _MOST_STATES = 50_000
 """Of a lexer, 1 to 2 KB each."""
 _SECONDS_TO_LOCATE = 0.5
 """At most, to find the part of a schema that cannot be compiled."""
+_OLDEST = (1, 9)
+"""The version of llguidance from which `_WHITESPACE` holds."""
 _WHITESPACE = "( |\\n[ \\t]{0,20})?"
 _END = "<|paged-kv: the end of a form|>"
 """A token that is added to the vocabulary that llguidance sees: where it may come, the form may end."""
@@ -161,16 +164,18 @@ class Forms:
         seconds: Of CPU time that a form may take to be compiled, where it is tried out.
 
     Raises:
-        ToolchainError: llguidance is not installed, or cannot read the tokenizer.
+        ToolchainError: llguidance is not installed or older than 1.9, or cannot read the tokenizer.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, seconds: int = SECONDS_TO_COMPILE) -> None:
         try:
+            installed = version("llguidance")
             import llguidance
-        except ImportError:
-            raise ToolchainError(
-                "form: forms need llguidance, which is not installed: pip install 'paged-kv[structured]'"
-            ) from None
+        except ImportError:  # which a missing distribution is, too
+            installed = ""
+        if not installed or tuple(map(int, installed.split(".")[:2])) < _OLDEST:
+            found = f"{installed} is" if installed else "none is"
+            raise ToolchainError(f"form: forms need llguidance 1.9 or later, and {found} installed")
         self._library, self._seconds = llguidance, seconds
         self._limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
         ended = type(tokenizer).from_str(tokenizer.to_str())

@@ -53,7 +53,7 @@ def asked(rng):
     for _ in range(200):
         prompt = prefixes[rng.integers(4)][: rng.integers(1, 61)] + rng.integers(0, 256, rng.integers(0, 20)).tolist()
         temperature = float(rng.integers(0, 2))
-        sampling = Sampling(int(rng.integers(1, 16)), temperature, seed=int(rng.integers(1000)))
+        sampling = Sampling(int(rng.integers(1, 16)), temperature, seed=int(rng.integers(1000)), ignore_end=True)
         yield prompt, sampling, int(rng.choice([1, 1, 1, 2, 3]))
 
 

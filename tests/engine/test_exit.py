@@ -26,9 +26,11 @@ from max.graph import DeviceRef, Graph, TensorType
 from paged_kv.runtime.artefacts import compile_graphs
 from paged_kv.runtime.session import default_runtime
 
-with Graph("plus_one", input_types=[TensorType(DType.float32, ["n"], DeviceRef.CPU())]) as graph:
-    graph.output(graph.inputs[0].tensor + 1)
-compile_graphs(default_runtime().session, ["plus_one"], graph)
+def build(module, names):
+    with Graph(names[0], input_types=[TensorType(DType.float32, ["n"], DeviceRef.CPU())], module=module) as graph:
+        graph.output(graph.inputs[0].tensor + 1)
+
+compile_graphs(default_runtime().session, ["plus_one"], build)
 """
 SECONDS = 600
 """Of one program: three seconds, or thirty where MAX's own cache is empty."""

@@ -13,8 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support.limits import limited
+
 SECONDS = 60
 """That only a hang exceeds."""
+LIFE = 600
+"""Seconds after which a browser is ended that a test did not end."""
 
 
 class Browser:
@@ -83,10 +87,8 @@ def browser(profile: Path) -> Iterator[Browser]:
     )
     os.close(its_input)
     os.close(its_output)
-    try:
+    with limited(process, LIFE), contextlib.ExitStack() as ends:
+        ends.callback(process.kill)
+        ends.callback(os.close, mine)
+        ends.callback(os.close, ours)
         yield Browser(mine, ours)
-    finally:
-        process.kill()
-        process.wait(SECONDS)
-        os.close(mine)
-        os.close(ours)

@@ -195,7 +195,7 @@ class Sampling:
     """Whether special tokens are left out of the text. Those that end it are left out in any case."""
     form: Form | None = field(default=None, metadata=_option("form", _form, ""))
     """What each text must be, from its first character to its last: a JSON schema, a regular expression or a grammar.
-    It needs a tokenizer, and the extra `structured`."""
+    It needs a tokenizer."""
     min_tokens: int = field(
         default=0, metadata=_option("integer", _at_least(0), "Tokens before which no end token or stop text counts.")
     )
