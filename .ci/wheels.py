@@ -28,7 +28,7 @@ from pathlib import Path
 
 from paged_kv.build_kernels import graph_families
 from paged_kv.runtime.compile_key import Sources
-from paged_kv.runtime.installed import DISTRIBUTION, INDEX, SUFFIX, Index
+from paged_kv.runtime.installed import DISTRIBUTION, INDEX, Index
 from paged_kv.runtime.kernel_build import KernelFile
 from paged_kv.versions import PINNED, VERSION
 
@@ -88,8 +88,9 @@ def read_kernels(folder: Path, sources: Sources) -> Files:
     for target in targets:
         index = Index.read(target / INDEX)
         for family, graphs in families.items():
-            name = f"{family}{SUFFIX}"
-            if name not in index.files or not KernelFile(folder, target.name, family, graphs).is_whole(sources):
+            file = KernelFile(folder, target.name, family, graphs)
+            name = file.path.name
+            if name not in index.files or not file.is_whole(sources):
                 sys.exit(f"{target / name} is missing, damaged or of other sources: run build_kernels again")
             content = (target / name).read_bytes()
             if hashlib.sha256(content).hexdigest() != index.files[name]["sha256"]:

@@ -24,7 +24,7 @@ import torch
 from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
-from paged_kv.arrays.host import as_numpy, to_buffer
+from paged_kv.arrays.host import as_numpy
 from paged_kv.bench.provenance import provenance
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.options import AttentionOptions
@@ -81,19 +81,19 @@ def run_us(kind: str, dtype: str, repeats: int, *, operator: bool = False, apart
 
     variant = Variant("attention", DType[dtype], DType[dtype])
     k_blocks, v_blocks, view = cache_operands(*paged_views(cache, "NHD"))
-    none = to_buffer(np.zeros(0, np.float32))
+    none = np.zeros(0, np.float32)
     operands = [
-        to_buffer(as_numpy(q, "q")),
-        to_buffer(np.zeros(1, np.int32)),
-        to_buffer(last),
+        as_numpy(q, "q"),
+        np.zeros(1, np.int32),
+        last,
         k_blocks,
         v_blocks,
-        to_buffer(indices.astype(np.uint32)[None]),
+        indices.astype(np.uint32)[None],
         view,
         none,
         none,
-        to_buffer(np.array(-1, np.int32)),
-        to_buffer(AttentionOptions().numbers(head_dim)),
+        np.array(-1, np.int32),
+        AttentionOptions().numbers(head_dim),
     ]
     runtime = default_runtime()
 

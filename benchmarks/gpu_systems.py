@@ -117,7 +117,7 @@ class Ours:
         k, v = paged_views(problem.blocks, "NHD", device=device)
         k_blocks, v_blocks, view = cache_operands(k, v, device)
         none = torch.zeros(0, device=where)
-        inputs = [
+        inputs: list[Any] = [
             device.buffer(problem.q),
             device.buffer(torch.arange(point.batch, dtype=torch.int32, device=where)),
             device.buffer(torch.full((point.batch,), point.length, dtype=torch.int32, device=where)),
@@ -127,18 +127,19 @@ class Ours:
             view,
             device.buffer(none),
             device.buffer(none.clone()),
-            to_buffer(np.array(-1, np.int32)),
-            to_buffer(AttentionOptions().numbers(point.head_dim)),
+            np.array(-1, np.int32),
+            AttentionOptions().numbers(point.head_dim),
         ]
         dtypes = DType[point.dtype], DType[point.kv_dtype]
         stream, result = max_stream() if on_gpu else None, torch.utils.dlpack.from_dlpack
         if on_gpu:
             torch.cuda.synchronize()
+        buffers = [to_buffer(each) if isinstance(each, np.ndarray) else each for each in inputs]
         run = partial(runtime.execute, Variant("attention", *dtypes), *inputs)
         yield System("paged-kv", run, stream, lambda outputs: result(outputs[0]))
         if on_gpu:
             plain = gpu_graphs.attention(runtime, *dtypes, gpu_kernel="plain").load(runtime)
-            yield System("paged-kv plain", partial(plain.execute, *inputs), stream, lambda outputs: result(outputs[0]))
+            yield System("paged-kv plain", partial(plain.execute, *buffers), stream, lambda outputs: result(outputs[0]))
 
 
 class MaxFlashAttention:
@@ -162,7 +163,7 @@ class MaxFlashAttention:
         on_device = [to_buffer(array).to(Accelerator(0)) for array in others[:-HOST_INPUTS]]
         on_host = [to_buffer(array) for array in others[-HOST_INPUTS:]]
         offsets, *lengths = on_device
-        inputs = [gpu(0).buffer(problem.q), offsets, gpu(0).buffer(blocks), *lengths, *on_host]
+        inputs: list[Any] = [gpu(0).buffer(problem.q), offsets, gpu(0).buffer(blocks), *lengths, *on_host]
         torch.cuda.synchronize()
         result = torch.utils.dlpack.from_dlpack
         yield System("MAX (pages of 128)", partial(model.execute, *inputs), max_stream(), lambda o: result(o[0]))

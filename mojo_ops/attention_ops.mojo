@@ -8,23 +8,21 @@ from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
-from max.runtime.asyncrt import parallelism_level
 
-from .attention.checks import check_dim, check_heads, check_masks, check_rows
-from .attention.cpu.dispatch import attend_on_cpu
+from .attention.call import AttentionCall, MaskOperands
 from .attention.cpu.kernel_choice import rotates_keys
 from .attention.gpu.dispatch import attend_on_gpu
 from .attention.gpu.generic import attend_generic
 from .attention.gpu.params import GpuAttentionParams
 from .attention.gpu.rope import RotaryFrequencies
 from .attention.gpu.row_masks import GpuCustomMasks, GpuNoMasks
-from .attention.merge_states import States, merge_on_cpu, merge_on_gpu
-from .attention.operands import AttentionOperands, custom_masks
-from .attention.row_masks import CustomMasks, NoMasks
+from .attention.merge_states import MergeCall, merge_on_gpu
+from .attention.row_masks import NoMasks
 from .cache.checks import check_equal
-from .cache.operands import KVCachePair
-from .cache.pointers import untracked, untracked_immutable
+from .cache.operands import CacheMemory, KVCachePair
 from .isa.codes import is_codes
+from .isa.library_call import call_library
+from .isa.threads import workers_of_max
 
 
 @extensibility.register("paged_kv_attention")
@@ -69,16 +67,26 @@ struct Attention:
         options: InputTensor[dtype=DType.float32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = KVCachePair[kv_dtype, codes=is_codes(kv_dtype)].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
-        var call = AttentionOperands[dtype, o_dtype, NoMasks].of(
-            o, lse, q, row_batch, row_lengths, NoMasks(), alibi_slopes, sinks, window_left, options
+        var call = AttentionCall.of(
+            o,
+            lse,
+            q,
+            row_batch,
+            row_lengths,
+            MaskOperands.none(),
+            alibi_slopes,
+            sinks,
+            window_left,
+            options,
+            CacheMemory.of[kv_layout](k_blocks, v_blocks, lookup_table, view),
+            workers_of_max(),
         )
-        var rows = call.rows
-        var logits = call.logits
-        check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
-        check_equal("v_blocks: its head_dim", pair.v.head_dim(), pair.k.head_dim())
-        logits.check()
         comptime if is_gpu[target]():
+            var pair = KVCachePair[kv_dtype, codes=is_codes(kv_dtype)].of_memory(call.cache)
+            var rows = call.rows[dtype, o_dtype](NoMasks())
+            var logits = call.logits()
+            call.check_cache(pair, masked=False)
+            logits.check()
             pair.table.check_shape()
             var params = GpuAttentionParams[dtype, o_dtype].of(
                 rows, logits, pair.table, pair.k.head_dim(), GpuNoMasks()
@@ -86,18 +94,7 @@ struct Attention:
             var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
             attend_on_gpu[gpu_kernel](ctx, params, pair.k, pair.v, rotary, batch_invariant)
         else:
-            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.masks, logits)
-            # The common case first, its operands unpacked inline: the generated code of attention over float8 was 5 %
-            # slower otherwise (Zen 5, 2026-11-22).
-            if not rotates_keys(rows.rope_theta):
-                attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
-                return
-            comptime if is_codes(kv_dtype):
-                raise Error("options: rope_theta is ", rows.rope_theta, ", keys of int8 and int4 codes are not rotated")
-            elif may_rotate_keys:
-                attend_on_cpu[rotates=True](rows, pair.k, pair.v, logits, parallelism_level(None))
-            else:
-                raise Error("options: rope_theta is ", rows.rope_theta, ", the op is compiled without rotation of keys")
+            call_library(attention_name[dtype, kv_dtype, o_dtype, masked=False](call, may_rotate_keys), call)
 
 
 @extensibility.register("paged_kv_masked_attention")
@@ -146,19 +143,27 @@ struct MaskedAttention:
         options: InputTensor[dtype=DType.float32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        var pair = KVCachePair[kv_dtype, codes=is_codes(kv_dtype)].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
-        var batch = pair.table.batch
-        var masks = custom_masks(q.dim_size(0), batch, row_positions, token_offsets, mask, mask_starts, mask_firsts)
-        var call = AttentionOperands[dtype, o_dtype, CustomMasks].of(
-            o, lse, q, row_batch, row_lengths, masks, alibi_slopes, sinks, window_left, options
+        var call = AttentionCall.of(
+            o,
+            lse,
+            q,
+            row_batch,
+            row_lengths,
+            MaskOperands.of(row_positions, token_offsets, mask, mask_starts, mask_firsts),
+            alibi_slopes,
+            sinks,
+            window_left,
+            options,
+            CacheMemory.of[kv_layout](k_blocks, v_blocks, lookup_table, view),
+            workers_of_max(),
         )
-        var rows = call.rows
-        var logits = call.logits
-        check_heads(rows.num_heads, pair.k.num_heads(), q.dim_size(2), pair.k.head_dim())
-        check_dim("head_dim of V", pair.v.head_dim())
-        logits.check()
-        check_equal("o: its head_dim", o.dim_size(2), pair.v.head_dim())
         comptime if is_gpu[target]():
+            var pair = KVCachePair[kv_dtype, codes=is_codes(kv_dtype)].of_memory(call.cache)
+            var masks = call.masks.masks(call.num_rows, pair.table.batch)
+            var rows = call.rows[dtype, o_dtype](masks)
+            var logits = call.logits()
+            call.check_cache(pair, masked=True)
+            logits.check()
             pair.table.check_shape()
             var params = GpuAttentionParams[dtype, o_dtype, GpuCustomMasks].of(
                 rows, logits, pair.table, pair.k.head_dim(), GpuCustomMasks.of(masks, pair.v.head_dim())
@@ -166,17 +171,29 @@ struct MaskedAttention:
             var rotary = RotaryFrequencies.of(pair.k.head_dim(), rows.rope_theta, rows.rope_scale)
             attend_generic(ctx, params, pair.k, pair.v, rotary, batch_invariant=False)
         else:
-            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, masks, logits)
-            check_masks(rows.row_batch, rows.row_lengths, rows.num_rows, batch, masks)
-            if not rotates_keys(rows.rope_theta):
-                attend_on_cpu(rows, pair.k, pair.v, logits, parallelism_level(None))
-                return
-            comptime if is_codes(kv_dtype):
-                raise Error("options: rope_theta is ", rows.rope_theta, ", keys of int8 and int4 codes are not rotated")
-            elif may_rotate_keys:
-                attend_on_cpu[rotates=True](rows, pair.k, pair.v, logits, parallelism_level(None))
-            else:
-                raise Error("options: rope_theta is ", rows.rope_theta, ", the op is compiled without rotation of keys")
+            call_library(attention_name[dtype, kv_dtype, o_dtype, masked=True](call, may_rotate_keys), call)
+
+
+def attention_name[
+    dtype: DType, kv_dtype: DType, o_dtype: DType, *, masked: Bool
+](call: AttentionCall, may_rotate_keys: Bool) raises -> String:
+    """The library that computes a call; refuses rotated keys where no library rotates them."""
+    var rotated = rotates_keys(call.rope_theta())
+    if rotated and is_codes(kv_dtype):
+        raise Error("options: rope_theta is ", call.rope_theta(), ", keys of int8 and int4 codes are not rotated")
+    if rotated and not may_rotate_keys:
+        raise Error("options: rope_theta is ", call.rope_theta(), ", the op is built without rotation of keys")
+    return String(
+        "paged_kv_",
+        "masked_attention" if masked else "attention",
+        "_rotated" if rotated else "",
+        "_",
+        dtype,
+        "_",
+        kv_dtype,
+        "_",
+        o_dtype,
+    )
 
 
 @extensibility.register("paged_kv_merge_states")
@@ -196,20 +213,21 @@ struct MergeStates:
         s: InputTensor[dtype=DType.float32, rank=3, ...],
         ctx: DeviceContext,
     ) raises:
-        var rows = v.dim_size(0)
-        var states = States[dtype](
-            untracked_immutable(v.unsafe_ptr()),
-            untracked_immutable(s.unsafe_ptr()),
-            untracked(merged_v.unsafe_ptr()),
-            untracked(merged_s.unsafe_ptr()),
-            Int64(v.dim_size(1)),
-            Int64(v.dim_size(2)),
-            Int64(v.dim_size(3)),
+        var call = MergeCall(
+            Int(merged_v.unsafe_ptr()),
+            Int(merged_s.unsafe_ptr()),
+            Int(v.unsafe_ptr()),
+            Int(s.unsafe_ptr()),
+            v.dim_size(0),
+            v.dim_size(1),
+            v.dim_size(2),
+            v.dim_size(3),
+            workers_of_max(),
         )
-        check_equal("s: its number of rows", s.dim_size(0), rows)
-        check_equal("s: its number of states", s.dim_size(1), v.dim_size(1))
-        check_equal("s: its number of heads", s.dim_size(2), v.dim_size(2))
+        check_equal("s: its number of rows", s.dim_size(0), call.num_rows)
+        check_equal("s: its number of states", s.dim_size(1), call.num_states)
+        check_equal("s: its number of heads", s.dim_size(2), call.num_heads)
         comptime if is_gpu[target]():
-            merge_on_gpu(ctx, states, rows)
+            merge_on_gpu(ctx, call.states[dtype](), call.num_rows)
         else:
-            merge_on_cpu(states, rows, parallelism_level(None))
+            call_library(String("paged_kv_merge_", dtype), call)

@@ -9,16 +9,14 @@ from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_gpu
-from max.runtime.asyncrt import parallelism_level
 
-from .attention.checks import check_dim, check_rows, check_width
-from .attention.cpu.dispatch import attend_on_cpu
 from .attention.gpu.latent import RotaryQuery, attend_latent
 from .attention.gpu.params import GpuAttentionParams
 from .attention.gpu.row_masks import GpuNoMasks
-from .attention.operands import latent_operands
-from .cache.checks import check_equal
-from .cache.operands import KVCachePair
+from .attention.latent_call import LatentCall
+from .cache.operands import CacheMemory, KVCachePair
+from .isa.library_call import call_library
+from .isa.threads import workers_of_max
 
 
 @extensibility.register("paged_kv_mla_attention")
@@ -57,18 +55,13 @@ struct LatentAttention:
         ctx: DeviceContext,
     ) raises:
         comptime assert kv_layout == "LATENT" or kv_layout == "STRIDED", "latent caches have these layouts"
-        var pair = KVCachePair[kv_dtype].of[kv_layout](kpe_blocks, ckv_blocks, lookup_table, view)
-        var call = latent_operands(o, lse, q_nope, q_pe, row_batch, row_lengths, sinks, options)
-        var rows = call.rows
-        var logits = call.logits
-        check_equal("ckv_cache: its KV heads", pair.k.num_heads(), 1)
-        check_width("q_nope", q_nope.dim_size(2), "the width of ckv_cache", pair.v.head_dim())
-        check_width("q_pe", q_pe.dim_size(2), "the width of kpe_cache", pair.k.head_dim())
-        check_dim("the width of ckv_cache", pair.v.head_dim())
-        if pair.k.head_dim() != 0:
-            check_dim("the width of kpe_cache", pair.k.head_dim())
-        logits.check()
+        var memory = CacheMemory.of[kv_layout](kpe_blocks, ckv_blocks, lookup_table, view)
+        var call = LatentCall.of(o, lse, q_nope, q_pe, row_batch, row_lengths, sinks, options, memory, workers_of_max())
         comptime if is_gpu[target]():
+            var pair = KVCachePair[kv_dtype].of_memory(memory)
+            var rows = call.rows[dtype, o_dtype]()
+            call.check_cache(pair)
+            var logits = call.logits()
             pair.table.check_shape()
             var latent_rows = rows
             latent_rows.q = rows.q_latent
@@ -78,5 +71,4 @@ struct LatentAttention:
             var rotary = RotaryQuery[dtype](rows.q, Int32(pair.k.head_dim()), rows.latent_scale)
             attend_latent(ctx, params, rotary, pair.v, pair.k, batch_invariant=False)
         else:
-            check_rows(pair.table, rows.row_batch, rows.row_lengths, rows.num_rows, rows.masks, logits)
-            attend_on_cpu[latent=True](rows, pair.k, pair.v, logits, parallelism_level(None))
+            call_library(String("paged_kv_latent_", dtype, "_", kv_dtype, "_", o_dtype), call)

@@ -9,10 +9,10 @@ from max.runtime.asyncrt import parallelism_level
 from .cache.checks import check_equal
 from .cache.operands import row_pointer
 from .cache.pointers import untracked
-from .linear.dispatch import linear
-from .linear.experts import check_experts, linear_experts
+from .isa.library_call import call_library
+from .isa.threads import workers_of_max
 from .layers.take_rows import RowSelection, check_selection
-from .linear.member import LinearMember
+from .linear.call import ExpertsCall, LinearCall, Member
 from .linear.quantised.encodings import (
     ENCODING_COUNT,
     INT4,
@@ -29,7 +29,6 @@ from .linear.quantised.encodings import (
     encoding_of,
     encodings_mask,
 )
-from .linear.quantised.product import QuantisedMember, linear_quantised, linear_quantised_experts
 from .linear.quantised.rows import QuantisedRows
 
 
@@ -52,11 +51,14 @@ struct LinearLayer:
         comptime if is_gpu[target]():
             raise Error("paged_kv_linear runs on the CPU alone; a GPU has MAX's own matmul")
         var k = x.dim_size(1)
-        var members = Array[LinearMember[dtype, weight_dtype], ws.size](uninitialized=True)
+        var members = List[Member](capacity=ws.size)
         comptime for i in range(ws.size):
             check_equal("w: its second dimension", ws[i].dim_size(1), k)
-            members[i] = LinearMember(untracked(ys[i].unsafe_ptr()), untracked(ws[i].unsafe_ptr()), ws[i].dim_size(0))
-        linear(members, untracked(x.unsafe_ptr()), x.dim_size(0), k, parallelism_level(None))
+            members.append(Member(Int(ys[i].unsafe_ptr()), Int(ws[i].unsafe_ptr()), ws[i].dim_size(0), 0, 0))
+        var at = Int(members.unsafe_ptr())
+        var call = LinearCall(at, ws.size, Int(x.unsafe_ptr()), x.dim_size(0), k, workers_of_max())
+        call_library(String("paged_kv_linear_", dtype, "_", weight_dtype), call)
+        _ = members^
 
 
 @extensibility.register("paged_kv_expert_linear")
@@ -82,19 +84,21 @@ struct ExpertLinear:
         check_equal("w: its third dimension", w.dim_size(2), x.dim_size(1))
         check_equal("y: its number of rows", y.dim_size(0), rows)
         check_equal("y: its number of columns", y.dim_size(1), w.dim_size(1))
-        check_experts(row_pointer(experts), rows, x.dim_size(0), w.dim_size(0))
-        linear_experts(
-            untracked(y.unsafe_ptr()),
-            untracked(x.unsafe_ptr()),
-            untracked(w.unsafe_ptr()),
-            row_pointer(experts),
+        var member = Member(Int(y.unsafe_ptr()), Int(w.unsafe_ptr()), w.dim_size(1), 0, 0)
+        var members = List[Member](length=1, fill=member)
+        var call = ExpertsCall(
+            Int(members.unsafe_ptr()),
+            1,
+            Int(x.unsafe_ptr()),
+            Int(experts.unsafe_ptr()),
             rows,
             x.dim_size(0),
             w.dim_size(0),
-            w.dim_size(1),
             x.dim_size(1),
-            parallelism_level(None),
+            workers_of_max(),
         )
+        call_library(String("paged_kv_experts_", dtype, "_", weight_dtype), call)
+        _ = members^
 
 
 @extensibility.register("paged_kv_quantised_linear")
@@ -119,18 +123,23 @@ struct QuantisedLinear:
         comptime mask = encodings_mask(encodings, ws.size)
         comptime assert mask < 1 << ENCODING_COUNT, "an encoding that is not known"
         var k = x.dim_size(1)
-        var members = Array[QuantisedMember[dtype], ws.size](uninitialized=True)
+        var members = List[Member](capacity=ws.size)
         comptime for i in range(ws.size):
             comptime encoding = encoding_of(encodings, i)
             check_row_bytes(ws[i].dim_size(1), encoding, k)
-            members[i] = QuantisedMember(
-                untracked(ys[i].unsafe_ptr()),
-                untracked(ws[i].unsafe_ptr()),
-                ws[i].dim_size(0),
-                ws[i].dim_size(1),
-                encoding,
+            members.append(
+                Member(
+                    Int(ys[i].unsafe_ptr()),
+                    Int(ws[i].unsafe_ptr()),
+                    ws[i].dim_size(0),
+                    ws[i].dim_size(1),
+                    encoding,
+                )
             )
-        linear_quantised[mask](members, untracked(x.unsafe_ptr()), x.dim_size(0), k, parallelism_level(None))
+        var at = Int(members.unsafe_ptr())
+        var call = LinearCall(at, ws.size, Int(x.unsafe_ptr()), x.dim_size(0), k, workers_of_max())
+        call_library(String("paged_kv_quantised_linear_", dtype, "_", mask), call)
+        _ = members^
 
 
 @extensibility.register("paged_kv_quantised_experts")
@@ -158,31 +167,35 @@ struct QuantisedExperts:
         var k = x.dim_size(1)
         var rows = experts.dim_size(0)
         var count = ws[0].dim_size(0)
-        var members = Array[QuantisedMember[dtype], ws.size](uninitialized=True)
+        var members = List[Member](capacity=ws.size)
         comptime for i in range(ws.size):
             comptime encoding = encoding_of(encodings, i)
             check_row_bytes(ws[i].dim_size(2), encoding, k)
             check_equal("w: its number of experts", ws[i].dim_size(0), count)
             check_equal("y: its number of rows", ys[i].dim_size(0), rows)
             check_equal("y: its number of columns", ys[i].dim_size(1), ws[i].dim_size(1))
-            members[i] = QuantisedMember(
-                untracked(ys[i].unsafe_ptr()),
-                untracked(ws[i].unsafe_ptr()),
-                ws[i].dim_size(1),
-                ws[i].dim_size(2),
-                encoding,
+            members.append(
+                Member(
+                    Int(ys[i].unsafe_ptr()),
+                    Int(ws[i].unsafe_ptr()),
+                    ws[i].dim_size(1),
+                    ws[i].dim_size(2),
+                    encoding,
+                )
             )
-        check_experts(row_pointer(experts), rows, x.dim_size(0), count)
-        linear_quantised_experts[mask](
-            members,
-            untracked(x.unsafe_ptr()),
-            row_pointer(experts),
+        var call = ExpertsCall(
+            Int(members.unsafe_ptr()),
+            ws.size,
+            Int(x.unsafe_ptr()),
+            Int(experts.unsafe_ptr()),
             rows,
             x.dim_size(0),
             count,
             k,
-            parallelism_level(None),
+            workers_of_max(),
         )
+        call_library(String("paged_kv_quantised_experts_", dtype, "_", mask), call)
+        _ = members^
 
 
 @extensibility.register("paged_kv_quantised_rows")

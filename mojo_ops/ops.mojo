@@ -20,13 +20,14 @@ from max.gpu.host.info import is_gpu
 from max.runtime.asyncrt import parallelism_level
 
 from .cache.checks import check_equal
-from .cache.operands import KVCachePair, row_pointer
+from .cache.operands import CacheMemory, KVCachePair, row_pointer
 from .cache.pointers import untracked, untracked_immutable
 from .isa.codes import is_codes
-from .transfer.append import AppendRows, append_rows
-from .transfer.checks import check_append, check_gather, check_offsets
+from .isa.library_call import call_library
+from .isa.threads import workers_of_max
+from .transfer.call import AppendCall, GatherCall, TokenRows
+from .transfer.checks import check_offsets
 from .transfer.copy_pages import check_page_pairs, copy_strided_pages, copy_whole_pages
-from .transfer.gather import gather_rows
 from .transfer.gpu.append import append_on_gpu
 from .transfer.gpu.copy_pages import copy_pages_on_gpu, whole_pages
 from .transfer.gpu.gather import gather_on_gpu
@@ -60,21 +61,40 @@ struct Append:
         comptime assert not quantises or (
             dtype.is_floating_point() and is_codes(kv_dtype)
         ), "k and v have the cache's dtype, or a float dtype over codes"
-        var pair = KVCachePair[kv_dtype, codes=quantises].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
-        var count = k.dim_size(0)
-        pair.check_token_rows(k.shape(), v.shape())
-        check_equal("batch_indices: its length", batch_indices.dim_size(0), count)
-        check_equal("positions: its length", positions.dim_size(0), count)
-        var k_rows = untracked(k.unsafe_ptr())
-        var v_rows = untracked(v.unsafe_ptr())
-        var requests = row_pointer(batch_indices)
+        check_equal("v: its number of tokens", v.dim_size(0), k.dim_size(0))
+        check_equal("batch_indices: its length", batch_indices.dim_size(0), k.dim_size(0))
+        check_equal("positions: its length", positions.dim_size(0), k.dim_size(0))
+        var call = AppendCall(
+            TokenRows(
+                Int(k.unsafe_ptr()),
+                Int(v.unsafe_ptr()),
+                k.dim_size(0),
+                k.dim_size(1),
+                k.dim_size(2),
+                v.dim_size(1),
+                v.dim_size(2),
+            ),
+            Int(batch_indices.unsafe_ptr()),
+            Int(positions.unsafe_ptr()),
+            CacheMemory.of[kv_layout](k_blocks, v_blocks, lookup_table, view),
+            workers_of_max(),
+        )
         comptime if is_gpu[target]():
+            var pair = KVCachePair[kv_dtype, codes=quantises].of_memory(call.cache)
+            call.rows.check(pair)
             pair.table.check_shape()
-            append_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, requests, row_pointer(positions), count)
+            append_on_gpu(
+                ctx,
+                pair.k,
+                pair.v,
+                untracked(k.unsafe_ptr()),
+                untracked(v.unsafe_ptr()),
+                row_pointer(batch_indices),
+                row_pointer(positions),
+                k.dim_size(0),
+            )
         else:
-            check_append(pair.table, requests, row_pointer(positions), count)
-            var rows = AppendRows(requests, row_pointer(positions), count)
-            append_rows(pair.k, pair.v, k_rows, v_rows, rows, parallelism_level(None))
+            call_library(String("paged_kv_append_", dtype, "_", kv_dtype), call)
 
 
 @extensibility.register("paged_kv_gather")
@@ -102,17 +122,37 @@ struct Gather:
         comptime assert not widens or (
             dtype.is_floating_point() and is_codes(kv_dtype)
         ), "k and v have the cache's dtype, or a float dtype over codes"
-        var pair = KVCachePair[kv_dtype, codes=widens].of[kv_layout](k_blocks, v_blocks, lookup_table, view)
-        check_equal("indptr: its length", indptr.dim_size(0), pair.table.batch + 1)
-        pair.check_token_rows(k.shape(), v.shape())
-        var k_rows = untracked(k.unsafe_ptr())
-        var v_rows = untracked(v.unsafe_ptr())
+        check_equal("v: its number of tokens", v.dim_size(0), k.dim_size(0))
+        var call = GatherCall(
+            TokenRows(
+                Int(k.unsafe_ptr()),
+                Int(v.unsafe_ptr()),
+                k.dim_size(0),
+                k.dim_size(1),
+                k.dim_size(2),
+                v.dim_size(1),
+                v.dim_size(2),
+            ),
+            Int(indptr.unsafe_ptr()),
+            CacheMemory.of[kv_layout](k_blocks, v_blocks, lookup_table, view),
+            workers_of_max(),
+        )
+        check_equal("indptr: its length", indptr.dim_size(0), call.cache.batch + 1)
         comptime if is_gpu[target]():
+            var pair = KVCachePair[kv_dtype, codes=widens].of_memory(call.cache)
+            call.rows.check(pair)
             pair.table.check_shape()
-            gather_on_gpu(ctx, pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), k.dim_size(0))
+            gather_on_gpu(
+                ctx,
+                pair.k,
+                pair.v,
+                untracked(k.unsafe_ptr()),
+                untracked(v.unsafe_ptr()),
+                row_pointer(indptr),
+                k.dim_size(0),
+            )
         else:
-            check_gather(pair.table, row_pointer(indptr), k.dim_size(0))
-            gather_rows(pair.k, pair.v, k_rows, v_rows, row_pointer(indptr), pair.table.batch, parallelism_level(None))
+            call_library(String("paged_kv_gather_", dtype, "_", kv_dtype), call)
 
 
 @extensibility.register("paged_kv_copy_pages")

@@ -58,7 +58,7 @@ def wanted(device: str) -> list[Wanted]:
     def api(op: Op, q: DType, kv: DType) -> Wanted:
         variant = Variant(op, q, kv)
         key = variant.key(runtime.architecture)
-        return Wanted(variant.name, {variant.name: key}, lambda: runtime.load([variant], exact=True))
+        return Wanted(variant.name, {variant.name: key}, lambda: runtime.load([variant]))
 
     def graph(name: str, spec: GraphSpec) -> Wanted:
         return Wanted(name, {spec.name: spec.key}, lambda: spec.load(runtime))

@@ -8,7 +8,7 @@ from ..cache.page_table import PageTable
 from ..cache.pointers import RowPointer
 from .logits import Logits
 from .params import first_in_window
-from .row_masks import CustomMasks, RowMasks
+from .row_masks import RowMasks
 
 
 def check_rows[
@@ -33,43 +33,6 @@ def check_rows[
     for request in range(table.batch):
         if longest[request] > 0:
             table.check_tokens("row_lengths", request, first[request], longest[request])
-
-
-def check_masks(row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, batch: Int, masks: CustomMasks) raises:
-    """Checks the offsets of requests, and that each row's mask has a bit for every token that it covers."""
-    if masks.has_offsets:
-        for request in range(batch):
-            if masks.offset(request) < 0:
-                raise Error("token_offsets: request ", request, " has ", masks.offset(request))
-    for row in range(num_rows):
-        var request = Int(row_batch[unsafe_offset=row])
-        var length = Int(row_lengths[unsafe_offset=row])
-        if request < 0 or length == 0:
-            continue
-        if masks.offset(request) + length > Int(Int32.MAX):
-            raise Error("token_offsets: the last token of row ", row, " (request ", request, ") is past 2^31 - 1")
-        var start = masks.mask_start(row)
-        if start == -1:
-            continue
-        if start < -1:
-            raise Error("mask_starts: row ", row, " (request ", request, ") has ", start)
-        var first = masks.first_masked(row)
-        if first < 0:
-            raise Error("mask_firsts: row ", row, " (request ", request, ") has ", first)
-        # A start near 2^63 must not pass 64 bits.
-        if max(0, length - first) > 8 * masks.mask_bytes - start:
-            raise Error(
-                "mask: row ",
-                row,
-                " (request ",
-                request,
-                ") needs ",
-                max(0, length - first),
-                " bits from bit ",
-                start,
-                " on, it has ",
-                8 * masks.mask_bytes,
-            )
 
 
 @no_inline

@@ -9,7 +9,8 @@ from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from std.utils.numerics import isfinite
 
-from ..isa.threads import run_tasks
+from ..cache.pointers import constant_at, memory_at
+from ..isa.threads import Workers, run_tasks
 from .softmax import MINUS_INFINITY, exp2
 
 comptime MERGE_THREADS = 128
@@ -97,6 +98,36 @@ def state_weight(s: Float32, greatest: Float32) -> Float32:
     return exp2(s - greatest) if s != MINUS_INFINITY else 0
 
 
+@fieldwise_init
+struct MergeCall(TrivialRegisterPassable):
+    """Merged_v `[S, H, D]` and merged_s `[S, H]` of v `[S, n, H, D]` and s `[S, n, H]`, as numbers."""
+
+    var merged_v: Int
+    var merged_s: Int
+    var v: Int
+    var s: Int
+    var num_rows: Int
+    var num_states: Int
+    var num_heads: Int
+    var head_dim: Int
+    var workers: Workers
+
+    def states[dtype: DType](self) -> States[dtype]:
+        return States[dtype](
+            constant_at[dtype](self.v),
+            constant_at[DType.float32](self.s),
+            memory_at[dtype](self.merged_v),
+            memory_at[DType.float32](self.merged_s),
+            Int64(self.num_states),
+            Int64(self.num_heads),
+            Int64(self.head_dim),
+        )
+
+    def run[dtype: DType](self):
+        """Computes it on the CPU."""
+        merge_on_cpu(self.states[dtype](), self.num_rows, self.workers)
+
+
 def merge_on_gpu[dtype: DType, //](ctx: DeviceContext, states: States[dtype], rows: Int) raises:
     """Enqueues the merge of `rows` rows."""
     var blocks = rows * Int(states.num_heads)
@@ -110,13 +141,13 @@ def merge_kernel[dtype: DType](states: States[dtype]):
     states.merge(Int(block_idx.x), Int(thread_idx.x), MERGE_THREADS)
 
 
-def merge_on_cpu[dtype: DType, //](states: States[dtype], rows: Int, num_threads: Int):
-    """Merges `rows` rows on up to `num_threads` threads, each a range of rows and heads."""
+def merge_on_cpu[dtype: DType, //](states: States[dtype], rows: Int, workers: Workers):
+    """Merges `rows` rows on up to `workers` threads, each a range of rows and heads."""
     var total = rows * Int(states.num_heads)
-    var tasks = min(total, max(1, num_threads))
+    var tasks = min(total, workers.count)
 
     def task(index: Int) {var states, var total, var tasks}:
         for at in range(index * total // tasks, (index + 1) * total // tasks):
             states.merge(at, 0, 1)
 
-    run_tasks(task, tasks, tasks)
+    run_tasks(task, tasks, workers.at_most(tasks))

@@ -29,6 +29,10 @@ trait RowMasks(TrivialRegisterPassable):
         """Bit `i` says whether the row's mask shows it token `token + i`; bits past the row's length mean nothing."""
         ...
 
+    def check(self, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, batch: Int) raises:
+        """Refuses offsets and masks that do not fit the rows, whose requests and lengths were checked."""
+        ...
+
 
 struct NoMasks(RowMasks):
     """Rows that see all their tokens and stand at the last one: decode and causal prefill."""
@@ -49,6 +53,9 @@ struct NoMasks(RowMasks):
     @always_inline
     def mask_bits(self, row: Int, token: Int) -> UInt32:
         return ALL_BITS
+
+    def check(self, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, batch: Int) raises:
+        pass
 
 
 @fieldwise_init
@@ -72,6 +79,42 @@ struct CustomMasks(RowMasks):
     var mask_firsts: RowPointer
     """`[R]`: the first token that the row's mask covers, those before it are seen; absent: 0."""
     var has_firsts: Bool
+
+    def check(self, row_batch: RowPointer, row_lengths: RowPointer, num_rows: Int, batch: Int) raises:
+        """Checks the offsets of requests, and that each row's mask has a bit for every token that it covers."""
+        if self.has_offsets:
+            for request in range(batch):
+                if self.offset(request) < 0:
+                    raise Error("token_offsets: request ", request, " has ", self.offset(request))
+        for row in range(num_rows):
+            var request = Int(row_batch[unsafe_offset=row])
+            var length = Int(row_lengths[unsafe_offset=row])
+            if request < 0 or length == 0:
+                continue
+            if self.offset(request) + length > Int(Int32.MAX):
+                raise Error("token_offsets: the last token of row ", row, " (request ", request, ") is past 2^31 - 1")
+            var start = self.mask_start(row)
+            if start == -1:
+                continue
+            if start < -1:
+                raise Error("mask_starts: row ", row, " (request ", request, ") has ", start)
+            var first = self.first_masked(row)
+            if first < 0:
+                raise Error("mask_firsts: row ", row, " (request ", request, ") has ", first)
+            # A start near 2^63 must not pass 64 bits.
+            if max(0, length - first) > 8 * self.mask_bytes - start:
+                raise Error(
+                    "mask: row ",
+                    row,
+                    " (request ",
+                    request,
+                    ") needs ",
+                    max(0, length - first),
+                    " bits from bit ",
+                    start,
+                    " on, it has ",
+                    8 * self.mask_bytes,
+                )
 
     @always_inline
     def offset(self, request: Int) -> Int:

@@ -8,8 +8,94 @@ from ..isa.codes import SCALE_BYTES, STEP, elements_of, is_codes, units_of
 from .checks import check_equal, check_same_cache, check_view
 from .page_table import PageTable
 from .paged_kv_cache import DynamicKVCache
-from .pointers import RowPointer, TablePointer, untracked, untracked_immutable
+from .pointers import RowPointer, constant_at, memory_at, untracked_immutable
 from .strides import PageStrides, page_shape
+
+
+@fieldwise_init
+struct CacheMemory(TrivialRegisterPassable):
+    """Where K and V of a call lie, and their page table: addresses and numbers of 64 bits, as a C program knows them."""
+
+    var k: Int
+    """The address of K's storage."""
+    var k_size: Int
+    """Its elements."""
+    var v: Int
+    var v_size: Int
+    var pages: Int
+    var page_size: Int
+    var kv_heads: Int
+    var k_dim: Int
+    """The last dimension of K: of codes, that of a stored head."""
+    var k_strides: PageStrides
+    var v_strides: PageStrides
+    var v_dim: Int
+    var entries: Int
+    """The address of the page table `[batch, max_pages]` uint32."""
+    var batch: Int
+    var max_pages: Int
+
+    @staticmethod
+    def of[
+        dtype: DType, rank: Int, //, kv_layout: StaticString
+    ](
+        k_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        v_blocks: MutableInputTensor[dtype=dtype, rank=rank, ...],
+        lookup_table: InputTensor[dtype=DType.uint32, rank=2, ...],
+        view: InputTensor[dtype=DType.int64, rank=1, ...],
+    ) raises -> Self:
+        """From an op's operands (`../ops.mojo`); refuses arrays and views that do not hold a cache."""
+        var numbers = untracked_immutable(view.unsafe_ptr())
+        var shape: IndexList[4]
+        var v_dim: Int
+        var k_strides: PageStrides
+        var v_strides: PageStrides
+        comptime if kv_layout == "STRIDED":
+            comptime assert rank == 1, "strided storage is flat"
+            var length = view.dim_size(0)
+            if length != 13:
+                check_equal("view: its length", length, 12)
+            shape = IndexList[4](
+                Int(numbers[unsafe_offset=0]),
+                Int(numbers[unsafe_offset=1]),
+                Int(numbers[unsafe_offset=2]),
+                Int(numbers[unsafe_offset=3]),
+            )
+            k_strides = PageStrides.read(numbers.unsafe_offset(4))
+            v_strides = PageStrides.read(numbers.unsafe_offset(8))
+            v_dim = Int(numbers[unsafe_offset=12]) if length == 13 else shape[3]
+        elif kv_layout == "LATENT":
+            comptime assert rank == 4, "latent storage is [pages, layers, page_size, Dv + D]"
+            check_equal("view: its length", view.dim_size(0), 2)
+            v_dim = Int(numbers[unsafe_offset=1])
+            shape, k_strides, v_strides = latent_views(k_blocks.shape(), Int(numbers[unsafe_offset=0]), v_dim)
+        else:
+            check_same_cache(k_blocks.shape(), v_blocks.shape(), Int(k_blocks.unsafe_ptr()), Int(v_blocks.unsafe_ptr()))
+            check_equal("view: its length", view.dim_size(0), 1)
+            var layer = Int(numbers[unsafe_offset=0])
+            var layers = k_blocks.dim_size(2) if rank == 6 else 1
+            if layer < 0 or layer >= layers:
+                raise Error("layer is ", layer, ", the cache has ", layers)
+            shape = page_shape[kv_layout](k_blocks.shape())
+            k_strides = PageStrides.of[kv_layout](k_blocks.shape(), False, layer)
+            v_strides = PageStrides.of[kv_layout](v_blocks.shape(), True, layer)
+            v_dim = shape[3]
+        return Self(
+            Int(k_blocks.unsafe_ptr()),
+            k_blocks.size(),
+            Int(v_blocks.unsafe_ptr()),
+            v_blocks.size(),
+            shape[0],
+            shape[1],
+            shape[2],
+            shape[3],
+            k_strides,
+            v_strides,
+            v_dim,
+            Int(lookup_table.unsafe_ptr()),
+            lookup_table.dim_size(0),
+            lookup_table.dim_size(1),
+        )
 
 
 @fieldwise_init
@@ -36,96 +122,26 @@ struct KVCachePair[dtype: DType, codes: Bool = False](TrivialRegisterPassable):
         view: InputTensor[dtype=DType.int64, rank=1, ...],
     ) raises -> Self:
         """From an op's operands (`../ops.mojo`); refuses arrays and views that do not hold a cache."""
-        var k_storage = untracked(k_blocks.unsafe_ptr())
-        var v_storage = untracked(v_blocks.unsafe_ptr())
-        var numbers = untracked_immutable(view.unsafe_ptr())
-        var entries = untracked_immutable(lookup_table.unsafe_ptr())
-        var batch = lookup_table.dim_size(0)
-        var max_pages = lookup_table.dim_size(1)
-        comptime if kv_layout == "STRIDED":
-            comptime assert rank == 1, "strided storage is flat"
-            var length = view.dim_size(0)
-            if length != 13:
-                check_equal("view: its length", length, 12)
-            return Self.of_strided(
-                k_storage, k_blocks.size(), v_storage, v_blocks.size(), numbers, length, entries, batch, max_pages
-            )
-        var shape: IndexList[4]
-        var v_shape: IndexList[4]
-        var k_strides: PageStrides
-        var v_strides: PageStrides
-        comptime if kv_layout == "LATENT":
-            comptime assert rank == 4, "latent storage is [pages, layers, page_size, Dv + D]"
-            check_equal("view: its length", view.dim_size(0), 2)
-            shape, v_shape, k_strides, v_strides = latent_views(
-                k_blocks.shape(), Int(numbers[unsafe_offset=0]), Int(numbers[unsafe_offset=1])
-            )
-        else:
-            check_same_cache(k_blocks.shape(), v_blocks.shape(), Int(k_storage), Int(v_storage))
-            check_equal("view: its length", view.dim_size(0), 1)
-            var layer = Int(numbers[unsafe_offset=0])
-            var layers = k_blocks.dim_size(2) if rank == 6 else 1
-            if layer < 0 or layer >= layers:
-                raise Error("layer is ", layer, ", the cache has ", layers)
-            shape = page_shape[kv_layout](k_blocks.shape())
-            k_strides = PageStrides.of[kv_layout](k_blocks.shape(), False, layer)
-            v_strides = PageStrides.of[kv_layout](v_blocks.shape(), True, layer)
-            v_shape = shape
-        return Self.of_views(k_storage, shape, k_strides, v_storage, v_shape, v_strides, entries, batch, max_pages)
+        return Self.of_memory(CacheMemory.of[kv_layout](k_blocks, v_blocks, lookup_table, view))
 
     @staticmethod
-    def of_strided(
-        k_storage: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
-        k_size: Int,
-        v_storage: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
-        v_size: Int,
-        view: Pointer[Int64, ImmUntrackedOrigin],
-        length: Int,
-        entries: TablePointer,
-        batch: Int,
-        max_pages: Int,
-    ) raises -> Self:
-        """From flat memory of `k_size` and `v_size` elements; `view` has 12 or 13 numbers (`../ops.mojo`), the last of
-        which, where it is there, is V's head_dim. Refuses views that run out of the memory.
-        """
-        var shape = IndexList[4](
-            Int(view[unsafe_offset=0]),
-            Int(view[unsafe_offset=1]),
-            Int(view[unsafe_offset=2]),
-            Int(view[unsafe_offset=3]),
-        )
-        var k_strides = PageStrides.read(view.unsafe_offset(4))
-        var v_strides = PageStrides.read(view.unsafe_offset(8))
-        var v_shape = shape
-        if length == 13:
-            v_shape[3] = Int(view[unsafe_offset=12])
-        check_view("k_blocks", shape, k_strides, k_size)
-        check_view("v_blocks", v_shape, v_strides, v_size)
-        return Self.of_views(k_storage, shape, k_strides, v_storage, v_shape, v_strides, entries, batch, max_pages)
-
-    @staticmethod
-    @always_inline
-    def of_views(
-        k_storage: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
-        k_shape: IndexList[4],
-        k_strides: PageStrides,
-        v_storage: Pointer[Scalar[Self.dtype], MutUntrackedOrigin],
-        v_shape: IndexList[4],
-        v_strides: PageStrides,
-        entries: TablePointer,
-        batch: Int,
-        max_pages: Int,
-    ) raises -> Self:
-        """From checked views; refuses a last dimension that no head of codes has."""
-        var k_heads = k_shape
-        var v_heads = v_shape
+    def of_memory(memory: CacheMemory) raises -> Self:
+        """Refuses views that run out of the memory, and a last dimension that no head of codes has."""
+        var k_shape = IndexList[4](memory.pages, memory.page_size, memory.kv_heads, memory.k_dim)
+        var v_shape = k_shape
+        v_shape[3] = memory.v_dim
+        check_view("k_blocks", k_shape, memory.k_strides, memory.k_size)
+        check_view("v_blocks", v_shape, memory.v_strides, memory.v_size)
         comptime if Self.codes:
-            k_heads[3] = Self.head_elements("k_blocks", k_heads[3])
-            v_heads[3] = Self.head_elements("v_blocks", v_heads[3])
+            k_shape[3] = Self.head_elements("k_blocks", k_shape[3])
+            v_shape[3] = Self.head_elements("v_blocks", v_shape[3])
+        var entries = constant_at[DType.uint32](memory.entries)
+        var k = memory_at[Self.dtype](memory.k)
+        var v = memory_at[Self.dtype](memory.v)
         return Self(
-            DynamicKVCache[Self.dtype](k_storage, k_heads, k_strides, entries, batch, max_pages),
-            DynamicKVCache[Self.dtype](v_storage, v_heads, v_strides, entries, batch, max_pages),
-            PageTable(entries, batch, max_pages, k_heads[0], k_heads[1]),
+            DynamicKVCache[Self.dtype](k, k_shape, memory.k_strides, entries, memory.batch, memory.max_pages),
+            DynamicKVCache[Self.dtype](v, v_shape, memory.v_strides, entries, memory.batch, memory.max_pages),
+            PageTable(entries, memory.batch, memory.max_pages, k_shape[0], k_shape[1]),
         )
 
     @staticmethod
@@ -155,10 +171,8 @@ struct KVCachePair[dtype: DType, codes: Bool = False](TrivialRegisterPassable):
 
 def latent_views[
     rank: Int, //
-](storage: IndexList[rank], layer: Int, value_dim: Int) raises -> Tuple[
-    IndexList[4], IndexList[4], PageStrides, PageStrides
-]:
-    """Shapes and strides of K and V in `[pages, layers, page_size, Dv + D]`, where a slot is its V and then its K."""
+](storage: IndexList[rank], layer: Int, value_dim: Int) raises -> Tuple[IndexList[4], PageStrides, PageStrides]:
+    """The shape of K and the strides of K and V in `[pages, layers, page_size, Dv + D]`, where a slot is its V and then its K."""
     if layer < 0 or layer >= storage[1]:
         raise Error("layer is ", layer, ", the cache has ", storage[1])
     var width = storage[3]
@@ -166,8 +180,7 @@ def latent_views[
         raise Error("ckv: its width is ", value_dim, ", the slots of the cache are ", width, " elements wide")
     var v = PageStrides(layer * storage[2] * width, storage[1] * storage[2] * width, width, width)
     var k = PageStrides(v.start + value_dim, v.page, v.slot, v.head)
-    var v_shape = IndexList[4](storage[0], storage[2], 1, value_dim)
-    return (IndexList[4](storage[0], storage[2], 1, width - value_dim), v_shape, k, v)
+    return (IndexList[4](storage[0], storage[2], 1, width - value_dim), k, v)
 
 
 @always_inline

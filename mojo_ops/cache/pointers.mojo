@@ -16,3 +16,17 @@ def untracked[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, MutUntrackedOrig
 def untracked_immutable[T: AnyType](pointer: Pointer[T, _]) -> Pointer[T, ImmUntrackedOrigin]:
     """As `untracked`, for memory that is only read."""
     return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+
+
+@always_inline
+def memory_at[dtype: DType](address: Int) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
+    """Memory that a call changes, at an address."""
+    var at = address
+    return Pointer(to=at).unsafe_bitcast[Pointer[Scalar[dtype], MutUntrackedOrigin]]()[]
+
+
+@always_inline
+def constant_at[dtype: DType](address: Int) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
+    """Memory that a call only reads, at an address."""
+    var at = address
+    return Pointer(to=at).unsafe_bitcast[Pointer[Scalar[dtype], ImmUntrackedOrigin]]()[]

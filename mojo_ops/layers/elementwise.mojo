@@ -4,14 +4,14 @@ from std.math import exp, tanh
 
 from ..isa.convert import FloatVector, LANES, narrow, widen
 from .rms_norm import rounded
-from ..isa.threads import for_rows
+from ..isa.threads import Workers, for_rows
 
 comptime SILU: StaticString = "silu"
 comptime GELU_TANH: StaticString = "gelu_tanh"
 
 
 @always_inline
-def for_vectors[Part: def[width: Int](Int) -> None, //](part: Part, count: Int, workers: Int):
+def for_vectors[Part: def[width: Int](Int) -> None, //](part: Part, count: Int, workers: Workers):
     """Calls `part[width](at)` for ranges of `width` elements that make up `count` of them."""
 
     def task(begin: Int, end: Int) {ref part, var count}:
@@ -34,7 +34,7 @@ def add_scaled[
     y: Pointer[Scalar[dtype], MutUntrackedOrigin],
     factor: Float32,
     count: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """`sum = x + factor y`; the product is rounded to `dtype`, and then the sum. Of float32 it may be one rounding."""
 
@@ -53,7 +53,7 @@ def gate_units[
     gate: Pointer[Scalar[dtype], MutUntrackedOrigin],
     up: Pointer[Scalar[dtype], MutUntrackedOrigin],
     count: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """`y = activation(gate) up`; the activation is rounded to `dtype`, and then the product."""
 
@@ -77,7 +77,7 @@ def activated[activation: StaticString](x: SIMD[DType.float32, _]) -> type_of(x)
 @no_inline
 def widen_all[
     dtype: DType, //
-](y: Pointer[Float32, MutUntrackedOrigin], x: Pointer[Scalar[dtype], MutUntrackedOrigin], count: Int, workers: Int):
+](y: Pointer[Float32, MutUntrackedOrigin], x: Pointer[Scalar[dtype], MutUntrackedOrigin], count: Int, workers: Workers):
     """`y = x`, as float32."""
 
     def part[width: Int](at: Int) {var y, var x}:

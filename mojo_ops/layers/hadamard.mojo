@@ -4,7 +4,7 @@ from std.math import sqrt
 from std.utils import IndexList
 
 from ..isa.convert import LANES, narrow, widen
-from ..isa.threads import for_rows
+from ..isa.threads import Workers, for_rows
 
 comptime LEAST_HEAD_DIM = 8
 comptime GREATEST_HEAD_DIM = 512
@@ -27,7 +27,7 @@ struct HadamardRows[dtype: DType, head_dim: Int](TrivialRegisterPassable):
     comptime Vector = SIMD[DType.float32, Self.WIDTH]
 
     @no_inline
-    def run(self, workers: Int):
+    def run(self, workers: Workers):
         """Transforms all rows on up to `workers` threads."""
 
         def task(begin: Int, end: Int) {var self}:

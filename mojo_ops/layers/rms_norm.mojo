@@ -3,7 +3,7 @@
 from std.math import sqrt
 
 from ..isa.convert import FloatVector, LANES, narrow, widen
-from ..isa.threads import for_rows
+from ..isa.threads import Workers, for_rows
 
 
 @fieldwise_init
@@ -19,7 +19,7 @@ struct RmsNorm[dtype: DType, weight_dtype: DType, rounds_once: Bool](TrivialRegi
     var offset: Float32
 
     @no_inline
-    def run(self, workers: Int):
+    def run(self, workers: Workers):
         """Computes all rows on up to `workers` threads. A row's result does not depend on them."""
 
         def task(begin: Int, end: Int) {var self}:

@@ -5,7 +5,7 @@ from std.math import cos, sin
 from ..cache.pointers import RowPointer
 from ..isa.convert import LANES
 from ..isa.memory import FloatPointer
-from ..isa.threads import for_rows
+from ..isa.threads import Workers, for_rows
 
 
 @fieldwise_init
@@ -25,7 +25,7 @@ struct RotaryTables(TrivialRegisterPassable):
     var past: Float32
 
     @no_inline
-    def fill(self, workers: Int):
+    def fill(self, workers: Workers):
         """Computes both tables on up to `workers` threads."""
 
         def task(begin: Int, end: Int) {var self}:

@@ -2,7 +2,7 @@
 
 from ..isa.convert import LANES, narrow, widen
 from ..isa.memory import FloatPointer
-from ..isa.threads import for_rows
+from ..isa.threads import Workers, for_rows
 
 
 @fieldwise_init
@@ -22,7 +22,7 @@ struct RotaryRows[dtype: DType](TrivialRegisterPassable):
     var half: Int
 
     @no_inline
-    def run(self, workers: Int):
+    def run(self, workers: Workers):
         """Rotates all rows on up to `workers` threads."""
 
         def task(begin: Int, end: Int) {var self}:

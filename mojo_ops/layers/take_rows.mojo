@@ -3,7 +3,7 @@
 from std.memory import unsafe_memcpy
 
 from ..cache.pointers import RowPointer
-from ..isa.threads import for_rows
+from ..isa.threads import Workers, for_rows
 
 comptime BytePointer = Pointer[UInt8, MutUntrackedOrigin]
 
@@ -19,7 +19,7 @@ struct RowSelection(TrivialRegisterPassable):
     var row_bytes: Int
 
     @no_inline
-    def copy(self, workers: Int):
+    def copy(self, workers: Workers):
         """Copies them on up to `workers` threads. The rows were checked."""
 
         def task(begin: Int, end: Int) {var self}:

@@ -14,7 +14,7 @@ from ..isa.line_counter import LineCounter
 from ..isa.memory import Bf16Pointer, align_to_line
 from .bf16_dot_section import DotLinear, PANEL_ROWS, SECTION_ROWS, STEP, pack_panel
 from .member import LinearMember
-from ..isa.threads import run_tasks
+from ..isa.threads import Workers, run_tasks
 
 comptime PACKED_ROWS = 512
 """Rows of x that are packed at once."""
@@ -22,7 +22,7 @@ comptime Bf16Members = Pointer[LinearMember[DType.bfloat16, DType.bfloat16], Mut
 
 
 @no_inline
-def linear_bf16_dot(members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k: Int, workers: Int):
+def linear_bf16_dot(members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k: Int, workers: Workers):
     """Computes every member's `y = x w^T` on up to `workers` threads: x `[m, k]`."""
     if m <= 1:
         start[1](members, count, x, m, k, workers)
@@ -34,7 +34,7 @@ def linear_bf16_dot(members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k:
         start[PANEL_ROWS](members, count, x, m, k, workers)
 
 
-def start[rows: Int](members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k: Int, workers: Int):
+def start[rows: Int](members: Bf16Members, count: Int, x: Bf16Pointer, m: Int, k: Int, workers: Workers):
     """Packs x in panels of `rows` rows, and multiplies them."""
     var panel_elements = ceildiv(k, STEP) * rows * STEP
     var memory = List[BFloat16](capacity=ceildiv(min(m, PACKED_ROWS), rows) * panel_elements + STEP)
@@ -86,12 +86,12 @@ struct DotLinearGroup[rows: Int](TrivialRegisterPassable):
     var k: Int
     var panels: Int
 
-    def run(self, workers: Int):
+    def run(self, workers: Workers):
         """Computes every y on all workers. The next idle thread takes the next section of rows of any w."""
         var columns = 0
         for i in range(self.count):
             columns += self.members[unsafe_offset=i].n
-        var depth = section_rows(columns, workers)
+        var depth = section_rows(columns, workers.count)
         var sections = 0
         for i in range(self.count):
             sections += ceildiv(self.members[unsafe_offset=i].n, depth)
@@ -127,7 +127,7 @@ struct DotLinearGroup[rows: Int](TrivialRegisterPassable):
                 section = next
             _ = memory
 
-        run_tasks(task, max(1, min(sections, workers)), workers)
+        run_tasks(task, max(1, min(sections, workers.count)), workers)
         _ = counter^
 
     @always_inline

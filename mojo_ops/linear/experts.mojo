@@ -13,7 +13,7 @@ from ..cache.pointers import RowPointer, untracked
 from ..isa.line_counter import LineCounter
 from .dispatch import linear
 from .member import LinearMember
-from ..isa.threads import run_tasks
+from ..isa.threads import Workers, run_tasks
 
 comptime COPIED_ROWS = 64
 """Rows that one task copies."""
@@ -74,7 +74,7 @@ def linear_experts[
     count: Int,
     n: Int,
     k: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """Computes `y[r] = x[r // (rows / m)] w[experts[r]]^T`; 0 where the expert is -1.
 
@@ -132,10 +132,10 @@ def linear_experts[
 
 
 @always_inline
-def copy_tasks[Task: def(Int) -> None, //](task: Task, used: Int, workers: Int):
+def copy_tasks[Task: def(Int) -> None, //](task: Task, used: Int, workers: Workers):
     """Runs a task for each `COPIED_ROWS` rows."""
     var count = ceildiv(used, COPIED_ROWS)
-    run_tasks(task, count, workers if count > 1 else 1)
+    run_tasks(task, count, workers.at_most(count))
 
 
 @fieldwise_init
@@ -154,7 +154,7 @@ struct ExpertLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
     var n: Int
     var k: Int
 
-    def run(self, workers: Int):
+    def run(self, workers: Workers):
         """Computes y. The next idle thread takes the next expert where there are enough of them or they are small; else
         all threads work on one expert after the other.
         """
@@ -162,7 +162,7 @@ struct ExpertLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
         for expert in range(self.count):
             present += Int(self.starts[unsafe_offset=expert + 1] > self.starts[unsafe_offset=expert])
         var small = self.n * self.k * size_of[Self.weight_dtype]() <= SMALL_BYTES
-        if workers == 1 or (present < EXPERTS_OF_A_THREAD * workers and not small):
+        if workers.count == 1 or (present < EXPERTS_OF_A_THREAD * workers.count and not small):
             for expert in range(self.count):
                 self.multiply(expert, workers)
             return
@@ -175,20 +175,23 @@ struct ExpertLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
                 self.multiply(expert, 1)
                 expert = Int(taken[].fetch_add(1))
 
-        run_tasks(task, max(1, min(present, workers)), workers)
+        run_tasks(task, max(1, min(present, workers.count)), workers)
         _ = counter^
 
-    def multiply(self, expert: Int, workers: Int):
+    def multiply(self, expert: Int, workers: Workers):
         """Multiplies the rows of one expert on so many threads."""
         var begin = self.starts[unsafe_offset=expert]
         var rows = self.starts[unsafe_offset=expert + 1] - begin
         if rows > 0:
             var y = self.y.unsafe_offset(begin * self.n)
             var member = LinearMember(y, self.w.unsafe_offset(expert * self.n * self.k), self.n)
+            var members = List[LinearMember[Self.dtype, Self.weight_dtype]](length=1, fill=member)
             linear(
-                Array[LinearMember[Self.dtype, Self.weight_dtype], 1](fill=member),
+                untracked(members.unsafe_ptr()),
+                1,
                 self.x.unsafe_offset(begin * self.k),
                 rows,
                 self.k,
                 workers,
             )
+            _ = members^

@@ -11,7 +11,7 @@ from std.sys.intrinsics import PrefetchOptions, prefetch
 from ..cache.pointers import untracked
 from ..isa.line_counter import LineCounter
 from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
-from ..isa.threads import run_tasks
+from ..isa.threads import Workers, run_tasks
 from .vector_operands import (
     CHUNK,
     FLOAT_LANES,
@@ -60,9 +60,9 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
     def panels(self) -> Int:
         return ceildiv(self.m, PANEL_ROWS)
 
-    def run(self, workers: Int):
+    def run(self, workers: Workers):
         """Computes y on all workers. The next idle thread takes the next section of rows of w."""
-        var depth = section_rows[SECTION_ROWS, W_ROWS](self.n, workers)
+        var depth = section_rows[SECTION_ROWS, W_ROWS](self.n, workers.count)
         var sections = ceildiv(self.n, depth)
         var counter = LineCounter()
         var taken = counter.at()
@@ -80,7 +80,7 @@ struct BlockLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
                 section = next
             _ = memory^
 
-        run_tasks(task, max(1, min(sections, workers)), workers)
+        run_tasks(task, max(1, min(sections, workers.count)), workers)
         _ = counter^
 
     def multiply_section(self, begin: Int, end: Int, next: Int, wide: FloatPointer, sums: FloatPointer):

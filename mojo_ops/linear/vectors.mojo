@@ -15,7 +15,7 @@ from ..cache.pointers import untracked
 from ..isa.cpu_tuning import CPU_TUNING
 from ..isa.line_counter import LineCounter
 from ..isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line, prefetch_line
-from ..isa.threads import run_tasks
+from ..isa.threads import Workers, run_tasks
 from .vector_blocks import PANEL_ROWS, BlockLinear
 from .vector_operands import (
     CHUNK,
@@ -52,7 +52,7 @@ def linear_vectors[
     m: Int,
     n: Int,
     k: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """Computes `y = x w^T`: y `[m, n]`, x `[m, k]`, w `[n, k]`. The result does not depend on `workers`."""
     for first in range(0, m, PACKED_ROWS):
@@ -74,7 +74,7 @@ def multiply_panel[
     m: Int,
     n: Int,
     k: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """`linear_vectors` for one panel."""
     comptime for rows in [1, 2, 4, 8]:
@@ -96,7 +96,7 @@ def multiply_panels[
     m: Int,
     n: Int,
     k: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """`linear_vectors` for several panels."""
     var panels = ceildiv(m, PANEL_ROWS)
@@ -154,9 +154,9 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
     comptime LINES = max(1, CHUNK * size_of[Self.weight_dtype]() // CACHE_LINE_BYTES)
     """Cache lines of a chunk of weights."""
 
-    def run(self, workers: Int):
+    def run(self, workers: Workers):
         """Computes y on all workers. The next idle thread takes the next section of rows of w."""
-        var depth = section_rows[SECTION_ROWS, 8](self.n, workers)
+        var depth = section_rows[SECTION_ROWS, 8](self.n, workers.count)
         var sections = ceildiv(self.n, depth)
         var counter = LineCounter()
         var taken = counter.at()
@@ -179,7 +179,7 @@ struct PanelLinear[dtype: DType, weight_dtype: DType, rows: Int](TrivialRegister
                 section = next
             _ = memory
 
-        run_tasks(task, max(1, min(sections, workers)), workers)
+        run_tasks(task, max(1, min(sections, workers.count)), workers)
         _ = counter^
 
     @always_inline

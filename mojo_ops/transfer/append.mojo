@@ -6,7 +6,7 @@ from std.memory import unsafe_memcpy
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
 from ..isa.codes import is_codes, store_head
-from ..isa.threads import run_tasks
+from ..isa.threads import Workers, run_tasks
 from .slot_layout import SlotLayout, rows_per_task
 
 
@@ -43,7 +43,7 @@ def append_rows[
     k: Pointer[Scalar[dtype], MutUntrackedOrigin],
     v: Pointer[Scalar[dtype], MutUntrackedOrigin],
     rows: AppendRows,
-    workers: Int,
+    workers: Workers,
 ):
     """Writes row `i` of k and v `[count, kv_heads, head_dim]` to token `positions[i]` of its request, on up to `workers` threads.
 
@@ -61,7 +61,7 @@ def append_rows[
             append_range(v_cache, v, rows, begin, end)
 
     # K and V of a small append are copied sooner than a thread begins.
-    run_tasks(task, 2 * tasks, 1 if tasks == 1 else workers)
+    run_tasks(task, 2 * tasks, workers.at_most(1 if tasks == 1 else 2 * tasks))
 
 
 def append_range[

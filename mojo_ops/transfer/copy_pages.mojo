@@ -5,7 +5,7 @@ from std.memory import unsafe_memcpy
 
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
-from ..isa.threads import run_tasks
+from ..isa.threads import Workers, run_tasks
 
 comptime ELEMENTS_PER_TASK = 128 * 1024
 
@@ -40,7 +40,7 @@ def copy_whole_pages[
     sources: RowPointer,
     targets: RowPointer,
     count: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """Copies whole pages of an array whose pages are contiguous, on up to `workers` threads; at rank 6 that is every
     layer.
@@ -59,7 +59,7 @@ def copy_whole_pages[
     run_tasks(task, count * parts, workers)
 
 
-def copy_strided_pages(cache: PagedKVCache, sources: RowPointer, targets: RowPointer, count: Int, workers: Int):
+def copy_strided_pages(cache: PagedKVCache, sources: RowPointer, targets: RowPointer, count: Int, workers: Workers):
     """Copies pages of a view on up to `workers` threads, head by head of every slot: memory between them is not written."""
 
     def task(pair: Int) {var cache, var sources, var targets}:

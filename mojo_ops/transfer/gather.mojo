@@ -7,7 +7,7 @@ from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
 from ..isa.codes import STEP, is_codes, load_codes, scale_of
 from ..isa.convert import narrow
-from ..isa.threads import run_tasks
+from ..isa.threads import Workers, run_tasks
 from .slot_layout import SlotLayout, rows_per_task
 
 
@@ -20,7 +20,7 @@ def gather_rows[
     v: Pointer[Scalar[dtype], MutUntrackedOrigin],
     indptr: RowPointer,
     batch: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """Copies request `b`'s first tokens to rows `[indptr[b], indptr[b + 1])` of k and v `[N, kv_heads, head_dim]`.
 
@@ -40,7 +40,7 @@ def gather_rows[
             gather_range(v_cache, v, indptr, begin, end)
 
     # K and V of a small gather are copied sooner than a thread begins.
-    run_tasks(task, 2 * tasks, 1 if tasks == 1 else workers)
+    run_tasks(task, 2 * tasks, workers.at_most(1 if tasks == 1 else 2 * tasks))
 
 
 def gather_range[

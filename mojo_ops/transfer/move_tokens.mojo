@@ -5,7 +5,7 @@ from std.memory import unsafe_memcpy
 from ..cache.page_table import PageTable
 from ..cache.paged_kv_cache import PagedKVCache
 from ..cache.pointers import RowPointer
-from ..isa.threads import run_tasks
+from ..isa.threads import Workers, run_tasks
 from .slot_layout import BYTES_PER_TASK, SlotLayout
 
 
@@ -95,7 +95,7 @@ def move_tokens(
     num_layers: Int,
     layer_stride: Int,
     moves: TokenMoves,
-    workers: Int,
+    workers: Workers,
 ):
     """Carries out the moves in `num_layers` layers that lie `layer_stride` elements apart, on up to `workers`
     threads; `moves` were checked.

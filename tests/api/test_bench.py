@@ -222,7 +222,7 @@ def test_the_reference_of_a_mixture_is_what_transformers_computes():
 )
 def test_peers_are_right_on_every_copy(key, case):
     if key.startswith("ours"):
-        harness.runtime()
+        harness.libraries()
     problem, peer = problem_of(case), make_peer(key)
     assert peer.available(case) is None
     peer.prepare(problem, 3)
@@ -254,7 +254,7 @@ def test_peers_are_right_on_every_copy(key, case):
     ],
 )
 def test_ours_is_right_on_every_copy(case):
-    harness.runtime()
+    harness.libraries()
     problem = problem_of(case)
     system = make_ours(case)
     system.prepare(problem, 3)

@@ -31,7 +31,7 @@ HEADS = (6, 2, 40)
 
 @pytest.fixture(autouse=True)
 def compiled():
-    harness.codes_runtime()
+    harness.code_libraries()
 
 
 def case_of(kv_format):
@@ -104,7 +104,7 @@ def test_latents_do_not_become_codes():
 
 def test_a_cascade():
     """A prefix of both requests, and the tokens of each."""
-    harness.runtime()  # which merges
+    harness.libraries()  # which merges
     case = build_cascade([np.array([0, 2], np.int32), np.array([0, 1, 2], np.int32)], [[13], [5, 9]], page_size=5)
     cache = reference.quantised(case.cache, "int8")
     wrapper = paged_kv.cascade.MultiLevelCascadeAttentionWrapper(2, None, case.layout)

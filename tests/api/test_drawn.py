@@ -293,7 +293,7 @@ def test_tensors_go_the_way_of_a_gpus(entries: tuple[str, ...], pair: tuple[str,
 def check_drawn(entries: tuple[str, ...], pair: tuple[str, str], number: int, *, all_torch: bool = False) -> None:
     load_variants()
     if pair[1] in CODE_DTYPES:
-        harness.codes_runtime()
+        harness.code_libraries()
     count, q_dtype = 0, pair[0]
     cases = examples(number)
 

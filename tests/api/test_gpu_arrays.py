@@ -52,7 +52,7 @@ def test_cache_operands_describe_the_same_memory(layout):
     cache = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape)[1:, :, ::2]
     flat_k, flat_v, numbers = cache_operands(*paged_views(cache, layout, device=STAND_IN), STAND_IN)
     expected = paged_views(cache.numpy(), layout)
-    pages, slots, heads, dim, *strides = numbers.to_numpy()
+    pages, slots, heads, dim, *strides = numbers
     for flat, view, (start, page_stride, slot_stride, head_stride) in zip(
         (flat_k, flat_v), expected, (strides[:4], strides[4:]), strict=True
     ):

@@ -1,9 +1,10 @@
-"""The libraries of kernels behind the torch operators: the bits of MAX's way, whose threads they run on, refusals."""
+"""The libraries of kernels behind the torch operators: the bits of other calls, whose threads they run on, refusals."""
 
 import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 import paged_kv.torch as operators
-from paged_kv.errors import ContractError, PagedKVError
-from paged_kv.runtime.native import native_library
-from paged_kv.torch import attention, cache, memory, products
+from paged_kv.errors import ContractError
+from paged_kv.runtime.libraries import kernel
+from paged_kv.runtime.team import workers
+from paged_kv.torch import attention, cache, memory
 from support.compare import assert_bits_equal, assert_close
 
 pytestmark = pytest.mark.usefixtures("decode_variants")
@@ -24,12 +26,12 @@ FLOAT = torch.bfloat16
 
 
 @pytest.fixture
-def by_max(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the calls that follow run as where no library can be built: by MAX, and linear layers by torch."""
+def by_views(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the calls that follow go by NumPy's views, as those over tensors that are none of the ordinary do."""
 
     def forget() -> None:
-        for module in (attention, cache, products):
-            monkeypatch.setattr(module, "native_library", lambda *_: None)
+        for module in (attention, cache, memory):
+            monkeypatch.setattr(module, "holds", lambda *_: False)
 
     return forget
 
@@ -68,9 +70,9 @@ def results(stored: torch.dtype, bytes_of_head: int = DIM) -> list[torch.Tensor]
     [(torch.bfloat16, DIM), (torch.float8_e4m3fn, DIM), (torch.int8, DIM + 4), (torch.uint8, DIM // 2 + 4)],
     ids=["bfloat16", "float8", "int8", "int4"],
 )
-def test_the_bits_are_those_of_the_ops(stored: torch.dtype, bytes_of_head: int, by_max: Any) -> None:
+def test_the_bits_are_those_of_other_calls(stored: torch.dtype, bytes_of_head: int, by_views: Any) -> None:
     found = results(stored, bytes_of_head)
-    by_max()
+    by_views()
     expected = results(stored, bytes_of_head)
     *found, y = found
     *expected, by_torch = expected
@@ -84,12 +86,18 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return found
 
 
-def test_no_result_depends_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def with_threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads, which calls take."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_no_result_depends_on_the_threads(with_threads: Callable[[int], None]) -> None:
     found = []
     for threads in (1, 2, 5):
-        monkeypatch.setattr(memory, "workers", lambda threads=threads: threads)
-        for module in (attention, cache, products):
-            monkeypatch.setattr(module, "workers", memory.workers)
+        with_threads(threads)
         found.append(results(FLOAT))
     for other in found[1:]:
         for one, another in zip(found[0], other, strict=True):
@@ -110,9 +118,9 @@ def test_threads_that_call_at_once_get_what_one_gets() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_is_no_normal_number_is_zero(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_normal_number_is_zero(threads: int, with_threads: Callable[[int], None]) -> None:
     """As in the ops, on the thread that calls and on others."""
-    monkeypatch.setattr(attention, "workers", lambda: threads)
+    with_threads(threads)
     least = float(np.finfo(np.float32).smallest_normal)
     k = torch.zeros(64, PAGE_SIZE, KV_HEADS, DIM)
     v = torch.linspace(1.5 * least, 3 * least, DIM).expand_as(k).clone()
@@ -124,11 +132,11 @@ def test_what_is_no_normal_number_is_zero(threads: int, monkeypatch: pytest.Monk
     assert o[..., halves > 1.001 * least].all()
 
 
-@pytest.mark.parametrize("way", ["library", "MAX"])
-def test_outputs_that_are_given(way: str, by_max: Any) -> None:
+@pytest.mark.parametrize("way", ["library", "views"])
+def test_outputs_that_are_given(way: str, by_views: Any) -> None:
     """For code that calls `TensorAttention`, as the plugin of vLLM: also one of another dtype, and a strided one."""
-    if way == "MAX":
-        by_max()
+    if way == "views":
+        by_views()
     cache, q = torch.randn(3, PAGE_SIZE, 1, DIM), torch.randn(1, 2, DIM)
     rows = operators._rows.of(
         (PAGE_SIZE,), block_tables=torch.tensor([[2, 0]]), seq_lens=torch.tensor([20]), qo_indptr=None
@@ -160,25 +168,18 @@ def test_rows_of_an_append_that_lie_in_the_cache() -> None:
 
 
 def test_what_a_kernel_refuses_is_an_error_and_nothing_is_written() -> None:
-    """What Python does not let through: a length that is negative, results of another dtype."""
-    library = native_library("float32", "float32")
-    assert library is not None
+    """What Python does not let through: a length that is negative, a result of another dtype."""
     q, o, lse, k = torch.ones(1, 1, 8), torch.full((1, 1, 8), 7.0), torch.full((1, 1), 7.0), torch.ones(1, 1, 1, 8)
-    view = np.array([1, 1, 1, 8, 0, 8, 8, 8, 0, 8, 8, 8], np.int64)
     batch, lengths, table = np.zeros(1, np.int32), np.array([-3], np.int32), np.zeros((1, 1), np.uint32)
     options, none = np.array([1, 0, 1, 0, 1], np.float32), np.zeros(0, np.float32)
-    written = o.data_ptr(), 32, lse.data_ptr(), 4
-    at = q.data_ptr(), none.ctypes.data
-    storage = k.data_ptr(), 8, k.data_ptr(), 8, view.ctypes.data
-    rows = batch.ctypes.data, lengths.ctypes.data, 1, table.ctypes.data, 1, 1
-    plan = 1, 8, none.ctypes.data, 0, -1, options.ctypes.data
+    rows = o.data_ptr(), lse.data_ptr(), q.data_ptr(), 1, 1, 8, 8, batch.ctypes.data, lengths.ctypes.data
+    logits = none.ctypes.data, 0, none.ctypes.data, 0, -1, options.ctypes.data
+    storage = k.data_ptr(), 8, k.data_ptr(), 8, 1, 1, 1, 8, 0, 8, 8, 8, 0, 8, 8, 8, 8, table.ctypes.data, 1, 1
+    attend = kernel("attention", "float32", "float32", "float32")
     with pytest.raises(ContractError, match=r"row_lengths: row 0 \(request 0\) has length -3"):
-        library.attend(struct.pack("<25q", *written, *at, 0, 1, *storage, *rows, *plan))
-    lengths[0] = 1
-    for index, message in ((1, "o has 16 bytes, float32 of its shape has 32"), (3, "lse has 2 bytes")):
-        halved = [number // 2 if i == index else number for i, number in enumerate(written)]
-        with pytest.raises(ContractError, match=message):
-            library.attend(struct.pack("<25q", *halved, *at, 0, 1, *storage, *rows, *plan))
+        attend(struct.pack("<45q", *rows, *[0] * 10, *logits, *storage) + workers())
+    with pytest.raises(ContractError, match=r"would write torch\.float32 to a tensor of torch\.bfloat16"):
+        memory.output(lse.bfloat16(), torch.float32)
     assert float(o.sum()) == 7.0 * 8
     assert float(lse) == 7.0
 
@@ -193,18 +194,3 @@ def test_a_call_starts_no_thread_of_max() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == ["128.0", "128.0", "0"]
-
-
-@pytest.mark.parametrize("case", ["attention", "append", "gather", "linear"])
-def test_what_is_refused_is_refused_where_there_is_no_library(case: str, by_max: Any) -> None:
-    by_max()
-    k = torch.ones(2, 16, 1, 64)
-    table, lengths, one = torch.tensor([[5]]), torch.tensor([3]), torch.zeros(1, dtype=torch.int32)
-    calls: dict[str, Any] = {
-        "attention": lambda: operators.paged_attention(torch.ones(1, 2, 64), k, k, table, lengths),
-        "append": lambda: operators.append_paged_kv(k[0, :1], k[0, :1], k, k.clone(), table, one, one),
-        "gather": lambda: operators.gather_paged_kv(k, k, table, lengths, 3),
-        "linear": lambda: operators.linear(torch.ones(2, 8), torch.ones(8, 9)),
-    }
-    with pytest.raises(PagedKVError):
-        calls[case]()

@@ -9,11 +9,13 @@ from paged_kv.build_kernels import DEMO_STEP, graph_families
 from paged_kv.cli import _run
 from paged_kv.engine import model
 from paged_kv.runtime.artefacts import compile_ahead
+from paged_kv.runtime.cache_folder import cache_path
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.kernel_build import KernelFile, _write_index
+from paged_kv.runtime.libraries import Kernel, load
 from paged_kv.runtime.session import default_runtime
-from paged_kv.runtime.store import seal, user_store
+from paged_kv.runtime.store import Store, seal, user_store
 from support import kernels_ahead
 
 FAMILY = graph_families()[DEMO_STEP]
@@ -23,25 +25,29 @@ STATISTICS = 3
 
 @pytest.fixture(scope="module")
 def piece(tmp_path_factory):
-    """The file as the builder writes it, of the step that the cache folder has."""
+    """The file as the builder writes it, of the step that the cache folder has; beside it the library that it calls."""
     session, target = default_runtime().session, get_virtual_cpu_target()
     if target is None:
         pytest.skip("no target is known that this CPU can run")
-    piece = KernelFile(tmp_path_factory.mktemp("kernels"), target, DEMO_STEP, FAMILY)
+    folder, library = tmp_path_factory.mktemp("kernels"), Kernel("attention", ("float32",) * 3).library
+    piece = KernelFile(folder, target, DEMO_STEP, FAMILY)
+    kernels = KernelFile(folder, target, library.file, library)
     compile_ahead(session, FAMILY.keys, FAMILY.build, None)
-    digests = list(piece.digests(Sources.installed()).values())
-    (artefact,) = user_store().find(digests)
+    load([library.kernel("attention")])
     piece.path.parent.mkdir()
-    piece.path.write_bytes(lzma.compress(artefact.content))
-    seal(piece.path, digests)
-    _write_index([piece], Sources.installed())
+    for file, store in ((piece, user_store()), (kernels, Store(cache_path() / "libraries", "{}.library"))):
+        digests = list(file.digests(Sources.installed()).values())
+        (artefact,) = store.find(digests)
+        file.path.write_bytes(lzma.compress(artefact.content))
+        seal(file.path, digests)
+    _write_index([piece, kernels], Sources.installed())
     return piece
 
 
 def test_the_demo_speaks_without_a_compile(piece, tmp_path, capsys):
     text, messages = kernels_ahead.run(kernels_ahead.DEMO, piece.folder, tmp_path)
     assert len(messages.splitlines()) == 1 + STATISTICS, messages  # no word of a compile, no warning
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file()} == {"loaded"}  # the library, unpacked
     assert _run(["demo"]) == 0
     assert capsys.readouterr().out == text
 

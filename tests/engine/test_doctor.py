@@ -10,7 +10,7 @@ from paged_kv.graphs.quantised import ENCODINGS
 from paged_kv.runtime import doctor, installed
 from paged_kv.runtime.cpu_target import CpuInfo
 from paged_kv.runtime.doctor import Report, collect, list_compiled, render
-from paged_kv.runtime.graph_family import API_FAMILIES
+from paged_kv.runtime.libraries import api_libraries
 from paged_kv.versions import PINNED
 
 
@@ -138,7 +138,7 @@ def test_every_kernel_of_the_api_is_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(installed, "kernel_roots", list)
     report = collect()
-    assert report.compiled == {variant.name: None for family in API_FAMILIES.values() for variant in family}
+    assert report.compiled == {library.file: None for library in api_libraries()}
     assert "\ncompiled  0 of 110 kernels of the API\n" in render(report)
 
 

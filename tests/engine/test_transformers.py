@@ -86,7 +86,7 @@ TOLERANCE = 1e-3
 @pytest.fixture(autouse=True, scope="module")
 def _variants() -> None:
     load_variants()
-    harness.codes_runtime()
+    harness.code_libraries()
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,8 @@ HEADROOM = 8 << 30
 
 def main(seed: int, first: int, last: int, log: TextIO) -> None:
     write(log, number=None, said="starts")
-    harness.runtime()
-    harness.codes_runtime()
+    harness.libraries()
+    harness.code_libraries()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     limit = pages * resource.getpagesize() + HEADROOM

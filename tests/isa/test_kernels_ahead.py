@@ -26,16 +26,15 @@ except Compiles:
     print(get_virtual_cpu_target(), "compiles")
 else:
     assert (np.asarray(merged) == v + 1).all() and (np.asarray(lse) == 1).all(), (merged, lse)
-    (variant,) = paged_kv.runtime.session.default_runtime()._models
-    places = artefacts.where_graphs_lie({variant.name: variant.key()})
-    print(get_virtual_cpu_target(), *places.values())
+    from paged_kv.runtime.libraries import Kernel, where_libraries_lie
+    print(get_virtual_cpu_target(), *where_libraries_lie([Kernel("merge", ("float32",)).library]).values())
 """
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
-    for target, names in ((LOWER, ["merges", DEMO_STEP]), (FOREIGN, ["merges"])):
+    for target, names in ((LOWER, ["merge_float32", "pages_float32_float32", DEMO_STEP]), (FOREIGN, ["merge_float32"])):
         assert build(graph_families(), folder, [target], only=names, jobs=1) == []
     return folder
 
@@ -53,8 +52,8 @@ def test_a_first_call_takes_what_came_along(kernels, tmp_path):
     assert call(kernels, tmp_path) == (f"{here} with the package, for {lesser}", "")
     assert call(kernels, tmp_path, "avx512f", "amx_tile")[0].endswith(f"with the package, for {LOWER}")
     assert call(kernels, tmp_path, "avx2") == ("compiles", "")
-    assert not list((tmp_path / "paged-kv" / "compiled").iterdir())  # nothing was kept
-    path = kernels / LOWER / "merges.graph.xz"
+    assert not list((tmp_path / "paged-kv" / "libraries").glob("*.library"))  # nothing was kept
+    path = kernels / LOWER / "merge_float32.library.xz"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     said, warning = call(kernels, tmp_path, "avx512f", "amx_tile")
@@ -67,13 +66,13 @@ def test_a_first_call_takes_what_came_along(kernels, tmp_path):
 def test_the_demo_takes_the_step_that_came_along(kernels, tmp_path, capsys):
     text, messages = kernels_ahead.run(kernels_ahead.DEMO, kernels, tmp_path)
     assert "compiling" not in messages
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file()} == {"loaded"}  # the library, unpacked
     assert _run(["demo"]) == 0
     assert capsys.readouterr().out == text
 
 
 def test_no_path_of_this_machine_is_in_the_code(kernels):
-    for path in (*kernels.glob("*/merges.graph.xz"), kernels / LOWER / f"{DEMO_STEP}.graph.xz"):
+    for path in (*kernels.glob("*/merge_float32.library.xz"), kernels / LOWER / f"{DEMO_STEP}.graph.xz"):
         content = read_compressed(path).content
         for place in (str(kernels), sys.prefix, os.getcwd(), os.path.expanduser("~/")):
             assert place.encode() not in content

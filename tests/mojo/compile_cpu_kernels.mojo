@@ -64,7 +64,9 @@ def layer[
     w: Pointer[Scalar[weight_dtype], MutUntrackedOrigin],
 ):
     var member = LinearMember(y, w, 64)
-    linear(Array[type_of(member), 1](fill=member), x, 1, 64, 2)
+    var members = List[type_of(member)](length=1, fill=member)
+    linear(untracked_mutable(members), 1, x, 1, 64, 2)
+    _ = members^
 
 
 def main():

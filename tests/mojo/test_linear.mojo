@@ -31,7 +31,9 @@ def check[dtype: DType, weight_dtype: DType, vectors: Bool](n: Int, k: Int) rais
             linear_vectors(untracked_mutable(y), rows, untracked_mutable(w), m, n, k, workers)
         else:
             var member = LinearMember(untracked_mutable(y), untracked_mutable(w), n)
-            linear(Array[type_of(member), 1](fill=member), rows, m, k, workers)
+            var members = List[type_of(member)](length=1, fill=member)
+            linear(untracked_mutable(members), 1, rows, m, k, workers)
+            _ = members^
 
     multiply(all, 0, ROWS, 1)
     for m in [1, 2, 3, 4, 5, 8, 9, 17, 64, 100, ROWS]:

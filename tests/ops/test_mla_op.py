@@ -20,7 +20,7 @@ WIDTHS = ((512, 64), (512, 0), (64, 8), (40, 24), (8, 128), (256, 512))
 
 @pytest.fixture(autouse=True, scope="module")
 def _variants() -> None:
-    latent.load_variants()
+    latent.load_graphs()
 
 
 def assert_is_oracle(case: LatentCase, **options) -> None:

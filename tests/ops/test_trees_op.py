@@ -205,7 +205,8 @@ def test_moves_in_a_view_leave_what_lies_between():
         pages = [(cache.lookup_table[request, token // 5], token % 5) for token in (source, target)]
         for side in (0, 1):
             expected[side][pages[1]][:, 3:27] = whole[side][pages[0]][:, 3:27]
-    k, v, view = cache_operands(whole[0, ..., 3:27], whole[1, ..., 3:27])
+    view = to_buffer(cache_operands(whole[0, ..., 3:27], whole[1, ..., 3:27])[2])
+    k, v = (to_buffer(side.reshape(-1)[3:]) for side in whole)
     numbers = [to_buffer(np.array(column, np.int32)) for column in zip(*moves, strict=True)]
     op_graphs.models()["move_STRIDED"].execute(*numbers, to_buffer(cache.lookup_table), k, v, view)
     assert_bits_equal(whole, expected, what="the array behind the view")

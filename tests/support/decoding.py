@@ -32,7 +32,7 @@ LSE_TOLERANCE = 1e-5
 def load_variants() -> None:
     """Loads every variant that these tests execute, compiled together where the disk has them not."""
     assert set(PAIRS) <= set(harness.PAIRS)
-    harness.runtime()
+    harness.libraries()
 
 
 def to_kind(array: np.ndarray, kind: str) -> Any:

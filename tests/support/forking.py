@@ -1,8 +1,8 @@
 """A program that runs attention in child processes: `python forking.py WHEN HOW`, for `test_forks.py`.
 
-WHEN is what the parent has done before: "fresh" (imported the package), "planned", "ran", or "operated" (a torch
-operator on two threads of OpenMP). HOW starts the child. One line is printed: what the child's run gave, its sum or the
-name and the text of its error.
+WHEN is what the parent has done before: "fresh" (imported the package), "planned", "ran", "operated" (a torch operator
+on two threads of OpenMP), or "started" (MAX, as a graph does). HOW starts the child. One line is printed: what the
+child's run gave, its sum or the name and the text of its error.
 """
 
 import multiprocessing
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from paged_kv import PagePool
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
 from paged_kv.errors import PagedKVError
+from paged_kv.runtime.session import default_runtime
 from paged_kv.torch import paged_attention
 
 
@@ -67,6 +68,14 @@ class Ones(Dataset[str]):
         return attend()
 
 
+def start() -> str:
+    """Starts a session of MAX, as a graph needs one."""
+    try:
+        return type(default_runtime().session).__name__
+    except PagedKVError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def in_child(how: str, wrapper: BatchDecodeWithPagedKVCacheWrapper | None) -> str:
     if how == "loader":
         return "; ".join(dict.fromkeys(sample for batch in DataLoader(Ones(), num_workers=2) for sample in batch))
@@ -76,7 +85,9 @@ def in_child(how: str, wrapper: BatchDecodeWithPagedKVCacheWrapper | None) -> st
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        found = {"pure": lambda: pure_python(wrapper), "operator": operate}.get(how, lambda: attend(wrapper))()
+        found = {"pure": lambda: pure_python(wrapper), "operator": operate, "session": start}.get(
+            how, lambda: attend(wrapper)
+        )()
         os.write(writer, found.encode())
         if how == "exit":
             sys.exit(0)  # with all that Python and MAX do at the end of a process
@@ -93,6 +104,8 @@ def main(when: str, how: str) -> None:
     wrapper: Any = None
     if when == "operated":
         assert operate() == "128.0"
+    elif when == "started":
+        start()
     elif when != "fresh":
         wrapper = planned()
     if when == "ran":

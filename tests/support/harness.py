@@ -12,14 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from max.driver import Buffer
 from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
+from paged_kv.arrays.dtypes import RAW
 from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.arrays.types import HostMemory
 from paged_kv.graphs.ops import CODES
 from paged_kv.reference import cache_views
-from paged_kv.runtime.session import Runtime, default_runtime
+from paged_kv.runtime.session import GraphRuntime, Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
 from support.cases import DTYPES
 from support.compare import assert_bits_equal
@@ -89,36 +90,75 @@ class Host:
         views = cache_views(*storage)
         if variant.op in ("append", "gather") and variant.dtype == variant.kv_dtype:
             views = tuple(map(as_bits, views))
-        k_blocks, v_blocks, view = cache_operands(*views)
+        *blocks, view = cache_operands(*views)
         if variant.op == "mla_attention":  # head_dim of V at the end, which others have where it is not K's
-            view = to_buffer(np.append(view.to_numpy()[:12], views[1].shape[-1]))
+            view = np.append(view[:12], views[1].shape[-1])
         inputs = [to_buffer(np.ascontiguousarray(row)) for row in rows]
-        options = [Buffer.from_dlpack(np.array(option)) for option in (*tensors, *numbers)]
-        loads = {"masked_attention": masked_runtime, "mla_attention": default_runtime}.get(variant.op, runtime)
+        options = [np.array(option) for option in (*tensors, *numbers)]
+        loads = {"masked_attention": masked_runtime, "mla_attention": graphs}.get(variant.op, runtime)
         loaded = (codes_runtime if variant.dtype != variant.kv_dtype and variant.kv_dtype in CODES else loads)()
-        results = loaded.execute(variant, *inputs, k_blocks, v_blocks, to_buffer(lookup_table), view, *options)
+        table = np.ascontiguousarray(lookup_table)
+        results = loaded.execute(variant, *inputs, *(to_buffer(flat(each)) for each in blocks), table, view, *options)
         return tuple(to_numpy(result).copy() for result in results)
+
+
+def flat(memory: HostMemory) -> np.ndarray:
+    """The elements of a cache's memory."""
+    raw = memory.owner.view(RAW.get(memory.owner.dtype, memory.owner.dtype))  # as_strided does not know float8_e5m2
+    elements = np.lib.stride_tricks.as_strided(raw, (memory.size,), (raw.itemsize,))
+    return elements.view(memory.owner.dtype)
 
 
 HOST = Host()
 
 
 @cache
-def runtime() -> Runtime:
-    """The process's runtime with all variants that tests/ops and tests/api execute: one compile serves them all."""
-    loaded = default_runtime()
+def graphs() -> Runtime:
+    """Runs variants as graphs of MAX do, whose ops check their operands; calls of the API have no graph."""
+    return GraphRuntime()
+
+
+def _variants() -> list[Variant]:
+    """What tests/ops and tests/api execute."""
     copies = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
     merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in DTYPES]
     attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in (*PAIRS, NARROWEST)]
+    return [*copies, *merges, *attentions]
+
+
+@cache
+def runtime() -> Runtime:
+    """Graphs of all variants that tests/ops execute: one compile serves them all."""
     with one_process_at_a_time("variants"):
-        loaded.load([*copies, *merges, *attentions])
-    return loaded
+        graphs().load(_variants())
+    return graphs()
+
+
+@cache
+def libraries() -> None:
+    """Builds the libraries that tests/api call."""
+    with one_process_at_a_time("libraries"):
+        default_runtime().load(_variants())
+
+
+@cache
+def masked_libraries() -> None:
+    """Builds those of masked attention."""
+    with one_process_at_a_time("masked-libraries"):
+        default_runtime().load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS])
+
+
+@cache
+def code_libraries() -> None:
+    """Builds those of caches of codes."""
+    with one_process_at_a_time("code-libraries"):
+        default_runtime().load([Variant("attention", DType[q], STORED[kv]) for q, kv in CODE_PAIRS])
 
 
 @cache
 def codes_runtime() -> Runtime:
     """The same for caches of codes."""
-    loaded = default_runtime()
+    loaded = graphs()
     pairs = [(DType[q], STORED[kv]) for q, kv in CODE_PAIRS]
     moves = [Variant(op, *pair) for pair in (pairs[0], pairs[-1]) for op in ("append", "gather")]
     moves.append(Variant("gather", *pairs[1]))  # the API's, as the first
@@ -131,7 +171,7 @@ def codes_runtime() -> Runtime:
 @cache
 def masked_runtime() -> Runtime:
     """The same for masked attention, which few tests need."""
-    loaded = default_runtime()
+    loaded = graphs()
     with one_process_at_a_time("masked-variants"):
         loaded.load([Variant("masked_attention", DType[q], DType[kv]) for q, kv in MASKED_PAIRS])
     return loaded

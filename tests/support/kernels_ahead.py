@@ -8,7 +8,7 @@ from pathlib import Path
 _START = """
 import sys
 from pathlib import Path
-from paged_kv.runtime import artefacts, installed
+from paged_kv.runtime import artefacts, installed, libraries
 from paged_kv.runtime.cpu_target import CpuInfo
 roots, masked = [Path(sys.argv[1])], sys.argv[2].split()
 cpu = CpuInfo.read()
@@ -20,7 +20,7 @@ class Compiles(Exception): ...
 def refuse(*_):
     raise Compiles
 
-artefacts.compile_graphs = refuse
+artefacts.compile_graphs = libraries.build_library = refuse
 """
 
 DEMO = """

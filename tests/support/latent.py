@@ -10,7 +10,7 @@ from paged_kv.options import LatentOptions
 from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
 from support.cases import DTYPES
-from support.harness import HOST, NONE, Place
+from support.harness import HOST, NONE, Place, graphs
 from support.op_graphs import one_process_at_a_time
 
 PAIRS = tuple(
@@ -88,10 +88,20 @@ def build(
     return LatentCase(ckv, kpe, table, np.array(lengths, np.int32), *parts, row_batch, row_lengths)
 
 
+def load_graphs() -> None:
+    """Compiles the graphs of latent attention, once for all workers."""
+    with one_process_at_a_time("latent graphs"):
+        graphs().load(_variants())
+
+
 def load_variants() -> None:
-    """Compiles what the tests of latent attention execute, once for all workers."""
-    with one_process_at_a_time("latent variants"):
-        default_runtime().load([Variant("mla_attention", DType[q], DType[kv]) for q, kv in PAIRS])
+    """Builds the libraries of latent attention, once for all workers."""
+    with one_process_at_a_time("latent libraries"):
+        default_runtime().load(_variants())
+
+
+def _variants() -> list[Variant]:
+    return [Variant("mla_attention", DType[q], DType[kv]) for q, kv in PAIRS]
 
 
 def mla_attention(

@@ -20,8 +20,8 @@ PAIRS = harness.MASKED_PAIRS
 
 def load_variants() -> None:
     """Loads every variant that these tests execute, compiled together where the disk has them not."""
-    harness.runtime()
-    harness.masked_runtime()
+    harness.libraries()
+    harness.masked_libraries()
 
 
 def offsets(lengths: Sequence[int]) -> np.ndarray:

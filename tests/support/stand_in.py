@@ -9,9 +9,18 @@ from paged_kv.arrays import devices
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayDevice
+from paged_kv.runtime import session
+from support import harness
 
-STAND_IN = TorchArrays(CPU())
-"""The CPU as a GPU."""
+
+class _CpuAsGpu(TorchArrays):
+    """The CPU as a GPU, whose ops run in graphs as a GPU's do."""
+
+    index = -1
+
+
+STAND_IN = _CpuAsGpu(CPU())
+session._RUNTIMES[STAND_IN.index] = harness.graphs()
 
 
 class OnGpu:

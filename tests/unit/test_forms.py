@@ -243,14 +243,14 @@ def test_without_the_library_or_a_tokenizer_of_that_kind(tokenizer, monkeypatch)
         return imported(name, *others)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ToolchainError, match="llguidance 1.9 or later, and none is installed"):
+    with pytest.raises(ToolchainError, match=r"llguidance 1\.9 or later, and none is installed"):
         Forms(tokenizer._tokenizer)
 
 
 def test_an_older_library_has_other_rules_for_white_space(tokenizer, monkeypatch):
-    """vLLM's build for CPUs wants 1.7."""
-    monkeypatch.setattr("paged_kv.forms.version", lambda name: "1.7.6")
-    with pytest.raises(ToolchainError, match=r"llguidance 1.9 or later, and 1.7.6 is installed"):
+    """Its 1.7 is what vLLM's build for CPUs wants."""
+    monkeypatch.setattr("paged_kv.forms.version", lambda _: "1.7.6")
+    with pytest.raises(ToolchainError, match=r"llguidance 1\.9 or later, and 1\.7\.6 is installed"):
         Forms(tokenizer._tokenizer)
 
 

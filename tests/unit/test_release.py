@@ -144,7 +144,7 @@ def test_the_archives_have_what_they_need(builds):
     assert {f"paged_kv/{name}" for name in mojo} <= installed
     assert {
         *("paged_kv/py.typed", "paged_kv/commands/inspect.html"),
-        *("paged_kv/runtime/explain_kernels.mojo", "paged_kv/runtime/native.mojo"),
+        *("paged_kv/runtime/explain_kernels.mojo", "paged_kv/runtime/library.mojo"),
         *("paged_kv/bench/bandwidth_op/ops.mojo", "paged_kv/mojo_ops/README.md"),
         *(f"paged_kv/engine/demo_model/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")),
         *(f"paged_kv-{VERSION}.dist-info/{name}" for name in ("licenses/LICENSE", "METADATA", "entry_points.txt")),

@@ -17,12 +17,6 @@ from paged_kv.transformers.batching import on_blocks
 from support.interrupts import interrupted
 
 
-@pytest.fixture(autouse=True)
-def _a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed, so none is built."""
-    monkeypatch.setattr(linear, "native_library", lambda *_: object())
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     config = LlamaConfig(

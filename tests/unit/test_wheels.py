@@ -6,13 +6,13 @@ import hashlib
 import json
 import lzma
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from paged_kv.build_kernels import graph_families
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.installed import SUFFIX
 from paged_kv.runtime.kernel_build import KernelFile, _write_index
 from paged_kv.runtime.store import seal
 from paged_kv.versions import PINNED, VERSION
@@ -73,7 +73,7 @@ def test_a_wheel_with_kernels(wheels, kernels, tmp_path):
     assert set(PURE) < set(written)
     for target in ("haswell", "znver5"):
         for family in FAMILIES:
-            name = f"{target}/{family}.graph.xz"
+            name = f"{target}/{path_of(family).name}"
             assert written[f"paged_kv/kernels/{name}"] == (kernels / name).read_bytes()
         assert written[f"paged_kv/kernels/{target}/index.json"] == (kernels / target / "index.json").read_bytes()
     assert written["paged_kv-1.dist-info/WHEEL"].decode().splitlines() == [
@@ -123,17 +123,25 @@ def test_provenance_says_what_the_kernels_are_made_of(wheels, kernels, monkeypat
 @pytest.mark.parametrize(
     ("family", "damage", "said"),
     [
-        ("merges", lambda path: path.unlink(), "is missing, damaged or of other sources"),
+        ("merge_float32", lambda path: path.unlink(), "is missing, damaged or of other sources"),
         ("demo_step", lambda path: path.unlink(), "is missing, damaged or of other sources"),
-        ("merges", lambda path: path.write_bytes(path.read_bytes()[:-1]), "is missing, damaged or of other sources"),
-        ("merges", lambda path: seal_of_others(path), "is missing, damaged or of other sources"),
-        ("merges", lambda path: rewrite(path), "is not the file of"),
+        (
+            "merge_float32",
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            "is missing, damaged or of other sources",
+        ),
+        ("merge_float32", lambda path: seal_of_others(path), "is missing, damaged or of other sources"),
+        ("merge_float32", lambda path: rewrite(path), "is not the file of"),
     ],
 )
 def test_kernels_that_are_not_whole_make_no_wheel(wheels, kernels, family, damage, said):
-    damage(kernels / "znver5" / f"{family}.graph.xz")
+    damage(kernels / "znver5" / path_of(family).name)
     with pytest.raises(SystemExit, match=said):
         wheels.read_kernels(kernels, SOURCES)
+
+
+def path_of(family):
+    return KernelFile(Path(), "", family, FAMILIES[family]).path
 
 
 def seal_of_others(path):
@@ -143,7 +151,7 @@ def seal_of_others(path):
 
 def rewrite(path):
     """As another build leaves it: whole, but not what the index lists."""
-    name = path.name.removesuffix(SUFFIX)
+    name = path.name.partition(".")[0]
     piece = KernelFile(path.parents[1], path.parent.name, name, FAMILIES[name])
     path.write_bytes(lzma.compress(b"another build"))
     seal(path, list(piece.digests(SOURCES).values()))

@@ -8,7 +8,7 @@ from ...cache.paged_kv_cache import PagedKVCache
 from ...cache.pointers import untracked
 from ...isa.line_counter import LineCounter
 from ...isa.amx import tile_release
-from ...isa.threads import run_tasks
+from ...isa.threads import Workers, run_tasks
 from ..logits import Logits
 from ..params import AttentionRows
 from .amx.layout import AmxBuffers
@@ -28,7 +28,7 @@ from .workspace import HeadLayout, SegmentWorkspace
 
 def attend_on_cpu[
     dtype: DType, //, *, latent: Bool = False, rotates: Bool = False
-](rows: AttentionRows[dtype, ...], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Int):
+](rows: AttentionRows[dtype, ...], k: PagedKVCache, v: type_of(k), logits: Logits, workers: Workers):
     """Computes o `[R, Hq, Dv]` and lse `[R, Hq]` of every row of a call on up to `workers` threads.
 
     The formula is in `../README.md`. The rows were checked (`check_rows`). The result does not depend on `workers`.
@@ -58,7 +58,7 @@ def attend_on_cpu[
     var max_stride = AmxBuffers.query_stride(plan.max_rows * heads.group)
     var max_queries = heads.kv_heads * max_stride
     var max_prefill_queries = plan.max_prefill_rows * heads.group
-    var tasks = plan.num_tasks(heads.group, heads.kv_heads, heads.padded_dim, workers)
+    var tasks = plan.num_tasks(heads.group, heads.kv_heads, heads.padded_dim, workers.count)
     var split_results = SplitResults(
         plan.num_split_results, tasks, max(max_queries, padded_queries(max_prefill_queries)), heads.padded_value
     )
@@ -172,7 +172,7 @@ def attend_on_cpu[
         comptime if amx_serves(dtype, kv_dtype):
             tile_release()
 
-    run_tasks(task, tasks, tasks)
+    run_tasks(task, tasks, workers.at_most(tasks))
     _ = split_results^
     _ = rotary_tables^
     _ = plan^

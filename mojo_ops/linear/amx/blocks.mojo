@@ -25,7 +25,7 @@ from ...isa.amx_tiles import (
     zero_sums,
 )
 from ...isa.memory import Bf16Pointer, FloatPointer, align_to_line
-from ...isa.threads import run_tasks
+from ...isa.threads import Workers, run_tasks
 from .operands import AmxLinear, LINE_ELEMENTS, copy_rows, pack_columns
 from .stream import MAX_STREAM_ROWS, stream_weights
 
@@ -41,7 +41,7 @@ sets."""
 
 
 @no_inline
-def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k: Int, workers: Int):
+def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k: Int, workers: Workers):
     """Computes `y = x w^T` on up to `workers` threads: y `[m, n]`, x `[m, k]`, w `[n, k]`."""
     var steps = ceildiv(k, AMX_TILE_K)
     var columns = min(m, AMX_TILE_ROWS)
@@ -76,7 +76,7 @@ def linear_amx(y: Bf16Pointer, x: Bf16Pointer, w: Bf16Pointer, m: Int, n: Int, k
             stream_weights(call, workers)
             break
         var blocks = ceildiv(n, 2 * AMX_TILE_ROWS)
-        var tasks = min(blocks, max(1, workers))
+        var tasks = min(blocks, max(1, workers.count))
 
         def compute(index: Int) {var call, var blocks, var tasks}:
             var begin = index * blocks // tasks * 2 * AMX_TILE_ROWS

@@ -17,7 +17,7 @@ from ...isa.amx_tiles import AMX_ROW_BYTES, AMX_TILE_K, AMX_TILE_ROWS
 from ...isa.line_counter import LineCounter
 from ...isa.memory import Bf16Pointer, FloatPointer
 from ...isa.transpose import transpose_16x16
-from ...isa.threads import run_tasks
+from ...isa.threads import Workers, run_tasks
 from .operands import AmxLinear, copy_rows
 
 comptime MAX_STREAM_ROWS = 64
@@ -32,7 +32,7 @@ comptime TMM_X = 6
 """The first of two tile registers of x, used in turn."""
 
 
-def stream_weights(call: AmxLinear, workers: Int):
+def stream_weights(call: AmxLinear, workers: Workers):
     """Computes y for 1 to `MAX_STREAM_ROWS` rows of x."""
     if call.panels == 1:
         WeightStream[8, 1].start(call, workers)
@@ -60,10 +60,12 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
     """Prefetch distance in steps of K: 2 or 4 KB of each stream."""
 
     @staticmethod
-    def start(call: AmxLinear, workers: Int):
+    def start(call: AmxLinear, workers: Workers):
         """Computes y on all workers. Where w is small, sections are shorter, so that every worker has some."""
         var depth = STREAM_DEPTH
-        while depth > 1 and (depth * call.k * 2 > SECTION_STREAM_BYTES or depth * Self.streams * workers * 4 > call.n):
+        while depth > 1 and (
+            depth * call.k * 2 > SECTION_STREAM_BYTES or depth * Self.streams * workers.count * 4 > call.n
+        ):
             depth //= 2
         var taken = LineCounter()
         var shared = Self(call, depth, taken.at())
@@ -71,7 +73,7 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
         def task(index: Int) {var shared}:
             shared.run()
 
-        run_tasks(task, max(1, min(shared.sections(), workers)), workers)
+        run_tasks(task, max(1, min(shared.sections(), workers.count)), workers)
         _ = taken^
 
     def sections(self) -> Int:

@@ -6,7 +6,7 @@ from std.sys import llvm_intrinsic
 
 from ...isa.convert import FloatVector, LANES
 from ...isa.int8_dot import IntVector
-from ...isa.threads import run_tasks
+from ...isa.threads import Workers, run_tasks
 from .tile import BytePointer, TILE_ELEMENTS
 
 comptime RECORD_BYTES = 448
@@ -120,7 +120,7 @@ def round_rows[
     k: Int,
     batches: Pointer[RoundedRows, MutUntrackedOrigin],
     rows: Int,
-    workers: Int,
+    workers: Workers,
 ):
     """Makes the records of all batches on up to `workers` threads.
 
@@ -138,7 +138,7 @@ def round_rows[
     """
     var columns = ceildiv(k, TILE_ELEMENTS)
     # A block takes 100 ns: a task takes longer than a thread takes to begin.
-    var tasks = max(1, min(workers, rows * columns // 256))
+    var tasks = max(1, min(workers.count, rows * columns // 256))
 
     def task(index: Int) {var x, var share, var k, var batches, var rows, var columns, var tasks}:
         var batch = 0
@@ -157,4 +157,4 @@ def round_rows[
                     own.records.unsafe_offset((column * own.m + row - first) * RECORD_BYTES),
                 )
 
-    run_tasks(task, tasks, min(workers, tasks))
+    run_tasks(task, tasks, workers.at_most(tasks))

@@ -13,7 +13,7 @@ from ...isa.convert import FloatVector, narrow
 from ...isa.int8_dot import DOT_ROWS
 from ...isa.line_counter import LineCounter
 from ...isa.memory import CACHE_LINE_BYTES, align_to_line
-from ...isa.threads import run_tasks
+from ...isa.threads import Workers, run_tasks
 from ..experts import Grouping
 from .activations import RECORD_BYTES, RoundedRows, round_rows
 from .amx import TURN_BYTES, configure_group_tiles
@@ -73,27 +73,6 @@ struct Product[dtype: DType](TrivialRegisterPassable):
 
 
 def linear_quantised[
-    dtype: DType, count: Int, //, mask: Int
-](
-    members: Array[QuantisedMember[dtype], count],
-    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
-    m: Int,
-    k: Int,
-    workers: Int,
-):
-    """Computes every member's `y = x w^T` on up to `workers` threads: x `[m, k]`.
-
-    Parameters:
-        dtype: Of x and y.
-        count: Of the members.
-        mask: The bits of the encodings that members may have.
-    """
-    linear_members[mask](untracked(Pointer(to=members[0]).unsafe_mut_cast[True]()), count, x, m, k, workers)
-    _ = members
-
-
-@no_inline
-def linear_members[
     dtype: DType, //, mask: Int
 ](
     members: Pointer[QuantisedMember[dtype], MutUntrackedOrigin],
@@ -101,9 +80,14 @@ def linear_members[
     x: Pointer[Scalar[dtype], MutUntrackedOrigin],
     m: Int,
     k: Int,
-    workers: Int,
+    workers: Workers,
 ):
-    """As `linear_quantised`."""
+    """Computes the `y = x w^T` of `count` members on up to `workers` threads: x `[m, k]`.
+
+    Parameters:
+        dtype: Of x and y.
+        mask: The bits of the encodings that members may have.
+    """
     var most = min(m, ROUNDED_ROWS)
     var records = Records[mask](most, k)
     var order = List[Int](capacity=most)
@@ -127,54 +111,6 @@ def linear_members[
 
 
 def linear_quantised_experts[
-    dtype: DType, count: Int, //, mask: Int
-](
-    members: Array[QuantisedMember[dtype], count],
-    x: Pointer[Scalar[dtype], MutUntrackedOrigin],
-    experts: RowPointer,
-    rows: Int,
-    m: Int,
-    expert_count: Int,
-    k: Int,
-    workers: Int,
-):
-    """Computes every member's `y[r] = x[r // (rows / m)] w[experts[r]]^T`; 0 where the expert is -1.
-
-    The sections of all experts with rows are one list for the threads: each expert's blocks are read once for up to
-    `ROUNDED_ROWS` of its rows, and others not at all.
-
-    Parameters:
-        dtype: Of x and y.
-        count: Of the members.
-        mask: The bits of the encodings that members may have.
-
-    Args:
-        members: Of each y `[rows, n]`, w `[expert_count, n, row_bytes]`.
-        x: `[m, k]`.
-        experts: `[rows]`, checked.
-        rows: Rows of y.
-        m: Rows of x, a divisor of `rows`.
-        expert_count: Experts.
-        k: Columns of x.
-        workers: Threads; the result does not depend on them.
-    """
-    if rows > 0:
-        expert_members[mask](
-            untracked(Pointer(to=members[0]).unsafe_mut_cast[True]()),
-            count,
-            x,
-            experts,
-            rows,
-            m,
-            expert_count,
-            k,
-            workers,
-        )
-    _ = members
-
-
-@no_inline
-def expert_members[
     dtype: DType, //, mask: Int
 ](
     members: Pointer[QuantisedMember[dtype], MutUntrackedOrigin],
@@ -185,9 +121,30 @@ def expert_members[
     m: Int,
     expert_count: Int,
     k: Int,
-    workers: Int,
+    workers: Workers,
 ):
-    """As `linear_quantised_experts`."""
+    """Computes every member's `y[r] = x[r // (rows / m)] w[experts[r]]^T`; 0 where the expert is -1.
+
+    The sections of all experts with rows are one list for the threads: each expert's blocks are read once for up to
+    `ROUNDED_ROWS` of its rows, and others not at all.
+
+    Parameters:
+        dtype: Of x and y.
+        mask: The bits of the encodings that members may have.
+
+    Args:
+        members: Of each y `[rows, n]`, w `[expert_count, n, row_bytes]`.
+        count: Of the members.
+        x: `[m, k]`.
+        experts: `[rows]`, checked.
+        rows: Rows of y.
+        m: Rows of x, a divisor of `rows`.
+        expert_count: Experts.
+        k: Columns of x.
+        workers: Threads; the result does not depend on them.
+    """
+    if rows == 0:
+        return
     var grouping = Grouping(experts, rows, expert_count)
     var order = untracked(grouping.order.unsafe_ptr())
     var used = grouping.starts[expert_count]
@@ -265,7 +222,7 @@ struct Records[mask: Int](Movable):
         order: Pointer[Int, MutUntrackedOrigin],
         batches: List[Batch],
         rows: Int,
-        workers: Int,
+        workers: Workers,
     ) -> Rounded:
         """Rounds `rows` rows of all batches of `order`; the arguments are those of `round_rows`."""
         var rounded = Rounded()
@@ -291,7 +248,7 @@ struct Records[mask: Int](Movable):
         return found^
 
 
-def multiply_products[dtype: DType, //, mask: Int](products: List[Product[dtype]], columns: Int, workers: Int):
+def multiply_products[dtype: DType, //, mask: Int](products: List[Product[dtype]], columns: Int, workers: Workers):
     """Computes every product. The next idle thread takes the next section of rows of w of any of them."""
     var n = 0
     var most = 0
@@ -301,7 +258,7 @@ def multiply_products[dtype: DType, //, mask: Int](products: List[Product[dtype]
     var depth = DOT_ROWS
     if most > FEW_ROWS:
         depth *= SECTION_TILES
-        while depth > DOT_ROWS and depth * workers * 4 > n:
+        while depth > DOT_ROWS and depth * workers.count * 4 > n:
             depth //= 2
     var sections = 0
     for product in products:
@@ -441,7 +398,7 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
     var amx: Bool
     """Whether threads are to use AMX."""
 
-    def run(self, workers: Int):
+    def run(self, workers: Workers):
         var counter = LineCounter()
         var taken = counter.at()
 
@@ -466,7 +423,7 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
                     tile_release()
             _ = memory^
 
-        run_tasks(task, max(1, min(self.sections, workers)), workers)
+        run_tasks(task, max(1, min(self.sections, workers.count)), workers)
         _ = counter^
 
     @always_inline

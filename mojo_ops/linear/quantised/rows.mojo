@@ -6,7 +6,7 @@ from std.memory import bitcast, unsafe_memcpy, unsafe_memset_zero
 from ...cache.pointers import RowPointer, untracked
 from ...isa.int8_dot import DOT_ROWS
 from ...isa.memory import CACHE_LINE_BYTES, FloatPointer, align_to_line
-from ...isa.threads import for_rows
+from ...isa.threads import Workers, for_rows
 from .encodings import Encoding
 from .tile import BytePointer, MAX_BLOCK_BYTES, RAW_BYTES, Raw, STEPS, TILE_BYTES, TILE_ELEMENTS, Tile
 
@@ -25,7 +25,7 @@ struct QuantisedRows(TrivialRegisterPassable):
     var row_bytes: Int
 
     @no_inline
-    def unpack[E: Encoding](self, workers: Int):
+    def unpack[E: Encoding](self, workers: Workers):
         """Computes them on up to `workers` threads. The rows were checked."""
         var columns = ceildiv(self.k, TILE_ELEMENTS)
 

@@ -6,13 +6,12 @@ import math
 from typing import Any
 
 import numpy as np
-from max.driver import Buffer
 
 from paged_kv.arguments import shown
 from paged_kv.arrays.dtypes import RAW
-from paged_kv.arrays.host import HOST, to_buffer
+from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_apart, check_no_overlap_in
-from paged_kv.arrays.types import ArrayDevice
+from paged_kv.arrays.types import ArrayDevice, Operand
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 
@@ -133,7 +132,7 @@ def check_storage(device: ArrayDevice, view: Any, name: str, ndim: int, *, writa
         check_no_overlap_in(device, name, view)
 
 
-def cache_operands(k_view: Any, v_view: Any, device: ArrayDevice = HOST) -> tuple[Buffer, Buffer, Buffer]:
+def cache_operands(k_view: Any, v_view: Any, device: ArrayDevice = HOST) -> tuple[Operand, Operand, np.ndarray]:
     """Flat storage of K and of V on the device, and the numbers of `view` (`mojo_ops/ops.mojo`) on the host: 12, and
     V's head_dim where it is not K's.
 
@@ -148,4 +147,4 @@ def cache_operands(k_view: Any, v_view: Any, device: ArrayDevice = HOST) -> tupl
         numbers += [0, *strides[:3]]
     if v_view.shape[3] != k_view.shape[3]:
         numbers.append(v_view.shape[3])
-    return flat[0], flat[1], to_buffer(np.array(numbers, np.int64))
+    return flat[0], flat[1], np.array(numbers, np.int64)

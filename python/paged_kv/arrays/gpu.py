@@ -140,9 +140,10 @@ class TorchArrays:
         return to_max(view.as_strided((extent,), (1,), view.storage_offset()), self.device)
 
     def buffer(self, view: Any) -> Buffer:
-        return self.upload(to_buffer(view)) if isinstance(view, np.ndarray) else to_max(view, self.device)
+        return self.upload(view) if isinstance(view, np.ndarray) else to_max(view, self.device)
 
-    def upload(self, buffer: Buffer) -> Buffer:
+    def upload(self, array: np.ndarray) -> Buffer:
+        buffer = to_buffer(array)
         return buffer if self.device.is_host else copied_to(buffer, self.device)
 
     def ordered(self) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from max.driver import Buffer
 from max.dtype import DType
 
 from paged_kv.arrays.dtypes import DTYPES, EXTENDED, FROM_MAX, RAW, SUPPORTED
-from paged_kv.arrays.types import Shape
+from paged_kv.arrays.types import HostMemory, Shape
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
 
 _INT32 = np.dtype(np.int32)
@@ -193,24 +193,20 @@ class HostArrays:
     def new(self, shape: Shape, dtype: np.dtype[Any], kind: str) -> Any:
         return like(sample_array(kind), np.zeros(tuple(shape), dtype))
 
-    def flat(self, view: np.ndarray, extent: int) -> Buffer:
-        raw = view.view(RAW.get(view.dtype, view.dtype))  # as_strided does not know float8_e5m2
-        if raw.flags.c_contiguous and raw.size == extent:
-            return to_buffer(raw.reshape(-1).view(view.dtype))
-        elements = np.lib.stride_tricks.as_strided(raw, (extent,), (view.itemsize,))
-        return to_buffer(elements.view(view.dtype))
+    def flat(self, view: np.ndarray, extent: int) -> HostMemory:
+        return HostMemory(view.ctypes.data, extent, view)
 
-    def buffer(self, view: np.ndarray) -> Buffer:
-        return to_buffer(view)
+    def buffer(self, view: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(view)
 
-    def upload(self, buffer: Buffer) -> Buffer:
-        return buffer
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        return array
 
     def ordered(self) -> AbstractContextManager[None]:
         return _AT_ONCE
 
-    def take(self, buffer: Buffer) -> np.ndarray:
-        return to_numpy(buffer)
+    def take(self, result: np.ndarray) -> np.ndarray:
+        return result
 
     def like(self, array: Any, view: np.ndarray) -> Any:
         return like(array, view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -49,6 +50,19 @@ DTypeLike: TypeAlias = npt.DTypeLike | DType | TorchDType
 
 
 Shape: TypeAlias = Sequence[int]
+
+Operand: TypeAlias = "np.ndarray | HostMemory | Buffer"
+"""What a kernel gets: on the host an array or its memory, on a GPU a buffer of MAX's."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Elements side by side in the host's memory."""
+
+    address: int
+    size: int
+    owner: Any
+    """Keeps the memory."""
 
 
 class ArrayDevice(Protocol):
@@ -111,19 +125,19 @@ class ArrayDevice(Protocol):
     def new(self, shape: Shape, dtype: np.dtype[Any], kind: str, /) -> Any:
         """A fresh array of zeros of the library `kind`, one of `kinds`."""
 
-    def flat(self, view: Any, extent: int) -> Buffer:
-        """The `extent` elements from a view's first one on, as a flat buffer over the same memory."""
+    def flat(self, view: Any, extent: int) -> Operand:
+        """The `extent` elements from a view's first one on, over the same memory."""
 
-    def buffer(self, view: Any) -> Buffer:
-        """A buffer over the memory of a contiguous view, or a host array's contents; call it inside `ordered`."""
+    def buffer(self, view: Any) -> Operand:
+        """The memory of a contiguous view, or a host array's contents; call it inside `ordered`."""
 
-    def upload(self, buffer: Buffer) -> Buffer:
-        """A host buffer's contents on this device; the host buffer has to live until they are used."""
+    def upload(self, array: np.ndarray) -> Operand:
+        """A host array's contents on this device; the array has to live until they are used."""
 
     def ordered(self) -> AbstractContextManager[None]:
         """Work that is enqueued inside follows what is enqueued before, and precedes what comes after."""
 
-    def take(self, buffer: Buffer) -> Any:
+    def take(self, result: Any) -> Any:
         """A view of a result's memory."""
 
     def like(self, array: Any, view: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
-from paged_kv.arrays.host import as_numpy, to_buffer, to_numpy
+from paged_kv.arrays.host import as_numpy
 from paged_kv.bench.case_kinds import Case, LatentCase
 from paged_kv.bench.ours import Ours, page_table
 from paged_kv.bench.peers.base import Peer, repeat, torch_view
@@ -33,11 +33,11 @@ class OursLatent(Ours):
         self.memory = slots
         lengths = np.full(case.batch, case.length, np.int32)
         rows = [
-            to_buffer(np.ascontiguousarray(array))
+            np.ascontiguousarray(array)
             for array in (problem.q[..., : case.ckv], problem.q[..., case.ckv :], np.arange(case.batch, dtype=np.int32))
         ]
-        rows.append(to_buffer(lengths))
-        options = [to_buffer(np.zeros(0, np.float32)), to_buffer(LatentOptions(LATENT_SCALE).numbers())]
+        rows.append(lengths)
+        options = [np.zeros(0, np.float32), LatentOptions(LATENT_SCALE).numbers()]
         rng = np.random.default_rng(1)
         self._inputs = []
         for cache in slots:
@@ -45,13 +45,13 @@ class OursLatent(Ours):
             bits(cache)[table.reshape(-1)] = bits(problem.tokens).reshape(cache.shape)
             kpe, ckv = cache[:, :, None, case.ckv :], cache[:, :, None, : case.ckv]
             k, v, view = cache_operands(kpe, ckv)
-            self._inputs.append([*rows, k, v, to_buffer(table), view, *options])
+            self._inputs.append([*rows, k, v, table, view, *options])
 
     def run(self, i: int) -> None:
         self._o = self._runtime.execute(self._variant, *self._inputs[i % len(self._inputs)])[0]
 
     def output(self) -> Array:
-        return to_numpy(self._o)
+        return self._o
 
 
 class _TorchLatent(Peer):

@@ -1,4 +1,4 @@
-"""This package on each kind of case, as a user's graph runs it: compiled models on operands prepared before."""
+"""This package on each kind of case, on operands prepared before."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import time
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from max.driver import Buffer
 from max.dtype import DType
-from max.engine import Model
-from max.graph import DeviceRef, Graph, Module, TensorType
 
 from paged_kv import reference
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.bench.case_kinds import Case, ExpertCase, LinearCase, QuantisedCase
+from paged_kv.bench.case_kinds import Case, ExpertCase, QuantisedCase
 from paged_kv.bench.peers.base import Peer, repeat
 from paged_kv.bench.problems import (
     AppendProblem,
@@ -31,11 +29,9 @@ from paged_kv.bench.problems import (
     numbers,
 )
 from paged_kv.graphs import ops
-from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear
+from paged_kv.graphs.quantised import ENCODINGS
 from paged_kv.options import CODE_DTYPES, AttentionOptions, stored_dtype, stored_head
-from paged_kv.runtime.artefacts import load_graphs
-from paged_kv.runtime.compile_key import CompileKey
-from paged_kv.runtime.first_execution import execute
+from paged_kv.runtime.host_calls import Weight, multiply
 from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
 
@@ -96,23 +92,23 @@ class OursAttention(Ours):
         page = (case.page_size, *problem.k.shape[1:])
         blocks, views = pool(case.layout, copies, sum(owned), page, problem.k.dtype)
         self.memory = blocks
-        none = to_buffer(np.zeros(0, np.float32))
-        rows = [to_buffer(array) for array in (problem.q, problem.row_batch, problem.row_lengths)]
+        none = np.zeros(0, np.float32)
+        rows = [problem.q, problem.row_batch, problem.row_lengths]
         numbers = AttentionOptions(rope_theta=case.rope_theta).numbers(case.head_dim)
-        options = [none, none, to_buffer(np.array(-1, np.int32)), to_buffer(numbers)]
+        options = [none, none, np.array(-1, np.int32), numbers]
         rng = np.random.default_rng(1)
-        self._inputs: list[list[Buffer]] = []
+        self._inputs: list[list[Any]] = []
         for k_view, v_view in views:
             table = page_table(owned, rng)
             fill_pages(problem, table, k_view, v_view)
             k, v, view = cache_operands(k_view, v_view)
-            self._inputs.append([*rows, k, v, to_buffer(table), view, *options])
+            self._inputs.append([*rows, k, v, table, view, *options])
 
     def overhead(self, repeats: int = 200) -> list[float]:
         """Seconds of executions of the same graph for one row of one token: what the times hold besides the kernel."""
         q, _, _, *rest = self._inputs[0]
-        one = [to_buffer(np.array([value], np.int32)) for value in (0, 1)]
-        first = to_buffer(np.ascontiguousarray(to_numpy(q)[:1]))
+        one = [np.array([value], np.int32) for value in (0, 1)]
+        first = np.ascontiguousarray(q[:1])
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
@@ -123,15 +119,14 @@ class OursAttention(Ours):
     def recompiled(self) -> OursAttention:
         """The same operands, with kernels from where `ops.kernels` is now."""
         other = copy(self)
-        other._runtime = Runtime()
-        other._runtime.load([self._variant])
+        other._runtime = Runtime(ops.kernels())
         return other
 
     def run(self, i: int) -> None:
         self._o = self._runtime.execute(self._variant, *self._inputs[i % len(self._inputs)])[0]
 
     def output(self) -> Array:
-        return to_numpy(self._o)
+        return self._o
 
 
 class OursBfloat16(OursAttention):
@@ -164,17 +159,17 @@ class OursOneToken(OursAttention):
         self._shape = problem.q.shape
         rows = (problem.q, problem.row_batch, problem.row_lengths)
         new = problem.case.new_tokens
-        self._steps = [[to_buffer(np.ascontiguousarray(array[i::new])) for array in rows] for i in range(new)]
+        self._steps = [[np.ascontiguousarray(array[i::new]) for array in rows] for i in range(new)]
 
     def run(self, i: int) -> None:
         self._attend(self._steps[-1], i)
 
-    def _attend(self, rows: list[Buffer], i: int) -> Buffer:
+    def _attend(self, rows: list[Array], i: int) -> Array:
         return self._runtime.execute(self._variant, *rows, *self._inputs[i % len(self._inputs)][3:])[0]
 
     def output(self) -> Array:
         """Of all rows, in a call for each new token."""
-        steps = [to_numpy(self._attend(rows, 0)) for rows in self._steps]
+        steps = [self._attend(rows, 0) for rows in self._steps]
         return np.stack(steps, axis=1).reshape(self._shape)
 
 
@@ -210,14 +205,13 @@ class OursAppend(Ours):
         self._problem, self._table = problem, page_table(owned, np.random.default_rng(1))
         # The new tokens rotate as well, or they would stay in the cache.
         new = [repeat(bits(array), copies) for array in (problem.k, problem.v)]
-        at = [to_buffer(problem.batch_indices), to_buffer(problem.positions)]
-        table = to_buffer(self._table)
-        self._inputs: list[list[Buffer]] = []
+        at = [problem.batch_indices, problem.positions]
+        self._inputs: list[list[Any]] = []
         for k, v, views in zip(*new, self._views, strict=True):
             k_view, v_view = views if codes else (bits(array) for array in views)
             k_blocks, v_blocks, view = cache_operands(k_view, v_view)
-            rows = [to_buffer(row.view(problem.k.dtype) if codes else row) for row in (k, v)]
-            self._inputs.append([*rows, *at, k_blocks, v_blocks, table, view])
+            rows = [row.view(problem.k.dtype) if codes else row for row in (k, v)]
+            self._inputs.append([*rows, *at, k_blocks, v_blocks, self._table, view])
 
     def run(self, i: int) -> None:
         self._latest = i % len(self._inputs)
@@ -246,74 +240,49 @@ class OursBfloat16Append(OursAppend):
 
 
 class OursLinear(Ours):
+    _sources: Path | None = None
+
     def prepare(self, problem: LinearProblem, copies: int) -> None:
-        self._case = problem.case
-        self._model = linear_model(problem.case)
-        weights = repeat(problem.w, copies)
-        self.memory = weights
-        self._x, self._weights = to_buffer(problem.x), [to_buffer(w) for w in weights]
+        self._kind = "linear"
+        self._encoding = self._mask = 0
+        if isinstance(problem.case, QuantisedCase):
+            self._encoding, self._kind = ENCODINGS.index(problem.case.encoding), "quantised_linear"
+            self._mask = 1 << self._encoding
+        self.memory = repeat(problem.w, copies)
+        self._x, self._weights = problem.x, [[Weight(w, self._encoding)] for w in self.memory]
 
     def recompiled(self) -> OursLinear:
         """The same operands, with kernels from where `ops.kernels` is now."""
         other = copy(self)
-        other._model = linear_model(self._case)
+        other._sources = ops.kernels()
         return other
 
     def run(self, i: int) -> None:
-        self._y = execute(self._model.execute, self._x, self._weights[i % len(self._weights)])[0]
+        w = self._weights[i % len(self._weights)]
+        (self._y,) = multiply(self._kind, self._x, w, mask=self._mask, sources=self._sources)
 
     def output(self) -> Array:
-        return to_numpy(self._y)
-
-
-def linear_model(case: LinearCase) -> Model:
-    """A graph of one linear layer whose weights are an argument."""
-    if isinstance(case, QuantisedCase):
-        return quantised_model(case)
-    dtype, cpu = DType[case.dtype], DeviceRef.CPU()
-
-    def build(module: Module, names: Any) -> None:
-        types = [TensorType(dtype, ["M", case.inner], cpu), TensorType(dtype, [case.outer, case.inner], cpu)]
-        for name in names:
-            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-                graph.output(ops.linear(*(value.tensor for value in graph.inputs)))
-
-    key = CompileKey(f"benchmark linear {case.dtype} {case.outer} {case.inner}")
-    return load_graphs(default_runtime().session, {"linear": key}, build)["linear"]
-
-
-def quantised_model(case: QuantisedCase) -> Model:
-    """The same with weights in GGUF's blocks."""
-    cpu = DeviceRef.CPU()
-
-    def build(module: Module, names: Any) -> None:
-        w = TensorType(DType.uint8, [case.outer, case.row_bytes], cpu)
-        types = [TensorType(DType[case.dtype], ["M", case.inner], cpu), w]
-        for name in names:
-            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-                x, blocks = (value.tensor for value in graph.inputs)
-                graph.output(*quantised_linear(x, QuantisedWeight(blocks, case.encoding)))
-
-    key = CompileKey(f"benchmark linear {case.encoding} {case.dtype} {case.outer} {case.inner}")
-    return load_graphs(default_runtime().session, {"linear": key}, build)["linear"]
+        return self._y
 
 
 class OursExperts(Ours):
     def prepare(self, problem: ExpertProblem, copies: int) -> None:
         case = problem.case
-        self._model = expert_model(case)
         self.memory = repeat(problem.w, copies)
-        self._x, self._stacks = to_buffer(problem.x), [to_buffer(w) for w in self.memory]
-        self._experts = [to_buffer(problem.experts(run)) for run in range(case.experts // case.chosen)]
+        encoding = 0 if case.encoding is None else ENCODINGS.index(case.encoding)
+        self._mask = 0 if case.encoding is None else 1 << encoding
+        self._x, self._stacks = problem.x, [[Weight(w, encoding)] for w in self.memory]
+        self._experts = [problem.experts(run).reshape(-1) for run in range(case.experts // case.chosen)]
 
     def run(self, i: int) -> None:
         turn, chosen = divmod(i, len(self._experts))
         w = self._stacks[turn % len(self._stacks)]
-        self._y = execute(self._model.execute, self._x, self._experts[chosen], w)[0]
+        kind = "quantised_experts" if self._mask else "experts"
+        (self._y,) = multiply(kind, self._x, w, self._experts[chosen], mask=self._mask)
 
     def output(self) -> Array:
         self.run(0)
-        return to_numpy(self._y)
+        return self._y
 
 
 class OursBfloat16Experts(OursExperts):
@@ -331,26 +300,6 @@ class OursBfloat16Experts(OursExperts):
 
     def error(self, problem: Any) -> float:  # noqa: ARG002
         return self._other.error(self.output())
-
-
-def expert_model(case: ExpertCase) -> Model:
-    """A graph of one layer of experts whose weights are an argument."""
-    dtype, cpu = DType[case.dtype], DeviceRef.CPU()
-
-    def build(module: Module, names: Any) -> None:
-        shape = [case.experts, case.outer, case.row_bytes if case.encoding else case.inner]
-        types = [TensorType(dtype, ["T", case.inner], cpu), TensorType(DType.int32, ["T", case.chosen], cpu)]
-        types.append(TensorType(DType.uint8 if case.encoding else dtype, shape, cpu))
-        for name in names:
-            with Graph(name, input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
-                x, chosen, w = (value.tensor for value in graph.inputs)
-                if case.encoding is None:
-                    graph.output(ops.expert_linear(x, w, chosen))
-                else:
-                    graph.output(*quantised_expert_linear(x, chosen, QuantisedWeight(w, case.encoding)))
-
-    key = CompileKey(f"benchmark experts {case.encoding} {case.dtype} {case.experts} {case.outer} {case.inner}")
-    return load_graphs(default_runtime().session, {"experts": key}, build)["experts"]
 
 
 class OursStep(Ours):

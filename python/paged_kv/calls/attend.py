@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from max.driver import Buffer
 
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import (
@@ -24,9 +23,8 @@ from paged_kv.arrays.cache_storage import (
     overlapping_pages,
     paged_views,
 )
-from paged_kv.arrays.host import to_buffer
 from paged_kv.arrays.overlap import Named
-from paged_kv.arrays.types import ArrayDevice
+from paged_kv.arrays.types import ArrayDevice, Operand
 from paged_kv.calls.buffers import FixedBuffers
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
 from paged_kv.calls.results import NOT_WRITTEN, Results
@@ -39,7 +37,7 @@ from paged_kv.runtime.session import runtime_on
 Scales = tuple[float | None, float | None, float | None]
 """q_scale, k_scale, v_scale; None is 1."""
 
-Storage = tuple[Buffer, Buffer, Buffer]
+Storage = tuple[Operand, Operand, np.ndarray]
 """`cache_operands`."""
 
 _NUMBERS = (float, int, type(None))
@@ -65,12 +63,12 @@ class Attention:
         self._widened = None if plan.op_q_dtype == plan.q_dtype else plan.op_q_dtype
         self._narrowed = None if plan.op_o_dtype == plan.result_dtype else plan.result_dtype
         alibi = plan.pos_encoding_mode == "ALIBI"
-        self._slopes = to_buffer(alibi_slopes(plan.num_qo_heads) if alibi else np.zeros(0, np.float32))
-        self._no_sinks = to_buffer(np.zeros(0, np.float32))
-        self._head_of_v = to_buffer(np.zeros(plan.value_dim, np.int8))
-        self._constants: dict[ArrayDevice, tuple[Buffer, Buffer, Buffer]] = {}
+        self._slopes = alibi_slopes(plan.num_qo_heads) if alibi else np.zeros(0, np.float32)
+        self._no_sinks = np.zeros(0, np.float32)
+        self._head_of_v = np.zeros(plan.value_dim, np.int8)
+        self._constants: dict[ArrayDevice, tuple[Operand, Operand, Operand]] = {}
         self._window = _int32(plan.options.window_left)
-        self._last_window: tuple[Any, Buffer] = None, self._window
+        self._last_window: tuple[Any, np.ndarray] = None, self._window
         self._unscaled = self._pack(_NO_SCALES)
         self._last_numbers = _NO_SCALES, self._unscaled
         self._last_storage: tuple[tuple[Any, ...], Storage | None] = ((), None)
@@ -245,7 +243,7 @@ class Attention:
             found = device.astype(found, self._narrowed)
         return found, device.take(lse)
 
-    def _constants_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
+    def _constants_on(self, device: ArrayDevice) -> tuple[Operand, Operand, Operand]:
         """ALiBi's slopes, the empty sinks, and an array as long as a head of V, copied to a device once."""
         found = self._constants.get(device)
         if found is None:
@@ -264,7 +262,7 @@ class Attention:
             self._last_storage = key, storage
         return storage
 
-    def _numbers_of(self, scales: Scales) -> Buffer:
+    def _numbers_of(self, scales: Scales) -> np.ndarray:
         """`_pack`, kept for the next run with the same scales."""
         kept, numbers = self._last_numbers
         # Other types than these may compare as arrays do, or equal while they are refused (True).
@@ -273,7 +271,7 @@ class Attention:
             self._last_numbers = scales, numbers
         return numbers
 
-    def _window_of(self, window_left: int | None) -> Buffer:
+    def _window_of(self, window_left: int | None) -> np.ndarray:
         """The op's operand for the planned window, or for another one, which is kept for the next run."""
         if window_left is None:
             return self._window
@@ -283,14 +281,14 @@ class Attention:
             self._last_window = window_left, operand
         return operand
 
-    def _pack(self, scales: Scales) -> Buffer:
+    def _pack(self, scales: Scales) -> np.ndarray:
         """The op's five numbers, with a run's scales of q, k and v."""
         q_scale, k_scale, v_scale = (
             1.0 if scale is None else one_number(scale, name) for scale, name in zip(scales, _SCALES, strict=True)
         )
         theta = self.plan.options.rope_theta if self.plan.pos_encoding_mode == "ROPE_LLAMA" else None
         options = replace(self.plan.options, rope_theta=theta, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        return to_buffer(options.numbers(self.plan.head_dim))
+        return options.numbers(self.plan.head_dim)
 
 
 def token_views(device: ArrayDevice, kv: tuple[Any, Any], kv_layout: str, *, same_width: bool) -> tuple[Any, Any]:
@@ -329,8 +327,8 @@ def checked_sinks(device: ArrayDevice, sinks: Any, heads: int, name: str) -> Any
     return values
 
 
-def _int32(value: int) -> Buffer:
-    return to_buffer(np.array(value, np.int32))
+def _int32(value: int) -> np.ndarray:
+    return np.array(value, np.int32)
 
 
 _SCALES = ("q_scale", "k_scale", "v_scale")

@@ -14,12 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from max.driver import Buffer
 from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.dtypes import DTYPES, max_dtype
-from paged_kv.arrays.types import ArrayDevice, namespace
+from paged_kv.arrays.types import ArrayDevice, Operand, namespace
 from paged_kv.options import KVFormat, stored_elements
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
@@ -105,11 +104,11 @@ def prepare(device: ArrayDevice, rows: np.dtype[Any], cache: np.dtype[Any]) -> N
 def _execute(
     device: ArrayDevice,
     variant: Variant,
-    rows: Sequence[Buffer],
+    rows: Sequence[Operand],
     k_view: Any,
     v_view: Any,
-    table: Buffer,
-) -> list[Buffer]:
+    table: Operand,
+) -> list[Any]:
     """Runs an op over views of what it takes; call it inside `ordered`."""
     k_blocks, v_blocks, view = cache_operands(k_view, v_view, device)
     return runtime_on(device.index).execute(variant, *rows, k_blocks, v_blocks, table, view)

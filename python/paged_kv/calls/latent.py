@@ -17,7 +17,7 @@ from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import cache_operands, check_storage
 from paged_kv.arrays.dtypes import max_dtype
-from paged_kv.arrays.host import as_indices, to_buffer
+from paged_kv.arrays.host import as_indices
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.attend import checked_sinks
 from paged_kv.calls.block_tables import block_entries, lookup_table_of
@@ -206,7 +206,7 @@ class LatentAttention:
     def __init__(self, plan: LatentPlan) -> None:
         self.plan = plan
         self._variant = plan.variant()
-        self._no_sinks = to_buffer(np.zeros(0, np.float32))
+        self._no_sinks = np.zeros(0, np.float32)
 
     def __str__(self) -> str:
         return str(self.plan)
@@ -275,7 +275,7 @@ class LatentAttention:
                 lookup_table,
                 view,
                 device.upload(self._no_sinks) if sinks is None else device.buffer(sinks),
-                to_buffer(numbers),
+                numbers,
             )
         return device.take(o), device.take(lse)
 
@@ -283,9 +283,8 @@ class LatentAttention:
     def _storage(device: ArrayDevice, kpe: Any, ckv: Any) -> tuple[Any, Any, Any]:
         """The op's storage and 13 numbers: kpe is K there, and ckv V, of one head."""
         k_blocks, v_blocks, view = cache_operands(kpe[:, :, None], ckv[:, :, None], device)
-        numbers = view.to_numpy()
-        if len(numbers) == 12:
-            view = to_buffer(np.append(numbers, ckv.shape[-1]))
+        if len(view) == 12:
+            view = np.append(view, ckv.shape[-1])
         return k_blocks, v_blocks, view
 
     def _check_cache(self, device: ArrayDevice, ckv: Any, kpe: Any) -> None:

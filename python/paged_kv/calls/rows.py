@@ -13,10 +13,8 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from max.driver import Buffer
 
-from paged_kv.arrays.host import to_buffer
-from paged_kv.arrays.types import ArrayDevice
+from paged_kv.arrays.types import ArrayDevice, Operand
 from paged_kv.calls.page_table import MAX_ROWS, PageTable
 from paged_kv.errors import PageTableError, ShapeError
 
@@ -104,7 +102,7 @@ class Rows:
     """None: no row has one."""
     counted_as: str = "B"
     """What messages call R."""
-    _uploaded: dict[tuple[ArrayDevice, bool], tuple[Buffer, ...]] = field(default_factory=dict)
+    _uploaded: dict[tuple[ArrayDevice, bool], tuple[Operand, ...]] = field(default_factory=dict)
     _repeated: dict[int, Rows] = field(default_factory=dict)
 
     @staticmethod
@@ -165,18 +163,16 @@ class Rows:
         return self.masks is None and not offset and not (rows_matter and self.positions is not None)
 
     @cached_property
-    def addresses(self) -> bytes:
-        """Where row_batch, row_lengths and lookup_table lie on the host, with their sizes, for a library of kernels
-        (`runtime/native.mojo`): row_batch, row_lengths, R, lookup_table, B, max_pages, as 64-bit numbers.
-        """
+    def addresses(self) -> tuple[bytes, bytes]:
+        """Where row_batch and row_lengths lie on the host, and lookup_table with its shape."""
         entries = self.table.entries
         for array, dtype in ((self.batch, np.int32), (self.lengths, np.int32), (entries, np.uint32)):
             assert array.dtype == dtype
             assert array.flags.c_contiguous
-        at_batch, at_lengths, at_entries = (array.ctypes.data for array in (self.batch, self.lengths, entries))
-        return struct.pack("<6q", at_batch, at_lengths, self.count, at_entries, *entries.shape)
+        rows = struct.pack("<2q", self.batch.ctypes.data, self.lengths.ctypes.data)
+        return rows, struct.pack("<3q", entries.ctypes.data, *entries.shape)
 
-    def operands_on(self, device: ArrayDevice) -> tuple[Buffer, Buffer, Buffer]:
+    def operands_on(self, device: ArrayDevice) -> tuple[Operand, Operand, Operand]:
         """row_batch, row_lengths and lookup_table in a device's memory: copied there once, which waits for nothing."""
         found = self._uploaded.get((device, False))
         if found is None:
@@ -184,7 +180,7 @@ class Rows:
         row_batch, row_lengths, lookup_table = found
         return row_batch, row_lengths, lookup_table
 
-    def masked_operands_on(self, device: ArrayDevice) -> tuple[Buffer, ...]:
+    def masked_operands_on(self, device: ArrayDevice) -> tuple[Operand, ...]:
         """row_positions, token_offsets, mask, mask_starts and mask_firsts there; what is None has no entries."""
         found = self._uploaded.get((device, True))
         if found is None:
@@ -194,8 +190,8 @@ class Rows:
             found = self._upload(device, True, positions, offsets, masks.bits, masks.starts, masks.firsts)
         return found
 
-    def _upload(self, device: ArrayDevice, masked: bool, *arrays: np.ndarray) -> tuple[Buffer, ...]:
-        found = self._uploaded[device, masked] = tuple(device.upload(to_buffer(array)) for array in arrays)
+    def _upload(self, device: ArrayDevice, masked: bool, *arrays: np.ndarray) -> tuple[Operand, ...]:
+        found = self._uploaded[device, masked] = tuple(device.upload(array) for array in arrays)
         return found
 
 

@@ -24,9 +24,10 @@ from max.graph import Module
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import compiled_kernels, kernels
 from paged_kv.runtime.compile_key import CompileKey, Sources, digests_of
-from paged_kv.runtime.cpu_target import CpuInfo, check_cpu_runs, usable_targets
-from paged_kv.runtime.installed import InstalledStore, installed_stores
+from paged_kv.runtime.cpu_target import CpuInfo, check_cpu_runs
+from paged_kv.runtime.installed import InstalledStore
 from paged_kv.runtime.kernel_library import kernel_library
+from paged_kv.runtime.places import origin, places
 from paged_kv.runtime.store import Artefact, Store, user_store
 
 _COMPILING = Lock()
@@ -94,9 +95,8 @@ def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
     found: dict[str, str] = {}
     wanted = dict(keys)
     for target, store, _, names in _search(wanted):
-        origin = "with the package" if isinstance(store, InstalledStore) else "in the cache"
         for name in names:
-            found[name] = f"{origin}, for {target or get_virtual_cpu_target() or 'this CPU'}"
+            found[name] = origin(store, target)
             del wanted[name]
     return found
 
@@ -110,31 +110,13 @@ def _search(
     """
     cpu, sources = CpuInfo.read(), Sources.installed()
     check_cpu_runs(get_virtual_cpu_target(), cpu)
-    for target, store in _places(cpu, exact, compiled_ahead):
+    ahead = None if compiled_ahead is None else ahead_store(compiled_ahead)
+    for target, store in places(cpu, user_store, exact=exact, ahead=ahead):
         digests = digests_of(wanted, sources, target)
         for artefact in store.find(digests.values()):
             yield target, store, artefact, [name for name in digests if digests[name] in artefact.digests]
         if not wanted:
             return
-
-
-def _places(
-    cpu: CpuInfo, exact: bool, compiled_ahead: Path | None
-) -> Iterator[tuple[str | None, Store | InstalledStore]]:
-    """Where compiled graphs may lie, with the CPU target that they are for (None: the one in force), the best first.
-
-    A folder that the user names comes first. What was compiled here for this very CPU is better than what came with the
-    package for a lower target.
-    """
-    usable = usable_targets(get_virtual_cpu_target(), cpu)
-    lower = [] if exact else usable[1:]
-    if compiled_ahead is not None:
-        store = ahead_store(compiled_ahead)
-        yield from ((target, store) for target in (None, *lower))
-    for _, installed in installed_stores(usable[:1], cpu):
-        yield None, installed
-    yield None, user_store()
-    yield from installed_stores(lower, cpu)
 
 
 def compile_ahead(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 from max.driver import get_virtual_cpu_target
 
@@ -34,6 +35,17 @@ MODELS = "graphs/models/*.py"
 """What a model's step is built with besides."""
 OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "layers", "linear"})}
 """Folders of Mojo for the other kind of device; `layers` and `linear` are the CPU's."""
+
+
+NOT_IN_LIBRARIES = frozenset({"gpu", "layers"})
+"""Folders of Mojo that no library of kernels has; nor has it the ops, which lie beside the folders."""
+
+
+class Key(Protocol):
+    """What a graph depends on."""
+
+    def digest(self, sources: Sources, toolchain: str) -> str:
+        """32 hexadecimal digits, different where anything that the graph depends on differs."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,28 @@ class CompileKey:
         """32 hexadecimal digits, different where anything that the graph depends on differs."""
         read = sources.digest("gpu" if self.device else "cpu", self.built_by)
         return hash_of(part.encode() for part in (toolchain, self.device, self.facts, read))
+
+
+@dataclass(frozen=True)
+class LibraryKey:
+    """A library of kernels, which no Python builds and no op of MAX is part of."""
+
+    facts: str
+    program: str
+    """The Mojo file in `runtime` that it is built from."""
+    kernels: bool = True
+    """Whether it is built with the Mojo package."""
+
+    def digest(self, sources: Sources, toolchain: str) -> str:
+        """32 hexadecimal digits, different where anything that the library depends on differs."""
+        read = sources.files(f"runtime/{self.program}")
+        if self.kernels:
+            mojo = sources.files(MOJO)
+            read = read + [
+                item for item in mojo if len(item[0].parts) > 2 and NOT_IN_LIBRARIES.isdisjoint(item[0].parts)
+            ]
+        parts = (part for name, file in read for part in (str(name).encode(), file.read_bytes()))
+        return hash_of((toolchain.encode(), self.facts.encode(), *parts))
 
 
 @dataclass(frozen=True)
@@ -105,7 +139,7 @@ def toolchain(target: str | None = None) -> str:
     return f"max {version('max')} mojo {version('mojo')} for {target}"
 
 
-def digests_of(keys: Mapping[str, CompileKey], sources: Sources, target: str | None = None) -> dict[str, str]:
+def digests_of(keys: Mapping[str, Key], sources: Sources, target: str | None = None) -> dict[str, str]:
     """The name of each graph's artefact, for a CPU target (None: the one in force)."""
     tools = toolchain(target)
     return {name: key.digest(sources, tools) for name, key in keys.items()}

@@ -236,11 +236,11 @@ def _compiled(steps: Mapping[str, CompileKey]) -> tuple[dict[str, str | None], d
     """Each kernel of the API, and each of some steps, and where its code for this CPU lies."""
     # Not at the top: this module has to work where MAX is not installed.
     from paged_kv.runtime.artefacts import where_graphs_lie
-    from paged_kv.runtime.graph_family import api_families
+    from paged_kv.runtime.libraries import api_libraries, where_libraries_lie
 
-    kernels = {name: key for family in api_families().values() for name, key in family.keys.items()}
-    found = where_graphs_lie({**kernels, **steps})
-    return {name: found.get(name) for name in kernels}, {name: found.get(name) for name in steps}
+    libraries = api_libraries()
+    kernels, graphs = where_libraries_lie(libraries), where_graphs_lie(steps)
+    return {each.file: kernels.get(each.file) for each in libraries}, {name: graphs.get(name) for name in steps}
 
 
 def _gpus() -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
     TARGET/index.json             digest of a graph's key -> its file; the target, versions, the SHA-256 of each file
     TARGET/FAMILY.graph.xz        a compressed artefact of some graphs, sealed under their digests (`store.py`)
+    TARGET/NAME.library.xz        a compressed library of kernels, sealed likewise
 
 `python -m paged_kv.build_kernels` makes them. They lie in `paged_kv/kernels` or in a distribution of their own,
 `paged-kv-kernels`, and are trusted as the package's code is: their owner is not checked. A damaged file is not read. A
@@ -31,8 +32,9 @@ DISTRIBUTION = "paged_kv_kernels"
 """The package of the compiled graphs alone, for an installation from source."""
 INDEX = "index.json"
 SUFFIX = ".graph.xz"
+LIBRARY = ".library.xz"
 
-_FILE = re.compile(r"\w+\.graph\.xz")
+_FILE = re.compile(r"\w+\.(graph|library)\.xz")
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import TypeAlias
 
 from max.driver import CPU, set_virtual_cpu_target
 from max.engine import InferenceSession, read
 
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.runtime.artefacts import compile_graphs, export
-from paged_kv.runtime.compile_key import Sources, digests_of
+from paged_kv.runtime.compile_key import Key, Sources, digests_of
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.graph_family import GraphFamily
-from paged_kv.runtime.installed import INDEX, SUFFIX, Index, read_compressed
+from paged_kv.runtime.installed import INDEX, LIBRARY, SUFFIX, Index, read_compressed
+from paged_kv.runtime.libraries import Library, build_library
 from paged_kv.runtime.store import seal
 from paged_kv.versions import PINNED, VERSION
 
@@ -40,6 +42,10 @@ _SECONDS = 1800
 _BYTES_OF_A_COMPILE = 2 << 30
 
 
+Family: TypeAlias = GraphFamily | Library
+"""What lies in one file: graphs, or a library of kernels."""
+
+
 @dataclass(frozen=True)
 class KernelFile:
     """One file: a family for a target."""
@@ -48,15 +54,20 @@ class KernelFile:
     target: str
     name: str
     """Of the family."""
-    family: GraphFamily
+    family: Family
 
     @property
     def path(self) -> Path:
-        return self.folder / self.target / f"{self.name}{SUFFIX}"
+        return self.folder / self.target / f"{self.name}{LIBRARY if isinstance(self.family, Library) else SUFFIX}"
+
+    @property
+    def keys(self) -> Mapping[str, Key]:
+        """What each of its graphs, or the library, depends on, by its name."""
+        return {self.name: self.family.key()} if isinstance(self.family, Library) else self.family.keys
 
     def digests(self, sources: Sources) -> dict[str, str]:
         """Of its graphs, by name."""
-        return digests_of(self.family.keys, sources, self.target)
+        return digests_of(self.keys, sources, self.target)
 
     def is_whole(self, sources: Sources) -> bool:
         """Whether it lies there, compiled from these sources."""
@@ -73,7 +84,7 @@ def default_jobs() -> int:
 
 
 def build(
-    families: Mapping[str, GraphFamily],
+    families: Mapping[str, Family],
     folder: Path,
     targets: Sequence[str] = TARGETS,
     *,
@@ -159,30 +170,39 @@ def _compile_in_a_process(file: KernelFile, cache: str) -> str | None:
 
 
 def compile_file(file: KernelFile) -> None:
-    """Compiles one file in this process, whose CPU target is then the file's.
+    """Compiles one file.
 
     Raises:
         ToolchainError: the sources do not compile, or changed meanwhile.
         OSError: the file cannot be written.
     """
-    set_virtual_cpu_target(file.target)
-    session = InferenceSession(devices=[CPU()])
     digests = file.digests(Sources.installed())
-    compiled = compile_graphs(session, list(digests), file.family.build)
     with tempfile.TemporaryDirectory(dir=file.path.parent, prefix=".") as unfinished:
         plain, whole = Path(unfinished, "plain"), Path(unfinished, "whole")
-        export(compiled, plain)
-        content, weights = plain.read_bytes(), file.family.weights()
-        # Loaded, not run: this CPU may lack the target's features.
-        names = set(session.init_all(read(BytesIO(content)), weights_registry=weights))
-        if names != set(digests):
-            raise ToolchainError(f"MAX calls the graphs {', '.join(sorted(names))}")
+        if isinstance(file.family, Library):
+            build_library(file.family, plain, file.target)
+            content = plain.read_bytes()
+        else:
+            content = _compiled_graphs(file.family, digests, file.target, plain)
         if file.digests(Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled")
         whole.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
         seal(whole, list(digests.values()))
         whole.chmod(0o644)
         os.replace(whole, file.path)
+
+
+def _compiled_graphs(family: GraphFamily, digests: Mapping[str, str], target: str, path: Path) -> bytes:
+    """Graphs, compiled in this process, whose CPU target is then theirs."""
+    set_virtual_cpu_target(target)
+    session = InferenceSession(devices=[CPU()])
+    export(compile_graphs(session, list(digests), family.build), path)
+    content = path.read_bytes()
+    # Loaded, not run: this CPU may lack the target's features.
+    names = set(session.init_all(read(BytesIO(content)), weights_registry=family.weights()))
+    if names != set(digests):
+        raise ToolchainError(f"MAX calls the graphs {', '.join(sorted(names))}")
+    return content
 
 
 def _write_index(files: Sequence[KernelFile], sources: Sources) -> None:

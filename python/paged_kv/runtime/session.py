@@ -1,77 +1,102 @@
-"""A MAX session and the variants loaded in it: load a family together, keep it, execute.
+"""What runs the ops: libraries of kernels on the CPU, and on a GPU a session of MAX with a graph for each variant.
 
-A cold compile costs some 25 s for one graph and little more for a few, so a variant that is missing is compiled
-together with its family.
+On a GPU a cold compile costs some 25 s for one graph and little more for a few, so a variant that is missing is
+compiled together with its family.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
 from threading import Lock
+from typing import Any
 
+import numpy as np
 from max.driver import CPU, Accelerator, Buffer, Device
 from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Module
 
 from paged_kv.errors import ToolchainError
+from paged_kv.runtime import host_calls
+from paged_kv.runtime.announce import announce
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.cpu_target import apply_cpu_target
-from paged_kv.runtime.first_execution import execute
 from paged_kv.runtime.forks import check_not_forked
 from paged_kv.runtime.variants import Variant
 
 
 class Runtime:
-    """A MAX session on the CPU or on a GPU, and the variants loaded in it. Threads may share one.
+    """The ops on the CPU, and MAX's session there, which starts where a graph is loaded. Threads may share one.
 
     Args:
-        gpu: The number of the GPU; None for the CPU.
-
-    Raises:
-        ToolchainError: MAX does not see that GPU, or this process was forked off one in which MAX ran.
+        sources: The folder of the Mojo sources that kernels are compiled from; the package's where None.
     """
 
-    driver_device: Device
-    """The device that the variants run on, as the driver has it."""
-    device: DeviceRef
-    """The same device, as graphs name it."""
-    architecture: str
-    """Of a GPU, its number included, which is part of a graph; empty for the CPU."""
+    device = DeviceRef.CPU()
+    """As graphs name it."""
+    architecture = ""
+    """Of a GPU, its number included, which is part of a graph."""
 
-    def __init__(self, gpu: int | None = None) -> None:
+    def __init__(self, sources: Path | None = None) -> None:
+        self._sources = sources
+        self._session: InferenceSession | None = None
+
+    @cached_property
+    def driver_device(self) -> Device:
+        """The device, as the driver has it; with it MAX's threads start.
+
+        Raises:
+            ToolchainError: this process was forked off one in which MAX ran.
+        """
         check_not_forked()
         apply_cpu_target()
-        if gpu is None:
-            self.driver_device, self.device, self.architecture = CPU(), DeviceRef.CPU(), ""
-            self.session = InferenceSession(devices=[self.driver_device])
-        else:
-            try:
-                accelerator = Accelerator(gpu)
-            except (RuntimeError, ValueError) as error:
-                reason = " ".join(str(error).split())
-                raise ToolchainError(f"GPU {gpu}: MAX finds no such device ({reason})") from error
-            self.driver_device, self.device = accelerator, DeviceRef.GPU(gpu)
-            self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
-            self.session = InferenceSession(devices=[CPU(), accelerator])
+        return CPU()
+
+    @property
+    def session(self) -> InferenceSession:
+        """MAX's.
+
+        Raises:
+            ToolchainError: as `driver_device`.
+        """
+        check_not_forked()
+        if self._session is None:
+            self._session = InferenceSession(devices=[self.driver_device])
+        return self._session
+
+    def load(self, wanted: Iterable[Variant]) -> None:
+        """Loads the libraries of some variants, or builds them.
+
+        Raises:
+            ToolchainError: as `host_calls.load_variants`.
+        """
+        host_calls.load_variants(wanted)
+
+    def execute(self, variant: Variant, *inputs: Any) -> list[Any]:
+        """Runs one variant; see `Variant.build` for the inputs. Raises as `host_calls.execute`."""
+        return host_calls.execute(variant, *inputs, sources=self._sources)
+
+
+class GraphRuntime(Runtime):
+    """The ops in graphs of a MAX session, one a variant, which is how a GPU runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._models: dict[Variant, Model] = {}
         self._loading = Lock()
 
-    def load(self, wanted: Iterable[Variant], *, exact: bool = False) -> None:
+    def load(self, wanted: Iterable[Variant]) -> None:
         """Loads those of `wanted` that are missing, compiled together where the disk has them not.
-
-        Args:
-            wanted: The array API asks for `API_VARIANTS`, which may have been compiled ahead, and for few others.
-            exact: Compile rather than take code that came with the package for a lower CPU target.
 
         Raises:
             ToolchainError: as `load_graphs`.
         """
         check_not_forked()  # first: the parent's lock may be held for ever here
         with self._loading:
-            self._load({variant for variant in wanted if variant not in self._models}, exact)
+            self._load({variant for variant in wanted if variant not in self._models})
 
-    def _load(self, wanted: set[Variant], exact: bool) -> None:
+    def _load(self, wanted: set[Variant]) -> None:
         missing = sorted(wanted, key=lambda variant: variant.name)
         if not missing:
             return
@@ -86,25 +111,42 @@ class Runtime:
             self.session,
             {name: variant.key(self.architecture) for name, variant in by_name.items()},
             build,
-            exact=exact,
             on_compile=lambda: announce(f"paged-kv: compiling {listed}: about 25 s, once on this machine"),
         )
         self._models.update({variant: models[variant.name] for variant in missing})
 
-    def execute(self, variant: Variant, *inputs: Buffer) -> list[Buffer]:
-        """Runs one variant, loading its family first where needed; see `Variant.build` for the inputs."""
+    def execute(self, variant: Variant, *inputs: Any) -> list[Any]:
+        """Runs one variant, loading its family first where needed; arrays of the host go in as they are."""
         check_not_forked()
         model = self._models.get(variant)
         if model is None:
             self.load(variant.family())
             model = self._models[variant]
-        return execute(model.execute, *inputs)
+        return model.execute(*(Buffer.from_dlpack(each) if isinstance(each, np.ndarray) else each for each in inputs))
 
 
-def announce(line: str) -> None:
-    """One line on a terminal; nothing in logs and pipes."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
+class GpuRuntime(GraphRuntime):
+    """A MAX session on a GPU.
+
+    Args:
+        gpu: The number of the GPU.
+
+    Raises:
+        ToolchainError: MAX does not see that GPU, or this process was forked off one in which MAX ran.
+    """
+
+    def __init__(self, gpu: int) -> None:
+        super().__init__()
+        check_not_forked()
+        apply_cpu_target()
+        try:
+            accelerator = Accelerator(gpu)
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ToolchainError(f"GPU {gpu}: MAX finds no such device ({reason})") from error
+        self.driver_device, self.device = accelerator, DeviceRef.GPU(gpu)
+        self.architecture = f"{accelerator.api} {accelerator.architecture_name} {gpu}"
+        self._session = InferenceSession(devices=[CPU(), accelerator])
 
 
 _RUNTIMES: dict[int | None, Runtime] = {}
@@ -115,13 +157,12 @@ def runtime_on(gpu: int | None) -> Runtime:
     """The one runtime of this process on a GPU, or on the CPU.
 
     Raises:
-        ToolchainError: as `Runtime`.
+        ToolchainError: as `GpuRuntime`.
     """
-    check_not_forked()
     runtime = _RUNTIMES.get(gpu)
     if runtime is None:
         with _MAKING:
-            runtime = _RUNTIMES.get(gpu) or Runtime(gpu)
+            runtime = _RUNTIMES.get(gpu) or (Runtime() if gpu is None else GpuRuntime(gpu))
             _RUNTIMES[gpu] = runtime
     return runtime
 

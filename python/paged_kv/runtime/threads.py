@@ -88,6 +88,19 @@ def started_pool_threads() -> int | None:
     return pool_threads()
 
 
+_chosen: list[int] = []
+
+
+def chosen_threads() -> int | None:
+    """What `set_num_threads` said last."""
+    return _chosen[-1] if _chosen else None
+
+
+def num_threads() -> int:
+    """Threads of a call: as many as `set_num_threads` said, else one for each CPU that the process may run on."""
+    return _chosen[-1] if _chosen else len(allowed_cpus())
+
+
 def set_num_threads(num_threads: int) -> None:
     """Makes the ops on the CPU run on `num_threads` threads in this process, MAX's own ops too.
 
@@ -117,6 +130,7 @@ def set_num_threads(num_threads: int) -> None:
         raise ContractError(
             f"num_threads is {count}, but MAX runs on {running} threads already; set it before any call"
         )
+    _chosen.append(count)
 
 
 def _start_pool(count: int, cpus: set[int]) -> int | None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from max.dtype import DType
+from collections.abc import Iterable, Sequence
 
 from paged_kv.errors import ContractTypeError
-from paged_kv.graphs.ops import BITS, CODES, DTYPES, KV_DTYPES
-from paged_kv.options import FLOAT8_DTYPES
-from paged_kv.runtime.session import default_runtime
-from paged_kv.runtime.variants import Variant
+from paged_kv.options import CODE_DTYPES, FLOAT8_DTYPES, KV_DTYPES, Q_DTYPES, stored_dtype
+from paged_kv.runtime.libraries import Kernel, load
 
 
 def warmup(
     q_dtypes: Sequence[str] | None = None, kv_dtypes: Sequence[str] | None = None, *, exact: bool = False
 ) -> list[str]:
-    """Compiles, or reads from disk, every variant of append, gather and attention for the given dtypes.
+    """Builds, or reads from disk, the libraries of append, gather, attention and linear layers for the given dtypes.
 
     Args:
         q_dtypes: Of queries: "float32", "bfloat16", "float16"; all of them where None.
@@ -31,22 +27,19 @@ def warmup(
     Raises:
         ContractTypeError: a dtype is none of these.
     """
-    queries = _chosen("q_dtypes", q_dtypes, {dtype.name: dtype for dtype in DTYPES})
-    codes = {name: memory for memory, name in CODES.items()}
-    caches = _chosen("kv_dtypes", kv_dtypes, {dtype.name: dtype for dtype in KV_DTYPES} | codes)
-    narrow = (*FLOAT8_DTYPES, *(memory.name for memory in CODES))
-    variants = [Variant("attention", q, kv) for q in queries for kv in caches if kv == q or kv.name in narrow]
-    widths = {kv.size_in_bytes for kv in caches}
-    copied = [bits for bits in BITS if bits.size_in_bytes in widths]
-    variants += [variant for bits in copied for variant in Variant("append", bits, bits).family()]
-    for memory in (kv for kv in caches if kv in CODES):
-        variants += [*(Variant("append", q, memory) for q in queries), Variant("gather", DType.float32, memory)]
-    default_runtime().load(variants, exact=exact)
-    return [str(variant) for variant in variants]
+    queries = _chosen("q_dtypes", q_dtypes, Q_DTYPES)
+    caches = _chosen("kv_dtypes", kv_dtypes, (*KV_DTYPES, *CODE_DTYPES))
+    narrow = (*FLOAT8_DTYPES, *CODE_DTYPES)
+    pairs = [(q, stored_dtype(kv)) for q in queries for kv in caches if kv == q or kv in narrow]
+    wanted = [Kernel("attention", (q, kv, q)) for q, kv in pairs]
+    if any(kv in FLOAT8_DTYPES for kv in caches):
+        wanted.append(Kernel("append", ("uint8", "uint8")))  # float8 rows are copied
+    load(wanted, exact=exact)
+    return [str(library) for library in dict.fromkeys(kernel.library for kernel in wanted)]
 
 
-def _chosen(argument: str, names: Sequence[str] | None, dtypes: Mapping[str, DType]) -> list[DType]:
+def _chosen(argument: str, names: Sequence[str] | None, legal: Iterable[str]) -> list[str]:
     for name in names or ():
-        if name not in dtypes:
-            raise ContractTypeError(f"{argument}: {name!r} is none of {', '.join(dtypes)}")
-    return [dtypes[name] for name in (dtypes if names is None else names)]
+        if name not in legal:
+            raise ContractTypeError(f"{argument}: {name!r} is none of {', '.join(legal)}")
+    return list(legal if names is None else names)

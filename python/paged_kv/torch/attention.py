@@ -1,4 +1,4 @@
-"""Attention of torch's tensors: by a library of kernels on torch's threads, or by MAX where there is none."""
+"""Attention of torch's tensors, by a library of kernels on torch's threads."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.options import FORMATS, AttentionOptions, alibi_slopes, stored_elements
-from paged_kv.runtime.native import native_library
-from paged_kv.torch.memory import CacheLayout, holds, layout, output, workers
+from paged_kv.runtime.libraries import kernel
+from paged_kv.runtime.team import workers
+from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 64
 """Of caches that one attention knows; with more it forgets them."""
 _NO_SCALES: Scales = (None, None, None)
 _DTYPE_NAMES = ("q", "cache")
-_OPERANDS = struct.Struct("<8q")
-_PLAN = struct.Struct("<6q")
+_ROWS = struct.Struct("<7q")
+_NO_MASKS = bytes(80)
+_SLOPES = struct.Struct("<2q")
+_SINKS = struct.Struct("<2q")
+_OPTIONS = struct.Struct("<2q")
 
 
 class TensorAttention:
@@ -38,18 +42,12 @@ class TensorAttention:
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
         self._layouts: dict[tuple[Any, ...], CacheLayout] = {}
-        self._on_max: Attention | None = None
+        self._general: Attention | None = None
         alibi = plan.pos_encoding_mode == "ALIBI"
         self._slopes = alibi_slopes(plan.num_qo_heads) if alibi else np.zeros(0, np.float32)
         self._numbers = plan.options.numbers(plan.head_dim)
-        self._packed = _PLAN.pack(
-            plan.num_qo_heads,
-            plan.head_dim,
-            self._slopes.ctypes.data,
-            len(self._slopes),
-            plan.options.window_left,
-            self._numbers.ctypes.data,
-        )
+        self._packed_slopes = _SLOPES.pack(self._slopes.ctypes.data, len(self._slopes))
+        self._packed_options = _OPTIONS.pack(plan.options.window_left, self._numbers.ctypes.data)
 
     def over_pages(
         self,
@@ -72,15 +70,13 @@ class TensorAttention:
         """
         plan = self.plan
         of_cache = self._layout_of(rows, q, k, v)
-        library = native_library(plan.q_dtype.name, plan.array_dtype.name)
         windowed = plan.options.window_left >= 0
         if (
-            library is None
-            or not rows.is_plain(windowed, plan.pos_encoding_mode)
+            not rows.is_plain(windowed, plan.pos_encoding_mode)
             or not of_cache.held_by(k, v)
             or not holds(queries := q.contiguous(), queries.numel())
         ):
-            o, lse = self._by_max(rows, q, k, v, sinks)
+            o, lse = self._by_views(rows, q, k, v, sinks)
             return (o if out is None else out.copy_(o)), lse
         rows.table.check(k.shape[0])
         o = out if out is not None and _takes(out, queries) else torch.empty_like(queries)
@@ -88,8 +84,13 @@ class TensorAttention:
         values = None if sinks is None else checked_sinks(HOST, sinks, plan.num_qo_heads, "num_qo_heads")
         if rows.count:
             at_sinks = (0, 0) if values is None else (values.ctypes.data, len(values))
-            operands = _OPERANDS.pack(*output(o), *output(lse), queries.data_ptr(), *at_sinks, workers())
-            library.attend(operands + of_cache.storage(k, v) + rows.addresses + self._packed)
+            addresses, table = rows.addresses
+            outputs = _ROWS.pack(
+                output(o, q.dtype), output(lse, torch.float32), queries.data_ptr(), *q.shape, q.shape[2]
+            )
+            logits = self._packed_slopes + _SINKS.pack(*at_sinks) + self._packed_options
+            attend = kernel("attention", plan.q_dtype.name, plan.array_dtype.name, plan.q_dtype.name)
+            attend(outputs + addresses + _NO_MASKS + logits + of_cache.storage(k, v) + table + workers())
         return (o if out is None or out is o else out.copy_(o)), lse
 
     def over_tokens(
@@ -117,14 +118,16 @@ class TensorAttention:
             self._layouts[key] = found
         return found
 
-    def _by_max(
+    def _by_views(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same by MAX, on its threads."""
-        if self._on_max is None:
-            self._on_max = Attention(self.plan, keeps_storage=False)
+        """The same over NumPy's views, for rows with masks and tensors that are none of the ordinary."""
+        if self._general is None:
+            self._general = Attention(self.plan, keeps_storage=False)
         results = Results(return_lse=True)
-        found: tuple[Tensor, Tensor] = self._on_max.over_pages(rows, q, (k, v), "NHD", _NO_SCALES, results, sinks=sinks)
+        found: tuple[Tensor, Tensor] = self._general.over_pages(
+            rows, q, (k, v), "NHD", _NO_SCALES, results, sinks=sinks
+        )
         return found
 
 

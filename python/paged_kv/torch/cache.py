@@ -1,4 +1,4 @@
-"""What goes into pages and comes out, of torch's tensors: by a library of kernels, or by MAX where there is none.
+"""What goes into pages and comes out, of torch's tensors, by a library of kernels.
 
 Letters in shapes: N tokens, Hk KV heads, D head dimension.
 """
@@ -23,16 +23,15 @@ from paged_kv.calls.page_table import Indices
 from paged_kv.calls.rows import Int32s, LookupTable
 from paged_kv.errors import ShapeError
 from paged_kv.options import FORMATS, KVFormat, stored_dtype, stored_elements, stored_head
-from paged_kv.runtime.native import NativeLibrary, native_library
-from paged_kv.torch.memory import CacheLayout, holds, layout, output, workers
+from paged_kv.runtime.libraries import COPIED, Function, kernel
+from paged_kv.runtime.team import workers
+from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 256
-_COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
-"""By bytes of an element: the library that copies them."""
-_ROWS = struct.Struct("<3q")
-_TABLE = struct.Struct("<6q")
-_GATHERED = struct.Struct("<5q")
-_RESULTS = struct.Struct("<5q")
+_ROWS = struct.Struct("<7q")
+_WHERE = struct.Struct("<2q")
+_TABLE = struct.Struct("<3q")
+_ADDRESS = struct.Struct("<q")
 
 _layouts: dict[tuple[Any, ...], CacheLayout] = {}
 """Of calls that were checked: the cache, and of appends its rows, and where its V lies from its K."""
@@ -44,17 +43,17 @@ class Slots:
 
     pages: Indices
     slots: Indices
-    operands: bytes = field(init=False)
-    """What `AppendCall` has of them: each row is a request of one page."""
+    operands: tuple[bytes, bytes] = field(init=False)
+    """What `AppendCall` has of them, each row a request of one page: its rows, and their page table."""
     _requests: Indices = field(init=False)
 
     def __post_init__(self) -> None:
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in (self.pages, self.slots))
         count = len(self.pages)
         requests = np.where(self.pages < 0, -1, np.arange(count)).astype(np.int32)
-        packed = _TABLE.pack(requests.ctypes.data, self.slots.ctypes.data, count, self.pages.ctypes.data, count, 1)
+        where = _WHERE.pack(requests.ctypes.data, self.slots.ctypes.data)
         object.__setattr__(self, "_requests", requests)
-        object.__setattr__(self, "operands", packed)
+        object.__setattr__(self, "operands", (where, _TABLE.pack(self.pages.ctypes.data, count, 1)))
 
 
 def check_ranks(k_cache: Tensor, v_cache: Tensor | None, layer: Any) -> None:
@@ -118,10 +117,10 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: Cac
     if not k.numel():
         return
     mark_written((k_cache, v_cache))
-    library = _library(k.dtype, k_cache.dtype)
+    write = _kernel("append", k.dtype, k_cache.dtype)
     k_rows, v_rows = k.contiguous(), v.contiguous()
     if (
-        library is None
+        write is None
         or not of_cache.held_by(k_cache, v_cache)
         or not (holds(k_rows, k_rows.numel()) and holds(v_rows, v_rows.numel()))
         or any(_may_overlap(rows, cache, of_cache) for rows in (k_rows, v_rows) for cache in (k_cache, v_cache))
@@ -129,8 +128,9 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: Cac
         cache = WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v)
         cache.write(cache.rows(k, v, ("k", "v")), (slots.pages, slots.slots))
         return
-    rows = _ROWS.pack(k_rows.data_ptr(), v_rows.data_ptr(), workers())
-    library.append(rows + of_cache.storage(k_cache, v_cache) + slots.operands)
+    where, table = slots.operands
+    rows = _ROWS.pack(k_rows.data_ptr(), v_rows.data_ptr(), *k_rows.shape, *v_rows.shape[1:])
+    write(rows + where + of_cache.storage(k_cache, v_cache) + table + workers())
 
 
 def check_caches(**caches: Tensor) -> None:
@@ -161,8 +161,8 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: LookupTable, lengths: Int32s
     kv_format = FORMATS.get(_name(k_cache.dtype))
     dtype = k_cache.dtype if kv_format is None else torch.float32
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    library = _library(dtype, k_cache.dtype)
-    if library is None or not of_cache.held_by(k_cache, v_cache):
+    read = _kernel("gather", dtype, k_cache.dtype)
+    if read is None or not of_cache.held_by(k_cache, v_cache):
         views = paged_views((k_cache, v_cache), "NHD", "cache")
         tokens = read_rows(HOST, *views, table.entries, lengths, kv_format)
         return HOST.like(k_cache, tokens[0]), HOST.like(v_cache, tokens[1])
@@ -170,10 +170,11 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: LookupTable, lengths: Int32s
     shape = count, k_cache.shape[2], head_dim
     k, v = (torch.empty(shape, dtype=dtype, device=cache.device) for cache in (k_cache, v_cache))
     if k.numel():
-        rows = _RESULTS.pack(*output(k), *output(v), workers())
-        entries = table.entries
-        requests = _GATHERED.pack(offsets.ctypes.data, count, entries.ctypes.data, *entries.shape)
-        library.gather(rows + of_cache.storage(k_cache, v_cache) + requests)
+        rows = _ROWS.pack(output(k, dtype), output(v, dtype), *k.shape, *v.shape[1:]) + _ADDRESS.pack(
+            offsets.ctypes.data
+        )
+        pages = _TABLE.pack(table.entries.ctypes.data, *table.entries.shape)
+        read(rows + of_cache.storage(k_cache, v_cache) + pages + workers())
     return k, v
 
 
@@ -204,11 +205,12 @@ def _kept(key: tuple[Any, ...], k_cache: Tensor, v_cache: Tensor) -> CacheLayout
     return found
 
 
-def _library(rows: torch.dtype, cache: torch.dtype) -> NativeLibrary | None:
+def _kernel(kind: str, rows: torch.dtype, cache: torch.dtype) -> Function | None:
+    """What moves rows; None for elements of another size than those that are copied."""
     if rows != cache:
-        return native_library(_name(rows), _name(cache))
-    copied = _COPIED.get(rows.itemsize)
-    return None if copied is None else native_library(copied, copied)
+        return kernel(kind, _name(rows), _name(cache))
+    copied = COPIED.get(rows.itemsize)
+    return None if copied is None else kernel(kind, copied, copied)
 
 
 def _name(dtype: torch.dtype) -> str:

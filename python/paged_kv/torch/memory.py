@@ -1,4 +1,4 @@
-"""Where torch's tensors lie, as the libraries of kernels are told, and how many threads a call may take."""
+"""Where torch's tensors lie, as the libraries of kernels are told."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_kv.runtime.native import may_use_threads
+from paged_kv.errors import ContractError
 
-_STORAGE = struct.Struct("<5q")
-
-
-def workers() -> int:
-    """Threads of a call: as many as torch was set to; one in a process that has lost its threads to a fork."""
-    return torch.get_num_threads() if may_use_threads() else 1
+_STORAGE = struct.Struct("<4q")
 
 
 def extent(tensor: Tensor) -> int:
@@ -39,9 +34,15 @@ def holds(tensor: Tensor, count: int) -> bool:
     )
 
 
-def output(tensor: Tensor) -> tuple[int, int]:
-    """`Output` (`runtime/native.mojo`) of a contiguous tensor: its address and its bytes."""
-    return tensor.data_ptr(), tensor.nbytes
+def output(tensor: Tensor, dtype: torch.dtype) -> int:
+    """The address of a tensor that a kernel writes.
+
+    Raises:
+        ContractError: it has another dtype than the kernel's, which may be of more bytes.
+    """
+    if tensor.dtype != dtype:
+        raise ContractError(f"a kernel would write {dtype} to a tensor of {tensor.dtype}")
+    return tensor.data_ptr()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -58,20 +59,18 @@ class CacheLayout:
 
     k_extent: int
     v_extent: int
-    view: np.ndarray
-    """`[12]` int64: the numbers of `Storage.view` (`runtime/native.mojo`)."""
-    view_at: int
+    view: bytes
+    """Shape and strides, as `CacheMemory` has them (`mojo_ops/cache/operands.mojo`)."""
 
     @staticmethod
     def of(k: Tensor, v: Tensor) -> CacheLayout:
-        numbers = [*k.shape, 0, *k.stride()[:3], 0, *v.stride()[:3]]
-        view = np.array(numbers, np.int64)
-        return CacheLayout(extent(k), extent(v), view, view.ctypes.data)
+        numbers = [*k.shape, 0, *k.stride()[:3], 0, *v.stride()[:3], v.shape[3]]
+        return CacheLayout(extent(k), extent(v), np.array(numbers, np.int64).tobytes())
 
     def held_by(self, k: Tensor, v: Tensor) -> bool:
         """Whether two tensors of this layout are ordinary and have the memory."""
         return holds(k, self.k_extent) and holds(v, self.v_extent)
 
     def storage(self, k: Tensor, v: Tensor) -> bytes:
-        """`Storage`: as long as the tensors and this object live."""
-        return _STORAGE.pack(k.data_ptr(), self.k_extent, v.data_ptr(), self.v_extent, self.view_at)
+        """The first numbers of `CacheMemory`, but for the page table: as long as the tensors live."""
+        return _STORAGE.pack(k.data_ptr(), self.k_extent, v.data_ptr(), self.v_extent) + self.view

@@ -1,7 +1,8 @@
-"""Linear layers of torch's tensors: by a library of kernels, or by torch itself where there is none."""
+"""Linear layers of torch's tensors, by a library of kernels."""
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 from paged_kv.arrays.host import HOST
 from paged_kv.calls.plan import check_dtype
 from paged_kv.errors import ContractTypeError, ShapeError
-from paged_kv.runtime.native import native_library
-from paged_kv.torch.memory import holds, output, workers
+from paged_kv.runtime.libraries import kernel
+from paged_kv.runtime.team import workers
+from paged_kv.torch.memory import holds, output
 
-_CALL = struct.Struct("<8q")
+_MEMBER = struct.Struct("<5q")
+_CALL = struct.Struct("<5q")
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MOST_EXPANDED = 2**28
 """Elements of a tensor of which some share memory, by a stride of 0: it is copied, and can have more than fit."""
@@ -39,11 +42,10 @@ def multiply(x: Tensor, w: Tensor) -> Tensor:
     (m, k), n = x.shape, w.shape[0]
     if 0 in (m, n, k):
         return torch.zeros((m, n), dtype=x.dtype, device=x.device)
-    library = native_library(_NAMES[x.dtype], _NAMES[x.dtype])
-    if library is None:
-        return torch.nn.functional.linear(x, w)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    library.linear(_CALL.pack(*output(y), x.data_ptr(), w.data_ptr(), m, n, k, workers()))
+    member = ctypes.create_string_buffer(_MEMBER.pack(output(y, x.dtype), w.data_ptr(), n, 0, 0))
+    name = _NAMES[x.dtype]
+    kernel("linear", name, name)(_CALL.pack(ctypes.addressof(member), 1, x.data_ptr(), m, k) + workers())
     return y
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_kv.runtime.native import native_library
 from paged_kv.torch.products import multiply
 from paged_kv.transformers import running
 
@@ -27,7 +26,7 @@ _running: dict[int, tuple[set[object], list[Callable[[], Any]]]] = {}
 
 @contextmanager
 def replaced(model: nn.Module) -> Iterator[None]:
-    """Let calls on pages compute few rows of a model's linear layers by this package's kernel, if there is a library.
+    """Let calls on pages compute few rows of a model's linear layers by this package's kernel.
 
     Other threads have torch's layers meanwhile. The last of a model's calls takes the change back.
     """
@@ -70,8 +69,6 @@ def _replace(model: nn.Module, undo: list[Callable[[], Any]]) -> None:
         for module in model.modules()
         if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_served(module.weight)
     ]
-    if not layers or native_library("bfloat16", "bfloat16") is None:
-        return
     for module in layers:
         undo.append(partial(module.__dict__.pop, "forward", None))
         module.__dict__["forward"] = partial(_forward, module)

@@ -1,0 +1,131 @@
+"""Linear layers as numbers: what an op hands to a library of kernels, and a program that calls one by itself."""
+
+from ..cache.pointers import constant_at, memory_at, untracked
+from ..isa.threads import Workers
+from .dispatch import linear
+from .experts import check_experts, linear_experts
+from .member import LinearMember
+from .quantised.product import QuantisedMember, linear_quantised, linear_quantised_experts
+
+
+@fieldwise_init
+struct Member(TrivialRegisterPassable):
+    """The weights of one of several layers of the same x, and its result."""
+
+    var y: Int
+    """`[m, n]`."""
+    var w: Int
+    """`[n, k]`, or `[n, row_bytes]` in blocks."""
+    var n: Int
+    var row_bytes: Int
+    """Of weights in blocks."""
+    var encoding: Int
+    """The index of the encoding of weights in blocks."""
+
+
+@fieldwise_init
+struct LinearCall(TrivialRegisterPassable):
+    """`y_i = x w_i^T` of `count` members: x `[m, k]`."""
+
+    var members: Int
+    """The address of `count` times `Member`."""
+    var count: Int
+    var x: Int
+    var m: Int
+    var k: Int
+    var workers: Workers
+
+    def run[dtype: DType, weight_dtype: DType](self):
+        """Computes them on the CPU."""
+        var members = List[LinearMember[dtype, weight_dtype]](capacity=self.count)
+        for member in given_members(self.members, self.count):
+            members.append({memory_at[dtype](member.y), memory_at[weight_dtype](member.w), member.n})
+        linear(untracked(members.unsafe_ptr()), self.count, memory_at[dtype](self.x), self.m, self.k, self.workers)
+        _ = members^
+
+    def run_quantised[dtype: DType, mask: Int](self):
+        """Computes them on the CPU, of weights in blocks of the encodings of `mask`."""
+        var members = quantised_members[dtype](self.members, self.count)
+        linear_quantised[mask](
+            untracked(members.unsafe_ptr()), self.count, memory_at[dtype](self.x), self.m, self.k, self.workers
+        )
+        _ = members^
+
+
+@fieldwise_init
+struct ExpertsCall(TrivialRegisterPassable):
+    """`y_i[r] = x[r // (rows / m)] w_i[experts[r]]^T` of `count` members, 0 where the expert is -1: x `[m, k]`."""
+
+    var members: Int
+    """The address of `count` times `Member`, whose w is a stack of weights."""
+    var count: Int
+    var x: Int
+    var experts: Int
+    """The address of `[rows]` int32."""
+    var rows: Int
+    var m: Int
+    var num_experts: Int
+    var k: Int
+    var workers: Workers
+
+    def run[dtype: DType, weight_dtype: DType](self) raises:
+        """Computes them on the CPU."""
+        var experts = constant_at[DType.int32](self.experts)
+        check_experts(experts, self.rows, self.m, self.num_experts)
+        for member in given_members(self.members, self.count):
+            linear_experts(
+                memory_at[dtype](member.y),
+                memory_at[dtype](self.x),
+                memory_at[weight_dtype](member.w),
+                experts,
+                self.rows,
+                self.m,
+                self.num_experts,
+                member.n,
+                self.k,
+                self.workers,
+            )
+
+    def run_quantised[dtype: DType, mask: Int](self) raises:
+        """Computes them on the CPU, of weights in blocks of the encodings of `mask`."""
+        var experts = constant_at[DType.int32](self.experts)
+        check_experts(experts, self.rows, self.m, self.num_experts)
+        var members = quantised_members[dtype](self.members, self.count)
+        linear_quantised_experts[mask](
+            untracked(members.unsafe_ptr()),
+            self.count,
+            memory_at[dtype](self.x),
+            experts,
+            self.rows,
+            self.m,
+            self.num_experts,
+            self.k,
+            self.workers,
+        )
+        _ = members^
+
+
+def given_members(address: Int, count: Int) -> List[Member]:
+    """The members at an address."""
+    var at = address
+    var first = Pointer(to=at).unsafe_bitcast[Pointer[Member, ImmUntrackedOrigin]]()[]
+    var found = List[Member](capacity=count)
+    for i in range(count):
+        found.append(first[unsafe_offset=i])
+    return found^
+
+
+def quantised_members[dtype: DType](address: Int, count: Int) -> List[QuantisedMember[dtype]]:
+    """The members at an address, of weights in blocks."""
+    var found = List[QuantisedMember[dtype]](capacity=count)
+    for member in given_members(address, count):
+        found.append(
+            {
+                memory_at[dtype](member.y),
+                memory_at[DType.uint8](member.w),
+                member.n,
+                member.row_bytes,
+                member.encoding,
+            }
+        )
+    return found^

@@ -1,0 +1,379 @@
+"""The CPU's kernels in shared libraries: compiled once for a CPU, called from Python, and by the graphs of MAX.
+
+A library holds the kernels of one set of dtypes (`Library`). It is built from the Mojo sources in some 10 s, by the
+compiler and the linker that MAX brings, and kept in the cache folder under the rules of compiled graphs (`store.py`,
+`compile_key.py`). Loaded, each of its functions is known in the process by its kernel's name (`Kernel.name`): there an
+op of a graph finds it (`mojo_ops/isa/library_call.mojo`). Whoever calls a function says which threads it may use
+(`team.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import files
+from importlib.resources import files as resources
+from pathlib import Path
+from threading import Lock
+
+# Its libraries are those that kernels need, and are found by their names once they are loaded.
+from max.driver import get_virtual_cpu_target
+from mojo.run import subprocess_run_mojo
+
+from paged_kv.errors import ContractError, ToolchainError
+from paged_kv.graphs.ops import kernels
+from paged_kv.options import FLOAT8_DTYPES, FORMATS
+from paged_kv.runtime.announce import announce
+from paged_kv.runtime.cache_folder import cache_path
+from paged_kv.runtime.compile_key import LibraryKey, Sources, digests_of
+from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target, check_cpu_runs
+from paged_kv.runtime.kernel_library import kernel_library
+from paged_kv.runtime.places import origin, places
+from paged_kv.runtime.store import Artefact, Store
+
+Function = Callable[[bytes], None]
+"""A kernel: it takes the bytes of its struct (`mojo_ops/*/call.mojo`)."""
+
+PROGRAM = "library.mojo"
+TEAM = "team.mojo"
+COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
+"""The dtype in whose name elements of so many bytes are copied."""
+QUERIES = ("float32", "bfloat16", "float16")
+_SECONDS = 900
+"""After which a build has hung: one takes 10 s on an idle core."""
+_WITH_PAGES = ("attention", "append", "gather", "linear")
+_OF_QUANTISED = ("quantised_linear", "quantised_experts")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One function.
+
+    Args:
+        kind: Its name in `library.mojo`.
+        dtypes: Of q, the cache and o (attention); of rows and the cache (append, gather); of x and the weights
+            (linear, experts); of the states (merge); of x (quantised).
+        mask: Bits of the encodings that quantised weights may have.
+    """
+
+    kind: str
+    dtypes: tuple[str, ...]
+    mask: int = 0
+
+    @property
+    def name(self) -> str:
+        """By which the process knows it."""
+        return "_".join(("paged_kv", self.kind, *self.dtypes, *([str(self.mask)] if self.mask else [])))
+
+    @property
+    def library(self) -> Library:
+        """Where it lies: what reads and writes the pages of a cache together, every other kernel by itself."""
+        rows, cache, o = (*self.dtypes, *[self.dtypes[0]] * 2)[:3]
+        kinds = tuple(kind for kind in _WITH_PAGES if _has(kind, rows, cache)) if o == rows else ()
+        return Library(kinds if self.kind in kinds else (self.kind,), (rows, cache, o), self.mask)
+
+
+def _has(kind: str, rows: str, cache: str) -> bool:
+    """Whether a kernel is in the library of a cache's pages."""
+    if kind == "linear":
+        return rows == cache and rows in QUERIES
+    if kind == "attention":
+        return rows in QUERIES
+    return rows == cache in COPIED.values() or cache in ("int8", "uint8")
+
+
+@dataclass(frozen=True)
+class Library:
+    """Kernels that are compiled together, of three dtypes: q or the rows, the cache or the weights, and o."""
+
+    kinds: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    mask: int = 0
+
+    def kernel(self, kind: str) -> Kernel:
+        """One of its kernels."""
+        counts = {"merge": 1, "append": 2, "gather": 2, "linear": 2, "experts": 2, **dict.fromkeys(_OF_QUANTISED, 1)}
+        return Kernel(kind, self.dtypes[: counts.get(kind, 3)], self.mask)
+
+    @property
+    def file(self) -> str:
+        """Its name as a file."""
+        if len(self.kinds) > 1:
+            return "_".join(("pages", *self.dtypes[:2]))
+        return self.kernel(self.kinds[0]).name.removeprefix("paged_kv_")
+
+    def __str__(self) -> str:
+        """For people."""
+        dtypes = " over ".join(dict.fromkeys(self.dtypes[:2]))
+        return f"{', '.join(self.kinds).replace('_', ' ')} ({dtypes})"
+
+    def key(self) -> LibraryKey:
+        """What it depends on."""
+        return LibraryKey(f"library {self.kinds} {self.dtypes} {self.mask}", PROGRAM)
+
+
+def kernel_of(name: str) -> Kernel:
+    """The kernel of a name.
+
+    Raises:
+        ContractError: it is none.
+    """
+    parts = name.removeprefix("paged_kv_").split("_")
+    for length in range(len(parts), 0, -1):
+        kind = "_".join(parts[:length])
+        if kind in KINDS:
+            rest = " ".join(parts[length:]).replace("float8 ", "float8_").split()
+            mask = int(rest.pop()) if kind in _OF_QUANTISED else 0
+            return Kernel(kind, tuple(rest), mask)
+    raise ContractError(f"{name} is no kernel of this package")
+
+
+def api_libraries() -> list[Library]:
+    """What the calls of the API use over host arrays, but for outputs of another dtype than q's."""
+    narrow = (*FLOAT8_DTYPES, *FORMATS)
+    pairs = [(q, kv) for q in QUERIES for kv in (q, *narrow)]
+    wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in QUERIES)]
+    for q, kv in pairs:
+        wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
+        if kv not in FORMATS:
+            kinds = ("attention_rotated", "masked_attention_rotated", "latent")
+            wanted += [Kernel(kind, (q, kv, q)) for kind in kinds]
+    return list(dict.fromkeys(kernel.library for kernel in wanted))
+
+
+KINDS = (
+    *("attention", "attention_rotated", "masked_attention", "masked_attention_rotated", "latent", "merge"),
+    *("append", "gather", "linear", "experts", *_OF_QUANTISED),
+)
+
+
+def kernel(kind: str, *dtypes: str, mask: int = 0, sources: Path | None = None) -> Function:
+    """The function of a kernel; its library is loaded, or built now.
+
+    Args:
+        kind: As `Kernel`.
+        dtypes: As `Kernel`.
+        mask: As `Kernel`.
+        sources: The folder of the Mojo sources; the package's where None.
+
+    Raises:
+        ToolchainError: the sources do not compile, or as `Store`.
+    """
+    wanted = Kernel(kind, dtypes, mask)
+    found = _FUNCTIONS.get((sources, wanted))
+    return _loaded(wanted, sources) if found is None else found
+
+
+def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
+    """Loads the libraries of some kernels, or builds them.
+
+    Args:
+        kernels: Those that are wanted.
+        exact: Build for this very CPU rather than take what came with the package for a lower target.
+
+    Raises:
+        ToolchainError: as `kernel`.
+    """
+    for each in kernels:
+        _loaded(each, None, exact=exact)
+
+
+def load_for_graph(name: str) -> None:
+    """Loads the library of a kernel that an op of a graph has not found. Raises as `kernel`."""
+    _loaded(kernel_of(name), None)
+
+
+def team_library() -> ctypes.CDLL:
+    """The library of the team of threads (`team.mojo`).
+
+    Raises:
+        ToolchainError: as `kernel`.
+    """
+    key = LibraryKey("team", TEAM, kernels=False)
+    return ctypes.CDLL(str(_file(key, "the team of threads", partial(_build, TEAM, [], {}))))
+
+
+class _State:
+    """What a fork changes."""
+
+    def __init__(self) -> None:
+        self.loading = Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._in_child)
+
+    def _in_child(self) -> None:
+        self.loading = Lock()  # a thread that the child lacks may hold the other one
+
+
+_STATE = _State()
+_FUNCTIONS: dict[tuple[Path | None, Kernel], Function] = {}
+_FREE = ctypes.CDLL(None).free
+_FREE.argtypes, _FREE.restype = [ctypes.c_void_p], None
+
+
+def _loaded(wanted: Kernel, sources: Path | None, *, exact: bool = False) -> Function:
+    with _STATE.loading:
+        if (sources, wanted) not in _FUNCTIONS:
+            library = wanted.library
+            build = partial(build_library, library)
+            path = _file(library.key(), f"a library of kernels, {library}", build, exact=exact)
+            # An op of a graph looks for its kernel among the names that all of the process sees.
+            loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            for kind in library.kinds:
+                each = library.kernel(kind)
+                _FUNCTIONS[sources, each] = _function(loaded, each.name)
+    return _FUNCTIONS[sources, wanted]
+
+
+def _function(library: ctypes.CDLL, name: str) -> Function:
+    function = library[name]
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_void_p
+
+    def call(operands: bytes) -> None:
+        message = function(operands)
+        if message:
+            raise ContractError(_taken(message))
+
+    return call
+
+
+def _taken(message: int) -> str:
+    try:
+        return ctypes.string_at(message).decode(errors="replace")
+    finally:
+        _FREE(message)
+
+
+def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None], *, exact: bool = False) -> Path:
+    """The library of a key: what came along or was kept, or built; where it cannot be kept, for this process alone.
+
+    Raises:
+        ToolchainError: as `kernel`.
+    """
+    target = apply_cpu_target()
+    keys = {"": key}
+    (digest,) = digests_of(keys, Sources.installed()).values()
+    store = _store()
+
+    def make(path: Path) -> None:
+        announce(f"paged-kv: building {what}: about 10 s, once on this machine")
+        build(path, target)
+        if list(digests_of(keys, Sources.installed()).values()) != [digest]:
+            raise ToolchainError("a source was edited while it was compiled: try again")
+
+    reason = None
+    found = _found(keys, exact)
+    if found is None:
+        reason = store.keep([digest], make)
+        found = next(iter(store.find([digest])), None)
+    # The loader reads no file with a seal.
+    path = Store(store.path / "loaded").plain(found, f"{min(found.digests)}.so") if found else None
+    if path is None:
+        reason = reason or f"{store.path} cannot be written"
+        warnings.warn(f"libraries of kernels are not kept ({reason}): each start builds them", RuntimeWarning, 4)
+        path = Path(_own_folder(), f"{digest}.so")
+        make(path)
+    return path
+
+
+def _store() -> Store:
+    """The libraries of the user's cache folder."""
+    return Store(cache_path() / "libraries", "{}.library")
+
+
+def _found(keys: Mapping[str, LibraryKey], exact: bool) -> Artefact | None:
+    """The best library of a key that is there."""
+    cpu, sources = CpuInfo.read(), Sources.installed()
+    check_cpu_runs(get_virtual_cpu_target(), cpu)
+    for target, place in places(cpu, _store, exact=exact):
+        found = place.find(digests_of(keys, sources, target).values())
+        if found:
+            return found[0]
+    return None
+
+
+def where_libraries_lie(libraries: Iterable[Library]) -> dict[str, str]:
+    """Where each library would be taken from, in words, by its file's name; those that would be built are left out."""
+    cpu, sources = CpuInfo.read(), Sources.installed()
+    wanted = {library.file: library.key() for library in libraries}
+    lie: dict[str, str] = {}
+    for target, place in places(cpu, _store):
+        digests = digests_of(wanted, sources, target)
+        present = {digest for artefact in place.find(digests.values()) for digest in artefact.digests}
+        for name in [name for name, digest in digests.items() if digest in present]:
+            lie[name] = origin(place, target)
+            del wanted[name]
+    return lie
+
+
+_OWN: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _own_folder() -> str:
+    """A folder of this process alone."""
+    if not _OWN:
+        _OWN.append(tempfile.TemporaryDirectory(prefix="paged-kv-", ignore_cleanup_errors=True))
+    return _OWN[0].name
+
+
+def build_library(library: Library, path: Path, target: str | None) -> None:
+    """Builds a library for a CPU target, or for this CPU.
+
+    Raises:
+        OSError: a file cannot be written.
+        ToolchainError: the sources do not compile.
+    """
+    a, b, c = library.dtypes
+    defined = {"KINDS": f",{','.join(library.kinds)},", "A": a, "B": b, "C": c, "MASK": str(library.mask)}
+    options = ["-D", "PAGED_KV_LIBRARY", "-I", str(kernel_library(kernels()).parent)]
+    options += [option for name, value in defined.items() for option in ("-D", f"{name}={value}")]
+    names = {library.kernel(kind).name: f"paged_kv_{kind}" for kind in library.kinds}
+    _build(PROGRAM, options, names, path, target)
+
+
+def _build(program: str, options: list[str], names: dict[str, str], path: Path, target: str | None) -> None:
+    """Compiles a program to a library, whose functions get further names.
+
+    Raises:
+        OSError: a file cannot be written.
+        ToolchainError: the sources do not compile.
+    """
+    source, compiled = resources("paged_kv.runtime") / program, path.with_suffix(".o")
+    command = ["build", "--emit", "object", "-O3", *options, *([f"--target-cpu={target}"] if target else [])]
+    _run(source, partial(subprocess_run_mojo, [*command, str(source), "-o", str(compiled)]))
+    linker = _brought("lld", "bin")
+    needed = _brought("libKGENCompilerRTShared.so", "lib")
+    command = [str(linker), "-flavor", "gnu", "-shared", "--strip-all", str(compiled), str(needed), "-o", str(path)]
+    command += [f"--defsym={name}={function}" for name, function in names.items()]
+    _run(source, partial(subprocess.run, command))
+    compiled.unlink()
+
+
+def _run(source: object, run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    try:
+        done = run(capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        raise ToolchainError(f"{source}: {error}") from error
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "error:" in line]
+        if any(".mojo:" in line for line in said):
+            raise ToolchainError(f"{source} does not compile: {'; '.join(said)}")
+        raise OSError("; ".join(line.partition("error: ")[2] for line in said) or f"exit status {done.returncode}")
+
+
+def _brought(name: str, folder: str) -> Path:
+    """A file that the Mojo compiler brings.
+
+    Raises:
+        ToolchainError: it is missing.
+    """
+    for file in files("mojo-compiler") or ():
+        if file.parts[-3:] == ("modular", folder, name):
+            return Path(str(file.locate()))
+    raise ToolchainError(f"mojo-compiler brings no {name}: reinstall it")

@@ -1,0 +1,159 @@
+"""Libraries of kernels: which kernel lies where; on disk, with a compiler that writes a line and a loader of lines."""
+
+import stat
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from paged_kv.arrays.dtypes import CACHE_DTYPES, DTYPES
+from paged_kv.calls.latent import LatentPlan
+from paged_kv.calls.plan import AttentionPlan
+from paged_kv.errors import ContractError, ContractTypeError, ToolchainError
+from paged_kv.options import Q_DTYPES, AttentionOptions
+from paged_kv.runtime import libraries as module
+from paged_kv.runtime.host_calls import kernel_of as kernel_of_variant
+from paged_kv.runtime.libraries import Kernel, api_libraries, kernel_of
+from support.permissions import permissions_count
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_FUNCTIONS", {})
+    load = module.ctypes.CDLL
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda path, **_: Path(path).read_text() if path else load(path))
+    monkeypatch.setattr(module, "_function", lambda library, name: f"{name} of {library}")
+    monkeypatch.setattr(module, "kernel_library", lambda sources: sources)
+    return tmp_path / "cache" / "paged-kv" / "libraries"
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """What it was given, and how it ends."""
+    seen = SimpleNamespace(given=[], linked=[], errors="")
+
+    def build(arguments, **_):
+        seen.given.append(arguments)
+        if not seen.errors:
+            Path(arguments[-1]).write_text(" ".join(option for option in arguments if "=" in option))
+        return SimpleNamespace(returncode=int(bool(seen.errors)), stderr=seen.errors)
+
+    def link(command, **_):
+        seen.linked.append(command)
+        source, target = command[command.index("-shared") + 2], command[command.index("-o") + 1]
+        Path(target).write_text(Path(source).read_text())
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(module, "subprocess_run_mojo", build)
+    monkeypatch.setattr(module.subprocess, "run", link)
+    return seen
+
+
+def attend():
+    return module.kernel("attention", "bfloat16", "int8", "bfloat16")
+
+
+def again(monkeypatch):
+    """What another process gets."""
+    monkeypatch.setattr(module, "_FUNCTIONS", {})
+    return attend()
+
+
+def test_every_kernel_of_the_api_comes_along_but_for_other_outputs():
+    """What `plan` may ask for lies in a library that wheels bring, where o has the dtype of the op's q."""
+    shipped = {library.kernel(kind) for library in api_libraries() for kind in library.kinds}
+    queries = [DTYPES[name] for name in Q_DTYPES]
+    asked = set()
+    for q, kv in product(queries, CACHE_DTYPES.values()):
+        try:
+            plan = AttentionPlan(8, 2, 64, 16, q, kv, "NONE", AttentionOptions())
+        except ContractTypeError:
+            continue
+        asked |= {kernel_of_variant(plan.variant(op)) for op in ("attention", "masked_attention")}
+    for q, kv in product(queries, DTYPES.values()):
+        try:
+            asked.add(kernel_of_variant(LatentPlan(8, 64, 0, 16, 0.1, q, kv).variant()))
+        except ContractTypeError:
+            continue
+    assert asked <= shipped
+    assert len({library.file for library in api_libraries()}) == len(api_libraries())
+
+
+def test_a_name_tells_the_kernel():
+    libraries = [*api_libraries(), Kernel("quantised_linear", ("float32",), 5).library]
+    for library in libraries:
+        for kind in library.kinds:
+            wanted = library.kernel(kind)
+            assert kernel_of(wanted.name) == wanted
+            assert wanted.library == library
+    with pytest.raises(ContractError, match="is no kernel"):
+        kernel_of("paged_kv_other_float32")
+
+
+def test_kernels_of_a_cache_are_built_together_and_once(compiler, folder, monkeypatch):
+    found = attend()
+    assert "KINDS=,attention,append,gather, A=bfloat16 B=int8" in found
+    assert again(monkeypatch) == found
+    assert module.kernel("append", "bfloat16", "int8").endswith(found.partition(" of ")[2])
+    assert len(compiler.given) == 1
+    assert "--defsym=paged_kv_append_bfloat16_int8=paged_kv_append" in compiler.linked[0]
+    assert "linear" in module.kernel("linear", "float32", "float32")
+    assert len(compiler.given) == 2
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE((folder / "loaded").stat().st_mode) == 0o700
+
+
+def test_a_file_that_is_damaged_or_not_the_users_own_is_not_loaded(compiler, folder, monkeypatch):
+    found = attend()
+    (loaded,) = (folder / "loaded").glob("*.so")
+    loaded.write_text("damaged")
+    assert again(monkeypatch) == found
+    loaded.unlink()
+    loaded.symlink_to(__file__)
+    assert again(monkeypatch) == found
+    assert not loaded.is_symlink()
+    loaded.chmod(0o666)
+    assert again(monkeypatch) == found
+    assert stat.S_IMODE(loaded.stat().st_mode) == 0o600
+    (kept,) = folder.glob("*.library")
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert again(monkeypatch) == found
+    assert len(compiler.given) == 2
+    (folder / "loaded").chmod(0o777)
+    with pytest.raises(ToolchainError, match="no other user can write to"):
+        again(monkeypatch)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_folder_that_cannot_be_written(folder, monkeypatch):
+    found = attend()
+    with permissions_count():
+        for path in (folder / "loaded", folder):
+            path.chmod(0o500)
+        assert again(monkeypatch) == found
+        with pytest.warns(RuntimeWarning, match="Permission denied.*each start builds them"):
+            assert "A=float32" in module.kernel("linear", "float32", "float32")
+
+
+def test_sources_that_do_not_compile_are_an_error_each_time(compiler):
+    compiler.errors = "library.mojo:12:1: error: no such name"
+    for _ in range(2):
+        with pytest.raises(ToolchainError, match=r"does not compile: library.mojo:12:1: error: no such name"):
+            attend()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_source_that_is_edited_meanwhile_is_an_error(monkeypatch):
+    digests = iter("aab")
+    monkeypatch.setattr(module, "digests_of", lambda *_: {"": next(digests) * 32})
+    with pytest.raises(ToolchainError, match="edited while it was compiled"):
+        attend()
+
+
+def test_what_a_kernel_says_is_raised(monkeypatch):
+    said = module.ctypes.create_string_buffer(b"row_lengths: row 0 has length -3")
+    freed = []
+    monkeypatch.setattr(module, "_FREE", freed.append)
+    assert module._taken(module.ctypes.addressof(said)) == "row_lengths: row 0 has length -3"
+    assert freed == [module.ctypes.addressof(said)]
