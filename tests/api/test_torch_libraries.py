@@ -149,8 +149,10 @@ def test_outputs_that_are_given(way: str, by_views: Any) -> None:
         torch.zeros(1, DIM, 2).transpose(1, 2),
     )
     for out in outputs:
+        before = out._version
         found, _ = attend.over_pages(rows, q, cache, cache, out=out)
         assert found is out
+        assert out._version > before
         assert torch.equal(out.float(), expected)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from paged_kv.arrays.cache_storage import paged_views
 from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
 from paged_kv.arrays.host import HOST
+from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.attend import Attention, Scales, checked_sinks
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
 from paged_kv.calls.results import Results
@@ -89,6 +90,8 @@ class TensorAttention:
                 output(o, q.dtype), output(lse, torch.float32), queries.data_ptr(), *q.shape, q.shape[2]
             )
             logits = self._packed_slopes + _SINKS.pack(*at_sinks) + self._packed_options
+            if o is out:
+                mark_written((o,))
             attend = kernel("attention", plan.q_dtype.name, plan.array_dtype.name, plan.q_dtype.name)
             attend(outputs + addresses + _NO_MASKS + logits + of_cache.storage(k, v) + table + workers())
         return (o if out is None or out is o else out.copy_(o)), lse
