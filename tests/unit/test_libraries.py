@@ -3,6 +3,7 @@
 import stat
 from itertools import product
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -157,3 +158,18 @@ def test_what_a_kernel_says_is_raised(monkeypatch):
     monkeypatch.setattr(module, "_FREE", freed.append)
     assert module._taken(module.ctypes.addressof(said)) == "row_lengths: row 0 has length -3"
     assert freed == [module.ctypes.addressof(said)]
+
+
+def test_several_are_built_at_a_time(compiler, monkeypatch):
+    meeting = Barrier(2, timeout=60)
+    build = module.subprocess_run_mojo
+
+    def meet(*given, **rest):
+        meeting.wait()
+        return build(*given, **rest)
+
+    monkeypatch.setattr(module, "subprocess_run_mojo", meet)
+    monkeypatch.setattr(module, "compiles_at_a_time", lambda: 2)
+    module.load([Kernel("merge", ("float32",)), Kernel("merge", ("bfloat16",)), Kernel("merge", ("float32",))])
+    assert len(compiler.given) == 2
+    assert {kernel.dtypes for _, kernel in module._FUNCTIONS} == {("float32",), ("bfloat16",)}

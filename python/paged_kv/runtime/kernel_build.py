@@ -32,6 +32,7 @@ from paged_kv.runtime.graph_family import GraphFamily
 from paged_kv.runtime.installed import INDEX, LIBRARY, SUFFIX, Index, read_compressed
 from paged_kv.runtime.libraries import Library, build_library
 from paged_kv.runtime.store import seal
+from paged_kv.runtime.threads import compiles_at_a_time
 from paged_kv.versions import PINNED, VERSION
 
 TARGETS = ("haswell", "skylake-avx512", "znver4", "znver5", "sapphirerapids")
@@ -39,7 +40,6 @@ TARGETS = ("haswell", "skylake-avx512", "znver4", "znver5", "sapphirerapids")
 
 _SECONDS = 1800
 """After which a compile has hung: one takes 15 to 40 s on an idle core."""
-_BYTES_OF_A_COMPILE = 2 << 30
 
 
 Family: TypeAlias = GraphFamily | Library
@@ -75,12 +75,6 @@ class KernelFile:
             return read_compressed(self.path).names == frozenset(self.digests(sources).values())
         except (OSError, ValueError):
             return False
-
-
-def default_jobs() -> int:
-    """Compiles at a time: one a core, as memory allows."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(os.cpu_count() or 1, memory // _BYTES_OF_A_COMPILE))
 
 
 def build(
@@ -123,7 +117,7 @@ def build(
             file.path.parent.mkdir(parents=True, exist_ok=True)
         missing = [file for file in files if not file.is_whole(sources)]
         report(f"{len(files) - len(missing)} of {len(files)} files are there")
-        failures = list(_compile_all(missing, default_jobs() if jobs is None else jobs, report))
+        failures = list(_compile_all(missing, compiles_at_a_time() if jobs is None else jobs, report))
         for target in targets:
             _write_index([KernelFile(folder, target, name, family) for name, family in families.items()], sources)
     except OSError as error:

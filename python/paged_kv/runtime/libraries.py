@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import files
@@ -36,6 +37,7 @@ from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target, check_cpu_run
 from paged_kv.runtime.kernel_library import kernel_library
 from paged_kv.runtime.places import origin, places
 from paged_kv.runtime.store import Artefact, Store
+from paged_kv.runtime.threads import compiles_at_a_time
 
 Function = Callable[[bytes], None]
 """A kernel: it takes the bytes of its struct (`mojo_ops/*/call.mojo`)."""
@@ -171,7 +173,7 @@ def kernel(kind: str, *dtypes: str, mask: int = 0, sources: Path | None = None) 
 
 
 def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
-    """Loads the libraries of some kernels, or builds them.
+    """Loads the libraries of some kernels, or builds them, several at a time.
 
     Args:
         kernels: Those that are wanted.
@@ -180,8 +182,12 @@ def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
     Raises:
         ToolchainError: as `kernel`.
     """
-    for each in kernels:
-        _loaded(each, None, exact=exact)
+    wanted = list(kernels)
+    libraries = list(dict.fromkeys(each.library for each in wanted))
+    with ThreadPoolExecutor(compiles_at_a_time()) as pool:
+        paths = dict(zip(libraries, pool.map(partial(_path, exact=exact), libraries), strict=True))
+    for each in wanted:
+        _loaded(each, None, paths[each.library])
 
 
 def load_for_graph(name: str) -> None:
@@ -203,12 +209,12 @@ class _State:
     """What a fork changes."""
 
     def __init__(self) -> None:
-        self.loading = Lock()
+        self.loading, self.packing = Lock(), Lock()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_child)
 
     def _in_child(self) -> None:
-        self.loading = Lock()  # a thread that the child lacks may hold the other one
+        self.loading, self.packing = Lock(), Lock()  # a thread that the child lacks may hold the others
 
 
 _STATE = _State()
@@ -217,14 +223,16 @@ _FREE = ctypes.CDLL(None).free
 _FREE.argtypes, _FREE.restype = [ctypes.c_void_p], None
 
 
-def _loaded(wanted: Kernel, sources: Path | None, *, exact: bool = False) -> Function:
+def _path(library: Library, *, exact: bool = False) -> Path:
+    return _file(library.key(), f"a library of kernels, {library}", partial(build_library, library), exact=exact)
+
+
+def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> Function:
     with _STATE.loading:
         if (sources, wanted) not in _FUNCTIONS:
             library = wanted.library
-            build = partial(build_library, library)
-            path = _file(library.key(), f"a library of kernels, {library}", build, exact=exact)
             # An op of a graph looks for its kernel among the names that all of the process sees.
-            loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            loaded = ctypes.CDLL(str(path or _path(library)), mode=ctypes.RTLD_GLOBAL)
             for kind in library.kinds:
                 each = library.kernel(kind)
                 _FUNCTIONS[sources, each] = _function(loaded, each.name)
@@ -331,7 +339,9 @@ def build_library(library: Library, path: Path, target: str | None) -> None:
     """
     a, b, c = library.dtypes
     defined = {"KINDS": f",{','.join(library.kinds)},", "A": a, "B": b, "C": c, "MASK": str(library.mask)}
-    options = ["-D", "PAGED_KV_LIBRARY", "-I", str(kernel_library(kernels()).parent)]
+    with _STATE.packing:  # once, where several are built
+        package = kernel_library(kernels())
+    options = ["-D", "PAGED_KV_LIBRARY", "-I", str(package.parent)]
     options += [option for name, value in defined.items() for option in ("-D", f"{name}={value}")]
     names = {library.kernel(kind).name: f"paged_kv_{kind}" for kind in library.kinds}
     _build(PROGRAM, options, names, path, target)

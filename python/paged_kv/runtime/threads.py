@@ -21,6 +21,7 @@ from paged_kv.errors import ContractError, ToolchainError
 _TASKS = Path("/proc/self/task")
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
+_BYTES_OF_A_COMPILE = 2 << 30
 _POOL_NAME = "🔥 Thread"
 _MAX_MODULE = "max.driver"
 """Without it in the process nothing has started the pool."""
@@ -35,6 +36,12 @@ def allowed_cpus() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
+
+
+def compiles_at_a_time() -> int:
+    """One a core, as memory allows."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(os.cpu_count() or 1, memory // _BYTES_OF_A_COMPILE))
 
 
 def cgroup_quota(files: tuple[Path, Path] = _QUOTA) -> float | None:
