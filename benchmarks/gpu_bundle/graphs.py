@@ -24,11 +24,12 @@ from max.dtype import DType
 from benchmarks import gpu_graphs
 from benchmarks.gpu_bundle.steps import ARCHITECTURE, CPU_TARGET
 from benchmarks.gpu_graphs import GraphSpec
-from paged_kv.runtime import compile_key
+from paged_kv.runtime import compile_key, libraries
 from paged_kv.runtime.cache_folder import cache_folder
-from paged_kv.runtime.compile_key import CompileKey, Sources
+from paged_kv.runtime.compile_key import Key, Sources
+from paged_kv.runtime.libraries import Kernel
 from paged_kv.runtime.session import runtime_on
-from paged_kv.runtime.store import user_store
+from paged_kv.runtime.store import Store, user_store
 from paged_kv.runtime.variants import Op, Variant
 
 
@@ -46,8 +47,10 @@ class Wanted:
     """Graphs that are compiled together: what each depends on, by its name, and what compiles and keeps them."""
 
     name: str
-    keys: Mapping[str, CompileKey]
+    keys: Mapping[str, Key]
     compile: Callable[[], object]
+    store: Callable[[], Store] = user_store
+    """Where the files are kept."""
 
 
 def wanted(device: str) -> list[Wanted]:
@@ -63,11 +66,12 @@ def wanted(device: str) -> list[Wanted]:
     def graph(name: str, spec: GraphSpec) -> Wanted:
         return Wanted(name, {spec.name: spec.key}, lambda: spec.load(runtime))
 
+    if device == "cpu":  # the API tests compare with float32 on the CPU
+        kernels = [Kernel("attention", (q.name, kv.name, q.name)) for q, kv in ((bf16, bf16), (f32, f32), (bf16, f8))]
+        return [graph("add_one", gpu_graphs.add_one(runtime)), *map(_library, kernels)]
     words = DType.uint32
     first = [graph("add_one", gpu_graphs.add_one(runtime)), api("attention", bf16, bf16)]
     copies = [api("append", words, words), api("gather", words, words)]
-    if device == "cpu":  # the API tests compare with float32 on the CPU
-        return [*first, api("attention", f32, f32), api("attention", bf16, f8), *copies]
     plain = [
         graph(f"plain_{kv.name}", gpu_graphs.attention(runtime, bf16, kv, gpu_kernel="plain")) for kv in (bf16, f8)
     ]
@@ -86,6 +90,12 @@ def wanted(device: str) -> list[Wanted]:
     ]
 
 
+def _library(kernel: Kernel) -> Wanted:
+    """The library of a CPU's kernel, with those of the copies of its pages."""
+    file = kernel.library.file
+    return Wanted(file, {file: kernel.library.key()}, partial(libraries.load, [kernel]), libraries.user_libraries)
+
+
 def digests_of(graphs: Wanted) -> dict[str, str]:
     """The names of their files, by the names of the graphs."""
     return compile_key.digests_of(graphs.keys, Sources.installed())
@@ -94,7 +104,7 @@ def digests_of(graphs: Wanted) -> dict[str, str]:
 def is_kept(graphs: Wanted) -> bool:
     """Whether the cache folder has them."""
     digests = set(digests_of(graphs).values())
-    return digests == {digest for artefact in user_store().find(digests) for digest in artefact.digests}
+    return digests == {digest for artefact in graphs.store().find(digests) for digest in artefact.digests}
 
 
 def compile_missing(device: str, names: Sequence[str]) -> None:
@@ -115,8 +125,9 @@ def adopt(device: str) -> str:
     architecture something else. What became of it, in words.
     """
     listed = json.loads(_list_of(device).read_text())
-    folder, missing, renamed = user_store(), [], 0
+    missing, renamed = [], 0
     for graphs in wanted(device):
+        folder = graphs.store()
         for name, digest in digests_of(graphs).items():
             if folder.find([digest]):
                 continue

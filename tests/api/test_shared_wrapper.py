@@ -147,12 +147,12 @@ def test_every_call_in_many_threads() -> None:
 FIRST_CALLS = """
 import threading, numpy as np
 from paged_kv.decode import single_decode_with_kv_cache
-from paged_kv.runtime import session
+from paged_kv.runtime import libraries, session
 made, found = [], []
 original = session.Runtime.__init__
 session.Runtime.__init__ = lambda self, gpu=None: (made.append(gpu), original(self, gpu))[1]
-load_graphs = session.load_graphs
-session.load_graphs = lambda *a, **k: (made.append("load"), load_graphs(*a, **k))[1]
+path = libraries._path
+libraries._path = lambda library: (made.append("load"), path(library))[1]
 together = threading.Barrier(8)
 def first(i):
     together.wait(60)

@@ -13,7 +13,7 @@ from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
 from support.cases import STORAGES, UNUSED_PAGE
 from support.compare import assert_bits_equal
-from support.harness import refused
+from support.harness import flat, refused
 
 CPU = DeviceRef.CPU()
 U16, I32 = DType.uint16, DType.int32
@@ -116,7 +116,7 @@ def test_a_view_leaves_what_lies_between():
     reference.copy_pages(views[2], views[3], sources, targets)
     k, v, view = cache_operands(views[0], views[1])
     numbers = [to_buffer(pages.astype(np.int32)) for pages in (sources, targets)]
-    op_graphs.models()["copy_STRIDED"].execute(*numbers, to_buffer(TABLE), k, v, view)
+    op_graphs.models()["copy_STRIDED"].execute(*numbers, to_buffer(TABLE), flat(k), flat(v), view)
     assert_bits_equal(whole, expected, what="the array behind the view")
 
 

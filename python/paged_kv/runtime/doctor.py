@@ -171,12 +171,12 @@ def _quantised_in_words(target: str | None) -> str:
 
 
 def _compiled_in_words(compiled: Mapping[str, str | None]) -> str:
-    """How many kernels lie where."""
+    """How many libraries of kernels lie where."""
     if not compiled:
         return "unknown"
     places = Counter(place for place in compiled.values() if place)
     parts = ", ".join(f"{count} {place}" for place, count in places.items())
-    return f"{places.total()} of {len(compiled)} kernels of the API{': ' if parts else ''}{parts}"
+    return f"{places.total()} of {len(compiled)} libraries of kernels{': ' if parts else ''}{parts}"
 
 
 def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:

@@ -209,7 +209,8 @@ _HEAD_DIM = slice(24, 32)
 
 
 def _at(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
+    """The address of an array's memory; 0 where it has none, since MAX's buffers without elements lie nowhere."""
+    address: int = array.__array_interface__["data"][0] if array.size else 0
     return address
 
 

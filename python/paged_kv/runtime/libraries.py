@@ -267,7 +267,7 @@ def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None],
     target = apply_cpu_target()
     keys = {"": key}
     (digest,) = digests_of(keys, Sources.installed()).values()
-    store = _store()
+    store = user_libraries()
 
     def make(path: Path) -> None:
         announce(f"paged-kv: building {what}: about 10 s, once on this machine")
@@ -290,7 +290,7 @@ def _file(key: LibraryKey, what: str, build: Callable[[Path, str | None], None],
     return path
 
 
-def _store() -> Store:
+def user_libraries() -> Store:
     """The libraries of the user's cache folder."""
     return Store(cache_path() / "libraries", "{}.library")
 
@@ -299,7 +299,7 @@ def _found(keys: Mapping[str, LibraryKey], exact: bool) -> Artefact | None:
     """The best library of a key that is there."""
     cpu, sources = CpuInfo.read(), Sources.installed()
     check_cpu_runs(get_virtual_cpu_target(), cpu)
-    for target, place in places(cpu, _store, exact=exact):
+    for target, place in places(cpu, user_libraries, exact=exact):
         found = place.find(digests_of(keys, sources, target).values())
         if found:
             return found[0]
@@ -311,7 +311,7 @@ def where_libraries_lie(libraries: Iterable[Library]) -> dict[str, str]:
     cpu, sources = CpuInfo.read(), Sources.installed()
     wanted = {library.file: library.key() for library in libraries}
     lie: dict[str, str] = {}
-    for target, place in places(cpu, _store):
+    for target, place in places(cpu, user_libraries):
         digests = digests_of(wanted, sources, target)
         present = {digest for artefact in place.find(digests.values()) for digest in artefact.digests}
         for name in [name for name, digest in digests.items() if digest in present]:
