@@ -23,9 +23,8 @@ from paged_kv.ray.router import LoadRouter, PrefixRouter, RoundRobinRouter
 from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.door import Application, Door, Rules
-from paged_kv.serve.launch import read_template
+from paged_kv.serve.launch import served_model
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import Settings
 
 LOST = (
@@ -93,6 +92,7 @@ class Arguments(BaseModel):
     max_body_bytes: PositiveInt | None = None
     chat_template: str | None = None
     """A file in place of the checkpoint's template."""
+    generation_config: Literal["model", "none"] = "model"
 
     @property
     def each(self) -> Model:
@@ -111,6 +111,7 @@ class Arguments(BaseModel):
             metrics=self.metrics,
             max_body_bytes=self.max_body_bytes,
             chat_template=None if self.chat_template is None else Path(self.chat_template),
+            generation_config=self.generation_config,
         )
 
 
@@ -134,12 +135,7 @@ class Ingress:
         given, settings = self._arguments, self._arguments.settings
         full, down = (BackPressureError,), (DeploymentUnavailableError,)
         backend = Replicas(Ways(self._start, LOST, full, down, given.retries, given.stall_seconds))
-        model = ServedModel(
-            open_source(settings.model),
-            settings.name,
-            given.num_pages * given.page_size,
-            read_template(settings.chat_template),
-        )
+        model = served_model(settings, open_source(settings.model), given.num_pages * given.page_size)
         served = application(model, backend, Metrics(settings.name, backend))
         return _Lifespan(served, settings.rules(model.most_tokens))
 

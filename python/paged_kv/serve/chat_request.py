@@ -78,8 +78,7 @@ class Conversation:
         form = self.form(prompt, answer)
         most = read_max_tokens(body, limits, left, 1, left)
         options |= {"form": form, "skip_special_tokens": self.format.skip_special_tokens}
-        sampling = read_sampling(body, most, **options)
-        sampling.check_vocabulary(model.config.vocab_size)
+        sampling = read_sampling(body, model, most, **options)
         return Job(tokens, sampling, n, namespace), prompt
 
 

@@ -65,7 +65,7 @@ def serve(settings: Settings) -> None:
         free=free_memory(),
     )
     rules = settings.rules(size.max_length)
-    model = ServedModel(source, settings.name, size.max_length, read_template(settings.chat_template))
+    model = served_model(settings, source, size.max_length)
     draft = draft_of(settings, source)
     disk = None if settings.kv_disk is None else DiskTier(settings.kv_disk, max(int(settings.kv_disk_gb * 1e9), 1))
     if disk is not None:
@@ -90,6 +90,17 @@ def serve(settings: Settings) -> None:
     app = application(model, backend, Metrics(settings.name, backend), lambda: pool_now(engine))
     listen(app, rules, sockets, settings, model)
     engine.flush()
+
+
+def served_model(settings: Settings, source: Source, most_tokens: int) -> ServedModel:
+    """The model as requests are read for it, of `most_tokens` at most.
+
+    Raises:
+        ContractError: the chat template cannot be read.
+        CheckpointError: the model's own files cannot be, or say what is not supported.
+    """
+    sampling = source.sampling() if settings.generation_config == "model" else {}
+    return ServedModel(source, settings.name, most_tokens, read_template(settings.chat_template), sampling)
 
 
 def dtype_of(source: Source, asked: str | None) -> DType:
@@ -119,6 +130,9 @@ def described(settings: Settings, model: ServedModel, size: CacheSize, dtype: DT
     rotated = f", rotated by {settings.rotate}" if settings.rotate else ""
     chat = "no chat template: /v1/completions alone" if model.chat is None else "chat by the model's template"
     others, threads = [chat], pool_threads() or len(allowed_cpus())
+    if model.sampling:
+        chosen = ", ".join(f"{name} {value:g}" for name, value in model.sampling.items())
+        others.append(f"where a request does not say it, the model's {chosen}")
     if settings.speculate:
         others.append(f"speculation by {printable(settings.speculate)}")
     if settings.kv_disk:

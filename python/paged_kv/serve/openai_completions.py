@@ -65,12 +65,12 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
     most = read_max_tokens(body, ("max_tokens",), min(left, 16), 0 if echo else 1, left)
     sampling = read_sampling(
         body,
+        model,
         max(most, 1),
         form=read_form(body),
         logprobs=0 if logprobs is None and best_of > n else logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
-    sampling.check_vocabulary(model.config.vocab_size)
     body.end()
     return Completions(
         [Job(each, sampling, best_of, namespace) for each in tokens],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from paged_kv.arguments import integer
 from paged_kv.errors import ContractError
@@ -49,6 +50,8 @@ class Settings:
     """"lookup", or a smaller checkpoint."""
     compiled: Path | None = None
     chat_template: Path | None = None
+    generation_config: Literal["model", "none"] = "model"
+    """Where fields of sampling come from that a request leaves out: the model's generation_config.json, or nowhere."""
     drain_seconds: float = 30.0
     stall_seconds: float = 120.0
     api_key: str | None = field(default=None, repr=False)
