@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from paged_kv.commands.serve import serve_command
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import CheckpointError, ContractError
-from paged_kv.serve import launch
+from paged_kv.serve import launch, loading
 from paged_kv.serve.settings import API_KEY
 from support.guarded_server import STOP_SECONDS, guarded
 
@@ -71,17 +71,17 @@ def serve(monkeypatch):
         reached["size"] = arguments[2]
         raise Reached
 
-    def described(settings, *others):
-        run.lines = describe(settings, *others)
-        reached["settings"] = settings
+    def described(planned, model):
+        run.lines = describe(planned, model)
+        reached["settings"] = planned.settings
         return []
 
     class Reached(Exception):
         pass
 
-    monkeypatch.setattr(launch, "_load", load)
+    monkeypatch.setattr(loading, "_load", load)
     monkeypatch.setattr(launch, "described", described)
-    monkeypatch.setattr(launch, "free_memory", lambda: 8 << 30)
+    monkeypatch.setattr(loading, "free_memory", lambda: 8 << 30)
     monkeypatch.setattr(launch, "listening_sockets", lambda *_: [])
 
     def run(*arguments):

@@ -42,10 +42,8 @@ _LONG = 4096
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
 
 
-def application(
-    model: ServedModel, backend: Backend, metrics: Metrics, pool: Callable[[], dict[str, Any]] | None = None
-) -> Starlette:
-    """The application of one model; `pool` says what the page shows of the pages, where there is one pool."""
+def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starlette:
+    """The application of one model."""
 
     async def compute(request: Request) -> Reply:
         body, read = await request.body(), ROUTES[request.url.path]
@@ -73,7 +71,7 @@ def application(
         return JSONResponse(model.describe())
 
     async def health(_: Request) -> JSONResponse:
-        backend.check()
+        await backend.check()
         return JSONResponse({"status": "ok"})
 
     async def show_metrics(_: Request) -> Response:
@@ -83,9 +81,7 @@ def application(
         return Response(PAGE, media_type="text/html; charset=utf-8", headers=HEADERS)
 
     async def show_pool(_: Request) -> JSONResponse:
-        if pool is None:
-            raise HTTPException(404)
-        return JSONResponse(pool(), headers={"cache-control": "no-store"})
+        return JSONResponse(await backend.pool(), headers={"cache-control": "no-store"})
 
     routes = [Route(path, compute, methods=["POST"]) for path in ROUTES]
     routes += [Route(path, health) for path in ("/health", "/v1/health", "/ping")]

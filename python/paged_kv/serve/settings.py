@@ -43,7 +43,7 @@ class Settings:
     max_running: int = 64
     max_queue: int = 256
     max_step_tokens: int = 512
-    max_gap: float = 0.25
+    max_gap: float | None = 0.25
     kv_disk: Path | None = None
     kv_disk_gb: float = 10.0
     speculate: str | None = None
