@@ -5,14 +5,7 @@ import pytest
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
-from support.served import served
-from support.tool_chats import HERMES, SCHEMAS, TOOLS, WEATHER
-
-
-@pytest.fixture(scope="module")
-def tools():
-    with served(template=HERMES, length=2048, num_pages=1024) as server:
-        yield server
+from support.tool_chats import SCHEMAS, TOOLS, WEATHER
 
 
 @pytest.fixture(params=[False, True], ids=["chat", "responses"])
@@ -49,6 +42,7 @@ def test_a_conversation_with_tools(chat, stream):
         assert answer.invalid_tool_calls == []
         jsonschema.validate(call["args"], SCHEMAS[call["name"]])
         messages += [answer, ToolMessage("warm", tool_call_id=call["id"])]
+    assert len({said.tool_call_id for said in messages if isinstance(said, ToolMessage)}) == 2
     assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
     last = ask(chat.bind_tools(TOOLS, tool_choice="none"), messages, stream)
     assert (last.tool_calls, bool(last.text)) == ([], True)

@@ -50,17 +50,9 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starl
         exchange = await _beside(body, lambda: read(parse(body), model))
         return Reply(exchange, backend, metrics)
 
-    async def count(request: Request) -> JSONResponse:
-        body = await request.body()
-        return JSONResponse(await _beside(body, lambda: count_tokens(parse(body), model)))
-
-    async def tokenize(request: Request) -> JSONResponse:
-        body = await request.body()
-        return JSONResponse(await _beside(body, lambda: _tokenize(parse(body), model)))
-
-    async def detokenize(request: Request) -> JSONResponse:
-        body = await request.body()
-        return JSONResponse(await _beside(body, lambda: _detokenize(parse(body), model)))
+    async def told(request: Request) -> JSONResponse:
+        body, read = await request.body(), QUESTIONS[request.url.path]
+        return JSONResponse(await _beside(body, lambda: read(parse(body), model)))
 
     async def models(request: Request) -> JSONResponse:
         name = request.path_params.get("name")
@@ -84,13 +76,11 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starl
         return JSONResponse(await backend.pool(), headers={"cache-control": "no-store"})
 
     routes = [Route(path, compute, methods=["POST"]) for path in ROUTES]
+    routes += [Route(path, told, methods=["POST"]) for path in QUESTIONS]
     routes += [Route(path, health) for path in ("/health", "/v1/health", "/ping")]
     routes += [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", models),
-        Route("/v1/messages/count_tokens", count, methods=["POST"]),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
         Route("/metrics", show_metrics),
         Route("/", page),
         Route("/pool", show_pool),
@@ -123,6 +113,14 @@ def _detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
         raise body.error("tokens", "must be a list of token ids")
     body.end()
     return {"prompt": model.text(model.tokens("tokens", tokens)) if tokens else ""}
+
+
+QUESTIONS: Mapping[str, Callable[[Fields, ServedModel], dict[str, Any]]] = {
+    "/v1/messages/count_tokens": count_tokens,
+    "/tokenize": _tokenize,
+    "/detokenize": _detokenize,
+}
+"""What answers the body of each route that computes none."""
 
 
 class Reply:
