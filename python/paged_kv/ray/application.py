@@ -24,7 +24,7 @@ from paged_kv.ray.replica import Model, Replica, settings_of
 from paged_kv.ray.router import LoadRouter, PrefixRouter, RoundRobinRouter
 from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.door import Application, Door, Rules
+from paged_kv.serve.door import Door
 from paged_kv.serve.launch import served_model
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.settings import Settings
@@ -146,7 +146,7 @@ class Ingress:
         )
         model = served_model(settings, open_source(settings.model), given.num_pages * given.page_size)
         served = application(model, backend, Metrics(settings.name, backend))
-        return _Lifespan(served, settings.rules(model.most_tokens))
+        return Door(served, settings.rules(model.most_tokens))
 
     async def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
         # In a context of its own: Ray takes jobs of one HTTP request for one and the same, and loses all but one.
@@ -167,16 +167,6 @@ class Ingress:
         asked = self._replicas.broadcast("pool")
         answers = await asked.results_async(timeout_s=POOL_SECONDS, return_exceptions=True)
         return dict(answer for answer in answers if not isinstance(answer, BaseException))
-
-
-class _Lifespan:
-    """A door lets HTTP through alone; Ray also tells the application when it begins and ends."""
-
-    def __init__(self, served: Application, rules: Rules) -> None:
-        self._application, self._door = served, Door(served, rules)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await (self._application if scope["type"] == "lifespan" else self._door)(scope, receive, send)
 
 
 def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
