@@ -71,11 +71,12 @@ class Fields:
             raise self.error(key, "an object is expected")
         return Fields(self.file, value, f"{self.prefix}{key}.")
 
-    def integer(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A positive integer up to `most`."""
+    def integer(self, key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1) -> int:
+        """An integer from `least` up to `most`."""
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, "a positive integer is expected", value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            expected = "a positive integer" if least == 1 else f"an integer from {least} on"
+            raise self.error(key, f"{expected} is expected", value)
         if value > most:
             raise self.error(key, f"at most {most} is supported", value)
         return value
@@ -87,10 +88,11 @@ class Fields:
     def number(
         self, key: str, default: float | None = None, least: float = MIN_NUMBER, most: float = MAX_NUMBER
     ) -> float:
-        """A positive number from `least` to `most`."""
+        """A number from `least` to `most`; a positive one, unless `least` is 0."""
         value = self._value(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.error(key, "a positive number is expected", value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not (0 < value < math.inf or value == least):
+            raise self.error(key, f"a {'positive number' if least else 'number from 0 on'} is expected", value)
         if not least <= value <= most:
             raise self.error(key, f"a number from {least:g} to {most:g} is expected", value)
         return float(value)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,8 @@ import ray
 from ray import serve
 
 from benchmarks.routing_sim import Conversations, simulate
-from paged_kv.engine import Sampling
+from paged_kv.engine import Sampling, load
+from paged_kv.engine.demo_model import FOLDER
 from paged_kv.ray import application
 from support.ray_load import SECONDS, Killer, right_texts
 from support.served import served
@@ -83,6 +86,62 @@ def test_a_request_is_answered_as_in_one_process(start, tmp_path):
     root = app.url.removesuffix("/v1")
     assert "vllm:request_success_total" in httpx.get(root + "/metrics", timeout=60).text
     assert httpx.post(app.url + "/completions", json=prompts, headers={"Host": "evil"}, timeout=60).status_code == 403
+
+
+def test_the_pool_is_that_of_all_replicas(start):
+    """Of one replica as of one process; of two together, and each request by its replica."""
+    app = start(replicas=1)
+    pool = app.url.removesuffix("/v1") + "/pool"
+    with served() as here:
+        told, alone = httpx.get(pool, timeout=60).json(), here.http.get("/pool").json()
+    assert (told.keys(), told["pages"], told["used"]) == (alone.keys(), 512, 0)
+    serve.delete("app")
+    app = start(replicas=2, router="round_robin")
+    body = {"prompt": "In", "max_tokens": 4000, "n": 16, "temperature": 0, "stream": True, "ignore_eos": True}
+    with (
+        httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as first,
+        httpx.stream("POST", app.url + "/completions", json=body, timeout=SECONDS) as second,
+    ):
+        lines = [first.iter_lines(), second.iter_lines()]  # a stream is closed with what reads it
+        assert [next(each)[:5] for each in lines] == ["data:"] * 2
+        told = httpx.get(pool, timeout=60).json()
+    assert (told["pages"], len(told["owners"])) == (1024, 1024)
+    assert [(each["pages"], each["running"] > 0) for each in told["replicas"]] == [(512, True)] * 2
+    names = [each["name"] for each in told["replicas"]]
+    assert {request["name"].rpartition("/")[0] for request in told["requests"]} == set(names)
+    assert sum(each["used"] for each in told["replicas"]) == told["used"] > 0
+    assert {state["used_pages"] for state in app.idle().values()} == {0}
+
+
+def test_health_is_that_of_the_replica_that_is_left(start):
+    app = start(replicas=2)
+    killed, left = app.status()
+    os.kill(killed, signal.SIGKILL)
+    asked = []
+    with ThreadPoolExecutor(1) as threads:
+        back = threads.submit(app.status)
+        while not back.done():
+            asked.append(httpx.get(app.url + "/health", timeout=60).status_code)
+    assert (set(asked), len(asked) > 3) == ({200}, True)
+    assert len(back.result().keys() - {killed, left}) == 1
+
+
+def test_every_option_of_the_engine(start, tmp_path):
+    """Codes in the cache, rotation, a draft and prefixes on disk: the engine's text; a new replica finds the prefix."""
+    options = {"cache_dtype": "int8", "rotate": "hadamard", "page_size": 8}
+    options |= {"speculate": str(FOLDER), "kv_disk": str(tmp_path / "kv"), "kv_disk_gb": "0.5"}
+    prompt = "And the LORD spake unto Moses, saying, " * 5
+    engine = load(FOLDER, num_pages=512, page_size=8, dtype="float32", kv_format="int8", rotate="hadamard")
+    (expected,) = right_texts(engine, [prompt], Sampling(24, ignore_end=True))
+    restored = []
+    for _ in range(2):
+        app = start(replicas=1, **options)
+        assert app.ask(prompt, max_tokens=24).text == expected
+        (state,) = app.idle().values()
+        assert state["accepted_tokens"] > 0
+        restored.append(state["restored_tokens"])
+        serve.delete("app")
+    assert (restored[0], restored[1] > 30) == (0, True)
 
 
 def comparable(value):

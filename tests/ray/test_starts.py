@@ -64,9 +64,10 @@ def test_an_engine_that_is_killed_while_it_loads_is_said_and_clients_get_503(sta
         start(replicas=1, start_attempts=2)
     assert "failed to start 2 times in a row" in told().message
     assert "ActorDiedError" in told().message
-    url = f"http://127.0.0.1:{cluster.port}/v1/completions"
-    answer = httpx.post(url, json={"prompt": "In", "max_tokens": 1}, timeout=SECONDS)
-    assert (answer.status_code, "No engine could start" in answer.text) == (503, True)
+    root = f"http://127.0.0.1:{cluster.port}"
+    answers = [httpx.post(root + "/v1/completions", json={"prompt": "In", "max_tokens": 1}, timeout=SECONDS)]
+    answers += [httpx.get(root + path, timeout=SECONDS) for path in ("/health", "/v1/health", "/ping", "/pool")]
+    assert [(answer.status_code, "No engine runs" in answer.text) for answer in answers] == [(503, True)] * 5
 
 
 def test_an_engine_that_does_not_come_back_is_unhealthy_until_it_does(start, model):
@@ -76,9 +77,18 @@ def test_an_engine_that_does_not_come_back_is_unhealthy_until_it_does(start, mod
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: f"{model}: neither {WEIGHTS} nor" in told().message)
     assert told().status == "UNHEALTHY"
+    assert httpx.get(app.url + "/health", timeout=SECONDS).status_code == 503
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(app.ask, "In the beginning", model=str(model), max_tokens=8)
         time.sleep(1)
         hidden.rename(model / WEIGHTS)
         assert asked.result(SECONDS).whole
     wait_for(lambda: told().status == "HEALTHY")
+    assert httpx.get(app.url + "/health", timeout=SECONDS).status_code == 200
+
+
+def test_an_option_that_no_engine_can_have_is_said(start):
+    """As `paged-kv serve` says them."""
+    with pytest.raises(RuntimeError, match="Failed to update the deployments"):
+        start(replicas=1, start_attempts=1, kv_disk=__file__)
+    assert f"{__file__} is no folder" in told().message

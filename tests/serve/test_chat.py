@@ -17,13 +17,6 @@ from support.tool_chats import CALL, HERMES, SCHEMAS, THINKING, TOOLS, WEATHER, 
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module")
-def tools():
-    """A server whose model is asked to call tools as Hermes models do."""
-    with served(template=HERMES, length=2048, num_pages=1024) as server:
-        yield server
-
-
 def chat(server, content, **overrides):
     options = {"max_tokens": 16, "temperature": 0} | overrides
     extra = {"return_token_ids": True} | options.pop("extra_body", {})

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from paged_kv.commands.serve import serve_command
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import CheckpointError, ContractError
-from paged_kv.serve import launch
+from paged_kv.serve import launch, loading
 from paged_kv.serve.settings import API_KEY
 from support.guarded_server import STOP_SECONDS, guarded
 
@@ -65,22 +65,23 @@ def test_a_second_server_is_told_that_the_port_is_taken(tmp_path):
 def serve(monkeypatch):
     """Runs the command without a model or a socket; gives the settings and the cache's size that it came to."""
     monkeypatch.delenv(API_KEY, raising=False)
-    reached = {}
+    reached, describe = {}, launch.described
 
     def load(*arguments):
         reached["size"] = arguments[2]
         raise Reached
 
-    def described(settings, *_):
-        reached["settings"] = settings
+    def described(planned, model):
+        run.lines = describe(planned, model)
+        reached["settings"] = planned.settings
         return []
 
     class Reached(Exception):
         pass
 
-    monkeypatch.setattr(launch, "_load", load)
+    monkeypatch.setattr(loading, "_load", load)
     monkeypatch.setattr(launch, "described", described)
-    monkeypatch.setattr(launch, "free_memory", lambda: 8 << 30)
+    monkeypatch.setattr(loading, "free_memory", lambda: 8 << 30)
     monkeypatch.setattr(launch, "listening_sockets", lambda *_: [])
 
     def run(*arguments):
@@ -164,6 +165,25 @@ def test_a_file_has_the_options_by_their_names(serve, tmp_path):
     file.write_text('demo = true\npages = "many"')
     result = CliRunner().invoke(serve_command, ["--config", str(file)])
     assert (result.exit_code, "'many' is not a valid integer" in result.output) == (2, True)
+
+
+def test_sampling_of_the_model_is_said_and_can_be_left(serve, tmp_path):
+    for file in FOLDER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    given = tmp_path / "generation_config.json"
+    given.unlink(missing_ok=True)
+    serve(str(tmp_path))
+    assert "the model's" not in serve.lines[-1].replace("by the model's template", "")
+    given.write_text('{"temperature": 0.6, "top_k": 20, "do_sample": true}')
+    serve(str(tmp_path))
+    assert serve.lines[-1].endswith("where a request does not say it, the model's temperature 0.6, top_k 20")
+    (tmp_path / "serve.toml").write_text('generation-config = "none"')
+    for arguments in (["--generation-config", "none"], ["--config", str(tmp_path / "serve.toml")]):
+        serve(str(tmp_path), *arguments)
+        assert "temperature" not in serve.lines[-1]
+    given.write_text('{"top_p": 7}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p = 7: "):
+        serve(str(tmp_path))
 
 
 def test_every_capability_of_the_engine_together(tmp_path):

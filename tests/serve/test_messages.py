@@ -10,12 +10,6 @@ from support.tool_chats import CALL, HERMES, SCHEMAS, THINKING, TOOLS, scripted
 OURS = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
 
 
-@pytest.fixture(scope="module")
-def tools():
-    with served(template=HERMES, length=2048, num_pages=1024) as server:
-        yield server
-
-
 def client(server):
     return anthropic.Anthropic(base_url="http://localhost", api_key="none", http_client=server.http, max_retries=0)
 

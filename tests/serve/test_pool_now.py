@@ -33,3 +33,27 @@ def test_known_pages_are_told_apart_from_free_ones():
     list(engine.stream(list(range(3, 12)), Sampling(max_tokens=1)))
     told = page.pool_now(engine)
     assert (told["owners"].count(-1), told["cached"], told["used"]) == (2, 2, 0)
+
+
+def test_the_pools_of_replicas_are_one_after_the_other(monkeypatch):
+    pools = {}
+    for name, tokens in (("b", 9), ("a", 3)):
+        engine = load(FOLDER, num_pages=4, page_size=4, dtype="float32")
+        engine.pool.start(0, tokens)
+        pools[name] = page.pool_now(engine)
+    engine.pool.fork(0, 1)
+    pools["a"] = page.pool_now(engine)
+    assert page.together({"a": pools["a"]}) == pools["a"]
+    told = page.together(pools)
+    assert told["owners"] == pools["a"]["owners"] + pools["b"]["owners"]
+    assert sorted(told["owners"]) == [0, 0, 0, 0, 1, 1, 1, 2]
+    assert [each["name"] for each in told["requests"]] == ["a/0", "a/1", "b/0"]
+    assert (told["pages"], told["used"], told["free"], len(told["shades"])) == (8, 4, 4, 2)
+    counts = [[each[name] for name in ("name", "pages", "used")] for each in told["replicas"]]
+    assert counts == [["a", 4, 1], ["b", 4, 3]]
+    assert told.keys() - {"replicas"} == pools["a"].keys()
+    monkeypatch.setattr(page, "MOST_CELLS", 4)
+    monkeypatch.setattr(page, "MOST_REQUESTS", 2)
+    less = page.together(pools)
+    assert less["owners"] == [max(told["owners"][at : at + 2]) for at in (0, 2, 4, 6)]
+    assert [each["name"] for each in less["requests"]] == ["a/0", "b/0"]

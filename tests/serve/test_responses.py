@@ -6,15 +6,9 @@ import jsonschema
 import pytest
 
 from support.served import served
-from support.tool_chats import CALL, HERMES, SCHEMAS, THINKING, TOOLS, WEATHER, scripted
+from support.tool_chats import CALL, SCHEMAS, THINKING, TOOLS, WEATHER, scripted
 
 OURS = [{"type": "function", **each["function"]} for each in TOOLS]
-
-
-@pytest.fixture(scope="module")
-def tools():
-    with served(template=HERMES, length=2048, num_pages=1024) as server:
-        yield server
 
 
 def ask(server, given, stream=False, **options):

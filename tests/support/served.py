@@ -65,7 +65,8 @@ def served(
     """An application on an engine of the demo's model or another one; `options` are those of `load`."""
     if engine is None:
         engine = load(folder, **{"num_pages": 512, "page_size": PAGE_SIZE, "dtype": "float32"} | options)
-    model = ServedModel(open_source(folder), "demo", length, template)
+    source = open_source(folder)
+    model = ServedModel(source, "demo", length, template, source.sampling())
     backend = LocalBackend(engine, most_samples)
     app = application(model, backend, Metrics("demo", backend))
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:

@@ -7,7 +7,7 @@ import pytest
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from paged_kv.checkpoint.config import load_config
+from paged_kv.checkpoint.config import load_config, load_sampling
 from paged_kv.engine.demo import byte_tokenizer
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
@@ -214,6 +214,48 @@ def test_a_bad_generation_config_is_named(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(CheckpointError, match=r'generation_config\.json: eos_token_id = "</s>"'):
         load_config(tmp_path)
+
+
+CHOSEN = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize(
+    ("generation", "found"),
+    [
+        (CHOSEN | {"do_sample": True, "eos_token_id": 2, "max_length": 9}, CHOSEN),
+        ({"top_k": 0, "temperature": None}, {"top_k": 0}),
+        ({"temperature": 0}, {"temperature": 0}),
+        (CHOSEN | {"do_sample": False}, {"repetition_penalty": 1.05}),
+        ({}, {}),
+        (None, {}),
+    ],
+)
+def test_generation_config_says_how_tokens_are_chosen(tmp_path, generation, found):
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load_sampling(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ('{"temperature": -1}', "temperature = -1: a number from 0 on is expected"),
+        ('{"temperature": "hot"}', 'temperature = "hot": a number'),
+        ('{"temperature": NaN}', "temperature = NaN: a number"),
+        ('{"top_p": 0}', "top_p = 0: a positive number is expected"),
+        ('{"top_p": 1.5}', "top_p = 1.5: a number from .* to 1 is expected"),
+        ('{"min_p": 2}', "min_p = 2: a number from 0 to 1 is expected"),
+        ('{"top_k": 2.5}', "top_k = 2.5: an integer from -1 on is expected"),
+        ('{"top_k": true}', "top_k = true: an integer"),
+        ('{"repetition_penalty": 0}', "repetition_penalty = 0: a positive number"),
+        ('{"do_sample": "yes"}', 'do_sample = "yes": true or false'),
+        ("[]", "a JSON object is expected"),
+    ],
+)
+def test_bad_sampling_of_a_generation_config_is_named(tmp_path, generation, message):
+    (tmp_path / "generation_config.json").write_text(generation)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {message}"):
+        load_sampling(tmp_path)
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 512])

@@ -281,7 +281,7 @@ def test_other_errors_go_through():
 
 def started(fleet, job=JOB) -> list[Piece]:
     async def run():
-        backend = Replicas(Ways(fleet.start, (Died,), (Full,), (Down,)))
+        backend = Replicas(Ways(fleet.start, None, None, (Died,), (Full,), (Down,)))
         try:
             async for batch in backend.start(job):
                 assert (backend.status().running, backend.status().waiting) == (job.n, 0)
@@ -321,6 +321,31 @@ def test_what_an_engine_refuses_is_wrong_with_the_job():
 
     with pytest.raises(ContractError, match="needs 9 pages"):
         started(Refusing())
+
+
+def test_replicas_are_well_where_one_is_and_their_pools_are_one():
+    async def asked(running=(), pools=None):
+        async def count():
+            return len(running)
+
+        async def told():
+            if isinstance(pools, Exception):
+                raise pools
+            return pools
+
+        backend = Replicas(Ways(Fleet().start, count, told, (Died,), (Full,), (Down,)))
+        return await backend.check() if pools is None else await backend.pool()
+
+    asyncio.run(asked(running=("a",)))
+    for nothing in ({}, {"pools": {}}, {"pools": Down()}):
+        with pytest.raises(Gone, match="No engine runs"):
+            asyncio.run(asked(**nothing))
+    with pytest.raises(Gone, match="does not say"):
+        asyncio.run(asked(pools=TimeoutError()))
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(asked(pools=ZeroDivisionError()))
+    said = {"pages": 2}
+    assert asyncio.run(asked(pools={"a": said})) is said
 
 
 # A replica, whose model needs no compiler.

@@ -15,7 +15,7 @@ from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractTypeError
 from paged_kv.graphs.models import find_family
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.fields import MAX_NUMBER, MIN_NUMBER, Fields
 
 
 def checkpoint_path(path: Path | str) -> Path:
@@ -63,17 +63,48 @@ def load_config(folder: Path | str) -> DecoderConfig:
     """
     fields = Fields.read(checkpoint_folder(folder) / "config.json")
     config = _read(fields)
-    generation_file = fields.file.with_name("generation_config.json")
-    if generation_file.is_file():
-        generation = Fields.read(generation_file)
-        if generation.get("eos_token_id") is not None:
-            return replace(config, eos_token_ids=generation.tokens("eos_token_id", config.vocab_size))
+    generation = _generation(fields.file.parent)
+    if generation.get("eos_token_id") is not None:
+        return replace(config, eos_token_ids=generation.tokens("eos_token_id", config.vocab_size))
     tokenizer_file = fields.file.with_name(TOKENIZER)
     if not tokenizer_file.is_file():
         return config
     added = read_tokenizer(tokenizer_file).get_added_tokens_decoder()
     ids = {token.content: number for number, token in added.items() if number < config.vocab_size}
     return replace(config, eos_token_ids=end_tokens(ids, config.eos_token_ids))
+
+
+def load_sampling(folder: Path) -> dict[str, float]:
+    """How a folder's `generation_config.json` has tokens chosen where nobody says it: fields of `engine.Sampling` by
+    name. With `do_sample: false`, only what greedy texts depend on.
+
+    Raises:
+        CheckpointError: a value is of a wrong type or out of range.
+    """
+    given = _generation(folder)
+    found: dict[str, float] = {}
+    for name, (least, most) in _CHOOSING.items():
+        if given.get(name) is not None:
+            found[name] = given.number(name, None, least, most)
+    if given.get("top_k") is not None:
+        found["top_k"] = given.integer("top_k", least=-1)
+    if not given.boolean("do_sample", True):
+        return {name: value for name, value in found.items() if name == "repetition_penalty"}
+    return found
+
+
+_CHOOSING = {
+    "temperature": (0, MAX_NUMBER),
+    "top_p": (MIN_NUMBER, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (MIN_NUMBER, MAX_NUMBER),
+}
+"""Numbers of a `generation_config.json` that say how tokens are chosen, with their least and their most."""
+
+
+def _generation(folder: Path) -> Fields:
+    file = folder / "generation_config.json"
+    return Fields.read(file) if file.is_file() else Fields(file, {})
 
 
 def config_of(values: Mapping[str, Any], origin: Path | str) -> DecoderConfig:

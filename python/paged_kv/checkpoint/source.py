@@ -10,7 +10,7 @@ from max.driver import Buffer
 from max.dtype import DType
 from max.graph import DeviceRef
 
-from paged_kv.checkpoint.config import checkpoint_folder, checkpoint_path, load_config
+from paged_kv.checkpoint.config import checkpoint_folder, checkpoint_path, load_config, load_sampling
 from paged_kv.checkpoint.gguf import GgufCheckpoint, find_gguf, open_gguf
 from paged_kv.checkpoint.gguf_tokenizer import has_vocabulary, make_tokenizer
 from paged_kv.checkpoint.packed_layers import read_packing
@@ -42,6 +42,14 @@ class Source:
             if has_vocabulary(header):
                 return make_tokenizer(header), header.file
         return read_tokenizer(file), file
+
+    def sampling(self) -> dict[str, float]:
+        """How tokens are chosen where a request does not say it: as `load_sampling`; GGUF has no words for it.
+
+        Raises:
+            CheckpointError: a value of the folder's generation_config.json is bad.
+        """
+        return {} if isinstance(self.checkpoint, GgufCheckpoint) else load_sampling(self.folder)
 
     def on(self, device: DeviceRef) -> Source:
         """The model as it runs on a device: GPUs multiply no blocks, so a folder's packed layers are dequantised."""

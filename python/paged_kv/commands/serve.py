@@ -82,6 +82,13 @@ _PATH = click.Path(path_type=Path)
 @click.option("--speculate", metavar="lookup|DRAFT", help="Guess tokens by the text, or by a smaller checkpoint.")
 @click.option("--compiled", type=_PATH, metavar="FOLDER", help="Where paged-kv compile --out kept the step.")
 @click.option("--chat-template", type=_PATH, metavar="FILE", help="In place of the model's own.")
+@click.option(
+    "--generation-config",
+    type=click.Choice(["model", "none"]),
+    default="model",
+    show_default=True,
+    help="Sampling that requests leave out: as the model's generation_config.json has it, or not.",
+)
 @click.option("--drain-seconds", type=float, default=30.0, show_default=True, help="For requests when it is stopped.")
 @click.option(
     "--stall-seconds", type=float, default=120.0, show_default=True, help="A step that is longer is unhealthy."

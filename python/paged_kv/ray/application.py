@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import fields
 from pathlib import Path
@@ -18,14 +20,13 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.options import CacheRotation, KVFormat
 from paged_kv.ray.backend import Replicas, Ways
 from paged_kv.ray.prefixes import SLACK
-from paged_kv.ray.replica import Model, Replica
+from paged_kv.ray.replica import Model, Replica, settings_of
 from paged_kv.ray.router import LoadRouter, PrefixRouter, RoundRobinRouter
 from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.door import Application, Door, Rules
-from paged_kv.serve.launch import read_template
+from paged_kv.serve.door import Door
+from paged_kv.serve.launch import served_model
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import Settings
 
 LOST = (
@@ -37,6 +38,8 @@ LOST = (
 )
 """What Ray raises where the process of a replica, or its machine, is gone."""
 
+POOL_SECONDS = 5.0
+"""In which all replicas say how their pages are."""
 ROUTERS = {"prefix": PrefixRouter, "round_robin": RoundRobinRouter, "load": LoadRouter}
 
 
@@ -61,7 +64,13 @@ class Arguments(BaseModel):
     page_size: PositiveInt = 16
     cache_dtype: KVFormat | None = None
     rotate: CacheRotation | None = None
-    speculate: Literal["lookup"] | None = None
+    speculate: str | None = None
+    """"lookup", or a smaller checkpoint at the same path on every machine."""
+    kv_disk: Path | None = None
+    """A folder of each machine, which its replicas share."""
+    kv_disk_gb: PositiveFloat = 10
+    compiled: Path | None = None
+    max_running: PositiveInt = 256
     max_step_tokens: PositiveInt = 2048
     max_gap: PositiveFloat = 0.25
     cpus: PositiveInt = 1
@@ -84,15 +93,16 @@ class Arguments(BaseModel):
     """How long requests may go on when a replica or the application is stopped."""
     router: Literal["prefix", "round_robin", "load"] = "prefix"
     slack: int = SLACK
-    allowed_hosts: list[str] = []
+    allowed_hosts: tuple[str, ...] = ()
     """Names of this server, beside those of loopback."""
-    api_key_file: str | None = None
+    api_key_file: Path | None = None
     """Read by each ingress; or the variable PAGED_KV_API_KEY is set; else no key is asked for."""
     metrics: bool = False
     """Whether `/metrics` is served, by each ingress for itself."""
     max_body_bytes: PositiveInt | None = None
-    chat_template: str | None = None
+    chat_template: Path | None = None
     """A file in place of the checkpoint's template."""
+    generation_config: Literal["model", "none"] = "model"
 
     @property
     def each(self) -> Model:
@@ -102,15 +112,12 @@ class Arguments(BaseModel):
     @property
     def settings(self) -> Settings:
         """What an ingress shares with `paged-kv serve`."""
-        return Settings(
+        return settings_of(
+            self,
             model=self.each.folder,
             name=self.name or self.model,
-            api_key_file=None if self.api_key_file is None else Path(self.api_key_file),
+            pages=self.num_pages,
             allow_unauthenticated=True,
-            allowed_hosts=tuple(self.allowed_hosts),
-            metrics=self.metrics,
-            max_body_bytes=self.max_body_bytes,
-            chat_template=None if self.chat_template is None else Path(self.chat_template),
         )
 
 
@@ -127,21 +134,19 @@ class Ingress:
     """The deployment in front: one process, which computes nothing."""
 
     def __init__(self, arguments: Arguments, replicas: DeploymentHandle) -> None:
-        self._arguments = arguments
+        self._arguments, self._replicas = arguments, replicas
         self._generate = replicas.options(method_name="generate", stream=True)
+        self._asking = ThreadPoolExecutor(1, "paged-kv-status")
 
     def __serve_build_asgi_app__(self) -> Any:
         given, settings = self._arguments, self._arguments.settings
         full, down = (BackPressureError,), (DeploymentUnavailableError,)
-        backend = Replicas(Ways(self._start, LOST, full, down, given.retries, given.stall_seconds))
-        model = ServedModel(
-            open_source(settings.model),
-            settings.name,
-            given.num_pages * given.page_size,
-            read_template(settings.chat_template),
+        backend = Replicas(
+            Ways(self._start, self._running, self._pools, LOST, full, down, given.retries, given.stall_seconds)
         )
+        model = served_model(settings, open_source(settings.model), given.num_pages * given.page_size)
         served = application(model, backend, Metrics(settings.name, backend))
-        return _Lifespan(served, settings.rules(model.most_tokens))
+        return Door(served, settings.rules(model.most_tokens))
 
     async def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
         # In a context of its own: Ray takes jobs of one HTTP request for one and the same, and loses all but one.
@@ -152,15 +157,16 @@ class Ingress:
         finally:
             response.cancel()  # nothing where it has ended
 
+    async def _running(self) -> int:
+        """Replicas that Ray's controller finds healthy; it asks each every second."""
+        status = await asyncio.get_running_loop().run_in_executor(self._asking, serve.status)
+        told = status.applications[self._replicas.app_name].deployments[self._replicas.deployment_name]
+        return int(told.replica_states.get("RUNNING", 0))
 
-class _Lifespan:
-    """A door lets HTTP through alone; Ray also tells the application when it begins and ends."""
-
-    def __init__(self, served: Application, rules: Rules) -> None:
-        self._application, self._door = served, Door(served, rules)
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await (self._application if scope["type"] == "lifespan" else self._door)(scope, receive, send)
+    async def _pools(self) -> dict[str, dict[str, Any]]:
+        asked = self._replicas.broadcast("pool")
+        answers = await asked.results_async(timeout_s=POOL_SECONDS, return_exceptions=True)
+        return dict(answer for answer in answers if not isinstance(answer, BaseException))
 
 
 def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
@@ -168,8 +174,10 @@ def app(arguments: Mapping[str, Any] | Arguments) -> serve.Application:
 
     Raises:
         pydantic.ValidationError: an argument is unknown or has a wrong value; it names them.
+        ContractError: a value is none that a server can have.
     """
     given = arguments if isinstance(arguments, Arguments) else Arguments.model_validate(dict(arguments))
+    given.settings.check()
     kwargs: dict[str, Any] = {}
     if given.router == "prefix":
         kwargs = {"page_size": given.page_size, "num_pages": given.num_pages, "slack": given.slack}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paged_kv.errors import ContractError
 from paged_kv.ray.streams import REFUSED, Clock, Suspects, resumed
 from paged_kv.serve.backend import Busy, Gone, Job, Piece, Status
+from paged_kv.serve.page import together
+
+NO_ENGINE = "No engine runs, or could start: the operator's `serve status` says why."
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,10 @@ class Ways:
     """How replicas are reached, and what their ends mean."""
 
     start: Callable[[Job], AsyncGenerator[list[Piece], None]]
+    running: Callable[[], Awaitable[int]]
+    """How many replicas are well."""
+    pools: Callable[[], Awaitable[Mapping[str, dict[str, Any]]]]
+    """What each replica says of its pages, by its name; raises TimeoutError where one does not answer."""
     lost: tuple[type[BaseException], ...]
     """Errors that say that a replica is gone."""
     full: tuple[type[BaseException], ...]
@@ -68,15 +76,29 @@ class Replicas:
         except ways.full:
             raise Busy("Too many requests wait: ask again later.") from None
         except ways.down:
-            raise Gone("No engine could start: the operator's `serve status` says why.") from None
+            raise Gone(NO_ENGINE) from None
         finally:
             if begun:
                 self._running -= job.n
             else:
                 self._waiting -= job.n
 
-    def check(self) -> None:
-        """Raises nothing: Ray says which replicas there are, and starts those that are missing."""
+    async def check(self) -> None:
+        """Raises Gone where no replica is well."""
+        if not await self._ways.running():
+            raise Gone(NO_ENGINE)
+
+    async def pool(self) -> dict[str, Any]:
+        """The pages of all replicas that say it. Raises Gone where none does, or one does not answer."""
+        try:
+            pools = await self._ways.pools()
+        except TimeoutError:
+            raise Gone("A replica does not say how its pages are.") from None
+        except self._ways.down:
+            raise Gone(NO_ENGINE) from None
+        if not pools:
+            raise Gone(NO_ENGINE)
+        return together(pools)
 
     def status(self) -> Status:
         """The jobs of this ingress. Pages are each replica's own."""

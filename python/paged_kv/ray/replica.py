@@ -7,19 +7,22 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from paged_kv import set_num_threads
-from paged_kv.engine import Engine, load
+from paged_kv.engine import Engine
 from paged_kv.engine.demo_model import FOLDER
+from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import PagedKVError
 from paged_kv.options import CacheRotation, KVFormat
 from paged_kv.ray.placement import claim
 from paged_kv.ray.streams import BEGAN, FAILED, REFUSED
 from paged_kv.serve.backend import Failed, Job, Piece
+from paged_kv.serve.loading import plan
 from paged_kv.serve.local import LocalBackend
+from paged_kv.serve.settings import Settings
 
 DEMO = "demo"
 """The name of the model that is part of the package."""
@@ -32,17 +35,22 @@ class Model:
     model: str
     """A folder in Hugging Face format or a GGUF file, at the same path on every machine; or `DEMO`."""
     dtype: str | None = None
-    """"float32" or "bfloat16"; the checkpoint's own where None, float32 of the demo's."""
+    """"float32" or "bfloat16"; bfloat16 where None, unless the checkpoint is in float32."""
     num_pages: int = 512
     page_size: int = 16
+    max_running: int = 256
     max_step_tokens: int = 2048
     cpus: int = 1
     """Of each replica: what Ray counts and what it is bound to; it computes with one thread for each of their cores."""
     cache_dtype: KVFormat | None = None
     rotate: CacheRotation | None = None
     speculate: str | None = None
-    """"lookup", or none."""
+    """"lookup", or a smaller checkpoint at the same path on every machine."""
     max_gap: float | None = None
+    kv_disk: Path | None = None
+    """Of each machine; its replicas share it."""
+    kv_disk_gb: float = 10.0
+    compiled: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -53,23 +61,20 @@ class Model:
         """Claims CPUs, binds this process to them and loads the model. Once a process.
 
         Raises:
-            ContractError, CheckpointError, ToolchainError: as `claim`, `set_num_threads` and `load`.
+            ContractError, CheckpointError, ToolchainError: as `plan`, `claim`, `set_num_threads` and `Plan.engine`.
         """
+        planned = plan(settings_of(self, model=self.folder, name=self.model, pages=self.num_pages))
         cores = claim(self.cpus)
         cores.bind()
         set_num_threads(cores.threads)
-        dtype = "float32" if self.dtype is None and self.model == DEMO else self.dtype
-        return load(
-            self.folder,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            dtype=dtype,
-            kv_format=self.cache_dtype,
-            rotate=self.rotate,
-            max_step_tokens=self.max_step_tokens,
-            speculate=self.speculate,
-            max_gap=self.max_gap,
-        )
+        return planned.engine(Tokenizer(planned.source, planned.source.config))
+
+
+def settings_of(given: Any, **others: Any) -> Settings:
+    """The settings of `paged-kv serve` that an object has by the same names, and some more."""
+    return Settings(
+        **{each.name: getattr(given, each.name) for each in fields(Settings) if hasattr(given, each.name)} | others
+    )
 
 
 class Replica:
@@ -144,7 +149,11 @@ class Replica:
         Raises:
             Gone: a step does not end, or no step ends without an error.
         """
-        self._backend.check()
+        await self._backend.check()
+
+    async def pool(self) -> tuple[str, dict[str, Any]]:
+        """Its name, and its pages as the page at `/` shows them."""
+        return self._name, await self._backend.pool()
 
     def status(self) -> dict[str, Any]:
         """What it does and where: for operators and tests."""

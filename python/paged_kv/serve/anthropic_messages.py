@@ -8,7 +8,7 @@ from typing import Any
 
 from paged_kv.serve.backend import Job
 from paged_kv.serve.chat import MessageParser
-from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format
+from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format, read_tool
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.served_model import ServedModel
@@ -28,9 +28,8 @@ def read_messages_request(body: Fields, model: ServedModel) -> Messages:
     for name in ("container", "mcp_servers", "stop", "output_format", "output_config"):
         body.refuse(name)
     stream, stops = body.flag("stream", False), body.any("stop_sequences", [])
-    namespace = body.text("cache_salt", None)
     body.ignore(_HARMLESS)
-    job, prompt = conversation.job(body, model, None, ("max_tokens",), namespace=namespace, stop=stops)
+    job, prompt = conversation.job(body, model, None, ("max_tokens",), stop=stops)
     body.end()
     return Messages(job, model, conversation.parser(prompt), stream=stream)
 
@@ -48,7 +47,7 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     model.check_name(body)
     messages: list[dict[str, Any]] = []
     if "system" in body:
-        messages.append({"role": "system", "content": _text(body, "system")})
+        messages.append({"role": "system", "content": body.texts("system", ("text",), _OF_TEXTS)})
     given = body.objects("messages")
     if not given:
         raise body.error("messages", "must be a list of at least one message")
@@ -84,7 +83,7 @@ def _messages(given: Fields) -> list[dict[str, Any]]:
             function = {"name": block.text("name"), "arguments": block.object("input").raw()}
             calls.append({"id": block.text("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            said = _text(block, "content") if "content" in block else ""
+            said = block.texts("content", ("text",), _OF_TEXTS) if "content" in block else ""
             said = f"Error: {said}" if block.flag("is_error", False) else said
             results.append({"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": said})
         block.ignore(("cache_control", "citations", "signature", "data", "caller"))
@@ -97,30 +96,14 @@ def _messages(given: Fields) -> list[dict[str, Any]]:
     return [*results, message | ({"tool_calls": calls} if calls else {})]
 
 
+_OF_TEXTS = ("cache_control", "citations")
 _ASSISTANT = ("text", "tool_use", "thinking", "redacted_thinking")
-
-
-def _text(given: Fields, name: str) -> str:
-    """A text, or the texts of blocks."""
-    if not isinstance(given.any(name), list):
-        return str(given.text(name))
-    texts = []
-    for block in given.objects(name):
-        block.choice("type", ("text",))
-        texts.append(str(block.text("text")))
-        block.ignore(("cache_control", "citations"))
-        block.end()
-    return "\n".join(texts)
 
 
 def _tool(given: Fields) -> dict[str, Any]:
     given.choice("type", ("custom",), "custom")
-    function = {"name": given.text("name"), "parameters": given.object("input_schema").raw()}
-    if "description" in given:
-        function["description"] = given.text("description")
-    given.ignore(("cache_control", "strict", "eager_input_streaming"))
-    given.end()
-    return {"type": "function", "function": function}
+    ignored = ("cache_control", "strict", "eager_input_streaming")
+    return read_tool(given, given.object("input_schema"), ignored)
 
 
 def _choice(given: Fields, has_tools: bool) -> tuple[Any, bool]:

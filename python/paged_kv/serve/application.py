@@ -42,27 +42,17 @@ _LONG = 4096
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
 
 
-def application(
-    model: ServedModel, backend: Backend, metrics: Metrics, pool: Callable[[], dict[str, Any]] | None = None
-) -> Starlette:
-    """The application of one model; `pool` says what the page shows of the pages, where there is one pool."""
+def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starlette:
+    """The application of one model."""
 
     async def compute(request: Request) -> Reply:
         body, read = await request.body(), ROUTES[request.url.path]
         exchange = await _beside(body, lambda: read(parse(body), model))
         return Reply(exchange, backend, metrics)
 
-    async def count(request: Request) -> JSONResponse:
-        body = await request.body()
-        return JSONResponse(await _beside(body, lambda: count_tokens(parse(body), model)))
-
-    async def tokenize(request: Request) -> JSONResponse:
-        body = await request.body()
-        return JSONResponse(await _beside(body, lambda: _tokenize(parse(body), model)))
-
-    async def detokenize(request: Request) -> JSONResponse:
-        body = await request.body()
-        return JSONResponse(await _beside(body, lambda: _detokenize(parse(body), model)))
+    async def told(request: Request) -> JSONResponse:
+        body, read = await request.body(), QUESTIONS[request.url.path]
+        return JSONResponse(await _beside(body, lambda: read(parse(body), model)))
 
     async def models(request: Request) -> JSONResponse:
         name = request.path_params.get("name")
@@ -73,7 +63,7 @@ def application(
         return JSONResponse(model.describe())
 
     async def health(_: Request) -> JSONResponse:
-        backend.check()
+        await backend.check()
         return JSONResponse({"status": "ok"})
 
     async def show_metrics(_: Request) -> Response:
@@ -83,18 +73,14 @@ def application(
         return Response(PAGE, media_type="text/html; charset=utf-8", headers=HEADERS)
 
     async def show_pool(_: Request) -> JSONResponse:
-        if pool is None:
-            raise HTTPException(404)
-        return JSONResponse(pool(), headers={"cache-control": "no-store"})
+        return JSONResponse(await backend.pool(), headers={"cache-control": "no-store"})
 
     routes = [Route(path, compute, methods=["POST"]) for path in ROUTES]
+    routes += [Route(path, told, methods=["POST"]) for path in QUESTIONS]
     routes += [Route(path, health) for path in ("/health", "/v1/health", "/ping")]
     routes += [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", models),
-        Route("/v1/messages/count_tokens", count, methods=["POST"]),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
         Route("/metrics", show_metrics),
         Route("/", page),
         Route("/pool", show_pool),
@@ -127,6 +113,14 @@ def _detokenize(body: Fields, model: ServedModel) -> dict[str, Any]:
         raise body.error("tokens", "must be a list of token ids")
     body.end()
     return {"prompt": model.text(model.tokens("tokens", tokens)) if tokens else ""}
+
+
+QUESTIONS: Mapping[str, Callable[[Fields, ServedModel], dict[str, Any]]] = {
+    "/v1/messages/count_tokens": count_tokens,
+    "/tokenize": _tokenize,
+    "/detokenize": _detokenize,
+}
+"""What answers the body of each route that computes none."""
 
 
 class Reply:

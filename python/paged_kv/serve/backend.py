@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paged_kv.engine.requests import Output
 from paged_kv.engine.sampling import Logprobs, Sampling
@@ -99,8 +99,12 @@ class Backend(Protocol):
         """
         ...
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Raises Gone where jobs would not be computed."""
+        ...
+
+    async def pool(self) -> dict[str, Any]:
+        """The pages as the page at `/` shows them (`page`). Raises Gone where nothing says it."""
         ...
 
     def status(self) -> Status:

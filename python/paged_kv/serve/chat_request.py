@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paged_kv.arguments import shown
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.errors import ContractError
 from paged_kv.forms import Form
@@ -54,7 +55,6 @@ class Conversation:
         *,
         name: str = "messages",
         n: int = 1,
-        namespace: Hashable = None,
         **options: Any,
     ) -> tuple[Job, str]:
         """What a backend computes, and the prompt. The fields of a body that say how tokens are chosen are read here.
@@ -66,7 +66,6 @@ class Conversation:
             limits: The fields of new tokens at most; what is left where none is there.
             name: Of the field that holds the conversation.
             n: Samples.
-            namespace: Of the prefix.
             options: Fields of `Sampling`.
 
         Raises:
@@ -78,9 +77,39 @@ class Conversation:
         form = self.form(prompt, answer)
         most = read_max_tokens(body, limits, left, 1, left)
         options |= {"form": form, "skip_special_tokens": self.format.skip_special_tokens}
-        sampling = read_sampling(body, most, **options)
-        sampling.check_vocabulary(model.config.vocab_size)
-        return Job(tokens, sampling, n, namespace), prompt
+        sampling = read_sampling(body, model, most, **options)
+        return Job(tokens, sampling, n, body.text("cache_salt", None)), prompt
+
+
+def read_tool(given: Fields, schema: Fields, ignored: Collection[str]) -> dict[str, Any]:
+    """A function that may be called, whose fields are those of an object itself; `schema` is of its arguments."""
+    function = {"name": given.text("name"), "parameters": schema.raw()}
+    if "description" in given:
+        function["description"] = given.text("description")
+    given.ignore(ignored)
+    given.end()
+    return {"type": "function", "function": function}
+
+
+def read_choice(body: Fields, has_tools: bool, within: str | None = None) -> Any:
+    """OpenAI's `tool_choice`; `within` is the field of a named function that holds its name.
+
+    Raises:
+        FieldError: it is malformed, or asks for a call where there are no tools.
+    """
+    choice = body.any("tool_choice", "auto" if has_tools else "none")
+    if isinstance(choice, dict):
+        given = body.object("tool_choice")
+        given.choice("type", ("function",))
+        function = given if within is None else given.object(within)
+        choice = {"name": function.text("name")}
+        function.end()
+        given.end()
+    elif choice not in ("none", "auto", "required"):
+        raise body.error("tool_choice", f"must be none, auto, required or a function, not {shown(choice)}")
+    if not has_tools and choice not in ("none", "auto"):
+        raise body.error("tool_choice", "asks for a call, and there are no tools")
+    return choice if has_tools else "none"
 
 
 def chat_format(model: ServedModel) -> ChatFormat:

@@ -123,6 +123,8 @@ class Door:
         self._drops = asyncio.Semaphore(_DROPS)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":  # where the server tells when it begins and ends, as Ray's does
+            await self._application(scope, receive, send)
         if scope["type"] != "http":  # the application knows no WebSockets
             return
         answer = _Answer(send, scope["path"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paged_kv.serve.backend import Job, Piece
+from paged_kv.serve.fields import Fields
+from paged_kv.serve.served_model import ServedModel
 
 Event = dict[str, Any]
 """The data of one server-sent event."""
@@ -72,3 +76,54 @@ class Exchange(ABC):
     @abstractmethod
     def whole(self) -> dict[str, Any]:
         """The answer to a request that does not stream."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a request to one of OpenAI's older routes says of its answer, whatever is computed."""
+
+    stream: bool
+    usage_at_end: bool = False
+    usage_always: bool = False
+    tokens: bool = False
+    """Whether the answer has the ids of its tokens."""
+
+    @staticmethod
+    def read(body: Fields) -> Wishes:
+        """By `stream`, `stream_options`, which only a stream has, and `return_token_ids`. Raises FieldError."""
+        stream, tokens = body.flag("stream", False), body.flag("return_token_ids", False)
+        if "stream_options" not in body:
+            return Wishes(stream, tokens=tokens)
+        options = body.object("stream_options")
+        if not stream:
+            raise body.error("stream_options", "belongs to a request with stream: true")
+        at_end, always = options.flag("include_usage", False), options.flag("continuous_usage_stats", False)
+        options.ignore(("include_obfuscation",))
+        options.end()
+        return Wishes(stream, at_end, always, tokens)
+
+
+class ChoicesExchange(Exchange):
+    """An answer in choices, as OpenAI's older routes have it.
+
+    Args:
+        jobs: At least one.
+        model: Whose answer it is.
+        wishes: Of the request.
+        prefix: Of the answer's id.
+        kind: The answer's `object`.
+    """
+
+    def __init__(self, jobs: Sequence[Job], model: ServedModel, wishes: Wishes, prefix: str, kind: str) -> None:
+        super().__init__(jobs, stream=wishes.stream)
+        self.model, self.wishes = model, wishes
+        about = {"object": kind, "created": int(time.time()), "model": model.name}
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", **about}
+
+    def answer(self, choices: Sequence[Mapping[str, Any]], *, usage: bool) -> Event:
+        """An event, or the whole answer, with some choices."""
+        said = {**self._head, "choices": choices}
+        return said | ({"usage": self.usage.openai()} if usage or self.wishes.usage_always else {})
+
+    def end(self) -> list[Event]:
+        return [self.answer([], usage=True)] if self.wishes.usage_at_end else []

@@ -88,6 +88,18 @@ class Fields:
         found = self._typed(name, [], "a list", lambda value: isinstance(value, list))
         return [Fields(each, f"{self.path(name)}[{index}]") for index, each in enumerate(found)]
 
+    def texts(self, name: str, kinds: Collection[str], ignored: Collection[str]) -> str:
+        """A text, or the texts of parts of some kinds, a line each; `ignored` are fields of parts."""
+        if not isinstance(self.any(name), list):
+            return str(self.text(name))
+        texts = []
+        for part in self.objects(name):
+            part.choice("type", kinds)
+            texts.append(str(part.text("text")))
+            part.ignore(ignored)
+            part.end()
+        return "\n".join(texts)
+
     def raw(self) -> dict[str, Any]:
         """All of it, whose fields then count as read."""
         self._read |= self._given.keys()

@@ -11,29 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from max.dtype import DType
 from uvicorn import Config
 
 from paged_kv.arguments import printable
-from paged_kv.checkpoint.source import Source, open_source
-from paged_kv.checkpoint.weights import progress_bar
-from paged_kv.engine.disk_tier import DiskTier
-from paged_kv.engine.engine import Engine
-from paged_kv.engine.model import DecoderModel
+from paged_kv.checkpoint.source import Source
 from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
-from paged_kv.graphs.models.config import with_cache_rotation
-from paged_kv.options import CacheRotation, KVFormat
 from paged_kv.output import say
 from paged_kv.runtime.threads import allowed_cpus, pool_threads
 from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
-from paged_kv.serve.cache_size import CacheSize, free_memory, plan_cache
 from paged_kv.serve.connections import GuardedServer
 from paged_kv.serve.door import Rules
+from paged_kv.serve.loading import Plan, plan
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.metrics import Metrics
-from paged_kv.serve.page import pool_now
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import API_KEY, Settings
 
@@ -50,75 +42,42 @@ def serve(settings: Settings) -> None:
         ToolchainError: the step cannot be compiled.
         OSError: stdout cannot be written when the server is ready.
     """
-    settings.check()
-    source = open_source(settings.model)
-    config = with_cache_rotation(source.config, settings.rotate)
-    dtype = dtype_of(source, settings.dtype)
-    size = plan_cache(
-        config,
-        dtype,
-        settings.cache_dtype,
-        page_size=settings.page_size,
-        pages=settings.pages,
-        memory=None if settings.memory_gb is None else int(settings.memory_gb * 1e9),
-        max_length=settings.max_length,
-        free=free_memory(),
-    )
-    rules = settings.rules(size.max_length)
-    model = ServedModel(source, settings.name, size.max_length, read_template(settings.chat_template))
-    draft = draft_of(settings, source)
-    disk = None if settings.kv_disk is None else DiskTier(settings.kv_disk, max(int(settings.kv_disk_gb * 1e9), 1))
-    if disk is not None:
-        disk.check()
+    planned = plan(settings)
+    rules = settings.rules(planned.size.max_length)
+    model = served_model(settings, planned.source, planned.size.max_length)
     sockets = listening_sockets(settings.host, settings.port)  # from here on, the port is no other program's
     os.environ.pop(API_KEY, None)  # nothing that this process starts needs it
-    for line in described(settings, model, size, dtype):
+    for line in described(planned, model):
         say(line)
-    guesser: Any = settings.speculate
-    if draft is not None:
-        guesser = _load(Path(str(settings.speculate)), dtype_of(draft, settings.dtype), size)
-    engine = Engine(
-        _load(settings.model, dtype, size, settings.compiled, settings.cache_dtype, settings.rotate),
-        model.tokenizer,
-        max_step_tokens=settings.max_step_tokens,
-        max_running=settings.max_running,
-        max_gap=settings.max_gap,
-        disk=disk,
-        speculate=guesser,
-    )
+    engine = planned.engine(model.tokenizer)
     backend = LocalBackend(engine, settings.max_running + settings.max_queue, settings.stall_seconds)
-    app = application(model, backend, Metrics(settings.name, backend), lambda: pool_now(engine))
+    app = application(model, backend, Metrics(settings.name, backend))
     listen(app, rules, sockets, settings, model)
     engine.flush()
 
 
-def dtype_of(source: Source, asked: str | None) -> DType:
-    """The dtype of weights and cache: bfloat16, or float32 where the checkpoint has it, unless another is asked for."""
-    return DType.float32 if (asked or source.config.dtype) == "float32" else DType.bfloat16
-
-
-def draft_of(settings: Settings, source: Source) -> Source | None:
-    """The smaller checkpoint that guesses tokens.
+def served_model(settings: Settings, source: Source, most_tokens: int) -> ServedModel:
+    """The model as requests are read for it, of `most_tokens` at most.
 
     Raises:
-        ContractError: its tokens are not those of the model.
-        CheckpointError: there is none.
+        ContractError: the chat template cannot be read.
+        CheckpointError: the model's own files cannot be, or say what is not supported.
     """
-    if settings.speculate in (None, "lookup"):
-        return None
-    draft = open_source(Path(str(settings.speculate)))
-    if draft.tokenizer()[0].get_vocab() != source.tokenizer()[0].get_vocab():
-        raise ContractError(f"--speculate {printable(settings.speculate)}: its tokens are not those of the model")
-    return draft
+    sampling = source.sampling() if settings.generation_config == "model" else {}
+    return ServedModel(source, settings.name, most_tokens, read_template(settings.chat_template), sampling)
 
 
-def described(settings: Settings, model: ServedModel, size: CacheSize, dtype: DType) -> list[str]:
+def described(planned: Plan, model: ServedModel) -> list[str]:
     """What was chosen, and how much memory it takes; the fifth line says that the server is ready."""
+    settings, size, dtype = planned.settings, planned.size, planned.dtype
     kind = settings.cache_dtype or dtype.name
     kinds = dict.fromkeys(encoding for _, encoding in model.config.encodings)
     rotated = f", rotated by {settings.rotate}" if settings.rotate else ""
     chat = "no chat template: /v1/completions alone" if model.chat is None else "chat by the model's template"
     others, threads = [chat], pool_threads() or len(allowed_cpus())
+    if model.sampling:
+        chosen = ", ".join(f"{name} {value:g}" for name, value in model.sampling.items())
+        others.append(f"where a request does not say it, the model's {chosen}")
     if settings.speculate:
         others.append(f"speculation by {printable(settings.speculate)}")
     if settings.kv_disk:
@@ -176,28 +135,6 @@ def ready_lines(address: str, model: ServedModel, asks_for_key: bool) -> str:
     key = f' -H "Authorization: Bearer ${API_KEY}"' if asks_for_key else ""
     curl = f"curl {address}/v1/{route} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
     return f"paged-kv: ready on {address}\n{curl}"
-
-
-def _load(
-    path: Path,
-    dtype: DType,
-    size: CacheSize,
-    compiled: Path | None = None,
-    kv_format: KVFormat | None = None,
-    rotate: CacheRotation | None = None,
-) -> DecoderModel:
-    with progress_bar("weights") as on_progress:
-        return DecoderModel.from_folder(
-            path,
-            dtype=dtype,
-            num_pages=size.num_pages,
-            page_size=size.page_size,
-            on_progress=on_progress,
-            on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
-            compiled_ahead=compiled,
-            kv_format=kv_format,
-            rotate=rotate,
-        )
 
 
 def read_template(file: Path | None) -> str | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from paged_kv.engine.async_engine import AsyncEngine
 from paged_kv.engine.engine import Engine
 from paged_kv.serve.backend import Busy, Failed, Gone, Job, Piece, Status
+from paged_kv.serve.page import pool_now
 
 MOST_FAILURES = 3
 """Steps in a row that raise, after which the engine counts as gone."""
@@ -48,7 +50,7 @@ class LocalBackend:
         finally:
             self._samples -= job.n
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Raises Gone where steps raise one after the other, or one does not end."""
         if (still := self.still()) > self._stall:
             raise Gone(f"a step has not ended for {still:.0f} s")
@@ -61,6 +63,10 @@ class LocalBackend:
         if steps != self._steps or self.engine.is_idle:
             self._steps, self._since = steps, now
         return now - self._since
+
+    async def pool(self) -> dict[str, Any]:
+        """The pages as the page at `/` shows them."""
+        return pool_now(self.engine)
 
     def status(self) -> Status:
         """How the engine stands."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paged_kv.arguments import shown
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, Content, Delta, MessageParser, Reasoning
-from paged_kv.serve.chat_request import Conversation, Message, chat_format
-from paged_kv.serve.exchange import Event, Exchange
+from paged_kv.serve.chat_request import Conversation, Message, chat_format, read_choice
+from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.openai_completions import MOST_SAMPLES, StreamOptions
+from paged_kv.serve.openai_completions import MOST_SAMPLES
 from paged_kv.serve.sampling import MOST_LOGPROBS, read_form
 from paged_kv.serve.served_model import ServedModel
 
@@ -31,13 +28,11 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     model.check_name(body)
     conversation = read_conversation(body, model)
     n = body.integer("n", 1, 1, MOST_SAMPLES)
-    stream, options = body.flag("stream", False), StreamOptions.read(body)
+    wishes = Wishes.read(body)
     logprobs = body.flag("logprobs", False)
     top = body.integer("top_logprobs", 0, 0, MOST_LOGPROBS)
     if top and not logprobs:
         raise body.error("top_logprobs", "belongs to a request with logprobs: true")
-    returns_tokens = body.flag("return_token_ids", False)
-    namespace = body.text("cache_salt", None)
     for name in ("functions", "function_call", "audio", "echo", "continue_final_message"):
         body.refuse(name)
     body.refuse("modalities", (["text"],))
@@ -49,18 +44,10 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
         read_form(body),
         ("max_completion_tokens", "max_tokens"),
         n=n,
-        namespace=namespace,
         logprobs=top if logprobs else None,
     )
     body.end()
-    return ChatCompletions(
-        job,
-        model,
-        [conversation.parser(prompt) for _ in range(n)],
-        stream=stream,
-        usage=options,
-        returns_tokens=returns_tokens,
-    )
+    return ChatCompletions(job, model, wishes, [conversation.parser(prompt) for _ in range(n)])
 
 
 def read_conversation(body: Fields, model: ServedModel) -> Conversation:
@@ -74,13 +61,6 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
     if not messages:
         raise body.error("messages", "must be a list of at least one message")
     tools = [each.raw() for each in body.objects("tools")] or None
-    choice = body.any("tool_choice", "auto" if tools else "none")
-    if isinstance(choice, dict):
-        choice = _named_choice(body.object("tool_choice"))
-    elif choice not in ("none", "auto", "required"):
-        raise body.error("tool_choice", f"must be none, auto, required or a function's name, not {shown(choice)}")
-    if not tools and choice not in ("none", "auto"):
-        raise body.error("tool_choice", "asks for a call, and there are no tools")
     template = dict(body.object("chat_template_kwargs", None).raw())
     if "reasoning_effort" in body:
         template["reasoning_effort"] = body.text("reasoning_effort")
@@ -90,30 +70,18 @@ def read_conversation(body: Fields, model: ServedModel) -> Conversation:
         chat_format(model),
         messages,
         tools,
-        choice if tools else "none",
+        read_choice(body, bool(tools), "function"),
         body.flag("parallel_tool_calls", True),
         template,
     )
-
-
-def _named_choice(choice: Fields) -> dict[str, str]:
-    choice.choice("type", ("function",))
-    function = choice.object("function")
-    name = str(function.text("name"))
-    function.end()
-    choice.end()
-    return {"name": name}
 
 
 def _message(given: Fields) -> dict[str, Any]:
     """A message, each field of which has its type; `ChatFormat.render` makes it what the template takes."""
     role = given.choice("role", _ROLES)
     message: dict[str, Any] = {"role": role}
-    content = given.any("content", None)
-    if isinstance(content, list):
-        message["content"] = [_part(part) for part in given.objects("content")]
-    elif content is not None:
-        message["content"] = given.text("content")
+    if "content" in given:
+        message["content"] = given.texts("content", ("text",), ("cache_control",))
     elif role != "assistant":
         raise given.error("content", "is missing")
     if "tool_calls" in given:
@@ -130,13 +98,6 @@ def _message(given: Fields) -> dict[str, Any]:
     return message
 
 
-def _part(part: Fields) -> dict[str, Any]:
-    said = {"type": part.choice("type", ("text",)), "text": part.text("text")}
-    part.ignore(("cache_control",))
-    part.end()
-    return said
-
-
 def _call(call: Fields) -> dict[str, Any]:
     function = call.object("function")
     named = {"name": function.text("name"), "arguments": function.any("arguments", "{}")}
@@ -147,29 +108,14 @@ def _call(call: Fields) -> dict[str, Any]:
     return said
 
 
-class ChatCompletions(Exchange):
+class ChatCompletions(ChoicesExchange):
     """The answer of /v1/chat/completions."""
 
-    def __init__(
-        self,
-        job: Job,
-        model: ServedModel,
-        parsers: Sequence[MessageParser],
-        *,
-        stream: bool,
-        usage: StreamOptions,
-        returns_tokens: bool,
-    ) -> None:
-        super().__init__([job], stream=stream)
-        self._model, self._usage, self._returns_tokens = model, usage, returns_tokens
+    def __init__(self, job: Job, model: ServedModel, wishes: Wishes, parsers: Sequence[MessageParser]) -> None:
+        kind = "chat.completion.chunk" if wishes.stream else "chat.completion"
+        super().__init__([job], model, wishes, "chatcmpl", kind)
         self._messages = [Message(parser) for parser in parsers]
         self._told = [False] * job.n
-        self._head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk" if stream else "chat.completion",
-            "created": int(time.time()),
-            "model": model.name,
-        }
 
     def take(self, job: int, sample: int, pieces: Sequence[Piece]) -> list[Event]:  # noqa: ARG002
         message = self._messages[sample]
@@ -187,10 +133,7 @@ class ChatCompletions(Exchange):
         if not said and not message.finish and not logprobs:
             return []
         new = replace(message, tokens=message.tokens[before:])
-        return [self._event([choice | {"logprobs": logprobs} | self._tokens(new)])]
-
-    def end(self) -> list[Event]:
-        return [{**self._event([]), "usage": self.usage.openai()}] if self._usage.at_end else []
+        return [self.answer([choice | {"logprobs": logprobs} | self._tokens(new)], usage=False)]
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -211,18 +154,14 @@ class ChatCompletions(Exchange):
                 ]
             choice = {"index": index, "message": said, "finish_reason": self._finish(message)}
             choices.append(choice | {"logprobs": self._logprobs(message.logprobs)} | self._tokens(message))
-        whole = {**self._head, "choices": choices, "usage": self.usage.openai()}
-        return whole | ({"prompt_token_ids": list(self.jobs[0].tokens)} if self._returns_tokens else {})
-
-    def _event(self, choices: list[dict[str, Any]]) -> Event:
-        usage = {"usage": self.usage.openai()} if self._usage.always else {}
-        return {**self._head, "choices": choices, **usage}
+        whole = self.answer(choices, usage=True)
+        return whole | ({"prompt_token_ids": list(self.jobs[0].tokens)} if self.wishes.tokens else {})
 
     def _finish(self, message: Message) -> str | None:
         return "tool_calls" if message.finish == "stop" and message.calls else message.finish
 
     def _tokens(self, message: Message) -> dict[str, Any]:
-        return {"token_ids": message.tokens} if self._returns_tokens else {}
+        return {"token_ids": message.tokens} if self.wishes.tokens else {}
 
     def _logprobs(self, logprobs: Sequence[tuple[int, Logprobs]]) -> dict[str, Any] | None:
         if self.jobs[0].sampling.logprobs is None:
@@ -234,7 +173,7 @@ class ChatCompletions(Exchange):
         return self._likely(token, logprobs.token) | {"top_logprobs": top}
 
     def _likely(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._model.token_text(token)
+        text = self.model.token_text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.exchange import Event, Exchange
+from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.sampling import MOST_LOGPROBS, read_form, read_max_tokens, read_sampling
 from paged_kv.serve.served_model import ServedModel
@@ -19,27 +17,6 @@ MOST_PROMPTS = 128
 """Of a request."""
 MOST_SAMPLES = 16
 """Of a prompt."""
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """What the events of a stream say of the usage."""
-
-    at_end: bool = False
-    always: bool = False
-
-    @staticmethod
-    def read(body: Fields) -> StreamOptions:
-        """By `stream_options`, which only a stream has. Raises FieldError."""
-        if "stream_options" not in body:
-            return StreamOptions()
-        options = body.object("stream_options")
-        if not body.flag("stream", False):
-            raise body.error("stream_options", "belongs to a request with stream: true")
-        at_end, always = options.flag("include_usage", False), options.flag("continuous_usage_stats", False)
-        options.ignore(("include_obfuscation",))
-        options.end()
-        return StreamOptions(at_end, always)
 
 
 def read_completion(body: Fields, model: ServedModel) -> Exchange:
@@ -52,12 +29,11 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
     prompts = _prompts(body)
     n = body.integer("n", 1, 1, MOST_SAMPLES)
     best_of = body.integer("best_of", n, 1, MOST_SAMPLES)
-    stream, options = body.flag("stream", False), StreamOptions.read(body)
-    if best_of < n or (best_of > n and stream):
+    wishes = Wishes.read(body)
+    if best_of < n or (best_of > n and wishes.stream):
         raise body.error("best_of", f"is {best_of}: it is at least n, {n}, and no more in a stream")
     echo = body.flag("echo", False)
     logprobs = body.integer("logprobs", None, 0, MOST_LOGPROBS)
-    returns_tokens = body.flag("return_token_ids", False)
     namespace = body.text("cache_salt", None)
     body.refuse("suffix")
     tokens = [model.tokens(name, prompt, special=body.flag("add_special_tokens", True)) for name, prompt in prompts]
@@ -65,23 +41,21 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
     most = read_max_tokens(body, ("max_tokens",), min(left, 16), 0 if echo else 1, left)
     sampling = read_sampling(
         body,
+        model,
         max(most, 1),
         form=read_form(body),
         logprobs=0 if logprobs is None and best_of > n else logprobs,
         prompt_logprobs=logprobs if echo else None,
     )
-    sampling.check_vocabulary(model.config.vocab_size)
     body.end()
     return Completions(
         [Job(each, sampling, best_of, namespace) for each in tokens],
         model,
+        wishes,
         n=n,
-        stream=stream,
-        usage=options,
         echo=[prompt if isinstance(prompt, str) else model.text(prompt) for _, prompt in prompts] if echo else None,
         logprobs=logprobs is not None,
         is_empty=most == 0,
-        returns_tokens=returns_tokens,
     )
 
 
@@ -114,33 +88,24 @@ class _Choice:
         return sum(found) / max(len(found), 1)
 
 
-class Completions(Exchange):
+class Completions(ChoicesExchange):
     """The answer of /v1/completions."""
 
     def __init__(
         self,
         jobs: Sequence[Job],
         model: ServedModel,
+        wishes: Wishes,
         *,
         n: int,
-        stream: bool,
-        usage: StreamOptions,
         echo: list[str] | None,
         logprobs: bool,
         is_empty: bool,
-        returns_tokens: bool,
     ) -> None:
-        super().__init__(jobs, stream=stream)
-        self._model, self._n, self._usage, self._echo = model, n, usage, echo
-        self._has_logprobs, self._is_empty, self._returns_tokens = logprobs, is_empty, returns_tokens
+        super().__init__(jobs, model, wishes, "cmpl", "text_completion")
+        self._n, self._echo, self._has_logprobs, self._is_empty = n, echo, logprobs, is_empty
         self._of_prompts: list[list[tuple[int, Logprobs | None]]] = [[] for _ in jobs]
         self._choices = [[_Choice() for _ in range(job.n)] for job in jobs]
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model.name,
-        }
 
     def take(self, job: int, sample: int, pieces: Sequence[Piece]) -> list[Event]:
         choice, new = self._choices[job][sample], _Choice()
@@ -166,21 +131,14 @@ class Completions(Exchange):
         if not self.stream or not (new.text or new.finish or new.logprobs):
             return []
         new.offset, choice.offset = choice.offset, choice.offset + self._length(new.logprobs)
-        return [self._event([self._said(job, sample, new)])]
-
-    def end(self) -> list[Event]:
-        return [{**self._event([]), "usage": self.usage.openai()}] if self._usage.at_end else []
+        return [self.answer([self._said(job, sample, new)], usage=False)]
 
     def whole(self) -> dict[str, Any]:
         choices = []
         for job, samples in enumerate(self._choices):
             best = sorted(samples, key=lambda choice: -choice.mean)[: self._n] if len(samples) > self._n else samples
             choices += [self._said(job, rank, choice) for rank, choice in enumerate(best)]
-        return {**self._head, "choices": choices, "usage": self.usage.openai()}
-
-    def _event(self, choices: list[dict[str, Any]]) -> Event:
-        usage = {"usage": self.usage.openai()} if self._usage.always else {}
-        return {**self._head, "choices": choices, **usage}
+        return self.answer(choices, usage=True)
 
     def _said(self, job: int, sample: int, choice: _Choice) -> dict[str, Any]:
         said = {
@@ -189,7 +147,7 @@ class Completions(Exchange):
             "logprobs": self._logprobs(choice) if self._has_logprobs else None,
             "finish_reason": choice.finish,
         }
-        if self._returns_tokens:
+        if self.wishes.tokens:
             said |= {"token_ids": choice.tokens, "prompt_token_ids": list(self.jobs[job].tokens)}
         return said
 
@@ -199,10 +157,10 @@ class Completions(Exchange):
         return self._of_prompts[job] or [(token, None) for token in self.jobs[job].tokens]
 
     def _logprobs(self, choice: _Choice) -> dict[str, Any]:
-        texts = [self._model.token_text(token) for token, _ in choice.logprobs]
+        texts = [self.model.token_text(token) for token, _ in choice.logprobs]
         offsets = [choice.offset]
         for token, _ in choice.logprobs:
-            offsets.append(offsets[-1] + self._model.token_length(token))
+            offsets.append(offsets[-1] + self.model.token_length(token))
         return {
             "tokens": texts,
             "token_logprobs": [each and each.token for _, each in choice.logprobs],
@@ -214,8 +172,8 @@ class Completions(Exchange):
         """Of the most likely tokens and the chosen one, by their texts; of equal texts the most likely one's."""
         found: dict[str, float] = {}
         for each, value in (*logprobs.top.items(), (token, logprobs.token)):
-            found.setdefault(self._model.token_text(each), value)
+            found.setdefault(self.model.token_text(each), value)
         return found
 
     def _length(self, logprobs: Sequence[tuple[int, Logprobs | None]]) -> int:
-        return sum(self._model.token_length(token) for token, _ in logprobs)
+        return sum(self.model.token_length(token) for token, _ in logprobs)

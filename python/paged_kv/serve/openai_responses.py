@@ -6,11 +6,10 @@ import secrets
 import time
 from typing import Any
 
-from paged_kv.arguments import shown
 from paged_kv.forms import Form, JsonSchema
 from paged_kv.serve.backend import Job
 from paged_kv.serve.chat import MessageParser
-from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format
+from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format, read_choice, read_tool
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.served_model import ServedModel
@@ -18,6 +17,7 @@ from paged_kv.serve.served_model import ServedModel
 _REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls", "top_logprobs", "stop")
 _HARMLESS = ("include", "stream_options", "context_management", "client_metadata")
 _PARTS = ("input_text", "output_text", "text")
+_OF_TEXTS = ("annotations", "logprobs")
 _REASONING = ("reasoning_text", "summary_text", "text")
 
 
@@ -35,9 +35,9 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     body.refuse("truncation", ("disabled",))
     body.ignore(_HARMLESS)
     conversation = _conversation(body, model)
-    stream, answer, namespace = body.flag("stream", False), _form(body), body.text("cache_salt", None)
+    stream, answer = body.flag("stream", False), _form(body)
     said = {name: body.any(name, default) for name, default in _ECHOED.items()}
-    job, prompt = conversation.job(body, model, answer, ("max_output_tokens",), name="input", namespace=namespace)
+    job, prompt = conversation.job(body, model, answer, ("max_output_tokens",), name="input")
     body.end()
     said |= {"temperature": job.sampling.temperature, "top_p": job.sampling.top_p}
     return Responses(job, model, conversation.parser(prompt), said, stream=stream)
@@ -69,22 +69,13 @@ def _conversation(body: Fields, model: ServedModel) -> Conversation:
     if not messages:
         raise body.error("input", "must be a text or a list of at least one item")
     tools = [_tool(each) for each in body.objects("tools")] or None
-    choice = body.any("tool_choice", "auto" if tools else "none")
-    if isinstance(choice, dict):
-        named = body.object("tool_choice")
-        named.choice("type", ("function",))
-        choice = {"name": named.text("name")}
-        named.end()
-    elif choice not in ("none", "auto", "required"):
-        raise body.error("tool_choice", f"must be none, auto, required or a function, not {shown(choice)}")
-    if not tools and choice not in ("none", "auto"):
-        raise body.error("tool_choice", "asks for a call, and there are no tools")
+    choice = read_choice(body, bool(tools))
     reasoning = body.object("reasoning", None)
     template = {"reasoning_effort": reasoning.text("effort")} if "effort" in reasoning else {}
     reasoning.ignore(("summary", "generate_summary"))
     reasoning.end()
     parallel = body.flag("parallel_tool_calls", True)
-    return Conversation(chat_format(model), messages, tools, choice if tools else "none", parallel, template)
+    return Conversation(chat_format(model), messages, tools, choice, parallel, template)
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
@@ -92,17 +83,20 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     kind = item.choice("type", ("message", "function_call", "function_call_output", "reasoning"), "message")
     item.ignore(("id", "status", "phase"))
     if kind == "message":
-        role, text = item.choice("role", ("system", "developer", "user", "assistant")), _texts(item, "content", _PARTS)
+        role, text = (
+            item.choice("role", ("system", "developer", "user", "assistant")),
+            item.texts("content", _PARTS, _OF_TEXTS),
+        )
         last = messages[-1] if messages else {}
         if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
             last["content"] = text
         else:
             messages.append({"role": role, "content": text})
     elif kind == "function_call_output":
-        content = _texts(item, "output", _PARTS)
+        content = item.texts("output", _PARTS, _OF_TEXTS)
         messages.append({"role": "tool", "tool_call_id": item.text("call_id"), "content": content})
     elif kind == "reasoning":
-        thought = _texts(item, "content", _REASONING) if "content" in item else _texts(item, "summary", _REASONING)
+        thought = item.texts("content" if "content" in item else "summary", _REASONING, _OF_TEXTS)
         item.ignore(("summary", "encrypted_content"))
         if thought:
             messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
@@ -116,27 +110,9 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
     item.end()
 
 
-def _texts(item: Fields, name: str, kinds: tuple[str, ...]) -> str:
-    """A text, or the texts of parts."""
-    if not isinstance(item.any(name), list):
-        return str(item.text(name))
-    texts = []
-    for part in item.objects(name):
-        part.choice("type", kinds)
-        texts.append(str(part.text("text")))
-        part.ignore(("annotations", "logprobs"))
-        part.end()
-    return "\n".join(texts)
-
-
 def _tool(given: Fields) -> dict[str, Any]:
     given.choice("type", ("function",))
-    function = {"name": given.text("name"), "parameters": given.object("parameters", None).raw()}
-    if "description" in given:
-        function["description"] = given.text("description")
-    given.ignore(("strict",))
-    given.end()
-    return {"type": "function", "function": function}
+    return read_tool(given, given.object("parameters", None), ("strict",))
 
 
 def _form(body: Fields) -> Form | None:

@@ -11,6 +11,7 @@ from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import ContractError
 from paged_kv.forms import Form, Grammar, JsonSchema, Regex
 from paged_kv.serve.fields import Fields
+from paged_kv.serve.served_model import ServedModel
 
 MOST_LOGPROBS = 20
 """Most likely tokens beside each token."""
@@ -28,11 +29,12 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "gr
 """Older names of vLLM's for fields of `structured_outputs`."""
 
 
-def read_sampling(body: Fields, max_tokens: int, **options: Any) -> Sampling:
+def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: Any) -> Sampling:
     """How the tokens of a request are chosen. Without a seed it gets one, so that it can be computed again.
 
     Args:
-        body: Of the request.
+        body: Of the request; the model says what it leaves out.
+        model: Whose tokens they are.
         max_tokens: New tokens at most.
         options: Fields of `Sampling` that the route has read itself.
 
@@ -46,10 +48,12 @@ def read_sampling(body: Fields, max_tokens: int, **options: Any) -> Sampling:
     if not isinstance(stop_tokens, list) or not all(type(token) is int and token >= 0 for token in stop_tokens):
         raise body.error("stop_token_ids", f"must be a list of token ids, not {shown(stop_tokens)}")
     body.ignore(_HARMLESS)
-    options = {"temperature": 1.0, "seed": secrets.randbits(63)} | options
-    return Sampling(
+    options = {"temperature": 1.0, "seed": secrets.randbits(63), **model.sampling, **options}
+    sampling = Sampling(
         max_tokens=max_tokens, stop_tokens=stop_tokens, ignore_end=body.flag("ignore_eos", False), **options
     )
+    sampling.check_vocabulary(model.config.vocab_size)
+    return sampling
 
 
 def read_form(body: Fields) -> Form | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +33,26 @@ class ServedModel:
         name: By which clients ask for it.
         most_tokens: Of a request, its prompt included.
         template: A chat template in place of the checkpoint's.
+        sampling: Fields of `Sampling` that requests have which leave them out.
 
     Raises:
         CheckpointError: its tokenizer or its chat template cannot be read.
     """
 
-    def __init__(self, source: Source, name: str, most_tokens: int, template: str | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        most_tokens: int,
+        template: str | None = None,
+        sampling: Mapping[str, float] | None = None,
+    ) -> None:
         from paged_kv.serve.chat import ChatFormat
 
         self.name, self.config = name, source.config
         self.most_tokens = min(most_tokens, source.config.max_position_embeddings)
         self.created = int(time.time())
+        self.sampling = sampling or {}
         self.tokenizer = Tokenizer(source, source.config)
         self.chat: ChatFormat | None = ChatFormat.read(source, self.tokenizer, template)
         self.token_text = lru_cache(4096)(self.tokenizer.token_text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from paged_kv.arguments import integer
 from paged_kv.errors import ContractError
@@ -42,13 +43,15 @@ class Settings:
     max_running: int = 64
     max_queue: int = 256
     max_step_tokens: int = 512
-    max_gap: float = 0.25
+    max_gap: float | None = 0.25
     kv_disk: Path | None = None
     kv_disk_gb: float = 10.0
     speculate: str | None = None
     """"lookup", or a smaller checkpoint."""
     compiled: Path | None = None
     chat_template: Path | None = None
+    generation_config: Literal["model", "none"] = "model"
+    """Where fields of sampling come from that a request leaves out: the model's generation_config.json, or nowhere."""
     drain_seconds: float = 30.0
     stall_seconds: float = 120.0
     api_key: str | None = field(default=None, repr=False)

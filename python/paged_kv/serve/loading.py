@@ -1,0 +1,120 @@
+"""From settings to an engine: what cannot be is refused before weights are read or anything is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from max.dtype import DType
+
+from paged_kv.arguments import printable
+from paged_kv.checkpoint.source import Source, open_source
+from paged_kv.checkpoint.weights import progress_bar
+from paged_kv.engine.disk_tier import DiskTier
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.model import DecoderModel
+from paged_kv.engine.tokenizer import Tokenizer
+from paged_kv.errors import ContractError
+from paged_kv.graphs.models.config import with_cache_rotation
+from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.output import say
+from paged_kv.serve.cache_size import CacheSize, free_memory, plan_cache
+from paged_kv.serve.settings import Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An engine that can be: settings that go together, and the pages that they come to."""
+
+    settings: Settings
+    source: Source
+    dtype: DType
+    size: CacheSize
+    draft: Source | None
+    """The smaller checkpoint that guesses tokens."""
+    disk: DiskTier | None
+
+    def engine(self, tokenizer: Tokenizer) -> Engine:
+        """Loads the models, and compiles their steps where nobody has.
+
+        Raises:
+            CheckpointError: the weights are not those of the configuration.
+            ToolchainError: a step cannot be compiled.
+        """
+        settings, guesser = self.settings, self.settings.speculate
+        draft: Any = guesser
+        if self.draft is not None:
+            draft = _load(Path(str(guesser)), dtype_of(self.draft, settings.dtype), self.size)
+        model = _load(settings.model, self.dtype, self.size, settings.compiled, settings.cache_dtype, settings.rotate)
+        return Engine(
+            model,
+            tokenizer,
+            max_step_tokens=settings.max_step_tokens,
+            max_running=settings.max_running,
+            max_gap=settings.max_gap,
+            disk=self.disk,
+            speculate=draft,
+        )
+
+
+def plan(settings: Settings) -> Plan:
+    """What an engine of these settings would be.
+
+    Raises:
+        CheckpointError: there is no model that this package runs.
+        ContractError: a setting is bad or does not go with another, or the cache does not fit.
+    """
+    settings.check()
+    source = open_source(settings.model)
+    dtype = dtype_of(source, settings.dtype)
+    size = plan_cache(
+        with_cache_rotation(source.config, settings.rotate),
+        dtype,
+        settings.cache_dtype,
+        page_size=settings.page_size,
+        pages=settings.pages,
+        memory=None if settings.memory_gb is None else int(settings.memory_gb * 1e9),
+        max_length=settings.max_length,
+        free=free_memory(),
+    )
+    disk = None if settings.kv_disk is None else DiskTier(settings.kv_disk, max(int(settings.kv_disk_gb * 1e9), 1))
+    if disk is not None:
+        disk.check()
+    return Plan(settings, source, dtype, size, _draft(settings, source), disk)
+
+
+def dtype_of(source: Source, asked: str | None) -> DType:
+    """The dtype of weights and cache: bfloat16, or float32 where the checkpoint has it, unless another is asked for."""
+    return DType.float32 if (asked or source.config.dtype) == "float32" else DType.bfloat16
+
+
+def _draft(settings: Settings, source: Source) -> Source | None:
+    if settings.speculate in (None, "lookup"):
+        return None
+    draft = open_source(Path(str(settings.speculate)))
+    if draft.tokenizer()[0].get_vocab() != source.tokenizer()[0].get_vocab():
+        raise ContractError(f"--speculate {printable(settings.speculate)}: its tokens are not those of the model")
+    return draft
+
+
+def _load(
+    path: Path,
+    dtype: DType,
+    size: CacheSize,
+    compiled: Path | None = None,
+    kv_format: KVFormat | None = None,
+    rotate: CacheRotation | None = None,
+) -> DecoderModel:
+    with progress_bar("weights") as on_progress:
+        return DecoderModel.from_folder(
+            path,
+            dtype=dtype,
+            num_pages=size.num_pages,
+            page_size=size.page_size,
+            on_progress=on_progress,
+            on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
+            compiled_ahead=compiled,
+            kv_format=kv_format,
+            rotate=rotate,
+        )
