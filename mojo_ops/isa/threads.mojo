@@ -6,6 +6,7 @@ with `-D PAGED_KV_LIBRARY` and knows none of its own: whoever calls it brings a 
 
 from std.atomic import Atomic
 from std.math import ceildiv
+from std.sys import inlined_assembly
 from std.sys.defines import is_defined
 from std.utils.numerics import FlushDenormals
 
@@ -114,6 +115,8 @@ def run_on_team[Task: def(Int) -> None, //](task: Task, count: Int, workers: Wor
     comptime body: def(Shared) thin abi("C") -> None = take_tasks
     var at = Pointer(to=task).unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
     var shared = SharedTasks[Task](at, count)
+    keep_in_memory(at)
+    keep_in_memory(Pointer(to=shared))
     var function = body
     var team = workers.team
     Pointer(to=team).unsafe_bitcast[Team]()[](
@@ -123,7 +126,18 @@ def run_on_team[Task: def(Int) -> None, //](task: Task, count: Int, workers: Wor
         UInt32(0),
         workers.state,
     )
+    keep_in_memory(Pointer(to=shared))
+    keep_in_memory(at)
     _ = shared^
+
+
+@always_inline
+def keep_in_memory(at: Pointer[_, _]):
+    """Has everything stored that lies at an address, which other threads read.
+
+    The compiler does not see that they do, and leaves out such stores (on x86-64's baseline, what a task captures).
+    """
+    inlined_assembly["", NoneType, constraints="r,~{memory}", has_side_effect=True](at)
 
 
 def team_of_max(body: Int, shared: Int, threads: UInt32, flags: UInt32, state: Int) abi("C"):

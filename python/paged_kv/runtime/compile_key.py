@@ -72,17 +72,14 @@ class LibraryKey:
     facts: str
     program: str
     """The Mojo file in `runtime` that it is built from."""
-    kernels: bool = True
-    """Whether it is built with the Mojo package."""
 
     def digest(self, sources: Sources, toolchain: str) -> str:
         """32 hexadecimal digits, different where anything that the library depends on differs."""
-        read = sources.files(f"runtime/{self.program}")
-        if self.kernels:
-            mojo = sources.files(MOJO)
-            read = read + [
-                item for item in mojo if len(item[0].parts) > 2 and NOT_IN_LIBRARIES.isdisjoint(item[0].parts)
-            ]
+        read = sources.files(f"runtime/{self.program}") + [
+            item
+            for item in sources.files(MOJO)
+            if len(item[0].parts) > 2 and NOT_IN_LIBRARIES.isdisjoint(item[0].parts)
+        ]
         parts = (part for name, file in read for part in (str(name).encode(), file.read_bytes()))
         return hash_of((toolchain.encode(), self.facts.encode(), *parts))
 

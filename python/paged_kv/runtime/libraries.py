@@ -43,7 +43,6 @@ Function = Callable[[bytes], None]
 """A kernel: it takes the bytes of its struct (`mojo_ops/*/call.mojo`)."""
 
 PROGRAM = "library.mojo"
-TEAM = "team.mojo"
 COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
 """The dtype in whose name elements of so many bytes are copied."""
 QUERIES = ("float32", "bfloat16", "float16")
@@ -193,16 +192,6 @@ def load(kernels: Iterable[Kernel], *, exact: bool = False) -> None:
 def load_for_graph(name: str) -> None:
     """Loads the library of a kernel that an op of a graph has not found. Raises as `kernel`."""
     _loaded(kernel_of(name), None)
-
-
-def team_library() -> ctypes.CDLL:
-    """The library of the team of threads (`team.mojo`).
-
-    Raises:
-        ToolchainError: as `kernel`.
-    """
-    key = LibraryKey("team", TEAM, kernels=False)
-    return ctypes.CDLL(str(_file(key, "the team of threads", partial(_build, TEAM, [], {}))))
 
 
 class _State:

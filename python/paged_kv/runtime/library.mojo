@@ -13,6 +13,7 @@ from mojo_ops.attention.cpu.library import attend, attend_latent
 from mojo_ops.attention.latent_call import LatentCall
 from mojo_ops.attention.merge_states import MergeCall
 from mojo_ops.isa.library_call import message_of
+from mojo_ops.isa.team import run_team, start_team
 from mojo_ops.linear.call import ExpertsCall, LinearCall
 from mojo_ops.transfer.call import AppendCall, GatherCall
 
@@ -27,6 +28,18 @@ def at[Call: TrivialRegisterPassable](address: Int) -> Call:
     """The operands at an address."""
     var given = address
     return Pointer(to=given).unsafe_bitcast[Pointer[Call, ImmUntrackedOrigin]]()[][]
+
+
+@export("paged_kv_team_start")
+def team_start(threads: Int) abi("C") -> Int:
+    """Starts a team of so many threads beside the caller's; its address."""
+    return start_team(threads)
+
+
+@export("paged_kv_team_run")
+def team_run(body: Int, shared: Int, threads: UInt32, flags: UInt32, address: Int) abi("C"):
+    """A `Team` (`mojo_ops/isa/threads.mojo`)."""
+    run_team(body, shared, threads, address)
 
 
 @export("paged_kv_attention")

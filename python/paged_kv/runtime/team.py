@@ -1,8 +1,8 @@
 """The threads of a call of a library of kernels, as `Workers` (`mojo_ops/isa/threads.mojo`) has them.
 
 They are OpenMP's where the process has one that all of it sees, as torch brings: a call then runs on the threads that
-torch's own ops run on, and no two pools spin on the same cores. Else they are a team of this package's (`team.mojo`),
-which starts with the first call that wants more than one thread, and sleeps between calls.
+torch's own ops run on, and no two pools spin on the same cores. Else they are a team of this package's
+(`mojo_ops/isa/team.mojo`), which starts with the first call that wants more than one thread, and sleeps between calls.
 
 In a process that was forked off one with threads, these are missing, and to wait for them would never end: there a call
 runs on the thread that makes it.
@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from threading import Lock
 
-from paged_kv.runtime.libraries import team_library
 from paged_kv.runtime.threads import chosen_threads, num_threads
 
 _WORKERS = struct.Struct("<3q")
@@ -73,7 +72,7 @@ class _Team:
 
 
 def workers() -> bytes:
-    """`Workers`: torch's number of threads where its OpenMP is there, else `num_threads`."""
+    """`Workers` for a loaded library: torch's number of threads where its OpenMP is there, else `num_threads`."""
     return _TEAM.workers()
 
 
@@ -93,10 +92,10 @@ def _openmp() -> int:
 
 def _start(threads: int) -> tuple[int, int]:
     """A team of so many threads beside the caller's: the address of its function, and its state."""
-    library = team_library()
-    start = library.paged_kv_team_start
+    process = ctypes.CDLL(None)  # where all see the libraries of kernels, each of which has a team's functions
+    start = process.paged_kv_team_start
     start.argtypes, start.restype = [ctypes.c_int64], ctypes.c_int64
-    return ctypes.cast(library.paged_kv_team_run, ctypes.c_void_p).value or 0, start(threads)
+    return ctypes.cast(process.paged_kv_team_run, ctypes.c_void_p).value or 0, start(threads)
 
 
 _TEAM = _Team()

@@ -1,7 +1,6 @@
 """A team of threads for the libraries of kernels, where the process has no OpenMP: they sleep when there is nothing to do.
 
-    mojo build --emit object team.mojo
-
+Each library has it; those of a process share the team of the first one that is loaded.
 One call at a time has the team; another one that comes meanwhile runs on its own thread alone. A thread that wakes
 after the work of a call is done takes no part in it, so a call never waits for a thread that has no CPU.
 """
@@ -79,8 +78,7 @@ def serve(address: Int) abi("C") -> Int:
         wait_for_change(team[].calls, seen)
 
 
-@export("paged_kv_team_start")
-def start(threads: Int) abi("C") -> Int:
+def start_team(threads: Int) -> Int:
     """Starts a team of so many threads beside the caller's; its address."""
     var memory = external_call["calloc", TeamPointer](1, 64)
     memory[] = Team()
@@ -96,8 +94,7 @@ def start(threads: Int) abi("C") -> Int:
     return Int(memory)
 
 
-@export("paged_kv_team_run")
-def run(body: Int, shared: Int, threads: UInt32, flags: UInt32, address: Int) abi("C"):
+def run_team(body: Int, shared: Int, threads: UInt32, address: Int):
     """Runs `body(shared)` on up to so many threads of the team at an address, the caller's included."""
     var team = team_at(address)
     var others = Int32(threads) - 1
