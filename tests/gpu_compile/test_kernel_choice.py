@@ -12,7 +12,7 @@ from paged_kv.runtime.doctor import explain_kernels
 from paged_kv.runtime.kernel_choice import ARCHITECTURES, explain, kernels_of
 from support import gpu_programs
 from support.dtype_pairs import PAIRS
-from support.gpu_rules import attention_kernel, hopper_refusal, many_rows_refusal
+from support.gpu_rules import attention_kernel, hopper_refusal
 from support.mojo_programs import run_program
 
 
@@ -57,7 +57,7 @@ HALF = ("bfloat16", "bfloat16")
         ("sm_90a", (128, 4, 16), ("bfloat16", "int8"), "gpu/generic", "not bfloat16 with int8"),
         ("gfx942", (128, 4, 16), ("float16", "int4"), "gpu/generic", "sm_90a alone, not for MI300X"),
         ("sm_90a", (128, 4, 16), HALF, "gpu/hopper", "holds"),
-        ("sm_90a", (256, 4, 16), HALF, "gpu/hopper", "not gpu/many_rows: it takes head_dim 64 and 128, not 256"),
+        ("sm_90a", (256, 4, 16), HALF, "gpu/hopper", "holds"),
         ("sm_90a", (128, 4, 5), HALF, "gpu/generic", "page_size 5"),
         ("sm_90a", (80, 4, 16), HALF, "gpu/generic", "head_dim 64, 128 and 256, not 80"),
         ("sm_90a", (128, 4, 16), ROTARY, "gpu/generic", "rotates them"),
@@ -76,12 +76,9 @@ def test_every_pair_on_hopper():
     assert list(choices) != []
     for pair in PAIRS + OF_CODES:
         refusal = hopper_refusal(*pair, 128, 4, 16)
-        if refusal != "-":
-            assert choices[pair] == f"gpu/generic: not gpu/hopper: {refusal}"
-            continue
-        refusal = many_rows_refusal(*pair, 128)
-        many = "gpu/many_rows from 2 rows a request on" if refusal == "-" else f"not gpu/many_rows: {refusal}"
-        assert choices[pair] == f"gpu/hopper: all that it requires holds; {many}"
+        taken = refusal == "-"
+        expected = "gpu/hopper: all that it requires holds" if taken else f"gpu/generic: not gpu/hopper: {refusal}"
+        assert choices[pair] == expected
 
 
 def test_every_pair_on_the_cpu():

@@ -168,7 +168,7 @@ def attend(
     max_splits = rows if call.batch_invariant else min(rows, WANTED_ITEMS)
     lists = [put(np.full(4 * max(1, count), 77, np.int32)) for count in (max_items, max_splits)]
     bounds = (max_items, max_splits, WANTED_ITEMS, call.batch_invariant)
-    listed = struct.pack("<3Q5i4x", *lists, put(np.zeros(1, np.int32)), *bounds, 1)
+    listed = struct.pack("<2Q5i4x", *lists, *bounds, 1)
     sums = [put(nan), put(nan[..., 0]), put(nan[..., 0])]
     partials = struct.pack("<3Q", *sums)
 
@@ -180,7 +180,7 @@ def attend(
     before, after = operands
     # In calls of few rows the merge needs no list: each warp finds its row.
     is_listed = call.is_listed or rows > MAX_SEARCHED_ROWS
-    schedule_bytes = listed if is_listed else struct.pack("<3Q5i4x", 0, 0, 0, *bounds, 0)
+    schedule_bytes = listed if is_listed else struct.pack("<2Q5i4x", 0, 0, *bounds, 0)
     attention.launch((blocks, *grid), THREADS, [params, *before, listed, partials, *after])
     written = [range(at, at + array.nbytes) for at, array in zip(sums, (nan, nan[..., 0], nan[..., 0]), strict=True)]
     combine.launch((max_splits, heads, 1), THREADS, [params, schedule_bytes, partials], follows=True, written=written)

@@ -52,8 +52,6 @@ generic = {architecture: job_of("compile_gpu_kernels.mojo", architecture) for ar
 """The kernels for any GPU, a few of each kind."""
 hopper = job_of("compile_hopper_kernel.mojo", "sm_90a")
 """Every variant of the Hopper kernel, and what is launched around it."""
-many_rows = job_of("compile_many_rows.mojo", "sm_90a")
-"""Every variant of the Hopper kernel for many rows, and what is launched around it."""
 probe = job_of("wgmma_probe.mojo", "sm_90a")
 
 

@@ -14,15 +14,6 @@ def hopper_refusal(q_dtype: str, kv_dtype: str, head_dim: int, group: int, page_
     return "-"
 
 
-def many_rows_refusal(q_dtype: str, kv_dtype: str, head_dim: int) -> str:
-    """What the README of the kernel for many rows says that it requires of a call of the Hopper kernel; else "-"."""
-    if kv_dtype != q_dtype:
-        return f"it takes a cache of q's dtype, not {kv_dtype} with {q_dtype}"
-    if head_dim > 128:
-        return f"it takes head_dim 64 and 128, not {head_dim}"
-    return "-"
-
-
 def block_threads(kernel: str, *, float8: bool) -> int:
     """Threads of a block of an attention kernel.
 
@@ -33,7 +24,7 @@ def block_threads(kernel: str, *, float8: bool) -> int:
     if kernel == "gpu/hopper":
         # A producer warp, and a warpgroup of consumers; for float8 one for K and one for V.
         return 32 + 128 * (2 if float8 else 1)
-    return 384 if kernel == "gpu/many_rows" else 128
+    return 128
 
 
 def attention_kernel(
@@ -44,7 +35,6 @@ def attention_kernel(
     group: int,
     page_size: int,
     gpu_kernel: str = "best",
-    rows_per_request: float = 1,
 ) -> str:
     """The kernel of a call without masks and rotary keys, over storage whose pages begin at multiples of 16 bytes.
 
@@ -56,10 +46,8 @@ def attention_kernel(
         group: Query heads a KV head.
         page_size: Slots of a page.
         gpu_kernel: "best" or "plain".
-        rows_per_request: On average; 0 for a batch-invariant call, which has no use for more.
     """
     refusal = hopper_refusal(q_dtype, kv_dtype, head_dim, group, page_size)
     if architecture != "sm_90a" or gpu_kernel != "best" or refusal != "-":
         return "gpu/generic"
-    has_many = rows_per_request >= 2 and many_rows_refusal(q_dtype, kv_dtype, head_dim) == "-"
-    return "gpu/many_rows" if has_many else "gpu/hopper"
+    return "gpu/hopper"

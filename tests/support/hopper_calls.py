@@ -127,7 +127,7 @@ class HopperCall:
         )
         # A list of two items, the second one past the end.
         items = machine.allocate(np.array([0, self.begin, end, self.partial, -1, 0, 0, 0], np.int32))
-        schedule = struct.pack("<3Q5i4x", items if self.listed else 0, 0, 0, before + 2, 0, 1, 0, self.listed)
+        schedule = struct.pack("<2Q5i4x", items if self.listed else 0, 0, before + 2, 0, 1, 0, self.listed)
         sums = struct.pack("<3Q", acc, greatest, total)
         numbers = [struct.pack("<i", number) for number in (box.bit_length() - 1, *steps)]
         parameters = [*maps, params, view, schedule, sums, *numbers]
