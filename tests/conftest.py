@@ -18,9 +18,8 @@ FOLDERS = {
     "hostile": "generated hostile calls, in processes of their own",
     "mojo": "the Mojo package's own tests",
     "isa": "the ops compiled for other CPU targets",
-    "gpu_compile": "GPU kernels as compilers see them",
     "browser": "pages that a browser shows",
-    "gpu_sim": "GPU kernels on a model of the hardware",
+    "gpu_model": "GPU kernels without a GPU: compiled, and run on a model of the hardware",
     "gpu": "needs a GPU that MAX can use",
     "serve": "the server",
     "max_serve": "MAX Serve with these kernels; needs an environment of its own",
@@ -30,7 +29,7 @@ FOLDERS = {
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu_compile", "gpu_sim", "gpu", "max_serve", "ray", "vllm")
+ONE_PROCESS = ("isa", "gpu_model", "gpu", "max_serve", "ray", "vllm")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
 takes several GB."""
 

@@ -187,7 +187,7 @@ def trace(_: str) -> str:
 
 
 def assembler(_: str) -> str:
-    cubins = import_module("support.cubins")  # of tests/
+    cubins = import_module("gpu_model.cubins")  # of tests/
     folder = cache_path() / "compiled"
     kernels: dict[str, Any] = {}
     for path in sorted(folder.glob("*.graph")):

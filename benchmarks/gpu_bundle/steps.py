@@ -19,7 +19,6 @@ PROGRAMS = {
     "wgmma_probe": "wgmma_probe.mojo",
     "tensor_map": "compile_tensor_map.mojo",
     "hopper": "compile_hopper_kernel.mojo",
-    "many_rows": "compile_many_rows.mojo",
 }
 """Mojo programs of tests/mojo that the host runs as they are built here."""
 BOTH = ("gpu", "cpu")
@@ -84,7 +83,6 @@ STEPS = (
     Step("hopper", "first", _program("hopper"), 120),
     Step("launches", "first", _check("launches"), 40),
     Step("trace", "first", _check("trace"), 40),
-    Step("many_rows", "correct", _program("many_rows"), 40),
     Step("assembler", "correct", _check("assembler"), 30, BOTH),
     Step("memcheck", "correct", (*_SANITIZER, "--tool", "memcheck", *_check("attention")), 90, env=_NO_POOL),
     Step("racecheck", "correct", (*_SANITIZER, "--tool", "racecheck", *_check("attention")), 120, env=_NO_POOL),

@@ -5,6 +5,7 @@ import pytest
 import torch
 from max.driver import Accelerator, Buffer
 
+from gpu_model.rules import attention_kernel
 from paged_kv import page, reference
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractTypeError
@@ -12,7 +13,6 @@ from paged_kv.runtime.launches import launched
 from support import gpu_harness
 from support.cases import CacheCase, build, csr
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.gpu_rules import attention_kernel
 from support.stand_in import storage_of, tensors
 
 CASE = CacheCase((700, 0, 33, 16), 8, 2, 128, 16, rank=5, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Masked and latent attention on a GPU against the float64 oracle; tests/gpu_sim has more cases of both."""
+"""Masked and latent attention on a GPU against the float64 oracle; tests/gpu_model has more cases of both."""
 
 import numpy as np
 import pytest

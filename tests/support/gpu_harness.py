@@ -9,13 +9,13 @@ from max.dtype import DType
 from max.engine import Model
 
 from benchmarks import gpu_graphs
+from gpu_model.rules import attention_kernel, block_threads
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
 from paged_kv.reference import cache_views
 from paged_kv.runtime.launches import ATTENTION, Launch, launched
 from paged_kv.runtime.session import Runtime, runtime_on
 from paged_kv.runtime.variants import Variant
-from support.gpu_rules import attention_kernel, block_threads
 from support.harness import Storage
 
 
@@ -94,13 +94,11 @@ class Gpu:
                 results = runtime().execute(variant, *operands, *scalars)
         if variant.op == "append":
             copy.write_back()
-        if not moves and (kernel := self._kernel(variant, rows, storage, lookup_table)):
+        if not moves and (kernel := self._kernel(variant, rows, storage)):
             check_launches(launches, kernel, storage[0].dtype.name)
         return tuple(map(download, results))
 
-    def _kernel(
-        self, variant: Variant, rows: list[np.ndarray], storage: Storage, lookup_table: np.ndarray
-    ) -> str | None:
+    def _kernel(self, variant: Variant, rows: list[np.ndarray], storage: Storage) -> str | None:
         """The kernel that has to serve a call of attention; None where nothing is launched."""
         if variant.op == "mla_attention":
             return "gpu/latent"
@@ -113,9 +111,7 @@ class Gpu:
             return "gpu/generic"
         page_size, kv_heads, head_dim = keys.shape[1:]
         sizes = (head_dim, q.shape[1] // kv_heads, page_size)
-        share = 0 if self.batch_invariant else len(q) / max(1, len(lookup_table))
-        dtypes = q.dtype.name, keys.dtype.name
-        return attention_kernel(device().architecture_name, *dtypes, *sizes, self.gpu_kernel, share)
+        return attention_kernel(device().architecture_name, q.dtype.name, keys.dtype.name, *sizes, self.gpu_kernel)
 
 
 def check_launches(launches: list[Launch], kernel: str, kv_dtype: str) -> None:

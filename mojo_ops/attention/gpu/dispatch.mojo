@@ -6,8 +6,6 @@ from ...cache.paged_kv_cache import DynamicKVCache
 from .generic import attend_generic
 from .hopper.kernel import attend_hopper
 from .hopper.requirements import ON_HOPPER, hopper_refusal, hopper_shape_refusal, hopper_takes
-from .many_rows.kernel import attend_many_rows_on_hopper
-from .many_rows.requirements import ROWS_OF_A_REQUEST, has_many_rows, many_rows_refusal
 from .params import GpuAttentionParams, rows_of
 from .rope import RotaryFrequencies
 from .split_kv import rows_of_pass
@@ -23,9 +21,7 @@ def attend_on_gpu[
     rotary: RotaryFrequencies,
     batch_invariant: Bool,
 ) raises:
-    """Enqueues a Hopper kernel where the GPU is one and it takes the call, else the generic one.
-
-    Of the two Hopper kernels, one is for calls with few rows a request, one for many (`has_many_rows`).
+    """Enqueues the Hopper kernel where the GPU is one and it takes the call, else the generic one.
 
     A batch-invariant call goes in passes of some rows, so that the memory of its partial results is bounded.
 
@@ -55,12 +51,6 @@ def attend_rows[
     comptime assert gpu_kernel == "best" or gpu_kernel == "plain", "gpu_kernel is best or plain"
     comptime if gpu_kernel == "best" and ON_HOPPER and hopper_takes(dtype, kv_dtype):
         if not device_refusal(rotary.rotates()) and not hopper_refusal(params, k, v):
-            comptime if kv_dtype == dtype:
-                var refusal = many_rows_refusal(dtype, kv_dtype, Int(params.head_dim), batch_invariant)
-                if not refusal and has_many_rows(Int(params.num_rows), Int(params.batch)):
-                    comptime Cache = DynamicKVCache[dtype]
-                    attend_many_rows_on_hopper(ctx, params, rebind[Cache](k), rebind[Cache](v))
-                    return
             attend_hopper(ctx, params, k, v, batch_invariant)
             return
     attend_generic(ctx, params, k, v, rotary, batch_invariant)
@@ -82,11 +72,3 @@ def generic_reason(dtype: DType, kv_dtype: DType, head_dim: Int, group: Int, pag
     """
     var refusal = device_refusal(rotates)
     return refusal if refusal else hopper_shape_refusal(dtype, kv_dtype, head_dim, group, page_size)
-
-
-def many_rows_choice(dtype: DType, kv_dtype: DType, head_dim: Int) -> String:
-    """Of calls that the Hopper kernel serves: which of them the kernel for many rows takes from it, in words."""
-    var refusal = many_rows_refusal(dtype, kv_dtype, head_dim, False)
-    if refusal:
-        return String("not gpu/many_rows: ", refusal)
-    return String("gpu/many_rows from ", ROWS_OF_A_REQUEST, " rows a request on")

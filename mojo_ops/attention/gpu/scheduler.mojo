@@ -30,8 +30,6 @@ struct Schedule(DevicePassable, TrivialRegisterPassable):
     """`[max_items]`, in the order of rows and tokens; from the list's end on, `row` is `NO_ROW`. With a list alone."""
     var splits: Pointer[SplitRow, MutUntrackedOrigin]
     """`[max_splits]`: the rows of several items; from the end on, `row` is `NO_ROW`. With a list alone."""
-    var count: Pointer[Int32, MutUntrackedOrigin]
-    """`[1]`: items in the list, for kernels that walk it with a fixed grid."""
     var max_items: Int32
     var max_splits: Int32
     var wanted_items: Int32
@@ -122,7 +120,6 @@ struct Workspace(Movable):
     var _is_listed: Bool
     var _items: DeviceBuffer[DType.int32]
     var _splits: DeviceBuffer[DType.int32]
-    var _count: DeviceBuffer[DType.int32]
     var _acc: DeviceBuffer[DType.float32]
     var _state: DeviceBuffer[DType.float32]
     var _states: Int
@@ -135,7 +132,6 @@ struct Workspace(Movable):
         # A buffer has at least one element.
         self._items = ctx.enqueue_create_buffer[DType.int32](4 * bounds.items if is_listed else 1)
         self._splits = ctx.enqueue_create_buffer[DType.int32](4 * max(1, bounds.splits) if is_listed else 1)
-        self._count = ctx.enqueue_create_buffer[DType.int32](1)
         self._states = max(1, bounds.partials * num_heads)
         self._acc = ctx.enqueue_create_buffer[DType.float32](self._states * head_dim)
         self._state = ctx.enqueue_create_buffer[DType.float32](2 * self._states)
@@ -145,7 +141,6 @@ struct Workspace(Movable):
         return Schedule(
             untracked(self._items.unsafe_ptr()).unsafe_bitcast[SplitItem](),
             untracked(self._splits.unsafe_ptr()).unsafe_bitcast[SplitRow](),
-            untracked(self._count.unsafe_ptr()),
             Int32(self.bounds.items),
             Int32(self.bounds.splits),
             Int32(self.bounds.wanted_items),
@@ -225,5 +220,3 @@ def schedule_rows[
         schedule.items[unsafe_offset=Int(i)] = SplitItem(NO_ROW, 0, 0, 0)
     for i in range(splits + thread, schedule.max_splits, Int32(SCHEDULE_THREADS)):
         schedule.splits[unsafe_offset=Int(i)] = SplitRow(NO_ROW, 0, 0, 0)
-    if thread == 0:
-        schedule.count.unsafe_store(0, items)

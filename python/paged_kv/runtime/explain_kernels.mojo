@@ -8,7 +8,7 @@ The rules are the kernels' own, for the CPU target and the accelerator that this
 from std.sys import argv
 
 from mojo_ops.attention.cpu.kernel_choice import cpu_kernel
-from mojo_ops.attention.gpu.dispatch import generic_reason, many_rows_choice
+from mojo_ops.attention.gpu.dispatch import generic_reason
 from mojo_ops.isa.codes import cache_name
 
 
@@ -28,7 +28,7 @@ def gpu_choice(dtype: DType, kv_dtype: DType, call: Call, rotates: Bool) -> Stri
     var reason = generic_reason(dtype, kv_dtype, call.head_dim, call.group, call.page_size, rotates)
     if reason:
         return String("gpu/generic: not gpu/hopper: ", reason)
-    return String("gpu/hopper: all that it requires holds; ", many_rows_choice(dtype, kv_dtype, call.head_dim))
+    return "gpu/hopper: all that it requires holds"
 
 
 def padded[Named: Writable](dtype: Named, length: Int) -> String:

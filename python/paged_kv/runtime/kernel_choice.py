@@ -16,7 +16,7 @@ _SECONDS = 120
 
 ARCHITECTURES = {
     "sm_80": "gpu/generic",
-    "sm_90a": "gpu/hopper, gpu/many_rows with 2 rows a request and more, or gpu/generic where they take no such call",
+    "sm_90a": "gpu/hopper, or gpu/generic where it takes no such call",
     "sm_100a": "gpu/generic",
     "gfx942": "gpu/generic",
 }

@@ -20,14 +20,13 @@ _FILES = {
     "attention_gpu_hopper": "gpu/hopper",
     "attention_gpu_generi": "gpu/generic",
     "attention_gpu_latent": "gpu/latent",
-    "attention_gpu_many_r": "gpu/many_rows",
     "attention_gpu_schedu": "gpu/schedule",
     "attention_gpu_combin": "gpu/combine",
     "attention_merge_state": "merge_states",
 }
 """A compiled kernel is named after the file that it is in; the compiler shortens the name."""
 
-ATTENTION = ("gpu/hopper", "gpu/many_rows", "gpu/generic", "gpu/latent")
+ATTENTION = ("gpu/hopper", "gpu/generic", "gpu/latent")
 """The kernels of which a call of attention gets one."""
 
 

@@ -10,8 +10,7 @@ A block of five warps (nine for a float8 cache) serves one split item for one KV
 With a float8 cache another 4 warps have V, and the first ones K alone (`float8_consumers.mojo`).
 
 With the operands this way round, a group of up to 8 (or 16) query heads is padded to 8 (or 16) and not to 64.
-`shared_memory.mojo` draws the memory, `pipeline.mojo` explains the ring; `README.md` describes the whole. Compiled for
-sm_90a, not yet run on a GPU.
+`shared_memory.mojo` draws the memory, `pipeline.mojo` explains the ring; `README.md` describes the whole.
 """
 
 from std.sys import size_of

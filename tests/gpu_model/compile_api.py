@@ -1,0 +1,77 @@
+"""Compiles every variant of the API for a GPU that is not there, by MAX's graph compiler, and exports the artefact.
+
+    python compile_api.py ARCHITECTURE KERNELS MEF
+
+A process of its own: MAX takes virtual devices only before its first use, and ends badly where it has some.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from max import driver
+
+
+def main(architecture: str, kernels: str, artefact: str) -> None:
+    driver.set_virtual_device_api("cuda" if architecture.startswith("sm_") else "hip")
+    driver.set_virtual_device_target_arch(architecture)
+    driver.set_virtual_device_count(1)
+
+    from max.driver import CPU, Accelerator
+    from max.dtype import DType
+    from max.engine import InferenceSession
+    from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
+
+    from paged_kv.graphs import ops, trees
+    from paged_kv.runtime.variants import Op, Variant
+    from support.dtype_pairs import PAIRS
+
+    ops.kernels = lambda: Path(kernels)  # precompiled: each graph would parse the sources again
+    gpu = DeviceRef.GPU(0)
+    ops_of_attention: tuple[Op, ...] = ("attention", "masked_attention", "mla_attention")
+    variants = [Variant(op, DType[q], DType[kv]) for op in ops_of_attention for q, kv in PAIRS]
+    variants += [Variant(op, DType.bfloat16, DType.bfloat16, DType.float32) for op in ops_of_attention]
+    for codes in ops.CODES:
+        variants += [Variant(op, q, codes) for op in ("attention", "masked_attention", "append") for q in ops.DTYPES]
+        variants.append(Variant("gather", DType.float32, codes))
+    for bits in ops.BITS:
+        variants += Variant("append", bits, bits).family()
+    variants += [Variant("merge", dtype, dtype) for dtype in ops.DTYPES]
+    module = Module()
+    for variant in variants:
+        variant.build(module, gpu)
+    kinds = [TensorType(DType.uint32, [size], gpu) for size in ("B_plus_1", "B", "rows")]
+    with Graph("ragged_rows", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
+        row_offsets, cache_lengths, rows = (value.tensor for value in graph.inputs)
+        graph.output(*ops.ragged_rows(row_offsets, cache_lengths, rows.shape[0]))
+    pages = [
+        BufferType(DType.uint16, [*shape, 8], gpu) for shape in (["P", 2, 2, 4, "H"], ["P", 4, "H"], ["P", 4, "H"])
+    ]
+    numbers = [TensorType(DType.int32, ["N"], gpu)] * 2
+    kinds = [*pages, TensorType(DType.uint32, ["B", "M"], gpu), *numbers]
+    with Graph("copy_pages", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
+        all_layers, k, v, table, sources, targets = graph.inputs
+        for cache in (
+            ops.PagedCache.of(all_layers.buffer, table.tensor),
+            ops.PagedCache(k.buffer, v.buffer, table.tensor, "HND"),
+        ):
+            ops.copy_pages(cache, sources.tensor, targets.tensor)
+        graph.output()
+    number, table = TensorType(DType.int32, ["N"], gpu), TensorType(DType.uint32, ["B", "M"], gpu)
+    kinds = [number, number, number, table, pages[0]]
+    with Graph("move_tokens", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
+        *moves, lookup_table = (value.tensor for value in graph.inputs[:-1])
+        trees.move_tokens(ops.PagedCache.of(graph.inputs[-1].buffer, lookup_table), *moves)
+        graph.output()
+    kinds = [number, TensorType(DType.uint32, ["B_plus_1"], gpu), TensorType(DType.uint32, ["B"], gpu)]
+    with Graph("tree_rows", input_types=kinds, custom_extensions=[ops.kernels()], module=module) as graph:
+        rows = trees.TreeRows.of(*(value.tensor for value in graph.inputs))
+        graph.output(rows.slots, rows.mask)
+    session = InferenceSession(devices=[CPU(), Accelerator()])
+    session.compile(module, custom_extensions=[ops.kernels()]).export_mef(artefact)
+    print(len(variants) + 4, "graphs", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)

@@ -1,0 +1,239 @@
+"""Copies of rows and pages, ragged rows and the merge of states, as PTX on a model of the hardware (ptx_machine.py).
+
+Found here: a byte that is written where no row or page goes, or not written; a code or scale that is not the oracle's.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpu_model import programs
+from gpu_model.generic_kernels import SHORT, THREADS, kernels, view_bytes
+from gpu_model.ptx_machine import GLOBAL, Machine
+from paged_kv import reference
+from support.cases import Cache, CacheCase, build
+from support.codes import quantised_cache, widened_pages
+from support.compare import assert_bits_equal, assert_close, assert_lse_close
+from support.grids import tokens_of
+
+pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
+
+
+@pytest.fixture(scope="module")
+def ptx() -> dict[Any, str]:
+    return kernels()
+
+
+@pytest.mark.parametrize("dim", [8, 7])
+@pytest.mark.parametrize("op", ["append", "gather"])
+def test_append_and_gather(op, dim, ptx):
+    """All tokens, and rows that have no token slot; 8 elements of 16 bits go at once, 7 one by one."""
+    cache = build(CacheCase((17, 0, 5), 3, 3, dim, 4, rank=5, dtype="float16"))
+    k, v, batch, positions = tokens_of(cache)
+    memory = bytearray()
+    block = Machine(ptx[op, dim == 8], memory=memory)
+
+    def put(array: np.ndarray) -> int:
+        memory.extend(bytes(-len(memory) % 64))
+        return block.allocate(np.ascontiguousarray(array))
+
+    blocks = cache.k_blocks if op == "gather" else np.full_like(cache.k_blocks, np.nan)
+    at, table_at = put(blocks), put(cache.lookup_table)
+    views = []
+    for view in reference.cache_views(cache.k_blocks, cache.v_blocks, "NHD", 0):
+        strides = [stride // 2 for stride in view.strides[:3]]
+        start = at + view.ctypes.data - cache.k_blocks.ctypes.data
+        views.append(view_bytes(start, view.shape, strides, table_at, cache.lookup_table.shape))
+    extra = np.ones((4, *k.shape[1:]), k.dtype)
+    k_rows, v_rows = (np.concatenate([rows, extra]) for rows in (k, v))
+    if op == "append":
+        past = cache.lookup_table.shape[1] * 4
+        batch = np.concatenate([batch, [-1, 3, 0, 0]]).astype(np.int32)
+        positions = np.concatenate([positions, [0, 0, -1, past]]).astype(np.int32)
+        pointers = [put(array) for array in (k_rows, v_rows, batch, positions)]
+    else:
+        indptr = np.concatenate([[0], np.cumsum(cache.lengths)]).astype(np.int32)
+        pointers = [put(np.zeros_like(k_rows)), put(np.zeros_like(v_rows)), put(indptr)]
+    block.launch((len(k_rows), 2, 1), THREADS, [*views, *(struct.pack("<Q", pointer) for pointer in pointers)])
+    if op == "append":
+        found = block.array(at, np.float16, blocks.size).reshape(blocks.shape)
+        assert_bits_equal(found, cache.k_blocks, what="the cache after append")
+        return
+    for pointer, rows in zip(pointers, (k, v), strict=False):
+        found = block.array(pointer, np.float16, k_rows.size).reshape(k_rows.shape)
+        assert_bits_equal(found[:-4], rows, what="gathered rows")
+        assert (found[-4:].view(np.uint16) == 0xFFFF).all()
+
+
+ROWS = {"int8": "bfloat16", "int4": "float32"}
+"""Of append and gather over codes that compile_gpu_kernels.mojo has."""
+
+
+CODES = [
+    ("int8", 2, 136, "NHD", True),
+    ("int8", 9, 24, "HND", False),
+    ("int4", 9, 24, "HND", True),
+    ("int4", 2, 136, "NHD", False),
+]
+
+
+@dataclass
+class Codes:
+    """A kernel over a cache of codes; where it is not aligned, cache and rows begin one byte, or element, later."""
+
+    text: str
+    cache: Cache
+    blocks: np.ndarray
+    is_aligned: bool
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(self.text)
+        self.at = self.put(self.blocks)
+        table = self.cache.lookup_table
+        table_at, case = self.machine.allocate(table), self.cache.case
+        self.views = []
+        for view in reference.cache_views(self.blocks, self.blocks, case.layout, 0):
+            start = self.at + view.ctypes.data - self.blocks.ctypes.data
+            shape = (*view.shape[:3], case.head_dim)
+            self.views.append(view_bytes(start, shape, list(view.strides[:3]), table_at, table.shape))
+
+    def put(self, array: np.ndarray) -> int:
+        before = np.zeros(0 if self.is_aligned else array.itemsize, np.uint8)
+        raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return self.machine.allocate(np.concatenate([before, raw])) + len(before)
+
+    def found(self, address: int, like: np.ndarray) -> np.ndarray:
+        return np.frombuffer(bytes(self.machine.memory), like.dtype, like.size, address - GLOBAL).reshape(like.shape)
+
+    def launch(self, rows: int, *pointers: int) -> None:
+        self.machine.launch((rows, 2, 1), THREADS, [*self.views, *(struct.pack("<Q", pointer) for pointer in pointers)])
+
+
+@pytest.mark.parametrize(("kv_format", "heads", "dim", "layout", "is_aligned"), CODES)
+def test_append_quantises(kv_format, heads, dim, layout, is_aligned, ptx):
+    """As the oracle to the bit, heads that are not finite, zero, tiny or huge among them; nothing else is written."""
+    case = CacheCase((17, 0, 5), heads, heads, dim, 4, rank=5, layout=layout, dtype=ROWS[kv_format])
+    cache = quantised_cache(case, kv_format)
+    k, v, batch, positions = tokens_of(cache)
+    k[0, 0, dim - 1], k[1, 1, 0], k[2, 0, 7] = np.nan, np.inf, -np.inf
+    k[3, 1], k[4, 1], k[5, 1], k[6, 1, 2], k[7, 1, 3] = 0, 1e-38, 1e-33, -3e38, 3e38
+    v[:, :, ::2], v[:, 0, 1] = -np.abs(v[:, :, ::2]), 4.0  # ties of magnitude, where another is -4
+    v[::2, 0, 2] = -4.0
+    before = np.random.default_rng(2).integers(0, 256, cache.k_blocks.shape, np.uint8).view(cache.k_blocks.dtype)
+    expected = before.copy()
+    where = {"layout": layout, "layer": 0}
+    reference.append(k, v, batch, positions, expected, expected, cache.lookup_table, **where)
+    past = cache.lookup_table.shape[1] * 4
+    batch = np.concatenate([batch, [-1, 3, 0, 0]]).astype(np.int32)
+    positions = np.concatenate([positions, [0, 0, -1, past]]).astype(np.int32)
+    rows = [np.concatenate([tokens, np.ones((4, heads, dim), k.dtype)]) for tokens in (k, v)]
+    codes = Codes(ptx["append", "codes", SHORT[ROWS[kv_format]], is_aligned], cache, before, is_aligned)
+    at = [codes.put(array) for array in rows] + [codes.machine.allocate(array) for array in (batch, positions)]
+    codes.launch(len(batch), *at)
+    assert_bits_equal(codes.found(codes.at, before), expected, what="the cache after append")
+
+
+@pytest.mark.parametrize(("kv_format", "heads", "dim", "layout", "is_aligned"), CODES)
+def test_gather_widens(kv_format, heads, dim, layout, is_aligned, ptx):
+    """The rows of all tokens, and four that no request has, whose bits are all set."""
+    case = CacheCase((17, 0, 5), heads, heads, dim, 4, rank=5, layout=layout, dtype=ROWS[kv_format])
+    cache = quantised_cache(case, kv_format)
+    codes = Codes(ptx["gather", "codes", SHORT[ROWS[kv_format]], is_aligned], cache, cache.k_blocks, is_aligned)
+    like = np.zeros((sum(case.lengths) + 4, heads, dim), ROWS[kv_format])
+    indptr = np.concatenate([[0], np.cumsum(cache.lengths)]).astype(np.int32)
+    at = [codes.put(like), codes.put(like)]
+    codes.launch(len(like), *at, codes.machine.allocate(indptr))
+    expected = reference.gather(*widened_pages(cache), cache.lengths, **cache.storage)
+    for address, rows in zip(at, expected, strict=False):
+        found = codes.found(address, like)
+        assert_bits_equal(found[:-4], rows.astype(np.float32).astype(like.dtype), what="gathered rows")
+        assert (found[-4:].view(np.uint8) == 0xFF).all()
+
+
+@pytest.mark.parametrize("dims", [(8, 24), (8, 12)])
+def test_append_of_two_widths(dims, ptx):
+    """A latent cache: slots hold V and then K. Where one of the widths is not 16 bytes, elements go one by one."""
+    table = np.array([[3, 1], [0, 2]], np.uint32)
+    width = sum(dims)
+    blocks = np.full((4, 4, width), np.nan, np.float16)
+    rng = np.random.default_rng(8)
+    k_rows, v_rows = (rng.standard_normal((3, dim)).astype(np.float16) for dim in dims)
+    batch, positions = np.array([1, 0, 1], np.int32), np.array([6, 0, 7], np.int32)
+    block = Machine(ptx["append", all(dim % 8 == 0 for dim in dims)])
+    at, table_at = block.allocate(blocks), block.allocate(table)
+    views = [
+        view_bytes(start, (4, 4, 1, dim), [4 * width, width, width], table_at, table.shape)
+        for start, dim in ((at + 2 * dims[1], dims[0]), (at, dims[1]))
+    ]
+    pointers = [struct.pack("<Q", block.allocate(array)) for array in (k_rows, v_rows, batch, positions)]
+    block.launch((3, 2, 1), THREADS, [*views, *pointers])
+    expected = blocks.copy()
+    for row, (b, position) in enumerate(zip(batch, positions, strict=True)):
+        expected[table[b, position // 4], position % 4] = np.concatenate([v_rows[row], k_rows[row]])
+    found = block.array(at, np.float16, blocks.size).reshape(blocks.shape)
+    assert_bits_equal(found, expected, what="the cache")
+
+
+def test_ragged_rows(ptx):
+    block = Machine(ptx["ragged_rows", False])
+    batch, positions = (block.allocate(np.full(8, 77, np.int32)) for _ in range(2))
+    offsets, lengths = (block.allocate(np.array(x, np.uint32)) for x in ([0, 2, 2, 5], [7, 1, 0]))
+    numbers = [struct.pack("<Q", batch), struct.pack("<Q", positions), struct.pack("<i", 7)]
+    numbers += [struct.pack("<Q", offsets), struct.pack("<Q", lengths), struct.pack("<i", 3)]
+    block.launch((1, 1, 1), THREADS, numbers)
+    assert block.array(batch, np.int32, 8).tolist() == [0, 0, 2, 2, 2, -1, -1, 77]
+    assert block.array(positions, np.int32, 8).tolist() == [7, 8, 0, 1, 2, 0, 0, 77]
+
+
+@pytest.mark.parametrize(("dim", "layout"), [(8, "NHD"), (8, "HND"), (7, "NHD")])
+def test_copies_of_pages(dim, layout, ptx):
+    """Each page goes to its target; pairs with a page outside the pool are skipped, nothing else is written."""
+    cache = build(CacheCase((17, 20, 5), 3, 3, dim, 4, layout=layout, rank=5, dtype="float16"))
+    block = Machine(ptx["copy_pages", dim == 8])
+    at = block.allocate(cache.k_blocks)
+    views = []
+    for view in reference.cache_views(cache.k_blocks, cache.v_blocks, layout, 0):
+        start = at + view.ctypes.data - cache.k_blocks.ctypes.data
+        views.append(view_bytes(start, view.shape, [stride // 2 for stride in view.strides[:3]], 0, (0, 0)))
+    pages = len(cache.k_blocks)
+    order = np.random.default_rng(4).permutation(pages)
+    sources = np.array([order[0], order[1], -1, pages, order[2], order[3]], np.int32)
+    targets = np.array([order[4], order[5], order[6], order[6], -1, pages], np.int32)
+    pointers = [struct.pack("<Q", block.allocate(array)) for array in (sources, targets)]
+    block.launch((len(sources), 2, 2), THREADS, [*views, *pointers])
+    expected = cache.k_blocks.copy()
+    expected[order[4:6]] = expected[order[:2]]
+    found = block.array(at, np.float16, expected.size).reshape(expected.shape)
+    assert_bits_equal(found, expected, what="the pool")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merging_states(dtype, ptx):
+    """Against float64; a state that has seen no key is ignored, whatever its output holds."""
+    rng = np.random.default_rng(6)
+    rows, count, heads, dim = 2, 5, 2, 136
+    v = rng.standard_normal((rows, count, heads, dim), np.float32).astype(dtype)
+    s = rng.uniform(-8, 8, (rows, count, heads)).astype(np.float32)
+    s[0, 2] = s[1, :, 1] = -np.inf
+    v[0, :, 1] = 3e38  # whose sum float32 has not
+    v[0, 2] = np.nan
+    s[1, 0, 0] = 300  # next to which the others weigh nothing
+    block = Machine(ptx["merge", SHORT[dtype]])
+    merged = np.full((rows, heads, dim), np.nan, dtype)
+    pointers = [block.allocate(array) for array in (v, s, merged, np.full((rows, heads), np.nan, np.float32))]
+    block.launch((rows * heads, 1, 1), THREADS, [struct.pack("<4Q3q", *pointers, count, heads, dim)])
+    found = np.frombuffer(block.memory, v.dtype, merged.size, pointers[2] - GLOBAL).reshape(merged.shape)
+    lse = block.array(pointers[3], np.float32, rows * heads).reshape(rows, heads)
+    weights = np.exp2(s.astype(np.float64) - s.max(axis=1, keepdims=True, initial=-1e6))
+    total = weights.sum(axis=1)
+    seen = np.where(weights[..., None] == 0, 0, v.astype(np.float64))
+    expected = (weights[..., None] * seen).sum(axis=1) / np.where(total == 0, 1, total)[..., None]
+    with np.errstate(divide="ignore"):
+        expected_lse = s.max(axis=1, initial=-1e6) + np.log2(total)
+    assert_close(found, expected, rel=1e-2 if dtype == "bfloat16" else 1e-5, what="merged v")
+    assert_lse_close(lse, expected_lse, tol=1e-5, what="merged s")
+    assert not found[1, 1].any()
+    assert np.isneginf(lse[1, 1])
