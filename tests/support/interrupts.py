@@ -9,7 +9,8 @@ usual.
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,8 @@ from typing import Any
 
 import paged_kv
 
+_API = ctypes.pythonapi
+_API.PyInterpreterState_Get.restype = _API._PyInterpreterState_GetEvalFrameFunc.restype = ctypes.c_void_p
 PACKAGE = str(Path(paged_kv.__file__).parent)
 
 
@@ -30,6 +33,22 @@ class _Request:
             ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt)
         )
         type(self).delivery = property(ask)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def pythons_own_frames() -> Iterator[None]:
+    """Frames are evaluated by CPython itself, as in a process without torch.compile.
+
+    torch.compile's own evaluation, which stays in a process that has compiled something, lets an exception come right
+    after every call, also between a result and the assignment of it.
+    """
+    interpreter = ctypes.c_void_p(_API.PyInterpreterState_Get())
+    before = ctypes.c_void_p(_API._PyInterpreterState_GetEvalFrameFunc(interpreter))
+    _API._PyInterpreterState_SetEvalFrameFunc(interpreter, _API._PyEval_EvalFrameDefault)
+    try:
+        yield
+    finally:
+        _API._PyInterpreterState_SetEvalFrameFunc(interpreter, before)
 
 
 def interrupted(operation: Callable[[], Any], count: int) -> bool:
@@ -52,11 +71,12 @@ def interrupted(operation: Callable[[], Any], count: int) -> bool:
         return trace
 
     try:
-        sys.settrace(trace)
-        try:
-            operation()
-        finally:
-            sys.settrace(None)
+        with pythons_own_frames():
+            sys.settrace(trace)
+            try:
+                operation()
+            finally:
+                sys.settrace(None)
     except KeyboardInterrupt:
         assert left <= 0
     return left <= 0
