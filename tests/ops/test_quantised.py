@@ -32,6 +32,8 @@ MIXED = ("Q4_K", "Q6_K", "Q8_0")
 """Encodings of three weights of one x, of both ways to round it."""
 EXPERTS = ("Q4_0", "Q4_K", "MXFP4", "INT4")
 """Of stacks: small and large blocks, blocks that begin at any byte, and zeros. Products know nothing of stacks."""
+BY_SIZE = {size: [each for each in ENCODINGS if block_elements(each) == size] for size in (32, 256)}
+"""Encodings by the elements of a block. A library of kernels takes 10 s to build, so those of a size share one."""
 ROWS = (1, 2, 3, 4, 5, 8, 16, 17, 64, 100)
 ODD = 67
 """Rows of w: more than a section, and a part of a tile."""
@@ -57,22 +59,44 @@ def build(module):
             stacks = [QuantisedWeight(w, e) for w, e in zip(ws, encodings, strict=True)]
             graph.output(*quantised_expert_linear(x, chosen, *stacks))
 
+    for size, encodings in BY_SIZE.items():
+        add(f"quantised_{size}", DType.float32, encodings)
     for encoding in ENCODINGS:
-        add(f"quantised_{encoding}", DType.float32, [encoding])
         blocks = TensorType(DType.uint8, [ODD, row_bytes(encoding, 768)], cpu)
         types = [TensorType(DType.uint32, ["T"], cpu), blocks]
         with Graph(f"rows_{encoding}", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
             chosen, w = (value.tensor for value in graph.inputs)
             graph.output(quantised_rows(QuantisedWeight(w, encoding), chosen))
-    for encoding in EXPERTS:
-        add_experts(encoding, ["T", "K"], DType.float32, [encoding])
+    for size in BY_SIZE:
+        add_experts(size, ["T", "K"], DType.float32, experts_beside(size))
     add("quantised_mixed", DType.float32, MIXED)
     add("quantised_bfloat16", DType.bfloat16, ["Q4_K"])
     add_experts("mixed", ["T", "C", "K"], DType.float32, MIXED)
 
 
+def experts_beside(size):
+    """Encodings of stacks whose blocks have so many elements."""
+    return [each for each in EXPERTS if block_elements(each) == size]
+
+
 def product(x, blocks, encoding):
-    return op_graphs.models()[f"quantised_{encoding}"].execute(x, blocks)[0].to_numpy()
+    size = block_elements(encoding)
+    return among(op_graphs.models()[f"quantised_{size}"], BY_SIZE[size], encoding, [x], blocks)
+
+
+def experts_product(x, experts, stack, encoding):
+    size = block_elements(encoding)
+    return among(op_graphs.models()[f"experts_{size}"], experts_beside(size), encoding, [x, experts], stack)
+
+
+def among(model, encodings, encoding, inputs, blocks):
+    """The result of the weights in one encoding; those in the others have no rows."""
+    k = inputs[0].shape[-1]
+    ws = [
+        blocks if each == encoding else np.zeros((*blocks.shape[:-2], 0, row_bytes(each, k)), np.uint8)
+        for each in encodings
+    ]
+    return model.execute(*inputs, *ws)[encodings.index(encoding)].to_numpy()
 
 
 def activations(rows, elements, seed=0):
@@ -214,7 +238,7 @@ def test_experts_give_the_bits_of_their_linear_layers(encoding, tokens, choices)
     k = 288 if block_elements(encoding) == 32 else 512
     x, experts = activations(tokens, k), choose(tokens, choices, 6)
     (stack,) = stacks_of([encoding], 6, 70, k)
-    y = op_graphs.models()[f"experts_{encoding}"].execute(x, experts, stack)[0].to_numpy()
+    y = experts_product(x, experts, stack, encoding)
     assert_bits_equal(y, of_each_expert(x, experts, stack, encoding), what="y")
 
 
@@ -241,7 +265,7 @@ def test_experts_that_nobody_chose_are_not_read():
     libc = ctypes.CDLL(None, use_errno=True)
     for expert in sorted(set(range(6)) - set(experts.ravel().tolist())):
         assert libc.mprotect(ctypes.c_void_p(held[expert].ctypes.data), size, 0) == 0
-    y = op_graphs.models()["experts_Q4_K"].execute(x, experts, held)[0].to_numpy()
+    y = experts_product(x, experts, held, "Q4_K")
     assert_bits_equal(y, expected, what="y")
 
 
@@ -265,12 +289,13 @@ def test_what_the_op_refuses():
     with refused("w", row_bytes("Q4_K", 256), row_bytes("Q4_K", 512)):
         product(x, np.zeros((3, row_bytes("Q4_K", 256)), np.uint8), "Q4_K")
     with refused("x", 288, 256):
-        product(np.zeros((2, 288), np.float32), np.zeros((3, row_bytes("Q4_K", 256)), np.uint8), "Q4_K")
+        narrow = to_buffer(np.zeros((2, 288), "bfloat16"))
+        op_graphs.models()["quantised_bfloat16"].execute(narrow, np.zeros((3, row_bytes("Q4_K", 256)), np.uint8))
     (stack,) = stacks_of(["Q4_K"], 6, 8, 512)
     with refused("experts", 1, 6):
-        op_graphs.models()["experts_Q4_K"].execute(x, np.array([[0], [6]], np.int32), stack)
+        experts_product(x, np.array([[0], [6]], np.int32), stack, "Q4_K")
     with refused("w", row_bytes("Q4_K", 256), row_bytes("Q4_K", 512)):
-        op_graphs.models()["experts_Q4_K"].execute(x, np.array([[0], [1]], np.int32), stack[:, :, :144].copy())
+        experts_product(x, np.array([[0], [1]], np.int32), stack[:, :, :144].copy(), "Q4_K")
     with refused("rows", ODD, 1):
         op_graphs.models()["rows_Q8_0"].execute(np.array([0, ODD], np.uint32), random_blocks("Q8_0", ODD, 768))
 
