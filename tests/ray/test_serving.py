@@ -123,7 +123,7 @@ def test_health_is_that_of_the_replica_that_is_left(start):
         while not back.done():
             asked.append(httpx.get(app.url + "/health", timeout=60).status_code)
     assert (set(asked), len(asked) > 3) == ({200}, True)
-    assert len(back.result().keys() - {killed, left}) == 1
+    assert len(back.result(60).keys() - {killed, left}) == 1
 
 
 def test_every_option_of_the_engine(start, tmp_path):

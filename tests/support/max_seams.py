@@ -23,6 +23,8 @@ OTHERS = {
     *("_exit", "_replace", "_is_owned"),  # Python's own: os, namedtuple, threading.RLock
     *("_sleep", "_C", "_is_amx_tile_supported", "_init_amx"),  # torch's and vLLM's, in benchmarks and GPU tests
     *("_forward_hooks", "_forward_pre_hooks", "_dynamo", "torch._dynamo"),  # torch's, in tests
+    *("_PyInterpreterState_GetEvalFrameFunc", "_PyInterpreterState_SetEvalFrameFunc"),  # CPython's, in tests
+    "_PyEval_EvalFrameDefault",
     *("_base", "_inference_mode_base"),  # a view's own tensor, of torch and of the test of writes
     # transformers', of the release that `paged_kv.transformers` requires
     *("_attn_implementation", "_can_set_attn_implementation", "_supports_default_dynamic_cache", "_kv_token_views"),

@@ -165,7 +165,7 @@ def test_several_are_built_at_a_time(compiler, monkeypatch):
     build = module.subprocess_run_mojo
 
     def meet(*given, **rest):
-        meeting.wait()
+        meeting.wait(60)
         return build(*given, **rest)
 
     monkeypatch.setattr(module, "subprocess_run_mojo", meet)
