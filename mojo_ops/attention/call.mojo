@@ -55,7 +55,7 @@ struct MaskOperands(TrivialRegisterPassable):
         )
 
     def masks(self, num_rows: Int, batch: Int) raises -> CustomMasks:
-        """As kernels take them; refuses lengths that are neither 0 nor what they should be."""
+        """Return the masks that kernels read; refuse a length that is neither 0 nor the number of rows or requests."""
         check_length("row_positions: its length", self.num_positions, num_rows)
         check_length("token_offsets: its length", self.num_offsets, batch)
         check_length("mask_starts: its length", self.num_starts, num_rows)
@@ -92,9 +92,9 @@ struct AttentionCall(TrivialRegisterPassable):
     var num_rows: Int
     var num_heads: Int
     var head_dim: Int
-    """Of q."""
+    """The head_dim of q."""
     var value_dim: Int
-    """Of o."""
+    """The head_dim of o."""
     var row_batch: Int
     var row_lengths: Int
     var masks: MaskOperands

@@ -23,9 +23,9 @@ struct LatentCall(TrivialRegisterPassable):
     var num_rows: Int
     var num_heads: Int
     var nope_dim: Int
-    """Of q_nope."""
+    """The width of q_nope."""
     var pe_dim: Int
-    """Of q_pe."""
+    """The width of q_pe."""
     var row_batch: Int
     var row_lengths: Int
     var sinks: Int
@@ -74,7 +74,7 @@ struct LatentCall(TrivialRegisterPassable):
         )
 
     def logits(self) raises -> Logits:
-        """What is done to scores; refuses numbers that are none."""
+        """Return how scores are scaled, with the sinks; refuse a scale that is not a number."""
         var none = constant_at[DType.float32](self.sinks)
         var logits = Logits(
             scale=constant_at[DType.float32](self.options)[unsafe_offset=0],

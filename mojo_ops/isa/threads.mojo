@@ -1,7 +1,7 @@
 """Parts of a call on several threads, or on the calling thread alone.
 
 A call is told its threads by `Workers`. In a graph they are MAX's. A library of kernels (`../library.mojo`) is compiled
-with `-D PAGED_KV_LIBRARY` and knows none of its own: whoever calls it brings a function that runs a team of threads.
+with `-D PAGED_KV_LIBRARY` and has no threads of its own: its caller passes a function that runs a team of threads.
 """
 
 from std.atomic import Atomic

@@ -75,8 +75,9 @@ def load_config(folder: Path | str) -> DecoderConfig:
 
 
 def load_sampling(folder: Path) -> dict[str, float]:
-    """How a folder's `generation_config.json` has tokens chosen where nobody says it: fields of `engine.Sampling` by
-    name. With `do_sample: false`, only what greedy texts depend on.
+    """Read the sampling defaults of a folder's `generation_config.json`: fields of `engine.Sampling` by name.
+
+    With `do_sample: false`, only what greedy texts depend on.
 
     Raises:
         CheckpointError: a value is of a wrong type or out of range.

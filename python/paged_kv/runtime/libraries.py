@@ -3,7 +3,7 @@
 A library holds the kernels of one set of dtypes (`Library`). It is built from the Mojo sources in some 10 s, by the
 compiler and the linker that MAX brings, and kept in the cache folder under the rules of compiled graphs (`store.py`,
 `compile_key.py`). Loaded, each of its functions is known in the process by its kernel's name (`Kernel.name`): there an
-op of a graph finds it (`mojo_ops/isa/library_call.mojo`). Whoever calls a function says which threads it may use
+op of a graph finds it (`mojo_ops/isa/library_call.mojo`). The caller of a function says which threads it may use
 (`team.py`).
 """
 

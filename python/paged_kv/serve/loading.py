@@ -36,7 +36,7 @@ class Plan:
     disk: DiskTier | None
 
     def engine(self, tokenizer: Tokenizer) -> Engine:
-        """Loads the models, and compiles their steps where nobody has.
+        """Loads the models, and compiles each step that is not on disk.
 
         Raises:
             CheckpointError: the weights are not those of the configuration.
