@@ -139,7 +139,7 @@ def test_outputs_that_are_given(way: str, by_views: Any) -> None:
         by_views()
     cache, q = torch.randn(3, PAGE_SIZE, 1, DIM), torch.randn(1, 2, DIM)
     rows = operators._rows.of(
-        (PAGE_SIZE,), block_tables=torch.tensor([[2, 0]]), seq_lens=torch.tensor([20]), qo_indptr=None
+        (PAGE_SIZE, 1), block_tables=torch.tensor([[2, 0]]), seq_lens=torch.tensor([20]), qo_indptr=None
     )
     attend = attention.planned((2, 1, DIM, PAGE_SIZE), (q.dtype, q.dtype), (None, -1, 0.0, False))
     expected, _ = attend.over_pages(rows, q, cache, cache)

@@ -134,6 +134,11 @@ def test_what_is_no_cpu_array_is_refused_by_name(given, said):
         as_numpy(given, "append_key")
 
 
+def test_a_buffer_without_elements_has_no_address():
+    """MAX gives a number that 64 signed bits do not hold."""
+    assert HOST.flat(as_numpy(Buffer.zeros((0, 4), DType.float32), "v"), 0).address == 0
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
 def test_indices_of_any_integer_become_int32(dtype):
     extremes = [2**31 - 1, -(2**31)] if dtype == "int64" else []

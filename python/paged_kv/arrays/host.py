@@ -155,7 +155,7 @@ class HostArrays:
             return True
 
     def address(self, view: np.ndarray) -> int:
-        return view.ctypes.data
+        return view.ctypes.data if view.size else 0  # MAX's buffers without elements lie nowhere
 
     def contiguous(self, view: np.ndarray) -> np.ndarray:
         flags = view.flags
@@ -194,7 +194,7 @@ class HostArrays:
         return like(sample_array(kind), np.zeros(tuple(shape), dtype))
 
     def flat(self, view: np.ndarray, extent: int) -> HostMemory:
-        return HostMemory(view.ctypes.data, extent, view)
+        return HostMemory(self.address(view), extent, view)
 
     def buffer(self, view: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(view)

@@ -222,7 +222,8 @@ def _attention(
         (q.dtype, k_cache.dtype),
         (sm_scale, window_left, logits_soft_cap, alibi),
     )
-    rows = _rows.of((page_size,), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=qo_indptr)
+    sizes = page_size, q.shape[0]
+    rows = _rows.of(sizes, block_tables=block_tables, seq_lens=seq_lens, qo_indptr=qo_indptr)
     return attention.over_pages(rows, q, k_cache, v_cache, sinks)
 
 
@@ -255,7 +256,7 @@ def _gather(
     _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
     k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     check_caches(k_cache=k_cache, v_cache=v_cache)
-    rows = _rows.of((k_cache.shape[1],), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
+    rows = _rows.of((k_cache.shape[1], None), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
     found = int(rows.lengths.sum(dtype=np.int64))
     if found != integer("num_tokens", num_tokens, 0):
         raise ShapeError(f"num_tokens is {num_tokens}, the requests have {found} (seq_lens)")
@@ -267,8 +268,10 @@ def _linear(x: Tensor, w: Tensor) -> Tensor:
     return multiply(x, w)
 
 
-def _new_rows(page_size: int, block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None) -> Rows:
-    """The rows of a call of attention, or the requests of a gather."""
+def _new_rows(
+    page_size: int, num_rows: int | None, block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None
+) -> Rows:
+    """The rows of a call of attention, or with None the requests of a gather."""
     batch = as_numpy(seq_lens, "seq_lens").size
     lengths = checked_lengths(seq_lens, batch, LARGEST_INDEX)
     table = lookup_table_of(block_entries(block_tables, batch), lengths, page_size)
@@ -276,6 +279,8 @@ def _new_rows(page_size: int, block_tables: Tensor, seq_lens: Tensor, qo_indptr:
         return Rows(table, np.arange(batch, dtype=np.int32), lengths.copy())
     offsets = as_indices(qo_indptr, "qo_indptr").copy()
     check_offsets(offsets, "qo_indptr", batch)
+    if offsets[-1] != num_rows:  # before anything of that length is made
+        raise ShapeError(f"qo_indptr ends at {offsets[-1]}, q has {num_rows} rows")
     return RaggedRequests(offsets, lengths.copy(), table, None, True).rows
 
 

@@ -25,7 +25,7 @@ class Kept(Generic[Made]):
         self._make = make
         self._last: tuple[Any, Made | None] = (), None  # read and replaced as one value, by any number of threads
 
-    def of(self, sizes: tuple[int, ...], **indices: Tensor | None) -> Made:
+    def of(self, sizes: tuple[int | None, ...], **indices: Tensor | None) -> Made:
         """`make(*sizes, **indices)`, kept; the last of `indices` may be None."""
         arrays = [as_numpy(tensor, name) for name, tensor in indices.items() if tensor is not None]
         if sum(array.size for array in arrays) > _MOST_ENTRIES:
