@@ -1,12 +1,11 @@
-"""What the API itself costs on the CPU: `plan` over large page tables, and `run` and the torch operator where there is
-little to attend to.
+"""Time of single calls on the CPU where there is little to compute: `plan` over large page tables, and one call of each
+kind at batch size 1.
 
     python -m benchmarks.api_overhead [--csv] [--repeats N]
 
 `plan`: 256 requests of up to 32,768 tokens, pages of 16 (524,288 page ids where all are full), checks included.
-`run`: one request of 16 tokens, 8 query and 2 KV heads of 128. Its overhead is what it costs beyond the compiled
-graph's own execution with operands prepared beforehand, on the same inputs. `paged_attention`: the operator on the same
-request, which runs no graph, also where a millisecond of other work is done before each call.
+Calls: one request of 16 tokens, 8 query and 2 KV heads of 128, latent attention of 512 + 64; also "apart", with a
+millisecond of other work before each call.
 Times are medians of single calls; a tenth as many calls are made before to warm up.
 """
 
@@ -21,20 +20,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from max.dtype import DType
 
-from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchMLAPagedAttentionWrapper,
+    PagedKVCache,
+    append_paged_kv_cache,
+    gather_kv,
+    merge_state,
+)
 from paged_kv.arrays.host import as_numpy
 from paged_kv.bench.provenance import provenance
-from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
-from paged_kv.options import AttentionOptions
-from paged_kv.runtime.session import default_runtime
-from paged_kv.runtime.variants import Variant
-from paged_kv.torch import paged_attention
+from paged_kv.torch import append_paged_kv, gather_paged_kv, paged_attention
 
 PLAN_BATCH, PLAN_TOKENS, PAGE_SIZE = 256, 32768, 16
 HEADS = (8, 2, 128)  # query heads, KV heads, head_dim
 RUN_TOKENS = 16
+LATENT = (512, 64)  # head_dim_ckv, head_dim_kpe
 
 
 def medians_us(repeats: int, *calls: Callable[[], Any], apart_s: float = 0.0) -> list[float]:
@@ -66,42 +68,42 @@ def plan_us(to_array: Callable[[np.ndarray], Any], *, full: bool, repeats: int) 
     return medians_us(repeats, lambda: wrapper.plan(*table, *HEADS, PAGE_SIZE, q_data_type="bfloat16"))[0]
 
 
-def run_us(kind: str, dtype: str, repeats: int, *, operator: bool = False, apart_s: float = 0.0) -> tuple[float, float]:
-    """`run` of one short request, or the torch operator, and the bare execution of the same graph."""
+def calls_of(kind: str, dtype: str) -> dict[str, Callable[[], Any]]:
+    """One call of each kind at batch size 1, over 16 tokens in arrays of NumPy or torch."""
     heads, kv_heads, head_dim = HEADS
-    q: Any = torch.randn(1, heads, head_dim).to(getattr(torch, dtype))
-    cache: Any = torch.randn(4, 2, PAGE_SIZE, kv_heads, head_dim).to(getattr(torch, dtype))
-    table, tokens = (torch.tensor(values, dtype=torch.int32) for values in ([[2]], [RUN_TOKENS]))
-    views = cache[:, 0], cache[:, 1]
-    if kind == "numpy":
-        q, cache = as_numpy(q, "q"), as_numpy(cache, "cache")
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
-    indptr, indices, last = (np.array(values, np.int32) for values in ([0, 1], [2], [RUN_TOKENS]))
-    wrapper.plan(indptr, indices, last, *HEADS, PAGE_SIZE, q_data_type=dtype)
 
-    variant = Variant("attention", DType[dtype], DType[dtype])
-    k_blocks, v_blocks, view = cache_operands(*paged_views(cache, "NHD"))
-    none = np.zeros(0, np.float32)
-    operands = [
-        as_numpy(q, "q"),
-        np.zeros(1, np.int32),
-        last,
-        k_blocks,
-        v_blocks,
-        indices.astype(np.uint32)[None],
-        view,
-        none,
-        none,
-        np.array(-1, np.int32),
-        AttentionOptions().numbers(head_dim),
-    ]
-    runtime = default_runtime()
+    def array(*shape: int) -> Any:
+        tensor = torch.randn(*shape).to(getattr(torch, dtype))
+        return tensor if kind == "torch" else as_numpy(tensor, "array")
 
-    def call() -> Any:
-        return paged_attention(q, *views, table, tokens) if operator else wrapper.run(q, cache)
+    def indices(*values: Any) -> Any:
+        return torch.tensor(values, dtype=torch.int32) if kind == "torch" else np.array(values, np.int32)
 
-    total, bare = medians_us(repeats, call, lambda: runtime.execute(variant, *operands), apart_s=apart_s)
-    return total, bare
+    q, cache = array(1, heads, head_dim), array(4, 2, PAGE_SIZE, kv_heads, head_dim)
+    table = indices(0, 1), indices(2), indices(RUN_TOKENS)
+    decode: Any = BatchDecodeWithPagedKVCacheWrapper(None)
+    decode.plan(*table, *HEADS, PAGE_SIZE, q_data_type=dtype)
+    rows, at = array(1, kv_heads, head_dim), (indices(0), indices(RUN_TOKENS - 1))
+    pools = PagedKVCache(cache[:, 0], cache[:, 1], indices([2]), table[2])
+    states = q, torch.zeros(1, heads) if kind == "torch" else np.zeros((1, heads), np.float32)
+    latent, (ckv, kpe) = BatchMLAPagedAttentionWrapper(None), LATENT
+    latent.plan(indices(0, 1), *table, heads, ckv, kpe, PAGE_SIZE, False, 0.1, dtype, dtype)
+    of_latent = array(1, heads, ckv), array(1, heads, kpe), array(4, PAGE_SIZE, ckv), array(4, PAGE_SIZE, kpe)
+    calls: dict[str, Callable[[], Any]] = {
+        "decode, run": lambda: decode.run(q, cache),
+        "append_paged_kv_cache": lambda: append_paged_kv_cache(rows, rows, *at, cache, table[1], table[0], table[2]),
+        "gather_kv": lambda: gather_kv(pools, 0),
+        "merge_state": lambda: merge_state(*states, *states),
+        "MLA, run": lambda: latent.run(*of_latent),
+    }
+    if kind == "torch":
+        k, v, blocks = cache[:, 0], cache[:, 1], indices([2])
+        calls |= {
+            "torch, paged_attention": lambda: paged_attention(q, k, v, blocks, table[2]),
+            "torch, append_paged_kv": lambda: append_paged_kv(rows, rows, k, v, blocks, *at),
+            "torch, gather_paged_kv": lambda: gather_paged_kv(k, v, blocks, table[2], RUN_TOKENS),
+        }
+    return calls
 
 
 def measure(repeats: int) -> list[dict[str, Any]]:
@@ -110,15 +112,16 @@ def measure(repeats: int) -> list[dict[str, Any]]:
     for kind, to_array in (("numpy", lambda array: array), ("torch", torch.from_numpy)):
         for full in (True, False):
             what = f"plan, {'equal' if full else 'unequal'} lengths"
-            rows.append({"what": what, "arrays": kind, "total_us": plan_us(to_array, full=full, repeats=repeats // 4)})
+            rows.append({"what": what, "arrays": kind, "us": plan_us(to_array, full=full, repeats=repeats // 4)})
     for dtype in ("float32", "bfloat16"):
         for kind in ("numpy", "torch"):
-            total, bare = run_us(kind, dtype, repeats)
-            row = {"what": f"run, {dtype}", "arrays": kind, "total_us": total, "graph_us": bare}
-            rows.append(row | {"overhead_us": total - bare})
-        for apart, apart_s in (("", 0.0), (", apart", 1e-3)):
-            total, _ = run_us("torch", dtype, repeats, operator=True, apart_s=apart_s)
-            rows.append({"what": f"paged_attention, {dtype}{apart}", "arrays": "torch", "total_us": total})
+            calls = calls_of(kind, dtype)
+            for apart, apart_s in (("", 0.0), (", apart", 1e-3)):
+                found = medians_us(repeats if not apart_s else repeats // 4, *calls.values(), apart_s=apart_s)
+                rows += [
+                    {"what": f"{what}, {dtype}{apart}", "arrays": kind, "us": us}
+                    for what, us in zip(calls, found, strict=True)
+                ]
     return rows
 
 
@@ -128,15 +131,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2000, help="calls per measurement of run; plan takes a quarter")
     arguments = parser.parse_args()
     rows = measure(arguments.repeats)
-    print(f"{'what':<32} {'arrays':<8} {'total us':>10} {'graph us':>10} {'overhead us':>12}")
     for row in rows:
-        numbers = [f"{row[name]:.1f}" if name in row else "" for name in ("total_us", "graph_us", "overhead_us")]
-        print(f"{row['what']:<32} {row['arrays']:<8} {numbers[0]:>10} {numbers[1]:>10} {numbers[2]:>12}")
+        print(f"{row['what']:<40} {row['arrays']:<8} {row['us']:>8.1f} us")
     if arguments.csv:
         path = Path(__file__).parent / "results" / "api_overhead.csv"
         path.parent.mkdir(exist_ok=True)
         with path.open("w", newline="") as file:
-            names = ["what", "arrays", "total_us", "graph_us", "overhead_us", "machine", "date", "commit"]
+            names = ["what", "arrays", "us", "machine", "date", "commit"]
             writer = csv.DictWriter(file, names, lineterminator="\n")
             writer.writeheader()
             for row in rows:

@@ -73,8 +73,9 @@ def tree_mask(
                 of_request[i, :length] = True
             of_request[i, length + i] = True
         if window_left >= 0:
-            positions = np.concatenate([np.arange(length), length + depths])
-            of_request &= positions >= length + depths[:, None] - window_left
+            for i, first in enumerate(np.clip(length + depths - window_left, 0, length)):
+                of_request[i, :first] = False
+            of_request[:, length:] &= depths >= depths[:, None] - window_left
     return device.like(parents, mask)
 
 

@@ -187,6 +187,12 @@ REFUSED: dict[str, tuple[str, int, Any, type[PagedKVError], str]] = {
 }
 
 
+def test_a_page_size_past_int32_is_refused() -> None:
+    gather, given = changed("gather", 0, lambda k: k[:, :1].expand(-1, 2**33, -1, -1))
+    with pytest.raises(ContractError, match="page_size must be at most 2147483647"):
+        gather(*given)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_anything_is_written(case: str) -> None:
     name, index, change, error, message = REFUSED[case]

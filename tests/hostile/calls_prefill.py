@@ -293,9 +293,10 @@ class Trees:
         for length, paths in self.trees(given):
             require(len(paths) * (length + len(paths)) < 2**31, "size")
             for path in paths:
-                tokens = np.array([*range(length), *(length + i for i in path)])
+                first = 0 if window < 0 else max(0, length + len(path) - window - 1)
                 row = np.zeros(length + len(paths), bool)
-                row[tokens if window < 0 else tokens[-window - 1 :]] = True
+                row[first:length] = True
+                row[[length + i for i in path[max(0, first - length) :]]] = True
                 bits.append(row)
         return [Expected(np.concatenate(bits), np.dtype(bool))]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_indices, as_numpy
 from paged_kv.calls.page_table import Indices, PageTable
@@ -56,9 +57,10 @@ def lookup_table_of(entries: Indices, lengths: Indices, page_size: int) -> Looku
         page_size: Tokens of a page.
 
     Raises:
+        ContractError: page_size is over 2^31 - 1.
         PageTableError: a request has more tokens than its entries hold.
     """
-    counts = -(-lengths // np.int32(page_size))
+    counts = -(-lengths // np.int32(integer("page_size", page_size, 1, LARGEST_INDEX)))
     if counts.max(initial=0) > entries.shape[1]:
         b = int(counts.argmax())
         raise PageTableError(
