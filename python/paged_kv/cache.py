@@ -22,7 +22,7 @@ from paged_kv.arrays.dtypes import cache_dtype_of, is_float, kind_of_dtype
 from paged_kv.arrays.host import as_indices, as_numpy, like, sample_array
 from paged_kv.arrays.types import ArrayDevice, DTypeLike, ShapedArray, SupportsDLPack
 from paged_kv.calls.append import new_cache
-from paged_kv.calls.kv_copy import read_rows, write_rows
+from paged_kv.calls.kv_copy import Slots, read_rows, write_rows
 from paged_kv.calls.page_table import Indices, PageTable
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
 from paged_kv.options import CODE_DTYPES, FORMATS, KVFormat, stored_elements
@@ -190,7 +190,7 @@ def append_kv(
     written = slice(start // size, len(blocks)) if count else slice(0)
     _refuse_owned(table, sequence, written, blocks[written], "block_table")
     copies = [device.clone(pool) for pool in pools]
-    write_rows(device, rows[0], rows[1], copies[0], copies[1], pages, slots)
+    write_rows(device, rows[0], rows[1], copies[0], copies[1], Slots(pages, slots))
     grown = [device.like(pool, copy) for pool, copy in zip((cache.key_pool, cache.value_pool), copies, strict=True)]
     longer = as_numpy(cache.seq_lengths, "seq_lengths").copy()
     longer[sequence] += count

@@ -14,6 +14,7 @@ from paged_kv.arrays.dtypes import cache_dtype_of
 from paged_kv.arrays.host import like, sample_array
 from paged_kv.arrays.types import DTypeLike, SupportsDLPack
 from paged_kv.calls.append import WritableCache, new_cache
+from paged_kv.calls.kv_copy import Slots
 from paged_kv.errors import ContractError, RequestError
 from paged_kv.pool import PagePool
 
@@ -89,7 +90,7 @@ class PagedKVCacheManager:
 
         def write(slot: int, pages: tuple[int, ...]) -> None:
             page, slots = np.divmod(np.arange(slot, slot + count, dtype=np.int64), self.page_size)
-            cache.write(rows, (np.array(pages, np.int32)[page], slots.astype(np.int32)))
+            cache.write(rows, Slots(np.array(pages, np.int32)[page], slots.astype(np.int32)))
 
         self.pool.extend(request_id, count, write)  # the tokens count once they are written
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_apart, check_no_overlap_in
 from paged_kv.arrays.types import ArrayDevice, Operand
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+
+_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape, and strides in bytes."""
 
 
 def check_layout(kv_layout: str) -> None:
@@ -138,13 +142,20 @@ def cache_operands(k_view: Any, v_view: Any, device: ArrayDevice = HOST) -> tupl
 
     `k_view` and `v_view` are `[page, slot, Hk, D]` views of any storage with a unit last stride; nothing is copied.
     """
-    numbers = list(k_view.shape)
-    flat = []
-    for view in (k_view, v_view):
-        strides = [stride // view.itemsize for stride in device.strides(view)]
-        last = sum((size - 1) * stride for size, stride in zip(view.shape, strides, strict=True))
-        flat.append(device.flat(view, 1 + last if math.prod(view.shape) else 0))
-        numbers += [0, *strides[:3]]
-    if v_view.shape[3] != k_view.shape[3]:
-        numbers.append(v_view.shape[3])
-    return flat[0], flat[1], np.array(numbers, np.int64)
+    k, v = ((tuple(view.shape), tuple(device.strides(view))) for view in (k_view, v_view))
+    k_extent, v_extent, numbers = _described(k, v, k_view.itemsize)
+    return device.flat(k_view, k_extent), device.flat(v_view, v_extent), numbers
+
+
+@lru_cache(1024)
+def _described(k: _Layout, v: _Layout, itemsize: int) -> tuple[int, int, np.ndarray]:
+    """Elements from the first to the last of K and of V, and the numbers of `view`; strides are in bytes."""
+    numbers, extents = list(k[0]), []
+    for shape, strides in (k, v):
+        steps = [stride // itemsize for stride in strides]
+        last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+        extents.append(1 + last if math.prod(shape) else 0)
+        numbers += [0, *steps[:3]]
+    if v[0][3] != k[0][3]:
+        numbers.append(v[0][3])
+    return *extents, np.array(numbers, np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def check_no_overlap_in(device: ArrayDevice, name: str, view: Any) -> None:
     Raises:
         ContractError: as said.
     """
-    shape, strides = tuple(view.shape), device.strides(view)
+    shape, strides = tuple(view.shape), tuple(device.strides(view))
     if overlaps_itself(shape, strides, view.itemsize):
         raise ContractError(
             f"{name} is to be written, but some of its elements share memory:"
@@ -65,7 +66,8 @@ def check_no_overlap_in(device: ArrayDevice, name: str, view: Any) -> None:
         )
 
 
-def overlaps_itself(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+@lru_cache(1024)
+def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Whether two elements of a view share a byte; true as well where that is too much to find out.
 
     Args:

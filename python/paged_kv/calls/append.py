@@ -7,6 +7,7 @@ skipped, and of two rows for one slot the last wins. Letters in shapes: B reques
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ import numpy as np
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_storage, paged_views
 from paged_kv.arrays.dtypes import DTYPES
+from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_apart
 from paged_kv.arrays.types import ArrayDevice, Shape, namespace
 from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.device_page_table import DevicePageTable
-from paged_kv.calls.kv_copy import prepare, write_rows
+from paged_kv.calls.kept import Kept
+from paged_kv.calls.kv_copy import Slots, prepare, write_rows
 from paged_kv.calls.page_table import KV_NAMES, PageTable
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.options import FORMATS, Q_DTYPES, stored_dtype, stored_elements, stored_head
@@ -127,10 +130,10 @@ class WritableCache:
         """Compiles or loads what `write` of such rows needs."""
         prepare(self.device, self.device.dtype(rows[0]), self.device.dtype(self.k))
 
-    def write(self, rows: tuple[Any, Any], slots: tuple[Any, Any]) -> None:
-        """Writes checked rows to their slots: the page, -1 for none, and the slot of each row, `[N]` int32."""
+    def write(self, rows: tuple[Any, Any], slots: Slots) -> None:
+        """Writes checked rows to their slots."""
         mark_written(self.arrays)
-        write_rows(self.device, *rows, self.k, self.v, *slots)
+        write_rows(self.device, *rows, self.k, self.v, slots)
 
 
 @dataclass(frozen=True)
@@ -141,33 +144,56 @@ class CsrArguments:
     kv_indptr: Any
     kv_last_page_len: Any
 
-    def slots_at(self, cache: WritableCache, batch_indices: Any, positions: Any, num_rows: int) -> tuple[Any, Any]:
+    def slots_at(self, cache: WritableCache, batch_indices: Any, positions: Any, num_rows: int) -> Slots:
         """Of rows that are token `positions[i]` of request `batch_indices[i]`."""
-        names = ("batch_indices", "positions")
-        device = self._device(batch_indices=batch_indices, positions=positions)
-        batch, at = (device.indices(a, n) for a, n in ((batch_indices, names[0]), (positions, names[1])))
-        table = self._table(device, cache)
-        for indices, name in ((batch, names[0]), (at, names[1])):
-            if len(indices) != num_rows:
-                raise ShapeError(f"{name} has {len(indices)} entries, there are {num_rows} rows to append")
-        return table.slots(batch, at, cache.num_pages)
+        given = {"batch_indices": batch_indices, "positions": positions}
+        device = self._device(**given)
+        sizes = cache.page_size, cache.num_pages, num_rows
+        if device.readable:
+            return _slots.of(sizes, **given, **self._arrays)
+        return _slots_on(device, *sizes, **given, **self._arrays)
 
-    def slots_of_last(self, cache: WritableCache, append_indptr: Any, num_rows: int) -> tuple[Any, Any]:
+    def slots_of_last(self, cache: WritableCache, append_indptr: Any, num_rows: int) -> Slots:
         """Of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
         device = self._device(append_indptr=append_indptr)
         table = self._table(device, cache)
         offsets = device.indices(append_indptr, "append_indptr")
         batch, at = table.last_tokens(offsets, num_rows, ("append_indptr", "kv_last_page_len"))
-        return table.slots(batch, at, cache.num_pages)
+        return Slots(*table.slots(batch, at, cache.num_pages))
 
     def _device(self, **indices: Any) -> ArrayDevice:
         """Where the table and `indices` lie: all of them on the host, or on a GPU."""
-        arrays = (self.kv_indptr, self.kv_indices, self.kv_last_page_len)
-        return devices.device_of(**indices, **dict(zip(KV_NAMES, arrays, strict=True)))
+        return devices.device_of(**indices, **self._arrays)
 
     def _table(self, device: ArrayDevice, cache: WritableCache) -> PageTable | DevicePageTable:
-        arrays = (self.kv_indptr, self.kv_indices, self.kv_last_page_len)
-        return csr_table(device, *arrays, cache.page_size, KV_NAMES)
+        return csr_table(device, *self._arrays.values(), cache.page_size, KV_NAMES)
+
+    @property
+    def _arrays(self) -> dict[str, Any]:
+        return dict(zip(KV_NAMES, (self.kv_indptr, self.kv_indices, self.kv_last_page_len), strict=True))
+
+
+def _slots_on(
+    device: ArrayDevice,
+    page_size: int,
+    num_pages: int,
+    num_rows: int,
+    *,
+    batch_indices: Any,
+    positions: Any,
+    **table: Any,
+) -> Slots:
+    """`CsrArguments.slots_at` of a cache of `num_pages` pages, for `num_rows` rows."""
+    found = [device.indices(a, n) for a, n in ((batch_indices, "batch_indices"), (positions, "positions"))]
+    pages = csr_table(device, *table.values(), page_size, KV_NAMES)
+    for indices, name in zip(found, ("batch_indices", "positions"), strict=True):
+        if len(indices) != num_rows:
+            raise ShapeError(f"{name} has {len(indices)} entries, there are {num_rows} rows to append")
+    return Slots(*pages.slots(*found, num_pages))
+
+
+_slots = Kept(partial(_slots_on, HOST))
+"""A model appends to each of its layers with the same indices."""
 
 
 def csr_table(
@@ -195,7 +221,7 @@ def dense_table(
     return DevicePageTable.from_dense(device, page_table, last_page_len, page_size)
 
 
-def slots_after_last(cache: WritableCache, page_table: Any, last_page_len: Any, num_rows: int) -> tuple[Any, Any]:
+def slots_after_last(cache: WritableCache, page_table: Any, last_page_len: Any, num_rows: int) -> Slots:
     """Of one row a request of a dense page table: the slot after its last token."""
     device = devices.device_of(page_table=page_table, last_page_len=last_page_len)
     table = dense_table(device, page_table, last_page_len, cache.page_size)
@@ -203,4 +229,4 @@ def slots_after_last(cache: WritableCache, page_table: Any, last_page_len: Any, 
         raise ShapeError(f"k has {num_rows} rows, page_table has {table.batch_size} requests")
     xp, lengths = namespace(table.lengths), table.lengths
     requests = xp.arange(table.batch_size, dtype=lengths.dtype, device=lengths.device)
-    return table.slots(requests, lengths, cache.num_pages)
+    return Slots(*table.slots(requests, lengths, cache.num_pages))

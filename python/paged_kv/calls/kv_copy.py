@@ -9,7 +9,10 @@ in the order of torch's current stream, and not waited for.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -27,39 +30,64 @@ _UNSIGNED = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32, 8: DType.uint32}
 """By bytes of an element: the unsigned integer that stands for it, or for half of it."""
 
 
-def write_rows(device: ArrayDevice, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, pages: Any, slots: Any) -> None:
-    """Writes row i of `[N, Hk, D]` to slot `slots[i]` of page `pages[i]`, in place; a row of page -1 is skipped.
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Where the rows of an append go: the page, -1 for a row that is skipped, and the slot of each, `[N]` int32.
+
+    They lie on the host or on a device, in memory of their own.
+    """
+
+    pages: Any
+    slots: Any
+
+    @cached_property
+    def requests(self) -> Any:
+        """Each row is a request of one page, so that the cost does not depend on the length of a page table."""
+        pages = self.pages
+        xp = namespace(pages)
+        return xp.where(pages < 0, -1, xp.arange(len(pages), dtype=xp.int32, device=pages.device))
+
+    @cached_property
+    def table(self) -> Any:
+        """The pages of these requests, `[N, 1]` uint32."""
+        return self.pages.view(namespace(self.pages).uint32)[:, None]
+
+    @cached_property
+    def addresses(self) -> tuple[bytes, bytes]:
+        """Where the rows' requests and slots lie on the host, and their page table with its shape."""
+        for array in (self.requests, self.slots, self.pages):
+            assert array.dtype == np.int32
+            assert array.flags.c_contiguous
+        where = struct.pack("<2q", self.requests.ctypes.data, self.slots.ctypes.data)
+        return where, struct.pack("<3q", self.pages.ctypes.data, len(self.pages), 1)
+
+
+def write_rows(device: ArrayDevice, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, slots: Slots) -> None:
+    """Writes rows `[N, Hk, D]` to their slots, in place.
 
     `k_view` and `v_view` are `[page, slot, Hk, D]`, in the dtype of the rows, or codes where those are floats; D of K
-    and of V may differ. They share no memory. Rows may lie in theirs: they are then copied first. `pages` and `slots`
-    are `[N]` int32, on the host or on the device, in memory of their own.
+    and of V may differ. They share no memory. Rows may lie in theirs: they are then copied first.
     """
-    if not len(pages) or not math.prod(k_rows.shape) + math.prod(v_rows.shape):
+    if not len(slots.pages) or not math.prod(k_rows.shape) + math.prod(v_rows.shape):
         return
     k_rows, v_rows = (device.apart(rows, (k_view, v_view)) for rows in (k_rows, v_rows))
     variant = _variant("append", device.dtype(k_rows), device.dtype(k_view))
     if k_rows.dtype == k_view.dtype:
         k_rows, v_rows, k_view, v_view = map(_bits, (k_rows, v_rows, k_view, v_view))
     if k_rows.shape == v_rows.shape:
-        _append(device, variant, (k_rows, v_rows), (k_view, v_view), pages, slots)
+        _append(device, variant, (k_rows, v_rows), (k_view, v_view), slots)
         return
     # The op copies K and V of one shape: each goes as both, its bits written twice.
     for rows, view in ((k_rows, k_view), (v_rows, v_view)):
         if math.prod(rows.shape):
-            _append(device, variant, (rows, rows), (view, view), pages, slots)
+            _append(device, variant, (rows, rows), (view, view), slots)
 
 
-def _append(
-    device: ArrayDevice, variant: Variant, rows: tuple[Any, Any], views: tuple[Any, Any], pages: Any, slots: Any
-) -> None:
+def _append(device: ArrayDevice, variant: Variant, rows: tuple[Any, Any], views: tuple[Any, Any], slots: Slots) -> None:
     """The op over K and V of one shape and storage."""
-    # Each row is a request of one page, so that the cost does not depend on the length of a page table.
-    xp = namespace(pages)
-    requests = xp.where(pages < 0, -1, xp.arange(len(pages), dtype=xp.int32, device=pages.device))
-    table = pages.view(xp.uint32)[:, None]
     with device.ordered():
-        operands = [device.buffer(view) for view in (*rows, requests, slots)]
-        _execute(device, variant, operands, *views, device.buffer(table))
+        operands = [device.buffer(view) for view in (*rows, slots.requests, slots.slots)]
+        _execute(device, variant, operands, *views, device.buffer(slots.table))
 
 
 def read_rows(

@@ -207,6 +207,7 @@ class LatentAttention:
         self.plan = plan
         self._variant = plan.variant()
         self._no_sinks = np.zeros(0, np.float32)
+        self._numbers = LatentOptions(plan.sm_scale, *_NO_SCALES).numbers()
 
     def __str__(self) -> str:
         return str(self.plan)
@@ -242,7 +243,7 @@ class LatentAttention:
         check_array(device, "q_pe", q_pe, (*shape, plan.head_dim_kpe), plan.q_dtype, rows.counted_as)
         self._check_cache(device, ckv, kpe)
         rows.table.check(len(ckv))
-        numbers = LatentOptions(plan.sm_scale, *scales).numbers()
+        numbers = self._numbers if scales == _NO_SCALES else LatentOptions(plan.sm_scale, *scales).numbers()
         sinks = None if arrays.sinks is None else checked_sinks(device, arrays.sinks, plan.num_heads, "num_heads")
         written = NOT_WRITTEN
         if results.are_written:
@@ -303,3 +304,4 @@ class LatentAttention:
 
 
 _INPUTS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
+_NO_SCALES = (1.0, 1.0)

@@ -33,14 +33,15 @@ from torch.library import Library, register_fake
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays.host import as_indices, as_numpy
 from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_table_of
+from paged_kv.calls.kept import Kept
+from paged_kv.calls.kv_copy import Slots
 from paged_kv.calls.page_table import PageTable, check_offsets
 from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.rows import Rows
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import FORMATS, check_number, stored_elements
 from paged_kv.torch.attention import planned
-from paged_kv.torch.cache import Slots, append, check_caches, check_ranks, checked_append, gather, pages_of
-from paged_kv.torch.kept import Kept
+from paged_kv.torch.cache import append, check_caches, check_ranks, checked_append, gather, pages_of
 from paged_kv.torch.products import multiply
 
 __all__ = ["append_paged_kv", "gather_paged_kv", "linear", "paged_attention"]

@@ -6,7 +6,6 @@ Letters in shapes: N tokens, Hk KV heads, D head dimension.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ from paged_kv.arrays.cache_storage import paged_views
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.append import WritableCache
-from paged_kv.calls.kv_copy import read_rows
-from paged_kv.calls.page_table import Indices
+from paged_kv.calls.kv_copy import Slots, read_rows
 from paged_kv.calls.rows import Int32s, LookupTable
 from paged_kv.errors import ShapeError
 from paged_kv.options import FORMATS, KVFormat, stored_dtype, stored_elements, stored_head
@@ -29,31 +27,11 @@ from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 256
 _ROWS = struct.Struct("<7q")
-_WHERE = struct.Struct("<2q")
 _TABLE = struct.Struct("<3q")
 _ADDRESS = struct.Struct("<q")
 
 _layouts: dict[tuple[Any, ...], CacheLayout] = {}
 """Of calls that were checked: the cache, and of appends its rows, and where its V lies from its K."""
-
-
-@dataclass(frozen=True, eq=False)
-class Slots:
-    """Where the rows of an append go: the page, -1 for none, and the slot of each."""
-
-    pages: Indices
-    slots: Indices
-    operands: tuple[bytes, bytes] = field(init=False)
-    """What `AppendCall` has of them, each row a request of one page: its rows, and their page table."""
-    _requests: Indices = field(init=False)
-
-    def __post_init__(self) -> None:
-        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in (self.pages, self.slots))
-        count = len(self.pages)
-        requests = np.where(self.pages < 0, -1, np.arange(count)).astype(np.int32)
-        where = _WHERE.pack(requests.ctypes.data, self.slots.ctypes.data)
-        object.__setattr__(self, "_requests", requests)
-        object.__setattr__(self, "operands", (where, _TABLE.pack(self.pages.ctypes.data, count, 1)))
 
 
 def check_ranks(k_cache: Tensor, v_cache: Tensor | None, layer: Any) -> None:
@@ -126,9 +104,9 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: Cac
         or any(_may_overlap(rows, cache, of_cache) for rows in (k_rows, v_rows) for cache in (k_cache, v_cache))
     ):
         cache = WritableCache.paged((k_cache, v_cache), "NHD", "cache", k=k, v=v)
-        cache.write(cache.rows(k, v, ("k", "v")), (slots.pages, slots.slots))
+        cache.write(cache.rows(k, v, ("k", "v")), slots)
         return
-    where, table = slots.operands
+    where, table = slots.addresses
     rows = _ROWS.pack(k_rows.data_ptr(), v_rows.data_ptr(), *k_rows.shape, *v_rows.shape[1:])
     write(rows + where + of_cache.storage(k_cache, v_cache) + table + workers())
 

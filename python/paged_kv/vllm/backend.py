@@ -16,12 +16,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 import paged_kv.torch  # the operators  # noqa: F401
+from paged_kv.calls.kept import Kept
+from paged_kv.calls.kv_copy import Slots
 from paged_kv.calls.ragged import RaggedRequests
 from paged_kv.calls.rows import LookupTable, Rows
 from paged_kv.errors import ContractError
 from paged_kv.torch.attention import planned
-from paged_kv.torch.cache import Slots, append, checked_append
-from paged_kv.torch.kept import Kept
+from paged_kv.torch.cache import append, checked_append
 
 _LEAST_ELEMENTS = 1 << 16
 _STEP = "_paged_kv_step"

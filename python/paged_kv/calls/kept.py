@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
-
 from paged_kv.arrays.host import as_numpy
 
 _MOST_ENTRIES = 1 << 16
@@ -25,9 +23,9 @@ class Kept(Generic[Made]):
         self._make = make
         self._last: tuple[Any, Made | None] = (), None  # read and replaced as one value, by any number of threads
 
-    def of(self, sizes: tuple[int | None, ...], **indices: Tensor | None) -> Made:
+    def of(self, sizes: tuple[int | None, ...], **indices: Any) -> Made:
         """`make(*sizes, **indices)`, kept; the last of `indices` may be None."""
-        arrays = [as_numpy(tensor, name) for name, tensor in indices.items() if tensor is not None]
+        arrays = [as_numpy(array, name) for name, array in indices.items() if array is not None]
         if sum(array.size for array in arrays) > _MOST_ENTRIES:
             return self._make(*sizes, **indices)
         key = (sizes, *((array.shape, array.dtype, array.tobytes()) for array in arrays))
