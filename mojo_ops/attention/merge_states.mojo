@@ -10,7 +10,7 @@ from max.gpu.host import DeviceContext
 from std.utils.numerics import isfinite
 
 from ..cache.pointers import constant_at, memory_at
-from ..isa.threads import Workers, run_tasks
+from ..isa.threads import Workers, for_rows
 from .softmax import MINUS_INFINITY, exp2
 
 comptime MERGE_THREADS = 128
@@ -143,11 +143,9 @@ def merge_kernel[dtype: DType](states: States[dtype]):
 
 def merge_on_cpu[dtype: DType, //](states: States[dtype], rows: Int, workers: Workers):
     """Merges `rows` rows on up to `workers` threads, each a range of rows and heads."""
-    var total = rows * Int(states.num_heads)
-    var tasks = min(total, workers.count)
 
-    def task(index: Int) {var states, var total, var tasks}:
-        for at in range(index * total // tasks, (index + 1) * total // tasks):
+    def merge(begin: Int, end: Int) {var states}:
+        for at in range(begin, end):
             states.merge(at, 0, 1)
 
-    run_tasks(task, tasks, workers.at_most(tasks))
+    for_rows(merge, rows * Int(states.num_heads), Int(states.count * states.head_dim), workers)

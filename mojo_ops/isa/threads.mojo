@@ -75,9 +75,6 @@ def run_tasks[Task: def(Int) -> None, //](task: Task, count: Int, workers: Worke
 def for_rows[Task: def(Int, Int) -> None, //](task: Task, rows: Int, row_elements: Int, workers: Workers):
     """Runs `task(begin, end)` for ranges that make up all rows, on up to `workers` threads."""
     var count = max(1, min(min(workers.count, rows), rows * row_elements // TASK_ELEMENTS))
-    if count == 1:
-        task(0, rows)
-        return
     var each = ceildiv(rows, count)
 
     def part(index: Int) {ref task, var each, var rows}:

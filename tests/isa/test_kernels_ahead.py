@@ -33,9 +33,13 @@ else:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
+    """Built where there is no C compiler."""
     folder = tmp_path_factory.mktemp("kernels")
-    for target, names in ((LOWER, ["merge_float32", "pages_float32_float32", DEMO_STEP]), (FOREIGN, ["merge_float32"])):
-        assert build(graph_families(), folder, [target], only=names, jobs=1) == []
+    wanted = {LOWER: ["merge_float32", "pages_float32_float32", DEMO_STEP], FOREIGN: ["merge_float32"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path_factory.mktemp("nothing")))
+        for target, names in wanted.items():
+            assert build(graph_families(), folder, [target], only=names, jobs=1) == []
     return folder
 
 

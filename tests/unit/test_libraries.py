@@ -1,5 +1,6 @@
 """Libraries of kernels: which kernel lies where; on disk, with a compiler that writes a line and a loader of lines."""
 
+import re
 import stat
 from itertools import product
 from pathlib import Path
@@ -33,12 +34,13 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def compiler(monkeypatch):
     """What it was given, and how it ends."""
-    seen = SimpleNamespace(given=[], linked=[], errors="")
+    seen = SimpleNamespace(given=[], programs=[], linked=[], errors="")
 
-    def build(arguments, **_):
+    def build(arguments, *_, **__):
         seen.given.append(arguments)
         if not seen.errors:
             Path(arguments[-1]).write_text(" ".join(option for option in arguments if "=" in option))
+            seen.programs.append(Path(arguments[-3]).read_text())
         return SimpleNamespace(returncode=int(bool(seen.errors)), stderr=seen.errors)
 
     def link(command, **_):
@@ -47,7 +49,7 @@ def compiler(monkeypatch):
         Path(target).write_text(Path(source).read_text())
         return SimpleNamespace(returncode=0, stderr="")
 
-    monkeypatch.setattr(module, "subprocess_run_mojo", build)
+    monkeypatch.setattr(module, "_run_mojo", build)
     monkeypatch.setattr(module.subprocess, "run", link)
     return seen
 
@@ -95,10 +97,11 @@ def test_a_name_tells_the_kernel():
 
 def test_kernels_of_a_cache_are_built_together_and_once(compiler, folder, monkeypatch):
     found = attend()
-    assert "KINDS=,attention,append,gather, A=bfloat16 B=int8" in found
+    assert "-DA=bfloat16 -DB=int8" in found
     assert again(monkeypatch) == found
     assert module.kernel("append", "bfloat16", "int8").endswith(found.partition(" of ")[2])
     assert len(compiler.given) == 1
+    assert re.findall(r'@export\("paged_kv_(\w+)"', compiler.programs[0])[2:] == ["attention", "append", "gather"]
     assert "--defsym=paged_kv_append_bfloat16_int8=paged_kv_append" in compiler.linked[0]
     assert "linear" in module.kernel("linear", "float32", "float32")
     assert len(compiler.given) == 2
@@ -162,13 +165,13 @@ def test_what_a_kernel_says_is_raised(monkeypatch):
 
 def test_several_are_built_at_a_time(compiler, monkeypatch):
     meeting = Barrier(2, timeout=60)
-    build = module.subprocess_run_mojo
+    build = module._run_mojo
 
     def meet(*given, **rest):
         meeting.wait(60)
         return build(*given, **rest)
 
-    monkeypatch.setattr(module, "subprocess_run_mojo", meet)
+    monkeypatch.setattr(module, "_run_mojo", meet)
     monkeypatch.setattr(module, "compiles_at_a_time", lambda: 2)
     module.load([Kernel("merge", ("float32",)), Kernel("merge", ("bfloat16",)), Kernel("merge", ("float32",))])
     assert len(compiler.given) == 2

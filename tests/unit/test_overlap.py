@@ -40,7 +40,7 @@ def test_large_views():
     shape = dense.shape
     strides = tuple(2 * int(np.prod(shape[axis + 1 :])) for axis in range(6))
     assert not overlaps_itself(shape, strides, 2)
-    assert not overlaps_itself([shape[i] for i in (5, 1, 0, 3)], [strides[i] for i in (5, 1, 0, 3)], 2)
+    assert not overlaps_itself(tuple(shape[i] for i in (5, 1, 0, 3)), tuple(strides[i] for i in (5, 1, 0, 3)), 2)
     assert overlaps_itself((1000, 1000), (2, 998), 2)
     assert overlaps_itself((1 << 20, 1 << 20), (4, 6), 2)  # more elements than are searched
     assert overlaps_itself((10**9, 10**9, 10**9), (0, 0, 0), 4)

@@ -61,6 +61,11 @@ def kernel_library(sources: Path) -> Path:
     return Store(store.path / digest).plain(found[0], FILE) or sources
 
 
+def is_packed(sources: Path) -> bool:
+    """Whether `kernel_library` has nothing to compile."""
+    return bool(Store(cache_path() / "kernels", "{}.kernels").find([_digest(sources)]))
+
+
 def _digest(sources: Path) -> str:
     """32 hexadecimal digits, different where a source file or a compiler differs."""
     # The package's name is in what the compiler wrote: under another name it does not parse.

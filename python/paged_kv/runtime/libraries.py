@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -22,10 +24,10 @@ from importlib.metadata import files
 from importlib.resources import files as resources
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 # Its libraries are those that kernels need, and are found by their names once they are loaded.
 from max.driver import get_virtual_cpu_target
-from mojo.run import subprocess_run_mojo
 
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.graphs.ops import kernels
@@ -34,7 +36,7 @@ from paged_kv.runtime.announce import announce
 from paged_kv.runtime.cache_folder import cache_path
 from paged_kv.runtime.compile_key import LibraryKey, Sources, digests_of
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target, check_cpu_runs
-from paged_kv.runtime.kernel_library import kernel_library
+from paged_kv.runtime.kernel_library import is_packed, kernel_library
 from paged_kv.runtime.places import origin, places
 from paged_kv.runtime.store import Artefact, Store
 from paged_kv.runtime.threads import compiles_at_a_time
@@ -199,6 +201,7 @@ class _State:
 
     def __init__(self) -> None:
         self.loading, self.packing = Lock(), Lock()
+        self.has_built = False
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._in_child)
 
@@ -213,7 +216,8 @@ _FREE.argtypes, _FREE.restype = [ctypes.c_void_p], None
 
 
 def _path(library: Library, *, exact: bool = False) -> Path:
-    return _file(library.key(), f"a library of kernels, {library}", partial(build_library, library), exact=exact)
+    build = partial(build_library, library, by_itself=not _STATE.has_built)
+    return _file(library.key(), f"a library of kernels, {library}", build, exact=exact)
 
 
 def _loaded(wanted: Kernel, sources: Path | None, path: Path | None = None) -> Function:
@@ -319,50 +323,88 @@ def _own_folder() -> str:
     return _OWN[0].name
 
 
-def build_library(library: Library, path: Path, target: str | None) -> None:
+def build_library(library: Library, path: Path, target: str | None, *, by_itself: bool = False) -> None:
     """Builds a library for a CPU target, or for this CPU.
+
+    Args:
+        library: Its kernels.
+        path: The file to be written.
+        target: LLVM's name of the CPU; None for this one.
+        by_itself: Whether no other library is expected. The sources of the package are packed once for all libraries,
+            which takes longer than what one library gains by it.
 
     Raises:
         OSError: a file cannot be written.
         ToolchainError: the sources do not compile.
     """
     a, b, c = library.dtypes
-    defined = {"KINDS": f",{','.join(library.kinds)},", "A": a, "B": b, "C": c, "MASK": str(library.mask)}
-    with _STATE.packing:  # once, where several are built
-        package = kernel_library(kernels())
-    options = ["-D", "PAGED_KV_LIBRARY", "-I", str(package.parent)]
-    options += [option for name, value in defined.items() for option in ("-D", f"{name}={value}")]
+    defined = ["PAGED_KV_LIBRARY", f"A={a}", f"B={b}", f"C={c}", f"MASK={library.mask}"]
+    package = kernels()
+    _STATE.has_built = True
+    if not by_itself or is_packed(package):
+        with _STATE.packing:  # once, where several are built
+            package = kernel_library(package)
+    options = ["-I", str(package.parent), *(f"-D{each}" for each in defined)]
     names = {library.kernel(kind).name: f"paged_kv_{kind}" for kind in library.kinds}
-    _build(PROGRAM, options, names, path, target)
+    _build(program_of(library.kinds), options, names, path, target)
+
+
+def program_of(kinds: Iterable[str]) -> str:
+    """The part of `library.mojo` that has these kernels."""
+    head, *parts = re.split(
+        r"^# Kernel (\w+)\n", (resources("paged_kv.runtime") / PROGRAM).read_text(), flags=re.MULTILINE
+    )
+    kernels_of = dict(zip(parts[::2], parts[1::2], strict=True))
+    return "".join([head, *(kernels_of[kind] for kind in kinds)])
 
 
 def _build(program: str, options: list[str], names: dict[str, str], path: Path, target: str | None) -> None:
-    """Compiles a program to a library, whose functions get further names.
+    """Compiles the text of a program to a library, whose functions get further names.
 
     Raises:
         OSError: a file cannot be written.
         ToolchainError: the sources do not compile.
     """
-    source, compiled = resources("paged_kv.runtime") / program, path.with_suffix(".o")
+    source, compiled = path.with_suffix(".mojo"), path.with_suffix(".o")
+    source.write_text(program)
     command = ["build", "--emit", "object", "-O3", *options, *([f"--target-cpu={target}"] if target else [])]
-    _run(source, partial(subprocess_run_mojo, [*command, str(source), "-o", str(compiled)]))
     linker = _brought("lld", "bin")
+    _run(partial(_run_mojo, [*command, str(source), "-o", str(compiled)], linker))
     needed = _brought("libKGENCompilerRTShared.so", "lib")
     command = [str(linker), "-flavor", "gnu", "-shared", "--strip-all", str(compiled), str(needed), "-o", str(path)]
     command += [f"--defsym={name}={function}" for name, function in names.items()]
-    _run(source, partial(subprocess.run, command))
+    _run(partial(subprocess.run, command))
+    source.unlink()
     compiled.unlink()
 
 
-def _run(source: object, run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+_COMPILER = """
+import os, sys
+from mojo.run import subprocess_run_mojo
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sys.argv[1]])
+sys.exit(subprocess_run_mojo(sys.argv[2:]).returncode)
+"""
+
+
+def _run_mojo(arguments: list[str], linker: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the Mojo compiler, which wants a C compiler on the PATH also where it links nothing.
+
+    One that is there comes first, and the linker stands in where there is none; neither is called.
+    """
+    with tempfile.TemporaryDirectory(prefix="paged-kv-") as folder:
+        Path(folder, "cc").symlink_to(linker)
+        return subprocess.run([sys.executable, "-c", _COMPILER, folder, *arguments], **options)
+
+
+def _run(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     try:
         done = run(capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (RuntimeError, subprocess.SubprocessError) as error:
-        raise ToolchainError(f"{source}: {error}") from error
+        raise ToolchainError(f"{PROGRAM}: {error}") from error
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "error:" in line]
         if any(".mojo:" in line for line in said):
-            raise ToolchainError(f"{source} does not compile: {'; '.join(said)}")
+            raise ToolchainError(f"{PROGRAM} does not compile: {'; '.join(said)}")
         raise OSError("; ".join(line.partition("error: ")[2] for line in said) or f"exit status {done.returncode}")
 
 
