@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -147,6 +147,7 @@ def _bits(view: Any) -> Any:
     return view.view(getattr(namespace(view), _UNSIGNED[view.itemsize].name))
 
 
+@lru_cache(256)
 def _variant(op: Literal["append", "gather"], rows: np.dtype[Any], cache: np.dtype[Any]) -> Variant:
     """Of rows and a cache of one dtype, whose bits are copied, or of floats over codes."""
     if rows != cache:

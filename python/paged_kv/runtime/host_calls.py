@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -101,6 +102,7 @@ def load_variants(variants: Iterable[Variant]) -> None:
     load([kernel_of(variant) for variant in variants])
 
 
+@lru_cache(256)
 def kernel_of(variant: Variant, *, rotated: bool = False) -> Kernel:
     """The kernel that computes a variant."""
     rows, cache = variant.dtype.name, variant.kv_dtype.name
