@@ -27,7 +27,8 @@ def folder(tmp_path, monkeypatch):
     load = module.ctypes.CDLL
     monkeypatch.setattr(module.ctypes, "CDLL", lambda path, **_: Path(path).read_text() if path else load(path))
     monkeypatch.setattr(module, "_function", lambda library, name: f"{name} of {library}")
-    monkeypatch.setattr(module, "kernel_library", lambda sources: sources)
+    monkeypatch.setattr(module, "kernel_library", lambda sources: tmp_path / "packed" / sources.name)
+    monkeypatch.setattr(module._STATE, "has_built", False)
     return tmp_path / "cache" / "paged-kv" / "libraries"
 
 
@@ -106,6 +107,16 @@ def test_kernels_of_a_cache_are_built_together_and_once(compiler, folder, monkey
     assert "linear" in module.kernel("linear", "float32", "float32")
     assert len(compiler.given) == 2
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE((folder / "loaded").stat().st_mode) == 0o700
+
+
+def test_the_first_library_of_a_process_does_not_wait_for_the_package(compiler, tmp_path):
+    def includes():
+        return Path(compiler.given[-1][compiler.given[-1].index("-I") + 1])
+
+    attend()
+    assert (includes() / "mojo_ops" / "attention").is_dir()
+    module.kernel("merge", "float32")
+    assert includes() == tmp_path / "packed"
 
 
 def test_a_file_that_is_damaged_or_not_the_users_own_is_not_loaded(compiler, folder, monkeypatch):
