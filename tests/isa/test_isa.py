@@ -9,15 +9,19 @@ from max.driver import get_virtual_cpu_target
 
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_target
 from support.background import Job
-from support.isa import CPU_TARGETS, ISA_PATHS, OP_TESTS, can_run, run_tests
+from support.isa import CPU_TARGETS, ISA_PATHS, can_run, run_tests
 
 PATHS = [path for path in ISA_PATHS if can_run(path) and path != choose_cpu_target(CpuInfo.read())]
-RUNS = {path: Job(partial(run_tests, path, *ISA_PATHS[path], *OP_TESTS)) for path in PATHS}
+RUNS = {
+    f"{path}-{dtype}": Job(partial(run_tests, path, f"--q-dtype={dtype}", *tests))
+    for path in PATHS
+    for dtype, tests in ISA_PATHS[path].items()
+}
 
 
-@pytest.mark.parametrize("target", [pytest.param(path, marks=pytest.mark.waits_for(run)) for path, run in RUNS.items()])
-def test_ops(target):
-    RUNS[target]()
+@pytest.mark.parametrize("run", [pytest.param(name, marks=pytest.mark.waits_for(run)) for name, run in RUNS.items()])
+def test_ops(run):
+    RUNS[run]()
 
 
 def test_a_target_runs_where_its_flags_are():

@@ -13,22 +13,25 @@ from support import background
 CPU_TARGETS = ("x86-64", *REQUIRED_FLAGS)
 """What can be forced. An unknown name would abort the process inside MAX."""
 
-BFLOAT16 = ("--q-dtype=bfloat16",)
-ISA_PATHS: dict[str, tuple[str, ...]] = {
-    "x86-64": BFLOAT16,  # SSE2 alone: 4 float32 lanes, no FMA; what the portable path must make do with
-    "haswell": (),  # AVX2: 8 float32 lanes in 16 registers
-    "skylake-avx512": BFLOAT16,  # AVX-512 without bfloat16 instructions or tiles
-}
-"""One target for each path through the kernels that is not the best one of a recent CPU, and what its tests take.
-
-The paths convert bfloat16 and float8 in ways of their own, and compute in float32; one of them runs all dtypes.
-"""
-
 OP_TESTS = (
     *(f"ops/test_{name}_op.py" for name in ("linear", "attention", "prefill", "rotary", "extremes")),
     *("ops/test_masked_attention_op.py", "ops/test_mla_op.py", "ops/test_quantised.py"),
 )
 """The tests of what differs between instruction sets, AMX's among them."""
+
+ALL_OF_BFLOAT16 = {"bfloat16": OP_TESTS}
+ISA_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86-64": ALL_OF_BFLOAT16,  # SSE2 alone: 4 float32 lanes, no FMA; what the portable path must make do with
+    # AVX2: 8 float32 lanes in 16 registers, and instructions that convert float16
+    "haswell": ALL_OF_BFLOAT16 | dict.fromkeys(("float16", "float32"), OP_TESTS[:2]),
+    "skylake-avx512": ALL_OF_BFLOAT16,  # AVX-512 without bfloat16 instructions or tiles
+}
+"""One target for each path through the kernels that is not the best one of a recent CPU, and the tests of queries of a
+dtype that it runs.
+
+The paths convert bfloat16 and float8 in ways of their own, and compute in float32: what is not a conversion is tested
+with one dtype.
+"""
 
 TESTS = Path(__file__).parents[1]
 

@@ -158,4 +158,4 @@ def _described(k: _Layout, v: _Layout, itemsize: int) -> tuple[int, int, np.ndar
         numbers += [0, *steps[:3]]
     if v[0][3] != k[0][3]:
         numbers.append(v[0][3])
-    return *extents, np.array(numbers, np.int64)
+    return extents[0], extents[1], np.array(numbers, np.int64)

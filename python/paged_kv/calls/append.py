@@ -146,12 +146,10 @@ class CsrArguments:
 
     def slots_at(self, cache: WritableCache, batch_indices: Any, positions: Any, num_rows: int) -> Slots:
         """Of rows that are token `positions[i]` of request `batch_indices[i]`."""
-        given = {"batch_indices": batch_indices, "positions": positions}
-        device = self._device(**given)
+        given = {"batch_indices": batch_indices, "positions": positions, **self._arrays}
+        device = devices.device_of(**given)
         sizes = cache.page_size, cache.num_pages, num_rows
-        if device.readable:
-            return _slots.of(sizes, **given, **self._arrays)
-        return _slots_on(device, *sizes, **given, **self._arrays)
+        return _slots.of(sizes, **given) if device.readable else _slots_on(device, *sizes, **given)
 
     def slots_of_last(self, cache: WritableCache, append_indptr: Any, num_rows: int) -> Slots:
         """Of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
@@ -166,7 +164,8 @@ class CsrArguments:
         return devices.device_of(**indices, **self._arrays)
 
     def _table(self, device: ArrayDevice, cache: WritableCache) -> PageTable | DevicePageTable:
-        return csr_table(device, *self._arrays.values(), cache.page_size, KV_NAMES)
+        arrays = self.kv_indptr, self.kv_indices, self.kv_last_page_len
+        return csr_table(device, *arrays, cache.page_size, KV_NAMES)
 
     @property
     def _arrays(self) -> dict[str, Any]:
@@ -178,18 +177,20 @@ def _slots_on(
     page_size: int,
     num_pages: int,
     num_rows: int,
-    *,
     batch_indices: Any,
     positions: Any,
-    **table: Any,
+    kv_indptr: Any,
+    kv_indices: Any,
+    kv_last_page_len: Any,
 ) -> Slots:
     """`CsrArguments.slots_at` of a cache of `num_pages` pages, for `num_rows` rows."""
-    found = [device.indices(a, n) for a, n in ((batch_indices, "batch_indices"), (positions, "positions"))]
-    pages = csr_table(device, *table.values(), page_size, KV_NAMES)
-    for indices, name in zip(found, ("batch_indices", "positions"), strict=True):
+    names = ("batch_indices", "positions")
+    batch, at = (device.indices(a, n) for a, n in zip((batch_indices, positions), names, strict=True))
+    pages = csr_table(device, kv_indptr, kv_indices, kv_last_page_len, page_size, KV_NAMES)
+    for indices, name in zip((batch, at), names, strict=True):
         if len(indices) != num_rows:
             raise ShapeError(f"{name} has {len(indices)} entries, there are {num_rows} rows to append")
-    return Slots(*pages.slots(*found, num_pages))
+    return Slots(*pages.slots(batch, at, num_pages))
 
 
 _slots = Kept(partial(_slots_on, HOST))
