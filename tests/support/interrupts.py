@@ -10,6 +10,7 @@ import ctypes
 import random
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -56,12 +57,16 @@ def pythons_own_frames() -> Iterator[None]:
 def interrupted_anywhere(
     make: Callable[[], Made], operation: Callable[[Made], Any], most: int, seed: int = 0
 ) -> Iterator[tuple[Made, int]]:
-    """Up to `most` times what `make` gives, after an operation on it that an interrupt ended, and the place of that.
+    """`most` times what `make` gives, after an operation on it that an interrupt ended, and the bytecode of that.
 
-    The places are a sample of the bytecodes of this package that the operation runs, all as likely.
+    The places are a sample: of the lines of this package that the operation runs, all as likely, and of each time that
+    a line is run. So a line that runs once is tried as often as one in a loop.
     """
-    total = _run(partial(operation, make()), None)
-    for place in sorted(random.Random(seed).sample(range(1, total + 1), min(most, total))):
+    rng, by_line = random.Random(seed), defaultdict(list)
+    for place, line in enumerate(_run(partial(operation, make()), None), 1):
+        by_line[line].append(place)
+    lines = rng.sample(list(by_line), len(by_line))
+    for place in sorted(rng.choice(by_line[lines[turn % len(lines)]]) for turn in range(most)):
         made = make()
         interrupted(partial(operation, made), place)
         yield made, place
@@ -76,18 +81,17 @@ def interrupted(operation: Callable[[], Any], count: int) -> None:
         _run(operation, count)
 
 
-def _run(operation: Callable[[], Any], last: int | None) -> int:
-    """Runs an operation, schedules an interrupt after its `last` bytecode, and returns how many were counted."""
-    request, count = _Request(threading.get_ident()), 0
+def _run(operation: Callable[[], Any], last: int | None) -> list[Any]:
+    """Runs an operation, schedules an interrupt after its bytecode `last`; the lines of all until then."""
+    request, lines = _Request(threading.get_ident()), []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            count += 1
-            if count == last:
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+            if len(lines) == last:
                 sys.settrace(None)  # or the exception would come in the next call of this function
                 request.delivery  # noqa: B018
         return trace
@@ -98,4 +102,4 @@ def _run(operation: Callable[[], Any], last: int | None) -> int:
             operation()
         finally:
             sys.settrace(None)
-    return count
+    return lines

@@ -57,7 +57,7 @@ def test_an_interrupt_anywhere_loses_nothing_and_changes_nothing(kind, tmp_path)
     play(whole)
     assert whole.check() == 0
     assert whole.engine.preemptions > 0
-    for ledger, _ in interrupted_anywhere(make, play, 60):
+    for ledger, _ in interrupted_anywhere(make, play, 150, seed=len(kind)):
         play(ledger)
         assert ledger.check() == 0
         ledger.engine.flush()

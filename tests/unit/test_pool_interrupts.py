@@ -33,12 +33,12 @@ def filled() -> PagePool:
 def shared() -> SharedPages:
     """A request, its fork, a known prefix that nobody owns, and few free pages."""
     pages = SharedPages(num_pages=14, page_size=2)
-    pages.start("gone", [9, 9, 8, 8, 7])
-    pages.free("gone")
     pages.start("a", PROMPT)
     pages.fork("a", "b")
     pages.start("c", [5, 5, 5])
     pages.pool.start("d", 5)
+    pages.start("gone", [9, 9, 8, 8, 7])
+    pages.free("gone")
     return pages
 
 
@@ -143,10 +143,14 @@ def test_an_interrupt_anywhere_leaves_each_request_before_or_after(name):
 def test_what_is_free_shared_and_evicted_first_follows_from_the_table():
     for make in (filled, shared):
         made = make()
-        before, inside = state(made), getattr(made, "pool", made)._state
+        pool = getattr(made, "pool", made)
+        (first, *_), inside = pool.pages("a"), pool._state
+        pool.drop("a", 2)
+        before = state(made)
         with suppress(KeyboardInterrupt), inside:
             inside.returned, inside.fresh, inside.shared, inside.cached = [], 3, {}, OrderedDict()
             inside.requests["a"].pages.append(13)  # which would have counted with the length
+            inside.requests["a"].pages[0] = first  # whose place was to be a hole
             raise KeyboardInterrupt
         assert state(made) == before
 

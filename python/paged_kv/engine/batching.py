@@ -96,7 +96,7 @@ class Batching:
         self.waiting = [
             Sample(sample.request, sample.index, sample.tokens)
             for (number, index), sample in sorted(samples.items())
-            if index not in sample.request.ended and not (index and number in forking)
+            if index == 0 or number not in forking
         ]
         self.running = []
         return list(self.waiting)

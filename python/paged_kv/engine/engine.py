@@ -480,7 +480,8 @@ class Engine:
 
     def _recover(self) -> None:
         """Begins again after an exception: what was given counts, all else is computed again."""
-        for outbox in {self._outputs, *(sample.request.outbox for sample in self._batching.samples.values())}:
+        # Not those of samples that wait or run: one that has ended may be in neither list already.
+        for outbox in {self._outputs, *(request.outbox for request in list(self._unfinished.values()))}:
             if outbox.last.next is not None:
                 self._note(outbox.last.next)
         for sample in self._batching.restart():
