@@ -20,10 +20,13 @@ MOST_STEPS = 3000
 
 
 class Letters:
-    """A tokenizer of letters: token i is the i-th of the alphabet. `before` is called before each token is decoded."""
+    """A tokenizer of letters: token i is the i-th of the alphabet. `before` is called before each token is decoded.
+
+    A stream gives each letter with the next one, as one that waits for the rest of a character.
+    """
 
     def __init__(self, before: Callable[[], object] = lambda: None) -> None:
-        self.before = before
+        self.before, self._last = before, ""
 
     @property
     def forms(self) -> Forms:
@@ -34,15 +37,16 @@ class Letters:
 
     def stream(self, *, skip_special_tokens: bool = True) -> Letters:  # noqa: ARG002 - it has none
         self.before()
-        return self
+        return Letters(self.before)
 
     def push(self, token: int) -> str:
         self.before()
-        return chr(ord("a") + token)
+        before, self._last = self._last, chr(ord("a") + token)
+        return before
 
     def flush(self) -> str:
         self.before()
-        return ""
+        return self._last
 
 
 @cache
@@ -126,5 +130,11 @@ class Ledger:
                 assert not ends or (got[-1].finish and len(ends) == 1), "outputs after the last"
                 assert whole or ends == ["error"] or number in self.aborted, f"{number}, {sample} did not end: {ends}"
                 errors += ends == ["error"]
+                text = "".join(output.text for output in got)
+                if self.engine._tokenizer is not None and not asked.sampling.stop:
+                    letters = "".join(
+                        chr(ord("a") + each) for each in expected if each not in asked.sampling.stop_tokens
+                    )
+                    assert text == letters if whole else letters.startswith(text), (number, sample)
         assert errors <= most_errors, f"{errors} samples failed, of {most_errors} that might"
         return errors

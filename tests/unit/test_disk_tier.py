@@ -19,7 +19,6 @@ from paged_kv.errors import ContractError, ContractTypeError
 from support.disk_folders import bytes_in
 from support.engine_runs import Ledger
 from support.fake_model import VOCAB, FakeModel, alone
-from support.interrupts import interrupted
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
 FIVE = Sampling(5)
@@ -416,28 +415,3 @@ def test_200_requests_in_turns_of_engines_on_one_folder_get_their_own_tokens(tmp
         ledger.engine.flush()
         assert bytes_in(tmp_path) <= 40_000
     assert restored > 1000
-
-
-def test_an_interrupt_anywhere_leaves_requests_and_the_folder_right(tmp_path):
-    def crowded():
-        ledger = Ledger(engine_on(tmp_path, pages=9, page_size=3, max_step_tokens=9, max_running=6))
-        ledger.add([1, 2, 3, 4, 5, 6, 7, 8], FIVE, 3)
-        ledger.add([1, 2, 3, 5, 6, 7, 8], FIVE, 2)
-        return ledger
-
-    whole = crowded()
-    whole.finish()
-    restored, at = 0, 0
-    while True:
-        at += 1201
-        ledger = crowded()
-        reached = interrupted(ledger.finish, at)
-        ledger.finish()
-        ledger.check(most_errors=1)
-        restored += ledger.engine.tokens_restored
-        ledger.engine.flush()
-        assert not ledger.engine._disk.off
-        if not reached:
-            break
-    assert at > 10_000
-    assert restored > 30

@@ -16,7 +16,6 @@ from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.pool import PagePool, PrefixCache, pages_needed
 from support.engine_runs import Ledger, Letters, guess_often, run
 from support.fake_model import VOCAB, FakeDraft, FakeModel, Nonsense, alone, logits_after
-from support.interrupts import interrupted
 
 KINDS = [
     Sampling(30),
@@ -177,21 +176,6 @@ def test_an_exception_anywhere_loses_no_token():
     assert ledger.check() == 0
     assert failed > 15
     assert engine.statistics.right_tokens > 30
-
-
-def test_an_interrupt_anywhere_leaves_each_sample_done_unchanged_or_failed_alone():
-    at, failed = 0, 0
-    while True:
-        at += 7001
-        ledger = Ledger(guessing(pages=14, page_size=3, tokenizer=Letters(), max_running=6))
-        ledger.add([1, 2, 3, 4], Sampling(9, 1.0, seed=3), 3)
-        ledger.add([1, 2, 3, 5, 6], Sampling(9, 1.0, seed=3), 2)
-        reached = interrupted(ledger.finish, at)
-        ledger.finish()
-        failed += ledger.check(most_errors=1)
-        if not reached:
-            break
-    assert at > 50_000
 
 
 def test_requests_with_forms_on_a_disk_get_their_own_texts(tmp_path):

@@ -3,8 +3,8 @@
 First come, first served: a sample waits until those before it have pages. Where running samples need more pages than
 there are, the one that came last gives its own back and is computed again later, so the first one always goes on.
 
-A sample that moves from one list to the other is in both meanwhile: an exception in between loses none, and `recover`
-lets it wait, without pages.
+A sample that moves from one list to the other is in both meanwhile, so an exception in between loses none. After one
+`restart` lets all of them wait, without pages, and they are computed again from their tokens.
 """
 
 from __future__ import annotations
@@ -78,10 +78,28 @@ class Batching:
         """Puts a sample among those that wait, where it is not there."""
         _insert(self.waiting, sample)
 
-    def recover(self) -> None:
-        """Makes good an exception: samples that were about to run, or to wait again, wait without pages."""
-        for sample in self.waiting:
-            self._leave(sample)
+    @property
+    def samples(self) -> dict[tuple[int, int], Sample]:
+        """All samples by their keys."""
+        return {sample.key: sample for sample in (*self.running, *self.waiting)}
+
+    def restart(self) -> list[Sample]:
+        """Begins again after an exception: returns the samples, which all wait, without pages, made anew from their
+        tokens. Those that begin when a prompt is in the cache come again from `fork`.
+        """
+        samples = self.samples
+        forking = {sample.request.number for sample in samples.values() if sample.forks}
+        for key in samples:
+            with suppress(RequestError):
+                self.pool.free(key)
+        self.preemptions += len(self.running)
+        self.waiting = [
+            Sample(sample.request, sample.index, sample.tokens)
+            for (number, index), sample in sorted(samples.items())
+            if index == 0 or number not in forking
+        ]
+        self.running = []
+        return list(self.waiting)
 
     def plan(self) -> Plan:
         """The next step: samples that decode first, one token each, then prompts in the order of arrival; guesses."""
@@ -142,27 +160,16 @@ class Batching:
         self._store(sample, cached)
 
     def fork(self, sample: Sample) -> list[Sample]:
-        """The request's other samples, which begin with all that `sample` has in the cache; each runs from `enter` on.
-
-        Those that are there already, because an exception came after they were made, are left out.
-        """
-        request, children = sample.request, []
+        """Lets the request's other samples run, which begin with all that `sample` has in the cache."""
+        request = sample.request
         self._store(sample, len(sample.tokens))  # once, not for each child
-        for index in range(1, request.samples):
-            child = Sample(request, index, list(request.prompt))
-            if index in request.ended or _has(self.waiting, child) or _has(self.running, child):
-                continue
-            self.add(child)
+        children = [Sample(request, index, list(request.prompt)) for index in range(1, request.samples)]
+        for child in children:
+            _insert(self.running, child)
             self.pool.fork(sample.key, child.key)
             child.cached, child.stored = len(child.tokens), sample.stored
             child.chain, child.offered = list(sample.chain), sample.offered
-            children.append(child)
         return children
-
-    def enter(self, sample: Sample) -> None:
-        """Says that a sample has its pages: it runs."""
-        _insert(self.running, sample)
-        _remove(self.waiting, sample)
 
     def drop(self, sample: Sample, num_tokens: int) -> None:
         """Gives back the pages of the first `num_tokens` tokens, which no layer sees any more."""
@@ -253,7 +260,8 @@ class Batching:
             if len(sample.tokens) == len(sample.request.prompt):
                 sample.request.cached = sample.cached
             sample.stored = sample.cached
-            self.enter(sample)
+            _insert(self.running, sample)
+            _remove(self.waiting, sample)
 
 
 def _place(samples: list[Sample], sample: Sample) -> int:

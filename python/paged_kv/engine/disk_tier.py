@@ -279,13 +279,11 @@ class DiskPages:
         with self._lock:
             if self.off or (self._worker is not None and self._worker.is_alive()):
                 return
-            self._worker = worker = threading.Thread(target=self._work, name="paged-kv disk tier")
+            # One whose start is interrupted and that runs all the same excludes a second one by the folder's lock.
+            self._worker = threading.Thread(target=self._work, name="paged-kv disk tier")
             try:
-                worker.start()
-            except BaseException as error:
-                self._worker = None  # one that did start excludes a second one by the folder's lock
-                if not isinstance(error, RuntimeError):
-                    raise
+                self._worker.start()
+            except RuntimeError as error:
                 self._fail(error)  # no more threads, or the interpreter is about to end
 
     def _work(self) -> None:

@@ -22,7 +22,7 @@ from paged_kv.arguments import integer, shown
 from paged_kv.engine.batching import Batching, Plan
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
 from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_form
-from paged_kv.engine.outputs import Commit, OutputStream
+from paged_kv.engine.outputs import OutputStream
 from paged_kv.engine.prefix_file import check_key, load_prefix, save_prefix
 from paged_kv.engine.requests import (
     FinishReason,
@@ -52,7 +52,7 @@ class Engine:
     `step` computes; everything else only notes what is wanted, so any thread may call it meanwhile. What is wrong with
     a request is refused by `add_request`, and what goes wrong with it later ends its sample alone. What the model
     raises, and what comes from outside (KeyboardInterrupt), `step` raises: outputs that were decided before come from
-    the next one, all else is computed again. A sample whose decoder was interrupted ends with an error.
+    the next one, and all samples give their pages back and are computed again, from the tokens that they have.
 
     Args:
         model: Owns the pages; the engine says who has which.
@@ -120,8 +120,6 @@ class Engine:
         self._outputs = Outbox()  # of the requests that no stream reads
         self._stepping = RLock()
         self._interrupted = False  # an exception ended the last step, or one is under way
-        self._drawing: Sample | None = None  # the sample whose decoder is at work
-        self._commit: Commit | None = None  # what it gets, until that is carried out
 
     @property
     def preemptions(self) -> int:
@@ -354,7 +352,7 @@ class Engine:
             request = self._wanted[0]
             if request.aborted:
                 self._unfinished.pop(request.number, None)
-                for sample in [*self._batching.running, *self._batching.waiting]:
+                for sample in self._batching.samples.values():
                     if sample.request is request:
                         self._batching.end(sample)
             else:
@@ -404,7 +402,6 @@ class Engine:
             choices = choose(logits, rows, [sample.history for sample in samples])
             further = []
             for (sample, row, right, guesses), choice in zip(turn, choices, strict=True):
-                self._drawing = sample
                 output = self._next_output(sample, choice)
                 self._give(sample, output)
                 if guesses and output.tokens == (guesses[0],) and output.finish is None:
@@ -424,23 +421,17 @@ class Engine:
             return _failed(sample, f"request {request.number}: {choice}")
         token = choice.token
         try:
-            if sample.text is None:
-                skips = request.sampling.skip_special_tokens
-                decoder = None if self._tokenizer is None else self._tokenizer.stream(skip_special_tokens=skips)
-                sample.text = StopText(decoder, tuple(request.sampling.stop))
+            decoder = sample.text or self._begin_text(sample)
             form = sample.history.form
-            at_end = form is not None and form.push(token)
-            is_end = token in request.end_tokens
             new = len(sample.tokens) + 1 - len(request.prompt)
-            may_stop = new > request.sampling.min_tokens
-            text, stops = ("", False) if is_end else sample.text.push(token, may_stop=may_stop)
+            text, stops, at_end = _decode(sample, decoder, token, new)
             finish: FinishReason | None = None
-            if stops or at_end or is_end:
+            if stops or at_end:
                 finish = "stop"
             elif len(sample.tokens) + 1 >= request.limit:
                 finish = "length"
             if finish is not None and not stops:
-                rest, stops = sample.text.flush()
+                rest, stops = decoder.flush()
                 text, finish = text + rest, "stop" if stops else finish
             if form is not None:
                 form.add_text(text)
@@ -448,44 +439,57 @@ class Engine:
                     # By a stop text, by a stop token within it, or by a tokenizer that spells tokens in two ways.
                     return _failed(sample, f"request {request.number}: its text ended before its form did")
         except Exception as error:  # a decoder may raise anything
-            return _failed(sample, str(error) if isinstance(error, PagedKVError) else shown(error))
+            return _failed(sample, error)
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
         of_prompt = tuple(request.prompt_logprobs) if new == 1 and sample.index == 0 else ()
         return Output(*sample.key, (token,), text, finish, None, logprobs, request.cached, of_prompt)
 
-    def _give(self, sample: Sample, output: Output) -> None:
-        """Gives a sample its next output: it counts from the store of the commit on."""
-        last, link = sample.request.outbox.last, Link(sample.request, output)
-        self._commit = Commit(sample, len(sample.tokens), last, link, output)
-        self._settle(self._commit)
+    def _begin_text(self, sample: Sample) -> StopText:
+        """Makes what decodes a sample's tokens; it and the form take those that the sample has. A decoder may raise."""
+        request = sample.request
+        skips = request.sampling.skip_special_tokens
+        stream = None if self._tokenizer is None else self._tokenizer.stream(skip_special_tokens=skips)
+        decoder = StopText(stream, tuple(request.sampling.stop))
+        for new, token in enumerate(sample.tokens[len(request.prompt) :], 1):
+            text, _, _ = _decode(sample, decoder, token, new)
+            if sample.history.form is not None:
+                sample.history.form.add_text(text)
+        sample.text = decoder
+        return decoder
 
-    def _settle(self, commit: Commit) -> None:
-        """Carries a commit out; each step of it may be repeated."""
-        sample, output, request = commit.sample, commit.output, commit.sample.request
-        sample.tokens[commit.length :] = output.tokens
-        commit.last.next = commit.link
-        request.outbox.last = commit.link
-        if output.error is None and sample.index not in request.ended:
-            self._batching.enter(sample)
-            self._batching.computed(sample, commit.length)
-        if output.finish is None:
-            if self._window_left >= 0 and sample.cached > self._window_left:
-                self._batching.drop(sample, sample.cached - self._window_left)
-        else:
+    def _give(self, sample: Sample, output: Output) -> None:
+        """Gives a sample its next output; K and V of its tokens before are in its pages, where it has not failed."""
+        length = len(sample.tokens)
+        if output.error is None:
+            self._batching.computed(sample, length)
+        sample.request.outbox.last.next = link = Link(sample, length, output)  # from here on it counts
+        self._note(link)
+        if output.finish is None and self._window_left >= 0 and sample.cached > self._window_left:
+            self._batching.drop(sample, sample.cached - self._window_left)
+
+    def _note(self, link: Link) -> None:
+        """Notes an output that was given. After an exception that is done again, until the link is the last one."""
+        sample, request = link.sample, link.sample.request
+        sample.tokens[link.length :] = link.output.tokens
+        if link.output.finish is not None:
             request.ended.add(sample.index)
             self._batching.end(sample)
             if len(request.ended) == request.samples:
                 self._unfinished.pop(request.number, None)
-        self._drawing = None
-        self._commit = None
+        request.outbox.last = link
 
     def _recover(self) -> None:
-        """Finishes what an exception left of the last step."""
-        if self._commit is not None:
-            self._settle(self._commit)
-        elif self._drawing is not None:
-            self._give(self._drawing, _failed(self._drawing, "interrupted while its next text was decoded"))
-        self._batching.recover()
+        """Begins again after an exception: what was given counts, all else is computed again."""
+        # Not those of samples that wait or run: one that has ended may be in neither list already.
+        for outbox in {self._outputs, *(request.outbox for request in list(self._unfinished.values()))}:
+            if outbox.last.next is not None:
+                self._note(outbox.last.next)
+        for sample in self._batching.restart():
+            if len(sample.tokens) > len(sample.request.prompt):
+                try:
+                    self._begin_text(sample)
+                except Exception as error:
+                    self._give(sample, _failed(sample, error))
 
 
 def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share_prefixes: bool) -> Speculation | None:
@@ -514,5 +518,15 @@ def _add_prompt_logprobs(sample: Sample, logits: npt.NDArray[np.float32]) -> Non
             request.prompt_logprobs.append(found)
 
 
-def _failed(sample: Sample, error: str) -> Output:
-    return Output(*sample.key, (), "", "error", error)
+def _decode(sample: Sample, decoder: StopText, token: int, new: int) -> tuple[str, bool, bool]:
+    """The text of a sample's `new`-th token; whether a stop text ends it, and whether its form or an end token does."""
+    request, form = sample.request, sample.history.form
+    at_end = form is not None and form.push(token)
+    if token in request.end_tokens:
+        return "", False, True
+    return *decoder.push(token, may_stop=new > request.sampling.min_tokens), at_end
+
+
+def _failed(sample: Sample, error: Exception | str) -> Output:
+    said = str(error) if isinstance(error, PagedKVError | str) else shown(error)
+    return Output(*sample.key, (), "", "error", said)

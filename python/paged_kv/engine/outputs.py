@@ -1,16 +1,12 @@
-"""How outputs go from a step to those who asked for them, whatever exception comes in between.
-
-A step decides what a sample gets in one record, a `Commit`, which counts from one store on. It says all in absolute
-terms, so that carrying it out twice is as carrying it out once: a step that was interrupted is finished by the next.
-"""
+"""How a request's outputs go from steps to whoever iterates over them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from paged_kv.engine.requests import Link, Output, Request, Sample
+from paged_kv.engine.requests import Output, Request
 from paged_kv.errors import RequestError
 
 
@@ -22,19 +18,6 @@ class Stepping(Protocol):
     def has_ended(self, request: int) -> bool: ...
 
     def abort(self, request: int) -> None: ...
-
-
-class Commit(NamedTuple):
-    """What a step gives one sample."""
-
-    sample: Sample
-    length: int
-    """Tokens of the sample before those of the output; all of them are in the cache."""
-    last: Link
-    """The last one of the outbox."""
-    link: Link
-    """What goes behind it."""
-    output: Output
 
 
 class OutputStream(Iterator[Output]):
@@ -53,7 +36,7 @@ class OutputStream(Iterator[Output]):
         while True:
             ended = self._engine.has_ended(self._request.number)  # asked first: another thread may step
             link = self._read.next
-            if link is not None and link.output is not None and not self._request.aborted:
+            if link is not None and not self._request.aborted:
                 self._read = link
                 return link.output
             if ended:

@@ -42,19 +42,32 @@ class Output:
 
 
 @dataclass(eq=False, slots=True)
-class Link:
-    """An output in a queue, and what is behind it."""
+class Place:
+    """A place in a queue of outputs."""
 
-    request: Request | None = None
-    output: Output | None = None
-    next: Link | None = None
+    next: Link | None = field(default=None, kw_only=True)
+
+
+@dataclass(eq=False, slots=True)
+class Link(Place):
+    """An output in a queue."""
+
+    sample: Sample
+    length: int
+    """Tokens of the sample before those of the output."""
+    output: Output
 
 
 class Outbox:
-    """Outputs in order: steps hang links to `last`, a reader follows them from `read`."""
+    """Outputs in order: a reader follows links from `read`.
+
+    An output counts from the moment on in which a step hangs its link to `last`. When its sample has noted it, the link
+    is the last one; so what is behind `last` after an exception was given and is to be noted.
+    """
 
     def __init__(self) -> None:
-        self.last = self.read = Link()
+        self.last: Place = Place()
+        self.read: Place = self.last
 
     @property
     def is_empty(self) -> bool:
@@ -66,10 +79,10 @@ class Outbox:
         while True:
             first = last = self.read
             outputs = []
-            while last.next is not None:
-                last = last.next
-                if last.output is not None and last.request is not None and not last.request.aborted:
-                    outputs.append(last.output)
+            while (link := last.next) is not None:
+                last = link
+                if not link.sample.request.aborted:
+                    outputs.append(link.output)
             # No signal and no other thread comes between here and the return: nothing is called.
             if self.read is first:
                 self.read = last

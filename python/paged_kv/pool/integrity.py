@@ -38,7 +38,7 @@ def check_state(state: PoolState) -> None:
 def _check_owners(state: PoolState, holder_of: dict[int, str]) -> None:
     """Checks the requests and how many own each page; adds their pages to `holder_of`."""
     owners: Counter[int] = Counter()
-    for request_id, request in state.active():
+    for request_id, request in state.requests.items():
         holder = f"request {shown(request_id)}"
         for page in request.owned():
             _check_page(state, holder, page)
@@ -51,8 +51,8 @@ def _check_owners(state: PoolState, holder_of: dict[int, str]) -> None:
     for page, count in state.shared.items():
         if count < 2 or owners[page] != count:
             raise IntegrityError(f"page {page} counts {count} owners and has {owners[page]}")
-    for request_id, request in state.active():
-        length = request.length or 0
+    for request_id, request in state.requests.items():
+        length = request.length
         if length < 0:
             raise IntegrityError(f"request {shown(request_id)} has length {length}")
         needed = -(-length // state.page_size)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.errors import ContractError
+from paged_kv.options import NO_PAGE
 from paged_kv.pool import requests
 from paged_kv.pool.integrity import check_state
 from paged_kv.pool.requests import Events, Listener, PageEvent, name_of
-from paged_kv.pool.state import Change, Contents, PoolState, RequestPages, Stored
+from paged_kv.pool.state import Contents, Growth, PoolState, RequestPages, Stored
 
 __all__ = ["Copy", "Counts", "PageEvent", "PagePool", "pages_needed"]
 
@@ -48,7 +48,7 @@ def pages_needed(num_tokens: int, page_size: int) -> int:
 
 
 def operation(method: Callable[Concatenate[_Pool, _P], _T]) -> Callable[Concatenate[_Pool, _P], _T]:
-    """Runs a method of the pool alone, after the one before it is carried out; listeners are told afterwards."""
+    """Runs a method of the pool alone, after what an exception left is settled; listeners are told afterwards."""
 
     @wraps(method)
     def run(self: _Pool, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -74,9 +74,10 @@ class PagePool:
     slot `j % page_size`. Several requests own one page after `fork`, and where a prompt begins as a known one does
     (`prefix.PrefixCache`). Free pages are taken before cached ones, and of these the one used least recently.
 
-    Every operation does all it says, or raises and changes nothing; that holds for an exception that comes from
-    outside, KeyboardInterrupt for one: the pool is then as before the operation or as after it. Taking or returning a
-    page is O(1), and the page returned last is taken first.
+    Every operation does all it says, or raises and changes no request; cached pages that it needed may be free then.
+    That holds for an exception that comes from outside, KeyboardInterrupt for one: each request is as before the
+    operation or as after it, or has its own copy of a shared page already. The next operation, which computes again
+    which pages are free, costs O(pages). Else taking or returning a page is O(1), the page returned last first.
 
     Request ids are any hashable values that equal themselves. Threads may share a pool: an operation waits for the one
     in progress. A pool that is copied or pickled is a pool of its own, without listeners.
@@ -148,7 +149,7 @@ class PagePool:
 
         Raises: as `free`.
         """
-        return requests.find(self._state, request_id).length or 0
+        return requests.find(self._state, request_id).length
 
     @operation
     def start(
@@ -173,10 +174,9 @@ class PagePool:
         """
         request, count = requests.new(self._state, request_id), _token_count(request_id, num_tokens)
         prefix = tuple(find_prefix(self._state.known)) if find_prefix else ()
-        change = self._state.growth(name_of(request_id), request, count, prefix)
-        requests.register(self._state, request_id, request)
-        self._commit_growth(request_id, change, len(prefix))
-        return tuple(change.added)
+        growth = self._growth(request_id, request, count, prefix)
+        self._grow(request_id, request, growth, is_new=True)
+        return (*prefix, *growth.new)
 
     @operation
     def reserve(self, request_id: Hashable, num_tokens: int = 1, copy: Copy | None = None) -> tuple[int, ...]:
@@ -195,11 +195,10 @@ class PagePool:
                 there is no `copy`.
         """
         request, count = requests.find(self._state, request_id), _token_count(request_id, num_tokens)
-        change = self._state.growth(name_of(request_id), request, count)
-        if change.source is not None:
-            change = self._writable(request_id, request, count, copy, change)
-        self._commit_growth(request_id, change)
-        return tuple(change.added[change.source is not None :])
+        growth = self._growth(request_id, request, count)
+        _copy_shared(request_id, growth, copy)
+        self._grow(request_id, request, growth)
+        return tuple(growth.new[growth.source is not None :])
 
     @operation
     def extend(
@@ -223,15 +222,14 @@ class PagePool:
 
         Raises: as `start` and `reserve`, and what `write` raises.
         """
-        state = self._state
-        request = requests.look_up(state, request_id) or requests.new(state, request_id)
-        count = _token_count(request_id, num_tokens)
-        change = state.growth(name_of(request_id), request, count)
-        change = self._writable(request_id, request, count, copy, change)
-        first, slot = divmod(request.length or 0, state.page_size)
-        write(slot, (*request.pages[first : change.held], *change.added))
-        requests.register(state, request_id, request)
-        self._commit_growth(request_id, change)
+        request = requests.look_up(self._state, request_id)
+        is_new = request is None
+        request, count = request or requests.new(self._state, request_id), _token_count(request_id, num_tokens)
+        growth = self._growth(request_id, request, count)
+        _copy_shared(request_id, growth, copy)
+        first, slot = divmod(request.length, self._state.page_size)
+        write(slot, (*request.pages[first : growth.held], *growth.new))
+        self._grow(request_id, request, growth, is_new=is_new)
 
     @operation
     def fork(self, request_id: Hashable, new_id: Hashable) -> None:
@@ -245,19 +243,12 @@ class PagePool:
         """
         state = self._state
         parent, child = requests.find(state, request_id), requests.new(state, new_id)
-        owned = parent.owned()
-        owners = [(page, state.shared.get(page, 1) + 1) for page in owned]
-        change = state.change_of(
-            child,
-            added=tuple(parent.pages),
-            length=parent.length,
-            dropped=parent.dropped,
-            owners=owners,
-            stored=parent.stored,
-        )
-        requests.register(state, new_id, child)
-        state.commit(change)
-        self._events.add("shared", new_id, owned)
+        child.length, child.pages = parent.length, list(parent.pages)
+        child.dropped, child.stored = parent.dropped, parent.stored
+        with state:
+            requests.register(state, new_id, child)
+            state.own(child.owned())
+        self._events.add("shared", new_id, child.owned())
 
     @operation
     def shrink(self, request_id: Hashable, num_tokens: int) -> None:
@@ -269,14 +260,17 @@ class PagePool:
                 pages that it still owns.
         """
         request = requests.find(self._state, request_id)
-        length, page_size = request.length or 0, self._state.page_size
+        length, page_size = request.length, self._state.page_size
         most = max(length - request.dropped * page_size, 0)
         length -= integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, most)
         held = -(-length // page_size)
-        leaving, stored = request.pages[held:], request.stored
-        if stored is not None and stored[0] * page_size > length:
-            stored = None  # what is stored of it is found again where it is needed
-        self._state.commit(self._state.release(request, leaving, held=held, length=length, stored=stored))
+        leaving = request.pages[held:]
+        with self._state:
+            if request.stored is not None and request.stored[0] * page_size > length:
+                request.stored = None  # what is stored of it is found again where it is needed
+            request.length = length
+            del request.pages[held:]
+            self._state.release(leaving)
         self._events.add("released", request_id, leaving)
 
     @operation
@@ -292,10 +286,13 @@ class PagePool:
             ContractTypeError, ContractError: `num_tokens` is not an integer, negative, or more than the request has.
         """
         request = requests.find(self._state, request_id)
-        tokens = integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, request.length or 0)
+        tokens = integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, request.length)
         end = max(tokens // self._state.page_size, request.dropped)
         leaving = request.pages[request.dropped : end]
-        self._state.commit(self._state.release(request, leaving, dropped=end))
+        with self._state:
+            begin, request.dropped = request.dropped, end
+            request.pages[begin:end] = [NO_PAGE] * len(leaving)
+            self._state.release(leaving)
         self._events.add("released", request_id, leaving)
         return len(leaving)
 
@@ -307,11 +304,10 @@ class PagePool:
             RequestError: the request is unknown, or was freed before.
             ContractTypeError: `request_id` is not hashable.
         """
-        request = requests.find(self._state, request_id)
-        leaving = request.owned()
-        self._state.commit(self._state.release(request, leaving, held=0, length=None, dropped=0))
-        with suppress(Exception):  # of the id's own methods: the request is inactive as it is
-            self._state.requests.pop(request_id, None)
+        leaving = requests.find(self._state, request_id).owned()
+        with self._state:
+            requests.remove(self._state, request_id)
+            self._state.release(leaving)
         self._events.add("released", request_id, leaving)
 
     @operation
@@ -330,14 +326,15 @@ class PagePool:
         """
         request = requests.find(self._state, request_id)
         contents, stored = choose(request, self._state.known)
-        self._state.commit(self._state.change_of(request, contents=contents, stored=stored))
+        self._state.known.update(contents)
+        request.stored = stored
         self._events.add("stored", request_id, (page for page, _ in contents))
         return 0 if stored is None else stored[0]
 
     @operation
     def owners(self) -> dict[Hashable, tuple[int, ...]]:
         """The pages of each request that has any, in token order, without those that were dropped."""
-        return {request_id: tuple(request.owned()) for request_id, request in self._state.active() if request.owned()}
+        return {key: tuple(pages) for key, request in self._state.requests.items() if (pages := request.owned())}
 
     @operation
     def look(self, function: Callable[[Mapping[int, Any]], _T]) -> _T:
@@ -351,8 +348,7 @@ class PagePool:
         Returns the number of pages whose content was known.
         """
         known = tuple(self._state.known)
-        self._state.commit(self._state.eviction(known))
-        self._events.add("evicted", None, known)
+        self._forget(known)
         return len(known)
 
     @operation
@@ -376,32 +372,43 @@ class PagePool:
         vars(self).update(state)
         self._events, self._lock = Events(), threading.RLock()
 
-    def _writable(
-        self, request_id: Hashable, request: RequestPages, num_tokens: int, copy: Copy | None, change: Change
-    ) -> Change:
-        """A growth whose pages may be written before it is committed: none is known, a shared last page is copied."""
-        if change.source is not None and copy is None:
-            raise ContractError(
-                f"{name_of(request_id)}: the new tokens go to page {change.source}, which other requests own too: give"
-                f" copy, which copies it"
-            )
-        if change.forgotten:
-            self._state.commit(self._state.eviction(change.forgotten))
-            self._events.add("evicted", None, change.forgotten)
-            change = self._state.growth(name_of(request_id), request, num_tokens)
-        if change.source is not None and copy is not None:
-            copy(change.source, change.added[0])
-        return change
+    def _growth(
+        self, request_id: Hashable, request: RequestPages, num_tokens: int, prefix: Sequence[int] = ()
+    ) -> Growth:
+        """Plans how a request grows, after the content of pages that it needs or writes to is forgotten."""
+        growth = self._state.growth(name_of(request_id), request, num_tokens, prefix)
+        if growth.forgotten:
+            self._forget(growth.forgotten)
+            growth = self._state.growth(name_of(request_id), request, num_tokens, prefix)
+        return growth
 
-    def _commit_growth(self, request_id: Hashable, change: Change, prefix: int = 0) -> None:
-        """Commits what `PoolState.growth` gave, for a request that begins with `prefix` known pages."""
-        self._state.commit(change)
+    def _grow(self, request_id: Hashable, request: RequestPages, growth: Growth, *, is_new: bool = False) -> None:
+        with self._state:
+            self._state.grow(request, growth)
+            if is_new:
+                requests.register(self._state, request_id, request)
         if self._events.listeners:
-            copied = () if change.source is None else (change.source, change.added[0])
-            self._events.add("evicted", None, change.forgotten)
-            self._events.add("hit", request_id, change.added[:prefix])
+            copied = () if growth.source is None else (growth.source, growth.new[0])
+            self._events.add("hit", request_id, growth.prefix)
             self._events.add("copied", request_id, copied)
-            self._events.add("allocated", request_id, change.added[prefix + len(copied) // 2 :])
+            self._events.add("allocated", request_id, growth.new[len(copied) // 2 :])
+
+    def _forget(self, pages: Sequence[int]) -> None:
+        with self._state:
+            self._state.forget(pages)
+        self._events.add("evicted", None, pages)
+
+
+def _copy_shared(request_id: Hashable, growth: Growth, copy: Copy | None) -> None:
+    """Copies the page that a request must not write to, because others own it too."""
+    if growth.source is None:
+        return
+    if copy is None:
+        raise ContractError(
+            f"{name_of(request_id)}: the new tokens go to page {growth.source}, which other requests own too: give"
+            f" copy, which copies it"
+        )
+    copy(growth.source, growth.new[0])
 
 
 def _token_count(request_id: Hashable, num_tokens: int) -> int:

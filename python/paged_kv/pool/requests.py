@@ -61,10 +61,9 @@ def name_of(request_id: Hashable) -> str:
 def look_up(state: PoolState, request_id: Hashable) -> RequestPages | None:
     """The request's record; None where it is unknown."""
     try:
-        request = state.requests.get(request_id)
+        return state.requests.get(request_id)
     except Exception as error:  # its __hash__ or __eq__ may raise anything
         raise _unusable(request_id) from error
-    return request if request is not None and request.length is not None else None
 
 
 def find(state: PoolState, request_id: Hashable) -> RequestPages:
@@ -76,15 +75,23 @@ def find(state: PoolState, request_id: Hashable) -> RequestPages:
 
 
 def register(state: PoolState, request_id: Hashable, request: RequestPages) -> None:
-    """Makes a request known by its id; one that is inactive is unknown until a change is committed."""
+    """Makes a request known by its id."""
     try:
         state.requests[request_id] = request
     except Exception as error:
         raise _unusable(request_id) from error
 
 
+def remove(state: PoolState, request_id: Hashable) -> None:
+    """Makes a request unknown."""
+    try:
+        del state.requests[request_id]
+    except Exception as error:  # a KeyError too, where its __hash__ is another one now
+        raise _unusable(request_id) from error
+
+
 def new(state: PoolState, request_id: Hashable) -> RequestPages:
-    """The record of a request that is not there yet, inactive.
+    """The record of a request that is not there yet.
 
     Raises:
         RequestError: the request has been started and not freed.

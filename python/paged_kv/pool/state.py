@@ -1,13 +1,14 @@
-"""The allocator state of the page pool, and its changes: each is one record that counts by one store.
+"""The allocator state of the page pool: one table of who owns which pages, and what follows from it.
 
-So an exception from outside, KeyboardInterrupt for one, finds a change either not made or made: what is left of it is
-carried out by the next operation.
+The table is `requests`, with `known`: a request owns the pages that its length needs, but for those it dropped. Free
+pages, numbers of owners and the order of eviction are kept beside it for speed alone. Where an exception from outside,
+KeyboardInterrupt for one, ends a change, the next operation computes them again from the table.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -25,10 +26,10 @@ Stored = tuple[int, Any] | None
 class RequestPages:
     """What the pool knows of one request."""
 
-    length: int | None = None
-    """In tokens; None where the request is not started, or freed."""
+    length: int = 0
+    """In tokens."""
     pages: list[int] = field(default_factory=list)
-    """In token order; `NO_PAGE` for the first `dropped` ones."""
+    """In token order; `NO_PAGE` for the first `dropped` ones. What goes past the length does not count."""
     dropped: int = 0
     """Leading pages that were given back."""
     stored: Stored = None
@@ -38,86 +39,78 @@ class RequestPages:
         return self.pages[self.dropped :]
 
 
-class Change(NamedTuple):
-    """One operation's effect in absolute terms, so that carrying it out twice is as carrying it out once."""
+class Growth(NamedTuple):
+    """How a request grows. It changes nothing yet, so that its pages can be written before they count."""
 
-    request: RequestPages
+    length: int
+    """The request's new length, in tokens."""
     held: int
     """The request's pages below this index stay."""
-    added: Sequence[int]
-    """What follows them."""
-    length: int | None
-    """The request's length; None: it is freed."""
-    dropped: int
-    """Leading pages of the request that were given back."""
-    kept: int
+    prefix: Sequence[int] = ()
+    """The known pages that a new request begins with."""
+    new: Sequence[int] = ()
+    """The pages that come last, free ones so far."""
+    kept: int = 0
     """The returned pages below this index stay."""
-    returned: Sequence[int]
-    """What follows them."""
-    fresh: int
+    fresh: int = 0
     """The lowest page that was never owned."""
-    owners: Sequence[tuple[int, int]] = ()
-    """Pages with their number of owners, where it changes from or to more than one."""
-    uncached: Sequence[int] = ()
-    """Pages that are cached no more: a request owns them again, or they are evicted."""
-    cached: Sequence[int] = ()
-    """Pages that no request owns any more and whose content is known, the one to be evicted first in front."""
     forgotten: Sequence[int] = ()
-    """Pages whose content is known no more."""
-    contents: Contents = ()
-    """Pages whose content is known from now on."""
-    stored: Stored = None
-    """Of the request."""
+    """Pages whose content must be forgotten before: the last one, which is written to, and cached ones."""
     source: int | None = None
-    """The page whose place the first added page takes, as a copy."""
+    """The page whose place the first new page takes, as a copy."""
 
 
 class PoolState:
-    """Which pages are free, cached and owned. Not safe for threads: `PagePool` locks."""
+    """Which pages are free, cached and owned. Not safe for threads: `PagePool` locks.
+
+    It is changed inside `with state:`, the table first; `settle` repairs what an exception left of that.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.requests: dict[Hashable, RequestPages] = {}
+        self.known: dict[int, Any] = {}  # the prefix cache's record of each page whose tokens are known
         self.returned: list[int] = []  # pages that were owned and are free; the last is taken first, then fresh ones
         self.fresh = 0  # this page and those above were never owned
-        self.cached: OrderedDict[int, None] = OrderedDict()  # pages without an owner; the first is evicted first
-        self.known: dict[int, Any] = {}  # the prefix cache's record of each page whose tokens are known
+        self.cached: OrderedDict[int, None] = OrderedDict()  # known, without an owner; the first is evicted first
         self.shared: dict[int, int] = {}  # pages with more than one owner, and how many
-        self.requests: dict[Hashable, RequestPages] = {}  # some may be inactive: started and not committed, or freed
-        self.change: Change | None = None
+        self._is_whole = True  # whether the last four follow from the table
+
+    def __enter__(self) -> None:
+        self._is_whole = False
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._is_whole = kind is None
+
+    def settle(self) -> None:
+        """Computes again what follows from the table, where an exception ended a change."""
+        if self._is_whole:
+            return
+        owners: Counter[int] = Counter()
+        for request in self.requests.values():
+            del request.pages[-(-request.length // self.page_size) :]
+            request.pages[: request.dropped] = [NO_PAGE] * request.dropped
+            owners.update(request.owned())
+        self.shared = {page: count for page, count in owners.items() if count > 1}
+        # Pages that were being released go last, of a chain the last one first, as `release` has them.
+        unowned = [page for page in (*self.cached, *reversed(self.known)) if page in self.known and page not in owners]
+        self.cached = OrderedDict.fromkeys(unowned)
+        self.fresh = 1 + max((*owners, *self.known), default=-1)
+        self.returned = [page for page in reversed(range(self.fresh)) if page not in owners and page not in self.known]
+        self._is_whole = True
 
     def num_free(self) -> int:
         """Pages that no request owns and whose tokens are not known."""
         return self.num_pages - self.fresh + len(self.returned)
 
-    def active(self) -> Iterator[tuple[Hashable, RequestPages]]:
-        """The requests that are started and not freed."""
-        for request_id, request in self.requests.items():
-            if request.length is not None:
-                yield request_id, request
-
-    def change_of(self, request: RequestPages, **effects: Any) -> Change:
-        """A change that has these effects alone."""
-        change = Change(
-            request,
-            held=len(request.pages),
-            added=(),
-            length=request.length,
-            dropped=request.dropped,
-            kept=len(self.returned),
-            returned=(),
-            fresh=self.fresh,
-            stored=request.stored,
-        )
-        return change._replace(**effects)
-
-    def growth(self, name: str, request: RequestPages, num_tokens: int, prefix: Sequence[int] = ()) -> Change:
-        """What lengthens `request`; where it is new, it begins with the pages `prefix`, which are full.
+    def growth(self, name: str, request: RequestPages, num_tokens: int, prefix: Sequence[int] = ()) -> Growth:
+        """Plans how `request` lengthens; where it is new, it begins with the pages `prefix`, which are full.
 
         Raises:
             PoolExhausted: too few pages are free or cached; the message calls the request `name`.
         """
-        old = request.length or 0
+        old = request.length
         held, length = len(request.pages), old + num_tokens
         needed = -(-length // self.page_size) - held - len(prefix)
         source: int | None = None
@@ -130,93 +123,59 @@ class PoolState:
                 held -= 1
             elif last in self.known:
                 forgotten = (last,)
-        if not needed and not prefix:
-            return self.change_of(request, length=length, forgotten=forgotten)
-        revived = [page for page in prefix if page in self.cached]
         free = self.num_free()
-        evicted = max(needed - free, 0)
-        if evicted > len(self.cached) - len(revived):
-            cached = f" and {len(self.cached) - len(revived)} cached" if self.cached else ""
-            raise PoolExhausted(
-                f"{name}: num_tokens={num_tokens} needs {needed} more pages,"
-                f" {free} of {self.num_pages} are free{cached}"
-            )
+        if needed > free:
+            protected = self.cached.keys() & set(prefix)
+            spare = len(self.cached) - len(protected)
+            if needed - free > spare:
+                cached = f" and {spare} cached" if self.cached else ""
+                raise PoolExhausted(
+                    f"{name}: num_tokens={num_tokens} needs {needed} more pages,"
+                    f" {free} of {self.num_pages} are free{cached}"
+                )
+            victims = islice((page for page in self.cached if page not in protected), needed - free)
+            return Growth(length, held, forgotten=(*forgotten, *victims))
         kept = max(len(self.returned) - needed, 0)
-        taken = len(self.returned) - kept
-        fresh = min(self.fresh + needed - taken, self.num_pages)
-        victims: tuple[int, ...] = ()
-        if evicted:
-            protected = set(revived)
-            victims = tuple(islice((page for page in self.cached if page not in protected), evicted))
-        owners = [(page, self.shared.get(page, 1) + 1) for page in prefix if page not in self.cached]
-        if source is not None:
-            owners.append((source, self.shared[source] - 1))
-        return self.change_of(
-            request,
-            held=held,
-            added=(*prefix, *reversed(self.returned[kept:]), *range(self.fresh, fresh), *victims),
-            length=length,
-            kept=kept,
-            fresh=fresh,
-            owners=owners,
-            uncached=(*revived, *victims),
-            forgotten=(*forgotten, *victims),
-            source=source,
-        )
+        fresh = self.fresh + needed - len(self.returned) + kept
+        new = (*reversed(self.returned[kept:]), *range(self.fresh, fresh))
+        return Growth(length, held, prefix, new, kept, fresh, forgotten, source)
 
-    def release(self, request: RequestPages, pages: Sequence[int], **effects: Any) -> Change:
-        """What makes `request` no owner of some of its pages, given in token order."""
-        owners: list[tuple[int, int]] = []
-        cached: list[int] = []
-        returned: Sequence[int] = pages[::-1]
-        if self.shared or self.known:
-            free = []
-            # The last page first: it is to be evicted before the pages whose tokens it continues.
-            for page in returned:
-                count = self.shared.get(page)
-                if count is not None:
-                    owners.append((page, count - 1))
-                elif page in self.known:
-                    cached.append(page)
-                else:
-                    free.append(page)
-            returned = free
-        return self.change_of(request, returned=returned, owners=owners, cached=cached, **effects)
+    def grow(self, request: RequestPages, growth: Growth) -> None:
+        """Gives a request the pages of `growth`."""
+        request.pages[growth.held :] = (*growth.prefix, *growth.new)
+        request.length = growth.length
+        del self.returned[growth.kept :]
+        self.fresh = growth.fresh
+        self.own(growth.prefix)
+        if growth.source is not None:
+            self.release([growth.source])
 
-    def eviction(self, pages: Sequence[int]) -> Change:
-        """What makes the content of known pages forgotten; those that are cached become free, the first on top."""
-        cached = [page for page in pages if page in self.cached]
-        return self.change_of(RequestPages(), returned=cached[::-1], uncached=cached, forgotten=pages)
-
-    def commit(self, change: Change) -> None:
-        """Makes a change true: from the first statement on it counts, whatever interrupts the rest."""
-        self.change = change
-        self.settle()
-
-    def settle(self) -> None:
-        """Carries the last change out where that was interrupted. Each step may be repeated."""
-        change = self.change
-        if change is None:
-            return
-        self.returned[change.kept :] = change.returned
-        self.fresh = change.fresh
-        for page, count in change.owners:
-            if count > 1:
-                self.shared[page] = count
+    def own(self, pages: Sequence[int]) -> None:
+        """Counts one more owner of pages that are owned or cached."""
+        for page in pages:
+            if page in self.cached:
+                del self.cached[page]
             else:
-                self.shared.pop(page, None)
-        for page in change.uncached:
-            self.cached.pop(page, None)
-        for page in change.cached:
-            self.cached[page] = None
-        for page in change.forgotten:
-            self.known.pop(page, None)
-        for page, record in change.contents:
-            self.known[page] = record
-        request = change.request
-        request.pages[change.held :] = change.added
-        request.pages[: change.dropped] = [NO_PAGE] * change.dropped
-        request.dropped = change.dropped
-        request.length = change.length
-        request.stored = change.stored
-        self.change = None
+                self.shared[page] = self.shared.get(page, 1) + 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Counts one owner less of some pages, given in token order."""
+        # The last page first: it is to be evicted before the pages whose tokens it continues.
+        for page in reversed(pages):
+            count = self.shared.get(page)
+            if count is not None and count > 2:
+                self.shared[page] = count - 1
+            elif count is not None:
+                del self.shared[page]
+            elif page in self.known:
+                self.cached[page] = None
+            else:
+                self.returned.append(page)
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """Forgets the content of known pages; those that are cached become free, the first on top."""
+        for page in reversed(pages):
+            del self.known[page]
+            if page in self.cached:
+                del self.cached[page]
+                self.returned.append(page)

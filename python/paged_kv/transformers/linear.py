@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ _LEAST_ELEMENTS = 1 << 16
 
 
 _lock = threading.RLock()
-_running: dict[int, tuple[set[object], list[Callable[[], Any]]]] = {}
-"""By the id of a model: the calls that run on its replaced layers, and what takes those back."""
+_running: dict[int, set[object]] = {}
+"""By the id of a model: the calls that run on its replaced layers."""
 
 
 @contextmanager
@@ -33,12 +32,10 @@ def replaced(model: nn.Module) -> Iterator[None]:
     call = object()
     try:
         with _lock:
-            calls, undo = _running.setdefault(id(model), (set(), []))
-            if not calls:
-                _undo(undo)  # of a release that was interrupted
-            calls.add(call)
-            if not undo:
-                _replace(model, undo)
+            _running.setdefault(id(model), set()).add(call)
+            for module in model.modules():
+                if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_served(module.weight):
+                    module.__dict__["forward"] = partial(_forward, module)
         yield
     finally:
         try:
@@ -49,29 +46,13 @@ def replaced(model: nn.Module) -> Iterator[None]:
 
 def _release(model: nn.Module, call: object) -> None:
     with _lock:
-        calls, undo = _running.get(id(model), (set(), []))
+        calls = _running.get(id(model), set())
         calls.discard(call)
         if not calls:
-            _undo(undo)
+            for module in model.modules():
+                if getattr(module.__dict__.get("forward"), "func", None) is _forward:
+                    del module.__dict__["forward"]
             _running.pop(id(model), None)
-
-
-def _undo(undo: list[Callable[[], Any]]) -> None:
-    while undo:
-        undo[-1]()
-        undo.pop()
-
-
-def _replace(model: nn.Module, undo: list[Callable[[], Any]]) -> None:
-    """Replace `forward`; `undo` knows how to take it back before, so an exception from outside leaves none behind."""
-    layers = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear and "forward" not in module.__dict__ and _is_served(module.weight)
-    ]
-    for module in layers:
-        undo.append(partial(module.__dict__.pop, "forward", None))
-        module.__dict__["forward"] = partial(_forward, module)
 
 
 def _is_served(weight: Tensor) -> bool:
