@@ -39,21 +39,17 @@ RUN_TOKENS = 16
 LATENT = (512, 64)  # head_dim_ckv, head_dim_kpe
 
 
-def medians_us(repeats: int, *calls: Callable[[], Any], apart_s: float = 0.0) -> list[float]:
-    """The median of `repeats` single runs of each call; the calls take turns, to meet the same noise.
-
-    Before each one the thread computes for `apart_s`.
-    """
-    times = np.zeros((repeats // 10 + 1 + repeats, len(calls)))
-    for row in times:
-        for i, call in enumerate(calls):
-            begin = time.perf_counter() + apart_s
-            while time.perf_counter() < begin:
-                pass
-            start = time.perf_counter_ns()
-            call()
-            row[i] = time.perf_counter_ns() - start
-    return [float(median) / 1e3 for median in np.median(times[-repeats:], axis=0)]
+def median_us(repeats: int, call: Callable[[], Any], apart_s: float = 0.0) -> float:
+    """The median of `repeats` single runs of a call. Before each one the thread computes for `apart_s`."""
+    times = np.zeros(repeats // 10 + 1 + repeats)
+    for i in range(len(times)):
+        begin = time.perf_counter() + apart_s
+        while time.perf_counter() < begin:
+            pass
+        start = time.perf_counter_ns()
+        call()
+        times[i] = time.perf_counter_ns() - start
+    return float(np.median(times[-repeats:])) / 1e3
 
 
 def plan_us(to_array: Callable[[np.ndarray], Any], *, full: bool, repeats: int) -> float:
@@ -65,7 +61,7 @@ def plan_us(to_array: Callable[[np.ndarray], Any], *, full: bool, repeats: int) 
     indices = rng.permutation(indptr[-1]).astype(np.int32)
     table: list[Any] = [to_array(array) for array in (indptr, indices, np.full(PLAN_BATCH, PAGE_SIZE, np.int32))]
     wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(None)
-    return medians_us(repeats, lambda: wrapper.plan(*table, *HEADS, PAGE_SIZE, q_data_type="bfloat16"))[0]
+    return median_us(repeats, lambda: wrapper.plan(*table, *HEADS, PAGE_SIZE, q_data_type="bfloat16"))
 
 
 def calls_of(kind: str, dtype: str) -> dict[str, Callable[[], Any]]:
@@ -117,11 +113,9 @@ def measure(repeats: int) -> list[dict[str, Any]]:
         for kind in ("numpy", "torch"):
             calls = calls_of(kind, dtype)
             for apart, apart_s in (("", 0.0), (", apart", 1e-3)):
-                found = medians_us(repeats if not apart_s else repeats // 4, *calls.values(), apart_s=apart_s)
-                rows += [
-                    {"what": f"{what}, {dtype}{apart}", "arrays": kind, "us": us}
-                    for what, us in zip(calls, found, strict=True)
-                ]
+                for what, call in calls.items():  # each by itself: in turns they evict each other from the CPU's caches
+                    us = median_us(repeats // 4 if apart_s else repeats, call, apart_s)
+                    rows.append({"what": f"{what}, {dtype}{apart}", "arrays": kind, "us": us})
     return rows
 
 

@@ -9,9 +9,10 @@ import pytest
 CALL = """
 import numpy as np
 import paged_kv
-v, s = np.ones((3, 2, 8), np.float32), np.zeros((3, 2), np.float32)
-merged, lse = paged_kv.merge_state(v, s, v, s)
-assert (np.asarray(merged) == 1).all() and (np.asarray(lse) == 1).all()
+for dtype in (np.float32, np.float16):  # with the second library the package of sources is compiled
+    v, s = np.ones((3, 2, 8), dtype), np.zeros((3, 2), np.float32)
+    merged, lse = paged_kv.merge_state(v, s, v, s)
+    assert (np.asarray(merged) == 1).all() and (np.asarray(lse) == 1).all()
 """
 
 

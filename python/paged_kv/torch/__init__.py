@@ -257,7 +257,7 @@ def _gather(
     _refuse_gradients(k_cache=k_cache, v_cache=v_cache)
     k_cache, v_cache = pages_of(k_cache, v_cache, layer)
     check_caches(k_cache=k_cache, v_cache=v_cache)
-    rows = _rows.of((k_cache.shape[1], None), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
+    rows = _requests.of((k_cache.shape[1], None), block_tables=block_tables, seq_lens=seq_lens, qo_indptr=None)
     found = int(rows.lengths.sum(dtype=np.int64))
     if found != integer("num_tokens", num_tokens, 0):
         raise ShapeError(f"num_tokens is {num_tokens}, the requests have {found} (seq_lens)")
@@ -447,7 +447,7 @@ def _fake_linear(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[0]))
 
 
-_rows = Kept(_new_rows)
+_rows, _requests = Kept(_new_rows), Kept(_new_rows)
 _slots = Kept(_new_slots)
 
 for _name, _kernel, _fake in (
