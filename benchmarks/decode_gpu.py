@@ -109,7 +109,7 @@ def reason(error: Exception) -> str:
     """An error in one line; one of memory with what there is of it and who may hold it."""
     import torch
 
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:240]
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:600]
     words = text.lower()
     if not isinstance(error, torch.cuda.OutOfMemoryError) and "memory" not in words:
         return text

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from max.driver import CPU, Accelerator
+from max.driver import Accelerator, Buffer
 from max.dtype import DType
 
 from benchmarks import gpu_graphs
 from benchmarks.gpu_timing import System
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.devices import gpu
-from paged_kv.arrays.gpu import TorchArrays
-from paged_kv.arrays.host import to_buffer
+from paged_kv.arrays.host import HOST, to_buffer, to_numpy
+from paged_kv.arrays.types import ArrayDevice
 from paged_kv.bench.peers.max_flash import HOST_INPUTS, PAGE_SIZE, flash_inputs
 from paged_kv.options import AttentionOptions
 from paged_kv.runtime.session import runtime_on
@@ -112,34 +112,43 @@ class Ours:
     def systems(self, problem: Problem) -> Iterator[System]:
         point, where = problem.point, problem.device
         on_gpu = where == "cuda"
-        device = gpu(0) if on_gpu else TorchArrays(CPU())
+        device: ArrayDevice = gpu(0) if on_gpu else HOST
         runtime = runtime_on(0 if on_gpu else None)
-        k, v = paged_views(problem.blocks, "NHD", device=device)
+        k, v = paged_views(self._of(problem.blocks), "NHD", device=device)
         k_blocks, v_blocks, view = cache_operands(k, v, device)
+        rows = torch.arange(point.batch, dtype=torch.int32, device=where)
         none = torch.zeros(0, device=where)
-        inputs: list[Any] = [
-            device.buffer(problem.q),
-            device.buffer(torch.arange(point.batch, dtype=torch.int32, device=where)),
-            device.buffer(torch.full((point.batch,), point.length, dtype=torch.int32, device=where)),
-            k_blocks,
-            v_blocks,
-            device.buffer(problem.table.view(torch.uint32)),
-            view,
-            device.buffer(none),
-            device.buffer(none.clone()),
-            np.array(-1, np.int32),
-            AttentionOptions().numbers(point.head_dim),
+        tensors = [
+            problem.q,
+            rows,
+            torch.full_like(rows, point.length),
+            problem.table.view(torch.uint32),
+            none,
+            none.clone(),
         ]
+        q, rows, lengths, table, *options = (device.buffer(self._of(tensor)) for tensor in tensors)
+        numbers = np.array(-1, np.int32), AttentionOptions().numbers(point.head_dim)
+        inputs: list[Any] = [q, rows, lengths, k_blocks, v_blocks, table, view, *options, *numbers]
         dtypes = DType[point.dtype], DType[point.kv_dtype]
-        stream, result = max_stream() if on_gpu else None, torch.utils.dlpack.from_dlpack
+        stream = max_stream() if on_gpu else None
+        run = partial(runtime.execute, Variant("attention", *dtypes), *inputs)
+        yield System("paged-kv", run, stream, _first)
         if on_gpu:
             torch.cuda.synchronize()
-        buffers = [to_buffer(each) if isinstance(each, np.ndarray) else each for each in inputs]
-        run = partial(runtime.execute, Variant("attention", *dtypes), *inputs)
-        yield System("paged-kv", run, stream, lambda outputs: result(outputs[0]))
-        if on_gpu:
+            buffers = [to_buffer(each) if isinstance(each, np.ndarray) else each for each in inputs]
             plain = gpu_graphs.attention(runtime, *dtypes, gpu_kernel="plain").load(runtime)
-            yield System("paged-kv plain", partial(plain.execute, *buffers), stream, lambda outputs: result(outputs[0]))
+            yield System("paged-kv plain", partial(plain.execute, *buffers), stream, _first)
+
+    @staticmethod
+    def _of(tensor: torch.Tensor) -> Any:
+        """A tensor on a GPU as it is, one of the host as an array."""
+        return tensor if tensor.is_cuda else to_numpy(Buffer.from_dlpack(tensor))
+
+
+def _first(outputs: Sequence[Any]) -> torch.Tensor:
+    """The first result: a buffer on a GPU, or an array of the host, whose bfloat16 torch does not take from NumPy."""
+    (o, *_) = outputs
+    return torch.from_dlpack(o if isinstance(o, Buffer) else to_buffer(o))
 
 
 class MaxFlashAttention:

@@ -9,6 +9,10 @@
     launches    the kernels that one call gives the GPU, by MAX's list of launches
     trace       the kernels that ran: their time, registers, blocks an SM, stream, as CUPTI saw them
     assembler   the registers of every kernel in the artefacts; none may spill
+    host        what a call costs the host: runs enqueued one after the other, without a wait
+    latent      MLA decode at DeepSeek's sizes: against float64, and the time of the device
+    demo        `paged-kv demo` on the device: shared prefixes, samples, preemption, and a recompute in NumPy
+    llama       steps of a Llama of 1.1 G parameters: logits of a prompt against float64, milliseconds a step
 
 Each prints facts as JSON objects, one a line, and what it found as its last line; the exit status is 1 where it fails.
 """
@@ -19,9 +23,11 @@ import argparse
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -186,6 +192,135 @@ def trace(_: str) -> str:
     return f"{len(kernels)} kernels, the Hopper kernel among them"
 
 
+def host(_: str) -> str:
+    import torch
+
+    wrapper, q, cache = problem("gpu", "bfloat16")[:3]
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
+    written = {"out": out, "lse": lse, "return_lse": True}
+    for name, options in (("new results", {}), ("out and lse given", written)):
+        for count in (20, 300):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(count):
+                wrapper.run(q, cache, **options)
+            enqueued = time.perf_counter() - started
+            torch.cuda.synchronize()
+            whole = time.perf_counter() - started
+        emit(check="host", run=name, enqueue_us=1e6 * enqueued / count, whole_us=1e6 * whole / count)
+    return f"{1e6 * whole / count:.0f} us a call, {1e6 * enqueued / count:.0f} of the host"
+
+
+def latent(device: str) -> str:
+    import torch
+
+    from benchmarks.gpu_timing import System, clock_of, medians_ms
+    from paged_kv import reference
+    from paged_kv.mla import BatchMLAPagedAttentionWrapper
+
+    where = "cuda" if device == "gpu" else "cpu"
+    heads, page = 128, 64
+    scale = 192**-0.5
+    for batch, length in ((3, 333), (64, 4096)):
+        pages = -(-length // page)
+        generator = torch.Generator().manual_seed(1)
+        order = torch.randperm(batch * pages, generator=generator).int()
+        ckv, kpe = (torch.randn(batch * pages, page, dim, generator=generator).bfloat16() for dim in (512, 64))
+        q_nope, q_pe = (torch.randn(batch, heads, dim, generator=generator).bfloat16() for dim in (512, 64))
+        wrapper = BatchMLAPagedAttentionWrapper(None)
+        lengths = np.full(batch, length, np.int32)
+        offsets, indptr = np.arange(batch + 1, dtype=np.int32), np.arange(batch + 1, dtype=np.int32) * pages
+        dtypes = {"q_data_type": "bfloat16", "kv_data_type": "bfloat16"}
+        sizes = (heads, 512, 64, page, False, scale)
+        wrapper.plan(offsets, indptr, order.numpy(), lengths, *sizes, **dtypes)
+        arrays = [array.to(where) for array in (q_nope, q_pe, ckv, kpe)]
+        if batch == 3:
+            o = wrapper.run(*arrays).float().cpu().numpy()
+            wide = [array.float().numpy() for array in (q_nope, q_pe, ckv, kpe)]
+            table = order.numpy().astype(np.uint32).reshape(batch, pages)
+            rows = np.arange(batch, dtype=np.int32), lengths
+            expected = reference.mla_attention(*wide, table, *rows, sm_scale=scale)[0]
+            off = float(np.abs(o - expected).max() / np.abs(expected).max())
+            emit(check="latent", off=off)
+            if not off <= 1e-2:
+                raise AssertionError(f"latent attention is off by {off:.1e}")
+        elif where == "cuda":
+            run = partial(wrapper.run, *arrays)
+            system = System("latent", run, torch.cuda.current_stream(), lambda o: o)
+            (median,) = medians_ms([system], 10, clock_of(where))
+            if isinstance(median, Exception):
+                raise median
+            size = batch * length * 576 * 2
+            emit(check="latent", batch=batch, length=length, ms=median, gb_s=size / median / 1e6)
+    return "latent attention is right"
+
+
+def demo(device: str) -> str:
+    from paged_kv.cli import main as command
+
+    sys.argv = ["paged-kv", "demo", "--device", device]
+    try:
+        status = command()
+    except SystemExit as end:
+        status = end.code
+    if status:
+        raise AssertionError(f"the demo ended with {status}")
+    return "the demo's tokens are right"
+
+
+def llama(device: str) -> str:
+    from max.dtype import DType
+
+    from benchmarks.gpu_bundle.models import LLAMA, llama_decoder
+    from paged_kv.arrays.host import to_buffer
+    from paged_kv.bench.problems import StepProblem
+    from paged_kv.engine.model import DecoderModel
+    from paged_kv.runtime.session import runtime_on
+
+    case, page_size = LLAMA, 16
+    sizes = [(batch, length) for batch in (1, 8, 64) for length in (512, 4096)] if device == "gpu" else [(1, 512)]
+    pages = max(batch * (length // page_size + 1) for batch, length in sizes) + 128
+    began = time.perf_counter()
+    problem = StepProblem(case, 0)
+    emit(check="llama", weights_seconds=time.perf_counter() - began)
+    began = time.perf_counter()
+    weights = {name: to_buffer(array) for name, array in problem.weights.items()}
+    runtime = runtime_on(0 if device == "gpu" else None)
+    dtype = DType[case.dtype]
+    model = DecoderModel(llama_decoder(), weights, dtype=dtype, num_pages=pages, page_size=page_size, runtime=runtime)
+    emit(check="llama", load_seconds=time.perf_counter() - began)
+    tokens = problem.short()[0].tolist()
+    found = model.step([tokens], [0], [[pages - 1]])
+    off = problem.short_error(found)
+    emit(check="llama", prompt=len(tokens), off=off)
+    if not off <= problem.tolerance:
+        raise AssertionError(f"the logits of a prompt of {len(tokens)} tokens are off by {off:.1e}")
+    if device == "gpu":
+        import torch
+
+        torch.from_dlpack(model.blocks).normal_()
+        torch.cuda.synchronize()
+    rng = np.random.default_rng(0)
+    for batch, length in sizes:
+        owned = -(-(length + 1) // page_size)
+        table = rng.permutation(pages)[: batch * owned].reshape(batch, owned).tolist()
+        rows = rng.integers(0, case.vocab, (batch, 1)).tolist()
+        times = []
+        for _ in range(12):
+            began = time.perf_counter()
+            model.step(rows, [length] * batch, table)
+            times.append(time.perf_counter() - began)
+        emit(check="llama step", batch=batch, length=length, ms=1e3 * float(np.median(times[2:])))
+    prompt = rng.integers(0, case.vocab, 2048).tolist()
+    table = [list(range(128))]
+    for _ in range(2):
+        began = time.perf_counter()
+        model.step([prompt], [0], table)
+        elapsed = time.perf_counter() - began
+    emit(check="llama prompt", tokens=len(prompt), ms=1e3 * elapsed)
+    return "a Llama's logits are right"
+
+
 def assembler(_: str) -> str:
     cubins = import_module("gpu_model.cubins")  # of tests/
     folder = cache_path() / "compiled"
@@ -201,7 +336,11 @@ def assembler(_: str) -> str:
 
 
 CHECKS: dict[str, Callable[[str], str]] = {
-    check.__name__: check for check in (names, hello, attention, float8, empty, memory, launches, trace, assembler)
+    check.__name__: check
+    for check in (
+        *(names, hello, attention, float8, empty, memory, launches, trace, assembler),
+        *(host, latent, demo, llama),
+    )
 }
 
 

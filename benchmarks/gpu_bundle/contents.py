@@ -107,7 +107,9 @@ def compiled_graphs(out: Path, device: str) -> None:
     cache = out / "cache"
     (cache / "paged-kv").mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu_bundle.graphs", device]
-    result = subprocess.run(command, cwd=ROOT, env={**os.environ, "XDG_CACHE_HOME": str(cache)}, check=False)
+    # What MAX keeps of its own is for compilers, and does not travel.
+    folders = {"XDG_CACHE_HOME": str(cache), "MODULAR_CACHE_DIR": str(out.with_name("max-cache"))}
+    result = subprocess.run(command, cwd=ROOT, env={**os.environ, **folders}, check=False)
     if result.returncode != 0:
         raise ToolchainError(f"the graphs for the {device} do not compile (exit status {result.returncode})")
 

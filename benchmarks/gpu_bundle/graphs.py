@@ -22,9 +22,13 @@ from max import driver
 from max.dtype import DType
 
 from benchmarks import gpu_graphs
+from benchmarks.gpu_bundle import models
 from benchmarks.gpu_bundle.steps import ARCHITECTURE, CPU_TARGET
 from benchmarks.gpu_graphs import GraphSpec
+from paged_kv.engine.step import StepGraph
+from paged_kv.graphs.attention import GpuKernel
 from paged_kv.runtime import compile_key, libraries
+from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.compile_key import Key, Sources
 from paged_kv.runtime.libraries import Kernel
@@ -58,16 +62,22 @@ def wanted(device: str) -> list[Wanted]:
     runtime = runtime_on(0 if device == "gpu" else None)
     f32, f16, bf16, f8 = DType.float32, DType.float16, DType.bfloat16, DType.float8_e4m3fn
 
-    def api(op: Op, q: DType, kv: DType) -> Wanted:
-        variant = Variant(op, q, kv)
+    def api(op: Op, q: DType, kv: DType, o: DType | None = None) -> Wanted:
+        variant = Variant(op, q, kv, o)
         key = variant.key(runtime.architecture)
         return Wanted(variant.name, {variant.name: key}, lambda: runtime.load([variant]))
 
     def graph(name: str, spec: GraphSpec) -> Wanted:
         return Wanted(name, {spec.name: spec.key}, lambda: spec.load(runtime))
 
+    def step(name: str, step: StepGraph) -> Wanted:
+        keys = step.keys(runtime.architecture)
+        build = lambda module, _: step.build(module, runtime.device)  # noqa: E731
+        return Wanted(name, keys, lambda: compile_ahead(runtime.session, keys, build, None))
+
     if device == "cpu":  # the API tests compare with float32 on the CPU
         kernels = [Kernel("attention", (q.name, kv.name, q.name)) for q, kv in ((bf16, bf16), (f32, f32), (bf16, f8))]
+        kernels.append(Kernel("merge", ("float32",)))
         return [graph("add_one", gpu_graphs.add_one(runtime)), *map(_library, kernels)]
     words = DType.uint32
     first = [graph("add_one", gpu_graphs.add_one(runtime)), api("attention", bf16, bf16)]
@@ -78,6 +88,8 @@ def wanted(device: str) -> list[Wanted]:
     flash = [
         graph(f"max_flash_{heads}", gpu_graphs.flash_attention(runtime, bf16, heads, 8, 128)) for heads in (32, 64)
     ]
+    moves: tuple[Op, ...] = ("append", "gather")
+    kernels: tuple[GpuKernel, ...] = ("best", "plain")
     return [
         *first,
         api("attention", bf16, f8),
@@ -87,6 +99,25 @@ def wanted(device: str) -> list[Wanted]:
         api("attention", f16, f16),
         *plain[1:],
         *flash[1:],
+        step("step_demo", models.demo_step()),
+        step("step_llama", models.llama_step()),
+        *(api(op, bits, bits) for bits in (DType.uint8, DType.uint16) for op in moves),
+        api("mla_attention", bf16, bf16),
+        api("merge", bf16, bf16),
+        api("masked_attention", bf16, bf16, f32),
+        api("attention", f32, f32),
+        graph("plain_float16", gpu_graphs.attention(runtime, f16, f16, gpu_kernel="plain")),
+        graph("plain_float32", gpu_graphs.attention(runtime, f32, f32, gpu_kernel="plain")),
+        *(
+            graph(
+                f"invariant_{kernel}_{dtype.name}",
+                gpu_graphs.attention(runtime, dtype, dtype, batch_invariant=True, gpu_kernel=kernel),
+            )
+            for dtype in (bf16, f16, f32)
+            for kernel in kernels
+        ),
+        api("attention", bf16, DType.uint8),
+        api("append", bf16, DType.uint8),
     ]
 
 

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -150,7 +151,9 @@ def environment(home: Path) -> dict[str, str]:
     env["XDG_CACHE_HOME"] = str(home / "cache")
     # The driver's libraries (libcuda, libnvidia-ml) may be mounted where the loader does not look.
     mounted = [folder for folder in ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib") if Path(folder).is_dir()]
-    libraries = [str(home / "site/modular/lib"), env.get("LD_LIBRARY_PATH"), *mounted]
+    # MAX's matrix products of float32 are cuBLAS's, which torch has brought.
+    torchs = map(str, Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/lib"))
+    libraries = [str(home / "site/modular/lib"), env.get("LD_LIBRARY_PATH"), *mounted, *torchs]
     env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "MODULAR_TELEMETRY_ENABLED": "0"}
     # MAX takes 90 % of a GPU's memory with its first context; torch and other systems want room beside it.

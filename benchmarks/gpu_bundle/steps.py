@@ -32,9 +32,11 @@ def _check(*words: str) -> tuple[str, ...]:
     return ("{python}", "-m", f"{_MODULE}.gpu_bundle.checks", "--device", "{device}", *words)
 
 
+_DECODE = ("{python}", "-m", f"{_MODULE}.decode_gpu", "--device", "{device}", "--cpu-target", CPU_TARGET)
+
+
 def _measure(*words: str) -> tuple[str, ...]:
-    command = ("{python}", "-m", f"{_MODULE}.decode_gpu", "--device", "{device}", "--cpu-target", CPU_TARGET)
-    return (*command, "--csv", "{results}/decode.csv", *words)
+    return (*_DECODE, "--csv", "{results}/decode.csv", *words)
 
 
 def _tests(*words: str) -> tuple[str, ...]:
@@ -58,13 +60,23 @@ def _program(name: str) -> tuple[str, ...]:
     return ("{home}/programs/" + name,)
 
 
-OP_TESTS = "nothing_to_attend_to or (bfloat16 and (finds_wrong or permuting_pages))"
+OP_TESTS = "not narrower_caches or (bfloat16-float8_e4m3fn and not float8_e4m3fnuz)"
+CODE_TESTS = "bfloat16-int4 and test_attention"
+ENTRY_TESTS = "merging_states and bfloat16 or forms_of_append or index or functional"
+MASKED_TESTS = "bfloat16"
 """Those of the graphs that the bundle has."""
 
 _NO_POOL = (("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "0"),)
 """Each allocation is the driver's own, so that an access past its end is seen."""
 _WHOLE_POOL = (("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "90"),)
+_HALF_POOL = (("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "50"),)
 _SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--print-limit", "20")
+_SECTIONS = ("LaunchStats", "Occupancy", "SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "SchedulerStats")
+_NCU = (
+    *("ncu", "--clock-control", "none", "--kernel-name", "regex:attention_gpu_hopper", "--launch-count", "2"),
+    *(word for section in _SECTIONS for word in ("--section", section)),
+)
+"""Hardware counters of the Hopper kernel; the card's clocks stay as they are."""
 
 STEPS = (
     Step(
@@ -83,16 +95,24 @@ STEPS = (
     Step("hopper", "first", _program("hopper"), 120),
     Step("launches", "first", _check("launches"), 40),
     Step("trace", "first", _check("trace"), 40),
+    Step("host", "first", _check("host"), 60),
     Step("assembler", "correct", _check("assembler"), 30, BOTH),
     Step("memcheck", "correct", (*_SANITIZER, "--tool", "memcheck", *_check("attention")), 90, env=_NO_POOL),
     Step("racecheck", "correct", (*_SANITIZER, "--tool", "racecheck", *_check("attention")), 120, env=_NO_POOL),
     Step("side streams", "correct", _tests("{home}/tests/gpu/test_gpu_api.py", "-k", "side_stream"), 60),
     Step("float8", "correct", _check("float8"), 40, BOTH),
     Step("empty", "correct", _check("empty"), 40, BOTH),
-    Step("op tests", "correct", _tests("{home}/tests/gpu/test_gpu_ops.py", "-k", OP_TESTS), 60),
+    Step("latent", "correct", _check("latent"), 60),
+    Step("demo", "correct", _check("demo"), 60),
     Step("API tests", "correct", _tests("{home}/tests/gpu/test_gpu_api.py"), 120),
+    Step("entry tests", "correct", _tests("{home}/tests/gpu/test_gpu_entries.py", "-k", ENTRY_TESTS), 60),
+    Step("masked tests", "correct", _tests("{home}/tests/gpu/test_gpu_masked.py", "-k", MASKED_TESTS), 60),
+    Step("code tests", "correct", _tests("{home}/tests/gpu/test_gpu_codes.py", "-k", CODE_TESTS), 60),
+    Step("op tests", "correct", _tests("{home}/tests/gpu/test_gpu_ops.py", "-k", OP_TESTS), 150),
     Step("one point", "speed", _measure("--points", "one"), 120, BOTH),
+    Step("llama", "speed", _check("llama"), 150, env=_HALF_POOL),
     Step("page sizes", "speed", _measure("--points", "pages"), 120, BOTH),
+    Step("counters", "speed", (*_NCU, *_DECODE, "--points", "one", "--only", "Ours", "--repeats", "1"), 90),
     Step("few points", "speed", _measure("--points", "few"), 180),
     Step("all points", "speed", _measure("--points", "all"), 560),
 )
