@@ -112,29 +112,18 @@ def test_streams_follow_each_other(monkeypatch):
     log = []
 
     class Stream:
-        def __init__(self, name: object) -> None:
-            self.name = name
+        def __init__(self, name: object, gpu: int) -> None:
+            self.name = f"{name} of {gpu}"
 
         def wait_stream(self, other: "Stream") -> None:
             log.append(f"{self.name} waits for {other.name}")
 
-    class Device:
-        def __init__(self, index: int) -> None:
-            assert index == 5
-
-        def __enter__(self) -> None:
-            log.append("enter")
-
-        def __exit__(self, *_: object) -> None:
-            log.append("exit")
-
-    monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("torch"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Stream("torch", gpu))
     device = SimpleNamespace(is_host=False, id=5, default_queue=SimpleNamespace(native_stream_handle=77))
     with pytest.raises(IndexError), Streams(device).ordered():
         log.pop(9)
-    assert log == ["enter", "77 waits for torch", "torch waits for 77", "exit"]
+    assert log == ["77 of 5 waits for torch of 5", "torch of 5 waits for 77 of 5"]
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -11,6 +11,7 @@ from max.driver import CPU, Buffer
 from max.dtype import DType
 
 from paged_kv import cascade, page
+from paged_kv.arrays import exchange
 from paged_kv.arrays.exchange import copied_to, to_max, to_torch
 from paged_kv.arrays.host import as_numpy
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
@@ -27,7 +28,7 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 def strict(monkeypatch):
     """float8 and empty tensors are refused by DLPack in both directions; what did cross is in the list."""
     crossed: list[tuple[str, str, int]] = []
-    exported, imported = torch.utils.dlpack.to_dlpack, torch.from_dlpack
+    exported, received = torch.utils.dlpack.to_dlpack, exchange._received
 
     def check(way: str, dtype: str, elements: int) -> None:
         if "float8" in dtype or not elements:
@@ -38,12 +39,12 @@ def strict(monkeypatch):
         check("to MAX", str(tensor.dtype), tensor.numel())
         return exported(tensor)
 
-    def from_dlpack(array: Buffer) -> torch.Tensor:
-        check("to torch", array.dtype.name, array.num_elements)
-        return imported(array)
+    def receive(buffer: Buffer) -> torch.Tensor:
+        check("to torch", buffer.dtype.name, buffer.num_elements)
+        return received(buffer)
 
     monkeypatch.setattr(torch.utils.dlpack, "to_dlpack", to_dlpack)
-    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
+    monkeypatch.setattr(exchange, "_received", receive)
     return crossed
 
 
@@ -87,7 +88,7 @@ def test_the_stand_in_refuses():
     with pytest.raises(BufferError):
         torch.utils.dlpack.to_dlpack(torch.zeros(3, dtype=torch.float8_e5m2))
     with pytest.raises(BufferError):
-        torch.from_dlpack(Buffer(DType.float32, [0], CPU()))
+        exchange._received(Buffer(DType.float32, [0], CPU()))
 
 
 @pytest.mark.parametrize("q_dtype", ["bfloat16", "float8_e4m3fn"])

@@ -115,7 +115,7 @@ class Gpu:
 
 
 def check_launches(launches: list[Launch], kernel: str, kv_dtype: str) -> None:
-    """Asserts that the attention kernel among these, once a pass, is the expected one, on one stream with the others."""
+    """Asserts that the attention kernel among these, one a pass, is as expected, on one stream with the others."""
     found = {(launch.kernel, launch.block) for launch in launches if launch.kernel in ATTENTION}
     assert found == {(kernel, (block_threads(kernel, float8=kv_dtype.startswith("float8")), 1, 1))}, launches
     assert len({launch.stream for launch in launches}) == 1, launches

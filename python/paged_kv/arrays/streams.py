@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from max.driver import Device
@@ -29,30 +30,33 @@ class Streams:
         if self.device.is_host:
             yield
             return
-        with self._both() as (of_max, of_torch):
-            of_max.wait_stream(of_torch)
-            try:
-                yield
-            finally:
-                of_torch.wait_stream(of_max)
+        of_max, of_torch = self._both()
+        of_max.wait_stream(of_torch)
+        try:
+            yield
+        finally:
+            of_torch.wait_stream(of_max)
 
     def after_torch(self) -> None:
         """MAX's stream waits for torch's current one: for buffers that torch has just written."""
         if not self.device.is_host:
-            with self._both() as (of_max, of_torch):
-                of_max.wait_stream(of_torch)
+            of_max, of_torch = self._both()
+            of_max.wait_stream(of_torch)
 
     def before_torch(self) -> None:
         """The other way round: for buffers that torch is about to read."""
         if not self.device.is_host:
-            with self._both() as (of_max, of_torch):
-                of_torch.wait_stream(of_max)
+            of_max, of_torch = self._both()
+            of_torch.wait_stream(of_max)
 
-    @contextmanager
-    def _both(self) -> Iterator[tuple[Any, Any]]:
-        torch = sys.modules["torch"]
-        with torch.cuda.device(self.device.id):
-            # MAX's stream may be the legacy default one, which has no handle.
-            handle = self.device.default_queue.native_stream_handle
-            of_max = torch.cuda.ExternalStream(handle) if handle else torch.cuda.default_stream()
-            yield of_max, torch.cuda.current_stream()
+    def _both(self) -> tuple[Any, Any]:
+        gpu = self.device.id
+        of_max = _stream_of(self.device.default_queue.native_stream_handle, gpu)
+        return of_max, sys.modules["torch"].cuda.current_stream(gpu)
+
+
+@cache
+def _stream_of(handle: int | None, gpu: int) -> Any:
+    """A stream of MAX as torch knows it; the legacy default one has no handle."""
+    cuda = sys.modules["torch"].cuda
+    return cuda.ExternalStream(handle, gpu) if handle else cuda.default_stream(gpu)
