@@ -169,6 +169,7 @@ class MaxFlashAttention:
             for i, tokens in enumerate(problem.tokens(request)):
                 blocks[table[request], i, 0] = tokens.transpose(0, 1).reshape(per_request, *page).to(blocks.dtype)
         others = flash_inputs(table.cpu().numpy(), point.length, 1, 2 * math.prod(page))
+        others[-1] = np.array([point.batch, 1, self._partitions(point), point.length])
         on_device = [to_buffer(array).to(Accelerator(0)) for array in others[:-HOST_INPUTS]]
         on_host = [to_buffer(array) for array in others[-HOST_INPUTS:]]
         offsets, *lengths = on_device
@@ -176,6 +177,14 @@ class MaxFlashAttention:
         torch.cuda.synchronize()
         result = torch.utils.dlpack.from_dlpack
         yield System("MAX (pages of 128)", partial(model.execute, *inputs), max_stream(), lambda o: result(o[0]))
+
+    @staticmethod
+    def _partitions(point: Point) -> int:
+        """The parts of a row of MAX's split: enough to fill the multiprocessors, each of 512 tokens or more. MAX's own
+        choice is a function in Mojo, which a host without a compiler cannot call.
+        """
+        fill = torch.cuda.get_device_properties(0).multi_processor_count // (point.batch * point.kv_heads)
+        return max(1, min(fill, point.length // 512, 32))
 
 
 class FlashInfer:

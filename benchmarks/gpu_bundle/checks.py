@@ -12,6 +12,7 @@
     host        what a call costs the host: runs enqueued one after the other, without a wait
     latent      MLA decode at DeepSeek's sizes: against float64, and the time of the device
     demo        `paged-kv demo` on the device: shared prefixes, samples, preemption, and a recompute in NumPy
+    pages       the demo's model in an engine: forks, a prefix file, the disk tier, lookup
     llama       steps of a Llama of 1.1 G parameters: logits of a prompt against float64, milliseconds a step
 
 Each prints facts as JSON objects, one a line, and what it found as its last line; the exit status is 1 where it fails.
@@ -25,7 +26,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -268,6 +269,50 @@ def demo(device: str) -> str:
     return "the demo's tokens are right"
 
 
+def pages(device: str) -> str:
+    from paged_kv.engine.demo_model import FOLDER
+    from paged_kv.engine.disk_tier import DiskTier
+    from paged_kv.engine.engine import Engine
+    from paged_kv.engine.model import DecoderModel
+    from paged_kv.engine.sampling import Sampling
+    from paged_kv.engine.step import DEMO_DTYPE
+    from paged_kv.runtime.session import runtime_on
+
+    def model() -> DecoderModel:
+        runtime = runtime_on(0 if device == "gpu" else None)
+        return DecoderModel.from_folder(FOLDER, dtype=DEMO_DTYPE, num_pages=64, runtime=runtime)
+
+    def tokens_of(engine: Engine, prompt: Sequence[int], n: int = 1) -> list[list[int]]:
+        engine.add_request(prompt, Sampling(24), n)
+        found: dict[int, list[int]] = {}
+        while not engine.is_idle:
+            for output in engine.step():
+                found.setdefault(output.sample, []).extend(output.tokens)
+        return [found[sample] for sample in range(n)]
+
+    prompt = np.random.default_rng(0).integers(1, 250, 70).tolist()
+    (expected,) = tokens_of(Engine(model(), share_prefixes=False), prompt)
+    with TemporaryDirectory() as folder:
+        tier = DiskTier(Path(folder, "tier"), 1 << 26)
+        first = Engine(model(), disk=tier)
+        texts = {"forks": tokens_of(first, prompt, 3), "again": tokens_of(first, prompt)}
+        saved = first.save_prefix(Path(folder, "prefix"), prompt)
+        first.flush()
+        restarted = Engine(model(), disk=DiskTier(Path(folder, "tier"), 1 << 26))
+        texts["from disk"] = tokens_of(restarted, prompt)
+        loaded = Engine(model())
+        loaded.load_prefix(Path(folder, "prefix"))
+        texts["from a file"] = tokens_of(loaded, prompt)
+        texts["lookup"] = tokens_of(Engine(model(), speculate="lookup"), prompt)
+        emit(check="pages", saved=saved, restored=restarted.tokens_restored, found=loaded.tokens_found)
+        if not (restarted.tokens_restored and loaded.tokens_found):
+            raise AssertionError("pages of a file were not found")
+    for name, found in texts.items():
+        if any(text != expected for text in found):
+            raise AssertionError(f"{name}: {found}, alone {expected}")
+    return "forks, the disk tier, prefix files and lookup change no token"
+
+
 def llama(device: str) -> str:
     from max.dtype import DType
 
@@ -339,7 +384,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     check.__name__: check
     for check in (
         *(names, hello, attention, float8, empty, memory, launches, trace, assembler),
-        *(host, latent, demo, llama),
+        *(host, latent, demo, pages, llama),
     )
 }
 

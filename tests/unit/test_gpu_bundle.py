@@ -118,7 +118,7 @@ def load_graphs(_, keys, *args, **kwargs):
     asked.append({name: key.digest(Sources.installed(), toolchain()) for name, key in keys.items()})
     return dict.fromkeys(keys)
 
-session.load_graphs = gpu_graphs.load_graphs = load_graphs
+session.load_graphs = gpu_graphs.load_graphs = graphs.compile_ahead = load_graphs
 libraries._file = lambda key, *_, **__: load_graphs(None, {"": key})
 libraries._loaded = lambda *_: None
 runtime = session.runtime_on(0 if sys.argv[1] == "gpu" else None)

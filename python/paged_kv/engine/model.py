@@ -60,7 +60,7 @@ class DecoderModel:
             on_compile: Called before a compile (some 20 s, once per model geometry and machine).
             compiled_ahead: A folder of `paged-kv compile`, which is searched before the cache folder.
             runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
-                copies them to a GPU. For a GPU the graph is built in the tests, and not yet run.
+                copies them to a GPU.
             kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head.
             rotate: "hadamard": q and k go through a Walsh-Hadamard transform before the cache, for caches of few bits.
 
@@ -171,7 +171,7 @@ class DecoderModel:
         return np.concatenate([row.view(f"u{row.dtype.itemsize}") for row in rows])
 
     def write_pages(self, pages: Sequence[int], bits: Bits) -> None:
-        """Replaces some pages by what `read_pages` gave. On a GPU not yet run."""
+        """Replaces some pages by what `read_pages` gave."""
         if self._device.is_host:
             to_numpy(self._blocks).view(bits.dtype)[list(pages)] = bits
             return
@@ -181,7 +181,7 @@ class DecoderModel:
             self._device.synchronize()  # the copy is enqueued, and its source ends here
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies a page, K and V of all layers, in place. On a GPU not yet run."""
+        """Copies a page, K and V of all layers, in place."""
         if self._device.is_host:  # at once: MAX's own copy would only be enqueued
             blocks = to_numpy(self._blocks)
             blocks[target] = blocks[source]
