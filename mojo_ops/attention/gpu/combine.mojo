@@ -1,16 +1,15 @@
 """Merges the partial results of split rows, in the order of their tokens."""
 
 from std.math import ceildiv, exp2
-from std.memory import unsafe_stack_allocation
-from max.gpu import barrier, block_idx, thread_idx
+from max.gpu import WARP_SIZE, block_idx, lane_id, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.memory import AddressSpace
-from max.gpu.primitives import block
+from max.gpu.primitives import warp
 
 from ..softmax import MINUS_INFINITY
 from .dependent_launch import follows_closely
 from .params import GpuAttentionParams
 from .row_masks import GpuRowMasks
+from .row_search import over_warp
 from .scheduler import PartialOutputs, Schedule
 from .split_kv import NO_ROW
 
@@ -40,7 +39,7 @@ def enqueue_combine[
 def combine_rows[
     dtype: DType, o_dtype: DType, Masks: GpuRowMasks
 ](params: GpuAttentionParams[dtype, o_dtype, Masks], schedule: Schedule, partials: PartialOutputs):
-    """One CTA a split row and query head: threads have partial results first, then dims.
+    """One CTA a split row and query head; a thread has a dim, and every warp has the states on its lanes.
 
     A row's result depends on its partial results alone, bit for bit.
     """
@@ -52,56 +51,37 @@ def combine_rows[
     var dim = Int(params.value_dim())
     var count = Int(split_row.count)
     var first = Int(split_row.first) * heads + Int(head)
-    var thread = Int(thread_idx.x)
+    var lane = Int(lane_id())
 
     var greatest = MINUS_INFINITY
-    for i in range(thread, count, COMBINE_THREADS):
+    for i in range(lane, count, WARP_SIZE):
         greatest = max(greatest, partials.greatest[unsafe_offset=first + i * heads])
-    greatest = block.max[block_size=COMBINE_THREADS](greatest)
-    barrier()
+    greatest = over_warp[greatest=True](greatest)
     var total = Float32(0)
-    for i in range(thread, count, COMBINE_THREADS):
+    for i in range(lane, count, WARP_SIZE):
         var state = first + i * heads
         total += rescale_factor(partials.greatest[unsafe_offset=state], greatest) * partials.total[unsafe_offset=state]
-    total = block.sum[block_size=COMBINE_THREADS](total)
-    var factor = params.finish(split_row.row, head, greatest, total, writes_lse=thread == 0)
+    var factor = params.finish(
+        split_row.row, head, greatest, over_warp[greatest=False](total), writes_lse=thread_idx.x == 0
+    )
 
-    # Of `COMBINE_THREADS` partial results at a time.
-    var factors = unsafe_stack_allocation[COMBINE_THREADS, Float32, address_space=AddressSpace.SHARED]()
-    for d in range(thread, ceildiv(dim, COMBINE_THREADS) * COMBINE_THREADS, COMBINE_THREADS):
+    # Whole warps: the factors of partial results are on their lanes.
+    for d in range(Int(thread_idx.x), ceildiv(dim, COMBINE_THREADS) * COMBINE_THREADS, COMBINE_THREADS):
         var sum = Float32(0)
-        for begin in range(0, count, COMBINE_THREADS):
-            barrier()
-            if begin + thread < count:
-                var state = first + (begin + thread) * heads
-                factors[unsafe_offset=thread] = rescale_factor(partials.greatest[unsafe_offset=state], greatest)
-            barrier()
-            if d < dim:
-                var values = partials.acc.unsafe_offset((first + begin * heads) * dim + d)
-                sum = add_weighted(sum, values, heads * dim, factors, min(COMBINE_THREADS, count - begin))
+        for begin in range(0, count, WARP_SIZE):
+            var mine = first + min(begin + lane, count - 1) * heads
+            var part_factor = rescale_factor(partials.greatest[unsafe_offset=mine], greatest)
+            for i in range(begin, min(begin + WARP_SIZE, count), LOADS_AHEAD):
+                var loaded = SIMD[DType.float32, LOADS_AHEAD](0)
+                comptime for j in range(LOADS_AHEAD):
+                    if d < dim and i + j < count:
+                        loaded[j] = partials.acc[unsafe_offset=(first + (i + j) * heads) * dim + d]
+                comptime for j in range(LOADS_AHEAD):
+                    var of_part = warp.shuffle_idx(part_factor, UInt32(i + j - begin))
+                    if i + j < count:
+                        sum = of_part.fma(loaded[j], sum)
         if d < dim:
             params.o.unsafe_store(params.o_element(split_row.row, head, Int32(d)), (sum * factor).cast[o_dtype]())
-
-
-@always_inline
-def add_weighted(
-    start: Float32,
-    values: Pointer[Float32, _],
-    stride: Int,
-    factors: Pointer[Float32, _, address_space=AddressSpace.SHARED],
-    count: Int,
-) -> Float32:
-    """`start` plus the sum of `factors[i] * values[i * stride]`, in their order; `LOADS_AHEAD` loads are under way."""
-    var sum = start
-    for i in range(0, count, LOADS_AHEAD):
-        var loaded = SIMD[DType.float32, LOADS_AHEAD](0)
-        comptime for j in range(LOADS_AHEAD):
-            if i + j < count:
-                loaded[j] = values[unsafe_offset=(i + j) * stride]
-        comptime for j in range(LOADS_AHEAD):
-            if i + j < count:
-                sum = factors[unsafe_offset=i + j].fma(loaded[j], sum)
-    return sum
 
 
 @always_inline

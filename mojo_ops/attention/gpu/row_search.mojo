@@ -94,7 +94,7 @@ def lane_where(here: Bool) -> Int32:
 
 
 @always_inline
-def over_warp[*, greatest: Bool](x: Int32) -> Int32:
+def over_warp[dtype: DType, //, *, greatest: Bool](x: Scalar[dtype]) -> Scalar[dtype]:
     """The greatest of the lanes' numbers, or their sum; in every lane."""
     var result = x
     comptime for bit in range(6):
