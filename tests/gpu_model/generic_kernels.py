@@ -124,6 +124,25 @@ class Call:
     """The fields of a `GpuCustomMasks`."""
     batch_invariant: bool = False
 
+    def placed(self, memory: DeviceMemory) -> tuple[bytes, list[tuple[int, np.ndarray]]]:
+        """The parameters as kernels take them, and where o and lse lie, which are NaN, with arrays of their kind."""
+        rows, heads, dim = self.q.shape
+        results = np.full(self.o.shape, np.nan, self.o.dtype), np.full((rows, heads), np.nan, np.float32)
+        places = [(memory.put(result), result) for result in results]
+        options = self.options
+        slopes = options.get("alibi_slopes", np.zeros(0)).astype(np.float32)
+        sinks = options.get("sinks", np.zeros(0)).astype(np.float32)
+        arrays = [memory.put(array) for array in (self.q, self.row_batch, self.row_lengths, slopes, sinks)]
+        capacity = self.table.shape[1] * self.page_size
+        params = struct.pack(
+            "<7Q6i3f2i4x",
+            *(arrays[0], *(at for at, _ in places), *arrays[1:]),
+            *(rows, heads, dim, len(self.table), capacity, options.get("window_left", -1)),
+            *(self.scale, options.get("logits_soft_cap", 0.0), options.get("v_scale", 1.0)),
+            *(len(slopes) > 0, len(sinks) > 0),
+        )
+        return params + self.row_masks, places
+
 
 def attend(
     texts: tuple[str, str, str],
@@ -146,24 +165,9 @@ def attend(
     schedule, attention, combine = (
         Machine(text, seed, memory.bytes) for seed, text in zip((0, 1, 0), texts, strict=True)
     )
-    put, options = memory.put, call.options
-    rows, heads, dim = call.q.shape
+    put, (rows, heads, _) = memory.put, call.q.shape
     nan = np.full((2 * WANTED_ITEMS + 64, heads, call.o.shape[2]), np.nan, np.float32)
-    o = np.full(call.o.shape, np.nan, call.o.dtype)
-    lse = np.full((rows, heads), np.nan, np.float32)
-    o_at, lse_at = put(o), put(lse)
-    slopes = options.get("alibi_slopes", np.zeros(0)).astype(np.float32)
-    sinks = options.get("sinks", np.zeros(0)).astype(np.float32)
-    arrays = [put(array) for array in (call.q, call.row_batch, call.row_lengths, slopes, sinks)]
-    capacity = call.table.shape[1] * call.page_size
-    params = struct.pack(
-        "<7Q6i3f2i4x",
-        *(arrays[0], o_at, lse_at, *arrays[1:]),
-        *(rows, heads, dim, len(call.table), capacity, options.get("window_left", -1)),
-        *(call.scale, options.get("logits_soft_cap", 0.0), options.get("v_scale", 1.0)),
-        *(len(slopes) > 0, len(sinks) > 0),
-    )
-    params += call.row_masks
+    params, results = call.placed(memory)
     max_items = rows * 64 if call.batch_invariant else rows + WANTED_ITEMS
     max_splits = rows if call.batch_invariant else min(rows, WANTED_ITEMS)
     lists = [put(np.full(4 * max(1, count), 77, np.int32)) for count in (max_items, max_splits)]
@@ -185,7 +189,23 @@ def attend(
     merged = []
     for by, early in ((listed, None), (searched, written)):
         combine.launch((max_splits, heads, 1), THREADS, [params, by, partials], follows=True, written=early)
-        merged.append((memory.get(o_at, o), memory.get(lse_at, lse)))
+        merged.append([memory.get(*result) for result in results])
     for found, again in zip(*merged, strict=True):
         assert found.tobytes() == again.tobytes(), "the merge by a search is not that by the list"
-    return *merged[0], items
+    o, lse = merged[0]
+    return o, lse, items
+
+
+def merge(
+    text: str, call: Call, acc: np.ndarray, greatest: np.ndarray, total: np.ndarray, first: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The o and lse of the first row of a call, whose partial results `[n, Hq, Dv]` are those from `first` on."""
+    memory = DeviceMemory()
+    combine = Machine(text, 0, memory.bytes)
+    params, results = call.placed(memory)
+    splits = memory.put(np.array([0, first, len(acc) - first, 0], np.int32))
+    schedule = struct.pack("<2Q5i4x", splits, splits, 1, 1, 1, 0, 1)
+    partials = struct.pack("<3Q", *map(memory.put, (acc, greatest, total)))
+    combine.launch((1, call.q.shape[1], 1), THREADS, [params, schedule, partials], follows=True)
+    o, lse = (memory.get(*result) for result in results)
+    return o, lse

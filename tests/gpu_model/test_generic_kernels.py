@@ -175,6 +175,28 @@ def test_attention(call, ptx):
     assert (call.items[:, 3] >= 0).any() == (max(call.lengths) > 2 * 128)
 
 
+@pytest.mark.parametrize("count", [2, 17, 70])
+def test_a_row_of_many_partial_results(count, ptx):
+    """More of them than loads are under way, and than a warp has lanes; some saw no token; dims beyond the threads."""
+    rng = np.random.default_rng(count)
+    heads, dim, first = 2, 200, 3
+    acc = rng.standard_normal((first + count, heads, dim), np.float32)
+    greatest, total = (rng.uniform(1, 9, (first + count, heads)).astype(np.float32) for _ in range(2))
+    empty = rng.random(greatest.shape) < 0.2
+    empty[first + 1] = [True, False]
+    acc[empty], greatest[empty], total[empty] = 0, -np.inf, 0
+    acc[:first] = np.nan
+    q = np.zeros((1, heads, dim), np.float32)
+    zero = np.zeros(1, np.int32)
+    call = generic_kernels.Call(q, q, zero, zero, np.zeros((1, 1), np.uint32), 1, {"v_scale": 0.5}, 1.0)
+    o, lse = generic_kernels.merge(ptx["combine", "plain", "f32"], call, acc, greatest, total, first)
+    factors = np.exp2(greatest[first:].astype(np.float64) - 9)
+    totals = (factors * total[first:]).sum(0)
+    expected = 0.5 * (factors[..., None] * acc[first:].astype(np.float64)).sum(0) / totals[:, None]
+    assert_close(o[0], expected, rel=1e-6, what="o")
+    assert_lse_close(lse[0], 9 + np.log2(totals), tol=1e-6, what="lse")
+
+
 def test_a_page_outside_the_pool_makes_its_row_nan(ptx):
     call = Call(VARIANTS[1], (70, 30), 2)
     cache, q = call.build()
