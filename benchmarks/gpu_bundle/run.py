@@ -155,6 +155,7 @@ def environment(home: Path) -> dict[str, str]:
     torchs = map(str, Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/lib"))
     libraries = [str(home / "site/modular/lib"), env.get("LD_LIBRARY_PATH"), *mounted, *torchs]
     env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
+    env["PYTHONSAFEPATH"] = "1"  # the bundle's `benchmarks`, not those of a checkout that the steps are started in
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "MODULAR_TELEMETRY_ENABLED": "0"}
     # MAX takes 90 % of a GPU's memory with its first context; torch and other systems want room beside it.
     env.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE_PERCENT", "10")
