@@ -1,8 +1,8 @@
-"""The results of `paged-kv bench` as sections of README.md and docs/performance.md, and as the README's picture.
+"""The results of `paged-kv bench` as two sections of docs/performance.md, and as the README's picture.
 
     python -m benchmarks.pages [FOLDER]
 
-FOLDER has a file of each CPU family; benchmarks/results/decode_cpu is the default. `paged-kv bench --update-readme`
+FOLDER has a file of each CPU family; benchmarks/results/decode_cpu is the default. `paged-kv bench --update-pages`
 does it after a run.
 """
 
@@ -23,6 +23,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 BARS = "docs/pictures/decode_cpu_bars.png"
 MARK = "decode_cpu"
 """What stands in a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written here."""
+VERSUS = "decode_cpu_versus"
+"""The mark of the other section."""
 LONGEST = 8.0
 """Longer bars are cut here, and say so: the axis begins at 0, so that lengths can be compared."""
 Results = Mapping[str, Any]
@@ -30,16 +32,17 @@ Results = Mapping[str, Any]
 
 
 def write(folder: Path) -> None:
-    """The sections of both pages and the picture, from every family's file in a folder of this checkout."""
+    """Both sections and the picture, from every family's file in a folder of this checkout."""
     families = [read_results(path) for path in sorted(folder.glob("*.json"))]
     draw(families, CHECKOUT / BARS)
-    update_page(CHECKOUT / "README.md", summary(families, BARS))
     section = markdown(families, f"../{folder.relative_to(CHECKOUT).as_posix()}/{{family}}.png")
-    update_page(CHECKOUT / "docs" / "performance.md", section)
+    page = CHECKOUT / "docs" / "performance.md"
+    update_page(page, section)
+    update_page(page, summary(families, BARS.removeprefix("docs/")), VERSUS)
 
 
 def markdown(families: Sequence[Results], pictures: str) -> str:
-    """The section of docs/performance.md. `pictures` is where the rooflines are, `{family}` standing for the family."""
+    """The section of our own figures. `pictures` is where the rooflines are, `{family}` standing for the family."""
     lines = ["Time, rate, share of the read bandwidth; in brackets the target on that family of CPUs.", ""]
     lines += _head("case (head_dim 128)", families)
     for rows in by_case(families).values():
@@ -51,7 +54,7 @@ def markdown(families: Sequence[Results], pictures: str) -> str:
 
 
 def summary(families: Sequence[Results], picture: str) -> str:
-    """The README's section: the bars, and a line for each system that a case was measured against."""
+    """The section of other systems: the bars, and a line for each system that a case was measured against."""
     lines = [f"![Time of other systems in units of paged-kv's]({picture})", ""]
     lines += [f"- {_where(results)}" for results in families]
     lines += ["", "The other system's time over paged-kv's:", "", *_head("case | other system", families)]

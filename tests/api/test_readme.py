@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and its answer is the oracle's."""
+"""The README's examples run as they stand, and their answers are the oracle's."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.compare import assert_close, assert_lse_close
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
-GRAPH, CALL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TRANSFORMERS, CALL, GRAPH, POOL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_graph_example_runs_and_is_right(capsys):
@@ -35,3 +35,17 @@ def test_the_call_example_runs_and_is_right(capsys):
     o, _ = reference.attention(q, pages, pages, table, np.arange(2), lengths, window_left=15)
     result = names["wrapper"].run(names["q"], names["kv_cache"])
     assert_close(result.float().numpy(), o, rel=1e-2, what="o")
+
+
+def test_the_pool_example_shares_pages(capsys):
+    names: dict = {}
+    exec(POOL, names)
+    pages = names["pool"].pages("a")
+    assert capsys.readouterr().out == f"{pages} {pages} 9\n"
+    assert len(pages) == 3
+
+
+def test_the_transformers_example_enables():
+    names: dict = {}
+    exec(TRANSFORMERS, names)
+    names["paged_kv"].transformers.disable()

@@ -1,4 +1,4 @@
-"""The decode benchmark: from measurements to shares, factors, table, CSV, JSON, picture and README; the command."""
+"""The decode benchmark: from measurements to shares, factors, table, CSV, JSON, picture and page; the command."""
 
 import csv
 import io
@@ -199,7 +199,7 @@ def test_a_page_gets_the_families_side_by_side(families, tmp_path):
     assert "Commit def." in other
     assert "(results/znver5.png)" in other
     assert "SIGABRT" not in text.replace("torch gather + SDPA: crashed: SIGSEGV", "")
-    summary = pages.summary(families, "bars.png")  # of the README: what was measured against others, and nothing else
+    summary = pages.summary(families, "bars.png")  # what was measured against others alone
     assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 | vLLM CPU, page 16 | 2x | 2.6x |" in summary
     assert "|  | torch SDPA, contiguous | 3x |  |" in summary
     assert not any(word in summary for word in ("append 1 x 4096", "SIGABRT"))
@@ -241,27 +241,27 @@ def test_the_command_writes_its_files_and_keeps_other_cases(fake_jobs, tmp_path,
     assert "2x ONNX Runtime GQA (3)" in capsys.readouterr().out
 
 
-def test_update_readme_adds_this_family_to_the_others(fake_jobs, tmp_path, monkeypatch):  # noqa: ARG001
+def test_update_pages_adds_this_family_to_the_others(fake_jobs, tmp_path, monkeypatch):  # noqa: ARG001
     for folder in ("benchmarks/results", "docs/pictures"):
         (tmp_path / folder).mkdir(parents=True)
     for module in ("__init__.py", "pages.py"):
         shutil.copy(Path(pages.__file__).with_name(module), tmp_path / "benchmarks")
-    for page in ("README.md", "docs/performance.md"):
-        (tmp_path / page).write_text(f"{BEGIN}\n{END}\n")
+    versus = [line.replace(pages.MARK, pages.VERSUS) for line in (BEGIN, END)]
+    (tmp_path / "docs/performance.md").write_text("\n".join([*versus, BEGIN, END, ""]))
     for module in (provenance, run):
         monkeypatch.setattr(module, "CHECKOUT", tmp_path)
     assert _run(["bench", "--cases", "f16"]) == 0
     first = (tmp_path / "benchmarks/results/decode_cpu/sapphirerapids.json").read_bytes()
     monkeypatch.setattr(targets, "cpu_family", lambda: "znver5")
-    assert _run(["bench", "--cases", "f16", "--update-readme"]) == 0
+    assert _run(["bench", "--cases", "f16", "--update-pages"]) == 0
     assert (tmp_path / "benchmarks/results/decode_cpu/sapphirerapids.json").read_bytes() == first
-    readme, performance = ((tmp_path / page).read_text() for page in ("README.md", "docs/performance.md"))
+    performance = (tmp_path / "docs/performance.md").read_text()
     assert "2x ONNX Runtime GQA (3)" in performance  # the target with AMX
     assert "2x ONNX Runtime GQA, 2x torch SDPA, contiguous |" in performance  # without
     for family in ("sapphirerapids", "znver5"):
         assert f"(../benchmarks/results/decode_cpu/{family}.png)" in performance
-    assert "| f16, same | ONNX Runtime GQA | 2x | 2x |" in readme
-    assert f"({pages.BARS})" in readme
+    assert "| f16, same | ONNX Runtime GQA | 2x | 2x |" in performance
+    assert f"({pages.BARS.removeprefix('docs/')})" in performance
     assert (tmp_path / pages.BARS).read_bytes().startswith(b"\x89PNG")
 
 
@@ -285,8 +285,8 @@ def test_quick_writes_nothing(fake_jobs, tmp_path, monkeypatch):
 def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, capsys):
     assert _run(["bench", "--cases", "nope"]) == 2
     assert "error: --cases: 'nope' is none of bf16, f32" in capsys.readouterr().err
-    assert _run(["bench", "--quick", "--update-readme"]) == 2
-    assert "--update-readme needs a checkout" in capsys.readouterr().err
+    assert _run(["bench", "--quick", "--update-pages"]) == 2
+    assert "--update-pages needs a checkout" in capsys.readouterr().err
     monkeypatch.setattr("paged_kv.commands.bench.find_spec", lambda name: None)  # noqa: ARG005
     assert _run(["bench", "--cases", "hnd", "--out", str(tmp_path / "new")]) == 2
     assert "the picture needs matplotlib: pip install 'paged-kv[bench]'" in capsys.readouterr().err

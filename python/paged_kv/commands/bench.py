@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--no-peers", is_flag=True, help="Only ours and the bandwidth.")
 @click.option("--repeats", type=click.IntRange(min=9), default=31, show_default=True, help="Runs behind a median.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the CSV, JSON and PNG.")
-@click.option("--update-readme", is_flag=True, help="Also write the tables of this checkout's pages.")
+@click.option("--update-pages", is_flag=True, help="Also write the tables of this checkout's pages.")
 @click.option("--compare", type=click.Path(path_type=Path), metavar="OLD.json", help="Say what became slower; exit 1.")
 @click.option("--measured", type=click.Path(path_type=Path), metavar="NEW.json", help="Compare this; measure nothing.")
 @click.option("--tolerance", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Of --compare.")
@@ -40,7 +40,7 @@ def bench(
     no_peers: bool,
     repeats: int,
     out: Path | None,
-    update_readme: bool,
+    update_pages: bool,
     compare: Path | None,
     measured: Path | None,
     tolerance: float,
@@ -91,8 +91,8 @@ def bench(
         raise ContractError(f"--cases: {error.args[0]!r} is none of {known}") from None
     folder = out or (None if quick else default_folder())
     pages = CHECKOUT / "benchmarks" / "pages.py"  # in the repository, not in the wheel
-    if update_readme and not (pages.is_file() and folder and folder.resolve().is_relative_to(CHECKOUT)):
-        raise ContractError("--update-readme needs a checkout, and a run that writes files into it")
+    if update_pages and not (pages.is_file() and folder and folder.resolve().is_relative_to(CHECKOUT)):
+        raise ContractError("--update-pages needs a checkout, and a run that writes files into it")
     if folder is not None:
         if find_spec("matplotlib") is None:
             raise ToolchainError("the picture needs matplotlib: pip install 'paged-kv[bench]'")
@@ -108,7 +108,7 @@ def bench(
         report.write_csv(written["rows"], folder / f"{family}.csv")
         drawn = roofline.draw(written, folder / f"{family}.png")
         click.echo(f"written: {folder / family}.json, .csv{', .png' if drawn else ''}", err=True)
-        if update_readme:
+        if update_pages:
             subprocess.run([sys.executable, "-m", "benchmarks.pages", folder.resolve()], cwd=CHECKOUT, check=True)
     if old is not None:
         context.exit(compared(old, results))
