@@ -126,9 +126,9 @@ class Ours:
             none,
             none.clone(),
         ]
-        q, rows, lengths, table, *options = (device.buffer(self._of(tensor)) for tensor in tensors)
+        q, requests, lengths, table, *options = (device.buffer(self._of(tensor)) for tensor in tensors)
         numbers = np.array(-1, np.int32), AttentionOptions().numbers(point.head_dim)
-        inputs: list[Any] = [q, rows, lengths, k_blocks, v_blocks, table, view, *options, *numbers]
+        inputs: list[Any] = [q, requests, lengths, k_blocks, v_blocks, table, view, *options, *numbers]
         dtypes = DType[point.dtype], DType[point.kv_dtype]
         stream = max_stream() if on_gpu else None
         run = partial(runtime.execute, Variant("attention", *dtypes), *inputs)
@@ -148,7 +148,8 @@ class Ours:
 def _first(outputs: Sequence[Any]) -> torch.Tensor:
     """The first result: a buffer on a GPU, or an array of the host, whose bfloat16 torch does not take from NumPy."""
     (o, *_) = outputs
-    return torch.from_dlpack(o if isinstance(o, Buffer) else to_buffer(o))
+    found: torch.Tensor = torch.utils.dlpack.from_dlpack(o if isinstance(o, Buffer) else to_buffer(o))
+    return found
 
 
 class MaxFlashAttention:

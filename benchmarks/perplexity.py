@@ -26,10 +26,10 @@ from max.dtype import DType
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.model import DecoderModel
+from paged_kv.graphs.encodings import GGUF_ENCODINGS
 
 WINDOW = 256
 """Tokens that the model sees at most, as in its training. The first one of a window is not predicted."""
-ENCODINGS = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "IQ4_NL", "IQ4_XS", "MXFP4")
 PAGE_SIZE = 16
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     model = load(FOLDER)
     exact = perplexity(model, windows)
     mixtures: dict[str, Callable[[str], str]] = {"float32, padded": everywhere("F32")}
-    mixtures |= {encoding: everywhere(encoding) for encoding in ENCODINGS}
+    mixtures |= {encoding: everywhere(encoding) for encoding in GGUF_ENCODINGS}
     mixtures["Q4_K and Q6_K"] = files.q4_k_m
     print(f"{windows.size} tokens in {len(windows)} windows of {WINDOW}")
     print(f"| float32 | {exact:.3f} | |", flush=True)

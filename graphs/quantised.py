@@ -10,53 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from max.dtype import DType
 from max.graph import Dim, StaticDim, TensorType, TensorValue, ops
 
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_value, names
-
-Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "INT4", "INT8"]
-ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-"""Those that the kernels multiply by, in the order of their indices there: GGUF's, and INT4 and INT8, blocks of 32
-elements with a float16 scale and a zero, into which GPTQ's kind of checkpoints is put."""
+from paged_kv.graphs.encodings import ENCODINGS, Encoding, block_bytes, block_elements
 
 QUANTISED_LINEAR = "paged_kv_quantised_linear"
 QUANTISED_EXPERTS = "paged_kv_quantised_experts"
 QUANTISED_ROWS = "paged_kv_quantised_rows"
 
-_BLOCKS: dict[Encoding, tuple[int, int]] = {
-    "Q4_0": (32, 18), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "MXFP4": (32, 17), "INT4": (32, 20), "INT8": (32, 36),
-    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_XS": (256, 136),
-}  # fmt: skip
-"""Elements and bytes of a block."""
 _DTYPES = (DType.float32, DType.bfloat16)
 _MOST_WEIGHTS = 15
 """Of one op: their indices are 4 bits each of one number."""
-
-
-def block_elements(encoding: Encoding) -> int:
-    """Elements of a row in one block."""
-    return _BLOCKS[encoding][0]
-
-
-def block_bytes(encoding: Encoding) -> int:
-    """Bytes of a block."""
-    return _BLOCKS[encoding][1]
-
-
-def row_bytes(encoding: Encoding, elements: int) -> int:
-    """Bytes of a row of so many elements.
-
-    Raises:
-        ShapeError: the row does not end with a block.
-    """
-    size = block_elements(encoding)
-    if elements % size:
-        raise ShapeError(f"{elements} elements are no multiple of the {size} of a {encoding} block")
-    return elements // size * block_bytes(encoding)
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,7 @@ from .isa.library_call import call_library
 from .isa.threads import workers_of_max
 from .layers.take_rows import RowSelection, check_selection
 from .linear.call import ExpertsCall, LinearCall, Member
-from .linear.quantised.encodings import (
-    ENCODING_COUNT,
-    INT4,
-    INT8,
-    IQ4_NL,
-    IQ4_XS,
-    MXFP4,
-    Q4_0,
-    Q4_K,
-    Q5_K,
-    Q6_K,
-    Q8_0,
-    check_row_bytes,
-    encoding_of,
-    encodings_mask,
-)
+from .linear.quantised.encodings import ENCODINGS, check_row_bytes, encoding_of, encodings_mask
 from .linear.quantised.rows import QuantisedRows
 
 
@@ -121,7 +106,7 @@ struct QuantisedLinear:
         comptime if is_gpu[target]():
             raise Error("paged_kv_quantised_linear runs on the CPU alone")
         comptime mask = encodings_mask(encodings, ws.size)
-        comptime assert mask < 1 << ENCODING_COUNT, "an encoding that is not known"
+        comptime assert mask < 1 << ENCODINGS.length, "an encoding that is not known"
         var k = x.dim_size(1)
         var members = List[Member](capacity=ws.size)
         comptime for i in range(ws.size):
@@ -163,7 +148,7 @@ struct QuantisedExperts:
         comptime if is_gpu[target]():
             raise Error("paged_kv_quantised_experts runs on the CPU alone")
         comptime mask = encodings_mask(encodings, ws.size)
-        comptime assert mask < 1 << ENCODING_COUNT, "an encoding that is not known"
+        comptime assert mask < 1 << ENCODINGS.length, "an encoding that is not known"
         var k = x.dim_size(1)
         var rows = experts.dim_size(0)
         var count = ws[0].dim_size(0)
@@ -224,24 +209,7 @@ struct QuantisedRowsLayer:
             untracked(y.unsafe_ptr()), bytes, row_pointer(rows), rows.dim_size(0), y.dim_size(1), w.dim_size(1)
         )
         var workers = parallelism_level(None)
-        comptime if encoding == Q4_0.INDEX:
-            chosen.unpack[Q4_0](workers)
-        elif encoding == Q8_0.INDEX:
-            chosen.unpack[Q8_0](workers)
-        elif encoding == IQ4_NL.INDEX:
-            chosen.unpack[IQ4_NL](workers)
-        elif encoding == Q4_K.INDEX:
-            chosen.unpack[Q4_K](workers)
-        elif encoding == Q5_K.INDEX:
-            chosen.unpack[Q5_K](workers)
-        elif encoding == Q6_K.INDEX:
-            chosen.unpack[Q6_K](workers)
-        elif encoding == IQ4_XS.INDEX:
-            chosen.unpack[IQ4_XS](workers)
-        elif encoding == MXFP4.INDEX:
-            chosen.unpack[MXFP4](workers)
-        elif encoding == INT4.INDEX:
-            chosen.unpack[INT4](workers)
-        else:
-            comptime assert encoding == INT8.INDEX, "an encoding that is not known"
-            chosen.unpack[INT8](workers)
+        comptime assert encoding < ENCODINGS.length, "an encoding that is not known"
+        comptime for i in range(ENCODINGS.length):
+            comptime if encoding == i:
+                chosen.unpack[ENCODINGS[i]](workers)

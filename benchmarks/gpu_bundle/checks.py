@@ -26,7 +26,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -37,15 +37,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_bundle.graphs import adopt, use_host_target
+from benchmarks.gpu_bundle.models import demo, llama, pages
+from benchmarks.gpu_bundle.run import emit
 from paged_kv.runtime.cache_folder import cache_path
 
 LENGTHS = (700, 1, 33, 64, 65, 127, 16)
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16
-
-
-def emit(**facts: Any) -> None:
-    """A row of the results."""
-    print(json.dumps(facts), flush=True)
 
 
 def names(device: str) -> str:
@@ -198,12 +195,13 @@ def host(_: str) -> str:
 
     wrapper, q, cache = problem("gpu", "bfloat16")[:3]
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device="cuda")
-    written = {"out": out, "lse": lse, "return_lse": True}
-    for name, options in (("new results", {}), ("out and lse given", written)):
+    written: dict[str, Any] = {"out": out, "lse": lse, "return_lse": True}
+    given: tuple[tuple[str, dict[str, Any]], ...] = (("new results", {}), ("out and lse given", written))
+    for name, options in given:
         for count in (20, 300):
             torch.cuda.synchronize()
             started = time.perf_counter()
-            for _ in range(count):
+            for _run in range(count):
                 wrapper.run(q, cache, **options)
             enqueued = time.perf_counter() - started
             torch.cuda.synchronize()
@@ -231,16 +229,18 @@ def latent(device: str) -> str:
         wrapper = BatchMLAPagedAttentionWrapper(None)
         lengths = np.full(batch, length, np.int32)
         offsets, indptr = np.arange(batch + 1, dtype=np.int32), np.arange(batch + 1, dtype=np.int32) * pages
-        dtypes = {"q_data_type": "bfloat16", "kv_data_type": "bfloat16"}
         sizes = (heads, 512, 64, page, False, scale)
-        wrapper.plan(offsets, indptr, order.numpy(), lengths, *sizes, **dtypes)
-        arrays = [array.to(where) for array in (q_nope, q_pe, ckv, kpe)]
+        wrapper.plan(offsets, indptr, order.numpy(), lengths, *sizes, "bfloat16", "bfloat16")
+        arrays: list[Any] = [array.to(where) for array in (q_nope, q_pe, ckv, kpe)]
         if batch == 3:
             o = wrapper.run(*arrays).float().cpu().numpy()
-            wide = [array.float().numpy() for array in (q_nope, q_pe, ckv, kpe)]
-            table = order.numpy().astype(np.uint32).reshape(batch, pages)
-            rows = np.arange(batch, dtype=np.int32), lengths
-            expected = reference.mla_attention(*wide, table, *rows, sm_scale=scale)[0]
+            operands: list[Any] = [array.float().numpy() for array in (q_nope, q_pe, ckv, kpe)]
+            operands += [
+                order.numpy().astype(np.uint32).reshape(batch, pages),
+                np.arange(batch, dtype=np.int32),
+                lengths,
+            ]
+            expected = partial(reference.mla_attention, *operands)(sm_scale=scale)[0]
             off = float(np.abs(o - expected).max() / np.abs(expected).max())
             emit(check="latent", off=off)
             if not off <= 1e-2:
@@ -254,116 +254,6 @@ def latent(device: str) -> str:
             size = batch * length * 576 * 2
             emit(check="latent", batch=batch, length=length, ms=median, gb_s=size / median / 1e6)
     return "latent attention is right"
-
-
-def demo(device: str) -> str:
-    from paged_kv.cli import main as command
-
-    sys.argv = ["paged-kv", "demo", "--device", device]
-    try:
-        status = command()
-    except SystemExit as end:
-        status = end.code
-    if status:
-        raise AssertionError(f"the demo ended with {status}")
-    return "the demo's tokens are right"
-
-
-def pages(device: str) -> str:
-    from paged_kv.engine.demo_model import FOLDER
-    from paged_kv.engine.disk_tier import DiskTier
-    from paged_kv.engine.engine import Engine
-    from paged_kv.engine.model import DecoderModel
-    from paged_kv.engine.sampling import Sampling
-    from paged_kv.engine.step import DEMO_DTYPE
-    from paged_kv.runtime.session import runtime_on
-
-    def model() -> DecoderModel:
-        runtime = runtime_on(0 if device == "gpu" else None)
-        return DecoderModel.from_folder(FOLDER, dtype=DEMO_DTYPE, num_pages=64, runtime=runtime)
-
-    def tokens_of(engine: Engine, prompt: Sequence[int], n: int = 1) -> list[list[int]]:
-        engine.add_request(prompt, Sampling(24), n)
-        found: dict[int, list[int]] = {}
-        while not engine.is_idle:
-            for output in engine.step():
-                found.setdefault(output.sample, []).extend(output.tokens)
-        return [found[sample] for sample in range(n)]
-
-    prompt = np.random.default_rng(0).integers(1, 250, 70).tolist()
-    (expected,) = tokens_of(Engine(model(), share_prefixes=False), prompt)
-    with TemporaryDirectory() as folder:
-        tier = DiskTier(Path(folder, "tier"), 1 << 26)
-        first = Engine(model(), disk=tier)
-        texts = {"forks": tokens_of(first, prompt, 3), "again": tokens_of(first, prompt)}
-        saved = first.save_prefix(Path(folder, "prefix"), prompt)
-        first.flush()
-        restarted = Engine(model(), disk=DiskTier(Path(folder, "tier"), 1 << 26))
-        texts["from disk"] = tokens_of(restarted, prompt)
-        loaded = Engine(model())
-        loaded.load_prefix(Path(folder, "prefix"))
-        texts["from a file"] = tokens_of(loaded, prompt)
-        texts["lookup"] = tokens_of(Engine(model(), speculate="lookup"), prompt)
-        emit(check="pages", saved=saved, restored=restarted.tokens_restored, found=loaded.tokens_found)
-        if not (restarted.tokens_restored and loaded.tokens_found):
-            raise AssertionError("pages of a file were not found")
-    for name, found in texts.items():
-        if any(text != expected for text in found):
-            raise AssertionError(f"{name}: {found}, alone {expected}")
-    return "forks, the disk tier, prefix files and lookup change no token"
-
-
-def llama(device: str) -> str:
-    from max.dtype import DType
-
-    from benchmarks.gpu_bundle.models import LLAMA, llama_decoder
-    from paged_kv.arrays.host import to_buffer
-    from paged_kv.bench.problems import StepProblem
-    from paged_kv.engine.model import DecoderModel
-    from paged_kv.runtime.session import runtime_on
-
-    case, page_size = LLAMA, 16
-    sizes = [(batch, length) for batch in (1, 8, 64) for length in (512, 4096)] if device == "gpu" else [(1, 512)]
-    pages = max(batch * (length // page_size + 1) for batch, length in sizes) + 128
-    began = time.perf_counter()
-    problem = StepProblem(case, 0)
-    emit(check="llama", weights_seconds=time.perf_counter() - began)
-    began = time.perf_counter()
-    weights = {name: to_buffer(array) for name, array in problem.weights.items()}
-    runtime = runtime_on(0 if device == "gpu" else None)
-    dtype = DType[case.dtype]
-    model = DecoderModel(llama_decoder(), weights, dtype=dtype, num_pages=pages, page_size=page_size, runtime=runtime)
-    emit(check="llama", load_seconds=time.perf_counter() - began)
-    tokens = problem.short()[0].tolist()
-    found = model.step([tokens], [0], [[pages - 1]])
-    off = problem.short_error(found)
-    emit(check="llama", prompt=len(tokens), off=off)
-    if not off <= problem.tolerance:
-        raise AssertionError(f"the logits of a prompt of {len(tokens)} tokens are off by {off:.1e}")
-    if device == "gpu":
-        import torch
-
-        torch.from_dlpack(model.blocks).normal_()
-        torch.cuda.synchronize()
-    rng = np.random.default_rng(0)
-    for batch, length in sizes:
-        owned = -(-(length + 1) // page_size)
-        table = rng.permutation(pages)[: batch * owned].reshape(batch, owned).tolist()
-        rows = rng.integers(0, case.vocab, (batch, 1)).tolist()
-        times = []
-        for _ in range(12):
-            began = time.perf_counter()
-            model.step(rows, [length] * batch, table)
-            times.append(time.perf_counter() - began)
-        emit(check="llama step", batch=batch, length=length, ms=1e3 * float(np.median(times[2:])))
-    prompt = rng.integers(0, case.vocab, 2048).tolist()
-    table = [list(range(128))]
-    for _ in range(2):
-        began = time.perf_counter()
-        model.step([prompt], [0], table)
-        elapsed = time.perf_counter() - began
-    emit(check="llama prompt", tokens=len(prompt), ms=1e3 * elapsed)
-    return "a Llama's logits are right"
 
 
 def assembler(_: str) -> str:

@@ -89,7 +89,7 @@ def wanted(device: str) -> list[Wanted]:
         graph(f"max_flash_{heads}", gpu_graphs.flash_attention(runtime, bf16, heads, 8, 128)) for heads in (32, 64)
     ]
     moves: tuple[Op, ...] = ("append", "gather")
-    kernels: tuple[GpuKernel, ...] = ("best", "plain")
+    chosen: tuple[GpuKernel, ...] = ("best", "plain")
     return [
         *first,
         api("attention", bf16, f8),
@@ -114,7 +114,7 @@ def wanted(device: str) -> list[Wanted]:
                 gpu_graphs.attention(runtime, dtype, dtype, batch_invariant=True, gpu_kernel=kernel),
             )
             for dtype in (bf16, f16, f32)
-            for kernel in kernels
+            for kernel in chosen
         ),
         api("attention", bf16, DType.uint8),
         api("append", bf16, DType.uint8),

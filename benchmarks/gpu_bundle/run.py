@@ -104,6 +104,11 @@ def run_step(step: Step, rows: Rows, log: BinaryIO, *, limit: float, env: Mappin
     return status
 
 
+def emit(**facts: Any) -> None:
+    """Prints a row of the results, from within a step."""
+    print(json.dumps(facts), flush=True)
+
+
 def _follow(output: BinaryIO, step: Step, rows: Rows, log: BinaryIO, last: list[str]) -> None:
     for line in output:
         log.write(line)

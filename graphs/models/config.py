@@ -10,10 +10,10 @@ from max.dtype import DType
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError
+from paged_kv.graphs.encodings import Encoding
 from paged_kv.graphs.layer_ops import is_hadamard_size
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import Experts
-from paged_kv.graphs.quantised import Encoding
 from paged_kv.graphs.rope import Linear, Llama3, LongRope, Rope, Scaling, Yarn
 from paged_kv.options import (
     CACHE_ROTATIONS,

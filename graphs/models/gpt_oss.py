@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from paged_kv.graphs.encodings import Encoding, block_elements
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import ClampedUnits, read_experts
-from paged_kv.graphs.quantised import Encoding, block_elements
 
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL_TYPE = "gpt_oss"

@@ -10,15 +10,10 @@ from max.graph import DeviceRef, Graph, TensorValue, Weight, ops
 
 from paged_kv.errors import ContractError
 from paged_kv.graphs import ops as paged
+from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors, weight_dtype
-from paged_kv.graphs.quantised import (
-    QuantisedWeight,
-    quantised_expert_linear,
-    quantised_linear,
-    quantised_rows,
-    row_bytes,
-)
+from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear, quantised_rows
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from max.dtype import DType
 
+from paged_kv.graphs.encodings import Encoding, block_bytes, block_elements
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.mixture import Experts
-from paged_kv.graphs.quantised import Encoding, block_bytes, block_elements
 
 Shape = tuple[int, ...]
 

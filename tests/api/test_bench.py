@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from paged_kv.bench.case_kinds import (
     LatentCase,
     LinearCase,
     PrefillCase,
-    QuantisedEncoding,
     StepCase,
 )
 from paged_kv.bench.cases import CASES, QUICK, Selection
@@ -31,6 +29,7 @@ from paged_kv.bench.peers import PEERS, make_peer
 from paged_kv.bench.peers.base import Peer
 from paged_kv.bench.problems import llama_config, problem_of
 from paged_kv.bench.run import reason
+from paged_kv.graphs.encodings import ENCODINGS
 from support import harness
 from support.gguf_blocks import dequantise
 
@@ -164,7 +163,7 @@ def test_the_check_of_experts(encoding):
     assert sorted(chosen.tolist() + problem.experts(1)[0].tolist()) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("encoding", get_args(QuantisedEncoding))
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_random_blocks_mean_what_they_are_said_to(encoding):
     blocks, values = random_blocks(encoding, np.random.default_rng(0), 3, 512)
     assert blocks.shape == (3, 2 * BYTES_OF_256[encoding])

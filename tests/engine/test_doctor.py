@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from paged_kv.cli import _run
-from paged_kv.graphs.quantised import ENCODINGS
+from paged_kv.graphs.encodings import ENCODINGS
 from paged_kv.runtime import doctor, installed
 from paged_kv.runtime.cpu_target import CpuInfo
 from paged_kv.runtime.doctor import Report, collect, list_compiled, render

@@ -5,6 +5,7 @@ Activations are rounded to int8 as llama.cpp rounds them; what is left is the ro
 
 import ctypes
 import mmap
+from typing import get_args
 
 import ml_dtypes  # noqa: F401  (teaches NumPy the name bfloat16)
 import numpy as np
@@ -14,15 +15,8 @@ from max.graph import DeviceRef, Graph, TensorType
 
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.graphs import ops
-from paged_kv.graphs.quantised import (
-    ENCODINGS,
-    QuantisedWeight,
-    block_elements,
-    quantised_expert_linear,
-    quantised_linear,
-    quantised_rows,
-    row_bytes,
-)
+from paged_kv.graphs.encodings import ENCODINGS, GGUF_ENCODINGS, Encoding, block_elements, row_bytes
+from paged_kv.graphs.quantised import QuantisedWeight, quantised_expert_linear, quantised_linear, quantised_rows
 from support import gguf_blocks, op_graphs
 from support.compare import assert_bits_equal
 from support.gguf_blocks import dequantise, random_blocks, round_activations, set_scales
@@ -304,4 +298,4 @@ def test_what_the_op_refuses():
 def test_row_bytes(encoding):
     elements = block_elements(encoding)
     assert row_bytes(encoding, 3 * elements) == random_blocks(encoding, 1, 3 * elements).size
-    assert (*gguf_blocks.ENCODINGS, *gguf_blocks.OWN) == ENCODINGS
+    assert (*GGUF_ENCODINGS, *gguf_blocks.OWN) == ENCODINGS == get_args(Encoding)

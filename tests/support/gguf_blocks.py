@@ -6,10 +6,11 @@ And activations, rounded as llama.cpp rounds them beside each encoding.
 import gguf
 import numpy as np
 
-ENCODINGS = ("Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4")
+from paged_kv.graphs.encodings import GGUF_ENCODINGS
+
 OWN = {"INT4": (32, 20), "INT8": (32, 36)}
 """Encodings that are not GGUF's: elements and bytes of a block."""
-KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q4_1", *ENCODINGS)}
+KINDS = {name: gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q4_1", *GGUF_ENCODINGS)}
 SCALES = {
     "Q4_0": {0: 0.05}, "Q8_0": {0: 4e-3}, "IQ4_NL": {0: 4e-3}, "Q4_K": {0: 1e-3, 2: 1e-3}, "Q5_K": {0: 5e-4, 2: 5e-4},
     "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4}, "INT4": {0: 0.05}, "INT8": {0: 4e-3},

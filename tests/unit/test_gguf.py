@@ -18,14 +18,9 @@ from paged_kv.checkpoint.gguf_header import Strings, read_header
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, ShapeError
+from paged_kv.graphs.encodings import GGUF_ENCODINGS, block_elements, row_bytes
 from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.graphs.quantised import (
-    QuantisedWeight,
-    block_elements,
-    quantised_linear,
-    quantised_rows,
-    row_bytes,
-)
+from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows
 from support import gguf_blocks
 from support.gguf_blocks import SCALES, dequantise
 from support.gguf_files import MODELS, hugging_face_weights, make_model, write_gguf
@@ -135,7 +130,7 @@ def test_weights_are_views_of_the_file(tmp_path):
     }
 
 
-@pytest.mark.parametrize("encoding", gguf_blocks.ENCODINGS)
+@pytest.mark.parametrize("encoding", GGUF_ENCODINGS)
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
 def test_scales_that_are_not_finite(tmp_path, encoding, scale):
     """Each of a block's: refused by the tensor's name, before a product turns whole rows into NaN."""
@@ -245,7 +240,7 @@ def test_a_wrong_shape_is_refused(tmp_path):
         checkpoint.load(larger, DType.float32)
 
 
-@pytest.mark.parametrize("encoding", gguf_blocks.ENCODINGS)
+@pytest.mark.parametrize("encoding", GGUF_ENCODINGS)
 def test_damaged_files_are_refused(tmp_path, encoding):
     """Cut anywhere, or with any byte of the header changed: an error of this package, or a file that is read."""
     whole = write(tmp_path / "model.gguf", encoding_of=lambda _: encoding).read_bytes()
@@ -261,7 +256,7 @@ def test_damaged_files_are_refused(tmp_path, encoding):
             open_source(bad).load(DType.float32)
 
 
-@pytest.mark.parametrize("encoding", gguf_blocks.ENCODINGS)
+@pytest.mark.parametrize("encoding", GGUF_ENCODINGS)
 def test_a_tensor_of_another_encoding_than_it_says(tmp_path, encoding):
     """It shares bytes with the next one, or leaves some out. Only encodings of as many bytes cannot be told apart."""
     whole = write(tmp_path / "model.gguf", encoding_of=lambda _: encoding).read_bytes()

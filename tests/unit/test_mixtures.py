@@ -16,9 +16,9 @@ from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models.mixture import ClampedUnits, Experts
 from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.graphs.quantised import row_bytes
 from paged_kv.graphs.rope import Yarn
 from support.checkpoints import TORCH, random_tensors, raw_safetensors, to_torch
 from support.gguf_blocks import dequantise

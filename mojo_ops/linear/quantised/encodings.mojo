@@ -3,6 +3,7 @@
 `raw` is transposed, so all code here works on one dword, one scale or four elements of 16 rows at once.
 """
 
+from std.builtin.variadics import TypeList
 from std.memory import bitcast
 
 from ...cache.checks import check_equal
@@ -16,9 +17,18 @@ comptime LOW = Words(0x0F0F0F0F)
 comptime ALL = Words(0x80808080)
 
 
-comptime BLOCK_ENCODINGS = 0b1111000
+comptime ENCODINGS = TypeList.of[Trait=Encoding, Q4_0, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4, INT4, INT8]()
+"""All of them, in the order of their indices: that of `TABLE` in graphs/encodings.py."""
+comptime BLOCK_ENCODINGS = block_encodings()
 """The bits of the encodings for which x is rounded by blocks of 256."""
-comptime ENCODING_COUNT = 10
+
+
+def block_encodings() -> Int:
+    var bits = 0
+    comptime for i in range(ENCODINGS.length):
+        comptime assert ENCODINGS[i].INDEX == i, "an encoding is not where its index says"
+        bits |= Int(ENCODINGS[i].ROUNDS_BLOCKS) << i
+    return bits
 
 
 def encodings_mask(encodings: Int, count: Int) -> Int:
@@ -37,16 +47,8 @@ def encoding_of(encodings: Int, i: Int) -> Int:
 
 def check_row_bytes(found: Int, encoding: Int, k: Int) raises:
     """Refuses rows of w that are not `k` elements."""
-    check_row[Q4_0](found, encoding, k)
-    check_row[Q8_0](found, encoding, k)
-    check_row[IQ4_NL](found, encoding, k)
-    check_row[Q4_K](found, encoding, k)
-    check_row[Q5_K](found, encoding, k)
-    check_row[Q6_K](found, encoding, k)
-    check_row[IQ4_XS](found, encoding, k)
-    check_row[MXFP4](found, encoding, k)
-    check_row[INT4](found, encoding, k)
-    check_row[INT8](found, encoding, k)
+    comptime for i in range(ENCODINGS.length):
+        check_row[ENCODINGS[i]](found, encoding, k)
 
 
 def check_row[E: Encoding](found: Int, encoding: Int, k: Int) raises:

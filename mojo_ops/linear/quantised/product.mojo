@@ -17,7 +17,7 @@ from ...isa.threads import Workers, run_tasks
 from ..experts import Grouping
 from .activations import RECORD_BYTES, RoundedRows, round_rows
 from .amx import TURN_BYTES, configure_group_tiles
-from .encodings import BLOCK_ENCODINGS, Encoding, INT4, INT8, IQ4_NL, IQ4_XS, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0
+from .encodings import BLOCK_ENCODINGS, ENCODINGS, Encoding
 from .multiply import FUSED_ROWS, MOST_ROWS, Sums, multiply, multiply_blocks
 from .tile import (
     BytePointer,
@@ -459,16 +459,8 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
             coming,
             self.amx,
         )
-        self.start[Q4_0](own)
-        self.start[Q8_0](own)
-        self.start[IQ4_NL](own)
-        self.start[Q4_K](own)
-        self.start[Q5_K](own)
-        self.start[Q6_K](own)
-        self.start[IQ4_XS](own)
-        self.start[MXFP4](own)
-        self.start[INT4](own)
-        self.start[INT8](own)
+        comptime for i in range(ENCODINGS.length):
+            self.start[ENCODINGS[i]](own)
 
     @always_inline
     def start[E: Encoding](self, section: Section[Self.dtype]):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.bench.case_kinds import QuantisedEncoding
+from paged_kv.graphs.encodings import Encoding
 
 Array = npt.NDArray[Any]
 
@@ -104,16 +104,14 @@ def _iq4_xs(rng: np.random.Generator, shape: tuple[int, int]) -> tuple[list[Arra
     return [stored, upper[..., None].view(np.uint8), lower, pairs], values
 
 
-_RANDOM_BLOCKS: dict[QuantisedEncoding, tuple[int, Callable[..., tuple[list[Array], Array]]]] = {
+_RANDOM_BLOCKS: dict[Encoding, tuple[int, Callable[..., tuple[list[Array], Array]]]] = {
     "Q4_0": (32, _q4_0), "Q4_K": (256, _q4_k), "Q5_K": (256, _q5_k), "Q6_K": (256, _q6_k), "Q8_0": (32, _q8_0),
     "IQ4_NL": (32, _iq4_nl), "IQ4_XS": (256, _iq4_xs), "MXFP4": (32, _mxfp4), "INT4": (32, _int4), "INT8": (32, _int8),
 }  # fmt: skip
 """Elements of a block, and what makes blocks `[rows, blocks]`: the parts of their bytes, and what they mean."""
 
 
-def random_blocks(
-    encoding: QuantisedEncoding, rng: np.random.Generator, rows: int, elements: int
-) -> tuple[Array, Array]:
+def random_blocks(encoding: Encoding, rng: np.random.Generator, rows: int, elements: int) -> tuple[Array, Array]:
     """Random weights in blocks, uint8 `[rows, bytes]`, and what they mean, float32 `[rows, elements]`."""
     size, make = _RANDOM_BLOCKS[encoding]
     shape = (rows, elements // size)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from paged_kv.graphs.encodings import TABLE, Encoding
 from paged_kv.options import stored_head
 
 MIN_BYTES = 128 * 2**20
@@ -19,15 +20,11 @@ machines."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "int4": 1}
 """Of a stored number; a head of codes has as many as `options.stored_head` says."""
 Layout = Literal["NHD", "HND", "MAX"]
-QuantisedEncoding = Literal["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4", "INT4", "INT8"]
 MAX_ENCODINGS = ("Q4_0", "Q4_K", "Q6_K")
 """That MAX has products for on a CPU."""
 FileType = Literal["Q8_0", "Q4_K_M"]
 """What llama.cpp calls a whole file by the encodings of its matrices."""
-BYTES_OF_256 = {
-    "Q4_0": 144, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q8_0": 272, "IQ4_NL": 144, "IQ4_XS": 136, "MXFP4": 136,
-    "INT4": 160, "INT8": 288,
-}  # fmt: skip
+BYTES_OF_256 = {name: block.bytes * 256 // block.elements for name, block in TABLE.items()}
 """Bytes of 256 quantised weights."""
 
 
@@ -208,7 +205,7 @@ class QuantisedCase(LinearCase):
     """The same with w in GGUF's blocks; `dtype` is that of x."""
 
     dtype: str = "float32"
-    encoding: QuantisedEncoding = "Q4_K"
+    encoding: Encoding = "Q4_K"
 
     @property
     def row_bytes(self) -> int:
@@ -229,7 +226,7 @@ class ExpertCase(Case):
     dtype: str = "bfloat16"
     experts: int = 64
     chosen: int = 8
-    encoding: QuantisedEncoding | None = None
+    encoding: Encoding | None = None
     """Of w, x being float32; w is of `dtype` too where it is None."""
 
     @property
@@ -300,7 +297,7 @@ class StepCase(Case):
                 shapes[f"{at}.self_attn.q_norm.weight"] = shapes[f"{at}.self_attn.k_norm.weight"] = (self.head_dim,)
         return shapes | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.vocab, self.hidden)}
 
-    def encoding(self, name: str) -> QuantisedEncoding | None:
+    def encoding(self, name: str) -> Encoding | None:
         """Of the matrix of that name, None where it is plain. Q4_K_M is llama.cpp's rule, read from its source."""
         if self.file_type is None or name.endswith("mlp.gate.weight"):
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from paged_kv.bench.case_kinds import (
     MAX_ENCODINGS,
@@ -17,10 +17,10 @@ from paged_kv.bench.case_kinds import (
     LinearCase,
     PrefillCase,
     QuantisedCase,
-    QuantisedEncoding,
     StepCase,
     Versus,
 )
+from paged_kv.graphs.encodings import ENCODINGS, Encoding
 
 AMX = ("vllm-amx-32", "vllm-amx-64", "vllm-amx-128")
 AMX_LABEL = "vLLM CPU AMX, best page size"
@@ -56,7 +56,7 @@ _FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("8 of 128 experts, 3.9 G parameters, Q4_K_M", {"file_type": "Q4_K_M", **_MIXTURE}),
 }
 """Models in files of quantised weights."""
-_EXPERTS: dict[str, QuantisedEncoding | None] = {"bf16": None, "Q4_K": "Q4_K", "MXFP4": "MXFP4"}
+_EXPERTS: dict[str, Encoding | None] = {"bf16": None, "Q4_K": "Q4_K", "MXFP4": "MXFP4"}
 
 CASES: tuple[Case, ...] = (
     _BASE,
@@ -148,7 +148,7 @@ CASES: tuple[Case, ...] = (
             rows=n,
             encoding=encoding,
         )
-        for encoding in get_args(QuantisedEncoding)
+        for encoding in ENCODINGS
         for n in (1, 4, 8, 64)
     ),
     *(

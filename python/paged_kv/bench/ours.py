@@ -29,7 +29,7 @@ from paged_kv.bench.problems import (
     numbers,
 )
 from paged_kv.graphs import ops
-from paged_kv.graphs.quantised import ENCODINGS
+from paged_kv.graphs.encodings import ENCODINGS
 from paged_kv.options import CODE_DTYPES, AttentionOptions, stored_dtype, stored_head
 from paged_kv.runtime.host_calls import Weight, multiply
 from paged_kv.runtime.session import Runtime, default_runtime

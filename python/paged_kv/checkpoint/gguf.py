@@ -27,16 +27,11 @@ from paged_kv.checkpoint.gguf_header import GgufHeader, GgufTensor
 from paged_kv.checkpoint.gguf_parts import first_parts, read_parts
 from paged_kv.checkpoint.weights import OnProgress, check_layers
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.encodings import GGUF_ENCODINGS, TABLE, Encoding, block_bytes
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
-from paged_kv.graphs.quantised import Encoding, block_bytes
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_SCALES: dict[Encoding, tuple[int, ...]] = {
-    "Q4_0": (0,), "Q8_0": (0,), "IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,),
-    "MXFP4": (),
-}  # fmt: skip
-"""Where the float16 numbers of a block lie. A block of MXFP4 begins with a byte, a power of two, instead."""
 
 
 def find_gguf(path: Path | str) -> Path | None:
@@ -85,7 +80,7 @@ class GgufCheckpoint:
             config = replace(config, experts=replace(config.experts, apart=True))
         check_layers(config, self.header.tensors, self.header.file)
         tensors = {name: self._tensor(name) for name in expected_tensors(config)}
-        encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in _SCALES]
+        encodings = [(name, tensor.encoding) for name, tensor in tensors.items() if tensor.encoding in GGUF_ENCODINGS]
         query = (
             tensors.get("model.layers.0.self_attn.q_proj.weight") or tensors["model.layers.0.self_attn.qkv_proj.weight"]
         )
@@ -124,7 +119,7 @@ class GgufCheckpoint:
         tensor = self.header.tensors.get(stored)
         if tensor is None:
             raise CheckpointError(f"{self.header.file}: tensor {stored} is missing")
-        known = (*_FLOATS, *_SCALES) if len(tensor.shape) >= 2 and not name.endswith(".bias") else tuple(_FLOATS)
+        known = (*_FLOATS, *GGUF_ENCODINGS) if len(tensor.shape) >= 2 and not name.endswith(".bias") else tuple(_FLOATS)
         if tensor.encoding not in known:
             problem = f"has encoding {tensor.encoding}, expected one of {', '.join(known)}"
             raise CheckpointError(f"{self.header.file}: tensor {stored} {problem}")
@@ -146,7 +141,7 @@ class GgufCheckpoint:
     def _check_scales(self, tensor: GgufTensor, encoding: Encoding) -> None:
         """Refuses blocks whose scales are NaN or infinite: whole rows of results would be."""
         blocks = tensor.data.reshape(-1, block_bytes(encoding))
-        wrongs = {at: blocks[:, at + 1] & 0x7C == 0x7C for at in _SCALES[encoding]}  # all bits of the exponent
+        wrongs = {at: blocks[:, at + 1] & 0x7C == 0x7C for at in TABLE[encoding].scales}  # all bits of the exponent
         if encoding == "MXFP4":
             wrongs[0] = blocks[:, 0] == mxfp4.NAN
         for at, wrong in wrongs.items():

@@ -23,6 +23,7 @@ from paged_kv.arguments import printable, shown
 from paged_kv.checkpoint.config import checkpoint_path
 from paged_kv.errors import CheckpointError
 from paged_kv.files import open_regular
+from paged_kv.graphs.encodings import TABLE
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -33,13 +34,13 @@ _MAX_DIMS = 4  # the format's own limits
 _MAX_NAME = 65535
 _LENGTH = struct.Struct("<Q")
 
-# Number -> name, elements of a block and its bytes. The encodings that this package loads, and those that are common.
 _ENCODINGS = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
-    30: ("BF16", 1, 2), 39: ("MXFP4", 32, 17),
+    **{block.gguf: (name, block.elements, block.bytes) for name, block in TABLE.items() if block.gguf is not None},
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    # Common ones that are refused, by name.
+    3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
 }  # fmt: skip
+"""By their number in a file: name, elements of a block and its bytes."""
 
 
 @dataclass(frozen=True)

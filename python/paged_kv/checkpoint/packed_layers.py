@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs.encodings import Encoding, block_bytes
 from paged_kv.graphs.models.fields import Fields
-from paged_kv.graphs.quantised import Encoding, block_bytes
 
 _FLOATS = ("F16", "BF16", "F32")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)

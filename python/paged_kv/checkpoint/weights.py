@@ -33,6 +33,7 @@ from paged_kv.checkpoint.config import checkpoint_folder
 from paged_kv.checkpoint.packed_layers import GroupedWeight, Packing, check_layer
 from paged_kv.errors import CheckpointError
 from paged_kv.files import open_regular, path_of, read_regular
+from paged_kv.graphs.encodings import Encoding, row_bytes
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import (
     Assembled,
@@ -43,7 +44,6 @@ from paged_kv.graphs.models.tensors import (
     least_tensors,
     weight_dtype,
 )
-from paged_kv.graphs.quantised import Encoding, row_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -14,6 +14,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from paged_kv.graphs.encodings import GGUF_ENCODINGS
 from paged_kv.runtime.cache_folder import cache_folder
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, apply_cpu_target
 from paged_kv.runtime.kernel_choice import explain, kernels_of
@@ -164,7 +165,7 @@ def _quantised_in_words(target: str | None) -> str:
     else:
         kernel = "vpmaddubsw of 256 bits"
     return (
-        f"{kernel}, dense and of experts: Q4_0, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K, IQ4_XS, MXFP4 (GPT-OSS);"
+        f"{kernel}, dense and of experts: {', '.join(GGUF_ENCODINGS)} (of GPT-OSS);"
         " GPTQ, AWQ and compressed-tensors as Q4_0, Q8_0, INT4, INT8, dequantised at load where groups are no multiple"
         " of 32 or out of order"
     )

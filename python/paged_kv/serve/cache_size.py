@@ -10,11 +10,11 @@ from pathlib import Path
 from max.dtype import DType
 
 from paged_kv.errors import ContractError
+from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.ops import cache_dtype
-from paged_kv.graphs.quantised import row_bytes
 from paged_kv.options import KVFormat
 
 SHARE = 0.5

@@ -1,0 +1,66 @@
+"""How weights are stored in blocks: the encodings of GGUF that the kernels multiply by, and two of this package's own.
+
+A new one is a row of `TABLE` and a struct at the end of `ENCODINGS` in mojo_ops/linear/quantised/encodings.mojo, with
+random blocks for tests and benchmarks in python/paged_kv/bench/blocks.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paged_kv.errors import ShapeError
+
+Encoding = Literal["Q4_0", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "INT4", "INT8"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of one encoding, along a row of the weight."""
+
+    elements: int
+    bytes: int
+    scales: tuple[int, ...] = (0,)
+    """Where its float16 numbers lie: a file in which one is not finite is refused."""
+    gguf: int | None = None
+    """The encoding's number in GGUF files; None where it is this package's own."""
+
+
+TABLE: dict[Encoding, Block] = {
+    "Q4_0": Block(32, 18, gguf=2),
+    "Q8_0": Block(32, 34, gguf=8),
+    "IQ4_NL": Block(32, 18, gguf=20),
+    "Q4_K": Block(256, 144, (0, 2), gguf=12),
+    "Q5_K": Block(256, 176, (0, 2), gguf=13),
+    "Q6_K": Block(256, 210, (208,), gguf=14),
+    "IQ4_XS": Block(256, 136, gguf=23),
+    "MXFP4": Block(32, 17, (), gguf=39),  # begins with a byte, a power of two
+    "INT4": Block(32, 20),
+    "INT8": Block(32, 36),
+}
+"""In the order of their indices in the kernels. INT4 and INT8, blocks of 32 elements with a float16 scale and a zero,
+are what GPTQ's kind of checkpoints is put into."""
+ENCODINGS: tuple[Encoding, ...] = tuple(TABLE)
+GGUF_ENCODINGS: tuple[Encoding, ...] = tuple(name for name, block in TABLE.items() if block.gguf is not None)
+
+
+def block_elements(encoding: Encoding) -> int:
+    """Elements of a row in one block."""
+    return TABLE[encoding].elements
+
+
+def block_bytes(encoding: Encoding) -> int:
+    """Bytes of a block."""
+    return TABLE[encoding].bytes
+
+
+def row_bytes(encoding: Encoding, elements: int) -> int:
+    """Bytes of a row of so many elements.
+
+    Raises:
+        ShapeError: the row does not end with a block.
+    """
+    size = block_elements(encoding)
+    if elements % size:
+        raise ShapeError(f"{elements} elements are no multiple of the {size} of a {encoding} block")
+    return elements // size * block_bytes(encoding)
