@@ -18,7 +18,7 @@ _HEADING = re.compile(r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\d{4}-\d{2}-\d
 
 
 def section(text: str, version: str) -> str:
-    """What stands under a version's heading, which must have a date.
+    """Return what stands under a version's heading, which must have a date.
 
     Raises:
         ValueError: there is no such heading, several, one without a date, or nothing below it.

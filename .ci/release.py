@@ -33,7 +33,7 @@ SETUPTOOLS = "84.2.1"
 
 
 def versions(root: Path = ROOT) -> dict[str, object]:
-    """What versions.py of a checkout says: VERSION and PINNED."""
+    """Return what versions.py of a checkout says: VERSION and PINNED."""
     values: dict[str, object] = {}
     exec((root / "python" / "paged_kv" / "versions.py").read_text(), values)
     return values
@@ -142,7 +142,7 @@ def build_kernels(python: Path, kernels: Path, targets: str, out: Path, epoch: i
 
 
 def provenance(root: Path, files: list[Path], targets: list[str], *, rehearsed: bool) -> str:
-    """Where the files come from, as JSON. It holds no time but the commit's: made again, it is the same."""
+    """Return where the files come from, as JSON. It holds no time but the commit's: made again, it is the same."""
     found = versions(root)
     name, epoch = commit(root)
     facts = {

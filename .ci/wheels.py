@@ -101,7 +101,7 @@ def read_kernels(folder: Path, sources: Sources) -> Files:
 
 
 def provenance(kernels: Mapping[str, bytes]) -> bytes:
-    """What the kernels are made of: commit, versions, targets, the SHA-256 of each file."""
+    """Return what the kernels are made of: commit, versions, targets, the SHA-256 of each file."""
     targets = sorted({name.partition("/")[0] for name in kernels})
     content = {
         "commit": _git("rev-parse", "HEAD"),

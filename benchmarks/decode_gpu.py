@@ -43,7 +43,7 @@ POINTS = ("one", "pages", "few", "all")
 
 
 def points(which: str, device: str = "cuda") -> Iterator[Point]:
-    """What the targets speak of, and FlashInfer's own grid: pages of 16, groups of 4 and 8."""
+    """Return what the targets speak of, and FlashInfer's own grid: pages of 16, groups of 4 and 8."""
     from benchmarks.gpu_systems import Point
 
     batch, length = (64, 4096) if device == "cuda" else (4, 1024)

@@ -28,7 +28,7 @@ Times = tuple[float, float]
 
 
 def report(name: str, streams: list[Times], rate: float) -> dict[str, str | float]:
-    """What a process prints."""
+    """Return what a process prints."""
     first, later = (1e3 * median(times) for times in zip(*streams, strict=True))
     return {"what": name, "first_token_ms": first, "token_ms": later, f"tokens_s_{AT_ONCE}_streams": rate}
 

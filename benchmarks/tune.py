@@ -138,14 +138,14 @@ class Builds:
         return found
 
     def _compiles(self, case: str, row: Values) -> bool:
-        """Whether a row compiles; what was compiled once is on disk, so that measuring takes seconds."""
+        """Return whether a row compiles; what was compiled once is on disk, so that measuring takes seconds."""
         key = (graph_of(TUNE_CASES[case]), repr(row))
         if key not in self._compiled | self._failed:
             (self._failed if self._job(case, 0, [row]) is None else self._compiled).add(key)
         return key in self._compiled
 
     def _job(self, case: str, repeats: int, rows: Sequence[Values]) -> list[dict[str, Any]] | None:
-        """What `tune_job` says of each row; None where it died."""
+        """Return what `tune_job` says of each row; None where it died."""
         result = self._folder / "result.json"
         result.unlink(missing_ok=True)
         arguments = [case, str(repeats), str(result), *(str(self._build(row)) for row in rows)]
@@ -170,7 +170,7 @@ class Builds:
 
 
 def graph_of(case: Case) -> str:
-    """What tells the compiled graphs of two cases apart."""
+    """Return what tells the compiled graphs of two cases apart."""
     return f"{case.dtype} {case.kv_dtype}" if isinstance(case, AttentionCase) else "linear"
 
 

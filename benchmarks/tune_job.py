@@ -69,7 +69,7 @@ def measure(case: Case, folders: Sequence[Path], repeats: int, seed: int) -> lis
 
 
 def _block(run: Callable[[int], object]) -> int:
-    """How many runs take `BLOCK`."""
+    """Return how many runs take `BLOCK`."""
     times = take_turns({"run": run}, 9)["run"]
     return max(1, round(BLOCK / statistics.median(times)))
 

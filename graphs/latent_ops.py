@@ -77,7 +77,7 @@ class LatentCache:
         return "LATENT" if self.view is None else "STRIDED"
 
     def operands(self, layer: int, ckv_dim: Dim) -> list[BufferValue | TensorValue]:
-        """What every op over pages takes after its own tensors, where ckv is `ckv_dim` wide."""
+        """Return what every op over pages takes after its own tensors, where ckv is `ckv_dim` wide."""
         layers = self.blocks.shape[1] if self.view is None else Dim(1)
         if layer < 0 or (isinstance(layers, StaticDim) and layer >= layers.dim):
             raise ContractError(f"layer is {layer}, the cache has {layers}")

@@ -147,7 +147,7 @@ def hadamard(x: TensorValue) -> TensorValue:
 
 
 def is_hadamard_size(head_dim: int) -> bool:
-    """Whether `hadamard` takes heads of this head_dim."""
+    """Return whether `hadamard` takes heads of this head_dim."""
     return 8 <= head_dim <= 512 and head_dim & (head_dim - 1) == 0
 
 

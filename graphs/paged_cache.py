@@ -147,11 +147,13 @@ class PagedCache:
         )
 
     def takes(self, dtype: DType) -> bool:
-        """Whether rows of this dtype are appended to the cache and come out of it: its own, or any float over codes."""
+        """Return whether rows of this dtype are appended to the cache and come out of it: its own, or any float over
+        codes.
+        """
         return dtype == self.dtype if self.kv_format is None else dtype in DTYPES
 
     def operands(self, layer: int) -> list[BufferValue | TensorValue]:
-        """What every op over pages takes after its own tensors."""
+        """Return what every op over pages takes after its own tensors."""
         layers = self.k_blocks.shape[2] if self.k_blocks.rank == 6 else Dim(1)
         if layer < 0 or (isinstance(layers, StaticDim) and layer >= layers.dim):
             raise ContractError(f"layer is {layer}, the cache has {layers}")

@@ -69,7 +69,7 @@ class Yarn:
 
     @staticmethod
     def grown(factor: float, scale: float) -> float:
-        """How much longer queries or keys are made for contexts `factor` times as long."""
+        """Return how much longer queries or keys are made for contexts `factor` times as long."""
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     def stretch(self, plain: Frequencies, rope: Rope) -> Frequencies:

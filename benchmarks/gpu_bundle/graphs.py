@@ -58,7 +58,7 @@ class Wanted:
 
 
 def wanted(device: str) -> list[Wanted]:
-    """What the steps of a device run, the most needed first."""
+    """Return what the steps of a device run, the most needed first."""
     runtime = runtime_on(0 if device == "gpu" else None)
     f32, f16, bf16, f8 = DType.float32, DType.float16, DType.bfloat16, DType.float8_e4m3fn
 
@@ -133,7 +133,7 @@ def digests_of(graphs: Wanted) -> dict[str, str]:
 
 
 def is_kept(graphs: Wanted) -> bool:
-    """Whether the cache folder has them."""
+    """Return whether the cache folder has them."""
     digests = set(digests_of(graphs).values())
     return digests == {digest for artefact in graphs.store().find(digests) for digest in artefact.digests}
 

@@ -150,7 +150,9 @@ def run_steps(steps: Sequence[Step], rows: Rows, log: BinaryIO, *, seconds: floa
 
 
 def environment(home: Path) -> dict[str, str]:
-    """What every step is given: the bundle's own packages, its artefacts as the cache, its programs' libraries."""
+    """Return what every step is given: the bundle's own packages, its artefacts as the cache, its programs'
+    libraries.
+    """
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(home / "site"), str(home / "tests")])
     env["XDG_CACHE_HOME"] = str(home / "cache")

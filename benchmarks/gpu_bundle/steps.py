@@ -120,7 +120,7 @@ STEPS = (
 
 
 def as_json(commit: str) -> str:
-    """What `run.py` reads on the host."""
+    """Return what `run.py` reads on the host."""
     return json.dumps(
         {"commit": commit, "steps": [{**asdict(step), "env": dict(step.env)} for step in STEPS]}, indent=1
     )

@@ -143,6 +143,6 @@ def free_port() -> int:
 
 
 def last_line(log: Path) -> str:
-    """What a server said last, in at most 160 characters."""
+    """Return what a server said last, in at most 160 characters."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:160] if lines else "it said nothing"

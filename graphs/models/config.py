@@ -111,7 +111,7 @@ class DecoderConfig:
         return self.windows[layer] if self.windows else -1
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer is a mixture of experts."""
+        """Return whether the layer is a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
 
     def computed_in(self, dtype: DType) -> DType:

@@ -176,7 +176,7 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
 
 
 def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorValue:
-    """What follows the attention, `[N, hidden]`: an MLP, or experts."""
+    """Return what follows the attention, `[N, hidden]`: an MLP, or experts."""
     at, config = f"model.layers.{layer}.mlp", parameters.config
     if config.experts is None or not config.has_experts(layer):
         return _mlp(parameters, x, at)

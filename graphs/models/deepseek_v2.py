@@ -88,7 +88,7 @@ def _experts(fields: Fields, **routing: Any) -> Experts | None:
 
 
 def _sharpening(fields: Fields, rope: Rope) -> float:
-    """What queries and keys are multiplied by for YaRN, beside the amplitude of their rotated part."""
+    """Return what queries and keys are multiplied by for YaRN, beside the amplitude of their rotated part."""
     if rope.scaling is None:
         return 1.0
     section = fields.section("rope_parameters") or fields.section("rope_scaling")

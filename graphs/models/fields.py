@@ -112,7 +112,7 @@ class Fields:
         return value
 
     def one_of(self, key: str, choices: Mapping[str, Any]) -> Any:
-        """What `choices` has for the value; for the first of them where it is missing."""
+        """Return what `choices` has for the value; for the first of them where it is missing."""
         value = self._value(key, next(iter(choices)))
         if not isinstance(value, str) or value not in choices:
             known = " and ".join(f'"{choice}"' for choice in choices)

@@ -150,7 +150,7 @@ def _queries_and_keys(config: DecoderConfig) -> tuple[int, int]:
 
 
 def _projections(config: DecoderConfig) -> dict[str, Shape]:
-    """What makes queries, keys and values."""
+    """Return what makes queries, keys and values."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
     queries, keys = _queries_and_keys(config)
     if latent is not None:
@@ -221,7 +221,7 @@ def _heads(config: DecoderConfig, at: str) -> dict[str, Assembled]:
 
 
 def _is_stacked(experts: Experts, at: str, stored: Container[str]) -> bool:
-    """Whether a checkpoint has the experts of a mixture in tensors of all of them."""
+    """Return whether a checkpoint has the experts of a mixture in tensors of all of them."""
     return experts.alternating or experts.apart or f"{at}.gate_up_proj" in stored
 
 

@@ -67,7 +67,7 @@ def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> 
 
 
 def flag(name: str, value: Any) -> bool:
-    """Whether `value` is true, as `if value` sees it.
+    """Return whether `value` is true, as `if value` sees it.
 
     Raises:
         ContractTypeError: it has no truth value (an array of several elements); the message calls it `name`.

@@ -47,7 +47,7 @@ def path_of(file: IO[bytes]) -> str:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether the user owns a file or folder, and no other user can write to it."""
+    """Return whether the user owns a file or folder, and no other user can write to it."""
     return status.st_uid == os.geteuid() and not status.st_mode & _WRITABLE_BY_OTHERS
 
 

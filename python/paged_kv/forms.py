@@ -196,7 +196,7 @@ class Forms:
         return self._library.LLTokenizer("byte")
 
     def is_silent(self, token: int) -> bool:
-        """Whether a token has no text: a special one."""
+        """Return whether a token has no text: a special one."""
         return token < self._tokens.vocab_size and self._tokens.is_special_token(token)
 
     def compile(self, form: Form) -> CompiledForm:
@@ -220,7 +220,7 @@ class Forms:
         raise ContractError(f"form: the {form.KIND} cannot be compiled{self._place(form, problem)}: {problem}")
 
     def accepts(self, form: Form, text: str) -> bool:
-        """Whether a whole text has a form, whatever tokens it came in."""
+        """Return whether a whole text has a form, whatever tokens it came in."""
         matcher = self._matcher(_grammar(form), self._bytes)
         return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting() and not matcher.is_error()
 
@@ -322,7 +322,7 @@ class FormState:
         self._text += text
 
     def is_whole(self) -> bool:
-        """Whether the text that was shown has the form, from beginning to end."""
+        """Return whether the text that was shown has the form, from beginning to end."""
         return self._compiled.forms.accepts(self._compiled.form, self._text)
 
 
@@ -350,7 +350,7 @@ def _try_out(kind: str, text: str, seconds: int) -> str:
 
 
 def _grammar(form: Form, special: Mapping[str, int] = MappingProxyType({})) -> tuple[str, str]:
-    """What llguidance calls the kind of a form, and its text; marks that are no special tokens are texts."""
+    """Return what llguidance calls the kind of a form, and its text; marks that are no special tokens are texts."""
     match form:
         case JsonSchema():
             return "json_schema", with_guidance(str(form.schema))
@@ -383,7 +383,7 @@ def with_guidance(schema: str) -> str:
 
 
 def _problem(matcher: LLMatcher) -> str:
-    """What is wrong with a matcher, in one line; nothing where nothing is."""
+    """Return what is wrong with a matcher, in one line; nothing where nothing is."""
     if matcher.is_error():
         problem = " ".join(matcher.get_error().split())
         return "no token continues it" if problem.startswith("NoExtension") else printable(problem)

@@ -47,7 +47,7 @@ NO_PAGE = 0xFFFFFFFF
 
 
 def is_head_dim(value: int) -> bool:
-    """Whether the kernels take this head_dim."""
+    """Return whether the kernels take this head_dim."""
     return 0 < value <= MAX_HEAD_DIM and value % HEAD_DIM_MULTIPLE == 0
 
 

@@ -85,7 +85,7 @@ class DeviceMemory:
         return address
 
     def get(self, address: int, like: np.ndarray) -> np.ndarray:
-        """What lies there now, in the shape of `like`."""
+        """Return what lies there now, in the shape of `like`."""
         return np.frombuffer(bytes(self.bytes), like.dtype, like.size, address - GLOBAL).reshape(like.shape)
 
     def views(

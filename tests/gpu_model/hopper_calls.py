@@ -59,7 +59,7 @@ class HopperCall:
     bad_page: int | None = None
     hnd: bool = False
     listed: bool = True
-    """Whether the item comes from a list; else from the lengths, and is the whole row."""
+    """True if the item comes from a list; else from the lengths, and is the whole row."""
     rows_before: int = 0
     """Rows of padding before this one, where there is no list."""
 

@@ -48,7 +48,9 @@ def kind_of(name: str) -> str:
 
 
 def assembled(ptx: str, path: Path) -> str:
-    """What `ptxas` says of a kernel for sm_90a, which is written to `path`; the test is skipped where there is none."""
+    """Return what `ptxas` says of a kernel for sm_90a, which is written to `path`; the test is skipped where there is
+    none.
+    """
     search = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
     ptxas = shutil.which("ptxas", path=search)
     if ptxas is None:
@@ -74,7 +76,7 @@ tensor_map = job_of("compile_tensor_map.mojo", "sm_90a")
 
 
 def compile_graphs(program: str) -> tuple[str, list[Kernel]]:
-    """What a program of this folder prints that compiles graphs for sm_90a, and the kernels in its artefact."""
+    """Return what a program of this folder prints that compiles graphs for sm_90a, and the kernels in its artefact."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [MOJO, "precompile", ROOT / "mojo_ops", "-o", folder / "mojo_ops.mojoc"]

@@ -178,7 +178,7 @@ class Block:
             )
 
     def waits(self) -> list[tuple]:
-        """What some of the threads wait for."""
+        """Return what some of the threads wait for."""
         return [(t.index, t.waits_for[:2]) for t in self.threads if t.waits_for][:8]
 
     def advance(self, t: Thread) -> bool:

@@ -170,7 +170,7 @@ def _float_source(operand: str) -> str:
 
 
 def conversion(parts: list[str]) -> Callable[..., int]:
-    """What a `cvt` makes of its operands."""
+    """Return what a `cvt` makes of its operands."""
     to, source = parts[-2:]
     if source == "f64":
         if to == "f64":

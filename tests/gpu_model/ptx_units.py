@@ -22,7 +22,7 @@ class Thread:
     waits_for: tuple | None = None
     done: bool = False
     admitted: bool = True
-    """Whether the grid before this one has ended: after `griddepcontrol.wait`, where this one may begin earlier."""
+    """True if the grid before this one has ended: after `griddepcontrol.wait`, where this one may begin earlier."""
 
 
 @dataclass
@@ -68,7 +68,9 @@ class Barriers:
 
 
 def swizzled(at: np.ndarray, span: int) -> np.ndarray:
-    """Where the bytes at these addresses lie under the swizzle of rows of `span` bytes: 0 (none), 32, 64, 128."""
+    """Return where the bytes at these addresses lie under the swizzle of rows of `span` bytes: 0 (none), 32, 64,
+    128.
+    """
     return at ^ ((at >> 3) & (span - 16)) if span else at
 
 

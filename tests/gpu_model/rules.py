@@ -2,7 +2,7 @@
 
 
 def hopper_refusal(q_dtype: str, kv_dtype: str, head_dim: int, group: int, page_size: int) -> str:
-    """What the Hopper kernel's README says that it requires, in the order in which it is checked; else "-"."""
+    """Return what the Hopper kernel's README says that it requires, in the order in which it is checked; else "-"."""
     if q_dtype == "float32" or (kv_dtype != q_dtype and not kv_dtype.startswith("float8")):
         return f"it takes bfloat16 or float16 with a cache of the same or float8, not {q_dtype} with {kv_dtype}"
     if head_dim not in (64, 128, 256):

@@ -39,7 +39,7 @@ class Problem:
     new: int = 1
     page_size: int = 16
     one_array: bool = False
-    """Whether a slot holds both parts, in the second of two layers."""
+    """True if a slot holds both parts, in the second of two layers."""
     scales: tuple[float, float, float] = (0.1, 1.0, 1.0)
     """sm_scale, ckv_scale and kpe_scale."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -175,7 +175,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.n
 
 
 def token_index(case: CacheCase, side: int, page: int, slot: int) -> tuple[int | slice, ...]:
-    """Where one token's `[Hk, D]` lies in the blocks, written out per layout; `side` is 0 for K and 1 for V."""
+    """Return where one token's `[Hk, D]` lies in the blocks, written out per layout; `side` is 0 for K and 1 for V."""
     heads = slice(None)
     return {
         (4, "NHD"): (page, slot),

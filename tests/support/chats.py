@@ -79,7 +79,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
 
 
 def rendered(render: Callable[[], str]) -> str | None:
-    """What a call renders; None where it refuses."""
+    """Return what a call renders; None where it refuses."""
     try:
         return render()
     except Exception:  # a template may raise anything

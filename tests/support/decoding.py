@@ -41,7 +41,7 @@ def to_kind(array: np.ndarray, kind: str) -> Any:
 
 
 def oracle_options(heads: int, pos_encoding_mode: str, **options: Any) -> dict[str, Any]:
-    """What the oracle calls FlashInfer's options; None for its defaults."""
+    """Return what the oracle calls FlashInfer's options; None for its defaults."""
     theta, scale = options.pop("rope_theta", None), options.pop("rope_scale", None)
     if pos_encoding_mode == "ROPE_LLAMA":
         options |= {"rope_theta": 1e4 if theta is None else theta, "rope_scale": 1.0 if scale is None else scale}

@@ -165,5 +165,5 @@ class Nonsense(FakeModel):
         return np.array(rows)
 
     def place(self, past: np.ndarray) -> int:
-        """Where in the noise the logits after some tokens are."""
+        """Return where in the noise the logits after some tokens are."""
         return zlib.crc32(past.tobytes()) % self.NUM_ROWS

@@ -29,7 +29,7 @@ def planned() -> BatchDecodeWithPagedKVCacheWrapper:
 
 
 def attend(wrapper: BatchDecodeWithPagedKVCacheWrapper | None = None) -> str:
-    """What `run` over ones gives: 2 heads of 64 ones."""
+    """Return what `run` over ones gives: 2 heads of 64 ones."""
     q, pages = np.ones((1, 2, 64), np.float32), np.ones((4, 2, 16, 1, 64), np.float32)
     try:
         return str((wrapper or planned()).run(q, pages).sum())
@@ -51,7 +51,7 @@ def operate() -> str:
 
 
 def pure_python(wrapper: BatchDecodeWithPagedKVCacheWrapper | None) -> str:
-    """What needs no thread of MAX's: pages, plans, and arrays."""
+    """Return what needs no thread of MAX's: pages, plans, and arrays."""
     pool = PagePool(8, 16)
     pool.start("a", 40)
     planned()

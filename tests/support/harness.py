@@ -119,7 +119,7 @@ def graphs() -> Runtime:
 
 
 def _variants() -> list[Variant]:
-    """What tests/ops and tests/api execute."""
+    """Return what tests/ops and tests/api execute."""
     copies = [Variant(op, bits, bits) for bits in BITS.values() for op in ("append", "gather")]
     merges = [Variant("merge", DType[dtype], DType[dtype]) for dtype in DTYPES]
     attentions = [Variant("attention", DType[q], DType[kv]) for q, kv in (*PAIRS, NARROWEST)]
@@ -310,7 +310,7 @@ def gather_rows(
 
 
 def like_of(num_tokens: int, storage: Storage) -> np.ndarray:
-    """What tells gather the shape of its result."""
+    """Return what tells gather the shape of its result."""
     keys, _ = cache_views(*storage)
     return np.zeros((num_tokens, *keys.shape[2:]), np.int8)
 

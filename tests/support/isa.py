@@ -37,7 +37,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def can_run(target: str, cpu: CpuInfo | None = None) -> bool:
-    """Whether code compiled for `target` executes here."""
+    """Return whether code compiled for `target` executes here."""
     cpu = CpuInfo.read() if cpu is None else cpu
     if target == "x86-64":
         return cpu.machine.lower() in ("x86_64", "amd64")
@@ -45,7 +45,8 @@ def can_run(target: str, cpu: CpuInfo | None = None) -> bool:
 
 
 def run_tests(target: str | None, *arguments: str, timeout: int = 3600) -> str:
-    """What pytest prints when it runs `arguments` (modules of this folder, `-k` ...) for `target`; all must pass.
+    """Return what pytest prints when it runs `arguments` (modules of this folder, `-k` ...) for `target`; all must
+    pass.
 
     None is the target that this CPU runs by default.
 

@@ -39,7 +39,7 @@ assert _run(["doctor"]) == 0
 
 
 def run(code: str, kernels: Path, cache: Path, *masked: str) -> tuple[str, str]:
-    """What a process of its own, whose CPU lacks the flags `masked`, says on stdout and stderr.
+    """Return what a process of its own, whose CPU lacks the flags `masked`, says on stdout and stderr.
 
     Args:
         code: It may raise `Compiles`.

@@ -49,7 +49,7 @@ def limited(process: subprocess.Popen[Any], seconds: float = SECONDS) -> Iterato
 
 
 def has_ended(pid: int, seconds: float = 120) -> bool:
-    """Whether a process ends within `seconds`, or has ended though who inherited it has not looked at it yet."""
+    """Return whether a process ends within `seconds`, or has ended though who inherited it has not looked at it yet."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:

@@ -165,7 +165,7 @@ def _names(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """What the names of a file that imports make stand for, dotted."""
+    """Return what the names of a file that imports make stand for, dotted."""
     bound = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -29,7 +29,7 @@ def all_tokens(cache: Cache) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 
 
 def expected_blocks(cache: Cache, k: np.ndarray, v: np.ndarray, batch: np.ndarray, positions: np.ndarray) -> Any:
-    """What the oracle makes of `blocks(cache)`; the cache itself is unchanged."""
+    """Return what the oracle makes of `blocks(cache)`; the cache itself is unchanged."""
     k_blocks = cache.k_blocks.copy()
     v_blocks = k_blocks if cache.v_blocks is cache.k_blocks else cache.v_blocks.copy()
     reference.append(k, v, batch, positions, k_blocks, v_blocks, cache.lookup_table, layout=cache.case.layout)

@@ -32,7 +32,7 @@ class Reply:
     """Of an event or an answer that is an error."""
     status: int = 0
     whole: bool = False
-    """Whether it ended as a stream ends."""
+    """True if it ended as a stream ends."""
     first: float = 0.0
     """Seconds until the first text."""
     seconds: float = 0.0
@@ -84,7 +84,7 @@ class App:
             return list(clients.map(lambda prompt: self.ask(prompt, **options), prompts))
 
     def status(self, seconds: float = SECONDS) -> dict[int, dict[str, Any]]:
-        """What each of the replicas says, by process; waits until all are there."""
+        """Return what each of the replicas says, by process; waits until all are there."""
         found: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + seconds
         while len(found) < self.replicas:

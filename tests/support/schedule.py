@@ -74,7 +74,7 @@ def run_plan(segments: Sequence[Segment], threads: int, kv_heads: int) -> Schedu
 
 
 def merges_now(segment: Segment, finished: dict[tuple[int, int], int]) -> int:
-    """How many merges the thread does that finishes this split: as `SplitResults.merge_finished`."""
+    """Return how many merges the thread does that finishes this split: as `SplitResults.merge_finished`."""
     merges, split, width = 0, segment.split, 1
     while width < segment.num_splits:
         left = split // (2 * width) * (2 * width)

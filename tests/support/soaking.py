@@ -29,7 +29,7 @@ class Soaked:
     """Of the server's process, after each turn."""
 
     def faults(self) -> list[str]:
-        """What is wrong, in words."""
+        """Return what is wrong, in words."""
         slower = statistics.median(self.rude) / statistics.median(self.quiet)
         late = [f"others wait {slower:.2f} times as long as in quiet"] if slower > 2 else []
         return self.failures + self.seen.wrong + late

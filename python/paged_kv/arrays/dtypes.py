@@ -96,10 +96,10 @@ def max_dtype(dtype: np.dtype[Any]) -> DType:
 
 
 def is_float8(dtype: np.dtype[Any]) -> bool:
-    """Whether it is float8_e4m3fn or float8_e5m2."""
+    """Return whether it is float8_e4m3fn or float8_e5m2."""
     return "float8" in dtype.name
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether it holds floating-point numbers, bfloat16 and float8 included."""
+    """Return whether it holds floating-point numbers, bfloat16 and float8 included."""
     return "float" in dtype.name

@@ -63,7 +63,7 @@ def copied_to(buffer: Buffer, device: Device) -> Buffer:
 
 
 def torch_name(device: Device) -> str:
-    """What torch calls a device of MAX."""
+    """Return what torch calls a device of MAX."""
     return "cpu" if device.is_host else f"cuda:{device.id}"
 
 

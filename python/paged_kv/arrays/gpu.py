@@ -173,7 +173,7 @@ def _torch_dtype(dtype: npt.DTypeLike) -> Any:
 
 
 def _may_overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the first byte of each comes before the last of the other: tells most apart without a search."""
+    """Return whether the first byte of each comes before the last of the other: tells most apart without a search."""
     first, second = a.data_ptr(), b.data_ptr()
     return first < second + _extent(b) and second < first + _extent(a)
 

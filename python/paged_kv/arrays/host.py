@@ -308,7 +308,7 @@ def _from_dlpack(array: Any, name: str) -> np.ndarray:
 
 
 def reason(error: Exception) -> str:
-    """What an exception of other code says, on one line."""
+    """Return what an exception of other code says, on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

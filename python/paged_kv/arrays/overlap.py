@@ -68,7 +68,7 @@ def check_no_overlap_in(device: ArrayDevice, name: str, view: Any) -> None:
 
 @lru_cache(1024)
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether two elements of a view share a byte; true as well where that is too much to find out.
+    """Return whether two elements of a view share a byte; true as well where that is too much to find out.
 
     Args:
         shape: Of the view.

@@ -78,7 +78,7 @@ class ArrayDevice(Protocol):
 
     @property
     def readable(self) -> bool:
-        """Whether values can be read without waiting for the device: only then are they checked."""
+        """True if values can be read without waiting for the device: only then are they checked."""
 
     def view(self, array: Any, name: str) -> Any:
         """A view of an array's memory, strides kept; `ContractTypeError` calls it `name`."""
@@ -97,7 +97,7 @@ class ArrayDevice(Protocol):
     def is_writable(self, view: Any, /) -> bool: ...
 
     def overlap(self, a: Any, b: Any) -> bool:
-        """Whether two views share a byte; True as well where that is too much to find out."""
+        """Return whether two views share a byte; True as well where that is too much to find out."""
 
     def address(self, view: Any) -> int: ...
 

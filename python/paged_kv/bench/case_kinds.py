@@ -51,7 +51,7 @@ class Case(ABC):
     share: float | None = None
     versus: tuple[Versus, ...] = ()
     either: bool = False
-    """Whether reaching one target, of the share's and the factors', is enough."""
+    """True if reaching one target, of the share's and the factors', is enough."""
 
     @property
     @abstractmethod

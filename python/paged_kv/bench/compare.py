@@ -26,7 +26,7 @@ class Change:
     new: str
     factor: float | None
     lost: bool = False
-    """Whether a figure, or a right result, is there no longer."""
+    """True if a figure, or a right result, is there no longer."""
 
     def verdict(self, tolerance: float) -> str:
         if self.lost:

@@ -106,7 +106,7 @@ def stored_tokens(rng: np.random.Generator, shape: tuple[int, int, int], dtype: 
 
 
 def numbers(tokens: Array) -> Array:
-    """What stored tokens stand for."""
+    """Return what stored tokens stand for."""
     return reference.widened(tokens) if tokens.dtype in (np.int8, np.uint8) else tokens
 
 

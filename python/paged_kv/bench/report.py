@@ -45,7 +45,7 @@ def versus_lines(row: Row, *, targets: bool = True) -> list[str]:
 
 
 def verdict(row: Row) -> str:
-    """Whether the row reaches what it should."""
+    """Return whether the row reaches what it should."""
     if row["note"]:
         return "no figure"
     if not row["right"]:

@@ -51,7 +51,7 @@ def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mappin
 
 
 def met(row: Row) -> bool | None:
-    """Whether a row reaches all it should; None where it has no target."""
+    """Return whether a row reaches all it should; None where it has no target."""
     pairs = [] if row["share_target"] is None else [(row["share"], row["share_target"])]
     pairs += [(one["ratio"], one["at_least"]) for one in row["versus"] if one["at_least"] is not None]
     reached = [found >= least for found, least in pairs if found is not None]
@@ -61,7 +61,7 @@ def met(row: Row) -> bool | None:
 
 
 def rate(case: Case, seconds: float) -> str:
-    """What a user would count: bytes, tokens or arithmetic a second."""
+    """Return what a user would count: bytes, tokens or arithmetic a second."""
     if isinstance(case, StepCase):
         return f"{case.batch * case.tokens / seconds:.1f} tokens/s"
     if isinstance(case, CascadeCase) or (isinstance(case, AttentionCase) and case.new_tokens > 1):

@@ -59,7 +59,7 @@ class Run:
             yield {"family": self._family, **facts, "versions": versions(), "peaks": peaks, "rows": list(rows)}
 
     def _jobs(self, case: Case) -> dict[str, dict[str, Any]]:
-        """What each job returned, by peer; alone ("-") first."""
+        """Return what each job returned, by peer; alone ("-") first."""
         jobs = {"-": self.job(case.name, "-")}
         for peer in case.peers if self._selection.with_peers else ():
             jobs[peer] = self.job(case.name, peer)

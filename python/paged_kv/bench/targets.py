@@ -20,7 +20,7 @@ class Goal:
     factors: Mapping[str, float] = field(default_factory=dict)
     """By a comparison's label, the least factor; comparisons that are not named are for information."""
     either: bool = False
-    """Whether one of these is enough."""
+    """True if one of these is enough."""
 
 
 ROTARY = {f"rope-{name}": Goal(None, {"our own, rotated in the cache": 0.5}) for name in ("bf16", "f32", "prefill")}

@@ -52,7 +52,7 @@ class WritableCache:
     arrays: tuple[Any, ...]
     """The caller's, of which `k` and `v` are views."""
     takes_codes: bool = False
-    """Whether int8 and uint8 may be codes: attention reads none of latents."""
+    """True if int8 and uint8 may be codes: attention reads none of latents."""
 
     @staticmethod
     def paged(cache: Any, kv_layout: str, name: str, **rows: Any) -> WritableCache:
@@ -160,7 +160,7 @@ class CsrArguments:
         return Slots(*table.slots(batch, at, cache.num_pages))
 
     def _device(self, **indices: Any) -> ArrayDevice:
-        """Where the table and `indices` lie: all of them on the host, or on a GPU."""
+        """Return where the table and `indices` lie: all of them on the host, or on a GPU."""
         return devices.device_of(**indices, **self._arrays)
 
     def _table(self, device: ArrayDevice, cache: WritableCache) -> PageTable | DevicePageTable:

@@ -28,7 +28,7 @@ class Planned(Protocol[RequestsT]):
     """What `plan` was given of the requests, checked; its arrays may be the caller's."""
 
     def arrays(self) -> Sequence[np.ndarray | None]:
-        """What fixed buffers hold of it, in their order; None where it has no such array."""
+        """Return what fixed buffers hold of it, in their order; None where it has no such array."""
 
     def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> Self:
         """The same plan of other arrays, in the order of those of `arrays` that are not None; messages call them
@@ -39,7 +39,7 @@ class Planned(Protocol[RequestsT]):
         """
 
     def fixed(self) -> int:
-        """What the first plan into fixed buffers fixes, beside the batch."""
+        """Return what the first plan into fixed buffers fixes, beside the batch."""
 
     def check_fixed(self, fixed: int) -> None:
         """Refuses what the first plan, of `fixed`, does not allow.
@@ -49,7 +49,7 @@ class Planned(Protocol[RequestsT]):
         """
 
     def requests(self) -> RequestsT:
-        """What a run takes of it; it is copied."""
+        """Return what a run takes of it; it is copied."""
 
 
 PlannedT = TypeVar("PlannedT", bound=Planned[Any])
@@ -67,7 +67,7 @@ class Buffer:
     """Entries beyond B: 1 for offsets; None where any number of them may be used."""
     optional: bool = False
     is_mask: bool = False
-    """Whether it holds bytes of masks, uint8, and not int32 or int64."""
+    """True if it holds bytes of masks, uint8, and not int32 or int64."""
 
 
 class FixedBuffers(Generic[PlannedT, RequestsT]):
@@ -152,7 +152,7 @@ class FixedBuffers(Generic[PlannedT, RequestsT]):
         return self._last.of_arrays([self._device.clone(self._views[name]) for name in held], held).requests()
 
     def _sources(self, planned: PlannedT) -> Sequence[tuple[str, np.ndarray]]:
-        """What is copied into each array, where it fits."""
+        """Return what is copied into each array, where it fits."""
         sources = []
         for buffer, array in zip(self._buffers, planned.arrays(), strict=True):
             if array is None:

@@ -92,7 +92,7 @@ class Levels:
 
     levels: tuple[Level, ...]
     causal: bool
-    """Whether a row sees no token behind its own; the rows are the last tokens of their groups of the last level."""
+    """True if a row sees no token behind its own; the rows are the last tokens of their groups of the last level."""
 
     def __post_init__(self) -> None:
         first = self.levels[0]

@@ -37,7 +37,7 @@ class PackedMask:
     """`[B + 1]`, in bytes: request b's are `bits[indptr[b] : indptr[b + 1]]`, the last bits of the last unused."""
 
     def of_rows(self, batch: Int32s, qo_indptr: Int32s, kv_lens: Int32s) -> RowMasks:
-        """Where each row's bits begin: row r is the `r - qo_indptr[b]`-th of request `b = batch[r]`."""
+        """Return where each row's bits begin: row r is the `r - qo_indptr[b]`-th of request `b = batch[r]`."""
         row_in_request = np.arange(len(batch)) - qo_indptr[batch]
         return RowMasks(self.bits, 8 * self.indptr[batch] + row_in_request * kv_lens[batch].astype(np.int64))
 

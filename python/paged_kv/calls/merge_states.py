@@ -69,7 +69,7 @@ def checked_state(device: ArrayDevice, v: Any, s: Any, names: tuple[str, str], r
 
 
 def checked_mask(device: ArrayDevice, mask: Any, num_rows: int) -> Any:
-    """Which rows are merged, a view `[S]` of bool.
+    """Return which rows are merged, a view `[S]` of bool.
 
     Raises:
         ContractTypeError, ShapeError: it is not bool, or not of `num_rows` entries.

@@ -50,7 +50,7 @@ class PageTable:
     names: tuple[str, str, str] = CSR_NAMES
     """What messages call the three arrays."""
     may_be_unfilled: bool = False
-    """Whether a last page may hold 0 tokens: where the lengths are those before an append."""
+    """True if a last page may hold 0 tokens: where the lengths are those before an append."""
 
     @staticmethod
     def of(

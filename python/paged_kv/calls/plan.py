@@ -129,7 +129,7 @@ class AttentionPlan:
 
     @property
     def has_codes(self) -> bool:
-        """Whether the cache holds codes and scales."""
+        """True if the cache holds codes and scales."""
         return self.kv_dtype.name in CODE_DTYPES
 
     @property

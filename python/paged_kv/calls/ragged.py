@@ -86,7 +86,7 @@ class RaggedRequests:
     mask: PackedMask | None
     """Counts instead of `causal`."""
     causal: bool
-    """Whether a row sees no token behind its own."""
+    """True if a row sees no token behind its own."""
 
     @property
     def num_rows(self) -> int:
@@ -181,7 +181,7 @@ class RaggedBatch:
             raise ContractError(f"qo_indptr ends at {self.fixed()} rows, the first plan fixed them at {fixed}")
 
     def requests(self) -> RaggedRequests:
-        """What a run takes of it."""
+        """Return what a run takes of it."""
         tokens = self.tokens
         table = LookupTable.of(tokens) if isinstance(tokens, PageTable) else tokens.lookup_table()
         return RaggedRequests(self.qo_indptr.copy(), tokens.lengths, table, self.mask, self.causal)

@@ -36,7 +36,7 @@ class Results:
     """
 
     return_lse: Any = False
-    """Whether the lse is returned as well."""
+    """True if the lse is returned as well."""
     out: Any = None
     """`[R, H, D]` in the planned dtype: written, and returned as o."""
     lse: Any = None
@@ -51,7 +51,7 @@ class Results:
 
     @property
     def are_written(self) -> bool:
-        """Whether there is an array to write to."""
+        """True if there is an array to write to."""
         return self.out is not None or self.lse is not None
 
     def views(

@@ -151,7 +151,8 @@ class Rows:
         return f"{self.batch_size} requests of up to {self.lengths.max(initial=0)} tokens"
 
     def is_plain(self, windowed: bool, pos_encoding_mode: str) -> bool:
-        """Whether the op without masks computes it: rows stand at the last token that they see, or it does not matter.
+        """Return whether the op without masks computes it: rows stand at the last token that they see, or it does not
+        matter.
 
         Args:
             windowed: Whether there is a window.

@@ -197,7 +197,7 @@ def scaling_tensors(header: GgufHeader) -> tuple[str, ...]:
 
 
 def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
-    """What `config.json` says of the same model. Every key of the metadata is used, or known to have no effect.
+    """Return what `config.json` says of the same model. Every key of the metadata is used, or known to have no effect.
 
     Raises:
         CheckpointError: as `find_family`; a key would change the results that this package does not compute

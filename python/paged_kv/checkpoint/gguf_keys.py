@@ -190,7 +190,7 @@ class Metadata:
 
 
 def _all_in(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value, or each of an array, is one of `values`, to the digits of float32."""
+    """Return whether a value, or each of an array, is one of `values`, to the digits of float32."""
     if isinstance(value, Strings):
         return False
     entries = value.tolist() if isinstance(value, np.ndarray) else [value]

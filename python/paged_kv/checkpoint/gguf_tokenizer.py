@@ -45,7 +45,7 @@ _CHARACTERS = frozenset(character for byte, character in _byte_characters().item
 
 
 def has_vocabulary(header: GgufHeader) -> bool:
-    """Whether the file has tokens."""
+    """Return whether the file has tokens."""
     return f"{_PREFIX}tokens" in header.metadata
 
 
@@ -258,7 +258,7 @@ class _Vocabulary:
         }
 
     def _ends(self, begins: bool) -> Json | None:
-        """What is added to each text: its first and its last token."""
+        """Return what is added to each text: its first and its last token."""
         first = self._id("bos_token_id")
         last = self._id("eos_token_id")
         chosen: dict[str, int] = {}

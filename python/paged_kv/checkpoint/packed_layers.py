@@ -228,7 +228,7 @@ class Packing:
 
 
 def read_packing(fields: Fields) -> Packing | None:
-    """What `quantization_config` of a config.json says; None where there is none.
+    """Return what `quantization_config` of a config.json says; None where there is none.
 
     Raises:
         CheckpointError: the method, or one of its options, is not read here; the message names key and value.

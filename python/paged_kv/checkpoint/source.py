@@ -44,7 +44,7 @@ class Source:
         return read_tokenizer(file), file
 
     def sampling(self) -> dict[str, float]:
-        """How tokens are chosen where a request does not say it: as `load_sampling`; GGUF has no words for it.
+        """Return how tokens are chosen where a request does not say it: as `load_sampling`; GGUF has no words for it.
 
         Raises:
             CheckpointError: a value of the folder's generation_config.json is bad.

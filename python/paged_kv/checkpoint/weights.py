@@ -159,7 +159,7 @@ class Checkpoint:
         return self._unpacked(name, shape, lambda weight: weight.blocks(encoding))
 
     def _unpacked(self, name: str, shape: tuple[int, int], make: Callable[[GroupedWeight], np.ndarray]) -> np.ndarray:
-        """What `make` makes of a quantised weight."""
+        """Return what `make` makes of a quantised weight."""
         assert self.packing is not None
         layer = name.removesuffix(".weight")
 
@@ -178,7 +178,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: layer {layer}: {error}") from None
 
     def _is_zero(self, name: str) -> bool:
-        """Whether there is a tensor of this name, and nothing but zeros in it."""
+        """Return whether there is a tensor of this name, and nothing but zeros in it."""
         stored = self.tensors.get(name)
         if stored is None or len(stored.shape) != 1 or stored.dtype not in DTYPES:
             return False

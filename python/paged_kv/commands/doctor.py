@@ -42,7 +42,7 @@ def doctor(compiled: bool, explain: bool, arch: str | None, head_dim: int, group
 
 
 def _steps() -> dict[str, CompileKey]:
-    """What the step of each model in the package depends on, by the command that runs it."""
+    """Return what the step of each model in the package depends on, by the command that runs it."""
     from paged_kv.engine.step import demo_family
 
     (key,) = demo_family().keys.values()

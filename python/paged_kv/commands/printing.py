@@ -44,7 +44,7 @@ class Printer:
         self._samples: dict[tuple[int, int], _Sample] = {}
         self._shown: list[_Sample] = []
         self.failed = False
-        """Whether a prompt was refused, or a sample failed."""
+        """True if a prompt was refused, or a sample failed."""
 
     def expect(self, request: int, asked: PromptLine) -> None:
         """Says that a request of the engine's is this prompt; requests are printed in this order."""

@@ -112,7 +112,7 @@ def byte_tokenizer(*, add_bos: bool = True) -> Tokenizer:
 
 
 def _stamp(path: Path) -> dict[str, Any] | None:
-    """What a demo folder says of itself, None for anything else."""
+    """Return what a demo folder says of itself, None for anything else."""
     try:
         stamp = json.loads(read_regular(path / _STAMP))
     except (OSError, ValueError):
@@ -121,7 +121,7 @@ def _stamp(path: Path) -> dict[str, Any] | None:
 
 
 def _is_complete(path: Path, stamp: dict[str, Any] | None, seed: int) -> bool:
-    """Whether every file is there in its full size, and of this version and seed."""
+    """Return whether every file is there in its full size, and of this version and seed."""
     if stamp is None or (stamp.get("version"), stamp.get("seed")) != (VERSION, seed):
         return False
     return bool(stamp.get("bytes") == _sizes(path))

@@ -139,7 +139,7 @@ class DiskPages:
         self._worker: threading.Thread | None = None
         self._folder = -1
         self.off = False
-        """Whether the disk has failed: nothing is read or written any more."""
+        """True if the disk has failed: nothing is read or written any more."""
         try:
             self._folder = _open_folder(self._path)
         except OSError as error:
@@ -153,7 +153,7 @@ class DiskPages:
                 os.close(self._folder)
 
     def root(self, namespace: Hashable) -> bytes | None:
-        """Where the chains of a namespace begin; None where it has no name that another process would know.
+        """Return where the chains of a namespace begin; None where it has no name that another process would know.
 
         Names are None, texts, bytes, numbers and tuples of them; nothing of any other object is called.
         """
@@ -455,7 +455,7 @@ def _open_folder(path: Path) -> int:
 
 
 def _is_taken(folder: int, name: str) -> bool:
-    """Whether something that is no plain file has a page's name."""
+    """Return whether something that is no plain file has a page's name."""
     with suppress(OSError):
         return not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
     return False

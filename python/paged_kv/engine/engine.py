@@ -158,11 +158,11 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has ended, and `step` has returned all it has."""
+        """True if every request has ended, and `step` has returned all it has."""
         return not self._unfinished and not self._wanted and self._outputs.is_empty
 
     def has_ended(self, request: int) -> bool:
-        """Whether all samples of a request have ended, or it was aborted."""
+        """Return whether all samples of a request have ended, or it was aborted."""
         return request not in self._unfinished
 
     def add_request(
@@ -340,7 +340,9 @@ class Engine:
         return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, form, root=root)
 
     def _namespace(self, namespace: Hashable) -> Hashable:
-        """What stands for a namespace in later look-ups: they call no `__hash__` of the user's, which may raise."""
+        """Return what stands for a namespace in later look-ups: they call no `__hash__` of the user's, which may
+        raise.
+        """
         return None if self._batching.prefixes is None else self._batching.prefixes.namespace(namespace)
 
     def _refuse_inside(self) -> None:

@@ -239,7 +239,7 @@ def page_bits(model: PagedModel) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def expected(model: PagedModel) -> dict[str, str]:
-    """What a file says of its pages, but for the digest of its content."""
+    """Return what a file says of its pages, but for the digest of its content."""
     dtype, shape = model.page_kind
     return {
         "format": FORMAT,

@@ -71,11 +71,11 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all was read."""
+        """True if all was read."""
         return self.read.next is None
 
     def take(self) -> list[Output]:
-        """What was not read yet, but for requests that were aborted; several threads may call it."""
+        """Return what was not read yet, but for requests that were aborted; several threads may call it."""
         while True:
             first = last = self.read
             outputs = []
@@ -109,7 +109,7 @@ class Request:
     ended: set[int] = field(default_factory=set)
     """The samples that have ended."""
     aborted: bool = False
-    """Whether nobody waits for it any more."""
+    """True if nobody waits for it any more."""
     root: bytes | None = None
     """Where the chains of its pages on disk begin (`disk_tier`); None where they are not kept there."""
     cached: int = 0
@@ -119,7 +119,7 @@ class Request:
 
     @property
     def wants_prompt(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still to be computed."""
+        """True if log-probabilities of prompt tokens are still to be computed."""
         return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
 
 
@@ -145,7 +145,7 @@ class Luck:
             self.wait = 4
 
     def is_due(self) -> bool:
-        """Whether it is time for another attempt; the next one comes after twice as many steps."""
+        """Return whether it is time for another attempt; the next one comes after twice as many steps."""
         self.waited += 1
         if self.waited < self.wait:
             return False
@@ -190,12 +190,12 @@ class Sample:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether more than its last token has to be computed."""
+        """True if more than its last token has to be computed."""
         return len(self.tokens) - self.cached > 1
 
     @property
     def forks(self) -> bool:
-        """Whether the other samples of its request begin when its prompt is in the cache."""
+        """True if the other samples of its request begin when its prompt is in the cache."""
         return self.index == 0 and self.request.samples > 1 and len(self.tokens) == len(self.request.prompt)
 
     @property

@@ -134,7 +134,7 @@ class Sampling:
     ignore_end: bool = field(
         default=False, metadata=_option("flag", _flag, "Take the model's own end tokens as tokens like others.")
     )
-    """Whether the model's own end tokens are tokens like others."""
+    """True if the model's own end tokens are tokens like others."""
     top_k: int = field(
         default=0, metadata=_option("integer", _at_least(-1), "Keep so many of the most likely tokens; 0 keeps all.")
     )
@@ -192,7 +192,7 @@ class Sampling:
             "--skip-special-tokens/--show-special-tokens",
         ),
     )
-    """Whether special tokens are left out of the text. Those that end it are left out in any case."""
+    """True if special tokens are left out of the text. Those that end it are left out in any case."""
     form: Form | None = field(default=None, metadata=_option("form", _form, ""))
     """What each text must be, from its first character to its last: a JSON schema, a regular expression or a grammar.
     It needs a tokenizer."""
@@ -231,7 +231,7 @@ class Sampling:
 
     @property
     def uses_history(self) -> bool:
-        """Whether what comes next depends on the tokens before it by a penalty."""
+        """True if what comes next depends on the tokens before it by a penalty."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 

@@ -232,7 +232,7 @@ class Speculation:
         self._sums = _FORGET * self._sums + [1, rows, rows * rows, seconds, rows * seconds]
 
     def _counts(self, samples: Sequence[Sample], most: Sequence[int], rows: int) -> list[int]:
-        """How many guesses each sample makes."""
+        """Return how many guesses each sample makes."""
         base, row = self._line()
         tokens, seconds, room = float(len(samples)), base + row * rows, -rows % PANEL
         drafting = 0.0

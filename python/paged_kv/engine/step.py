@@ -45,7 +45,7 @@ class StepGraph:
         return StepGraph(geometry, dtype, kv_format)
 
     def keys(self, architecture: str) -> dict[str, CompileKey]:
-        """What the graph depends on, by its name; `architecture` is a GPU's, as in `Runtime`."""
+        """Return what the graph depends on, by its name; `architecture` is a GPU's, as in `Runtime`."""
         facts = f"{self.dtype.name} {self.geometry}" + (f" cache of {self.kv_format}" if self.kv_format else "")
         return {decoder.STEP: CompileKey(facts, (MODELS,), architecture)}
 

@@ -158,5 +158,5 @@ class StreamDecoder:
 
 
 def _waiting(text: str) -> int:
-    """How many characters at the end of a text may still change."""
+    """Return how many characters at the end of a text may still change."""
     return min(len(text) - len(text.rstrip(_REPLACEMENT)), _UNFINISHED)

@@ -715,7 +715,7 @@ def _cache_views(device: ArrayDevice, kv_cache: CacheArrays, kv_layout: str) -> 
 
 
 def _scale(bmm1_scale: Any, bmm1_scale_log2: Any) -> float:
-    """What multiplies q . k."""
+    """Return what multiplies q . k."""
     if bmm1_scale_log2 is None:
         return checked_number(bmm1_scale, "bmm1_scale")
     return checked_number(bmm1_scale_log2, "bmm1_scale_log2") * math.log(2)

@@ -105,7 +105,8 @@ def refuse_given(**arguments: Any) -> None:
 
 
 def is_sink_kernel(jit_args: Any) -> bool:
-    """Whether `jit_args` stand for FlashInfer's attention with sinks, whose `run` takes sinks and sm_scale by position.
+    """Return whether `jit_args` stand for FlashInfer's attention with sinks, whose `run` takes sinks and sm_scale by
+    position.
 
     That is the one kernel of one's own which is computed here: its name and further operands are looked at, not its
     source.

@@ -200,10 +200,12 @@ class _Signature:
     call: Callable[..., Any]
     names: tuple[str, ...]
     takes_layout: bool = False
-    """Whether `kv_layout` may follow."""
+    """True if `kv_layout` may follow."""
 
     def fits(self, num_positional: int, keywords: frozenset[str], has_layout: bool) -> bool:
-        """Whether a call gives exactly these arguments; `num_positional` and `keywords` leave `kv_layout` out."""
+        """Return whether a call gives exactly these arguments; `num_positional` and `keywords` leave `kv_layout`
+        out.
+        """
         return (
             num_positional + len(keywords) == len(self.names)
             and keywords == frozenset(self.names[num_positional:])

@@ -33,7 +33,7 @@ class PlannedWrapper(Generic[AttentionT, PlannedT, RequestsT]):
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether the requests live in the user's buffers and the batch is fixed."""
+        """True if the requests live in the user's buffers and the batch is fixed."""
         return self._last_plan.buffers is not None
 
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:

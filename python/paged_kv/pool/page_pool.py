@@ -121,7 +121,7 @@ class PagePool:
 
     @operation
     def count(self) -> Counts:
-        """How many pages are free, cached and used, at one moment."""
+        """Return how many pages are free, cached and used, at one moment."""
         free, cached = self._state.num_free(), len(self._state.cached)
         return Counts(free, cached, self._state.num_pages - free - cached)
 

@@ -67,7 +67,8 @@ class PrefixCache:
         return self._pool
 
     def namespace(self, name: Hashable) -> Hashable:
-        """What may stand for a namespace in all calls: it is known by its identity, no method of the name is called.
+        """Return what may stand for a namespace in all calls: it is known by its identity, no method of the name is
+        called.
 
         Raises:
             ContractTypeError: the name is not hashable.
@@ -75,7 +76,7 @@ class PrefixCache:
         return self._namespace(name)
 
     def match(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
-        """How many of a prompt's leading tokens are known now: whole pages, and never all tokens.
+        """Return how many of a prompt's leading tokens are known now: whole pages, and never all tokens.
 
         Raises:
             ContractTypeError: `tokens` is no list of integers, or `namespace` is not hashable.

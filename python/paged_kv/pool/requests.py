@@ -54,7 +54,7 @@ class Events:
 
 
 def name_of(request_id: Hashable) -> str:
-    """How messages name a request."""
+    """Return how messages name a request."""
     return f"request {shown(request_id)}"
 
 

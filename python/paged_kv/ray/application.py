@@ -98,7 +98,7 @@ class Arguments(BaseModel):
     api_key_file: Path | None = None
     """Read by each ingress; or the variable PAGED_KV_API_KEY is set; else no key is asked for."""
     metrics: bool = False
-    """Whether `/metrics` is served, by each ingress for itself."""
+    """True if `/metrics` is served, by each ingress for itself."""
     max_body_bytes: PositiveInt | None = None
     chat_template: Path | None = None
     """A file in place of the checkpoint's template."""

@@ -61,7 +61,7 @@ class Work:
         return blake2b(json.dumps(said, default=repr).encode(), digest_size=12).hexdigest()
 
     def file_of(self, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Where the results of a batch go."""
+        """Return where the results of a batch go."""
         digest = blake2b("".join(map(self.digest_of, rows)).encode(), digest_size=12).hexdigest()
         return Path(self.folder) / f"part-{digest}{SUFFIXES[self.format]}"
 
@@ -190,7 +190,7 @@ def written(folder: Path) -> dict[Any, str]:
 
 
 def _read(file: Path) -> Iterator[dict[str, Any]]:
-    """What a file has, but for texts and tokens."""
+    """Return what a file has, but for texts and tokens."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -235,7 +235,7 @@ class Tries:
         self._lines = self._file.read_text().split("\n") if self._file.exists() else []
 
     def open(self, name: str) -> int:
-        """How often it was begun, and did not end."""
+        """Return how often it was begun, and did not end."""
         return self._lines.count(f"begin {name}") - self._lines.count(f"end {name}")
 
     def begin(self, name: str) -> None:

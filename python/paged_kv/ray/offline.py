@@ -130,7 +130,7 @@ class Worker:
 
 
 def _of_files(path: Path, work: Work, batch_size: int) -> tuple[ray.data.Dataset | None, int]:
-    """What is left of the rows of files, a block for each batch, and how many are written."""
+    """Return what is left of the rows of files, a block for each batch, and how many are written."""
     rows = rows_of(path, work)
     first = next(rows, None)  # what is wrong with it is said before the run begins
     work.enter()

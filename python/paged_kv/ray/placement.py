@@ -58,7 +58,7 @@ class Claim:
             pass
 
     def _bind(self, task: int) -> bool:
-        """Whether a thread had to be bound."""
+        """Return whether a thread had to be bound."""
         try:
             if os.sched_getaffinity(task) <= self.cpus:
                 return False

@@ -99,7 +99,7 @@ class Prefixes:
             self._drop(block, bit)
 
     def match(self, blocks: Sequence[int]) -> dict[str, int]:
-        """How many leading blocks of a prompt each replica has; those that have none are left out."""
+        """Return how many leading blocks of a prompt each replica has; those that have none are left out."""
         found: dict[str, int] = {}
         here = -1  # who has all blocks so far
         for depth, block in enumerate([*blocks, None]):

@@ -156,7 +156,7 @@ class Replica:
         return self._name, await self._backend.pool()
 
     def status(self) -> dict[str, Any]:
-        """What it does and where: for operators and tests."""
+        """Return what it does and where: for operators and tests."""
         return asdict(self._backend.status()) | {
             "pid": os.getpid(),
             "cpus": sorted(os.sched_getaffinity(0)),

@@ -158,7 +158,7 @@ class _Resumed:
         self._name, self._met, self.failure = None, [0] * len(self._sent), ""
 
     def take(self, batch: list[Piece]) -> list[Piece]:
-        """What of a batch was not sent yet. Raises Diverged."""
+        """Return what of a batch was not sent yet. Raises Diverged."""
         fresh = []
         for piece in batch:
             if piece.sample == BEGAN:

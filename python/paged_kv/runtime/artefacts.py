@@ -87,7 +87,7 @@ def load_graphs(
 
 
 def where_graphs_lie(keys: Mapping[str, CompileKey]) -> dict[str, str]:
-    """Where `load_graphs` would take each graph from, in words; those that it would compile are left out.
+    """Return where `load_graphs` would take each graph from, in words; those that it would compile are left out.
 
     Raises:
         ToolchainError: as `load_graphs`.
@@ -194,7 +194,9 @@ def compile_graphs(
 
 
 def _reason(error: BaseException) -> str:
-    """What the compiler says of an error, in one line: its own lines are in the first of the errors that led to it."""
+    """Return what the compiler says of an error, in one line: its own lines are in the first of the errors that led
+    to it.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]

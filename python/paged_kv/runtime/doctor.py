@@ -129,7 +129,9 @@ def render(report: Report) -> str:
 def explain_kernels(
     architectures: Sequence[str], head_dim: int, group: int, page_size: int, cpu_target: str | None = None
 ) -> str:
-    """Which attention kernel answers, on the CPU and on GPUs of these architectures, for every pair of dtypes."""
+    """Return which attention kernel answers, on the CPU and on GPUs of these architectures, for every pair of
+    dtypes.
+    """
     sizes = f"head_dim {head_dim}, {group} query heads a KV head, pages of {page_size}"
     blocks = []
     for architecture in (None, *dict.fromkeys(architectures)):
@@ -152,7 +154,9 @@ def list_compiled(report: Report) -> str:
 
 
 def _quantised_in_words(target: str | None) -> str:
-    """Which kernel multiplies by which quantised weights: one instruction for all of them, by the target's features."""
+    """Return which kernel multiplies by which quantised weights: one instruction for all of them, by the target's
+    features.
+    """
     flags = REQUIRED_FLAGS.get(target or "")
     if flags is None:
         kernel = "the kernel of MAX's own target"
@@ -172,7 +176,7 @@ def _quantised_in_words(target: str | None) -> str:
 
 
 def _compiled_in_words(compiled: Mapping[str, str | None]) -> str:
-    """How many libraries of kernels lie where."""
+    """Return how many libraries of kernels lie where."""
     if not compiled:
         return "unknown"
     places = Counter(place for place in compiled.values() if place)
@@ -181,7 +185,7 @@ def _compiled_in_words(compiled: Mapping[str, str | None]) -> str:
 
 
 def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
-    """What the first call of a process waits for."""
+    """Return what the first call of a process waits for."""
     read = "0.1 s where its kernel is compiled"
     missing = sum(place is None for place in compiled.values())
     if not compiled:
@@ -192,14 +196,14 @@ def _first_call_in_words(compiled: Mapping[str, str | None]) -> str:
 
 
 def _step_in_words(place: str | None) -> str:
-    """What a command waits for before its model's first step."""
+    """Return what a command waits for before its model's first step."""
     if place is None:
         return "compiles its step for half a minute, once on this machine"
     return f"reads its step in 0.1 s: {place}"
 
 
 def _threads_in_words(report: Report) -> str:
-    """How many threads the ops run on, and why."""
+    """Return how many threads the ops run on, and why."""
     total = os.cpu_count() or report.cores
     reasons = [f"{report.cores} of {total} CPUs in the affinity mask"]
     if report.quota is not None:
@@ -257,7 +261,7 @@ def _gpus() -> list[tuple[str, str]]:
 
 
 def _default_target() -> str | None:
-    """What the compiler picks for this CPU by default."""
+    """Return what the compiler picks for this CPU by default."""
     from mojo.run import subprocess_run_mojo
 
     with tempfile.TemporaryDirectory() as folder:

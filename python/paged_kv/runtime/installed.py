@@ -143,7 +143,7 @@ def kernel_roots() -> list[Path]:
 
 
 def installed_stores(targets: Sequence[str], cpu: CpuInfo) -> Iterator[tuple[str, InstalledStore]]:
-    """What is installed for some targets, in their order, each with its target."""
+    """Return what is installed for some targets, in their order, each with its target."""
     roots = kernel_roots() if targets else []
     for target in targets:
         for root in roots:

@@ -70,7 +70,7 @@ class KernelFile:
         return digests_of(self.keys, sources, self.target)
 
     def is_whole(self, sources: Sources) -> bool:
-        """Whether it lies there, compiled from these sources."""
+        """Return whether it lies there, compiled from these sources."""
         try:
             return read_compressed(self.path).names == frozenset(self.digests(sources).values())
         except (OSError, ValueError):
@@ -126,7 +126,7 @@ def build(
 
 
 def _compile_all(files: Sequence[KernelFile], jobs: int, report: Callable[[str], None]) -> Iterator[str]:
-    """What went wrong, a line for each file that is not there now."""
+    """Return what went wrong, a line for each file that is not there now."""
     # Caches of their own: what other programs left in theirs has no part in what is shipped. The Mojo package, which is
     # no machine code yet, is compiled once for all.
     with tempfile.TemporaryDirectory(prefix="paged-kv-build-") as cache, ThreadPoolExecutor(jobs) as pool:

@@ -24,7 +24,7 @@ ARCHITECTURES = {
 
 
 def kernels_of(architecture: str) -> str:
-    """Which attention kernels a GPU gets, in words; of an unknown one that nobody knows."""
+    """Return which attention kernels a GPU gets, in words; of an unknown one that nobody knows."""
     known = ARCHITECTURES.get(architecture)
     return known or f"gpu/generic, if it compiles: {architecture} is none of {', '.join(ARCHITECTURES)}"
 

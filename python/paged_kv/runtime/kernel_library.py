@@ -62,7 +62,7 @@ def kernel_library(sources: Path) -> Path:
 
 
 def is_packed(sources: Path) -> bool:
-    """Whether `kernel_library` has nothing to compile."""
+    """Return whether `kernel_library` has nothing to compile."""
     return bool(Store(cache_path() / "kernels", "{}.kernels").find([_digest(sources)]))
 
 

@@ -55,7 +55,9 @@ class Launch:
 
 
 def kernel_of(name: str) -> str:
-    """What a compiled kernel is: its place in `mojo_ops/attention`, or its own name where it is none of attention."""
+    """Return what a compiled kernel is: its place in `mojo_ops/attention`, or its own name where it is none of
+    attention.
+    """
     found = [kernel for part, kernel in _FILES.items() if f"mojo_ops_{part}" in name]
     return found[0] if found else name
 

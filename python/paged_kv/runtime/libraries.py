@@ -83,7 +83,7 @@ class Kernel:
 
 
 def _has(kind: str, rows: str, cache: str) -> bool:
-    """Whether a kernel is in the library of a cache's pages."""
+    """Return whether a kernel is in the library of a cache's pages."""
     if kind == "linear":
         return rows == cache and rows in QUERIES
     if kind == "attention":
@@ -117,7 +117,7 @@ class Library:
         return f"{', '.join(self.kinds).replace('_', ' ')} ({dtypes})"
 
     def key(self) -> LibraryKey:
-        """What it depends on."""
+        """Return what it depends on."""
         return LibraryKey(f"library {self.kinds} {self.dtypes} {self.mask}", PROGRAM)
 
 
@@ -138,7 +138,7 @@ def kernel_of(name: str) -> Kernel:
 
 
 def api_libraries() -> list[Library]:
-    """What the calls of the API use over host arrays, but for outputs of another dtype than q's."""
+    """Return what the calls of the API use over host arrays, but for outputs of another dtype than q's."""
     narrow = (*FLOAT8_DTYPES, *FORMATS)
     pairs = [(q, kv) for q in QUERIES for kv in (q, *narrow)]
     wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in QUERIES)]
@@ -300,7 +300,9 @@ def _found(keys: Mapping[str, LibraryKey], exact: bool) -> Artefact | None:
 
 
 def where_libraries_lie(libraries: Iterable[Library]) -> dict[str, str]:
-    """Where each library would be taken from, in words, by its file's name; those that would be built are left out."""
+    """Return where each library would be taken from, in words, by its file's name; those that would be built are left
+    out.
+    """
     cpu, sources = CpuInfo.read(), Sources.installed()
     wanted = {library.file: library.key() for library in libraries}
     lie: dict[str, str] = {}

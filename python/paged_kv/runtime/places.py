@@ -36,6 +36,6 @@ def places(
 
 
 def origin(store: Store | InstalledStore, target: str | None) -> str:
-    """Where something in a store comes from, in words."""
+    """Return where something in a store comes from, in words."""
     place = "with the package" if isinstance(store, InstalledStore) else "in the cache"
     return f"{place}, for {target or get_virtual_cpu_target() or 'this CPU'}"

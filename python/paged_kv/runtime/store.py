@@ -170,7 +170,7 @@ class Store:
             path.unlink()
 
     def path_of(self, digest: str) -> Path:
-        """Where the file of a digest lies, or would."""
+        """Return where the file of a digest lies, or would."""
         if not _DIGEST.fullmatch(digest):
             raise ContractError(f"an artefact is named by 32 hexadecimal digits, not {digest!r}")
         return self.path / self._pattern.format(digest)
@@ -198,7 +198,7 @@ def seal(file: Path, names: Sequence[str]) -> None:
 
 
 def read_sealed(path: Path, file: IO[bytes]) -> Artefact | None:
-    """What an open file holds, None where it is not whole. No more is read than its seal promises."""
+    """Return what an open file holds, None where it is not whole. No more is read than its seal promises."""
     try:
         size = os.fstat(file.fileno()).st_size
         file.seek(-_SEAL.size, os.SEEK_END)

@@ -77,7 +77,7 @@ def workers() -> bytes:
 
 
 def may_use_threads() -> bool:
-    """Whether a call may run on more than the thread that makes it."""
+    """Return whether a call may run on more than the thread that makes it."""
     return not _TEAM.lost_threads
 
 

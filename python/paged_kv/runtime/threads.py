@@ -74,7 +74,7 @@ def pool_threads() -> int | None:
 
 
 def pool_has_started() -> bool | None:
-    """Whether MAX's pool runs; None where the system does not list threads. Waits as `pool_threads`."""
+    """Return whether MAX's pool runs; None where the system does not list threads. Waits as `pool_threads`."""
     if not _TASKS.is_dir():
         return None
     if _MAX_MODULE not in sys.modules:
@@ -99,7 +99,7 @@ _chosen: list[int] = []
 
 
 def chosen_threads() -> int | None:
-    """What `set_num_threads` said last."""
+    """Return what `set_num_threads` said last."""
     return _chosen[-1] if _chosen else None
 
 
@@ -193,7 +193,7 @@ class _Task:
 
     @property
     def may_take_a_name(self) -> bool:
-        """Whether it has only just started, or waits for a CPU since it did."""
+        """True if it has only just started, or waits for a CPU since it did."""
         return not self.is_of_pool and (self.age < _YOUNG_SECONDS or (self.state in "RD" and not self.ticks))
 
 

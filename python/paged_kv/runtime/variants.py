@@ -45,7 +45,7 @@ class Variant:
         return f"{self.op.replace('_', ' ')} ({self.dtype.name}{over}{to})"
 
     def key(self, architecture: str = "") -> CompileKey:
-        """What the graph depends on; `architecture` is a GPU's, with its number."""
+        """Return what the graph depends on; `architecture` is a GPU's, with its number."""
         return CompileKey(self.name, ("runtime/variants.py",), architecture)
 
     def family(self) -> list[Variant]:

@@ -49,13 +49,13 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def url_of(host: str, port: int) -> str:
-    """How a program on this machine reaches the server."""
+    """Return how a program on this machine reaches the server."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address of `host` is reached from this machine alone; False where it has none."""
+    """Return whether every address of `host` is reached from this machine alone; False where it has none."""
     try:
         found = {str(address[0]) for *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
     except OSError:

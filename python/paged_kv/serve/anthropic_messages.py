@@ -107,7 +107,7 @@ def _tool(given: Fields) -> dict[str, Any]:
 
 
 def _choice(given: Fields, has_tools: bool) -> tuple[Any, bool]:
-    """Which tools are called, and whether several may be."""
+    """Return which tools are called, and whether several may be."""
     kind = given.choice("type", (*_CHOICES, "tool"), "auto" if has_tools else "none")
     parallel = not given.flag("disable_parallel_tool_use", False)
     if not has_tools and kind in ("any", "tool"):

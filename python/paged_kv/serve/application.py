@@ -90,7 +90,7 @@ def application(model: ServedModel, backend: Backend, metrics: Metrics) -> Starl
 
 
 async def _beside(body: bytes, work: Callable[[], Any]) -> Any:
-    """What reading a body gives; a long one is read in a thread."""
+    """Return what reading a body gives; a long one is read in a thread."""
     return await asyncio.to_thread(work) if len(body) > _LONG else work()
 
 

@@ -108,5 +108,5 @@ class Backend(Protocol):
         ...
 
     def status(self) -> Status:
-        """How things stand."""
+        """Return how things stand."""
         ...

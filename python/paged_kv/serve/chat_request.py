@@ -39,7 +39,7 @@ class Conversation:
         return self.format.render(self.messages, self.tools, **self.template)
 
     def form(self, prompt: str, answer: Form | None) -> Form | None:
-        """What the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
+        """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
         return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
 
     def parser(self, prompt: str) -> MessageParser:
@@ -57,7 +57,8 @@ class Conversation:
         n: int = 1,
         **options: Any,
     ) -> tuple[Job, str]:
-        """What a backend computes, and the prompt. The fields of a body that say how tokens are chosen are read here.
+        """Return what a backend computes, and the prompt. The fields of a body that say how tokens are chosen are
+        read here.
 
         Args:
             body: Of the request.

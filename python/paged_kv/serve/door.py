@@ -104,7 +104,7 @@ def error_event(said: dict[str, Any], path: str) -> bytes:
 
 
 def depth(body: bytes) -> int:
-    """How deeply arrays and objects of a JSON text are nested: no loop of Python's over its bytes.
+    """Return how deeply arrays and objects of a JSON text are nested: no loop of Python's over its bytes.
 
     Of a text that is no JSON, any number from 0 on.
     """
@@ -204,9 +204,9 @@ class _Body:
         lengths = _values(scope["headers"], b"content-length")
         self._declared = int(lengths[0]) if lengths and lengths[0].isdecimal() else 0  # h11 has looked at it
         self.unread = self._declared > 0 or bool(_values(scope["headers"], b"transfer-encoding"))
-        """Whether the client may still be sending."""
+        """True if the client may still be sending."""
         self.waits = b"100-continue" in dict(scope["headers"]).get(b"expect", b"").lower()
-        """Whether it sends only once it is told to."""
+        """True if it sends only once it is told to."""
         self._receive = receive
         self._content: bytes | None = b""
 
@@ -307,7 +307,7 @@ def host_name(authority: str) -> str:
 
 
 def _is_own_address(name: str, server: tuple[str, int | None] | None) -> bool:
-    """Whether a Host is the very address that the connection reached: no name, so nobody's DNS was asked."""
+    """Return whether a Host is the very address that the connection reached: no name, so nobody's DNS was asked."""
     try:
         return server is not None and ip_address(name) == ip_address(server[0])
     except ValueError:

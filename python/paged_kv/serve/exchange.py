@@ -44,7 +44,7 @@ class Exchange(ABC):
     """
 
     NAMED_EVENTS: ClassVar[bool] = False
-    """Whether each event has the name that its `type` says; else the stream ends with `[DONE]`, as OpenAI's does."""
+    """True if each event has the name that its `type` says; else the stream ends with `[DONE]`, as OpenAI's does."""
 
     def __init__(self, jobs: Sequence[Job], *, stream: bool) -> None:
         self.jobs, self.stream = tuple(jobs), stream
@@ -86,7 +86,7 @@ class Wishes:
     usage_at_end: bool = False
     usage_always: bool = False
     tokens: bool = False
-    """Whether the answer has the ids of its tokens."""
+    """True if the answer has the ids of its tokens."""
 
     @staticmethod
     def read(body: Fields) -> Wishes:

@@ -68,7 +68,7 @@ def served_model(settings: Settings, source: Source, most_tokens: int) -> Served
 
 
 def described(planned: Plan, model: ServedModel) -> list[str]:
-    """What was chosen, and how much memory it takes; the fifth line says that the server is ready."""
+    """Return what was chosen, and how much memory it takes; the fifth line says that the server is ready."""
     settings, size, dtype = planned.settings, planned.size, planned.dtype
     kind = settings.cache_dtype or dtype.name
     kinds = dict.fromkeys(encoding for _, encoding in model.config.encodings)
@@ -127,7 +127,7 @@ class _Announced(GuardedServer):
 
 
 def ready_lines(address: str, model: ServedModel, asks_for_key: bool) -> str:
-    """Where the server is, and a request that works."""
+    """Return where the server is, and a request that works."""
     prompt = "In the beginning"
     asked = {"prompt": prompt} if model.chat is None else {"messages": [{"role": "user", "content": prompt}]}
     route = "completions" if model.chat is None else "chat/completions"

@@ -59,7 +59,7 @@ class Plan:
 
 
 def plan(settings: Settings) -> Plan:
-    """What an engine of these settings would be.
+    """Return what an engine of these settings would be.
 
     Raises:
         CheckpointError: there is no model that this package runs.

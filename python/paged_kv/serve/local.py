@@ -69,7 +69,7 @@ class LocalBackend:
         return pool_now(self.engine)
 
     def status(self) -> Status:
-        """How the engine stands."""
+        """Return how the engine stands."""
         engine, pages = self.engine, self.engine.pool.count()
         return Status(
             running=engine.num_running,

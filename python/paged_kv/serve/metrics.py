@@ -93,7 +93,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """How the backend stands; called by `prometheus_client`."""
+        """Return how the backend stands; called by `prometheus_client`."""
         status, labels = self._backend.status(), [self._name]
         for name, (field, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])

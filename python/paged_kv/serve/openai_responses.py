@@ -116,7 +116,7 @@ def _tool(given: Fields) -> dict[str, Any]:
 
 
 def _form(body: Fields) -> Form | None:
-    """What the text must be, by `text.format`."""
+    """Return what the text must be, by `text.format`."""
     text = body.object("text", None)
     given = text.object("format", None)
     kind, form = given.choice("type", ("text", "json_object", "json_schema"), "text"), None
@@ -232,5 +232,5 @@ def _part(block: Block) -> dict[str, Any]:
 
 
 def _place(block: Block) -> dict[str, Any]:
-    """Where in an item a text is."""
+    """Return where in an item a text is."""
     return {} if block.kind == "call" else {"content_index": 0} | ({"logprobs": []} if block.kind == "text" else {})

@@ -30,7 +30,7 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_grammar": "gr
 
 
 def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: Any) -> Sampling:
-    """How the tokens of a request are chosen. Without a seed it gets one, so that it can be computed again.
+    """Return how the tokens of a request are chosen. Without a seed it gets one, so that it can be computed again.
 
     Args:
         body: Of the request; the model says what it leaves out.
@@ -57,7 +57,7 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
 
 
 def read_form(body: Fields) -> Form | None:
-    """What the text must be, by `response_format`, `structured_outputs` or vLLM's older names.
+    """Return what the text must be, by `response_format`, `structured_outputs` or vLLM's older names.
 
     Raises:
         FieldError: one of them is malformed, or there are several.

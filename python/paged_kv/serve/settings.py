@@ -77,7 +77,7 @@ class Settings:
             raise ContractError("the cache has the size of --pages or of --memory-gb, not of both")
 
     def rules(self, max_length: int) -> Rules:
-        """Who may ask this server, and how much at once.
+        """Return who may ask this server, and how much at once.
 
         Args:
             max_length: Tokens of the longest request.

@@ -288,7 +288,7 @@ def _new_rows(
 def _new_slots(
     num_rows: int, page_size: int, num_pages: int, block_tables: Tensor, batch_indices: Tensor, positions: Tensor
 ) -> Slots:
-    """Where the rows of an append go."""
+    """Return where the rows of an append go."""
     entries = block_entries(block_tables, block_tables.shape[0] if block_tables.dim() else 0)
     table = PageTable.from_dense(entries, np.full(len(entries), page_size, np.int32), page_size)
     requests, at = as_indices(batch_indices, "batch_indices"), as_indices(positions, "positions")

@@ -135,7 +135,7 @@ class TensorAttention:
 
 
 def _takes(out: Tensor, o: Tensor) -> bool:
-    """Whether a kernel can write O to a tensor itself."""
+    """Return whether a kernel can write O to a tensor itself."""
     return out.dtype == o.dtype and out.shape == o.shape and out.is_contiguous() and holds(out, out.numel())
 
 

@@ -169,7 +169,7 @@ def quantised(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def widened(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What codes of K and V `[N, Hk, bytes]` stand for, `[N, Hk, D]` float32."""
+    """Return what codes of K and V `[N, Hk, bytes]` stand for, `[N, Hk, D]` float32."""
     count = len(k)
     pages = np.arange(count, dtype=np.uint32)[None]  # of one slot each
     lengths = np.array([count], np.int32)
@@ -184,7 +184,7 @@ def _kept(key: tuple[Any, ...], k_cache: Tensor, v_cache: Tensor) -> CacheLayout
 
 
 def _kernel(kind: str, rows: torch.dtype, cache: torch.dtype) -> Function | None:
-    """What moves rows; None for elements of another size than those that are copied."""
+    """Return what moves rows; None for elements of another size than those that are copied."""
     if rows != cache:
         return kernel(kind, _name(rows), _name(cache))
     copied = COPIED.get(rows.itemsize)
@@ -196,7 +196,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _may_overlap(rows: Tensor, cache: Tensor, of_cache: CacheLayout) -> bool:
-    """Whether rows may lie in the memory of K or of V; those between its elements count too."""
+    """Return whether rows may lie in the memory of K or of V; those between its elements count too."""
     at, begin, size = rows.data_ptr(), cache.data_ptr(), cache.itemsize
     longest = max(of_cache.k_extent, of_cache.v_extent)
     return at < begin + longest * size and begin < at + rows.numel() * rows.itemsize

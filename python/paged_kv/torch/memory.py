@@ -23,7 +23,7 @@ def extent(tensor: Tensor) -> int:
 
 
 def holds(tensor: Tensor, count: int) -> bool:
-    """Whether a tensor is an ordinary one, whose memory lies on the CPU, is aligned and has `count` elements."""
+    """Return whether a tensor is an ordinary one, whose memory lies on the CPU, is aligned and has `count` elements."""
     size = tensor.itemsize
     return (
         type(tensor) in _PLAIN
@@ -49,7 +49,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def layout(k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """What decides much of what is refused of K and V."""
+    """Return what decides much of what is refused of K and V."""
     return k.dtype, k.shape, k.stride(), v.dtype, v.shape, v.stride()
 
 
@@ -68,7 +68,7 @@ class CacheLayout:
         return CacheLayout(extent(k), extent(v), np.array(numbers, np.int64).tobytes())
 
     def held_by(self, k: Tensor, v: Tensor) -> bool:
-        """Whether two tensors of this layout are ordinary and have the memory."""
+        """Return whether two tensors of this layout are ordinary and have the memory."""
         return holds(k, self.k_extent) and holds(v, self.v_extent)
 
     def storage(self, k: Tensor, v: Tensor) -> bytes:

@@ -35,11 +35,11 @@ class Mask(Tensor):
     window: int | None
     """A row sees its last `window` tokens; None: all of them."""
     is_known: bool
-    """Whether it is causal, or causal with a window, over sequences that are padded on the left alone."""
+    """True if it is causal, or causal with a window, over sequences that are padded on the left alone."""
     padding: Ints | None
     """`[B]`, tokens of padding; None where there is none."""
     was_read: bool
-    """Whether other code computed with it."""
+    """True if other code computed with it."""
 
     @cached_property
     def dense(self) -> Tensor:
@@ -167,7 +167,7 @@ def _attend(
 
 
 def _pattern(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
-    """Whether a mask of transformers is causal or a causal sliding window, and that window."""
+    """Return whether a mask of transformers is causal or a causal sliding window, and that window."""
     if mask_function is causal_mask_function:
         return True, None
     for overlay, rest in _both(mask_function):

@@ -46,7 +46,7 @@ def format_of(config: Any) -> KVFormat | None:
 
 
 def on_pages() -> bool:
-    """Whether this thread runs a call on pages."""
+    """Return whether this thread runs a call on pages."""
     return bool(_thread.names)
 
 

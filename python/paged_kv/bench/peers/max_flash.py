@@ -54,8 +54,8 @@ class MaxAttention(Peer):
 
 
 def flash_inputs(table: Array, length: int, new: int, page_numbers: int) -> list[Array]:
-    """What the graph takes beside q and the cache: the rows' offsets, then tokens before the step, pages, the longest
-    step and cache, numbers in a page of K and V, and what MAX calls dispatch.
+    """Return what the graph takes beside q and the cache: the rows' offsets, then tokens before the step, pages, the
+    longest step and cache, numbers in a page of K and V, and what MAX calls dispatch.
     """
     batch = len(table)
     words = [np.arange(batch + 1) * new, np.full(batch, length - new), table, np.array([new]), np.array([length])]

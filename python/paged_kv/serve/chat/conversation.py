@@ -24,12 +24,12 @@ class Habits:
     """What a template does with the calls of a conversation: found by rendering one."""
 
     as_objects: bool = True
-    """Whether arguments are objects; some templates take JSON in a string."""
+    """True if arguments are objects; some templates take JSON in a string."""
     text: str | None = None
     """The conversation; None where no call is in it."""
 
     def has_call_of(self, syntax: Syntax) -> bool:
-        """Whether the call is read back by a syntax."""
+        """Return whether the call is read back by a syntax."""
         text, out = Incoming(), Outgoing({_PROBE: Tool(_PROBE, {})}, str)
         text.text, text.ended = self.text or "", True
         for _ in syntax.read(text, out, Asked(tuple(out.tools.values())), ()):
@@ -38,7 +38,7 @@ class Habits:
 
 
 def read_habits(template: Template) -> Habits:
-    """What a template does with calls."""
+    """Return what a template does with calls."""
     given: tuple[Any, ...] = ({"marker": "value"}, '{"marker": "value"}')
     for arguments in given:
         call: dict[str, Any] = {

@@ -105,7 +105,7 @@ class ChatFormat:
         answer: Form | None,
         prompt: str = "",
     ) -> Form | None:
-        """What the model's message must be, for `Sampling.form`; None where it may be anything.
+        """Return what the model's message must be, for `Sampling.form`; None where it may be anything.
 
         A required call, or the answer, begins with the first token, or after a thought where the model thinks.
 

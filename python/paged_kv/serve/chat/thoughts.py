@@ -22,11 +22,11 @@ class Thought:
     dropped: tuple[str, ...] = ()
 
     def is_open(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside a thought."""
+        """Return whether a rendered prompt ends inside a thought."""
         return prompt.rstrip().endswith(self.opening + self.title)
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether it ends after one, so that the answer comes next."""
+        """Return whether it ends after one, so that the answer comes next."""
         return prompt.rstrip().endswith(self.closing)
 
 

@@ -57,14 +57,14 @@ class Syntax:
     MARKS: ClassVar[tuple[str, ...]] = ()
     """Further marks that may be special tokens, and must be seen by the parser."""
     IS_SOUGHT: ClassVar[bool] = True
-    """Whether a call is found anywhere in a text, not at its beginning alone."""
+    """True if a call is found anywhere in a text, not at its beginning alone."""
 
     def __init__(self, template: str) -> None:
         self.template = template
 
     @classmethod
     def is_of(cls, template: str) -> bool:
-        """Whether a template writes its calls so."""
+        """Return whether a template writes its calls so."""
         raise NotImplementedError
 
     def check(self, tools: Sequence[Tool]) -> None:
