@@ -84,7 +84,7 @@ def clock_of(device: str) -> Clock:
 
 
 def medians_ms(systems: Sequence[System], repeats: int, clock: Clock) -> list[float | Exception]:
-    """Of each system, the median time of `repeats` runs after three that do not count, forwards and backwards by
+    """Return each system's median time of `repeats` runs after three that do not count, forwards and backwards by
     turns; the first error of a system that cannot go on, whose turns the others keep.
     """
     times: list[list[float]] = [[] for _ in systems]

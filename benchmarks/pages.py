@@ -28,7 +28,7 @@ VERSUS = "decode_cpu_versus"
 LONGEST = 8.0
 """Longer bars are cut here, and say so: the axis begins at 0, so that lengths can be compared."""
 Results = Mapping[str, Any]
-"""Of one CPU family, as its file has them."""
+"""The results of one CPU family, as its file has them."""
 
 
 def write(folder: Path) -> None:

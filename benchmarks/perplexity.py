@@ -34,7 +34,7 @@ PAGE_SIZE = 16
 
 
 def perplexity(model: DecoderModel, windows: np.ndarray) -> float:
-    """Of `windows` `[n, WINDOW]`, which decode side by side, a token a step."""
+    """Return the perplexity of `windows` `[n, WINDOW]`, which decode side by side, a token a step."""
     pages = np.arange(len(windows) * WINDOW // PAGE_SIZE).reshape(len(windows), -1).tolist()
     losses = []
     for place in range(WINDOW - 1):

@@ -71,7 +71,7 @@ class Result:
         return max(self.busy) / (sum(self.busy) / len(self.busy))
 
     def quantile(self, share: float) -> float:
-        """Of the times to the first token."""
+        """Return a quantile of the times to the first token."""
         return float(np.quantile(self.first_token, share))
 
 

@@ -95,8 +95,8 @@ TOGETHER = {
 """By model and group: systems whose processes are alive at the same time, all but one of them stopped. As many as 24 GB
 hold, so that a turn measures them one right after the other."""
 FRESH_TOKENS = 8192
-"""Of prompts that a system reads in one case: so many turns have new prompts, at least one. The others repeat those of
-the last, which the servers' prefix caches hold, and measure decoding alone."""
+"""Tokens of prompts that a system reads in one case: so many turns have new prompts, at least one. The others repeat
+those of the last, which the servers' prefix caches hold, and measure decoding alone."""
 
 
 def fresh_turns(case: ServeCase, turns: int) -> int:

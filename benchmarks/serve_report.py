@@ -12,7 +12,7 @@ from benchmarks.servers import SYSTEMS
 from paged_kv.bench.roofline import OURS, THEIRS
 
 Results = Mapping[str, Any]
-"""Of one CPU family, as its file has them."""
+"""The results of one CPU family, as its file has them."""
 MARK = "serve_cpu"
 """What the section of a page is called."""
 

@@ -73,7 +73,7 @@ def _versus(case: ServeCase, versus: Versus, figures: Figures) -> dict[str, Any]
 
 
 def _overhead(case: ServeCase, figures: Figures) -> dict[str, float | None] | None:
-    """Of a step of the server beyond one of the engine: ms, and its part of the engine's step."""
+    """Return what a step of the server costs beyond one of the engine: ms, and its part of the engine's step."""
     if not all(key in figures for key in ENGINE):
         return None
     server, engine = (

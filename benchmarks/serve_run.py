@@ -32,7 +32,7 @@ class Group:
         self._notes: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self.versions: dict[str, str] = {}
-        """Of the systems that run, by label."""
+        """The versions of the systems that run, by label."""
         self._rng = np.random.default_rng(int(time.time()))  # another run's prompts may be in a cache on disk
 
     def __enter__(self) -> Group:
@@ -94,7 +94,7 @@ class Group:
             system.pause()
 
     def _prompts(self, model: str, batch: int, context: int) -> Prompts:
-        """Of ordinary tokens, no two prompts with a common beginning."""
+        """Draw prompts of ordinary tokens, no two prompts with a common beginning."""
         ids = self._rng.integers(300, MODELS[model].vocab, (batch, context))
         return [[int(token) for token in row] for row in ids]
 

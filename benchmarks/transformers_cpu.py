@@ -118,7 +118,9 @@ def run_apart(cell: tuple[Any, ...], limit: float) -> dict[str, float] | None:
 
 
 def shown(runs: list[dict[str, float] | None]) -> tuple[list[str], float | None, float | None]:
-    """Of a system's runs the median time, that of a decode step and the peak of memory; both times as numbers."""
+    """Return the median time of a system's runs, that of a decode step and the peak of memory; both times as
+    numbers.
+    """
     done = [found for found in runs if found is not None]
     if len(done) < len(runs):
         return ["over the limit", "", ""], None, None

@@ -37,7 +37,7 @@ class TuningTable:
     rows: Mapping[str, Row]
     """By family, in the order of the file."""
     default: Row
-    """Of CPUs that are not in the table."""
+    """The row of CPUs that are not in the table."""
 
     @classmethod
     def parse(cls, text: str) -> TuningTable:

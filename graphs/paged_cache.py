@@ -19,9 +19,9 @@ KVLayout = Literal["NHD", "HND", "STRIDED"]
 
 
 DTYPES = tuple(DType[name] for name in options.Q_DTYPES)
-"""Of queries, outputs and linear layers."""
+"""Dtypes of queries, outputs and linear layers."""
 KV_DTYPES = tuple(DType[name] for name in options.KV_DTYPES)
-"""Of a cache that attention reads."""
+"""Dtypes of a cache that attention reads."""
 CODES: dict[DType, KVFormat] = {DType[memory]: codes for memory, codes in options.FORMATS.items()}
 """Caches of codes, by the dtype of their memory."""
 BITS = (DType.uint8, DType.uint16, DType.uint32)

@@ -24,7 +24,7 @@ QUANTISED_ROWS = "paged_kv_quantised_rows"
 
 _DTYPES = (DType.float32, DType.bfloat16)
 _MOST_WEIGHTS = 15
-"""Of one op: their indices are 4 bits each of one number."""
+"""Weights of one op at most: their indices are 4 bits each of one number."""
 
 
 @dataclass(frozen=True)

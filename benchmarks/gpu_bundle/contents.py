@@ -28,7 +28,7 @@ LIBRARIES = (
 )
 """Those that a process with MAX has mapped. The compiler, the linker and the assembler are other files: 240 MB less."""
 NOT_TO_RUN = ("max/pipelines/", "max/serve/", "max/benchmark/", "max/include/", "max/_xgrammar/")
-"""Of MAX's Python: its models and its server."""
+"""Parts of MAX's Python that are left out: its models and its server."""
 NEEDED = ("msgspec",)
 """What MAX imports and a host with torch may lack; click, numpy, psutil, rich and typing_extensions it has."""
 PYTEST_INI = """\

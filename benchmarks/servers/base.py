@@ -51,7 +51,7 @@ class System(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """Of what is installed."""
+        """The version that is installed."""
 
     @abstractmethod
     def command(self, checkpoint: Checkpoint, port: int, batch: int, length: int) -> list[str]:

@@ -38,9 +38,9 @@ class LatentSizes:
     """Multi-head latent attention (DeepSeek-V2): the K and V of all heads come from one latent a token."""
 
     q_rank: int | None
-    """Of the queries' own latent; None where they come from the hidden state."""
+    """The rank of the queries' own latent; None where they come from the hidden state."""
     kv_rank: int
-    """Of the latent that K and V come from."""
+    """The rank of the latent that K and V come from."""
     nope_dim: int
     """Dimensions of a key that come from the latent and are not rotated."""
     rope_dim: int
@@ -48,7 +48,7 @@ class LatentSizes:
     v_dim: int
 
     NORM_EPS: ClassVar[float] = 1e-6
-    """Of the norms of latents, whatever `rms_norm_eps` is."""
+    """The epsilon of the norms of latents, whatever `rms_norm_eps` is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,9 @@ class DecoderConfig:
     """Norms multiply by their weight in float32, and round after it; else before it."""
     activation: Activation = "silu"
     sm_scale: float | None = None
-    """Of the attention scores; 1 / sqrt(head_dim) where it is None."""
+    """The scale of the attention scores; 1 / sqrt(head_dim) where it is None."""
     windows: tuple[int, ...] = ()
-    """Of each layer, how many tokens a token sees before itself, -1 for all; empty where every layer sees all."""
+    """How many tokens a token of each layer sees before itself, -1 for all; empty where every layer sees all."""
     local_rope: Rope | None = None
     """The rotation of the layers that have a window, where it is another one."""
     embedding_multiplier: float = 1.0

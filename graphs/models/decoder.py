@@ -55,7 +55,7 @@ class DeviceStep:
     tokens: TensorValue
     """`[T]`: of all devices the same."""
     cache: PagedCache | LatentCache
-    """Of the KV heads that the device has; changed in place."""
+    """The cache of the KV heads that the device has; changed in place."""
     rows: StepRows
     wanted: TensorValue | None
     """`[N]` int32: the rows whose hidden states are of use; all of them where it is None."""

@@ -16,7 +16,7 @@ ARCHITECTURE = "DeepseekV2ForCausalLM"
 MODEL_TYPE = "deepseek_v2"
 
 MAX_ROPE_DIM = 64
-"""Of the rotated part, which lies in the cache beside the latent."""
+"""The largest dimension of the rotated part, which lies in the cache beside the latent."""
 
 
 def read(fields: Fields) -> DecoderConfig:

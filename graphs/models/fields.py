@@ -20,7 +20,7 @@ MAX_NUMBER, MIN_NUMBER = 3.4028234e38, 1.1754944e-38
 MAX_LAYERS = 4096
 """Names and windows of layers are listed: thirty times what models have, and listed in milliseconds."""
 _MAX_BYTES = 64 << 20
-"""Of a JSON file: real ones have some kilobytes, a list of a few numbers for each layer included."""
+"""The most bytes of a JSON file: real ones have some kilobytes, a list of a few numbers for each layer included."""
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,13 @@ class Experts:
 
     count: int
     chosen: int
-    """Of each token, those of the greatest scores; scores are the softmax over all experts, unless `sigmoid`."""
+    """Experts of each token, those of the greatest scores; scores are the softmax over all experts, unless
+    `sigmoid`.
+    """
     inner: int
     """The inner dimension of each expert."""
     layers: tuple[bool, ...]
-    """Of each layer, whether it is a mixture; the others have an MLP."""
+    """True for each layer that is a mixture; the others have an MLP."""
     shared_inner: int = 0
     """The inner dimension of the MLP that all tokens go through; 0 where there is none."""
     groups: int = 1
@@ -42,7 +44,7 @@ class Experts:
     sums_to_one: bool = False
     """The weights of the chosen experts are their scores divided by the sum of these: the softmax over them alone."""
     scale: float = 1.0
-    """Of the weights of the chosen experts."""
+    """The scale of the weights of the chosen experts."""
     router: str = "gate"
     """Its name among a mixture's weights."""
     bias: bool = False

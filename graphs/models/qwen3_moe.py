@@ -21,7 +21,7 @@ def read(fields: Fields) -> DecoderConfig:
 
 
 def _mixtures(fields: Fields) -> list[bool]:
-    """Of each layer, whether it is a mixture: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
+    """Tell for each layer if it is a mixture: every `decoder_sparse_step`-th but those of `mlp_only_layers`."""
     layers, step = fields.layers(), fields.integer("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):

@@ -8,7 +8,7 @@ from typing import Any
 from paged_kv.errors import ContractError, ContractTypeError
 
 LARGEST_INDEX = 2**31 - 1
-"""Of int32: page ids, positions, lengths and sizes are at most this."""
+"""The largest int32: page ids, positions, lengths and sizes are at most this."""
 
 _MOST_BITS = 256
 _MOST_CHARACTERS = 120

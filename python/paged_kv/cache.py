@@ -28,7 +28,7 @@ from paged_kv.errors import ContractError, ContractTypeError, PageTableError, Po
 from paged_kv.options import CODE_DTYPES, FORMATS, KVFormat, stored_elements
 
 _MAX_TABLE_ENTRIES = 2**28
-"""Of a block table that `init_paged_kv_cache` makes, 1 GiB of int32: it is filled with -1 at once."""
+"""The most entries of a block table that `init_paged_kv_cache` makes, 1 GiB of int32: it is filled with -1 at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class PagedKVCache:
     seq_lengths: SupportsDLPack
     """`[B]` int32: the tokens each sequence holds."""
     kv_format: KVFormat | None = None
-    """Of pools of codes with a scale a token and head: "int8" in int8 arrays, "int4" in uint8."""
+    """The format of pools of codes with a scale a token and head: "int8" in int8 arrays, "int4" in uint8."""
 
     @property
     def num_blocks(self) -> int:

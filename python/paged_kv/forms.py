@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 Tokens: TypeAlias = npt.NDArray[np.int64]
 
 MOST_CHARACTERS = 1 << 18
-"""Of a form: llguidance reads 10 MB, and takes seconds and hundreds of megabytes to refuse them."""
+"""The most characters of a form: llguidance reads 10 MB, and takes seconds and hundreds of megabytes to refuse them."""
 MOST_DEPTH = 64
-"""Of objects and arrays within a schema."""
+"""The deepest nesting of objects and arrays within a schema."""
 MOST_PATTERNS = 32
-"""Of `patternProperties` in a schema: llguidance proves each pair of them disjoint, 4,000 take minutes."""
+"""The most `patternProperties` of a schema: llguidance proves each pair of them disjoint, 4,000 take minutes."""
 SECONDS_TO_COMPILE = 4
-"""Of CPU time at most, as the engine has it."""
+"""CPU seconds at most, as the engine has it."""
 _SURE_CHARACTERS = 2048
 _UNSURE = ('"allOf"', '"multipleOf"', '"pattern')
 """A short schema without these compiles in milliseconds; with one, 200 characters may take minutes."""
 _MOST_STATES = 50_000
-"""Of a lexer, 1 to 2 KB each."""
+"""States of a lexer at most, 1 to 2 KB each."""
 _SECONDS_TO_LOCATE = 0.5
 """At most, to find the part of a schema that cannot be compiled."""
 _OLDEST = (1, 9)

@@ -22,7 +22,7 @@ CODE_DTYPES: tuple[KVFormat, ...] = ("int8", "int4")
 """Names of caches of codes with a scale a token and KV head, under any of `Q_DTYPES` too. A head is stored as its codes
 and then the float32 scale: of int8 in arrays of int8, of int4 two codes a byte in arrays of uint8."""
 FORMATS: dict[str, KVFormat] = {"int8": "int8", "uint8": "int4"}
-"""Of codes, by the name of the dtype of the array that they lie in."""
+"""Formats of codes, by the name of the dtype of the array that they lie in."""
 SCALE_BYTES = 4
 _LEAST_HEAD = {"int8": 8, "int4": 16}
 """Elements of a head of codes. One of 8 as int4 would have 8 bytes with its scale, as many as without any code."""

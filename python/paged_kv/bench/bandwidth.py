@@ -30,9 +30,9 @@ READ_BYTES = 2**27
 """In one run: enough that starting the threads does not count."""
 STREAMS = (1, 4, 8)
 LOOPS = [(1, 2**21, 8192), *itertools.product((4, 8), (2**16, 2**21), (1024, 2048))]
-"""Of `bench_read`: streams a core, bytes between them, bytes ahead of use. Wider searches found none faster."""
+"""Loops of `bench_read`: streams a core, bytes between them, bytes ahead of use. Wider searches found none faster."""
 CHUNKS = (0, 2**18, 2**20)
-"""Of `bench_copy`: bytes a task, 0 for one task a core."""
+"""Tasks of `bench_copy`: bytes a task, 0 for one task a core."""
 
 
 class Bandwidth:

@@ -11,14 +11,14 @@ from paged_kv.graphs.encodings import TABLE, Encoding
 from paged_kv.options import stored_head
 
 MIN_BYTES = 128 * 2**20
-"""Of K and V (or weights) in one call of a memory-bound case."""
+"""Bytes of K and V (or weights) in one call of a memory-bound case."""
 MIN_COPIES = 20
 MIN_ROTATED = 2.6e9
 """Bytes of all copies together. A cache that is used again at once comes from the last-level cache: 480 MB on some
 machines."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "int4": 1}
-"""Of a stored number; a head of codes has as many as `options.stored_head` says."""
+"""Bytes of a stored number; a head of codes has as many as `options.stored_head` says."""
 Layout = Literal["NHD", "HND", "MAX"]
 MAX_ENCODINGS = ("Q4_0", "Q4_K", "Q6_K")
 """That MAX has products for on a CPU."""
@@ -60,7 +60,9 @@ class Case(ABC):
 
     @property
     def flops(self) -> int:
-        """Of one run, a multiplication and an addition counted as two; 0 where there is no arithmetic."""
+        """The floating-point operations of one run, a multiplication and an addition counted as two; 0 where there is
+        no arithmetic.
+        """
         return 0
 
     @property
@@ -82,7 +84,7 @@ class AttentionCase(Case):
     kv_heads: int = 8
     head_dim: int = 128
     dtype: str = "bfloat16"
-    """Of q and the output."""
+    """The dtype of q and the output."""
     kv_dtype: str = "bfloat16"
     page_size: int = 16
     layout: Layout = "NHD"
@@ -209,7 +211,7 @@ class QuantisedCase(LinearCase):
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of w."""
+        """The bytes of a row of w."""
         return self.inner // 256 * BYTES_OF_256[self.encoding]
 
     @property
@@ -227,11 +229,11 @@ class ExpertCase(Case):
     experts: int = 64
     chosen: int = 8
     encoding: Encoding | None = None
-    """Of w, x being float32; w is of `dtype` too where it is None."""
+    """The encoding of w, x being float32; w is of `dtype` too where it is None."""
 
     @property
     def row_bytes(self) -> int:
-        """Of a row of an expert."""
+        """The bytes of a row of an expert."""
         if self.encoding is None:
             return self.inner * DTYPE_BYTES[self.dtype]
         return self.inner // 256 * BYTES_OF_256[self.encoding]
@@ -272,12 +274,12 @@ class StepCase(Case):
     file_type: FileType | None = None
     """Matrices are in GGUF's blocks, and `dtype` is that of K and V alone."""
     experts: int = 0
-    """Of each layer, in place of its MLP; 0: none. `intermediate` is the inner dimension of each."""
+    """Experts of each layer, in place of its MLP; 0: none. `intermediate` is the inner dimension of each."""
     chosen: int = 0
     """Experts of a token."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all weights, by their names in a checkpoint."""
+        """Return the shapes of all weights, by their names in a checkpoint."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
         for layer in range(self.layers):
@@ -298,7 +300,9 @@ class StepCase(Case):
         return shapes | {"model.norm.weight": (self.hidden,), "lm_head.weight": (self.vocab, self.hidden)}
 
     def encoding(self, name: str) -> Encoding | None:
-        """Of the matrix of that name, None where it is plain. Q4_K_M is llama.cpp's rule, read from its source."""
+        """Return the encoding of the matrix of that name, None where it is plain. Q4_K_M is llama.cpp's rule, read
+        from its source.
+        """
         if self.file_type is None or name.endswith("mlp.gate.weight"):
             return None
         if self.file_type == "Q8_0":
@@ -312,7 +316,7 @@ class StepCase(Case):
         return "Q6_K" if is_wide else "Q4_K"
 
     def row_bytes(self, name: str, elements: int) -> int:
-        """Of a row of the matrix of that name."""
+        """Return the bytes of a row of the matrix of that name."""
         encoding = self.encoding(name)
         if encoding is None:
             return elements * DTYPE_BYTES[self.dtype if self.file_type is None else "float32"]
@@ -327,7 +331,7 @@ class StepCase(Case):
 
     @property
     def parameters(self) -> int:
-        """Of the model, norms left out."""
+        """The parameters of the model, norms left out."""
         return sum(math.prod(shape) for shape in self.shapes().values() if len(shape) > 1)
 
     @property

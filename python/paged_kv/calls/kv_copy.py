@@ -149,7 +149,7 @@ def _bits(view: Any) -> Any:
 
 @lru_cache(256)
 def _variant(op: Literal["append", "gather"], rows: np.dtype[Any], cache: np.dtype[Any]) -> Variant:
-    """Of rows and a cache of one dtype, whose bits are copied, or of floats over codes."""
+    """Return the variant for rows and a cache of one dtype, whose bits are copied, or of floats over codes."""
     if rows != cache:
         return Variant(op, max_dtype(rows), max_dtype(cache))
     bits = _UNSIGNED[cache.itemsize]

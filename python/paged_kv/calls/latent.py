@@ -170,12 +170,12 @@ class LatentPlan:
 
     @property
     def op_q_dtype(self) -> np.dtype[Any]:
-        """Of the queries that the op gets."""
+        """The dtype of the queries that the op gets."""
         return widened(self.q_dtype, self.kv_dtype)
 
     @property
     def result_dtype(self) -> np.dtype[Any]:
-        """Of the output."""
+        """The dtype of the output."""
         return self.op_q_dtype if self.o_dtype is None else self.o_dtype
 
     def variant(self) -> Variant:

@@ -68,7 +68,7 @@ class AttentionPlan:
     options: AttentionOptions
     """`rope_theta` is used only by ROPE_LLAMA; the scales of q, k and v are a run's."""
     o_dtype: np.dtype[Any] | None = None
-    """Of the output: any dtype that q may have; None is `q_dtype`."""
+    """The dtype of the output: any that q may have; None is `q_dtype`."""
     q_len_per_req: int = 1
     """Query rows of each request in a decode step."""
     dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
@@ -78,7 +78,7 @@ class AttentionPlan:
     cache_name: str = "paged_kv_cache"
     """What messages call the cache."""
     head_dim_vo: int | None = None
-    """Of V and the output; None is `head_dim`."""
+    """The head_dim of V and the output; None is `head_dim`."""
 
     def __post_init__(self) -> None:
         for name, most in _SIZES.items():
@@ -124,7 +124,7 @@ class AttentionPlan:
 
     @property
     def value_dim(self) -> int:
-        """Of V and the output."""
+        """The head_dim of V and the output."""
         return self.head_dim if self.head_dim_vo is None else self.head_dim_vo
 
     @property
@@ -134,22 +134,22 @@ class AttentionPlan:
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """Of the cache's arrays."""
+        """The dtype of the cache's arrays."""
         return DTYPES[stored_dtype(self.kv_dtype.name)]
 
     @property
     def result_dtype(self) -> np.dtype[Any]:
-        """Of the output that the caller gets."""
+        """The dtype of the output that the caller gets."""
         return self.q_dtype if self.o_dtype is None else self.o_dtype
 
     @property
     def op_q_dtype(self) -> np.dtype[Any]:
-        """Of the queries that the op gets."""
+        """The dtype of the queries that the op gets."""
         return widened(self.q_dtype, self.kv_dtype)
 
     @property
     def op_o_dtype(self) -> np.dtype[Any]:
-        """Of the output that the op writes: float32 where it is float8, which is rounded from it."""
+        """The dtype of the output that the op writes: float32 where it is float8, which is rounded from it."""
         return self.result_dtype if self.result_dtype.name in Q_DTYPES else DTYPES["float32"]
 
     def variant(self, op: Op = "attention") -> Variant:
@@ -191,7 +191,9 @@ def check_dtype(what: str, dtype: np.dtype[Any], legal: Sequence[str] = Q_DTYPES
 
 
 def widened(q_dtype: np.dtype[Any], kv_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Of the queries that an op gets: float8 is widened, exactly, to the cache's dtype or to bfloat16."""
+    """Return the dtype of the queries that an op gets: float8 is widened, exactly, to the cache's dtype or to
+    bfloat16.
+    """
     if q_dtype.name in Q_DTYPES:
         return q_dtype
     return kv_dtype if kv_dtype.name in Q_DTYPES else DTYPES["bfloat16"]

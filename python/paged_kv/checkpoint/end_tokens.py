@@ -17,7 +17,9 @@ FILL_IN_ENDS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Of models that fill gaps in code: the first that is there ends a text, where a file names none by this key."""
+"""End tokens of models that fill gaps in code: the first that is there ends a text, where a file names none by this
+key.
+"""
 END_TEXTS = frozenset(_ENDS).union(*FILL_IN_ENDS.values())
 
 

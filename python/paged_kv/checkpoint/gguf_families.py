@@ -282,7 +282,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _windowed_layers(metadata: Metadata, family: GgufFamily) -> list[bool]:
-    """Of each layer, whether it has a window; empty where the family has none, or the file names none."""
+    """Tell for each layer if it has a window; empty where the family has none, or the file names none."""
     if family.windows is None:
         return []
     layers = metadata.integer("block_count")

@@ -68,7 +68,7 @@ class GgufTensor:
     encoding: str
     """GGUF's own name, such as "Q4_K" or "F16"."""
     shape: tuple[int, ...]
-    """Of elements, the slowest dimension first: linear layers are `[out, in]`."""
+    """The shape in elements, the slowest dimension first: linear layers are `[out, in]`."""
     data: npt.NDArray[np.uint8]
     """Its bytes, `[out, bytes of a row]` where it has two dimensions: a view of the memory-mapped file. Empty where
     this package does not know the encoding's size."""

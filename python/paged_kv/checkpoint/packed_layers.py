@@ -31,7 +31,7 @@ _FLOATS = ("F16", "BF16", "F32")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 Array = npt.NDArray[Any]
 Facts = tuple[str, tuple[int, ...]]
-"""Of a stored tensor: safetensors' name of its dtype, and its shape."""
+"""A stored tensor's dtype, as safetensors names it, and its shape."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Packing:
         return f"{self.method} weights of {self.bits} bits"
 
     def tensors(self, rows: int, inputs: int) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], bool]]:
-        """Of a layer: what its tensors are called after its name, their possible dtypes, their shape, and whether they
-        must be there.
+        """Describe a layer: what its tensors are called after its name, their possible dtypes, their shape, and
+        whether they must be there.
 
         Raises:
             ValueError: the layer cannot be packed in this way; the text says why.

@@ -41,7 +41,7 @@ threads_option = click.option(
     metavar="N",
     help="Run on N threads of the CPU. Default: one a CPU that the process may run on.",
 )
-"""Of the commands that run kernels."""
+"""The option of the commands that run kernels."""
 
 cache_dtype_option = click.option(
     "--cache-dtype",
@@ -61,7 +61,7 @@ device_option = click.option(
 
 
 def _pairs(_context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, float]]:
-    """Of `5=-1.5`, which may be given several times."""
+    """Parse `5=-1.5`, which may be given several times."""
     pairs = []
     for value in values:
         token, _, number = value.partition("=")

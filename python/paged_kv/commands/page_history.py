@@ -18,7 +18,7 @@ from paged_kv.files import read_regular
 
 _GAINS = ("allocated", "shared", "hit")
 MOST_PAGES = 2**24
-"""Of a trace that is read."""
+"""The most pages of a trace that is read."""
 
 
 @dataclass(frozen=True)

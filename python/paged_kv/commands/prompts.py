@@ -23,7 +23,7 @@ from paged_kv.pool import pages_needed
 _OPTIONS = tuple(each.name for each in fields(Sampling) if each.name != "form")
 _FORMS: dict[str, Callable[[Any], Form]] = {"json_schema": JsonSchema, "regex": Regex, "grammar": Grammar}
 FIELDS = ("prompt", "n", "namespace", *_OPTIONS, *_FORMS)
-"""Of a JSON line; all but the prompt may be left out."""
+"""Fields of a JSON line; all but the prompt may be left out."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PromptLine:
     n: int = 1
     namespace: str | None = None
     tokens: Sequence[int] = ()
-    """Of the prompt, once it was encoded."""
+    """The tokens of the prompt, once it was encoded."""
 
     def pages(self, config: DecoderConfig, page_size: int) -> int:
         """The pages that one sample can need; the last token needs no slot."""

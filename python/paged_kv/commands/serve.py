@@ -14,7 +14,7 @@ from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
 
 _MOST_BYTES = 1 << 20
-"""Of a configuration's file."""
+"""The most bytes of a configuration's file."""
 
 
 def _read_config(context: click.Context, option: click.Parameter, file: Path | None) -> None:  # noqa: ARG001

@@ -47,7 +47,7 @@ from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.files import is_own
 
 QUEUE_BYTES = 1 << 28
-"""Of pages that wait to be written: they are copies."""
+"""The most bytes of pages that wait to be written: they are copies."""
 LOCK_SECONDS = 5.0
 """How long a writer waits for another process; then what is queued is dropped."""
 _PAGE = re.compile(r"[0-9a-f]{64}\.page")

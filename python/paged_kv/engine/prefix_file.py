@@ -255,7 +255,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _digest(said: Mapping[str, str], tokens: npt.NDArray[Any], pages: Bits, key: bytes | None) -> str:
-    """Of all a file says and holds; without a key, of what it holds."""
+    """Return the digest of all a file says and holds; without a key, of what it holds."""
     if key is None:
         found: Any = hashlib.sha256()
     else:

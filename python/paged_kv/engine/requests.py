@@ -38,7 +38,9 @@ class Output:
     cached_tokens: int = 0
     """Tokens of the request's prompt that were in the cache when it began."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    """Of the prompt's tokens but the first, where they are asked for: with the first output of sample 0."""
+    """Log-probabilities of the prompt's tokens but the first, where they are asked for: with the first output of
+    sample 0.
+    """
 
 
 @dataclass(eq=False, slots=True)
@@ -135,7 +137,7 @@ class Luck:
     waited: int = 0
 
     def share(self, usual: float) -> float:
-        """Of guesses that are right, as if two of the usual share had been seen before."""
+        """Return the share of drafted tokens that are right, as if two of the usual share had been seen before."""
         return min((self.right + 2 * usual) / (self.tried + 2), 0.98)
 
     def add(self, tried: int, right: int) -> None:
@@ -162,7 +164,7 @@ class Sample:
     tokens: list[int]
     """The prompt, then the new tokens."""
     text: StopText | None = None
-    """Of the new tokens; made with the first one."""
+    """The text of the new tokens; made with the first one."""
     cached: int = 0
     """How many of `tokens` have their K and V in the cache."""
     stored: int = 0
@@ -172,7 +174,7 @@ class Sample:
     offered: int = 0
     """How many of them the disk tier was offered."""
     luck: Luck = field(default_factory=Luck)
-    """Of the guesses at its tokens."""
+    """How often drafted tokens were right."""
     history: History = field(init=False)
     """What its next tokens are chosen by."""
 

@@ -90,7 +90,7 @@ def _form(name: str, value: Any) -> Form | None:
 
 
 def _option(kind: Kind, check: Callable[[str, Any], Any], text: str, flag: str | None = None) -> dict[str, Any]:
-    """Of a field: how its value is checked and kept, and what the command line says of it."""
+    """Describe a field: how its value is checked and kept, and what the command line says of it."""
     return {"kind": kind, "check": check, "help": text, "flag": flag}
 
 
@@ -120,8 +120,8 @@ class Sampling:
         default=None,
         metadata=_option("integer", _at_least(0, or_none=True), "Of the random streams: of prompt i, seed + i."),
     )
-    """Of the random streams, one for each sample of the request; None: another one each time. A request's tokens depend
-    on its prompt and its options alone."""
+    """The seed of the random streams, one for each sample of the request; None: another one each time. A request's
+    tokens depend on its prompt and its options alone."""
     stop: str | Sequence[str] = field(
         default=(), metadata=_option("texts", _texts, "A text that ends a sample; repeat it for several.")
     )
@@ -240,9 +240,11 @@ class Logprobs:
     """Natural logarithms of probabilities by the model's own logits, before any bias, penalty or temperature."""
 
     token: float
-    """Of the token that was chosen."""
+    """The log-probability of the token that was chosen."""
     top: dict[int, float]
-    """Of the most likely tokens by id, the most likely first; a token that is impossible is not among them."""
+    """The log-probabilities of the most likely tokens by id, the most likely first; a token that is impossible is not
+    among them.
+    """
 
 
 @dataclass(frozen=True)

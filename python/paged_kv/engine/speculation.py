@@ -36,9 +36,9 @@ PANEL = 8
 SHORTEST_MATCH, LONGEST_MATCH = 2, 16
 """Tokens at the end of a text that must have come before; a longer match decides for no other place."""
 ROW_COST = 0.06
-"""Of another row, in steps, as long as little is known."""
+"""The cost of another row, in steps, as long as little is known."""
 DRAFT_COST = 0.1
-"""Of a draft's step, the same."""
+"""The cost of a draft's step, in steps."""
 _FORGET = 0.99
 """What a step counts after the next one."""
 

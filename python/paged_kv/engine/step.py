@@ -36,7 +36,7 @@ class StepGraph:
     geometry: DecoderConfig
     dtype: DType
     kv_format: KVFormat | None = None
-    """Of a cache of codes."""
+    """The format of a cache of codes."""
 
     @staticmethod
     def of(config: DecoderConfig, dtype: DType, kv_format: KVFormat | None = None) -> StepGraph:

@@ -29,7 +29,7 @@ class Tokenizer:
     """
 
     def __init__(self, source: Source | Path | str, config: DecoderConfig) -> None:
-        """Of a checkpoint, or of the `tokenizer.json` of a folder."""
+        """Read the tokenizer of a checkpoint, or the `tokenizer.json` of a folder."""
         if isinstance(source, Source):
             self._tokenizer, file = source.tokenizer()
         else:

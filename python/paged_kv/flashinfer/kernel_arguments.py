@@ -12,7 +12,7 @@ from paged_kv.arguments import flag, integer, shown
 from paged_kv.errors import ContractError, ContractTypeError
 
 NEGLIGIBLE_SOFTMAX = 2.0**-25
-"""Of a row's weights, a share that float32 rounds away."""
+"""A share of a row's softmax weights that float32 rounds away."""
 
 _WORKSPACES = "kernels take what they need from MAX"
 _FOLLOWS = "the kernel follows from the call and its arrays"

@@ -32,7 +32,9 @@ class ServedConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
 
     source: Source
     dtype: DType
-    """Of activations, and of weights that are not in blocks; float32 where weights are a GGUF file's blocks."""
+    """The dtype of activations, and of weights that are not in blocks; float32 where weights are a GGUF file's
+    blocks.
+    """
     max_seq_len: int
     kv_params: KVCacheParamInterface
     devices: list[DeviceRef]

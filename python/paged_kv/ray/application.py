@@ -74,7 +74,7 @@ class Arguments(BaseModel):
     max_step_tokens: PositiveInt = 2048
     max_gap: PositiveFloat = 0.25
     cpus: PositiveInt = 1
-    """Of each replica, as Ray counts them: 2 are a core where it runs two threads."""
+    """CPUs of each replica, as Ray counts them: 2 are a core where it runs two threads."""
     replicas: PositiveInt = 1
     autoscaling: Annotated[dict[str, Any], AfterValidator(_known)] | None = None
     """Ray Serve's `autoscaling_config`, in place of `replicas`."""

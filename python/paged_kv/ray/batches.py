@@ -56,7 +56,7 @@ class Work:
         return replace(self.sampling, **own)
 
     def digest_of(self, row: Mapping[str, Any]) -> str:
-        """Of all that a row says."""
+        """Return the digest of all that a row says."""
         said = [row[self.id_column], row[self.prompt_column], sorted(_own(row).items())]
         return blake2b(json.dumps(said, default=repr).encode(), digest_size=12).hexdigest()
 

@@ -34,7 +34,7 @@ class Summary:
     rows: int
     """That it computed."""
     failed: int
-    """Of these, rows whose `error` says why there is no text."""
+    """Rows among these whose `error` says why there is no text."""
     found: int
     """That were written before it."""
 

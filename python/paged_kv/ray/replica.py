@@ -41,14 +41,16 @@ class Model:
     max_running: int = 256
     max_step_tokens: int = 2048
     cpus: int = 1
-    """Of each replica: what Ray counts and what it is bound to; it computes with one thread for each of their cores."""
+    """CPUs of each replica: what Ray counts and what it is bound to; it computes with one thread for each of their
+    cores.
+    """
     cache_dtype: KVFormat | None = None
     rotate: CacheRotation | None = None
     speculate: str | None = None
     """"lookup", or a smaller checkpoint at the same path on every machine."""
     max_gap: float | None = None
     kv_disk: Path | None = None
-    """Of each machine; its replicas share it."""
+    """The folder of each machine; its replicas share it."""
     kv_disk_gb: float = 10.0
     compiled: Path | None = None
 

@@ -52,7 +52,7 @@ class Suspects:
     """Requests that were lost with as many replicas as they may but one: each goes on alone until it is cleared."""
 
     PIECES = 16
-    """Of a sample, more than ever before, which clear it: as many as may be on their way when a replica ends."""
+    """Pieces of a sample, more than ever before, which clear it: as many as may be on their way when a replica ends."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()

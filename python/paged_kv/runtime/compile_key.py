@@ -102,7 +102,7 @@ class Sources:
         return cls({"": package, "graphs": graphs, "mojo_ops": kernels()})
 
     def digest(self, device: str, built_by: tuple[str, ...]) -> str:
-        """Of the files that a graph for a "cpu" or a "gpu" is made of."""
+        """Return the digest of the files that a graph for a "cpu" or a "gpu" is made of."""
         asked = device, built_by
         if asked not in self._digests:
             python = [item for pattern in (*PYTHON, *built_by) for item in self.files(pattern)]

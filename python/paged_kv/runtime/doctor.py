@@ -50,7 +50,7 @@ class Report:
     """What MAX picks when it is not told."""
     gpus: list[str] = field(default_factory=list)
     architectures: list[str] = field(default_factory=list)
-    """Of the GPUs: "sm_90a", "gfx942", ..."""
+    """The GPUs' architectures: "sm_90a", "gfx942", ..."""
     kernels: Path | None = None
     """The folder of the Mojo sources."""
     cache: Path | None = None

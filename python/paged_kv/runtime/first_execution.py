@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 SLACK_NS = 5_000_000
 _SET_TIMERSLACK, _GET_TIMERSLACK = 29, 30
-"""Of prctl(2)."""
+"""Options of prctl(2)."""
 
 _has_run = False
 

@@ -85,7 +85,7 @@ def multiply(
 
 
 class Weight(NamedTuple):
-    """Of a linear layer."""
+    """The weight of a linear layer."""
 
     w: Array
     """`[N, K]`, or uint8 `[N, bytes of a row]` in blocks; of experts `[E, ...]`."""

@@ -27,7 +27,7 @@ from paged_kv.runtime.cpu_target import CpuInfo
 from paged_kv.runtime.store import Artefact, read_sealed
 
 FORMAT = 1
-"""Of the folder. Another one is not read."""
+"""The version of the folder's format. Another one is not read."""
 DISTRIBUTION = "paged_kv_kernels"
 """The package of the compiled graphs alone, for an installation from source."""
 INDEX = "index.json"
@@ -45,7 +45,7 @@ class Index:
     requires: frozenset[str]
     """The flags that a CPU must report."""
     versions: dict[str, str]
-    """Of paged-kv, max and mojo."""
+    """The versions of paged-kv, max and mojo."""
     graphs: dict[str, dict[str, str]]
     """By digest: the graph's `name` and its `file`."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -53,7 +53,7 @@ class KernelFile:
     folder: Path
     target: str
     name: str
-    """Of the family."""
+    """The family's name."""
     family: Family
 
     @property
@@ -66,7 +66,7 @@ class KernelFile:
         return {self.name: self.family.key()} if isinstance(self.family, Library) else self.family.keys
 
     def digests(self, sources: Sources) -> dict[str, str]:
-        """Of its graphs, by name."""
+        """Return the digests of its graphs, by name."""
         return digests_of(self.keys, sources, self.target)
 
     def is_whole(self, sources: Sources) -> bool:

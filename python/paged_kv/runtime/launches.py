@@ -39,7 +39,7 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
-    """Of dynamic shared memory."""
+    """Dynamic shared memory, in bytes."""
     stream: int
     """Equal numbers are one stream."""
 

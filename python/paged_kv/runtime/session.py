@@ -36,7 +36,7 @@ class Runtime:
     device = DeviceRef.CPU()
     """As graphs name it."""
     architecture = ""
-    """Of a GPU, its number included, which is part of a graph."""
+    """The name of a GPU, its number included, which is part of a graph."""
 
     def __init__(self, sources: Path | None = None) -> None:
         self._sources = sources

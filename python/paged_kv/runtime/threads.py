@@ -176,7 +176,7 @@ class _Task:
     name: str
     state: str
     ticks: int
-    """Of a CPU's time, so far."""
+    """CPU time so far, in clock ticks."""
     age: float
     """Seconds since it started."""
 

@@ -24,11 +24,11 @@ class Variant:
 
     op: Op
     dtype: DType
-    """Of q, or of the states to merge; of the rows of append and gather: as these only copy them, the unsigned integer
-    of the elements' size, but a float over a cache of codes."""
+    """The dtype of q, or of the states to merge; of the rows of append and gather: as these only copy them, the
+    unsigned integer of the elements' size, but a float over a cache of codes."""
     kv_dtype: DType
     o_dtype: DType | None = None
-    """Of attention's output; q's where it is None."""
+    """The dtype of attention's output; q's where it is None."""
 
     @property
     def name(self) -> str:

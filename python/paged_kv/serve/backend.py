@@ -36,7 +36,9 @@ class Piece(NamedTuple):
     cached_tokens: int = 0
     """Tokens of the prompt that were in the cache when the job began."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    """Of the prompt's tokens but the first, with the first piece of sample 0, where the job asks for them."""
+    """Log-probabilities of the prompt's tokens but the first, with the first piece of sample 0, where the job asks
+    for them.
+    """
 
     @staticmethod
     def of(output: Output) -> Piece:

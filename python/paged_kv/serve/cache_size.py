@@ -18,7 +18,7 @@ from paged_kv.graphs.ops import cache_dtype
 from paged_kv.options import KVFormat
 
 SHARE = 0.5
-"""Of what is free once the weights are in memory: the part that the cache takes, unless it is told otherwise."""
+"""The part of the memory left by the weights that the cache takes, unless it is told otherwise."""
 LONGEST_REQUESTS = 16
 """The cache has room for so many of them at most, unless it is told otherwise."""
 _CGROUP = Path("/sys/fs/cgroup")

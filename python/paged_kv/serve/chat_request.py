@@ -168,7 +168,7 @@ class Block:
     id: str = ""
     name: str = ""
     text: str = ""
-    """Of a call, its arguments."""
+    """The arguments of a call."""
 
 
 class BlockExchange(Exchange):

@@ -49,7 +49,9 @@ OPERATORS = frozenset({"/metrics"})
 """Routes that `Rules.operator_routes` opens; one that is in none of these lists is not served."""
 
 MAX_DEPTH = 64
-"""Of nested arrays and objects; JSON schemas of tools have some 20, and Python's parser gives up at 1000."""
+"""The deepest nesting of arrays and objects; JSON schemas of tools have some 20, and Python's parser gives up at
+1000.
+"""
 BODY_SECONDS = 20.0
 """In which a whole body must have come."""
 LINGER_SECONDS = 10.0

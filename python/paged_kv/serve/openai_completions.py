@@ -14,9 +14,9 @@ from paged_kv.serve.sampling import MOST_LOGPROBS, read_form, read_max_tokens, r
 from paged_kv.serve.served_model import ServedModel
 
 MOST_PROMPTS = 128
-"""Of a request."""
+"""Prompts of one request at most."""
 MOST_SAMPLES = 16
-"""Of a prompt."""
+"""Samples of one prompt at most."""
 
 
 def read_completion(body: Fields, model: ServedModel) -> Exchange:
@@ -169,7 +169,9 @@ class Completions(ChoicesExchange):
         }
 
     def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
-        """Of the most likely tokens and the chosen one, by their texts; of equal texts the most likely one's."""
+        """Return the log-probabilities of the most likely tokens and the chosen one, by their texts; of equal texts
+        the most likely one's.
+        """
         found: dict[str, float] = {}
         for each, value in (*logprobs.top.items(), (token, logprobs.token)):
             found.setdefault(self.model.token_text(each), value)

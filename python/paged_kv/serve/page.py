@@ -16,7 +16,7 @@ from paged_kv.engine.engine import Engine
 from paged_kv.page_colours import COLOURS, shades
 
 MOST_CELLS = 2048
-"""Of the picture: adjacent pages share one where there are more."""
+"""Cells of the picture at most: adjacent pages share one where there are more."""
 MOST_REQUESTS = 64
 PAGE = files("paged_kv.serve").joinpath("page.html").read_bytes()
 

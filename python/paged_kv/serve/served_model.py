@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paged_kv.serve.chat import ChatFormat
 
 CHARACTERS = 16
-"""Of a prompt, for each token of the longest request: more are not split into tokens."""
+"""Characters of a prompt for each token of the longest request: more are not split into tokens."""
 
 
 class UnknownModel(FieldError):

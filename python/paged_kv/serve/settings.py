@@ -16,7 +16,7 @@ from paged_kv.serve.door import LOOPBACK, Rules, host_name
 API_KEY = "PAGED_KV_API_KEY"
 MIN_BODY_BYTES = 1 << 18
 BODY_BYTES_PER_TOKEN = 16
-"""Of a request's body: text has some 4, a token's id in JSON up to 8, a character as \\uXXXX 6."""
+"""Bytes of a request's body for each token: text has some 4, a token's id in JSON up to 8, a character as \\uXXXX 6."""
 _LONGEST_KEY = 1024
 
 
@@ -38,7 +38,7 @@ class Settings:
     page_size: int = 16
     pages: int | None = None
     memory_gb: float | None = None
-    """Of the cache, in 10^9 bytes."""
+    """The cache's memory, in 10^9 bytes."""
     max_length: int | None = None
     max_running: int = 64
     max_queue: int = 256

@@ -24,7 +24,7 @@ from paged_kv.runtime.team import workers
 from paged_kv.torch.memory import CacheLayout, holds, layout, output
 
 _MOST_LAYOUTS = 64
-"""Of caches that one attention knows; with more it forgets them."""
+"""Layouts of caches that one attention knows; with more it forgets them."""
 _NO_SCALES: Scales = (None, None, None)
 _DTYPE_NAMES = ("q", "cache")
 _ROWS = struct.Struct("<7q")

@@ -31,7 +31,7 @@ _TABLE = struct.Struct("<3q")
 _ADDRESS = struct.Struct("<q")
 
 _layouts: dict[tuple[Any, ...], CacheLayout] = {}
-"""Of calls that were checked: the cache, and of appends its rows, and where its V lies from its K."""
+"""Layouts of calls that were checked: the cache, and of appends its rows, and where its V lies from its K."""
 
 
 def check_ranks(k_cache: Tensor, v_cache: Tensor | None, layer: Any) -> None:

@@ -105,7 +105,7 @@ class _OnPages(FullAttentionCacheAllocator):  # type: ignore[misc]
 
     @classmethod
     def get_bytes_per_page(cls, num_key_value_heads: int, head_dim: int, cache_dtype: Any, page_size: int) -> int:
-        """Of K and V of one layer, codes with their scales where the dtype is that of codes."""
+        """Return the bytes of K and V of one layer, codes with their scales where the dtype is that of codes."""
         codes = FORMATS.get(str(cache_dtype).removeprefix("torch."), "")
         found: int = super().get_bytes_per_page(
             num_key_value_heads, stored_head(codes, head_dim), cache_dtype, page_size
@@ -267,5 +267,5 @@ def _pages_of(allocator: Any, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def _dtype_of(kv_format: KVFormat | None, dtype: Any) -> Any:
-    """Of the pages, where that of the model is `dtype`."""
+    """Return the dtype of the pages, where the model's is `dtype`."""
     return dtype if kv_format is None else getattr(torch, stored_dtype(kv_format))

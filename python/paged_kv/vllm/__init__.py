@@ -16,7 +16,7 @@ from paged_kv.errors import ToolchainError
 TESTED = "0.32"
 """The release of vLLM whose internals this knows."""
 NAME = "paged_kv"
-"""Of the plugin."""
+"""The plugin's name."""
 
 
 def register() -> None:

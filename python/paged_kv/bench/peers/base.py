@@ -33,10 +33,12 @@ class Peer(ABC):
 
     @abstractmethod
     def output(self) -> Array:
-        """Of the latest run, as `Problem.error` takes it, in any float dtype of NumPy or `ml_dtypes`."""
+        """Return the output of the latest run, as `Problem.error` takes it, in any float dtype of NumPy or
+        `ml_dtypes`.
+        """
 
     def error(self, problem: Problem) -> float:
-        """Of the latest run."""
+        """Return the error of the latest run."""
         return problem.error(self.output())
 
 

@@ -11,7 +11,7 @@ from paged_kv.serve.chat.grammar import regex
 
 _KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
 _MOST_DEPTH = 32
-"""Of schemas that are followed; one that refers to itself has no end."""
+"""The deepest schema that is followed; one that refers to itself has no end."""
 
 
 class Schema:

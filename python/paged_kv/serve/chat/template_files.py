@@ -16,7 +16,7 @@ from paged_kv.files import read_regular
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 _MOST_BYTES = 64 << 20
-"""Of one of these files; the largest real tokenizer_config.json have some 200 KB."""
+"""The most bytes of one of these files; the largest real tokenizer_config.json have some 200 KB."""
 _CONFIG, _TOKENS, _ALONE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 _FURTHER = "additional_chat_templates"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
