@@ -1,4 +1,4 @@
-"""What this repository measures beside `paged-kv bench`, a script a question; none of it is in the wheel.
+"""Measurements beside `paged-kv bench`, a script a question; none of it is in the wheel.
 
 Run them from the root of the checkout, `python -m benchmarks.NAME`: `api_overhead`, `pool_cpu` and `prefix_cpu` (what
 the Python layers cost), `transformers_cpu` (prompts and memory of transformers, on pages and not), `serve_cpu` (servers

@@ -1,4 +1,4 @@
-"""What a cache of few bits costs in quality: float8, int8 and int4 against unquantised, with and without rotation.
+"""The quality of caches of few bits: float8, int8 and int4 against unquantised, with and without rotation.
 
     python -m benchmarks.cache_quality [--context 2000] [--out FILE.json]
 
@@ -92,7 +92,7 @@ def hadamard(size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Cache:
-    """How K and V are kept."""
+    """A way to keep K and V."""
 
     of_k: Quantise = exact
     of_v: Quantise = exact

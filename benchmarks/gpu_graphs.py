@@ -22,7 +22,7 @@ from paged_kv.runtime.session import Runtime
 from paged_kv.runtime.variants import Variant
 
 _SOURCE = hashlib.sha256(b"".join(Path(name).read_bytes() for name in (__file__, max_flash.__file__))).hexdigest()[:16]
-"""What builds these graphs, for their keys."""
+"""The sources of these graphs, for their keys."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class System:
 
 
 class Clock(Protocol):
-    """How one run is timed."""
+    """A way to time one run."""
 
     def milliseconds(self, system: System) -> float:
         """One run from cold caches; nothing is under way when it returns."""

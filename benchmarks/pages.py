@@ -22,7 +22,7 @@ from paged_kv.bench.roofline import OURS, THEIRS
 CHECKOUT = Path(__file__).resolve().parents[1]
 BARS = "docs/pictures/decode_cpu_bars.png"
 MARK = "decode_cpu"
-"""What stands in a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written here."""
+"""The section of a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written here."""
 VERSUS = "decode_cpu_versus"
 """The mark of the other section."""
 LONGEST = 8.0

@@ -1,4 +1,4 @@
-"""How long page management takes: this package's pool and prefix cache against vLLM's block pool and cache manager.
+"""The time of page management: this package's pool and prefix cache against vLLM's block pool and cache manager.
 
     PAGED_KV_VLLM_PYTHON=VENV/bin/python python -m benchmarks.pool_cpu [--out FILE.json]
 
@@ -36,7 +36,7 @@ def prompts() -> list[list[int]]:
 
 
 class System(Protocol):
-    """What is timed."""
+    """A system that is timed."""
 
     def run(self, prompt: list[int]) -> dict[str, float]:
         """The time of each step in ms."""

@@ -1,4 +1,4 @@
-"""What Ray's way adds to an engine: time to the first token, time per token, tokens a second of a replica.
+"""The cost of Ray around an engine: time to the first token, time per token, tokens a second of a replica.
 
     python -m benchmarks.ray_cpu [--turns N]
 

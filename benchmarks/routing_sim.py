@@ -51,7 +51,7 @@ class Request:
 
 @dataclass
 class Result:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     first_token: list[float] = field(default_factory=list)
     """Seconds until each request's first token."""
@@ -122,7 +122,7 @@ class Replica:
         return taken
 
     def end_step(self, now: float, result: Result) -> None:
-        """What a step gave."""
+        """Record what a step gave."""
         decoding = [request for request in self.running if not request.to_compute]
         for request, tokens in self.chunks:
             request.to_compute -= tokens

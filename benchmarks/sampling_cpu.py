@@ -1,4 +1,4 @@
-"""How long the sampler takes for the rows of a step, against sorting each row.
+"""The sampler's time for the rows of a step, against sorting each row.
 
     python -m benchmarks.sampling_cpu
 

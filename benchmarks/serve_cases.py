@@ -1,4 +1,4 @@
-"""What of servers is measured: models, cases, which systems are alive together, and what ours is meant to reach."""
+"""Cases of servers: models, cases, which systems are alive together, and what ours is meant to reach."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONTEXTS = (512, 2048, 4096)
 CASES = tuple(ServeCase(model, batch, context) for model in MODELS for batch in (1, 8) for context in CONTEXTS)
 MAX_BATCH = 8
 MAX_LENGTH = 4608
-"""What the servers are started for; a multiple of MAX's page of 128 tokens."""
+"""The longest request that the servers are started for; a multiple of MAX's page of 128 tokens."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ LLAMA_SERVER = "PAGED_KV_LLAMA_SERVER"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where one model's files are. Those of llama.cpp are there if its tools were."""
+    """The files of one model. Those of llama.cpp are there if its tools were."""
 
     model: str
     """A key of `serve_cases.MODELS`."""

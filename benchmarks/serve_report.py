@@ -14,7 +14,7 @@ from paged_kv.bench.roofline import OURS, THEIRS
 Results = Mapping[str, Any]
 """The results of one CPU family, as its file has them."""
 MARK = "serve_cpu"
-"""What the section of a page is called."""
+"""The name of a page's section."""
 
 
 def cell(system: Mapping[str, Any] | None) -> str:

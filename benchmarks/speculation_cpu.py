@@ -1,4 +1,4 @@
-"""What guessing tokens gains: tokens a second with guesses over those without, in turns.
+"""The gain of speculative decoding: tokens a second with guesses over those without, in turns.
 
     python -m benchmarks.speculation_cpu [code_edit] [quotes] [code_edit_4] [quotes_4] [random] [draft]
 

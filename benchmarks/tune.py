@@ -41,7 +41,7 @@ JOB_SECONDS = 900
 
 @dataclass(frozen=True)
 class Choice:
-    """What may stand in a field, as Mojo spells it, and the cases (`tune_job.TUNE_CASES`) that decide."""
+    """The candidates of a field, as Mojo spells them, and the cases (`tune_job.TUNE_CASES`) that decide."""
 
     candidates: tuple[str, ...]
     cases: tuple[str, ...]
@@ -209,7 +209,7 @@ def tune(fields: tuple[str, ...], repeats: int, rounds: int, dry_run: bool, pref
 
 
 def write_trials(trials: Sequence[Trial], path: Path, facts: Mapping[str, str]) -> None:
-    """What was measured: a line a candidate and case."""
+    """Write what was measured: a line a candidate and case."""
     path.parent.mkdir(exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

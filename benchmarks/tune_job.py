@@ -29,7 +29,7 @@ TUNE_CASES: dict[str, Case] = {
     **{case.name: case for case in CASES},
     "linear-4": LinearCase("linear-4", "linear bf16, 8192 x 4096, 4 rows", rows=4),
 }
-"""What may decide a field: the benchmark's grid, and the most rows for which the linear layer's fields count."""
+"""Cases that may decide a field: the benchmark's grid, and the most rows for which the linear layer's fields count."""
 
 BLOCK = 0.02
 """Seconds of runs that are timed together."""

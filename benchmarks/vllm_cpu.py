@@ -26,7 +26,7 @@ from benchmarks.transformers_cpu import SIZES, random_model
 from paged_kv.bench.peers.vllm_step import PYTHON
 
 SYSTEMS = {"vLLM": "", "with the plugin": "paged_kv"}
-"""What `VLLM_PLUGINS` says."""
+"""The values of `VLLM_PLUGINS`."""
 
 
 class Engine:

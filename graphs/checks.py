@@ -1,4 +1,4 @@
-"""What the graph builder refuses of a value before there is a graph: type, dtype, rank, sizes and device."""
+"""Checks of a value before there is a graph: type, dtype, rank, sizes and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weights are stored in blocks: the encodings of GGUF that the kernels multiply by, and two of this package's own.
+"""Weights in blocks: the encodings of GGUF that the kernels multiply by, and two of this package's own.
 
 A new one is a row of `TABLE` and a struct at the end of `ENCODINGS` in mojo_ops/linear/quantised/encodings.mojo, with
 random blocks for tests and benchmarks in python/paged_kv/bench/blocks.py.
@@ -21,7 +21,7 @@ class Block:
     elements: int
     bytes: int
     scales: tuple[int, ...] = (0,)
-    """Where its float16 numbers lie: a file in which one is not finite is refused."""
+    """Offsets of its float16 numbers: a file in which one is not finite is refused."""
     gguf: int | None = None
     """The encoding's number in GGUF files; None where it is this package's own."""
 

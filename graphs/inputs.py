@@ -1,4 +1,4 @@
-"""What one step of a batch needs to know, in one dataclass with one order."""
+"""The inputs of one step of a batch, in one dataclass with one order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of one step share: which request and position each token has, its rotation, its norms."""
+"""State that the layers of one step share: which request and position each token has, its rotation, its norms."""
 
 from __future__ import annotations
 

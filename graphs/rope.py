@@ -130,7 +130,7 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return getattr(self.scaling, "attention_factor", 1.0)
 
     def inverse_frequencies(self) -> Frequencies:

@@ -30,7 +30,7 @@ LARGEST_TREE = 64
 
 @dataclass(frozen=True)
 class TreeRows:
-    """What attention and append need to know of each row of one step, shared by all layers with one window."""
+    """The rows of one step for attention and append, shared by all layers with one window."""
 
     batch: TensorValue
     """`[R]` int32: the row's request; -1 for padding."""

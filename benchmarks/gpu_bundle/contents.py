@@ -1,4 +1,4 @@
-"""What goes into the bundle: of MAX what runs compiled graphs, this package, its tests, programs and graphs."""
+"""The contents of the bundle: of MAX what runs compiled graphs, this package, its tests, programs and graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIBRARIES = (
 NOT_TO_RUN = ("max/pipelines/", "max/serve/", "max/benchmark/", "max/include/", "max/_xgrammar/")
 """Parts of MAX's Python that are left out: its models and its server."""
 NEEDED = ("msgspec",)
-"""What MAX imports and a host with torch may lack; click, numpy, psutil, rich and typing_extensions it has."""
+"""Packages that MAX imports and a host with torch may lack; click, numpy, psutil, rich and typing_extensions it has."""
 PYTEST_INI = """\
 [pytest]
 pythonpath = tests
@@ -78,7 +78,7 @@ def tests(out: Path) -> None:
 
 
 def scripts(out: Path) -> None:
-    """What runs the steps."""
+    """Copy what runs the steps."""
     shutil.copy(Path(__file__).with_name("run.py"), out)
     (out / "steps.json").write_text(steps.as_json(commit(ROOT)))
 

@@ -54,7 +54,7 @@ class Wanted:
     keys: Mapping[str, Key]
     compile: Callable[[], object]
     store: Callable[[], Store] = user_store
-    """Where the files are kept."""
+    """The store that keeps the files."""
 
 
 def wanted(device: str) -> list[Wanted]:

@@ -43,7 +43,7 @@ class Step:
     seconds: float
     """Its time limit."""
     devices: tuple[str, ...] = ("gpu",)
-    """Where it is run."""
+    """Devices that it runs on."""
     env: tuple[tuple[str, str], ...] = ()
 
 

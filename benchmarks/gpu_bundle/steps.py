@@ -12,7 +12,7 @@ from dataclasses import asdict
 from benchmarks.gpu_bundle.run import Step
 
 CPU_TARGET = "haswell"
-"""What the bundle's host code is compiled for; the host's CPU needs AVX2, and may be older than the one it was
+"""The CPU target of the bundle's host code; the host's CPU needs AVX2, and may be older than the one it was
 compiled on. Every process sets it before MAX is used, so that the artefacts' keys are the host's."""
 ARCHITECTURE = "sm_90a"
 PROGRAMS = {

@@ -1,4 +1,4 @@
-"""What every measured server is: a group of processes that can be stopped for a while and go on."""
+"""The interface of a measured server: a group of processes that can be stopped for a while and go on."""
 
 from __future__ import annotations
 

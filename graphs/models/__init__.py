@@ -24,7 +24,7 @@ from paged_kv.graphs.models.fields import Fields
 
 
 class Family(Protocol):
-    """What the module of a family defines."""
+    """The names that the module of a family defines."""
 
     ARCHITECTURE: str
     """Its name in `architectures` of config.json."""

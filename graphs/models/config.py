@@ -81,14 +81,16 @@ class DecoderConfig:
     norm_place: NormPlace = "before"
     """RMS norms stand before attention and MLP (on their input), after them (on their output), or around them."""
     norm_offset: float = 0.0
-    """What is added to the weights of all norms."""
+    """The number that is added to the weights of all norms."""
     norm_rounds_once: bool = False
     """Norms multiply by their weight in float32, and round after it; else before it."""
     activation: Activation = "silu"
     sm_scale: float | None = None
     """The scale of the attention scores; 1 / sqrt(head_dim) where it is None."""
     windows: tuple[int, ...] = ()
-    """How many tokens a token of each layer sees before itself, -1 for all; empty where every layer sees all."""
+    """The number of tokens that a token of each layer sees before itself, -1 for all; empty where every layer sees
+    all.
+    """
     local_rope: Rope | None = None
     """The rotation of the layers that have a window, where it is another one."""
     embedding_multiplier: float = 1.0
@@ -101,7 +103,7 @@ class DecoderConfig:
     encodings: tuple[tuple[str, Encoding], ...] = ()
     """The encoding of each weight that stays in blocks, by checkpoint name."""
     rotate: CacheRotation | None = None
-    """What q and k go through after their rotary embedding, so that a cache of few bits keeps more of k
+    """The rotation of q and k after their rotary embedding, so that a cache of few bits keeps more of k
     (docs/quantised-cache.md); no checkpoint says it, the user does (`with_cache_rotation`)."""
     float32_activations: bool = False
     """Whatever dtype is asked for (of the cache, then): beside the blocks of a GGUF file, as llama.cpp has it."""

@@ -9,7 +9,7 @@ from typing import Any
 from paged_kv.graphs.models.fields import Fields
 
 COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-"""What families call the number of experts; transformers writes the last for most of them."""
+"""Keys of the number of experts; transformers writes the last for most of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

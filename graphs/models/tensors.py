@@ -52,7 +52,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Assembled:
-    """How a weight of the step comes from tensors of a checkpoint."""
+    """A weight of the step, made of tensors of a checkpoint."""
 
     sources: Mapping[str, Shape]
     """Their names and shapes."""
@@ -63,7 +63,7 @@ class Assembled:
 
 
 CHOICE_BIAS = "e_score_correction_bias"
-"""What a router of sigmoids is biased by. It is float32, whatever the dtype of the other weights: of two experts that
+"""The bias of a router of sigmoids. It is float32, whatever the dtype of the other weights: of two experts that
 are nearly as good its rounding would choose another one."""
 
 

@@ -1,4 +1,6 @@
-"""Where a command begins: `paged-kv`, and `python -m paged_kv`; few imports come before interrupts are provided for."""
+"""The entry of the command: `paged-kv`, and `python -m paged_kv`; few imports come before interrupts are provided
+for.
+"""
 
 from __future__ import annotations
 

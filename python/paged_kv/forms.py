@@ -268,7 +268,7 @@ class CompiledForm:
 
 
 class FormState:
-    """How far one sample's text has come in its form."""
+    """The progress of one sample's text in its form."""
 
     def __init__(self, compiled: CompiledForm, matcher: LLMatcher, ends: Tokens) -> None:
         self._compiled, self._matcher, self._ends = compiled, matcher, ends

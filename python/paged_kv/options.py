@@ -1,4 +1,6 @@
-"""What every room agrees on: limits, dtype names, the mark of an unused table entry, and the options of attention."""
+"""Names and limits that every package shares: limits, dtype names, the mark of an unused table entry, and the options
+of attention.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,12 @@ _LEAST_HEAD = {"int8": 8, "int4": 16}
 
 CacheRotation = Literal["hadamard"]
 CACHE_ROTATIONS: tuple[CacheRotation, ...] = ("hadamard",)
-"""What q and k may go through before a cache, so that few bits keep more of k."""
+"""Rotations of q and k before a cache, so that few bits keep more of k."""
 
 HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 512
 HEAD_DIMS = f"multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM}"
-"""What a head_dim must be, for messages."""
+"""The rule for head_dim, for messages."""
 
 LEAST_NORMAL = float(np.finfo(np.float32).tiny)
 LARGEST = float(np.finfo(np.float32).max)
@@ -134,7 +136,7 @@ class AttentionArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What happens between q . k and the output; the formula is in `mojo_ops/attention/README.md`.
+    """Options between q . k and the output; the formula is in `mojo_ops/attention/README.md`.
 
     The kernels take float32: each number, and the product of `sm_scale`, `q_scale` and `k_scale`, is 0 or from 1.2e-38
     to 3.4e38 in magnitude.
@@ -216,7 +218,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class LatentOptions:
-    """What happens between the dot products of latent attention and its output.
+    """Options between the dot products of latent attention and its output.
 
     Raises:
         ContractError: a value is not finite or out of range; of the cache's scales, not positive.

@@ -1,4 +1,4 @@
-"""Where a call's arrays lie: on the host, or all of them on one GPU."""
+"""The device of a call's arrays: on the host, or all of them on one GPU."""
 
 from __future__ import annotations
 

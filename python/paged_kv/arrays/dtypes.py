@@ -44,7 +44,7 @@ INT4 = np.dtype(ml_dtypes.int4)
 """Names a cache of int4 codes, whose arrays are of uint8."""
 
 CACHE_DTYPES = DTYPES | {"int4": INT4}
-"""What the dtype of a cache may be called."""
+"""The names of a cache's dtypes."""
 
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 

@@ -18,7 +18,7 @@ from paged_kv.arrays.types import ArrayDevice
 from paged_kv.errors import ContractError
 
 Named = tuple[str, Any]
-"""What messages call a view, and the view."""
+"""A view's name in messages, and the view."""
 
 _FEW_ELEMENTS = 1 << 16
 """So many addresses are compared one by one, some milliseconds."""

@@ -30,7 +30,7 @@ class ShapedArray(SupportsDLPack, Protocol):
 
 
 class TorchDType(Protocol):
-    """What tells a `torch.dtype` from other objects; torch is an optional dependency."""
+    """The shape of a `torch.dtype`; torch is an optional dependency."""
 
     @property
     def is_floating_point(self) -> bool: ...
@@ -52,7 +52,7 @@ DTypeLike: TypeAlias = npt.DTypeLike | DType | TorchDType
 Shape: TypeAlias = Sequence[int]
 
 Operand: TypeAlias = "np.ndarray | HostMemory | Buffer"
-"""What a kernel gets: on the host an array or its memory, on a GPU a buffer of MAX's."""
+"""An operand of a kernel: on the host an array or its memory, on a GPU a buffer of MAX's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What `paged-kv bench` runs: decode on the CPU against the machine's own bandwidth and against other systems.
+"""The benchmark of `paged-kv bench`: decode on the CPU against the machine's own bandwidth and against other systems.
 
 For every case of `cases.py`: our kernels, the fastest read loop and one peer take turns in a process of their own;
 medians of at least 9 runs; every copy of the operands is used once before any is used again; results are checked

@@ -1,4 +1,4 @@
-"""What the machine's memory can do, measured on the threads that MAX runs kernels on."""
+"""The bandwidth of the machine's memory, measured on the threads that MAX runs kernels on."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Layout = Literal["NHD", "HND", "MAX"]
 MAX_ENCODINGS = ("Q4_0", "Q4_K", "Q6_K")
 """That MAX has products for on a CPU."""
 FileType = Literal["Q8_0", "Q4_K_M"]
-"""What llama.cpp calls a whole file by the encodings of its matrices."""
+"""llama.cpp's name of a whole file, by the encodings of its matrices."""
 BYTES_OF_256 = {name: block.bytes * 256 // block.elements for name, block in TABLE.items()}
 """Bytes of 256 quantised weights."""
 
@@ -41,7 +41,8 @@ class Versus:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """What every case has. `share` is what its bytes over its time should be of the read (append: copy) bandwidth.
+    """Fields that every case has. `share` is what its bytes over its time should be of the read (append: copy)
+    bandwidth.
 
     The targets in `CASES` are those of CPUs with AMX; `targets.py` has the others'.
     """

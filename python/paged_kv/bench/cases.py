@@ -264,7 +264,7 @@ QUICK = ("bf16", "append-4096", "linear-1")
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cases run, and whether peers do."""
+    """The cases that run, and if peers do."""
 
     cases: tuple[Case, ...] = field(default=CASES)
     with_peers: bool = True

@@ -1,4 +1,4 @@
-"""What became slower: a run's rows held against those of an older file of results."""
+"""Comparison: a run's rows held against those of an older file of results."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ MIN_REPEATS = 9
 PAUSE = 0.01
 """Seconds between turns: thread pools that spin after their work (vLLM's for 5 ms) would disturb the next system."""
 PEER_SLACK = 5
-"""How much less exact than ours another system may be: some sum in bfloat16. The errors are in the results."""
+"""The factor by which another system may be less exact than ours: some sum in bfloat16. The errors are in the
+results.
+"""
 LONG = 1.0
 """Seconds of one round of turns from which `MIN_REPEATS` rounds must do."""
 WARM = 0.03

@@ -37,11 +37,11 @@ from paged_kv.runtime.variants import Variant
 
 
 class Ours(Peer):
-    """What all kinds share; `memory` is what the bandwidth is measured on."""
+    """Base of all kinds; `memory` is what the bandwidth is measured on."""
 
     name = "paged-kv"
     memory: Array
-    """What the runs read (append: write), all copies: bandwidth is measured on the same memory."""
+    """The memory that runs read (append: write), all copies: bandwidth is measured on the same memory."""
 
     def available(self, case: Case) -> str | None:  # noqa: ARG002
         return None

@@ -1,4 +1,4 @@
-"""Where and when a figure was measured."""
+"""The machine, date and commit of a figure."""
 
 from __future__ import annotations
 

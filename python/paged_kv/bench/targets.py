@@ -13,7 +13,7 @@ from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo, choose_cpu_targ
 
 @dataclass(frozen=True)
 class Goal:
-    """What a case should reach."""
+    """The target of a case."""
 
     share: float | None = None
     """A share of the read bandwidth; None: for information."""

@@ -47,7 +47,7 @@ class WritableCache:
     v: Any
     """The same, though its D may differ."""
     name: str
-    """What messages call it."""
+    """Its name in messages."""
     device: ArrayDevice
     arrays: tuple[Any, ...]
     """The caller's, of which `k` and `v` are views."""

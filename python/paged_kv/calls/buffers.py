@@ -18,14 +18,14 @@ from paged_kv.arrays.versions import mark_written
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 RequestsT = TypeVar("RequestsT", covariant=True)
-"""What a run takes of a plan; nothing of it is the caller's memory."""
+"""The part of a plan that a run takes; nothing of it is the caller's memory."""
 
 _INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 _BYTES = (np.dtype(np.uint8),)
 
 
 class Planned(Protocol[RequestsT]):
-    """What `plan` was given of the requests, checked; its arrays may be the caller's."""
+    """The requests as `plan` was given them, checked; its arrays may be the caller's."""
 
     def arrays(self) -> Sequence[np.ndarray | None]:
         """Return what fixed buffers hold of it, in their order; None where it has no such array."""
@@ -71,7 +71,7 @@ class Buffer:
 
 
 class FixedBuffers(Generic[PlannedT, RequestsT]):
-    """What is planned, in arrays of the user's, which fix the batch.
+    """A plan in arrays of the user's, which fix the batch.
 
     Arrays in a GPU's memory are written by `plan` alone: reading them would wait for the device, so `run` uses what was
     planned last, and what is written to them in between does not count.

@@ -18,7 +18,7 @@ from paged_kv.errors import ShapeError
 
 @dataclass(frozen=True, eq=False)
 class DevicePageTable:
-    """Which request owns which pages; index tensors are int64."""
+    """The pages of each request; index tensors are int64."""
 
     starts: Any
     """`[B]`, where each request's pages begin in `entries`."""

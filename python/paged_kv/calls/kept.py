@@ -1,4 +1,4 @@
-"""What is made of a call's indices, for the calls that follow with the same ones."""
+"""Results made of a call's indices, for the calls that follow with the same ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Made = TypeVar("Made")
 
 
 class Kept(Generic[Made]):
-    """What was made of a call's indices, checked, for the next call: nothing of it is the caller's memory.
+    """The result made of a call's indices, checked, for the next call: nothing of it is the caller's memory.
 
     The layers of a model are called with the same indices: what the last call made is kept, with a copy of what it was
     made of.

@@ -32,7 +32,7 @@ _UNSIGNED = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32, 8: DType.uint32}
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Where the rows of an append go: the page, -1 for a row that is skipped, and the slot of each, `[N]` int32.
+    """The places of an append's rows: the page, -1 for a row that is skipped, and the slot of each, `[N]` int32.
 
     They lie on the host or on a device, in memory of their own.
     """
@@ -54,7 +54,7 @@ class Slots:
 
     @cached_property
     def addresses(self) -> tuple[bytes, bytes]:
-        """Where the rows' requests and slots lie on the host, and their page table with its shape."""
+        """Addresses of the rows' requests and slots on the host, and of their page table with its shape."""
         for array in (self.requests, self.slots, self.pages):
             assert array.dtype == np.int32
             assert array.flags.c_contiguous

@@ -37,7 +37,7 @@ NAMES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 @dataclass(frozen=True, eq=False)
 class LatentBatch:
-    """What `plan` is given of the requests. The arrays may be views of the caller's."""
+    """The requests as `plan` is given them. The arrays may be views of the caller's."""
 
     qo_indptr: Indices
     """`[B + 1]`: request b's rows are `qo_indptr[b]` to `qo_indptr[b + 1]`, its last tokens."""
@@ -127,7 +127,7 @@ def _dense(lengths: Any, name: str, page_table: Any, page_size: int) -> tuple[In
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """What every run of one plan has in common.
+    """Everything that all runs of one plan share.
 
     Raises:
         ContractTypeError: a size is no integer, `sm_scale` no number, or a dtype or pair of dtypes is not supported.

@@ -29,7 +29,7 @@ from paged_kv.errors import ContractError, ContractTypeError, PageTableError, Sh
 from paged_kv.options import NO_PAGE
 
 NAMES = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
-"""What `plan` calls the lists of arrays, one entry a level."""
+"""The names in `plan` of the lists of arrays, one entry a level."""
 
 _FLOAT32 = np.dtype(np.float32)
 _NO_SCALES: Scales = (None, None, None)
@@ -44,7 +44,7 @@ class Level:
     table: PageTable
     """The groups' pages."""
     name: str = "qo_indptr"
-    """What messages call `qo_indptr`."""
+    """The name of `qo_indptr` in messages."""
 
     @staticmethod
     def of(arrays: Sequence[Any], page_size: int, names: Sequence[str]) -> Level:
@@ -210,7 +210,7 @@ class LevelTable(LookupTable):
     """The pages of the groups of all levels, level after level."""
 
     levels: tuple[tuple[int, str], ...] = ()
-    """Where each level's groups begin, and what messages call its page ids."""
+    """The first group of each level, and the name of its page ids in messages."""
 
     @staticmethod
     def of_levels(tables: Sequence[PageTable]) -> LevelTable:

@@ -34,7 +34,7 @@ _WIDE_ROW = 64  # entries from which a slice copy per row beats one masked copy 
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
-    """Which request owns which pages. Only `indices[:indptr[-1]]` are ever looked at.
+    """The pages of each request. Only `indices[:indptr[-1]]` are ever looked at.
 
     The arrays are views of the caller's: nothing derived from them holds once the caller changes them, `dense()` apart.
     """
@@ -48,7 +48,7 @@ class PageTable:
     page_size: int
     """Tokens in a page."""
     names: tuple[str, str, str] = CSR_NAMES
-    """What messages call the three arrays."""
+    """The names of the three arrays in messages."""
     may_be_unfilled: bool = False
     """True if a last page may hold 0 tokens: where the lengths are those before an append."""
 

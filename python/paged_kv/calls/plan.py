@@ -1,4 +1,4 @@
-"""What every run of one plan has in common, and what is refused of a call: shapes, dtypes and options.
+"""Everything that all runs of one plan share, and what is refused of a call: shapes, dtypes and options.
 
 Letters in shapes: B requests, Hq query heads, Hk KV heads, D head dimension.
 """
@@ -44,7 +44,7 @@ _OPTIONAL_SIZES = ("head_dim_vo", "page_size")
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What every run of one plan has in common.
+    """Everything that all runs of one plan share.
 
     Raises:
         ContractTypeError: a size is no integer, or a dtype or pair of dtypes is not supported.
@@ -72,11 +72,11 @@ class AttentionPlan:
     q_len_per_req: int = 1
     """Query rows of each request in a decode step."""
     dtype_names: tuple[str, str] = ("q_data_type", "kv_data_type")
-    """What messages call the two dtypes."""
+    """The names of the two dtypes in messages."""
     head_dim_name: str = "head_dim"
-    """What messages call head_dim."""
+    """The name of head_dim in messages."""
     cache_name: str = "paged_kv_cache"
-    """What messages call the cache."""
+    """The name of the cache in messages."""
     head_dim_vo: int | None = None
     """The head_dim of V and the output; None is `head_dim`."""
 

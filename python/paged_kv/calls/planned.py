@@ -1,4 +1,4 @@
-"""What a wrapper planned last, for any number of threads that run it and plan anew."""
+"""The last plan of a wrapper, for any number of threads that run it and plan anew."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class RaggedRequests:
 
 @dataclass(frozen=True, eq=False)
 class RaggedBatch:
-    """What a prefill's `plan` is given of its requests, checked. The index arrays may be views of the caller's."""
+    """The requests of a prefill as its `plan` is given them, checked. The index arrays may be views of the caller's."""
 
     qo_indptr: Int32s
     tokens: PageTable | TokenRanges

@@ -1,4 +1,4 @@
-"""What an attention call hands back: o and the lse, in the user's arrays or in arrays of the kind of q."""
+"""The results of an attention call: o and the lse, in the user's arrays or in arrays of the kind of q."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _LN2 = math.log(2)
 
 @dataclass(slots=True, eq=False)
 class Results:
-    """What a run returns, and where it is written. Letters in shapes: R rows, H query heads, D the width of o.
+    """The results of a run, and the arrays they are written to. Letters in shapes: R rows, H query heads, D the width
+    of o.
 
     Raises:
         ContractTypeError: `return_lse` is no truth value.

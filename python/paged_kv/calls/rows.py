@@ -36,7 +36,7 @@ class LookupTable:
     highest_page: int
     """-1 where no page is used. A negative id counts as its unsigned reading: no pool is that large."""
     name: str = "indices"
-    """What messages call the array of page ids."""
+    """The name of the array of page ids in messages."""
 
     @staticmethod
     def of(table: PageTable) -> LookupTable:
@@ -69,7 +69,7 @@ class LookupTable:
 
 @dataclass(frozen=True, eq=False)
 class RowMasks:
-    """Which of a request's tokens each row sees: one bit a token."""
+    """The tokens of its request that each row sees: one bit a token."""
 
     bits: npt.NDArray[np.uint8]
     """`[bytes]`, the lowest bit of a byte first."""
@@ -101,7 +101,7 @@ class Rows:
     masks: RowMasks | None = None
     """None: no row has one."""
     counted_as: str = "B"
-    """What messages call R."""
+    """The name of R in messages."""
     _uploaded: dict[tuple[ArrayDevice, bool], tuple[Operand, ...]] = field(default_factory=dict)
     _repeated: dict[int, Rows] = field(default_factory=dict)
 
@@ -165,7 +165,7 @@ class Rows:
 
     @cached_property
     def addresses(self) -> tuple[bytes, bytes]:
-        """Where row_batch and row_lengths lie on the host, and lookup_table with its shape."""
+        """Addresses of row_batch and row_lengths on the host, and of lookup_table with its shape."""
         entries = self.table.entries
         for array, dtype in ((self.batch, np.int32), (self.lengths, np.int32), (entries, np.uint32)):
             assert array.dtype == dtype
@@ -198,7 +198,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class DecodeBatch:
-    """What a decode's `plan` is given of its requests, checked. The table may be a view of the caller's."""
+    """The requests of a decode as its `plan` is given them, checked. The table may be a view of the caller's."""
 
     table: PageTable
     q_len_per_req: int

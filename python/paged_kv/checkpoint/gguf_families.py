@@ -47,7 +47,7 @@ _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """How one of GGUF's architectures differs from the others."""
+    """One of GGUF's architectures, by its differences from the others."""
 
     architecture: str
     """Hugging Face's name."""
@@ -56,7 +56,7 @@ class GgufFamily:
     rotates_neighbours: bool = False
     """Rotation turns elements 2i and 2i + 1: the rows of q and k were reordered for it, and are put back."""
     norm_offset: float = 0.0
-    """What the converter has added to the weights of all norms."""
+    """The number that the converter has added to the weights of all norms."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that the metadata has no words for."""
     sizes: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class GgufFamily:
     multipliers: Mapping[str, str] = field(default_factory=dict)
     """More keys, of numbers that are 1 where they are missing or 0: Hugging Face's to GGUF's."""
     windows: int | None = None
-    """Where the file has no pattern, all layers have a window but each so many-th, or all where it is 0. None: the
+    """The layers with a window where the file has no pattern: all but each so many-th, or all where it is 0. None: the
     architecture has no windows."""
     windowed: str | None = None
     """Hugging Face's name of the architecture where layers have windows, if it is another one."""
@@ -73,7 +73,7 @@ class GgufFamily:
     rotates_a_part: bool = False
     """A part of each head may be rotated."""
     rope_tensors: tuple[str, ...] = ()
-    """What the file may have of `gguf_rope.ROPE_TENSORS`."""
+    """The tensors of `gguf_rope.ROPE_TENSORS` that the file may have."""
     without_effect: frozenset[str] = frozenset()
     """Keys of the metadata that its files have, and its models make nothing of."""
     yarn: Mapping[str, Any] = field(default_factory=dict)

@@ -76,7 +76,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says before its tensors' data."""
+    """A file's header: all before its tensors' data."""
 
     file: Path
     metadata: Mapping[str, Any]

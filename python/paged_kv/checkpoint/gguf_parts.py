@@ -79,7 +79,7 @@ def _check_part(header: GgufHeader, number: int, count: int) -> None:
 
 
 def _check_same_model(first: GgufHeader, other: GgufHeader) -> None:
-    """What a later part says besides its place, it says as the first one does."""
+    """Check that a later part says the same as the first one, but for its place."""
     for key, value in other.metadata.items():
         if key in (_NUMBER, "general.alignment"):
             continue

@@ -1,4 +1,4 @@
-"""How a text is split before byte-level BPE, by the names of `tokenizer.ggml.pre` in GGUF files.
+"""Splits of a text before byte-level BPE, by the names of `tokenizer.ggml.pre` in GGUF files.
 
 Names, expressions and flags are those of llama.cpp (`src/llama-vocab.cpp`). Where its comments give the expression of
 the model's own tokenizer, which its library cannot compile, that one is here: tekken and gpt-4o treat marks and the
@@ -49,7 +49,7 @@ def _cased(after: str, digits: str) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """What happens to a text before byte-level BPE."""
+    """The steps of a text before byte-level BPE."""
 
     expressions: tuple[str, ...]
     """Each splits what those before it have left whole."""

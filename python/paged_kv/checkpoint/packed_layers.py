@@ -102,7 +102,7 @@ class GroupedWeight:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint's layers are packed."""
+    """The packing of a checkpoint's layers."""
 
     method: str
     """As messages call it: "GPTQ", "AWQ" or "compressed-tensors"."""
@@ -110,7 +110,7 @@ class Packing:
     group: int | None
     """Inputs that share a scale; None: all of a row."""
     zero_offset: int = 0
-    """What is missing from stored zeros."""
+    """The number that is missing from stored zeros."""
     symmetric: bool = False
     """There are no zeros, or all are those of signed codes."""
     packed: bool = True

@@ -25,7 +25,7 @@ class Source:
     """A model's configuration and its weights, which are not read before `load`."""
 
     folder: Path
-    """Where it lies, and its tokenizer."""
+    """Its folder, where its tokenizer lies too."""
     config: DecoderConfig
     checkpoint: Checkpoint | GgufCheckpoint
 

@@ -73,7 +73,7 @@ class Checkpoint:
     folder: Path
     tensors: Mapping[str, StoredTensor]
     packing: Packing | None = None
-    """How quantised linear layers are packed: those of `encodings` are put into blocks when they are loaded, and others
+    """The packing of quantised linear layers: those of `encodings` are put into blocks when they are loaded, and others
     are dequantised."""
 
     def encodings(self, config: DecoderConfig) -> tuple[tuple[str, Encoding], ...]:

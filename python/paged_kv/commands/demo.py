@@ -35,7 +35,7 @@ FEW_PAGES = 12
 
 @dataclass
 class Answers:
-    """What an engine gave: texts and tokens by request and sample."""
+    """The answers of an engine: texts and tokens by request and sample."""
 
     prompts: list[Sequence[int]] = field(default_factory=list)
     texts: dict[tuple[int, int], str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a running engine shows on a terminal: requests, pages and tokens a second, drawn in place on stderr."""
+"""The live view of a running engine on a terminal: requests, pages and tokens a second, drawn in place on stderr."""
 
 from __future__ import annotations
 

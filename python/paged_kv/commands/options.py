@@ -1,4 +1,4 @@
-"""What several commands share: options, loading a model, and the lines about what was computed."""
+"""Parts that several commands share: options, loading a model, and the lines about what was computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a trace of pages tells: how many pages are free, cached and used over time, and how many requests own each."""
+"""The history of a trace of pages: how many pages are free, cached and used over time, and how many requests own
+each.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def _event(record: dict[str, Any], pages: int, before: float) -> _Event:
 
 
 class _Map:
-    """What pages were over time: 0 free, 1 cached, n + 1 owned by n requests. It is painted where a page changes."""
+    """The state of pages over time: 0 free, 1 cached, n + 1 owned by n requests. It is painted where a page changes."""
 
     def __init__(self, pages: int, rows: int, bins: int, end: float) -> None:
         self.owners = np.zeros(pages, np.int64)

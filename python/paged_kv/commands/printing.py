@@ -1,4 +1,4 @@
-"""How `generate` prints samples: texts in the order of the prompts, or one JSON object a sample as it ends."""
+"""The output of `generate`: texts in the order of the prompts, or one JSON object a sample as it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples run in a step, with how many tokens, and on which pages.
+"""Batching: the samples of a step, their tokens and their pages.
 
 First come, first served: a sample waits until those before it have pages. Where running samples need more pages than
 there are, the one that came last gives its own back and is computed again later, so the first one always goes on.
@@ -60,7 +60,7 @@ class Batching:
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
         self.preemptions = 0
-        """How often a sample gave its pages back before its end."""
+        """The number of times that a sample gave its pages back before its end."""
         self.tokens_found = 0
         """Prompt tokens whose K and V were in the cache already."""
         self.tokens_restored = 0

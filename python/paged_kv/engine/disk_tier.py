@@ -49,7 +49,7 @@ from paged_kv.files import is_own
 QUEUE_BYTES = 1 << 28
 """The most bytes of pages that wait to be written: they are copies."""
 LOCK_SECONDS = 5.0
-"""How long a writer waits for another process; then what is queued is dropped."""
+"""The seconds that a writer waits for another process; then what is queued is dropped."""
 _PAGE = re.compile(r"[0-9a-f]{64}\.page")
 _LOCK = "lock"
 _UNFINISHED = "unfinished"
@@ -61,7 +61,7 @@ _LARGEST_NAME = 4096
 
 @dataclass(frozen=True)
 class DiskTier:
-    """Where an engine keeps full pages of prefixes, so that a restarted one finds them.
+    """The folder in which an engine keeps full pages of prefixes, so that a restarted one finds them.
 
     Raises:
         ContractTypeError, ContractError: `folder` is no path; `bytes` is no positive integer.

@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        """How often a sample gave its pages back before its end, to be computed again."""
+        """The number of times that a sample gave its pages back before its end, to be computed again."""
         return self._batching.preemptions
 
     @property

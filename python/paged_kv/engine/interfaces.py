@@ -1,4 +1,4 @@
-"""What the engine needs of a model and of a tokenizer, and what it counts."""
+"""The engine's interfaces to a model and a tokenizer, and its statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paged_kv.graphs.models.config import DecoderConfig
 
 
 class EngineModel(PagedModel, Protocol):
-    """What the engine needs of a model (`model.DecoderModel`)."""
+    """The engine's interface to a model (`model.DecoderModel`)."""
 
     config: DecoderConfig
     num_pages: int
@@ -41,7 +41,7 @@ class EngineModel(PagedModel, Protocol):
 
 
 class TextCoder(Protocol):
-    """What the engine needs of a tokenizer (`tokenizer.Tokenizer`)."""
+    """The engine's interface to a tokenizer (`tokenizer.Tokenizer`)."""
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt."""
@@ -54,7 +54,7 @@ class TextCoder(Protocol):
 
 @runtime_checkable
 class FormCoder(Protocol):
-    """What it needs of a tokenizer beside that, where requests have forms."""
+    """The interface to a tokenizer beside that, for requests with forms."""
 
     @property
     def forms(self) -> Forms:
@@ -78,7 +78,9 @@ def compile_form(tokenizer: object, form: Form | None) -> CompiledForm | None:
 
 @dataclass
 class Statistics:
-    """What an engine did; times in seconds. A step that mixes prompts and decoding is shared by their tokens."""
+    """Counts of an engine's work; times in seconds. A step that mixes prompts and decoding is shared by their
+    tokens.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0

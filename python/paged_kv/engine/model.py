@@ -154,7 +154,7 @@ class DecoderModel:
 
     @cached_property
     def kernels(self) -> str:
-        """What the step is compiled from, by which compilers and for which CPU: its artefact's name."""
+        """The name of the step's artefact: its sources, compilers and CPU."""
         return digests_of(self._keys, Sources.installed())[decoder.STEP]
 
     @property

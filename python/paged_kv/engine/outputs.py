@@ -1,4 +1,4 @@
-"""How a request's outputs go from steps to whoever iterates over them."""
+"""The way of a request's outputs from steps to whoever iterates over them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged_kv.errors import RequestError
 
 
 class Stepping(Protocol):
-    """What a stream needs of an engine."""
+    """The part of an engine that a stream needs."""
 
     def advance(self) -> None: ...
 

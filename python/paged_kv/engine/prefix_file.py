@@ -40,7 +40,7 @@ Bits = npt.NDArray[Any]
 
 
 class PagedModel(Protocol):
-    """What of a model a file depends on (`model.DecoderModel`)."""
+    """The part of a model that a file depends on (`model.DecoderModel`)."""
 
     page_size: int
 
@@ -51,7 +51,7 @@ class PagedModel(Protocol):
 
     @property
     def kernels(self) -> str:
-        """What computed the pages: other kernels round otherwise. Of the disk tier alone."""
+        """The kernels that computed the pages: other kernels round otherwise. Of the disk tier alone."""
         ...
 
     @property

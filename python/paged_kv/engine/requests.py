@@ -1,4 +1,4 @@
-"""What users ask of the engine and what they get: requests, and the tokens and texts that come."""
+"""The engine's requests and outputs: requests, and the tokens and texts that come."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True)
 class Output:
-    """What one step gave one sample of a request."""
+    """The output of one step for one sample of a request."""
 
     request: int
     sample: int
-    """Which of the request's `n` samples."""
+    """The number of the sample among the request's `n`."""
     tokens: tuple[int, ...]
     """The new token; none where the sample fails."""
     text: str
@@ -32,7 +32,7 @@ class Output:
     """Why the sample ends with it: "stop" for an end token, a stop text or the end of its form, "length" for its limit,
     "error"."""
     error: str | None = None
-    """What went wrong, where it did."""
+    """The error, if there was one."""
     logprobs: tuple[Logprobs, ...] = ()
     """One for each of the tokens, where the request's `Sampling` asks for them."""
     cached_tokens: int = 0
@@ -105,15 +105,15 @@ class Request:
     """Tokens of a sample, the prompt's included, at which it ends."""
     end_tokens: frozenset[int]
     outbox: Outbox
-    """Where its outputs go."""
+    """The queue for its outputs."""
     form: CompiledForm | None = None
-    """What its texts must be."""
+    """The form that its texts must have."""
     ended: set[int] = field(default_factory=set)
     """The samples that have ended."""
     aborted: bool = False
     """True if nobody waits for it any more."""
     root: bytes | None = None
-    """Where the chains of its pages on disk begin (`disk_tier`); None where they are not kept there."""
+    """The root of the chains of its pages on disk (`disk_tier`); None where they are not kept there."""
     cached: int = 0
     """Tokens of its prompt that were in the cache when it began."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Request:
 
 @dataclass
 class Luck:
-    """How often the guesses at a sample's tokens were right, the later ones counting more (`speculation`)."""
+    """The share of a sample's drafted tokens that were right, the later ones counting more (`speculation`)."""
 
     LONGEST_WAIT: ClassVar[int] = 128
     tried: float = 0.0
@@ -166,17 +166,17 @@ class Sample:
     text: StopText | None = None
     """The text of the new tokens; made with the first one."""
     cached: int = 0
-    """How many of `tokens` have their K and V in the cache."""
+    """The number of `tokens` whose K and V are in the cache."""
     stored: int = 0
-    """How many of them the prefix cache was told of."""
+    """The number of them that the prefix cache knows."""
     chain: list[bytes] = field(default_factory=list)
     """The digests of its first full pages, as the disk tier knows them."""
     offered: int = 0
-    """How many of them the disk tier was offered."""
+    """The number of them that the disk tier was offered."""
     luck: Luck = field(default_factory=Luck)
-    """How often drafted tokens were right."""
+    """The share of drafted tokens that were right."""
     history: History = field(init=False)
-    """What its next tokens are chosen by."""
+    """The history that its next tokens are chosen by."""
 
     def __post_init__(self) -> None:
         request = self.request

@@ -1,4 +1,4 @@
-"""How tokens are chosen: a request's options, and from the logits of a step to the next token of each of its samples.
+"""Sampling: a request's options, and from the logits of a step to the next token of each of its samples.
 
 The order is that of transformers' `generate`: `logit_bias`, then the penalties, the temperature, `top_k`, `top_p` of
 what that leaves, `min_p`. vLLM differs in one: it takes `min_p` before `top_k` and `top_p`. MAX Serve has no bias.
@@ -27,7 +27,7 @@ from paged_kv.forms import Form, FormState, Grammar, JsonSchema, Regex
 Floats: TypeAlias = npt.NDArray[np.float64]
 Logits: TypeAlias = npt.NDArray[np.float32]
 Kind = Literal["number", "integer", "flag", "texts", "tokens", "biases", "form"]
-"""What a field of `Sampling` holds; the command line makes its options of it, but of a form."""
+"""The kind of a field of `Sampling`; the command line makes its options of it, but of a form."""
 
 
 def _number(wording: str, fits: Callable[[float], bool]) -> Callable[[str, Any], float]:
@@ -96,7 +96,8 @@ def _option(kind: Kind, check: Callable[[str, Any], Any], text: str, flag: str |
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are chosen, and where they end. Each field is an option of the command line too.
+    """Options of how a request's tokens are chosen, and where they end. Each field is an option of the command line
+    too.
 
     Raises:
         ContractTypeError, ContractError: a value has the wrong type or is out of range.
@@ -175,7 +176,7 @@ class Sampling:
         default=(),
         metadata=_option("biases", _biases, "Is added to the logit of a token id; repeat it for several."),
     )
-    """What is added to logits, from -100 to 100: a mapping from token ids, which becomes a tuple of pairs."""
+    """Numbers that are added to logits, from -100 to 100: a mapping from token ids, which becomes a tuple of pairs."""
     logprobs: int | None = field(
         default=None,
         metadata=_option(
@@ -194,8 +195,8 @@ class Sampling:
     )
     """True if special tokens are left out of the text. Those that end it are left out in any case."""
     form: Form | None = field(default=None, metadata=_option("form", _form, ""))
-    """What each text must be, from its first character to its last: a JSON schema, a regular expression or a grammar.
-    It needs a tokenizer."""
+    """The form that each text must have, from its first character to its last: a JSON schema, a regular expression or
+    a grammar. It needs a tokenizer."""
     min_tokens: int = field(
         default=0, metadata=_option("integer", _at_least(0), "Tokens before which no end token or stop text counts.")
     )
@@ -253,7 +254,7 @@ class Choice:
 
     token: int
     logprobs: Logprobs | None = None
-    """Where its `Sampling` asks for them."""
+    """Log-probabilities, if its `Sampling` asks for them."""
 
 
 class History:

@@ -40,7 +40,7 @@ ROW_COST = 0.06
 DRAFT_COST = 0.1
 """The cost of a draft's step, in steps."""
 _FORGET = 0.99
-"""What a step counts after the next one."""
+"""The weight of a step after the next one."""
 
 
 def look_up(tokens: npt.NDArray[np.int64], most: int) -> list[int]:
@@ -64,12 +64,12 @@ def look_up(tokens: npt.NDArray[np.int64], most: int) -> list[int]:
 
 @dataclass
 class _Text:
-    """What a draft has of a sample in its cache."""
+    """A sample's tokens in a draft's cache."""
 
     tokens: list[int]
     """The last ones may be guesses that were wrong."""
     stored: int
-    """How many of them its prefix cache was told of."""
+    """The number of them that its prefix cache knows."""
 
 
 class Draft:
@@ -92,7 +92,7 @@ class Draft:
         self._prefixes = PrefixCache(self._pool)
         self._texts: dict[tuple[int, int], _Text] = {}
         self.seconds: float | None = None
-        """What one guess for each of some samples took lately."""
+        """The seconds that drafting a token for each of some samples took lately."""
 
     def guess(self, samples: Sequence[Sample], counts: Sequence[int], running: Sequence[Sample]) -> list[list[int]]:
         """Up to `counts[i]` guesses for each sample. Samples that are not among `running` lose their pages."""
@@ -178,7 +178,7 @@ class Draft:
 
 
 class Speculation:
-    """How many tokens are guessed for each sample of a step, and what they are.
+    """The tokens that are drafted for each sample of a step.
 
     The seconds of a step are taken for a line over its rows, which is fitted to the steps so far, the later ones
     counting more. A guess is made where it is expected to give more tokens a second: guess j of a sample is right with

@@ -241,7 +241,7 @@ def _level_buffers(num_levels: int, lists: Sequence[Any]) -> FixedBuffers[Levels
 
 
 class _SharedPrefix:
-    """What the two classes have in common."""
+    """Base of the two classes."""
 
     def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD") -> None:
         del float_workspace_buffer

@@ -35,7 +35,7 @@ _BUFFERS = (
 )
 
 _DEEPSEEK_SCALE = (128 + 64) ** -0.5
-"""What FlashInfer's "cutlass" form, which plans nothing, multiplies scores by."""
+"""The scale of scores in FlashInfer's "cutlass" form, which plans nothing."""
 
 
 @dataclass(frozen=True, eq=False)

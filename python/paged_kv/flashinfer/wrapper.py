@@ -1,4 +1,4 @@
-"""What FlashInfer's wrappers have in common: the last plan, and methods without effect."""
+"""Base of FlashInfer's wrappers: the last plan, and methods without effect."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ServedConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
 
     @property
     def decoder(self) -> DecoderConfig:
-        """What the step computes."""
+        """The model that the step computes."""
         return self.source.config
 
     @classmethod

@@ -25,7 +25,7 @@ HashFunction = Callable[[int, bytes], int]
 
 
 class _Namespace:
-    """Where the chains of one namespace begin."""
+    """The root of one namespace's chains."""
 
     def __init__(self, name: Hashable) -> None:
         self.hash = hash(("namespace", name))

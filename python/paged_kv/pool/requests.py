@@ -14,7 +14,7 @@ EventKind = Literal["allocated", "shared", "copied", "released", "stored", "hit"
 
 
 class PageEvent(NamedTuple):
-    """What happened to some pages.
+    """An event of some pages.
 
     "allocated": a request got them. "shared": a request became one more owner. "copied": a request got the second as
     its own copy of the first. "released": a request owns them no more. "stored": their tokens are known from now on.
@@ -31,7 +31,7 @@ Listener = Callable[[PageEvent], Any]
 
 
 class Events:
-    """What the operation in progress has to tell, and to whom."""
+    """Events of the operation in progress, and their listeners."""
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []

@@ -19,12 +19,12 @@ from paged_kv.options import NO_PAGE
 Contents = Sequence[tuple[int, Any]]
 """Pages, each with the prefix cache's record of its content."""
 Stored = tuple[int, Any] | None
-"""How many of a request's pages the prefix cache has recorded, and the record of the last one."""
+"""The number of a request's pages that the prefix cache has recorded, and the record of the last one."""
 
 
 @dataclass(slots=True)
 class RequestPages:
-    """What the pool knows of one request."""
+    """The pool's record of one request."""
 
     length: int = 0
     """In tokens."""
@@ -40,7 +40,7 @@ class RequestPages:
 
 
 class Growth(NamedTuple):
-    """How a request grows. It changes nothing yet, so that its pages can be written before they count."""
+    """The growth of a request. It changes nothing yet, so that its pages can be written before they count."""
 
     length: int
     """The request's new length, in tokens."""
@@ -61,7 +61,7 @@ class Growth(NamedTuple):
 
 
 class PoolState:
-    """Which pages are free, cached and owned. Not safe for threads: `PagePool` locks.
+    """The free, cached and owned pages of a pool. Not safe for threads: `PagePool` locks.
 
     It is changed inside `with state:`, the table first; `settle` repairs what an exception left of that.
     """

@@ -36,7 +36,7 @@ LOST = (
     exceptions.WorkerCrashedError,
     ReplicaUnavailableError,
 )
-"""What Ray raises where the process of a replica, or its machine, is gone."""
+"""Errors that Ray raises where the process of a replica, or its machine, is gone."""
 
 POOL_SECONDS = 5.0
 """In which all replicas say how their pages are."""
@@ -51,7 +51,7 @@ def _known(autoscaling: dict[str, Any]) -> dict[str, Any]:
 
 
 class Arguments(BaseModel):
-    """What `app` may be told. All but the model may be left out; `serve run` gives them as texts."""
+    """Arguments of `app`. All but the model may be left out; `serve run` gives them as texts."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -86,11 +86,11 @@ class Arguments(BaseModel):
     start_attempts: PositiveInt = 3
     """Starts of engines that fail, none that succeeds, until the deployment is DEPLOY_FAILED; 3 a replica at most."""
     retries: NonNegativeInt = 2
-    """How often a request is computed again whose replica died or failed."""
+    """The number of times that a request is computed again whose replica died or failed."""
     stall_seconds: PositiveFloat = 120
     """For which a client waits without news of its replica; a replica whose step takes half as long is restarted."""
     drain_seconds: PositiveFloat = 120
-    """How long requests may go on when a replica or the application is stopped."""
+    """Seconds for which requests may go on when a replica or the application is stopped."""
     router: Literal["prefix", "round_robin", "load"] = "prefix"
     slack: int = SLACK
     allowed_hosts: tuple[str, ...] = ()
@@ -106,12 +106,12 @@ class Arguments(BaseModel):
 
     @property
     def each(self) -> Model:
-        """What every replica loads."""
+        """The model that every replica loads."""
         return Model(**{each.name: getattr(self, each.name) for each in fields(Model)})
 
     @property
     def settings(self) -> Settings:
-        """What an ingress shares with `paged-kv serve`."""
+        """The settings that an ingress shares with `paged-kv serve`."""
         return settings_of(
             self,
             model=self.each.folder,

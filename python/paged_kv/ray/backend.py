@@ -17,13 +17,13 @@ NO_ENGINE = "No engine runs, or could start: the operator's `serve status` says 
 
 @dataclass(frozen=True)
 class Ways:
-    """How replicas are reached, and what their ends mean."""
+    """The ways to reach replicas, and the meaning of their ends."""
 
     start: Callable[[Job], AsyncGenerator[list[Piece], None]]
     running: Callable[[], Awaitable[int]]
-    """How many replicas are well."""
+    """The number of replicas that are well."""
     pools: Callable[[], Awaitable[Mapping[str, dict[str, Any]]]]
-    """What each replica says of its pages, by its name; raises TimeoutError where one does not answer."""
+    """Each replica's report of its pages, by its name; raises TimeoutError where one does not answer."""
     lost: tuple[type[BaseException], ...]
     """Errors that say that a replica is gone."""
     full: tuple[type[BaseException], ...]
@@ -31,7 +31,7 @@ class Ways:
     down: tuple[type[BaseException], ...] = ()
     """Errors that say that there is no replica, and that none is being started."""
     retries: int = 2
-    """How often a job is started again whose replica died or failed."""
+    """The number of times that a job is started again whose replica died or failed."""
     seconds: float = 120.0
     """For which a stream waits for news: of its replica, or of any as long as none has taken it."""
 

@@ -32,13 +32,13 @@ OPTIONS = tuple(_KINDS)
 TOGETHER, ALONE = 2, 2
 """Engines that a batch may end before its rows are computed one by one, and then a row before it is given up."""
 STARTS = 3
-"""How often one engine may be ended while it loads; Ray alone would start it for ever."""
+"""The number of times that one engine may be ended while it loads; Ray alone would start it for ever."""
 _RUN = ".run.json"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the engines of a run need to know."""
+    """The work of a run's engines."""
 
     model: Model
     folder: str
@@ -225,7 +225,8 @@ def _alone(engine: Engine, work: Work, row: Mapping[str, Any], tries: Tries) -> 
 
 
 class Tries:
-    """What engines began with for a file of results, and what of it ended; it outlives a process that is killed.
+    """The rows that engines began with for a file of results, and those that ended; it outlives a process that is
+    killed.
 
     Of an engine that loads too: the file is then one that is never written.
     """

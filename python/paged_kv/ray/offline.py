@@ -29,7 +29,7 @@ from paged_kv.ray.replica import Model
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did."""
+    """The summary of a run."""
 
     rows: int
     """That it computed."""

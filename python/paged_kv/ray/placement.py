@@ -1,4 +1,4 @@
-"""Which CPUs a replica runs on: no CPU twice, whole cores first, of one NUMA node where that has enough.
+"""The CPUs that a replica runs on: no CPU twice, whole cores first, of one NUMA node where that has enough.
 
 Ray counts CPUs as Linux does, two where a core runs two threads (SMT), and binds nothing. Processes of one machine
 agree by locks on files, one for each CPU, whichever raylet or cluster started them, as long as they see the same folder
@@ -44,7 +44,7 @@ class Claim:
 
     @property
     def threads(self) -> int:
-        """How many threads compute: one a core, however many of its CPUs were claimed."""
+        """The number of threads that compute: one a core, however many of its CPUs were claimed."""
         return len(self.cores)
 
     def bind(self) -> None:

@@ -1,4 +1,4 @@
-"""Which replica has the pages of which prompts, as a router remembers it; and which replica a prompt goes to.
+"""The prompts whose pages each replica has, as a router remembers it; and which replica a prompt goes to.
 
 A prompt is cut into blocks of a page's tokens, and a block is known by a hash of itself and of all blocks before it: a
 tree of prefixes without pointers. Of each replica as many blocks are remembered as it has pages, and forgotten in the

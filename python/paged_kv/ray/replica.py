@@ -30,7 +30,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class Model:
-    """What every replica loads, and what it runs on."""
+    """The model of every replica, and its machine."""
 
     model: str
     """A folder in Hugging Face format or a GGUF file, at the same path on every machine; or `DEMO`."""
@@ -146,7 +146,8 @@ class Replica:
                 wake.set()
 
     async def check_health(self) -> None:
-        """What Ray asks every second. Where it raises three times in a row, the replica ends once its streams have.
+        """Answer Ray's question of every second. Where it raises three times in a row, the replica ends once its
+        streams have.
 
         Raises:
             Gone: a step does not end, or no step ends without an error.

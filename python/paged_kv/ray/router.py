@@ -17,7 +17,7 @@ from paged_kv.serve.backend import Job
 
 
 class Router(RequestRouter):
-    """Which replicas a request may go to. In which order they are asked, a subclass says."""
+    """The replicas that a request may go to. In which order they are asked, a subclass says."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

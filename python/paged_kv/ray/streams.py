@@ -40,12 +40,14 @@ class Stalled(PagedKVError):
 
 @dataclass
 class Clock:
-    """How long the streams of an ingress wait."""
+    """The patience of an ingress's streams."""
 
     seconds: float
     """For which nothing may come, not even that the engine goes on."""
     heard: float = float("-inf")
-    """When something last came from any replica: a request that none has taken yet waits as long as others go on."""
+    """The time at which something last came from any replica: a request that none has taken yet waits as long as
+    others go on.
+    """
 
 
 class Suspects:
@@ -142,7 +144,7 @@ async def resumed(
 
 
 class _Resumed:
-    """What was sent of a request, and how far its present replica has come with it."""
+    """The part of a request that was sent, and its present replica's progress."""
 
     def __init__(self, sent: list[list[Piece]]) -> None:
         self._sent, self._met = sent, [0] * len(sent)

@@ -1,4 +1,4 @@
-"""What takes long is said on a terminal."""
+"""Messages on a terminal before something that takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this package keeps its own files."""
+"""The folder in which this package keeps its own files."""
 
 from __future__ import annotations
 

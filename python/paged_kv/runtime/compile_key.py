@@ -1,4 +1,4 @@
-"""What a compiled graph depends on, as one digest: the name of its artefact on disk.
+"""Everything a compiled graph depends on, as one digest: the name of its artefact on disk.
 
 The digest covers
 
@@ -29,10 +29,10 @@ from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.cpu_target import CpuInfo
 
 PYTHON = ("options.py", "graphs/*.py")
-"""What every graph is built with."""
+"""Files that every graph is built with."""
 MOJO = "mojo_ops/**/*.mojo"
 MODELS = "graphs/models/*.py"
-"""What a model's step is built with besides."""
+"""Files that a model's step is built with besides."""
 OTHER_DEVICE = {"cpu": frozenset({"gpu"}), "gpu": frozenset({"cpu", "layers", "linear"})}
 """Folders of Mojo for the other kind of device; `layers` and `linear` are the CPU's."""
 
@@ -42,7 +42,7 @@ NOT_IN_LIBRARIES = frozenset({"gpu", "layers"})
 
 
 class Key(Protocol):
-    """What a graph depends on."""
+    """Everything a graph depends on."""
 
     def digest(self, sources: Sources, toolchain: str) -> str:
         """32 hexadecimal digits, different where anything that the graph depends on differs."""

@@ -55,7 +55,7 @@ and a kernel that does not name them never executes them. AMD's targets need `ss
 
 @dataclass(frozen=True)
 class CpuInfo:
-    """What the operating system says of the CPU."""
+    """The CPU as the operating system describes it."""
 
     machine: str
     """The architecture: `x86_64`, `aarch64`, ..."""

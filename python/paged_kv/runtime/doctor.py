@@ -1,4 +1,4 @@
-"""What `paged-kv doctor` finds: the toolchain, the CPU and its target, GPUs, the cache folder, what is compiled."""
+"""Findings of `paged-kv doctor`: the toolchain, the CPU and its target, GPUs, the cache folder, what is compiled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Report:
     target: str | None = None
     """The LLVM CPU target in force; None: MAX's own choice."""
     default_target: str | None = None
-    """What MAX picks when it is not told."""
+    """The target that MAX picks by itself."""
     gpus: list[str] = field(default_factory=list)
     architectures: list[str] = field(default_factory=list)
     """The GPUs' architectures: "sm_90a", "gfx942", ..."""

@@ -15,7 +15,7 @@ from paged_kv.runtime.threads import pool_has_started
 
 
 class _Forks:
-    """What this process knows of the forks that it descends from."""
+    """Knowledge of this process about the forks that it descends from."""
 
     def __init__(self) -> None:
         self._parent_has_threads = False

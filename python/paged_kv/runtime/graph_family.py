@@ -17,10 +17,12 @@ from paged_kv.runtime.compile_key import CompileKey
 
 @dataclass(frozen=True)
 class GraphFamily:
-    """What a compile and a load need. `kernel_build` sends it to another process, so there all of it can be pickled."""
+    """Everything a compile and a load need. `kernel_build` sends it to another process, so there all of it can be
+    pickled.
+    """
 
     keys: Mapping[str, CompileKey]
-    """What each graph depends on, by its name."""
+    """The key of each graph, by its name."""
     build: Callable[[Module, Sequence[str]], None]
     """Adds the graphs of the given names to a module."""
     weights: Callable[[], Mapping[str, Any]] = dict

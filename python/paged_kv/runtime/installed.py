@@ -39,7 +39,7 @@ _FILE = re.compile(r"\w+\.(graph|library)\.xz")
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` of a target says."""
+    """The contents of a target's `index.json`."""
 
     target: str
     requires: frozenset[str]

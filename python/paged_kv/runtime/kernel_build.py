@@ -43,7 +43,7 @@ _SECONDS = 1800
 
 
 Family: TypeAlias = GraphFamily | Library
-"""What lies in one file: graphs, or a library of kernels."""
+"""The contents of one file: graphs, or a library of kernels."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class KernelFile:
 
     @property
     def keys(self) -> Mapping[str, Key]:
-        """What each of its graphs, or the library, depends on, by its name."""
+        """The keys of its graphs, or of the library, by name."""
         return {self.name: self.family.key()} if isinstance(self.family, Library) else self.family.keys
 
     def digests(self, sources: Sources) -> dict[str, str]:

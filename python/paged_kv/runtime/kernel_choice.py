@@ -1,4 +1,4 @@
-"""Which kernel answers a call of attention, and why: what `paged-kv doctor --explain` prints.
+"""The kernel that answers a call of attention, and why: what `paged-kv doctor --explain` prints.
 
 The rules are the kernels' own. `explain_kernels.mojo` prints them for the CPU target or the GPU that it is compiled
 for; no GPU needs to be there.

@@ -1,4 +1,4 @@
-"""Which kernels a GPU was given: the driver's own list of launches, so what ran and not what was meant to.
+"""Kernels that a GPU was given: the driver's own list of launches, so what ran and not what was meant to.
 
     with launched() as launches:
         wrapper.run(q, cache)

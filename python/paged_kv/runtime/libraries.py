@@ -76,7 +76,9 @@ class Kernel:
 
     @property
     def library(self) -> Library:
-        """Where it lies: what reads and writes the pages of a cache together, every other kernel by itself."""
+        """The library that it lies in: what reads and writes the pages of a cache together, every other kernel by
+        itself.
+        """
         rows, cache, o = (*self.dtypes, *[self.dtypes[0]] * 2)[:3]
         kinds = tuple(kind for kind in _WITH_PAGES if _has(kind, rows, cache)) if o == rows else ()
         return Library(kinds if self.kind in kinds else (self.kind,), (rows, cache, o), self.mask)
@@ -197,7 +199,7 @@ def load_for_graph(name: str) -> None:
 
 
 class _State:
-    """What a fork changes."""
+    """State that a fork changes."""
 
     def __init__(self) -> None:
         self.loading, self.packing = Lock(), Lock()

@@ -1,4 +1,6 @@
-"""Where compiled code may lie: with the package, or in the user's cache folder, for this CPU or for a lower one."""
+"""Places where compiled code may lie: with the package, or in the user's cache folder, for this CPU or for a lower
+one.
+"""
 
 from __future__ import annotations
 

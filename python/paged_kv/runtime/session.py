@@ -1,4 +1,4 @@
-"""What runs the ops: libraries of kernels on the CPU, and on a GPU a session of MAX with a graph for each variant.
+"""Run the ops: libraries of kernels on the CPU, and on a GPU a session of MAX with a graph for each variant.
 
 On a GPU a cold compile costs some 25 s for one graph and little more for a few, so a variant that is missing is
 compiled together with its family.

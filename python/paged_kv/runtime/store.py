@@ -49,7 +49,7 @@ class Artefact:
 
     path: Path
     content: bytes
-    """What was kept, without the seal."""
+    """The content that was kept, without the seal."""
     names: frozenset[str]
     """All digests that it was kept under."""
     digests: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""How many threads the ops run on, on the CPU: MAX's pool of threads, and what decides its size.
+"""The number of threads that the ops run on, on the CPU: MAX's pool of threads, and what decides its size.
 
 MAX starts the pool with the first device of a process, a thread a CPU that the process may run on, and keeps it. The
 ops, MAX's and ours, cut their work for its size. Its own argument for that (`InferenceSession(num_threads=)`, 26.7)

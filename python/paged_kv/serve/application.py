@@ -36,7 +36,7 @@ ROUTES: Mapping[str, Callable[[Fields, ServedModel], Exchange]] = {
     "/v1/responses": read_response,
     "/v1/messages": read_messages_request,
 }
-"""What reads the body of each route that computes tokens."""
+"""Readers of the bodies of routes that compute tokens."""
 _LONG = 4096
 """Bytes of a body above which it is read beside the event loop."""
 _REFUSALS = (ContractError, ContractTypeError, CheckpointError, ToolchainError)
@@ -120,7 +120,7 @@ QUESTIONS: Mapping[str, Callable[[Fields, ServedModel], dict[str, Any]]] = {
     "/tokenize": _tokenize,
     "/detokenize": _detokenize,
 }
-"""What answers the body of each route that computes none."""
+"""Handlers of the routes that compute no tokens."""
 
 
 class Reply:

@@ -1,4 +1,4 @@
-"""What the application needs of whatever computes: start a request, yield its pieces, say how things stand."""
+"""The interface of whatever computes for the application: start a request, yield its pieces, say how things stand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """What one step gave one sample of a job: a token, as `engine.Output`."""
+    """The output of one step for one sample of a job: a token, as `engine.Output`."""
 
     sample: int
     tokens: tuple[int, ...]
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """What a backend does now, and what it has done."""
+    """A backend's present work, and its counts so far."""
 
     running: int = 0
     """Samples that have pages."""

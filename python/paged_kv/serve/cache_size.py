@@ -1,4 +1,4 @@
-"""How many pages the server's cache has, and so how long a request may be: decided before weights are read."""
+"""The number of pages of the server's cache, and so the longest request: decided before weights are read."""
 
 from __future__ import annotations
 

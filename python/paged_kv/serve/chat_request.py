@@ -21,13 +21,13 @@ from paged_kv.serve.served_model import ServedModel
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is asked of a chat: a prompt, and how its answer is read and held to its syntax."""
+    """A chat request: a prompt, and how its answer is read and held to its syntax."""
 
     format: ChatFormat
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     choice: Any = "none"
-    """Which tools are called: "none", "auto", "required" or `{"name": ...}`."""
+    """The tools that are called: "none", "auto", "required" or `{"name": ...}`."""
     parallel: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     """Further values for the template."""

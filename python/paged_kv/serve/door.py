@@ -75,7 +75,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Rules:
-    """Who may ask, and how much."""
+    """Access rules: who may ask, and how much."""
 
     key: str | None = None
     """None: no key is asked for."""

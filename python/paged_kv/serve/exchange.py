@@ -80,7 +80,7 @@ class Exchange(ABC):
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a request to one of OpenAI's older routes says of its answer, whatever is computed."""
+    """Options of the answer that every request to one of OpenAI's older routes may have."""
 
     stream: bool
     usage_at_end: bool = False

@@ -1,4 +1,4 @@
-"""What Prometheus is told: vLLM's names where they mean the same, `paged_kv` before the others."""
+"""Metrics for Prometheus: vLLM's names where they mean the same, `paged_kv` before the others."""
 
 from __future__ import annotations
 

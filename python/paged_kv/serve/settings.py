@@ -1,4 +1,4 @@
-"""What `paged-kv serve` is told, and who may use the server by that."""
+"""Settings of `paged-kv serve`, and the access rules that follow from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_KEY = 1024
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says; None is left to the server."""
+    """The settings of the command line; None is left to the server."""
 
     model: Path
     """A folder in Hugging Face format or a GGUF file."""
@@ -51,7 +51,7 @@ class Settings:
     compiled: Path | None = None
     chat_template: Path | None = None
     generation_config: Literal["model", "none"] = "model"
-    """Where fields of sampling come from that a request leaves out: the model's generation_config.json, or nowhere."""
+    """The source of sampling fields that a request leaves out: the model's generation_config.json, or nowhere."""
     drain_seconds: float = 30.0
     stall_seconds: float = 120.0
     api_key: str | None = field(default=None, repr=False)

@@ -1,4 +1,4 @@
-"""What goes into pages and comes out, of torch's tensors, by a library of kernels.
+"""Appends and gathers of torch's tensors, by a library of kernels.
 
 Letters in shapes: N tokens, Hk KV heads, D head dimension.
 """

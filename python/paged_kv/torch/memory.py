@@ -1,4 +1,4 @@
-"""Where torch's tensors lie, as the libraries of kernels are told."""
+"""Addresses of torch's tensors, as the libraries of kernels take them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Mask(Tensor):
 
     @cached_property
     def dense(self) -> Tensor:
-        """Which tokens are seen, `[B, 1, T, tokens]`."""
+        """The tokens that are seen, `[B, 1, T, tokens]`."""
         mask: Tensor = sdpa_mask(**self.arguments | {"allow_is_causal_skip": False})
         return mask
 

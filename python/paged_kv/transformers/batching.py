@@ -95,7 +95,7 @@ class PagedBlocks(PagedAttentionCache):  # type: ignore[misc] # transformers has
 
 
 class _OnPages(FullAttentionCacheAllocator):  # type: ignore[misc]
-    """What the allocators of both kinds of layers have of this package."""
+    """Methods that the allocators of both kinds of layers share."""
 
     def __init__(self, *args: Any, config: Any, cache_dtype: Any, **kwargs: Any) -> None:
         self.kv_format = format_of(config)
@@ -148,14 +148,14 @@ class _Longer:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What the layers of one kind share in a forward pass."""
+    """State that the layers of one kind share in a forward pass."""
 
     fresh: Rows | None
     """All rows, over the new tokens alone: no request has past tokens."""
     paged: Rows | None
     """Rows over pages; None where there are none."""
     chosen: Tensor | None
-    """Which rows `paged` has; None for all."""
+    """The rows that `paged` has; None for all."""
     longer: list[_Longer]
 
 

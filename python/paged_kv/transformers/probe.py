@@ -22,7 +22,7 @@ from paged_kv.transformers.attention import Mask, attention_forward
 from paged_kv.transformers.cache import LAYER, PagedCache
 
 NAME = "paged_kv_probe"
-"""What transformers calls the attention of a probe."""
+"""The name of a probe's attention in transformers."""
 _reasons: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -61,7 +61,7 @@ class _Cache(PagedCache):
 
 
 class _Blocks:
-    """What stands for the cache of `generate_batch`: the layers that it was given to."""
+    """A stand-in for the cache of `generate_batch`: the layers that it was given to."""
 
     def __init__(self, config: Any) -> None:
         self.heads = find_num_key_value_heads(config), find_head_dim(config)

@@ -17,8 +17,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from paged_kv.options import CODE_DTYPES, KVFormat
 
 NAMES: dict[KVFormat | None, str] = {None: "paged_kv"} | {codes: f"paged_kv_{codes}" for codes in CODE_DTYPES}
-"""What transformers calls this attention, by the codes that pages hold: `config._attn_implementation`. Allocators of
-`generate_batch` know no more of a call than its model's config."""
+"""The name of this attention in transformers, by the codes that pages hold: `config._attn_implementation`. Allocators
+of `generate_batch` know no more of a call than its model's config."""
 
 
 class _Thread(threading.local):

@@ -1,4 +1,4 @@
-"""Which models and which calls run on pages; the others go on by transformers' own code, said once by a warning."""
+"""Decide which models and calls run on pages; the others go on by transformers' own code, said once by a warning."""
 
 from __future__ import annotations
 

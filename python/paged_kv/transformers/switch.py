@@ -1,4 +1,4 @@
-"""What is replaced in transformers, and put back: `generate`, and how continuous batching is set up.
+"""Replace parts of transformers, and put them back: `generate`, and how continuous batching is set up.
 
 While a call runs, its model's `config._attn_implementation` is "paged_kv" (or "paged_kv_int8", "paged_kv_int4") in its
 thread, by which transformers finds the attention and the masks of this package.
@@ -32,8 +32,8 @@ TESTED = "5.23"
 
 _lock = threading.RLock()
 _originals: dict[str, Any] = {}
-"""What is put back; "enabled" once all of it is replaced: an exception from outside may come in between; and the
-"kv_format" of `enable`."""
+"""The originals to put back; "enabled" once all of it is replaced: an exception from outside may come in between; and
+the "kv_format" of `enable`."""
 _ON_PAGES = "_paged_kv_name"
 """The attribute of a manager of `generate_batch` that runs on pages: the name of its attention."""
 

@@ -31,7 +31,7 @@ _dispatch = utils.dispatch_cpu_unquantized_gemm
 
 
 class PagedBackend(CPUAttentionBackend):  # type: ignore[misc] # vLLM is installed only where it is used
-    """What vLLM asks of the backend of its CPU, `CPU_ATTN`."""
+    """The backend of vLLM's CPU, `CPU_ATTN`."""
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -136,7 +136,7 @@ class PagedAttention(CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 def dispatch_linear(layer: Any, remove_weight: bool) -> None:
-    """How vLLM's CPU is to compute a linear layer: this package's kernels for bfloat16, else as vLLM chooses."""
+    """Choose how vLLM's CPU computes a linear layer: this package's kernels for bfloat16, else as vLLM chooses."""
     weight: Any = layer.weight
     if (
         weight.is_meta

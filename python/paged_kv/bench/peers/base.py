@@ -1,4 +1,4 @@
-"""What every measured system is: ours and the others alike."""
+"""The interface of every measured system, ours and the others alike."""
 
 from __future__ import annotations
 

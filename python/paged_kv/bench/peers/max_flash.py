@@ -18,7 +18,7 @@ from paged_kv.errors import ToolchainError
 from paged_kv.runtime.cpu_target import apply_cpu_target
 
 PAGE_SIZE = 128
-"""What MAX itself uses; it takes no smaller ones on a GPU."""
+"""MAX's own page size; it takes no smaller ones on a GPU."""
 HOST_INPUTS = 4
 
 

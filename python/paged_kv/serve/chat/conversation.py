@@ -21,7 +21,7 @@ _PROBE = "probe_of_calls"
 
 @dataclass(frozen=True)
 class Habits:
-    """What a template does with the calls of a conversation: found by rendering one."""
+    """A template's handling of the calls of a conversation: found by rendering one."""
 
     as_objects: bool = True
     """True if arguments are objects; some templates take JSON in a string."""

@@ -1,4 +1,4 @@
-"""How one model speaks: its chat template, the marks of its thoughts, and the syntax of its calls."""
+"""The chat format of one model: its chat template, the marks of its thoughts, and the syntax of its calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ChatFormat:
         if self._thought:
             marks |= {self._thought.opening, self._thought.closing}
         self.skip_special_tokens = not marks & special_tokens
-        """What `Sampling` must have for the parser to see all marks."""
+        """The value that `Sampling` must have for the parser to see all marks."""
         self._silent = () if self.skip_special_tokens else tuple(sorted(special_tokens))
 
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Thought:
-    """How a model marks its thoughts.
+    """A model's marks around its thoughts.
 
     Args:
         opening: The text before a thought.

@@ -16,7 +16,7 @@ from paged_kv.serve.chat.tools import Tool
 
 @dataclass(frozen=True)
 class Asked:
-    """What a message must be.
+    """The form that a message must have.
 
     Args:
         tools: Those that may be called.
