@@ -44,7 +44,7 @@ comptime CHAINS = 24
 
 
 def line_of[dtype: DType, //](mut list: List[Scalar[dtype]]) -> Pointer[Scalar[dtype], MutUntrackedOrigin]:
-    """Where the list's first cache line begins; the list has to outlive it."""
+    """Return the address of the first cache line of a list, which has to outlive it."""
     return align_to_line(list.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]())
 
 

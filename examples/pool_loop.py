@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def fits(pool: PagePool, names: list[str]) -> bool:
-    """Whether the pool can hold these requests until each is done."""
+    """Return whether the pool can hold these requests until each is done."""
     return sum(-(-(PROMPTS[name] + NEW_TOKENS) // PAGE_SIZE) for name in names) <= pool.num_pages
 
 

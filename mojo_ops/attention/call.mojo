@@ -14,7 +14,9 @@ from .row_masks import CustomMasks, RowMasks
 
 @fieldwise_init
 struct MaskOperands(TrivialRegisterPassable):
-    """Positions, offsets and masks (`paged_kv_masked_attention`): the address of each and its length, 0 where absent."""
+    """Positions, offsets and masks (`paged_kv_masked_attention`): the address of each and its length, 0 where
+    absent.
+    """
 
     var row_positions: Int
     var num_positions: Int

@@ -75,11 +75,11 @@ struct AttentionRows[dtype: DType, o_dtype: DType = dtype, Masks: RowMasks = NoM
 
     @always_inline
     def sees(self, row: Int, token: Int, logits: Logits) -> Bool:
-        """Whether a row that is not padding sees a token."""
+        """Return whether a row that is not padding sees a token."""
         return self.seen_bits(row, token, logits) & 1 == 1
 
     def sees_any(self, row: Int, logits: Logits) -> Bool:
-        """Whether a row sees a token."""
+        """Return whether a row sees a token."""
         var length = self.length(row)
         comptime if not Self.Masks.has_masks:
             return length > 0

@@ -1,4 +1,4 @@
-"""What the rows of a call see of their requests' tokens, beside their lengths: positions, offsets and masks."""
+"""Row masks: the tokens that a call's rows see, beside their lengths: positions, offsets and masks."""
 
 from std.memory import bitcast
 
@@ -12,10 +12,10 @@ comptime ALL_BITS = UInt32.MAX
 
 
 trait RowMasks(TrivialRegisterPassable):
-    """Where the rows of a call and their tokens stand, and which tokens a mask hides."""
+    """Positions of a call's rows and tokens, and the tokens that a mask hides."""
 
     comptime has_masks: Bool
-    """Whether rows may have positions, offsets and masks: False for decode and causal prefill."""
+    """True if rows may have positions, offsets and masks: False for decode and causal prefill."""
 
     def position(self, row: Int, request: Int, length: Int) -> Int:
         """The position of a row's token."""

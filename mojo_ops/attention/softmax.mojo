@@ -16,7 +16,7 @@ comptime MINUS_INFINITY = neg_inf[DType.float32]()
 
 
 comptime HAS_SCALEF = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512dq"]()
-"""Whether the CPU target has an instruction for the fraction, and one that scales by a power of two (AVX-512 DQ)."""
+"""True if the CPU target has an instruction for the fraction, and one that scales by a power of two (AVX-512 DQ)."""
 
 
 @always_inline
@@ -113,7 +113,7 @@ struct AttentionState(TrivialRegisterPassable):
 
     @always_inline
     def normaliser(self) -> Float32:
-        """What the weighted values are multiplied by to become the output; 0 for the empty state."""
+        """Return what the weighted values are multiplied by to become the output; 0 for the empty state."""
         return 1 / self.total if self.total != 0 else 0
 
     @always_inline

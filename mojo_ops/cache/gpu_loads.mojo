@@ -1,4 +1,4 @@
-"""How GPU kernels load elements of a cache: vector loads, and float32 of what was stored."""
+"""Loads of a cache's elements by GPU kernels: vector loads, and float32 of what was stored."""
 
 from std.memory import bitcast
 from std.sys import size_of
@@ -8,7 +8,7 @@ from ..isa.codes import is_codes, units_of, widen_codes
 from .paged_kv_cache import DynamicKVCache
 
 comptime CODE_BYTES = 4
-"""Of a load of codes: a head of codes is a multiple of it with its scale, and of nothing more."""
+"""Bytes of a load of codes: a head of codes is a multiple of it with its scale, and of nothing more."""
 
 
 def vector_width[kv_dtype: DType]() -> Int:

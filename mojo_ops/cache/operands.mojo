@@ -14,7 +14,9 @@ from .strides import PageStrides, page_shape
 
 @fieldwise_init
 struct CacheMemory(TrivialRegisterPassable):
-    """Where K and V of a call lie, and their page table: addresses and numbers of 64 bits, as a C program knows them."""
+    """The memory of a call's K and V, and their page table: addresses and numbers of 64 bits, as a C program knows
+    them.
+    """
 
     var k: Int
     """The address of K's storage."""
@@ -172,7 +174,9 @@ struct KVCachePair[dtype: DType, codes: Bool = False](TrivialRegisterPassable):
 def latent_views[
     rank: Int, //
 ](storage: IndexList[rank], layer: Int, value_dim: Int) raises -> Tuple[IndexList[4], PageStrides, PageStrides]:
-    """The shape of K and the strides of K and V in `[pages, layers, page_size, Dv + D]`, where a slot is its V and then its K."""
+    """The shape of K and the strides of K and V in `[pages, layers, page_size, Dv + D]`, where a slot is its V and
+    then its K.
+    """
     if layer < 0 or layer >= storage[1]:
         raise Error("layer is ", layer, ", the cache has ", storage[1])
     var width = storage[3]

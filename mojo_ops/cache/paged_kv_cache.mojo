@@ -309,7 +309,7 @@ struct PagedKVCache[dtype_: DType, kv_params_: KVCacheStaticParams, page_size: I
     def tma_coords(
         self, batch_idx: Int, tok_idx: Int, head_idx: Int, head_dim_idx: Int = 0
     ) -> Tuple[Int, Int, Int, Int]:
-        """Where the box begins that starts with this token: `(dim, head, slot, page)`."""
+        """Return where the box begins that starts with this token: `(dim, head, slot, page)`."""
         var page, slot = self.locate(batch_idx, tok_idx)
         return (head_dim_idx, head_idx, slot, page)
 

@@ -25,7 +25,7 @@ struct QuantisedKVCache[dtype: DType, kv_params: KVCacheStaticParams, page_size:
 
     @always_inline
     def scale(self, bs: Int, head_idx: Int, tok_idx: Int) -> Float32:
-        """What the codes of a head of token `tok_idx` of request `bs` are multiplied by."""
+        """Return what the codes of a head of token `tok_idx` of request `bs` are multiplied by."""
         return scale_of(self.stored.block_paged_ptr[1](bs, tok_idx, head_idx), self.stored.head_dim())
 
     @always_inline

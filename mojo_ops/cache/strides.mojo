@@ -1,11 +1,11 @@
-"""Where K or V lies in a storage array: the strides of the three layouts (`README.md` draws them)."""
+"""K and V in a storage array: the strides of the three layouts (`README.md` draws them)."""
 
 from std.utils import IndexList
 
 
 @fieldwise_init
 struct PageStrides(Equatable, TrivialRegisterPassable):
-    """Where element `[page, slot, head, 0]` lies in a storage array, in elements.
+    """The strides of element `[page, slot, head, 0]` in a storage array, in elements.
 
     `start + page * page_stride + slot * slot_stride + head * head_stride`, 64 bits each.
     """

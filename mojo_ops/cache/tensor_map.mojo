@@ -95,7 +95,8 @@ def create_tensor_map[
 
 @fieldwise_init
 struct PageBoxes(TrivialRegisterPassable):
-    """The five dimensions of a map whose box holds a head of some slots of a page, innermost first; strides in elements.
+    """The five dimensions of a map whose box holds a head of some slots of a page, innermost first; strides in
+    elements.
 
     | | extent | stride | box, 16-bit | box, 8-bit |
     |---|---|---|---|---|

@@ -18,11 +18,11 @@ comptime HAS_AMX = (
     and CompilationTarget._has_feature["avx512bf16"]()
     and CompilationTarget._has_feature["avx512vbmi"]()
 )
-"""Whether the CPU target has AMX, and the vector instructions that prepare its operands."""
+"""True if the CPU target has AMX, and the vector instructions that prepare its operands."""
 comptime HAS_AMX_INT8 = (
     HAS_AMX and CompilationTarget._has_feature["amx-int8"]() and CompilationTarget._has_feature["avx512vnni"]()
 )
-"""Whether it has products of bytes too, and those of vectors for what is left over."""
+"""True if it has products of bytes too, and those of vectors for what is left over."""
 
 
 def amx_permitted() -> Bool:

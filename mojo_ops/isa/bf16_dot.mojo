@@ -10,9 +10,9 @@ comptime BF16_DOT_LANES = 16
 comptime BF16_DOT_ELEMENTS = 2 * BF16_DOT_LANES
 """Elements (bfloat16) of an operand."""
 comptime HAS_BF16_DOT = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512bf16"]()
-"""Whether the CPU target has the instruction."""
+"""True if the CPU target has the instruction."""
 comptime USES_BF16_DOT = HAS_BF16_DOT and CPU_TUNING.fast_bf16_dot
-"""Whether kernels use it: Intel's CPUs with AMX run it at a fraction of the rate of a float32 FMA."""
+"""True if kernels use it: Intel's CPUs with AMX run it at a fraction of the rate of a float32 FMA."""
 
 
 @always_inline

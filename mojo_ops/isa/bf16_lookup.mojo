@@ -11,13 +11,13 @@ comptime Bf16Words = SIMD[DType.uint16, 32]
 comptime ByteVector = SIMD[DType.uint8, 64]
 
 comptime HAS_BYTE_LOOKUP = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512vbmi"]()
-"""Whether the CPU target looks up 64 bytes with one instruction (AVX-512 VBMI)."""
+"""True if the CPU target looks up 64 bytes with one instruction (AVX-512 VBMI)."""
 comptime HAS_WORD_LOOKUP = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512bw"]()
-"""Whether it looks up 32 words with one instruction (AVX-512 BW)."""
+"""True if it looks up 32 words with one instruction (AVX-512 BW)."""
 
 
 def is_looked_up(dtype: DType) -> Bool:
-    """Whether the CPU target makes bfloat16 of elements of this type by look-up: float8, int8, pairs of int4 (uint8)."""
+    """Return whether the CPU target makes bfloat16 of this type by look-up: float8, int8, pairs of int4 (uint8)."""
     if dtype == DType.uint8:
         return HAS_WORD_LOOKUP
     return HAS_BYTE_LOOKUP and (dtype == DType.float8_e4m3fn or dtype == DType.float8_e5m2 or dtype == DType.int8)
@@ -27,13 +27,13 @@ struct LookupTables[dtype: DType](TrivialRegisterPassable):
     """The constants of `bf16_words` and `int4_words`; zeros for types and CPU targets that do not look up."""
 
     var low: ByteVector
-    """Of magnitudes 0 to 63: the lower 8 bits of their bfloat16."""
+    """The table of magnitudes 0 to 63: the lower 8 bits of their bfloat16."""
     var next_low: ByteVector
-    """Of magnitudes 64 to 127."""
+    """The table of magnitudes 64 to 127."""
     var high: ByteVector
     """The upper 8 bits, of magnitudes 0 to 63."""
     var next_high: ByteVector
-    """Of magnitudes 64 to 127."""
+    """The table of magnitudes 64 to 127."""
     var sign: ByteVector
     """The sign bit of each byte."""
     var int4: Bf16Words
@@ -90,7 +90,9 @@ def bf16_words[dtype: DType](bytes: ByteVector, tables: LookupTables[dtype]) -> 
 
 @always_inline
 def int4_words(pairs: Bf16Words, tables: LookupTables[DType.uint8]) -> Tuple[Bf16Words, Bf16Words]:
-    """The bfloat16 bits of 64 int4 codes, of which each word of `pairs` holds two in its lower byte: even, then odd ones."""
+    """The bfloat16 bits of 64 int4 codes, of which each word of `pairs` holds two in its lower byte: even, then odd
+    ones.
+    """
     return (look_up_words(tables.int4, pairs), look_up_words(tables.int4, pairs >> 4))
 
 

@@ -9,7 +9,7 @@ from std.math import round
 from std.utils.numerics import nan
 
 comptime SCALE_BYTES = 4
-"""Of the float32 behind the codes of a head."""
+"""Bytes of the float32 behind the codes of a head."""
 comptime STEP = 8
 """Elements that a head_dim is a multiple of."""
 comptime BLOCK = 32
@@ -21,7 +21,7 @@ comptime GREATEST_SCALE: Float32 = 2.6793884e36
 
 
 def is_codes(dtype: DType) -> Bool:
-    """Whether attention reads memory of this type as codes and scales: int8, or uint8 for pairs of int4."""
+    """Return whether attention reads memory of this type as codes and scales: int8, or uint8 for pairs of int4."""
     return dtype == DType.int8 or dtype == DType.uint8
 
 
@@ -44,7 +44,7 @@ def elements_of(dtype: DType, units: Int) -> Int:
 
 
 def cache_name(dtype: DType) -> String:
-    """What people call a cache whose memory is of this type."""
+    """Return the name of a cache whose memory is of this type."""
     return "int4" if dtype == DType.uint8 else String(dtype)
 
 
@@ -92,7 +92,7 @@ struct HeadScale(TrivialRegisterPassable):
 
 
 struct HeadRange[width: Int](TrivialRegisterPassable):
-    """What the scale of a head depends on, of the elements that were included: `width` of them side by side."""
+    """The range of a head's elements, on which its scale depends: `width` of them side by side."""
 
     var highest: SIMD[DType.float32, Self.width]
     """At least 0."""
@@ -115,7 +115,7 @@ struct HeadRange[width: Int](TrivialRegisterPassable):
 
     @always_inline
     def reduced(self) -> HeadRange[1]:
-        """Of all elements together."""
+        """Return the range of all elements together."""
         var all = HeadRange[1]()
         all.highest = self.highest.reduce_max()
         all.lowest = self.lowest.reduce_min()

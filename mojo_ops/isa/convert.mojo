@@ -18,9 +18,9 @@ comptime CHUNK_ELEMENTS = 2 * LANES
 """Elements of a chunk, but of types that are looked up (`chunk_of`)."""
 comptime FloatVector = SIMD[DType.float32, LANES]
 comptime HAS_NUMBER_LOOKUP = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512f"]()
-"""Whether the CPU target looks up 16 float32 with one instruction."""
+"""True if the CPU target looks up 16 float32 with one instruction."""
 comptime CONVERTS_TO_BF16 = not CompilationTarget.is_x86() or CompilationTarget._has_feature["avx512bf16"]()
-"""Whether the CPU target has an instruction that rounds float32 to bfloat16, or is left to the compiler."""
+"""True if the CPU target has an instruction that rounds float32 to bfloat16, or is left to the compiler."""
 
 
 def is_float8(dtype: DType) -> Bool:
@@ -106,7 +106,9 @@ def split_even_odd(
 def load_pairs[
     dtype: DType, //, width: Int, full: Bool
 ](source: Pointer[Scalar[dtype], _], count: Int) -> SIMD[DType.uint8, width]:
-    """Loads `width` bytes with two int4 codes each; unless `full`, only those of the first `count` codes, then zeros."""
+    """Loads `width` bytes with two int4 codes each; unless `full`, only those of the first `count` codes, then
+    zeros.
+    """
     var bytes = source.unsafe_bitcast[UInt8]()
     comptime if full:
         return bytes.unsafe_load[width=width, alignment=1]()
@@ -208,7 +210,7 @@ def to_natural_order[kv_dtype: DType](x: SIMD[DType.float32, chunk_of(kv_dtype)]
 
 
 def lane_order[dtype: DType]() -> IndexList[chunk_of(dtype)]:
-    """Which element of a chunk each lane of `load_chunk` holds."""
+    """Return which element of a chunk each lane of `load_chunk` holds."""
     comptime length = chunk_of(dtype)
     var elements = IndexList[length]()
     for lane in range(length):
@@ -259,7 +261,8 @@ def fold_source(i: Int, lanes: Int) -> Int:
 
 
 def fold_mask[lanes: Int](width: Int, shift: Int) -> IndexList[lanes]:
-    """Of every run of `2 * width` lanes its half from `shift` on, within 4 lanes, or all where `width` is 4 or more.
+    """Take of every run of `2 * width` lanes its half from `shift` on, within 4 lanes, or all where `width` is 4 or
+    more.
 
     The first operand's come first, then the second's.
     """

@@ -1,4 +1,4 @@
-"""What is best on one family of CPUs and not on another, though both run the same instructions.
+"""Choices that are best on one family of CPUs and not on another, though both run the same instructions.
 
 The families and their values are in `cpu_tuning_table.mojo`, which `benchmarks/tune.py` writes. A family is the CPU
 target that the code is compiled for, by LLVM's name.

@@ -6,7 +6,7 @@ struct CpuTuning(TrivialRegisterPassable):
     """The choices that are measured for a CPU family."""
 
     var fast_bf16_dot: Bool
-    """Whether the dot product of bfloat16 pairs (`isa/bf16_dot.mojo`) has the rate of a float32 FMA, where the target
+    """True if the dot product of bfloat16 pairs (`isa/bf16_dot.mojo`) has the rate of a float32 FMA, where the target
     has it."""
     var interleaved_slots: Int
     """Slots of the longest pages that decode attention reads as 8 runs of 16 tokens side by side. Longer pages are read
@@ -14,7 +14,7 @@ struct CpuTuning(TrivialRegisterPassable):
     var decode_prefetch_level: Int
     """The cache that decode attention in vectors prefetches into: 1, or 2 and then in the order of memory."""
     var decode_prefetch_bytes: Int
-    """How far ahead it does so, rounded up to whole units (`vectors/segment.mojo`)."""
+    """The bytes by which it does so ahead, rounded up to whole units (`vectors/segment.mojo`)."""
     var decode_unit_bytes: Int
     """Bytes of K or V that it computes before the next head's, or the other of the two, at least."""
     var linear_row_streams: Int

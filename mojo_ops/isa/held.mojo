@@ -3,7 +3,7 @@
 from std.sys import CompilationTarget, inlined_assembly, size_of
 
 comptime HOLDS_CONSTANTS = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512f"]()
-"""Whether `held` has an effect: with fewer registers, loops would not keep the constants."""
+"""True if `held` has an effect: with fewer registers, loops would not keep the constants."""
 
 
 @always_inline

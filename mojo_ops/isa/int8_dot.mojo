@@ -19,7 +19,7 @@ comptime HAS_VNNI_512 = HAS_AVX512 and CompilationTarget._has_feature["avx512vnn
 comptime HAS_VNNI_256 = HAS_AVX2 and not HAS_AVX512 and CompilationTarget._has_feature["avxvnni"]()
 
 comptime SIGNED_AS_UNSIGNED = HAS_VNNI_512 or HAS_VNNI_256
-"""Whether signed weights are stored plus 128. The other families multiply signed ones."""
+"""True if signed weights are stored plus 128. The other families multiply signed ones."""
 
 
 @always_inline

@@ -1,4 +1,5 @@
-"""A team of threads for the libraries of kernels, where the process has no OpenMP: they sleep when there is nothing to do.
+"""A team of threads for the libraries of kernels, where the process has no OpenMP: they sleep when there is nothing
+to do.
 
 Each library has it; those of a process share the team of the first one that is loaded.
 One call at a time has the team; another one that comes meanwhile runs on its own thread alone. A thread that wakes
@@ -11,7 +12,7 @@ from std.ffi import external_call
 comptime Body = def(Int) thin abi("C") -> None
 comptime Start = def(Int) thin abi("C") -> Int
 comptime SPINS = 16384
-"""How often a thread looks for the next call before it sleeps: some 20 us."""
+"""The number of times that a thread looks for the next call before it sleeps: some 20 us."""
 comptime SYS_FUTEX = 202
 comptime FUTEX_WAIT = 128
 comptime FUTEX_WAKE = 129
@@ -67,7 +68,7 @@ def wait_for_change(mut word: Atomic[Int32], seen: Int32):
 
 
 def serve(address: Int) abi("C") -> Int:
-    """What each thread does until the process ends."""
+    """Serve calls, in each thread, until the process ends."""
     var team = team_at(address)
     while True:
         var seen = team[].calls.load()

@@ -14,7 +14,7 @@ from max.algorithm import sync_parallelize
 from max.runtime.asyncrt import parallelism_level
 
 comptime IN_LIBRARY = is_defined["PAGED_KV_LIBRARY"]()
-"""Whether MAX's threads are out of reach, and only the team of `Workers` is there."""
+"""True if MAX's threads are out of reach, and only the team of `Workers` is there."""
 
 comptime Body = def(Int) thin abi("C") -> None
 """The work of each thread of a team: a C function of the address of what they share."""
@@ -34,7 +34,7 @@ struct Workers(TrivialRegisterPassable):
     var team: Int
     """The address of a `Team`, or 0 for MAX's threads."""
     var state: Int
-    """What the team is told of itself."""
+    """The address of the team's own state."""
 
     @implicit
     def __init__(out self, count: Int):

@@ -1,4 +1,4 @@
-"""Which rows of a ragged step are of use, and what they see."""
+"""The rows of a ragged step that are of use, and the tokens they see."""
 
 from ..cache.pointers import RowPointer, TablePointer
 

@@ -112,7 +112,9 @@ struct DotLinear[rows: Int](TrivialRegisterPassable):
 
     @always_inline
     def to_prefetch(self, panel: Int, begin: Int, end: Int, after: Int, first: Int, next: Int) -> Bf16Pointer:
-        """What to prefetch in a group of rows that ends before row `after`, in the block of K from `first` on."""
+        """Return what to prefetch in a group of rows that ends before row `after`, in the block of K from `first`
+        on.
+        """
         if self.panels > 1:
             # Each group of the next section by one panel; the others prefetch what is in the cache.
             var here = (after - begin) // Self.W_ROWS % self.panels == panel

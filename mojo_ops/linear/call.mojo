@@ -18,7 +18,7 @@ struct Member(TrivialRegisterPassable):
     """`[n, k]`, or `[n, row_bytes]` in blocks."""
     var n: Int
     var row_bytes: Int
-    """Of weights in blocks."""
+    """Bytes of a row of weights in blocks."""
     var encoding: Int
     """The index of the encoding of weights in blocks."""
 

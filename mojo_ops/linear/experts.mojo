@@ -37,11 +37,11 @@ struct Grouping(Movable):
     """The rows of a call, sorted by expert; rows of one expert stay in their order."""
 
     var starts: List[Int]
-    """Where each expert's rows begin in `order`, and after them where those of no expert do: `[count + 1]`."""
+    """The first row of each expert in `order`, and after them where those of no expert do: `[count + 1]`."""
     var order: List[Int]
     """`[rows]`."""
     var is_sorted: Bool
-    """Whether the rows are in this order already."""
+    """True if the rows are in this order already."""
 
     def __init__(out self, experts: RowPointer, rows: Int, count: Int):
         self.starts = List[Int](length=count + 1, fill=0)
@@ -149,7 +149,7 @@ struct ExpertLinear[dtype: DType, weight_dtype: DType](TrivialRegisterPassable):
     var w: Pointer[Scalar[Self.weight_dtype], MutUntrackedOrigin]
     """`[count, n, k]`."""
     var starts: Pointer[Int, MutUntrackedOrigin]
-    """Where each expert's rows begin, and where the last one's end: `[count + 1]`."""
+    """The first row of each expert, and where the last one's end: `[count + 1]`."""
     var count: Int
     var n: Int
     var k: Int

@@ -14,7 +14,7 @@ comptime FloatLanes = SIMD[DType.float32, FLOAT_LANES]
 comptime CHUNK = 2 * FLOAT_LANES
 """Elements of w that are widened at once, to two vectors."""
 comptime HAS_32_REGISTERS = CompilationTarget.has_avx512f() or CompilationTarget.has_neon()
-"""Whether there are 32 vector registers of this width, or 16."""
+"""True if there are 32 vector registers of this width, or 16."""
 
 
 def padded(k: Int) -> Int:

@@ -21,7 +21,7 @@ struct AppendRows(TrivialRegisterPassable):
     var count: Int
 
     def adjacent(self, first: Int, end: Int, page_size: Int) -> Int:
-        """How many rows from `first` on are one request's adjacent slots of one page; at least 1."""
+        """Return how many rows from `first` on are one request's adjacent slots of one page; at least 1."""
         var request = self.batch_indices[unsafe_offset=first]
         var position = self.positions[unsafe_offset=first]
         var most = min(end - first, page_size - Int(position) % page_size)
@@ -45,7 +45,8 @@ def append_rows[
     rows: AppendRows,
     workers: Workers,
 ):
-    """Writes row `i` of k and v `[count, kv_heads, head_dim]` to token `positions[i]` of its request, on up to `workers` threads.
+    """Writes row `i` of k and v `[count, kv_heads, head_dim]` to token `positions[i]` of its request, on up to
+    `workers` threads.
 
     Rows of the cache's dtype are copied; others are quantised.
     """

@@ -60,7 +60,9 @@ def copy_whole_pages[
 
 
 def copy_strided_pages(cache: PagedKVCache, sources: RowPointer, targets: RowPointer, count: Int, workers: Workers):
-    """Copies pages of a view on up to `workers` threads, head by head of every slot: memory between them is not written."""
+    """Copies pages of a view on up to `workers` threads, head by head of every slot: memory between them is not
+    written.
+    """
 
     def task(pair: Int) {var cache, var sources, var targets}:
         var source = Int(sources[unsafe_offset=pair])

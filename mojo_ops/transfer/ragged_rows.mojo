@@ -1,4 +1,4 @@
-"""Which request and which position each row of a ragged step has."""
+"""The request and the position of each row of a ragged step."""
 
 from ..cache.pointers import TablePointer
 

@@ -1,11 +1,11 @@
-"""Which part of a cache one copy can serve: a head, a slot, or a run of adjacent slots."""
+"""The part of a cache that one copy can serve: a head, a slot, or a run of adjacent slots."""
 
 from std.sys import size_of
 
 from ..cache.paged_kv_cache import PagedKVCache
 
 comptime BYTES_PER_TASK = 256 * 1024
-"""Of rows, for one task of a thread."""
+"""Bytes of rows for one task of a thread."""
 
 
 @fieldwise_init
@@ -28,7 +28,7 @@ struct SlotLayout(TrivialRegisterPassable):
 
     @always_inline
     def elements(self) -> Int:
-        """Of a row: one token with all its KV heads."""
+        """Return the elements of a row: one token with all its KV heads."""
         return self.num_heads * self.head_dim
 
 

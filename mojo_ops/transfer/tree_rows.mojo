@@ -1,4 +1,4 @@
-"""Which request, slot, position and mask each row of a step has whose rows form trees: candidate continuations."""
+"""The request, slot, position and mask of each row of a step whose rows form trees: candidate continuations."""
 
 from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 
@@ -7,7 +7,7 @@ from ..cache.pointers import RowPointer, TablePointer
 
 @fieldwise_init
 struct TreeRows(DevicePassable, TrivialRegisterPassable):
-    """What a call fills for its `num_rows` rows, and how large the masks are."""
+    """Arrays that a call fills for its `num_rows` rows, and the size of the masks."""
 
     comptime device_type: AnyType = Self
 

@@ -36,8 +36,8 @@ def recompute_not_finite[
     logits: Logits,
     rotary: RotaryEmbedding,
 ):
-    """Writes o again, of some rows of one request and the query heads of one KV head, where it or the lse is infinite or
-    NaN and the row sees no NaN that explains it; also the lse where that is not finite.
+    """Writes o again, of some rows of one request and the query heads of one KV head, where it or the lse is infinite
+    or NaN and the row sees no NaN that explains it; also the lse where that is not finite.
 
     Parameters:
         dtype: Of the queries.
@@ -95,12 +95,12 @@ struct FirstAndLast(TrivialRegisterPassable):
         self.last = token
 
     def seen_by(self, rows: AttentionRows, row: Int, logits: Logits) -> Bool:
-        """Whether a row sees the first or the last."""
+        """Return whether a row sees the first or the last."""
         return rows.sees(row, self.first, logits) or rows.sees(row, self.last, logits)
 
 
 struct NanTokens:
-    """Which of a request's tokens hold NaN in one KV head, as far as the first and the last tell."""
+    """The tokens of a request that hold NaN in one KV head, as far as the first and the last tell."""
 
     var keys: FirstAndLast
     """Tokens whose K holds NaN."""
@@ -128,7 +128,7 @@ struct NanTokens:
                 self.keys.add(token)
 
     def explain_values(self, rows: AttentionRows, row: Int, query: Int, logits: Logits) -> Bool:
-        """Whether every element of a query head's o `[Dv]` that is infinite or NaN comes from a NaN that the row sees."""
+        """Return whether all infinite or NaN elements of a query head's o `[Dv]` come from a NaN that the row sees."""
         var o = rows.o.unsafe_offset((row * rows.num_heads + query) * len(self.values))
         for d in range(len(self.values)):
             if not isfinite(o[unsafe_offset=d].cast[DType.float32]()):
@@ -148,14 +148,14 @@ def numbers[dtype: DType, //](head: Pointer[Scalar[dtype], _], d: Int, head_dim:
 
 @always_inline
 def nan_lanes[dtype: DType, //](head: Pointer[Scalar[dtype], _], d: Int, head_dim: Int) -> SIMD[DType.bool, STEP]:
-    """Which of the `STEP` elements from `d` on of a stored head are NaN."""
+    """Return which of the `STEP` elements from `d` on of a stored head are NaN."""
     var x = numbers(head, d, head_dim)
     return ~x.eq(x)  # not `x.ne(x)`, which MAX compiles to a comparison that is false of NaN
 
 
 @always_inline
 def has_nan[dtype: DType, //](source: Pointer[Scalar[dtype], _], count: Int) -> Bool:
-    """Whether one of `count` elements is NaN, a multiple of `STEP`."""
+    """Return whether one of `count` elements is NaN, a multiple of `STEP`."""
     var found = SIMD[DType.bool, STEP](fill=False)
     for d in range(0, count, STEP):
         found |= nan_lanes(source, d, count)

@@ -1,4 +1,4 @@
-"""Which CPU kernel computes a call of attention: rules that the dispatch follows and `paged-kv doctor` prints."""
+"""The choice of the CPU kernel of a call of attention: rules that the dispatch follows and `paged-kv doctor` prints."""
 
 from std.math import ceildiv
 
@@ -14,7 +14,7 @@ from .workspace import HeadLayout
 
 
 def rotates_keys(rope_theta: Float32) -> Bool:
-    """Whether keys lie un-rotated in the cache, and kernels rotate them as they read them (`rotary_keys.mojo`)."""
+    """Return whether keys lie un-rotated in the cache: kernels rotate them as they read them (`rotary_keys.mojo`)."""
     return rope_theta != 0
 
 
@@ -24,19 +24,19 @@ def max_vector_queries(kv_dtype: DType) -> Int:
 
 
 def amx_serves(dtype: DType, kv_dtype: DType) -> Bool:
-    """Whether the CPU target has AMX, and it computes attention of these dtypes as exactly as vectors do."""
+    """Return whether the CPU target has AMX, and it computes attention of these dtypes as exactly as vectors do."""
     return HAS_AMX and dtype == DType.bfloat16 and (kv_dtype == DType.bfloat16 or is_float8(kv_dtype))
 
 
 @fieldwise_init
 struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
-    """Which instructions compute a block of rows. The choice depends on the block alone."""
+    """The instructions that compute a block of rows. The choice depends on the block alone."""
 
     comptime may_use_amx = amx_serves(Self.dtype, Self.kv_dtype)
     comptime chunk = max(chunk_of(Self.kv_dtype), Bf16Chunk[Self.kv_dtype].length if Self.may_use_amx else 0)
     """The elements that head_dim is rounded up to a multiple of."""
     var permitted: Bool
-    """Whether this process may use AMX."""
+    """True if this process may use AMX."""
 
     def __init__(out self):
         self.permitted = False
@@ -45,7 +45,7 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
 
     @always_inline
     def uses_amx(self, queries: Int) -> Bool:
-        """Whether AMX computes a block of that many queries a KV head."""
+        """Return whether AMX computes a block of that many queries a KV head."""
         return self.permitted and queries > max_vector_queries(Self.kv_dtype)
 
     @always_inline

@@ -23,7 +23,7 @@ struct KVTile(TrivialRegisterPassable):
     var first: Int
     """The first token."""
     var interleaved: Bool
-    """Whether entry `i` is token `first + i % STREAMS * RUN_TOKENS + i // STREAMS`, else `first + i`."""
+    """True if entry `i` is token `first + i % STREAMS * RUN_TOKENS + i // STREAMS`, else `first + i`."""
 
     def __init__(out self, k: PagedKVCache, v: type_of(k), request: Int, begin: Int, end: Int, offsets: IntPointer):
         """The tokens from `begin` to the next multiple of `KV_TILE_TOKENS`, or to `end`: whole pages of 16 slots."""

@@ -1,4 +1,4 @@
-"""How one attention call is cut into segments, and how threads take them."""
+"""The plan of one attention call: its segments, and how threads take them."""
 
 from std.atomic import Atomic
 from std.math import ceildiv
@@ -21,7 +21,9 @@ times as long: few tokens in many splits took 1.08 times as long on two threads 
 comptime LONG_SEGMENTS_PER_CALL = 64
 """Segments that the tokens of all blocks would make, were all of them as long as the longest: one a thread of 64."""
 comptime MOST_LONG_SEGMENTS = 256
-"""The same of calls of so many tokens that the longest segments have `CHEAP_TOKENS` all the same: two a thread of 128."""
+"""The same of calls of so many tokens that the longest segments have `CHEAP_TOKENS` all the same: two a thread of
+128.
+"""
 comptime CHEAP_TOKENS = 1024
 """Tokens beside which a split costs little. On two threads 256 splits of 8 x 4096 tokens instead of 160 took 1.04 times
 as long (Emerald Rapids without AMX, 2026-11-23)."""
@@ -29,8 +31,8 @@ comptime MAX_WHOLE_PREFILL = 2
 """A prefill block of up to so many of the longest segments is not split, because its split costs more: 512 new tokens
 of 2048 took 1.06 times as long where every block was split (32/8 heads of 128; Zen 5, two threads, 2026-11-22)."""
 comptime THREAD_WORK = 1 << 18
-"""Multiply-adds of q and K that a thread is woken for, at least: 15 to 30 us on Zen 4, and to wake one takes 10 us where
-it spins and some 50 where it sleeps."""
+"""Multiply-adds of q and K that a thread is woken for, at least: 15 to 30 us on Zen 4, and to wake one takes 10 us
+where it spins and some 50 where it sleeps."""
 comptime MIN_QUERIES = 4
 """As so many queries a KV head counts what has fewer: to read K and V then takes most of the time."""
 comptime LENGTHS = 4
@@ -53,7 +55,7 @@ struct Segment(TrivialRegisterPassable):
     var split_result: Int
     """Its index in `SplitResults`; -1 where it is a whole block."""
     var split: Int
-    """Which split of the block it is. The split results of a block are adjacent."""
+    """The number of the split in its block. The split results of a block are adjacent."""
     var num_splits: Int
     """Splits of the block."""
     var head: Int
@@ -76,13 +78,13 @@ struct Segment(TrivialRegisterPassable):
         return Self(0, 0, 0, 0)
 
     def is_prefill(self) -> Bool:
-        """Whether it holds one KV head of a prefill block."""
+        """Return whether it holds one KV head of a prefill block."""
         return self.head != ALL_HEADS
 
 
 @fieldwise_init
 struct BlockSizes(TrivialRegisterPassable):
-    """How many rows of one request make a block, and which blocks are prefill: one KV head a segment."""
+    """The rows of one request that make a block, and the blocks that are prefill: one KV head a segment."""
 
     var max_rows: Int
     """Rows of a block, at most."""
@@ -194,7 +196,7 @@ struct SegmentPlan(Movable):
         self.num_split_results += num_splits
 
     def num_tasks(self, group: Int, kv_heads: Int, head_dim: Int, workers: Int) -> Int:
-        """How many threads the segments keep busy, from 1 to `workers`: no result depends on it.
+        """Return how many threads the segments keep busy, from 1 to `workers`: no result depends on it.
 
         Args:
             group: Query heads of a KV head.

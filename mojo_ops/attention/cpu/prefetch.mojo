@@ -37,7 +37,7 @@ struct Prefetcher[*, to_l1: Bool, side_by_side: Bool = True](Movable):
     """
 
     var addresses: IntPointer
-    """Where the present `STREAMS` ranges begin, and the ranges after them."""
+    """Addresses of the present `STREAMS` ranges, and of the ranges after them."""
     var count: Int
     """Ranges, a multiple of `STREAMS`."""
     var line_offset: Int
@@ -47,7 +47,7 @@ struct Prefetcher[*, to_l1: Bool, side_by_side: Bool = True](Movable):
     var due: Int
     """Lines that are to be prefetched now, in units of `1 / FIXED_POINT_ONE`."""
     var rate: Int
-    """What each call of `run` adds to `due`."""
+    """The number that each call of `run` adds to `due`."""
 
     @always_inline
     def __init__(out self, addresses: IntPointer, range_bytes: Int):
@@ -84,7 +84,7 @@ struct Prefetcher[*, to_l1: Bool, side_by_side: Bool = True](Movable):
 
     @always_inline
     def one_by_one(self) -> Bool:
-        """Whether ranges follow one another."""
+        """Return whether ranges follow one another."""
         comptime if Self.side_by_side:
             return False
         return self.range_bytes % (STREAMS * CACHE_LINE_BYTES) == 0

@@ -23,7 +23,7 @@ comptime DoublePointer = Pointer[Float64, MutUntrackedOrigin]
 
 
 struct RotaryTables[kv_dtype: DType](Movable):
-    """What all tasks of a call read. H is half of head_dim, rounded up to whole vectors.
+    """Tables that all tasks of a call read. H is half of head_dim, rounded up to whole vectors.
 
     Where half of head_dim is whole chunks of the cache's dtype, all elements are in the order of `load_chunk`, and so
     are the rotated queries and keys: their dot products do not depend on it. Else the order is the natural one.

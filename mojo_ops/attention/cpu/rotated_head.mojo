@@ -20,7 +20,7 @@ def parts_of(dtype: DType) -> Int:
 
 
 def part_of_key(product: Int) -> Int:
-    """Which part of a key a product takes: 0 is what rounding to bfloat16 gives, 1 and 2 what it left."""
+    """Return which part of a key a product takes: 0 is what rounding to bfloat16 gives, 1 and 2 what it left."""
     return product % 3 if product != 5 else 0
 
 

@@ -15,7 +15,7 @@ struct SegmentStep(TrivialRegisterPassable):
     var tiles: Pointer[KVTile, MutUntrackedOrigin]
     var count: Int
     var end: Int
-    """Where the next step begins, counted in tokens in the order of tiles."""
+    """The token at which the next step begins, counted in tokens in the order of tiles."""
 
     def __init__(
         out self,

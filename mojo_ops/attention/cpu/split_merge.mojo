@@ -54,7 +54,7 @@ struct SplitResults(Movable):
     """`[splits, LINE_WORDS]`: of the part of a block that begins with this split, the finished halves of the pair whose
     second half it is, and the index of its result."""
     var num_used: LineCounter
-    """How many results are or have been in use."""
+    """The number of results that are or have been in use."""
     var queries: Int
     """Queries that a result has memory for: all KV heads of the largest block."""
     var states_stride: Int

@@ -13,7 +13,9 @@ from .prefetch import KV_TILE_TOKENS, Prefetcher
 from .workspace import HeadLayout, SegmentWorkspace
 
 comptime RESCALE_THRESHOLD: Float32 = 8
-"""How far scores may exceed the reference, in powers of two, before it is raised and the values are rescaled."""
+"""The number by which scores may exceed the reference, in powers of two, before it is raised and the values are
+rescaled.
+"""
 comptime ScoreVector = SIMD[DType.float32, KV_TILE_TOKENS]
 
 

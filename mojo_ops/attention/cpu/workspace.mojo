@@ -26,14 +26,14 @@ struct HeadLayout(ImplicitlyCopyable):
     var group: Int
     """Query heads of a KV head."""
     var head_dim: Int
-    """Of q and K; in latent attention of their rotary parts."""
+    """The head_dim of q and K; in latent attention of their rotary parts."""
     var padded_dim: Int
     """P: head_dim rounded up to what the arithmetic takes at once; in latent attention, `padded_value` more."""
     var k_stride: Int
     """Stored numbers from one KV head of a token to the next."""
     var v_stride: Int
     var value_dim: Int
-    """Of V and o. Only prefill takes one that differs from `head_dim`."""
+    """The head_dim of V and o. Only prefill takes one that differs from `head_dim`."""
     var padded_value: Int
     """Pv: value_dim rounded up likewise."""
     var units: Int
@@ -58,7 +58,7 @@ struct HeadLayout(ImplicitlyCopyable):
 
     @always_inline
     def adjacent(self) -> Bool:
-        """Whether the heads of a token are adjacent in memory, in K and in V."""
+        """Return whether the heads of a token are adjacent in memory, in K and in V."""
         return self.k_stride == self.units and self.v_stride == self.units
 
 
@@ -82,8 +82,8 @@ struct SegmentWorkspace(Movable, RunningStates):
     var tiles: List[KVTile]
     """`[TILE_BUFFERS]`."""
     var q: FloatPointer
-    """`[Hk, stride, P]` float32 in the element order of `load_chunk`; with AMX pairs of bfloat16 instead, whose heads may
-    be longer (`rotary_keys.mojo`)."""
+    """`[Hk, stride, P]` float32 in the element order of `load_chunk`; with AMX pairs of bfloat16 instead, whose heads
+    may be longer (`rotary_keys.mojo`)."""
     var acc: FloatPointer
     """`[Hk, stride, P]` float32: weighted values, in the order of `q`."""
     var weights: FloatPointer

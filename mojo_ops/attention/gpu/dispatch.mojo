@@ -1,4 +1,4 @@
-"""Which GPU kernel answers a call of attention: the one place that decides, and says why."""
+"""The choice of the GPU kernel of a call of attention: the one place that decides, and says why."""
 
 from max.gpu.host import DeviceContext
 

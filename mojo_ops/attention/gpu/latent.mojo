@@ -1,4 +1,5 @@
-"""Attention over latent vectors (MLA) on any GPU, as `generic.mojo`: one vector of a token is key and value of all heads.
+"""Attention over latent vectors (MLA) on any GPU, as `generic.mojo`: one vector of a token is key and value of all
+heads.
 
 A key is the latent vector and a rotary part beside it; the value is the latent vector, which is loaded once for both.
 """

@@ -50,7 +50,7 @@ struct RotaryFrequencies(DevicePassable, TrivialRegisterPassable):
 
     @always_inline
     def frequency(self, i: Int32) -> UInt64:
-        """Of dimension `i` of a half: in 2^-64 of a rotation a token, whole rotations left out."""
+        """Return the frequency of dimension `i` of a half: in 2^-64 of a rotation a token, whole rotations left out."""
         var rotations = self.first
         var power = self.ratio
         var left = i

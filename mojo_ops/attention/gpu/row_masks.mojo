@@ -1,4 +1,4 @@
-"""Which tokens of its request a row sees, and where they stand: what differs between the ops of attention."""
+"""The tokens of its request that a row sees, and their positions: what differs between the ops of attention."""
 
 from ...cache.pointers import RowPointer
 from ..row_masks import CustomMasks, MaskPointer, StartPointer
@@ -7,7 +7,7 @@ from .split_kv import INVALID_ROW, RowTokens
 
 @fieldwise_init
 struct RowMask(TrivialRegisterPassable):
-    """Where a row's bits lie in the mask of a call."""
+    """The place of a row's bits in the mask of a call."""
 
     var start: Int64
     """-1: the row has no mask."""
@@ -19,7 +19,7 @@ trait GpuRowMasks(TrivialRegisterPassable):
     """As kernels take it, by value."""
 
     comptime has_masks: Bool
-    """Whether rows may have masks and positions, and V a width, of their own."""
+    """True if rows may have masks and positions, and V a width, of their own."""
 
     @always_inline
     def tokens(
@@ -44,7 +44,7 @@ trait GpuRowMasks(TrivialRegisterPassable):
 
     @always_inline
     def sees(self, mask: RowMask, token: Int32) -> Bool:
-        """Whether a row's mask lets it see a token that it attends to."""
+        """Return whether a row's mask lets it see a token that it attends to."""
         ...
 
     @always_inline
@@ -102,7 +102,7 @@ struct GpuCustomMasks(GpuRowMasks):
     var mask_firsts: RowPointer
     """`[R]`: the token of that bit; without it 0."""
     var mask_bits: Int64
-    """Of the whole mask; a token whose bit lies past them is not seen."""
+    """The bits of the whole mask; a token whose bit lies past them is not seen."""
     var v_dim: Int32
     var has_positions: Int32
     var has_offsets: Int32

@@ -28,7 +28,7 @@ struct LaneRow(TrivialRegisterPassable):
 
     var row: Int32
     var split: RowPartition
-    """Of 0 items past the last row."""
+    """The row's partition; of 0 items past the last row."""
     var first_item: Int32
     var split_index: Int32
     """Split rows before this one."""

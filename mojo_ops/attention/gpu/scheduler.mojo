@@ -35,7 +35,7 @@ struct Schedule(DevicePassable, TrivialRegisterPassable):
     var wanted_items: Int32
     var batch_invariant: Int32
     var is_listed: Int32
-    """Whether `schedule_rows` writes the lists; without them each warp searches the rows (`row_search.mojo`)."""
+    """True if `schedule_rows` writes the lists; without them each warp searches the rows (`row_search.mojo`)."""
 
     def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
@@ -84,7 +84,7 @@ struct Schedule(DevicePassable, TrivialRegisterPassable):
         return row
 
     def attributes_of_attention(self) -> List[LaunchAttribute]:
-        """Of the launch of the attention kernel: behind `schedule_rows` it may start early."""
+        """Return the attributes of the attention kernel's launch: behind `schedule_rows` it may start early."""
         return follows_closely() if self.is_listed != 0 else List[LaunchAttribute]()
 
 
@@ -155,7 +155,7 @@ struct Workspace(Movable):
 
 
 def needs_list(rows: Int) -> Bool:
-    """Whether a call has more rows than a warp can search."""
+    """Return whether a call has more rows than a warp can search."""
     return rows > MAX_SEARCHED_ROWS
 
 

@@ -1,4 +1,4 @@
-"""How the rows of one attention call are split into items: types and pure arithmetic (`README.md`, "Schedule").
+"""The split of an attention call's rows into items: types and pure arithmetic (`README.md`, "Schedule").
 
 The arithmetic is in tiles of `SPLIT_TILE_TOKENS` tokens, counted from token 0, so that an item ends inside a tile only
 where its row ends. `scheduler.mojo` runs it on the device, tests/mojo/test_split_kv.mojo on the CPU.
@@ -18,7 +18,7 @@ comptime FIXED_ITEM_TILES = 8
 comptime MAX_FIXED_ITEMS = 64
 """The most items of a row where the split is batch-invariant."""
 comptime MAX_PASS_BYTES = 1 << 28
-"""Of the partial results of a batch-invariant call at one time: the rows of a larger one go in several passes."""
+"""Bytes of the partial results of a batch-invariant call at one time: the rows of a larger one go in several passes."""
 comptime NO_ROW: Int32 = -1
 comptime WHOLE_ROW: Int32 = -1
 """The `partial` of an item that is its row's only one: the item writes o and lse itself."""

@@ -21,7 +21,7 @@ comptime THREADS = 128
 
 
 struct TeamShape[kv_dtype: DType, DIM: Int, HEADS: Int, MOST_TOKENS: Int]:
-    """How the threads of a CTA form teams, and what each lane loads."""
+    """The teams of a CTA's threads, and the loads of each lane."""
 
     comptime WIDTH = vector_width[Self.kv_dtype]()
     comptime LANES = min(WARP_SIZE, Self.DIM // Self.WIDTH)
@@ -93,7 +93,9 @@ struct TeamState[kv_dtype: DType, DIM: Int, HEADS: Int, MOST_TOKENS: Int]:
         first_head: Int32,
         heads: Int32,
     ):
-        """Merges the states of the CTA's teams in their order; writes o and lse of `heads` heads, or a partial result."""
+        """Merges the states of the CTA's teams in their order; writes o and lse of `heads` heads, or a partial
+        result.
+        """
         comptime Shape = Self.Shape
         # [TEAMS, HEADS, DIM] and [TEAMS, HEADS].
         var sums = unsafe_stack_allocation[

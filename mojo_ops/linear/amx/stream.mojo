@@ -55,7 +55,7 @@ struct WeightStream[streams: Int, panels: Int](TrivialRegisterPassable):
     """The sections of w that threads have taken. The result does not depend on which thread takes which."""
 
     comptime TO_L1 = Self.panels == 1
-    """Whether so few lines are in use that they are prefetched into the first-level cache."""
+    """True if so few lines are in use that they are prefetched into the first-level cache."""
     comptime PREFETCH_STEPS = 32 if Self.TO_L1 else 64
     """Prefetch distance in steps of K: 2 or 4 KB of each stream."""
 

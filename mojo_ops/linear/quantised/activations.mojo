@@ -10,7 +10,9 @@ from ...isa.threads import Workers, run_tasks
 from .tile import BytePointer, TILE_ELEMENTS
 
 comptime RECORD_BYTES = 448
-"""Of 256 elements of one row of x: an odd number of cache lines, so that rows do not meet in a set of the cache."""
+"""Bytes of 256 elements of one row of x: an odd number of cache lines, so that rows do not meet in a set of the
+cache.
+"""
 comptime RECORD_STARTS_16 = 256
 """`[16]` int32: -32 times the sum of 16 elements, what a sum of Q6_K begins with."""
 comptime RECORD_STARTS_32 = 320
@@ -36,10 +38,10 @@ def rounded(x: FloatVector) -> IntVector:
 
 @fieldwise_init
 struct Scale(TrivialRegisterPassable):
-    """How a block of x is rounded: the meant value is the scale times the integer."""
+    """The rounding of a block of x: the meant value is the scale times the integer."""
 
     var factor: Float32
-    """Of x, before it is rounded."""
+    """The factor of x, before it is rounded."""
     var scale: Float32
 
     @staticmethod

@@ -12,7 +12,7 @@ comptime AMX_GROUPS = [32, 16]
 """Elements of a group, as encodings have them. x and w are in `tmm2` and `tmm3` for the first, in `tmm4` and `tmm5` for
 the other; sums are in `tmm0` and `tmm1`, in turn."""
 comptime TURN_BYTES = AMX_TILE_ROWS * AMX_ROW_BYTES
-"""Of the sums of a group, `[16 rows of x][16 rows of w]` int32."""
+"""Bytes of the sums of a group, `[16 rows of x][16 rows of w]` int32."""
 
 
 def configure_group_tiles():

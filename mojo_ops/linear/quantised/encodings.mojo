@@ -12,7 +12,7 @@ from ...isa.int8_dot import ByteVector, DOT_ROWS, SIGNED_AS_UNSIGNED
 from .tile import Raw, Unpacked, Words
 
 comptime SIGNED_OFFSET = 128 if SIGNED_AS_UNSIGNED else 0
-"""What signed weights are stored plus."""
+"""The number that signed weights are stored plus."""
 comptime LOW = Words(0x0F0F0F0F)
 comptime ALL = Words(0x80808080)
 
@@ -59,25 +59,25 @@ def check_row[E: Encoding](found: Int, encoding: Int, k: Int) raises:
 
 
 trait Encoding:
-    """How a file stores 256 elements of a row."""
+    """The storage of 256 elements of a row in a file."""
 
     comptime INDEX: Int
     """Its number in a graph."""
     comptime BLOCK_ELEMENTS: Int
     comptime BYTES: Int
-    """Of 256 elements: of one block, or of 8."""
+    """Bytes of 256 elements: of one block, or of 8."""
     comptime GROUP: Int
     """Elements that share a scale."""
     comptime ROUNDS_BLOCKS: Bool
-    """Whether x is rounded to Q8_K, 256 elements a scale; else to Q8_0, 32 a scale."""
+    """True if x is rounded to Q8_K, 256 elements a scale; else to Q8_0, 32 a scale."""
     comptime SIGNED: Bool
-    """Whether weights are signed in a tile."""
+    """True if weights are signed in a tile."""
     comptime OFFSET: Int
-    """How much larger a tile's weights are than meant."""
+    """The number by which a tile's weights are larger than meant."""
     comptime OFFSET_BY_MINS: Bool
-    """Whether a tile's minimums take the offset away. Else the int32 sum begins so that it does."""
+    """True if a tile's minimums take the offset away. Else the int32 sum begins so that it does."""
     comptime HAS_MINS: Bool
-    """Whether groups have minimums."""
+    """True if groups have minimums."""
 
     @staticmethod
     def unpack[T: Unpacked](raw: Raw, mut tile: T):
@@ -112,7 +112,7 @@ def set_nibbles[T: Unpacked, //, step: Int](mut tile: T, quads: Words):
 
 comptime Values = SIMD[DType.int8, 16]
 comptime IQ4_VALUES = Values(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What 4 bits mean in IQ4_NL and IQ4_XS: steps that are finer around zero."""
+"""The meaning of 4 bits in IQ4_NL and IQ4_XS: steps that are finer around zero."""
 comptime E2M1_VALUES = Values(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice what 4 bits mean in MXFP4: a sign, two bits of exponent, one of mantissa."""
 
@@ -239,7 +239,9 @@ def set_scales_and_mins[T: Unpacked, //](raw: Raw, mut tile: T):
 
 
 struct Q4_K(Encoding):
-    """A block is d, dmin, scales and minimums, and 4 times 32 bytes: two groups each, in the low and in the high halves."""
+    """A block is d, dmin, scales and minimums, and 4 times 32 bytes: two groups each, in the low and in the high
+    halves.
+    """
 
     comptime INDEX = 3
     comptime BLOCK_ELEMENTS = 256

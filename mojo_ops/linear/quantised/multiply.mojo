@@ -123,7 +123,7 @@ struct RowProducts[E: Encoding, rows: Int](Unpacked):
     var x: BytePointer
     """The rows' records."""
     var coming: BytePointer
-    """What to prefetch: the second half of as many bytes as the blocks have."""
+    """The bytes to prefetch: the second half of as many bytes as the blocks have."""
     var totals: Array[FloatVector, Self.rows]
     var products: Array[IntVector, Self.rows * Self.GROUPS]
     """A few of them at a time are in use."""
@@ -216,7 +216,7 @@ def multiply_blocks[E: Encoding, rows: Int](raw: Raw, x: BytePointer, sums: Sums
 
 @always_inline
 def start_of[E: Encoding](record: BytePointer, group: Int) -> IntVector:
-    """What a group's int32 sum begins with: what an offset of the weights is taken away by, or 0."""
+    """Return what a group's int32 sum begins with: what an offset of the weights is taken away by, or 0."""
     comptime if E.OFFSET > 0 and not E.OFFSET_BY_MINS:
         comptime starts = RECORD_STARTS_16 if E.GROUP == 16 else RECORD_STARTS_32
         return IntVector(record.unsafe_offset(starts).unsafe_bitcast[Int32]()[unsafe_offset=group])

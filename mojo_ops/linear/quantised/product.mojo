@@ -53,7 +53,7 @@ struct QuantisedMember[dtype: DType](TrivialRegisterPassable):
     """An index of `encodings.mojo`."""
 
     def rounds_blocks(self) -> Bool:
-        """Whether its x is rounded by blocks of 256."""
+        """Return whether its x is rounded by blocks of 256."""
         return Bool((BLOCK_ENCODINGS >> self.encoding) & 1)
 
 
@@ -202,7 +202,7 @@ struct Records[mask: Int](Movable):
     """Tiles along K."""
     var k: Int
     var bytes: Int
-    """Of each kind."""
+    """Bytes of each kind."""
 
     comptime SMALL = Self.mask & ~BLOCK_ENCODINGS != 0
     comptime BLOCKS = Self.mask & BLOCK_ENCODINGS != 0
@@ -285,14 +285,14 @@ struct Section[dtype: DType](TrivialRegisterPassable):
     var coming: BytePointer
     """The next section, to be prefetched: as many bytes as this one has."""
     var amx: Bool
-    """Whether this thread's tile registers have the shapes of `multiply_group`."""
+    """True if this thread's tile registers have the shapes of `multiply_group`."""
 
     comptime COPY = RAW_BYTES
     comptime TILES = Self.COPY + DOT_ROWS * MAX_BLOCK_BYTES
 
     @staticmethod
     def bytes(tiles: Int, m: Int) -> Int:
-        """Of a thread's memory."""
+        """Return the bytes of a thread's memory."""
         return Self.TILES + tiles * (TILE_BYTES + max(m, FUSED_ROWS) * VECTOR_BYTES)
 
     @no_inline
@@ -335,7 +335,7 @@ struct Section[dtype: DType](TrivialRegisterPassable):
 
     @always_inline
     def coming_tile[E: Encoding](self, index: Int, column: Int, tiles: Int) -> BytePointer:
-        """What to prefetch beside a tile: as many bytes of the next section, in the order of their addresses."""
+        """Return what to prefetch beside a tile: as many bytes of the next section, in the order of their addresses."""
         return self.coming.unsafe_offset((column * tiles + index) * DOT_ROWS * E.BYTES)
 
     @always_inline
@@ -375,7 +375,7 @@ struct Section[dtype: DType](TrivialRegisterPassable):
 
 @fieldwise_init
 struct Place(TrivialRegisterPassable):
-    """Where a section lies: a product, and the number of this one's first section."""
+    """The place of a section: a product, and the number of this one's first section."""
 
     var product: Int
     var start: Int
@@ -388,7 +388,7 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
     var products: Pointer[Product[Self.dtype], MutUntrackedOrigin]
     var count: Int
     var sections: Int
-    """Of all of them."""
+    """The sections of all of them."""
     var depth: Int
     """Rows of w in a section that more than `FEW_ROWS` rows of x meet."""
     var most: Int
@@ -396,7 +396,7 @@ struct ProductList[dtype: DType, mask: Int](TrivialRegisterPassable):
     var columns: Int
     """Tiles along K."""
     var amx: Bool
-    """Whether threads are to use AMX."""
+    """True if threads are to use AMX."""
 
     def run(self, workers: Workers):
         var counter = LineCounter()

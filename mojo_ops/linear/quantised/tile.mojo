@@ -17,7 +17,7 @@ comptime STEPS = TILE_ELEMENTS // 4
 comptime VECTOR_BYTES = 64
 """A vector of the tile: 16 rows of 4 bytes."""
 comptime MAX_BLOCK_BYTES = 288
-"""Of a row's 256 elements, in any encoding."""
+"""The most bytes of a row's 256 elements, in any encoding."""
 comptime RAW_BYTES = MAX_BLOCK_BYTES // 4 * VECTOR_BYTES
 comptime Q_BYTES = STEPS * VECTOR_BYTES
 comptime CHUNK_LINES = 2
@@ -26,22 +26,24 @@ comptime TILE_BYTES = Q_BYTES + (16 + 8 + 1) * VECTOR_BYTES
 
 
 trait Unpacked:
-    """What 16 rows of blocks are unpacked into (`Encoding.unpack`): 256 elements a row, and what scales them."""
+    """The target of 16 rows of blocks that are unpacked (`Encoding.unpack`): 256 elements a row, and what scales
+    them.
+    """
 
     def set_step[step: Int](mut self, quads: Words):
         """Elements `4 step` to `4 step + 3` of each row."""
         ...
 
     def set_scale[group: Int](mut self, scales: FloatVector):
-        """Of a group; where the encoding has blocks of 256, an integer that `set_factor` scales."""
+        """Set the scales of a group; where the encoding has blocks of 256, an integer that `set_factor` scales."""
         ...
 
     def set_min[group: Int](mut self, mins: FloatVector):
-        """What a group of 32 adds for each 1 of the sum of its x, in steps of its scale."""
+        """Set what a group of 32 adds for each 1 of the sum of its x, in steps of its scale."""
         ...
 
     def set_factor(mut self, factors: FloatVector):
-        """What scales all groups of a block of 256."""
+        """Set what scales all groups of a block of 256."""
         ...
 
     def set_min_pairs(mut self, pairs: Array[Words, 4], factors: FloatVector):

@@ -1,4 +1,4 @@
-"""What the copies of rows and pages on a GPU share: how wide they are, and where a token lies.
+"""Parts that copies of rows and pages on a GPU share: their width, and the place of a token.
 
 Requests, positions, offsets and page ids lie on the device, where nothing can be refused without a wait. So append does
 not write a row whose token is not in the page table, and gather sets all bits of such a row: NaN in every float type.
@@ -10,7 +10,7 @@ from ...cache.gpu_loads import CODE_BYTES
 from ...cache.paged_kv_cache import DynamicKVCache
 
 comptime COPY_THREADS = 128
-"""Of a CTA."""
+"""Threads of a CTA."""
 
 
 def copy_width[dtype: DType, //](k: DynamicKVCache[dtype], v: DynamicKVCache[dtype], k_rows: Int, v_rows: Int) -> Int:
@@ -26,7 +26,7 @@ def copy_width[dtype: DType, //](k: DynamicKVCache[dtype], v: DynamicKVCache[dty
 def codes_are_aligned[
     dtype: DType, //
 ](k: DynamicKVCache[dtype], v: DynamicKVCache[dtype], k_rows: Int, v_rows: Int) -> Bool:
-    """Whether heads of codes begin at multiples of `CODE_BYTES` and rows of elements at multiples of 16 bytes."""
+    """Return whether heads of codes begin at multiples of `CODE_BYTES`, rows of elements at multiples of 16 bytes."""
     var bytes = Int(k.blocks.ptr) | Int(v.blocks.ptr)
     for at in [k.strides(), v.strides()]:
         bytes |= at.page | at.slot | at.head

@@ -14,7 +14,7 @@ from mojo_ops.isa.codes import cache_name
 
 @fieldwise_init
 struct Call(TrivialRegisterPassable):
-    """What decides about a call's kernel, but for its dtypes."""
+    """The sizes and options of a call that its kernel is chosen by, but for its dtypes."""
 
     var on_gpu: Bool
     var head_dim: Int

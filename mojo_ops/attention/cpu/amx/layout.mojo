@@ -130,7 +130,9 @@ def pack_queries_amx[
 
 
 def prefetch_calls_amx[kv_dtype: DType](heads: HeadLayout) -> Int:
-    """How often `score_tile_amx` and `sum_tile_amx` each call `prefetcher.run`: for each `LAYOUT_TOKENS` of a chunk."""
+    """Return how often `score_tile_amx` and `sum_tile_amx` call `prefetcher.run`: for each `LAYOUT_TOKENS` of a
+    chunk.
+    """
     return heads.padded_dim // Bf16Chunk[kv_dtype].length * (KV_TILE_TOKENS // LAYOUT_TOKENS)
 
 
@@ -153,7 +155,9 @@ def transpose_scores(heads: HeadLayout, head: Int, buffers: AmxBuffers, workspac
 
 @always_inline
 def transpose_score_tile[count: Int](source: FloatPointer, target: FloatPointer):
-    """Transposes `[16, count]` to `[count, 16]`, rows `KV_TILE_TOKENS` apart: every round separates even and odd ones."""
+    """Transposes `[16, count]` to `[count, 16]`, rows `KV_TILE_TOKENS` apart: every round separates even and odd
+    ones.
+    """
     var x = Array[FloatVector, count](fill=0)
     comptime for i in range(count):
         x[i] = source.unsafe_load[width=LANES](i * LANES)

@@ -42,7 +42,7 @@ struct PairProducts(Movable):
     var due: Int
     """Products that are to be computed now, in units of `1 / FIXED_POINT_ONE`."""
     var rate: Int
-    """What each call of `run` adds to `due`."""
+    """The number that each call of `run` adds to `due`."""
 
     def __init__(
         out self, step: PrefillStep, heads: HeadLayout, next: Int, last: Int, calls: Int, workspace: PrefillWorkspace

@@ -74,13 +74,13 @@ struct KeyProducts[chunk: Int](TrivialRegisterPassable):
     var queries: Pointer[UInt32, MutUntrackedOrigin]
     """`[chunk / 32, 16, N]` pairs of bfloat16: the selected queries."""
     var first: Bool
-    """Whether the selected chunk is the first of its KV head."""
+    """True if the selected chunk is the first of its KV head."""
     var selected: FloatPointer
     """`[KV_TILE_TOKENS, N]`: the scores of the selected chunk."""
     var target: FloatPointer
     """`[KV_TILE_TOKENS, N]`: the scores that the registers hold."""
     var begun: Bool
-    """Whether the registers hold scores."""
+    """True if the registers hold scores."""
     var columns: Int
 
     @always_inline

@@ -138,7 +138,7 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
 
     @always_inline
     def seen_words(self, m: Int, word: Int) -> SIMD[DType.uint32, QUERY_COLUMNS]:
-        """What the 16 queries from `m` on see of `MASK_TOKENS` tokens of the step."""
+        """Return what the 16 queries from `m` on see of `MASK_TOKENS` tokens of the step."""
         return self.seen.unsafe_load[width=QUERY_COLUMNS](word * self.room + m)
 
     @always_inline
@@ -157,12 +157,12 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
 
     @always_inline
     def all_see_word(self, m: Int, word: Int, bits: UInt32) -> Bool:
-        """Whether each of the 16 queries from `m` on sees all of these tokens of a word."""
+        """Return whether each of the 16 queries from `m` on sees all of these tokens of a word."""
         return self.seen_words(m, word).reduce_and() & bits == bits
 
     @always_inline
     def all_see_step(self, m: Int, begin: Int, end: Int) -> Bool:
-        """Whether each of the 16 queries from `m` on sees all tokens `[begin, end)`, counted from the step's first."""
+        """Return whether the 16 queries from `m` on see all tokens `[begin, end)`, counted from the step's first."""
         var all_see = True
         comptime for w in range(STEP_WORDS):
             all_see &= self.all_see_word(m, w, bits_between(w * MASK_TOKENS, begin, end))
@@ -170,7 +170,7 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
 
     @always_inline
     def all_see(self, m: Int, begin: Int, end: Int) -> Bool:
-        """Whether each of the 16 queries from `m` on sees all tokens `[begin, end)`."""
+        """Return whether each of the 16 queries from `m` on sees all tokens `[begin, end)`."""
         return (
             Int(self.first.unsafe_load[width=QUERY_COLUMNS](m).reduce_max()) <= begin
             and Int(self.last.unsafe_load[width=QUERY_COLUMNS](m).reduce_min()) >= end

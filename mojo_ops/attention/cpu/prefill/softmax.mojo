@@ -1,4 +1,4 @@
-"""What the softmax of a prefill step has in common on all CPUs: 16 queries at a time, one in each SIMD lane.
+"""The softmax of a prefill step on all CPUs: 16 queries at a time, one in each SIMD lane.
 
 Weights are computed before the greatest score is known. Where the weights of a step sum up to more than
 `WEIGHT_SUM_LIMIT`, the references are raised and the weights computed again.
@@ -20,13 +20,13 @@ comptime WEIGHT_SUM_LIMIT: Float32 = 256
 
 @always_inline
 def only_scaled(logits: Logits, factor: Float32) -> Bool:
-    """Whether a score is the dot product times `factor`, its scale in base 2, and nothing else."""
+    """Return whether a score is the dot product times `factor`, its scale in base 2, and nothing else."""
     return not logits.has_alibi and logits.soft_cap <= 0 and isfinite(factor)
 
 
 @always_inline
 def exceeds_limit(sums: FloatVector, greatest: FloatVector) -> Bool:
-    """Whether the weights of a step, whose sums these are, need another reference; NaN counts as too much."""
+    """Return whether the weights of a step, whose sums these are, need another reference; NaN counts as too much."""
     return not (sums.le(WEIGHT_SUM_LIMIT) & greatest.gt(MINUS_INFINITY)).reduce_and()
 
 
@@ -41,7 +41,9 @@ def nan_where_overflowed(sums: FloatVector, lowest: FloatVector) -> FloatVector:
 
 @always_inline
 def negated_reference(greatest: FloatVector) -> FloatVector:
-    """What is added to scores before `exp2`: a query that has seen no token has no greatest score to subtract yet."""
+    """Return what is added to scores before `exp2`: a query that has seen no token has no greatest score to subtract
+    yet.
+    """
     return greatest.eq(MINUS_INFINITY).select(FloatVector(0), -greatest)
 
 

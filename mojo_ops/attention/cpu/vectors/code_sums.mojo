@@ -21,19 +21,19 @@ comptime STEP_TOKENS = 4
 comptime STRIP = 32
 """Elements of head_dim whose codes are loaded together."""
 comptime UPPER = 0
-"""Where a query's rounded weights have their upper bytes; then come the lower ones, what an integer stands for, and what
-the offset of the codes adds."""
+"""The place of the upper bytes of a query's rounded weights; then come the lower ones, what an integer stands for,
+and what the offset of the codes adds."""
 comptime LOWER = KV_TILE_TOKENS
 comptime FACTOR = 2 * KV_TILE_TOKENS
 comptime OFFSET_SUM = FACTOR + 4
 comptime GREATEST: Float32 = 16383
-"""Of an integer weight: its upper byte is signed, its lower one has 7 bits."""
+"""The greatest integer weight: its upper byte is signed, its lower one has 7 bits."""
 comptime LEAST_WEIGHT: Float32 = 2e-34
-"""Where the greatest product of weight and scale is smaller, all count as 0: a 16383rd of it is no normal float32."""
+"""The least greatest product of weight and scale below which all count as 0: a 16383rd of it is no normal float32."""
 
 
 def rounds_weights(q_dtype: DType, kv_dtype: DType) -> Bool:
-    """Whether the weighted sums of this pair are products of integers."""
+    """Return whether the weighted sums of this pair are products of integers."""
     return is_codes(kv_dtype) and q_dtype != DType.float32 and HAS_BYTE_LOOKUP and HAS_VNNI_512
 
 
@@ -41,11 +41,11 @@ struct StripConstants[dtype: DType](TrivialRegisterPassable):
     """The constants of `load_four`, made once before the loop that loads (`isa/held.mojo`)."""
 
     var first: ByteVector
-    """Where its first vector takes its bytes from, of those of four tokens side by side."""
+    """The bytes that its first vector takes, of those of four tokens side by side."""
     var second: ByteVector
     """The same of the second; of int4 what keeps the lower half of a byte."""
     var offset: ByteVector
-    """What makes two's complement codes their numbers plus 128 or 8."""
+    """The number that makes two's complement codes their numbers plus 128 or 8."""
 
     @always_inline
     def __init__(out self):
@@ -63,7 +63,7 @@ def strips_at_once(count: Int) -> Int:
 
 
 def code_prefetch_calls(head_dim: Int, count: Int) -> Int:
-    """How often `sum_codes` calls `prefetcher.run` for a whole tile."""
+    """Return how often `sum_codes` calls `prefetcher.run` for a whole tile."""
     var together = STRIP * strips_at_once(count)
     return (head_dim // together + ceildiv(head_dim % together, STRIP)) * KV_TILE_TOKENS // STEP_TOKENS
 
@@ -99,7 +99,7 @@ def round_weights[
 
 @always_inline
 def offset_sum(rounded: FloatPointer, query: Int) -> Pointer[Int32, MutUntrackedOrigin]:
-    """What the offset of the codes adds to a query's sums."""
+    """Return what the offset of the codes adds to a query's sums."""
     return rounded.unsafe_offset(query * ROUNDED_FLOATS + OFFSET_SUM // 4).unsafe_bitcast[Int32]()
 
 

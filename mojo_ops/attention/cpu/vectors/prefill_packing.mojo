@@ -1,4 +1,4 @@
-"""How prefill in vectors lays out its operands: queries once a segment, K and V once a step.
+"""The operands of prefill in vectors: queries once a segment, K and V once a step.
 
 K is copied as it is broadcast, a cache line of each token side by side; V as float32. In latent attention the first part
 of a key is the token's V, which is read once.

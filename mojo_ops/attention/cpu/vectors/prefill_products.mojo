@@ -125,7 +125,7 @@ def sum_query_tile(
 
 
 def num_query_blocks(vectors: Int) -> Int:
-    """How many blocks the queries of a tile are divided into, so that the sums stay in registers."""
+    """Return how many blocks the queries of a tile are divided into, so that the sums stay in registers."""
     var most = max(1, MAX_SUMS // vectors)
     return (QUERY_COLUMNS + most - 1) // most
 

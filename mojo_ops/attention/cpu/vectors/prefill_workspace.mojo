@@ -25,7 +25,7 @@ comptime VALUE_COLUMNS = 32
 comptime REGISTERS_EACH = LANES // min(LANES, simd_width_of[DType.float32]())
 """Registers of a vector of 16 lanes."""
 comptime MANY_REGISTERS = REGISTERS_EACH == 1 or not CompilationTarget.is_x86()
-"""Whether the target has 32 vector registers, not 16."""
+"""True if the target has 32 vector registers, not 16."""
 comptime MAX_SUMS = (24 if MANY_REGISTERS else 12) // REGISTERS_EACH
 """Vectors of sums that stay in registers."""
 comptime TILES_AT_ONCE = 2 if REGISTERS_EACH == 1 else 1
@@ -45,7 +45,7 @@ comptime TILE_SCORES = KEY_TOKENS * QUERY_COLUMNS
 
 
 def takes_pairs(dtype: DType, kv_dtype: DType) -> Bool:
-    """Whether dot products are those of bfloat16 pairs, which is exact: else they are float32 products."""
+    """Return whether dot products are those of bfloat16 pairs, which is exact: else they are float32 products."""
     return USES_BF16_DOT and dtype == DType.bfloat16 and (kv_dtype == DType.bfloat16 or is_float8(kv_dtype))
 
 

@@ -26,7 +26,7 @@ comptime PREFETCHING_BLOCKS = 4
 
 
 def score_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> Int:
-    """How often `score_tile` calls `prefetcher.run` for a whole tile."""
+    """Return how often `score_tile` calls `prefetcher.run` for a whole tile."""
     return (
         min(PREFETCHING_BLOCKS, num_query_blocks(queries))
         * ceildiv(heads.head_dim, chunk_of(kv_dtype))
@@ -35,7 +35,7 @@ def score_prefetch_calls[kv_dtype: DType](heads: HeadLayout, queries: Int) -> In
 
 
 def sum_prefetch_calls[kv_dtype: DType, integers: Bool](heads: HeadLayout, queries: Int) -> Int:
-    """How often `sum_tile` calls `prefetcher.run` for a whole tile."""
+    """Return how often `sum_tile` calls `prefetcher.run` for a whole tile."""
     var calls = 0
     var m = 0
     for _ in range(min(PREFETCHING_BLOCKS, num_query_blocks(queries))):

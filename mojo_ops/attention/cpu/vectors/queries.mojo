@@ -12,7 +12,8 @@ from ..workspace import HeadLayout, SegmentWorkspace
 def pack_queries[
     kv_dtype: DType, dtype: DType
 ](rows: AttentionRows[dtype, ...], segment: Segment, heads: HeadLayout, mut workspace: SegmentWorkspace):
-    """Packs the queries of a segment as `packed_query_dtype` into `workspace.q`, and clears their states and weighted values.
+    """Packs the queries of a segment as `packed_query_dtype` into `workspace.q`, and clears their states and weighted
+    values.
 
     They are `[Hk, M, P]`, but within a query block `[P / chunk, queries, chunk]`, as `score_block` reads them.
     """

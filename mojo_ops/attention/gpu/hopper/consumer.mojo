@@ -32,7 +32,7 @@ from .wgmma import (
 )
 
 comptime CONSUMER_BARRIER: Int32 = 1
-"""Of the warpgroup, of the keys' where there are two; 0 is the whole block's."""
+"""The barrier of the warpgroup, of the keys' where there are two; 0 is the whole block's."""
 
 
 struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, heads: Int]:
@@ -44,7 +44,7 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
 
     comptime Map = SharedMemoryMap[Self.kv_dtype, Self.head_dim, Self.heads]
     comptime compute = DType.float16 if Self.Map.WIDENED else Self.dtype
-    """Of the operands: float16 holds every float8 exactly."""
+    """The dtype of the operands: float16 holds every float8 exactly."""
     comptime WIDTH = Self.heads // 2
     comptime COLUMNS = Self.heads // 4
     comptime Fragment = SIMD[DType.float32, Self.WIDTH]
@@ -100,7 +100,7 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
     @staticmethod
     @always_inline
     def column(i: Int) -> Int:
-        """Which of the thread's columns element `i` of a fragment is in."""
+        """Return which of the thread's columns element `i` of a fragment is in."""
         return (i // 4) * 2 + i % 2
 
     @always_inline

@@ -17,7 +17,7 @@ from .tiles import ItemTiles
 from .wgmma import CONSUMER_THREADS
 
 comptime VALUES_BARRIER: Int32 = 2
-"""Of the values' warpgroup; `CONSUMER_BARRIER` is the keys'."""
+"""The barrier of the values' warpgroup; `CONSUMER_BARRIER` is the keys'."""
 
 
 @always_inline

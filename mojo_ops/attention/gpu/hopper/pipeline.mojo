@@ -55,7 +55,7 @@ struct Ring[stages: Int](TrivialRegisterPassable):
     @staticmethod
     @always_inline
     def stage_of(fill: Int32) -> Tuple[UInt32, Int]:
-        """Which fill of its stage a fill of the ring is, and the stage."""
+        """Return which fill of its stage a fill of the ring is, and the stage."""
         var n = UInt32(fill) // UInt32(Self.stages)
         return (n, Int(UInt32(fill) - n * UInt32(Self.stages)))
 
@@ -77,7 +77,7 @@ struct Ring[stages: Int](TrivialRegisterPassable):
 
 @fieldwise_init
 struct RingStage(TrivialRegisterPassable):
-    """Where the copies of one fill go."""
+    """The target of the copies of one fill."""
 
     var index: Int
     var full: SharedBarriers
@@ -173,7 +173,7 @@ struct BlockSharedMemory[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegi
 
     @always_inline
     def buffers(self) -> Ring[Self.Map.BUFFERS]:
-        """Of weights and factors, from the keys' warpgroup to the values' (float8 caches only)."""
+        """Return the ring of weights and factors, from the keys' warpgroup to the values' (float8 caches only)."""
         return Ring[Self.Map.BUFFERS](
             self.at[SharedMemBarrier](Self.Map.BUFFERS_FULL), self.at[SharedMemBarrier](Self.Map.BUFFERS_EMPTY)
         )
@@ -185,7 +185,7 @@ struct BlockSharedMemory[kv_dtype: DType, head_dim: Int, heads: Int](TrivialRegi
 
     @always_inline
     def item(self) -> Pointer[SplitItem, MutUntrackedOrigin, address_space=AddressSpace.SHARED]:
-        """What the block serves."""
+        """Return the item that the block serves."""
         return self.at[SplitItem](Self.Map.ITEM)
 
     @always_inline

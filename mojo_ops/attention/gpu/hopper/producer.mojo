@@ -54,7 +54,7 @@ def produce[
 
 @always_inline
 def find_box(tiles: ItemTiles, tile: Int32, pages: RowPageTable, box: CopyBox, lane: Int32) -> TokenSlot:
-    """Where the tile's `lane`-th box lies; (0, 0) where the tile does not need it."""
+    """Return where the tile's `lane`-th box lies; (0, 0) where the tile does not need it."""
     if tile < tiles.count:
         if lane < tiles.valid_rows(tile).boxes(box):
             # The box's first token may lie before `begin`, in the same page: the row has that page.

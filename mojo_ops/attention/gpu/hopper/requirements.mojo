@@ -1,4 +1,4 @@
-"""What the Hopper kernel requires of a call: rules that `../dispatch.mojo` follows and `paged-kv doctor` prints."""
+"""Requirements of the Hopper kernel: rules that `../dispatch.mojo` follows and `paged-kv doctor` prints."""
 
 from std.sys import size_of
 from max.gpu.host import DeviceContext
@@ -12,11 +12,11 @@ from ..params import GpuAttentionParams
 from .tiles import CopyBox, MIN_BOX_BITS
 
 comptime ON_HOPPER = DeviceContext.default_device_info.compute == H100.compute
-"""Whether the program is compiled for a GPU that this kernel runs on."""
+"""True if the program is compiled for a GPU that this kernel runs on."""
 
 
 def hopper_takes(dtype: DType, kv_dtype: DType) -> Bool:
-    """Whether the kernel exists for such a query and cache: only then can it be instantiated."""
+    """Return whether the kernel exists for such a query and cache: only then can it be instantiated."""
     var is_16_bit = dtype == DType.bfloat16 or dtype == DType.float16
     return is_16_bit and (kv_dtype == dtype or is_float8(kv_dtype))
 

@@ -65,14 +65,14 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
 
     comptime WIDENED = size_of[Self.kv_dtype]() == 1
     comptime WARPGROUPS = 2 if Self.WIDENED else 1
-    """Of consumers: with a float8 cache one for the keys and one for the values."""
+    """Warpgroups of consumers: with a float8 cache one for the keys and one for the values."""
     comptime BUFFERS = Self.WARPGROUPS
-    """Of weights: with two warpgroups, the one that the other reads, and the one that is written meanwhile."""
+    """Buffers of weights: with two warpgroups, the one that the other reads, and the one that is written meanwhile."""
     comptime ATOMS = Self.head_dim // ATOM_ELEMENTS
     comptime GROUP_BYTES = Self.ATOMS * SWIZZLE_PERIOD_BYTES
-    """Of 8 tokens in a tile that the tensor cores read: the stride of its operands."""
+    """Bytes of 8 tokens in a tile that the tensor cores read: the stride of its operands."""
     comptime TILE_BYTES = WGMMA_TILE_TOKENS // 8 * Self.GROUP_BYTES
-    """Of a tile that the tensor cores read."""
+    """Bytes of a tile that the tensor cores read."""
     comptime STAGE_BYTES = WGMMA_TILE_TOKENS * Self.head_dim * size_of[Self.kv_dtype]()
 
     comptime BLOCKS_PER_SM = 1 if Self.head_dim > 128 and (Self.WIDENED or Self.heads > 8) else 2
@@ -81,7 +81,7 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     One where two widened tiles are too large for that, or the registers of 16 heads of 256 too many.
     """
     comptime KV_BYTES = 192 * 1024 // Self.BLOCKS_PER_SM
-    """Of the ring and the widened tiles: an SM needs some 100 KB in flight to hide the latency of its memory."""
+    """Bytes of the ring and the widened tiles: an SM needs some 100 KB in flight to hide the latency of its memory."""
 
     comptime WIDENED_KEYS = Self.STAGES * Self.STAGE_BYTES
     comptime WIDENED_VALUES = Self.WIDENED_KEYS + Self.TILE_BYTES
@@ -114,7 +114,7 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     @staticmethod
     @always_inline
     def box_offset(row: Int) -> Int:
-        """Where in a stage a box begins whose first token is the tile's `row`-th, a multiple of 8.
+        """Return where in a stage a box begins whose first token is the tile's `row`-th, a multiple of 8.
 
         A multiple of `SWIZZLE_PERIOD_BYTES` where the box is swizzled, of 128 bytes where it is float8.
         """
@@ -129,7 +129,7 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     @staticmethod
     @always_inline
     def widened_offset(token: Int, chunk: Int) -> Int:
-        """Where in a widened tile the 8 dims from `8 * chunk` on of a token go: the swizzle in software."""
+        """Return where in a widened tile the 8 dims from `8 * chunk` on of a token go: the swizzle in software."""
         comptime chunks = SWIZZLE_ROW_BYTES // CHUNK_BYTES
         return (
             (token // 8) * Self.GROUP_BYTES
@@ -143,13 +143,13 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     @staticmethod
     @always_inline
     def query_offset(head: Int, chunk: Int) -> Int:
-        """Where the 8 dims from `8 * chunk` on of a query head lie."""
+        """Return where the 8 dims from `8 * chunk` on of a query head lie."""
         return Self.QUERY + (chunk * Self.heads + head) * CHUNK_BYTES
 
     @staticmethod
     @always_inline
     def weight_offset(token: Int, head: Int, buffer: Int = 0) -> Int:
-        """Where the weight of a tile's token lies for a head."""
+        """Return where the weight of a tile's token lies for a head."""
         return (
             Self.WEIGHTS
             + buffer * Self.WEIGHTS_BYTES
@@ -160,13 +160,13 @@ struct SharedMemoryMap[kv_dtype: DType, head_dim: Int, heads: Int]:
     @staticmethod
     @always_inline
     def factor_offset(head: Int, buffer: Int) -> Int:
-        """Where the factor of a head's sums lies."""
+        """Return where the factor of a head's sums lies."""
         return Self.FACTORS + (buffer * Self.heads + head) * size_of[DType.float32]()
 
     @staticmethod
     @always_inline
     def exchange_offset(warp: Int, head: Int) -> Int:
-        """Where a warp leaves its share of a reduction over tokens."""
+        """Return where a warp leaves its share of a reduction over tokens."""
         return Self.EXCHANGE + (warp * Self.heads + head) * size_of[DType.float32]()
 
     # The operands of S^T = K Q^T (reduced over dims) and O^T = V^T P^T (reduced over tokens); K and V lie at `tile`.

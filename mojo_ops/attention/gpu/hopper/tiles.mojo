@@ -1,4 +1,4 @@
-"""How the tokens of one item become tiles in shared memory, and which boxes of pages are copied into a tile."""
+"""The tiles of one item's tokens in shared memory, and the boxes of pages that are copied into them."""
 
 comptime WGMMA_TILE_TOKENS = 64
 """Tokens in a tile: the rows of one wgmma."""
@@ -67,7 +67,7 @@ struct TileRows(TrivialRegisterPassable):
 
     @always_inline
     def boxes(self, box: CopyBox) -> Int32:
-        """How many of the tile's boxes, from the first on, hold these rows."""
+        """Return how many of the tile's boxes, from the first on, hold these rows."""
         return (self.end + box.slots() - 1) >> box.bits
 
     @always_inline

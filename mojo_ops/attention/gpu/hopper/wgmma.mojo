@@ -17,7 +17,7 @@ comptime SWIZZLE_PERIOD_BYTES = 8 * SWIZZLE_ROW_BYTES
 comptime CHUNK_BYTES = 16
 """The unit that a swizzle permutes, and a row of a core matrix."""
 comptime CORE_MATRIX_BYTES = 8 * CHUNK_BYTES
-"""Of an 8 x 8 matrix of 16-bit elements, the unit of an operand that is not swizzled."""
+"""Bytes of an 8 x 8 matrix of 16-bit elements, the unit of an operand that is not swizzled."""
 comptime CONSUMER_WARPS = 4
 comptime CONSUMER_THREADS = 32 * CONSUMER_WARPS
 """Threads of the one warpgroup that computes."""
