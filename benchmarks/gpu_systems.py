@@ -182,7 +182,7 @@ class MaxFlashAttention:
     @staticmethod
     def _partitions(point: Point) -> int:
         """The parts of a row of MAX's split: enough to fill the multiprocessors, each of 512 tokens or more. MAX's own
-        choice is a function in Mojo, which a host without a compiler cannot call.
+        choice is a function in Mojo, which a host without a compiler cannot call. Not yet run.
         """
         fill = torch.cuda.get_device_properties(0).multi_processor_count // (point.batch * point.kv_heads)
         return max(1, min(fill, point.length // 512, 32))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from max import driver
 from max.dtype import DType
+from max.graph import Module
 
 from benchmarks import gpu_graphs
 from benchmarks.gpu_bundle import models
@@ -72,7 +73,10 @@ def wanted(device: str) -> list[Wanted]:
 
     def step(name: str, step: StepGraph) -> Wanted:
         keys = step.keys(runtime.architecture)
-        build = lambda module, _: step.build(module, runtime.device)  # noqa: E731
+
+        def build(module: Module, _: Sequence[str]) -> None:
+            step.build(module, runtime.device)
+
         return Wanted(name, keys, lambda: compile_ahead(runtime.session, keys, build, None))
 
     if device == "cpu":  # the API tests compare with float32 on the CPU

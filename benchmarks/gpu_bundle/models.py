@@ -13,14 +13,13 @@ from max.dtype import DType
 
 from benchmarks.gpu_bundle.run import emit
 from paged_kv.bench.case_kinds import StepCase
-from paged_kv.bench.problems import llama_config
+from paged_kv.bench.ours import decoder_config
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.step import DEMO_DTYPE, StepGraph
-from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.rope import Rope
 
-LLAMA = StepCase("llama", "a Llama of 1.1 G parameters", context=0)
+LLAMA = StepCase("llama", "a Llama of 1.1 G parameters", context=0, tokens=16)
+"""Its logits are checked after 16 tokens."""
 
 
 def demo_step() -> StepGraph:
@@ -28,16 +27,9 @@ def demo_step() -> StepGraph:
     return StepGraph.of(load_config(FOLDER), DEMO_DTYPE)
 
 
-def llama_decoder() -> DecoderConfig:
-    """The configuration of `LLAMA`."""
-    sizes = llama_config(LLAMA)
-    rope = Rope(LLAMA.head_dim, sizes.pop("rope_theta"))
-    return DecoderConfig(**sizes, rope=rope, bos_token_id=None, eos_token_ids=())
-
-
 def llama_step() -> StepGraph:
     """That of `LLAMA`, in bfloat16."""
-    return StepGraph.of(llama_decoder(), DType[LLAMA.dtype])
+    return StepGraph.of(decoder_config(LLAMA), DType[LLAMA.dtype])
 
 
 def demo(device: str) -> str:
@@ -112,7 +104,9 @@ def llama(device: str) -> str:
     weights = {name: to_buffer(array) for name, array in problem.weights.items()}
     runtime = runtime_on(0 if device == "gpu" else None)
     dtype = DType[case.dtype]
-    model = DecoderModel(llama_decoder(), weights, dtype=dtype, num_pages=pages, page_size=page_size, runtime=runtime)
+    model = DecoderModel(
+        decoder_config(LLAMA), weights, dtype=dtype, num_pages=pages, page_size=page_size, runtime=runtime
+    )
     emit(check="llama", load_seconds=time.perf_counter() - began)
     tokens = problem.short()[0].tolist()
     found = model.step([tokens], [0], [[pages - 1]])

@@ -12,7 +12,7 @@ from ...isa.int8_dot import ByteVector, DOT_ROWS, SIGNED_AS_UNSIGNED
 from .tile import Raw, Unpacked, Words
 
 comptime SIGNED_OFFSET = 128 if SIGNED_AS_UNSIGNED else 0
-"""The number that signed weights are stored plus."""
+"""The offset that is added to signed weights when they are stored."""
 comptime LOW = Words(0x0F0F0F0F)
 comptime ALL = Words(0x80808080)
 

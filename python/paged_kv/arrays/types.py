@@ -30,7 +30,7 @@ class ShapedArray(SupportsDLPack, Protocol):
 
 
 class TorchDType(Protocol):
-    """The shape of a `torch.dtype`; torch is an optional dependency."""
+    """A `torch.dtype`, by its attributes; torch is an optional dependency."""
 
     @property
     def is_floating_point(self) -> bool: ...

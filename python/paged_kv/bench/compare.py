@@ -1,4 +1,4 @@
-"""Comparison: a run's rows held against those of an older file of results."""
+"""Compare a run's rows with those of an older file of results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Change:
     new: str
     factor: float | None
     lost: bool = False
-    """True if a figure, or a right result, is there no longer."""
+    """True if a figure or a correct result has been lost."""
 
     def verdict(self, tolerance: float) -> str:
         if self.lost:

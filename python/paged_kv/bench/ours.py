@@ -15,7 +15,7 @@ from max.dtype import DType
 from paged_kv import reference
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import to_buffer, to_numpy
-from paged_kv.bench.case_kinds import Case, ExpertCase, QuantisedCase
+from paged_kv.bench.case_kinds import Case, ExpertCase, QuantisedCase, StepCase
 from paged_kv.bench.peers.base import Peer, repeat
 from paged_kv.bench.problems import (
     AppendProblem,
@@ -30,6 +30,9 @@ from paged_kv.bench.problems import (
 )
 from paged_kv.graphs import ops
 from paged_kv.graphs.encodings import ENCODINGS
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.mixture import Experts
+from paged_kv.graphs.rope import Rope
 from paged_kv.options import CODE_DTYPES, AttentionOptions, stored_dtype, stored_head
 from paged_kv.runtime.host_calls import Weight, multiply
 from paged_kv.runtime.session import Runtime, default_runtime
@@ -302,44 +305,47 @@ class OursBfloat16Experts(OursExperts):
         return self._other.error(self.output())
 
 
+def decoder_config(case: StepCase) -> DecoderConfig:
+    """Return the configuration of the model of a step."""
+    sizes = llama_config(case)
+    rope = Rope(case.head_dim, sizes.pop("rope_theta"))
+    blocks_of = {name: case.encoding(name) for name, shape in case.shapes().items() if len(shape) > 1}
+    encodings = tuple((name, encoding) for name, encoding in blocks_of.items() if encoding is not None)
+    experts = None
+    if case.experts:
+        experts = Experts(
+            count=case.experts,
+            chosen=case.chosen,
+            inner=case.intermediate,
+            layers=(True,) * case.layers,
+            sums_to_one=True,
+            apart=True,
+        )
+    return DecoderConfig(
+        **sizes,
+        rope=rope,
+        qk_norm="head" if case.experts else None,
+        experts=experts,
+        bos_token_id=None,
+        eos_token_ids=(),
+        encodings=encodings,
+        float32_activations=bool(encodings),
+    )
+
+
 class OursStep(Ours):
     """`DecoderModel.step`: everything between a step's tokens and its logits, Python included."""
 
     def prepare(self, problem: StepProblem, copies: int) -> None:  # noqa: ARG002
         from paged_kv.engine.model import DecoderModel
-        from paged_kv.graphs.models.config import DecoderConfig
-        from paged_kv.graphs.models.mixture import Experts
-        from paged_kv.graphs.rope import Rope
 
         case = problem.case
-        sizes = llama_config(case)
-        rope = Rope(case.head_dim, sizes.pop("rope_theta"))
-        blocks_of = {name: case.encoding(name) for name, weight in problem.weights.items() if weight.ndim > 1}
-        encodings = tuple((name, encoding) for name, encoding in blocks_of.items() if encoding is not None)
-        experts = None
-        if case.experts:
-            experts = Experts(
-                count=case.experts,
-                chosen=case.chosen,
-                inner=case.intermediate,
-                layers=(True,) * case.layers,
-                sums_to_one=True,
-                apart=True,
-            )
-        config = DecoderConfig(
-            **sizes,
-            rope=rope,
-            qk_norm="head" if case.experts else None,
-            experts=experts,
-            bos_token_id=None,
-            eos_token_ids=(),
-            encodings=encodings,
-            float32_activations=bool(encodings),
-        )
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
         weights = {name: to_buffer(array) for name, array in problem.weights.items()}
         dtype, pages = DType[case.dtype], sum(owned)
-        self._model = DecoderModel(config, weights, dtype=dtype, num_pages=pages, page_size=case.page_size)
+        self._model = DecoderModel(
+            decoder_config(case), weights, dtype=dtype, num_pages=pages, page_size=case.page_size
+        )
         table = page_table(owned, np.random.default_rng(1))
         # [pages, 2, layers, page_size, Hk, D]
         blocks = bits(to_numpy(self._model._blocks))

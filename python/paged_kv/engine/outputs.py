@@ -1,4 +1,4 @@
-"""The way of a request's outputs from steps to whoever iterates over them."""
+"""Queues that carry a request's outputs from the engine's steps to its readers."""
 
 from __future__ import annotations
 

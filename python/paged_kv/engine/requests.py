@@ -111,7 +111,7 @@ class Request:
     ended: set[int] = field(default_factory=set)
     """The samples that have ended."""
     aborted: bool = False
-    """True if nobody waits for it any more."""
+    """True if its caller has cancelled it."""
     root: bytes | None = None
     """The root of the chains of its pages on disk (`disk_tier`); None where they are not kept there."""
     cached: int = 0

@@ -17,7 +17,7 @@ NO_ENGINE = "No engine runs, or could start: the operator's `serve status` says 
 
 @dataclass(frozen=True)
 class Ways:
-    """The ways to reach replicas, and the meaning of their ends."""
+    """Callbacks that reach replicas, and the errors that mean that one is gone."""
 
     start: Callable[[Job], AsyncGenerator[list[Piece], None]]
     running: Callable[[], Awaitable[int]]

@@ -146,7 +146,7 @@ class Replica:
                 wake.set()
 
     async def check_health(self) -> None:
-        """Answer Ray's question of every second. Where it raises three times in a row, the replica ends once its
+        """Answer Ray's health check, every second. Where it raises three times in a row, the replica ends once its
         streams have.
 
         Raises:

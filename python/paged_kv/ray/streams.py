@@ -40,7 +40,7 @@ class Stalled(PagedKVError):
 
 @dataclass
 class Clock:
-    """The patience of an ingress's streams."""
+    """The timeout of an ingress's streams."""
 
     seconds: float
     """For which nothing may come, not even that the engine goes on."""

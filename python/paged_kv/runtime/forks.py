@@ -15,7 +15,7 @@ from paged_kv.runtime.threads import pool_has_started
 
 
 class _Forks:
-    """Knowledge of this process about the forks that it descends from."""
+    """The forks that this process descends from."""
 
     def __init__(self) -> None:
         self._parent_has_threads = False

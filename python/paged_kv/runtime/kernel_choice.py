@@ -24,7 +24,7 @@ ARCHITECTURES = {
 
 
 def kernels_of(architecture: str) -> str:
-    """Return which attention kernels a GPU gets, in words; of an unknown one that nobody knows."""
+    """Return the attention kernels of a GPU, in words; for an unknown architecture, that it may not compile."""
     known = ARCHITECTURES.get(architecture)
     return known or f"gpu/generic, if it compiles: {architecture} is none of {', '.join(ARCHITECTURES)}"
 

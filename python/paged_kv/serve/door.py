@@ -309,7 +309,7 @@ def host_name(authority: str) -> str:
 
 
 def _is_own_address(name: str, server: tuple[str, int | None] | None) -> bool:
-    """Return whether a Host is the very address that the connection reached: no name, so nobody's DNS was asked."""
+    """Return whether a Host header is the IP address of the connection: unlike a name, DNS cannot rebind it."""
     try:
         return server is not None and ip_address(name) == ip_address(server[0])
     except ValueError:

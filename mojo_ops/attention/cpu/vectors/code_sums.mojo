@@ -29,7 +29,7 @@ comptime OFFSET_SUM = FACTOR + 4
 comptime GREATEST: Float32 = 16383
 """The greatest integer weight: its upper byte is signed, its lower one has 7 bits."""
 comptime LEAST_WEIGHT: Float32 = 2e-34
-"""The least greatest product of weight and scale below which all count as 0: a 16383rd of it is no normal float32."""
+"""If the greatest product of weight and scale is below this, all count as 0: its 16383rd is no normal float32."""
 
 
 def rounds_weights(q_dtype: DType, kv_dtype: DType) -> Bool:

@@ -14,7 +14,7 @@ from paged_kv.forms import JsonSchema
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
-"""Keys of a schema that says itself which other properties there may be."""
+"""Keywords by which a schema limits further properties itself."""
 
 
 @dataclass(frozen=True)
