@@ -126,6 +126,15 @@ def test_streams_follow_each_other(monkeypatch):
     assert log == ["77 of 5 waits for torch of 5", "torch of 5 waits for 77 of 5"]
 
 
+def test_overlaps_are_those_of_numpy():
+    """Neighbours that touch, interleaved columns, one element in common, arrays without elements."""
+    memory = torch.zeros(4, 6)
+    views = [memory[:2], memory[2:], memory[:, ::2], memory[:, 1::2], memory[1:3, 2:4], memory[0, :1], memory[:0]]
+    for a in views:
+        for b in views:
+            assert STAND_IN.overlap(a, b) == np.shares_memory(a.numpy(), b.numpy()), (a.shape, b.shape)
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_a_dtype_that_is_not_supported_is_refused_by_name():
     k = torch.zeros(9, 2, 16)
