@@ -46,10 +46,18 @@ class ServeCase:
 
 
 CONTEXTS = (512, 2048, 4096)
-CASES = tuple(ServeCase(model, batch, context) for model in MODELS for batch in (1, 8) for context in CONTEXTS)
-MAX_BATCH = 8
-MAX_LENGTH = 4608
-"""The longest request that the servers are started for; a multiple of MAX's page of 128 tokens."""
+CASES = (
+    *(ServeCase(model, batch, context) for model in MODELS for batch in (1, 8) for context in CONTEXTS),
+    ServeCase("large", 32, 512),
+)
+SIZES = ((8, 4608), (32, 1024))
+"""The requests at once and the longest one that servers are started for; a case is measured with the first that holds
+it. Lengths are multiples of MAX's page of 128 tokens."""
+
+
+def size_of(case: ServeCase) -> tuple[int, int]:
+    """The entry of SIZES that holds a case."""
+    return next(size for size in SIZES if case.batch <= size[0])
 
 
 @dataclass(frozen=True)

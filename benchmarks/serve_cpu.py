@@ -26,6 +26,7 @@ docs/performance.md and the picture.
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import sys
@@ -37,7 +38,7 @@ import click
 
 from benchmarks import serve_report
 from benchmarks.pages import CHECKOUT, update_page
-from benchmarks.serve_cases import CASES, MODELS, TOGETHER
+from benchmarks.serve_cases import CASES, MODELS, SIZES, TOGETHER, size_of
 from benchmarks.serve_checkpoint import write_checkpoint
 from benchmarks.serve_results import Row, merged, row_of
 from benchmarks.serve_run import Group
@@ -88,16 +89,17 @@ def serve_cpu(
         raise ContractError(f"--cases: {min(unknown)!r} is none of {', '.join(case.name for case in CASES)}")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{cpu_family()}.json"
-    for model, together in TOGETHER.items():
-        cases = [case for case in CASES if case.model == model and (not names or case.name in names)]
+    for model, size in itertools.product(TOGETHER, SIZES):
+        chosen = [case for case in CASES if case.model == model and (not names or case.name in names)]
+        cases = [case for case in chosen if size_of(case) == size]
         if not cases or not turns or (models and model not in models):
             continue
         checkpoint = write_checkpoint(MODELS[model], (folder or cache_folder() / "serve_cpu") / model)
-        for group, keys in together.items():
+        for group, keys in TOGETHER[model].items():
             if groups and group not in groups:
                 continue
             click.echo(f"{model}, {group}: starting {', '.join(keys)} ...", err=True)
-            with tempfile.TemporaryDirectory() as logs, Group(keys, checkpoint, Path(logs)) as alive:
+            with tempfile.TemporaryDirectory() as logs, Group(keys, checkpoint, Path(logs), size) as alive:
                 for case in cases:
                     row = row_of(case, group, alive.measure(case, turns), provenance())
                     write(path, [row], alive.versions)  # after every case: a run that is broken off is not in vain

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serve_cases import MAX_BATCH, MAX_LENGTH, MODELS, ServeCase, fresh_turns
+from benchmarks.serve_cases import MODELS, SIZES, ServeCase, fresh_turns
 from benchmarks.serve_checkpoint import Checkpoint
 from benchmarks.serve_client import WrongAnswer, decode_rate, first_token_seconds
 from benchmarks.servers import make_system
@@ -20,14 +20,23 @@ Prompts = list[list[int]]
 Figures = dict[str, dict[str, Any]]
 """By system: name, and turns of rate (tokens/s) and first (s, None where the prompts were not new), or a note."""
 WARM_UP = 192
-"""Tokens of the prompts that a server is warmed up with, one alone and then eight at once."""
+"""Tokens of the prompts that a server is warmed up with, one alone and then as many at once as it takes."""
 
 
 class Group:
-    """Systems that are alive together. Use it as a context: leaving it ends them all."""
+    """Systems that are alive together. Use it as a context: leaving it ends them all.
 
-    def __init__(self, keys: Sequence[str], checkpoint: Checkpoint, logs: Path) -> None:
-        self._keys, self._checkpoint, self._logs = keys, checkpoint, logs
+    Args:
+        keys: The systems, by their names in `servers.SYSTEMS`.
+        checkpoint: The model, as each of them reads it.
+        logs: A folder for what they say.
+        size: The requests at once and the longest one that they are started for.
+    """
+
+    def __init__(
+        self, keys: Sequence[str], checkpoint: Checkpoint, logs: Path, size: tuple[int, int] = SIZES[0]
+    ) -> None:
+        self._keys, self._checkpoint, self._logs, self._size = keys, checkpoint, logs, size
         self._alive: dict[str, System] = {}
         self._notes: dict[str, str] = {}
         self._names: dict[str, str] = {}
@@ -73,10 +82,10 @@ class Group:
         system = make_system(key)
         self._names[key] = system.name
         try:
-            system.start(self._checkpoint, MAX_BATCH, MAX_LENGTH, self._logs / f"{key}.log")
+            system.start(self._checkpoint, *self._size, self._logs / f"{key}.log")
             self._alive[key] = system
             self.versions[system.label] = system.version()
-            for batch in (1, MAX_BATCH):
+            for batch in (1, self._size[0]):
                 system.streams(self._prompts(self._checkpoint.model, batch, WARM_UP), 8)
             system.pause()
         except (NotMeasured, WrongAnswer, OSError) as error:

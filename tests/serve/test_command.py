@@ -138,9 +138,9 @@ def test_a_draft_with_other_tokens_is_refused(serve, tmp_path):
         serve("--demo", "--speculate", str(tmp_path / "none"))
 
 
-def test_the_cache_has_half_of_what_is_free_and_no_more_than_sixteen_requests_need(serve):
-    assert serve("--demo")[1].tokens == 16 * 4096
-    assert serve("--demo", "--max-length", "512")[1].tokens == 16 * 512
+def test_the_cache_has_half_of_what_is_free_and_no_more_than_all_requests_need(serve):
+    assert serve("--demo", "--max-running", "16")[1].tokens == 16 * 4096
+    assert serve("--demo", "--max-length", "512")[1].tokens == 64 * 512
     _, size = serve("--demo", "--memory-gb", "0.1")
     assert size.page_bytes * size.num_pages <= 1e8 < size.page_bytes * (size.num_pages + 1)
     assert serve("--demo", "--cache-dtype", "int4", "--memory-gb", "0.1")[1].num_pages > 5 * size.num_pages

@@ -19,8 +19,6 @@ from paged_kv.options import KVFormat
 
 SHARE = 0.5
 """The part of the memory left by the weights that the cache takes, unless it is told otherwise."""
-LONGEST_REQUESTS = 16
-"""The cache has room for so many of them at most, unless it is told otherwise."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -55,6 +53,7 @@ def plan_cache(
     pages: int | None = None,
     memory: int | None = None,
     max_length: int | None = None,
+    requests: int,
     free: int,
 ) -> CacheSize:
     """The cache of a model.
@@ -65,9 +64,10 @@ def plan_cache(
         kv_format: Of a cache of codes.
         page_size: Tokens in a page.
         pages: How many; by `memory` where None.
-        memory: Bytes of the cache; `SHARE` of what the weights leave of `free` where None, and no more than
-            `LONGEST_REQUESTS` need.
+        memory: Bytes of the cache; `SHARE` of what the weights leave of `free` where None, and no more than `requests`
+            of the longest length need.
         max_length: Tokens of the longest request; what the model knows and the pages hold where None.
+        requests: Those that are computed at once.
         free: Bytes of memory that this process may take.
 
     Raises:
@@ -85,7 +85,7 @@ def plan_cache(
         most = memory if memory is not None else int(SHARE * (free - weights))
         pages = most // page_bytes
         if memory is None:
-            pages = min(pages, LONGEST_REQUESTS * -(-longest // page_size))
+            pages = min(pages, requests * -(-longest // page_size))
     if pages < 1:
         raise ContractError(
             f"the weights take {weights} of the {free} bytes of memory that are free: too few are left for the cache,"

@@ -76,6 +76,7 @@ def plan(settings: Settings) -> Plan:
         pages=settings.pages,
         memory=None if settings.memory_gb is None else int(settings.memory_gb * 1e9),
         max_length=settings.max_length,
+        requests=settings.max_running,
         free=free_memory(),
     )
     disk = None if settings.kv_disk is None else DiskTier(settings.kv_disk, max(int(settings.kv_disk_gb * 1e9), 1))
