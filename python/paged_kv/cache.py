@@ -23,7 +23,8 @@ from paged_kv.arrays.host import as_indices, as_numpy, like, sample_array
 from paged_kv.arrays.types import ArrayDevice, DTypeLike, ShapedArray, SupportsDLPack
 from paged_kv.calls.append import new_cache
 from paged_kv.calls.kv_copy import Slots, read_rows, write_rows
-from paged_kv.calls.page_table import Indices, PageTable
+from paged_kv.calls.offsets import Indices
+from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
 from paged_kv.options import CODE_DTYPES, FORMATS, KVFormat, stored_elements
 
@@ -185,12 +186,12 @@ def append_kv(
     rows = [_converted(device, view, target, n) for view, n in ((keys, "keys_new"), (values, "values_new"))]
     start, count, size = int(lengths[sequence]), len(keys), cache.block_size
     blocks = _blocks(table[sequence], sequence, start // size, start + count, cache)
-    page_table = PageTable(np.array([0, len(blocks)], np.int32), blocks, np.array([size], np.int32), size)
-    pages, slots = page_table.slots(np.zeros(count, np.int32), np.arange(start, start + count, dtype=np.int32))
+    pages = Table.padded(blocks[None], np.array([start + count], np.int32), size)
+    slots = pages.slots(np.zeros(count, np.int32), np.arange(start, start + count, dtype=np.int32))
     written = slice(start // size, len(blocks)) if count else slice(0)
     _refuse_owned(table, sequence, written, blocks[written], "block_table")
     copies = [device.clone(pool) for pool in pools]
-    write_rows(device, rows[0], rows[1], copies[0], copies[1], Slots(pages, slots))
+    write_rows(device, rows[0], rows[1], copies[0], copies[1], Slots(*slots))
     grown = [device.like(pool, copy) for pool, copy in zip((cache.key_pool, cache.value_pool), copies, strict=True)]
     longer = as_numpy(cache.seq_lengths, "seq_lengths").copy()
     longer[sequence] += count
@@ -213,8 +214,8 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
     table, lengths, sequence = _checked_table(cache, sequence_idx)
     length = int(lengths[sequence])
     blocks = _blocks(table[sequence], sequence, 0, length, cache)
-    row = blocks.view(np.uint32)[None]
-    keys, values = read_rows(device, *pools, row, lengths[sequence : sequence + 1], cache.kv_format)
+    pages = Table.padded(blocks[None], lengths[sequence : sequence + 1], cache.block_size)
+    keys, values = read_rows(device, *pools, pages, cache.kv_format)
     return device.like(cache.key_pool, keys), device.like(cache.value_pool, values), length
 
 

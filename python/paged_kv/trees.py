@@ -20,7 +20,7 @@ import numpy.typing as npt
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.types import ArrayDevice, ArrayT, SupportsDLPack
-from paged_kv.calls.page_table import check_count, check_offsets
+from paged_kv.calls.offsets import check_count, check_offsets
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 
 Indices = npt.NDArray[np.int32]

@@ -19,8 +19,8 @@ from paged_kv.arrays.streams import Streams
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv, init_paged_kv_cache
 from paged_kv.calls.buffers import FixedBuffers
-from paged_kv.calls.page_table import PageTable
 from paged_kv.calls.rows import DecodeBatch
+from paged_kv.calls.table import Table
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError, ToolchainError
 from paged_kv.flashinfer import decode
@@ -96,12 +96,12 @@ def test_buffers_on_a_gpu_are_written_by_plan_and_not_read(monkeypatch):
     fixed = FixedBuffers([decode._BUFFERS], buffers, "the page table lives")
     with pytest.raises(ContractError, match="nothing is planned"):
         fixed.read()
-    table = PageTable.of(np.array([0, 2, 3]), np.array([9, 1, 4]), np.array([2, 4]), 4)
+    table = Table.csr(np.array([0, 2, 3]), np.array([9, 1, 4]), np.array([2, 4]), 4)
     fixed.fill(DecodeBatch(table, 1))
     assert [buffer.tolist() for buffer in buffers] == [[0, 2, 3], [9, 1, 4, -7, -7], [2, 4]]
     buffers[0].zero_()
     assert fixed.read().lengths.tolist() == [6, 4]
-    too_long = PageTable.of(np.array([0, 2, 6]), np.arange(6), np.array([2, 4]), 4)
+    too_long = Table.csr(np.array([0, 2, 6]), np.arange(6), np.array([2, 4]), 4)
     with pytest.raises(ShapeError, match="6 page ids, paged_kv_indices_buffer holds 5"):
         fixed.fill(DecodeBatch(too_long, 1))
     assert fixed.read().lengths.tolist() == [6, 4]

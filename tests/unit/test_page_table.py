@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_kv.arrays.host import as_numpy
-from paged_kv.calls.page_table import DENSE_NAMES, KV_NAMES, PageTable
+from paged_kv.calls.table import DENSE_NAMES, KV_NAMES, Table
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
 from paged_kv.options import NO_PAGE
 from paged_kv.page import get_batch_indices_positions, get_seq_lens
@@ -18,8 +18,8 @@ from support.kinds import INDEX_KINDS, kind_of, make
 from support.properties import examples
 
 
-def table(indptr, indices, last_page_len, page_size=4, names=KV_NAMES) -> PageTable:
-    return PageTable.of(*(np.array(x, np.int32) for x in (indptr, indices, last_page_len)), page_size, names)
+def table(indptr, indices, last_page_len, page_size=4, names=KV_NAMES) -> Table:
+    return Table.csr(*(np.array(x, np.int32) for x in (indptr, indices, last_page_len)), page_size, names)
 
 
 def test_lengths_and_dense_table():
@@ -28,15 +28,15 @@ def test_lengths_and_dense_table():
     assert table([0, 0], [], [4]).lengths.tolist() == [0]  # the last page of a request without pages does not count
     assert it.lengths.dtype == np.int32
     assert it.num_pages.tolist() == [2, 0, 1]
-    assert it.dense().tolist() == [[5, 3], [NO_PAGE, NO_PAGE], [9, NO_PAGE]]
-    assert it.dense().dtype == np.uint32
+    assert it.lookup_table.tolist() == [[5, 3], [NO_PAGE, NO_PAGE], [9, NO_PAGE]]
+    assert it.lookup_table.dtype == np.uint32
     assert NO_PAGE == UNUSED_PAGE
-    it.check_pages(10)
+    it.check(10)
 
 
 def test_the_dense_table_is_a_copy():
     indices = np.arange(4, dtype=np.int32)
-    dense = PageTable(np.array([0, 2, 4], np.int32), indices, np.ones(2, np.int32), 4).dense()
+    dense = Table.csr(np.array([0, 2, 4], np.int32), indices, np.ones(2, np.int32), 4).lookup_table
     indices[:] = 9
     assert dense.tolist() == [[0, 1], [2, 3]]
 
@@ -72,18 +72,18 @@ def test_inconsistent_tables_are_refused(indptr, indices, last, size, error, sai
 def test_a_page_outside_the_pool_is_named(page, said):
     it = table([0, 2, 2, 4], [0, 1, 9, page], [1, 0, 4])
     with pytest.raises(PageTableError, match=rf"kv_indices: request 2, slot 1 holds page id {said}, .*\[0, 10\)"):
-        it.check_pages(10)
+        it.check(10)
 
 
 def test_dense_tables_end_at_the_first_minus_one():
     entries = np.array([[4, 2, 7], [-1, -1, -1], [1, -1, -1]], np.int32)
     for page_table in (entries, entries.view(np.uint32), entries.astype(np.int64)):
-        it = PageTable.from_dense(page_table, np.array([0, 3, 4]), 4)
+        it = Table.dense(page_table, np.array([0, 3, 4]), 4)
         assert it.lengths.tolist() == [8, 0, 4]
         assert it.names == DENSE_NAMES
-        it.check_pages(8)
+        it.check(8)
         with pytest.raises(PageTableError, match="page_table: request 0, slot 2 holds page id 7"):
-            it.check_pages(7)
+            it.check(7)
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_dense_tables_end_at_the_first_minus_one():
 )
 def test_inconsistent_dense_tables_are_refused(page_table, last, error, said):
     with pytest.raises(error, match=said):
-        PageTable.from_dense(page_table, np.array(last), 4)
+        Table.dense(page_table, np.array(last), 4)
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[PageTable, list[list[int]]]:
+def tables(draw: st.DrawFn) -> tuple[Table, list[list[int]]]:
     """A table, and the pages of each request as a list."""
     # Wide rows are copied in another way than narrow ones.
     counts = draw(st.lists(st.integers(0, draw(st.sampled_from([3, 150]))), max_size=6))
@@ -114,7 +114,7 @@ def tables(draw: st.DrawFn) -> tuple[PageTable, list[list[int]]]:
     last = [draw(st.integers(1, page_size)) if count else draw(st.integers(0, page_size)) for count in counts]
     indptr = np.concatenate([[0], np.cumsum(counts)])
     dtype = draw(st.sampled_from([np.int32, np.int64]))
-    it = PageTable.of(indptr.astype(dtype), np.array(ids + unused, dtype), np.array(last, dtype), page_size)
+    it = Table.csr(indptr.astype(dtype), np.array(ids + unused, dtype), np.array(last, dtype), page_size)
     return it, [ids[begin:end] for begin, end in pairwise(indptr)]
 
 
@@ -122,14 +122,14 @@ def tables(draw: st.DrawFn) -> tuple[PageTable, list[list[int]]]:
 @given(tables())
 def test_round_trip_between_the_two_tables(drawn):
     it, pages = drawn
-    it.check_pages(1000)
-    dense = it.dense()
+    it.check(1000)
+    dense = it.lookup_table
     assert [[page for page in row if page != NO_PAGE] for row in dense.tolist()] == pages
-    back = PageTable.from_dense(dense, it.last_page_len, it.page_size)
-    assert back.indptr.tolist() == it.indptr.tolist()
-    assert back.indices.tolist() == it.used_indices.tolist()
+    back = Table.dense(dense, it.arrays[2], it.page_size)
+    assert back.num_pages.tolist() == it.num_pages.tolist()
+    assert back.used.tolist() == it.used.tolist()
     assert back.lengths.tolist() == it.lengths.tolist()
-    for length, owned, last in zip(it.lengths.tolist(), pages, it.last_page_len.tolist(), strict=True):
+    for length, owned, last in zip(it.lengths.tolist(), pages, it.arrays[2].tolist(), strict=True):
         assert length == ((len(owned) - 1) * it.page_size + last if owned else 0)
 
 

@@ -19,10 +19,9 @@ from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_apart
 from paged_kv.arrays.types import ArrayDevice, Shape, namespace
 from paged_kv.arrays.versions import mark_written
-from paged_kv.calls.device_page_table import DevicePageTable
 from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots, prepare, write_rows
-from paged_kv.calls.page_table import KV_NAMES, PageTable
+from paged_kv.calls.table import KV_NAMES, Table
 from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.options import FORMATS, Q_DTYPES, stored_dtype, stored_elements, stored_head
 
@@ -153,19 +152,12 @@ class CsrArguments:
 
     def slots_of_last(self, cache: WritableCache, append_indptr: Any, num_rows: int) -> Slots:
         """Return the slots of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
-        device = self._device(append_indptr=append_indptr)
-        table = self._table(device, cache)
+        device = devices.device_of(append_indptr=append_indptr, **self._arrays)
+        arrays = self.kv_indptr, self.kv_indices, self.kv_last_page_len
+        table = Table.csr(*arrays, cache.page_size, KV_NAMES, device)
         offsets = device.indices(append_indptr, "append_indptr")
         batch, at = table.last_tokens(offsets, num_rows, ("append_indptr", "kv_last_page_len"))
         return Slots(*table.slots(batch, at, cache.num_pages))
-
-    def _device(self, **indices: Any) -> ArrayDevice:
-        """Return where the table and `indices` lie: all of them on the host, or on a GPU."""
-        return devices.device_of(**indices, **self._arrays)
-
-    def _table(self, device: ArrayDevice, cache: WritableCache) -> PageTable | DevicePageTable:
-        arrays = self.kv_indptr, self.kv_indices, self.kv_last_page_len
-        return csr_table(device, *arrays, cache.page_size, KV_NAMES)
 
     @property
     def _arrays(self) -> dict[str, Any]:
@@ -186,46 +178,21 @@ def _slots_on(
     """`CsrArguments.slots_at` of a cache of `num_pages` pages, for `num_rows` rows."""
     names = ("batch_indices", "positions")
     batch, at = (device.indices(a, n) for a, n in zip((batch_indices, positions), names, strict=True))
-    pages = csr_table(device, kv_indptr, kv_indices, kv_last_page_len, page_size, KV_NAMES)
+    table = Table.csr(kv_indptr, kv_indices, kv_last_page_len, page_size, KV_NAMES, device)
     for indices, name in zip((batch, at), names, strict=True):
         if len(indices) != num_rows:
             raise ShapeError(f"{name} has {len(indices)} entries, there are {num_rows} rows to append")
-    return Slots(*pages.slots(batch, at, num_pages))
+    return Slots(*table.slots(batch, at, num_pages))
 
 
 _slots = Kept(partial(_slots_on, HOST))
 """A model appends to each of its layers with the same indices."""
 
 
-def csr_table(
-    device: ArrayDevice, indptr: Any, indices: Any, last_page_len: Any, page_size: int, names: tuple[str, str, str]
-) -> PageTable | DevicePageTable:
-    """The page table of three index arrays, checked where their values can be read."""
-    if device.readable:
-        return PageTable.of(indptr, indices, last_page_len, page_size, names)
-    return DevicePageTable.of(device, indptr, indices, last_page_len, page_size, names)
-
-
-def csr_lengths(device: ArrayDevice, indptr: Any, last_page_len: Any, page_size: int) -> Any:
-    """`[B]`, tokens of each request of a page table whose page ids do not matter."""
-    if device.readable:
-        return PageTable.of_lengths(indptr, last_page_len, page_size, KV_NAMES).lengths
-    return DevicePageTable.of(device, indptr, indptr, last_page_len, page_size, KV_NAMES).lengths
-
-
-def dense_table(
-    device: ArrayDevice, page_table: Any, last_page_len: Any, page_size: int
-) -> PageTable | DevicePageTable:
-    """The page table `[B, max_pages]`, checked where its values can be read."""
-    if device.readable:
-        return PageTable.from_dense(page_table, last_page_len, page_size)
-    return DevicePageTable.from_dense(device, page_table, last_page_len, page_size)
-
-
 def slots_after_last(cache: WritableCache, page_table: Any, last_page_len: Any, num_rows: int) -> Slots:
     """Return the slots of one row a request of a dense page table: the slot after its last token."""
     device = devices.device_of(page_table=page_table, last_page_len=last_page_len)
-    table = dense_table(device, page_table, last_page_len, cache.page_size)
+    table = Table.dense(page_table, last_page_len, cache.page_size, device=device)
     if num_rows != table.batch_size:
         raise ShapeError(f"k has {num_rows} rows, page_table has {table.batch_size} requests")
     xp, lengths = namespace(table.lengths), table.lengths

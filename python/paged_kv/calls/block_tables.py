@@ -1,4 +1,4 @@
-"""Page tables with a row a request, padded, as FlashInfer's `block_tables` and `seq_lens` have them.
+"""The arguments `block_tables` and `seq_lens` of FlashInfer: a dense page table, padded, and tokens of each request.
 
 Letters in shapes: B requests, n the most pages of a request. Arrays lie on the host.
 """
@@ -9,82 +9,35 @@ from typing import Any
 
 import numpy as np
 
-from paged_kv.arguments import LARGEST_INDEX, integer
+from paged_kv.arguments import LARGEST_INDEX
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_indices, as_numpy
-from paged_kv.calls.page_table import Indices, PageTable
-from paged_kv.calls.rows import LookupTable
+from paged_kv.calls.offsets import Indices
 from paged_kv.errors import ContractError, PageTableError, ShapeError
 
 _WHY_HOST = "the page table is checked on the host"
 
 
-def check_same_table(table: PageTable, block_tables: Any, seq_lens: Any) -> None:
-    """Refuses a dense table, or lengths, that say something else than a checked page table; None says nothing.
-
-    Raises:
-        ContractTypeError, ShapeError: it is no array `[B, n]`, or `[B]`, of integers on the host.
-        PageTableError: another page or another length; the message names the request.
-    """
-    batch = table.batch_size
-    if seq_lens is not None:
-        lengths = _lengths(seq_lens, batch)
-        differs = lengths != table.lengths
-        if differs.any():
-            b = int(differs.argmax())
-            raise PageTableError(f"seq_lens: request {b} has {lengths[b]} tokens, {table.lengths[b]} by its pages")
-    if block_tables is not None:
-        entries = block_entries(block_tables, batch)
-        counts = table.num_pages
-        if entries.shape[1] < counts.max(initial=0):
-            b = int(counts.argmax())
-            raise ShapeError(f"block_tables: {entries.shape[1]} entries a request, request {b} has {counts[b]} pages")
-        used = np.arange(entries.shape[1]) < counts[:, None]
-        request, slot = np.nonzero(used)
-        differs = entries[request, slot] != table.used_indices
-        if differs.any():
-            i = int(differs.argmax())
-            found = f"request {request[i]}, slot {slot[i]} holds page id {entries[request[i], slot[i]]}"
-            raise PageTableError(f"block_tables: {found}, indices has {table.used_indices[i]}")
-
-
-def lookup_table_of(entries: Indices, lengths: Indices, page_size: int) -> LookupTable:
-    """The pages of each request: the first `ceil(lengths[b] / page_size)` entries of row b; the rest may be anything.
-
-    Args:
-        entries: `[B, n]`, `block_entries`; copied.
-        lengths: `[B]`, not negative.
-        page_size: Tokens of a page.
-
-    Raises:
-        ContractError: page_size is over 2^31 - 1.
-        PageTableError: a request has more tokens than its entries hold.
-    """
-    counts = -(-lengths // np.int32(integer("page_size", page_size, 1, LARGEST_INDEX)))
-    if counts.max(initial=0) > entries.shape[1]:
-        b = int(counts.argmax())
-        raise PageTableError(
-            f"seq_lens: request {b} has {lengths[b]} tokens, over its {entries.shape[1]} block_tables entries of"
-            f" {page_size}"
-        )
-    pages = entries.view(np.uint32).copy()
-    used = pages[np.arange(pages.shape[1]) < counts[:, None]]
-    return LookupTable(pages, counts, page_size, int(used.max()) if len(used) else -1, "block_tables")
-
-
-def block_entries(block_tables: Any, batch: int) -> Indices:
-    """`block_tables` as int32 `[B, n]`; uint32's 0xFFFFFFFF, which pads, becomes -1.
+def dense_entries(table: Any, name: str) -> Indices:
+    """The page ids `[B, n]` as int32; uint32's 0xFFFFFFFF, which pads, becomes -1.
 
     Raises:
         ContractTypeError, ShapeError, PageTableError: it is no array `[B, n]` of integers that fit in int32.
     """
-    devices.require_host(block_tables, "block_tables", _WHY_HOST)
-    entries = as_numpy(block_tables, "block_tables")
-    if entries.dtype == np.uint32:
-        entries = entries.view(np.int32)
-    entries = as_indices(entries, "block_tables", 2)
+    entries = as_numpy(table, name)
+    return as_indices(entries.view(np.int32) if entries.dtype == np.uint32 else entries, name, 2)
+
+
+def block_entries(block_tables: Any, batch: int, name: str = "block_tables") -> Indices:
+    """`dense_entries` of B = `batch` requests on the host.
+
+    Raises:
+        ContractTypeError, ShapeError, PageTableError: as said.
+    """
+    devices.require_host(block_tables, name, _WHY_HOST)
+    entries = dense_entries(block_tables, name)
     if len(entries) != batch:
-        raise ShapeError(f"block_tables: shape {list(entries.shape)}, expected a row for each of {batch} requests")
+        raise ShapeError(f"{name}: shape {list(entries.shape)}, expected a row for each of {batch} requests")
     return entries
 
 
@@ -114,27 +67,24 @@ def one_table(block_tables: Any, lengths: Indices, page_size: int) -> tuple[Indi
     return (of_k, 0, shift) if shift >= 0 else (of_v, -shift, 0)
 
 
-def checked_lengths(seq_lens: Any, batch: int, max_seq_len: int) -> Indices:
-    """`seq_lens` as int32 `[B]`.
+def checked_lengths(
+    seq_lens: Any, batch: int | None = None, max_seq_len: int = LARGEST_INDEX, name: str = "seq_lens"
+) -> Indices:
+    """`seq_lens` as int32 `[B]`, of `batch` requests where that is not None.
 
     Raises:
         ContractTypeError, ShapeError: it is no array `[B]` of integers on the host.
         PageTableError: a length is negative.
         ContractError: a length is over `max_seq_len`.
     """
-    lengths = _lengths(seq_lens, batch)
-    if lengths.max(initial=0) > max_seq_len:
-        b = int(lengths.argmax())
-        raise ContractError(f"max_seq_len is {max_seq_len}, request {b} has {lengths[b]} tokens (seq_lens)")
-    return lengths
-
-
-def _lengths(seq_lens: Any, batch: int) -> Indices:
-    devices.require_host(seq_lens, "seq_lens", _WHY_HOST)
-    lengths = as_indices(seq_lens, "seq_lens")
-    if len(lengths) != batch:
-        raise ShapeError(f"seq_lens: shape {list(lengths.shape)}, expected [B] = [{batch}]")
+    devices.require_host(seq_lens, name, _WHY_HOST)
+    lengths = as_indices(seq_lens, name)
+    if batch is not None and len(lengths) != batch:
+        raise ShapeError(f"{name}: shape {list(lengths.shape)}, expected [B] = [{batch}]")
     if lengths.min(initial=0) < 0:
         b = int(lengths.argmin())
-        raise PageTableError(f"seq_lens: request {b} has {lengths[b]} tokens")
+        raise PageTableError(f"{name}: request {b} has {lengths[b]} tokens")
+    if lengths.max(initial=0) > max_seq_len:
+        b = int(lengths.argmax())
+        raise ContractError(f"max_seq_len is {max_seq_len}, request {b} has {lengths[b]} tokens ({name})")
     return lengths

@@ -12,8 +12,9 @@ import numpy as np
 from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_indices, as_numpy
-from paged_kv.calls.page_table import Indices, check_offsets
-from paged_kv.calls.rows import LookupTable, RowMasks, Rows, check_new_tokens
+from paged_kv.calls.offsets import Indices, check_offsets, offsets_of
+from paged_kv.calls.rows import RowMasks, Rows, check_new_tokens
+from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 
@@ -50,12 +51,11 @@ def draft_counts(num_rows: int, q_len_per_req: Any, max_q_len: Any, cum_seq_lens
     return counts, len(counts)
 
 
-def draft_rows(table: LookupTable, lengths: Indices, counts: Indices, mask: Any) -> Rows:
+def draft_rows(table: Table, counts: Indices, mask: Any) -> Rows:
     """The last `counts[b]` tokens of each request as rows.
 
     Args:
-        table: The pages of each request.
-        lengths: `[B]` tokens, the new ones included.
+        table: The pages and tokens of each request, the new ones included.
         counts: `[B]` rows.
         mask: None, where each row sees the tokens up to itself; or which of its request's new tokens a row sees, in
             bits: `[B, c, words]` uint16 where all counts are c, or `[R, words]`.
@@ -64,10 +64,11 @@ def draft_rows(table: LookupTable, lengths: Indices, counts: Indices, mask: Any)
         PageTableError: as `check_new_tokens`.
         ContractTypeError, ShapeError: the mask is no array of this dtype and shape on the host.
     """
+    lengths = table.lengths
     check_new_tokens(lengths, counts)
     batch = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     firsts = np.maximum(lengths - counts, 0)[batch]  # [R], the new tokens' first position
-    within = np.arange(len(batch), dtype=np.int32) - (np.cumsum(counts, dtype=np.int32) - counts)[batch]
+    within = np.arange(len(batch)) - offsets_of(counts)[batch]
     seen = np.where(lengths[batch] > 0, firsts + within + 1, 0).astype(np.int32)
     if mask is None:
         return Rows(table, batch, seen)

@@ -2,7 +2,7 @@
 
 Rows of floats into a cache of codes (int8, or int4 in arrays of uint8) are quantised instead.
 
-What is passed here was checked (`calls.page_table`); views go in and come out (`arrays`). On a GPU a copy is enqueued
+What is passed here was checked (`calls.table`); views go in and come out (`arrays`). On a GPU a copy is enqueued
 in the order of torch's current stream, and not waited for.
 """
 
@@ -16,12 +16,13 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from max.dtype import DType
 
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.dtypes import DTYPES, max_dtype
 from paged_kv.arrays.types import ArrayDevice, Operand, namespace
+from paged_kv.calls.offsets import offsets_of
+from paged_kv.calls.table import Table
 from paged_kv.options import KVFormat, stored_elements
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
@@ -94,14 +95,11 @@ def read_rows(
     device: ArrayDevice,
     k_view: Any,
     v_view: Any,
-    lookup_table: npt.NDArray[np.uint32],
-    lengths: npt.NDArray[np.int32],
+    table: Table,
     kv_format: KVFormat | None = None,
 ) -> tuple[Any, Any]:
-    """The first `lengths[b]` tokens of every request, K and V `[sum(lengths), Hk, D]` in fresh memory of the device: in
-    the cache's dtype, or of codes, where `kv_format` names them, the numbers that they stand for, float32.
-
-    `lookup_table` `[B, max_pages]` and `lengths` `[B]` lie on the host.
+    """The tokens of every request, K and V `[N, Hk, D]` in fresh memory of the device: in the cache's dtype, or of
+    codes, where `kv_format` names them, the numbers that they stand for, float32. The table lies on the host.
 
     Raises:
         ShapeError: no head of such codes is stored in so many bytes.
@@ -109,17 +107,17 @@ def read_rows(
     kept, stored = k_view.dtype, device.dtype(k_view)
     dtype = stored if kv_format is None else DTYPES["float32"]
     head_dim = stored_elements(kv_format or "", k_view.shape[3])
-    shape = (int(lengths.sum()), k_view.shape[2], head_dim)
+    indptr = offsets_of(table.lengths).astype(np.int32)
+    shape = (int(indptr[-1]), k_view.shape[2], head_dim)
     if 0 in shape:
         return device.full(shape, 0, dtype), device.full(shape, 0, dtype)
     variant = _variant("gather", dtype, stored)
     if kv_format is None:
         k_view, v_view = _bits(k_view), _bits(v_view)
         shape = (*shape[:2], k_view.shape[3])
-    indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     with device.ordered():
         operands = [device.buffer(indptr), device.buffer(device.full(shape, 0, np.int8))]
-        found = _execute(device, variant, operands, k_view, v_view, device.buffer(lookup_table))
+        found = _execute(device, variant, operands, k_view, v_view, device.buffer(table.lookup_table))
     k, v = map(device.take, found)
     return (k.view(kept), v.view(kept)) if kv_format is None else (k, v)
 

@@ -7,8 +7,7 @@ rotary part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,15 @@ from paged_kv.arrays.dtypes import max_dtype
 from paged_kv.arrays.host import as_indices
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.attend import checked_sinks
-from paged_kv.calls.block_tables import block_entries, lookup_table_of
+from paged_kv.calls.block_tables import checked_lengths
 from paged_kv.calls.buffers import FixedBuffers
-from paged_kv.calls.page_table import Indices
+from paged_kv.calls.offsets import Indices, offsets_of
 from paged_kv.calls.plan import check_array, check_dtype, check_pair, widened
-from paged_kv.calls.ragged import WHY_HOST, RaggedBatch, page_table_of_lengths
+from paged_kv.calls.ragged import WHY_HOST, RaggedBatch
 from paged_kv.calls.results import NOT_WRITTEN, Results
-from paged_kv.calls.rows import LookupTable, Rows
-from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
+from paged_kv.calls.rows import Rows
+from paged_kv.calls.table import Table
+from paged_kv.errors import ContractTypeError, ShapeError
 from paged_kv.options import KV_DTYPES, Q_DTYPES, LatentOptions, check_head_dim
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
@@ -35,66 +35,31 @@ from paged_kv.runtime.variants import Variant
 NAMES = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
-@dataclass(frozen=True, eq=False)
-class LatentBatch:
-    """The requests as `plan` is given them. The arrays may be views of the caller's."""
-
-    qo_indptr: Indices
-    """`[B + 1]`: request b's rows are `qo_indptr[b]` to `qo_indptr[b + 1]`, its last tokens."""
-    kv_indptr: Indices
-    """`[B + 1]`"""
-    kv_indices: Indices
-    """`[kv_indptr[B]]` or longer"""
-    kv_len_arr: Indices
-    """`[B]`, tokens of each request: no more than its pages hold."""
-    page_size: int
-    causal: bool
+class LatentBatch(RaggedBatch):
+    """The requests as `plan` is given them; any number of rows will do in the user's buffers."""
 
     @staticmethod
     def of(arrays: Sequence[Any], page_size: int, causal: bool) -> LatentBatch:
-        """Four index arrays of any kind on the host, in the order of `NAMES`; `rows` checks how they fit each other.
+        """The checked requests of four index arrays of any kind on the host, in the order of `NAMES`.
 
         Raises:
-            ContractTypeError, ShapeError: an array is none `[n]` of integers on the host.
+            ContractTypeError, ShapeError, PageTableError, ContractError: as `Table.of_lengths` and `RaggedBatch`.
         """
         found = []
         for name, array in zip(NAMES, arrays, strict=True):
             devices.require_host(array, name, WHY_HOST)
             found.append(as_indices(array, name))
+        qo_indptr, indptr, indices, lengths = found
         # Only so many offsets count as there are requests.
-        return LatentBatch(found[0], found[1][: len(found[3]) + 1], found[2], found[3], page_size, causal)
+        table = Table.of_lengths(indptr[: len(lengths) + 1], indices, lengths, page_size)
+        return LatentBatch(qo_indptr, table, None, causal)
 
-    @cached_property
-    def rows(self) -> Rows:
-        """The rows and pages as the op takes them.
-
-        Raises:
-            ShapeError, PageTableError, ContractError: the arrays do not fit each other.
-        """
-        table = page_table_of_lengths(self.kv_indptr, self.kv_indices, self.kv_len_arr, self.page_size)
-        rows = RaggedBatch(self.qo_indptr, table, None, self.causal).requests().rows
-        return replace(rows, table=replace(rows.table, name="kv_indices"))
-
-    def arrays(self) -> tuple[Indices, ...]:
-        """In the order of `NAMES`, no longer than they count."""
-        used = self.kv_indices[: int(self.kv_indptr[-1])]
-        return self.qo_indptr, self.kv_indptr, used, self.kv_len_arr
-
-    def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> LatentBatch:
-        """The plan with other arrays, whose names are `NAMES`; `requests` checks how they fit each other."""
-        del names
-        return LatentBatch.of(arrays, self.page_size, self.causal)
-
-    def fixed(self) -> int:
-        """Nothing beside the batch."""
-        return 0
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """In the order of `NAMES`."""
+        return self.qo_indptr, *self.table.arrays
 
     def check_fixed(self, fixed: int) -> None:
         """Any number of rows will do."""
-
-    def requests(self) -> Rows:
-        """`rows`."""
-        return self.rows
 
 
 def rows_of_dense(kv_len: Any, page_table: Any, page_size: int) -> Rows:
@@ -104,25 +69,14 @@ def rows_of_dense(kv_len: Any, page_table: Any, page_size: int) -> Rows:
         ContractTypeError, ShapeError, PageTableError: an array is not as said, or a length is negative or more than the
             pages hold.
     """
-    lengths, table = _dense(kv_len, "kv_len", page_table, page_size)
-    return Rows(table, np.arange(len(lengths), dtype=np.int32), lengths)
+    lengths = checked_lengths(kv_len, name="kv_len")
+    return Rows.of_decode(Table.padded(page_table, lengths, page_size, ("page_table", "page_table", "kv_len")))
 
 
 def csr_of_dense(seq_lens: Any, block_tables: Any, page_size: int) -> tuple[Indices, Indices, Indices]:
     """`kv_indptr`, `kv_indices` and `kv_len_arr` of lengths `[B]` and a page table `[B, n]`; raises as above."""
-    lengths, table = _dense(seq_lens, "seq_lens", block_tables, page_size)
-    used = np.arange(table.entries.shape[1]) < table.num_pages[:, None]
-    indptr = np.concatenate([[0], np.cumsum(table.num_pages)]).astype(np.int32)
-    return indptr, table.entries[used].view(np.int32), lengths
-
-
-def _dense(lengths: Any, name: str, page_table: Any, page_size: int) -> tuple[Indices, LookupTable]:
-    devices.require_host(lengths, name, WHY_HOST)
-    found = as_indices(lengths, name).copy()
-    if found.min(initial=0) < 0:
-        b = int(found.argmin())
-        raise PageTableError(f"{name}: request {b} has {found[b]} tokens")
-    return found, lookup_table_of(block_entries(page_table, len(found)), found, page_size)
+    table = Table.padded(block_tables, checked_lengths(seq_lens), page_size)
+    return offsets_of(table.num_pages).astype(np.int32), table.used, table.lengths
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from paged_kv.arrays.host import as_indices
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.attend import Attention, Scales
 from paged_kv.calls.merge_states import State, merge
-from paged_kv.calls.page_table import MAX_ROWS, PageTable, check_offsets
+from paged_kv.calls.offsets import MAX_ROWS, Indices, check_offsets, offsets_of
 from paged_kv.calls.plan import AttentionPlan, check_array
-from paged_kv.calls.rows import Int32s, LookupTable, Rows
+from paged_kv.calls.rows import Rows
+from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, ShapeError
-from paged_kv.options import NO_PAGE
 
 NAMES = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
 """The names in `plan` of the lists of arrays, one entry a level."""
@@ -39,9 +39,9 @@ _NO_SCALES: Scales = (None, None, None)
 class Level:
     """The groups of a level. The index arrays may be views of the caller's."""
 
-    qo_indptr: Int32s
+    qo_indptr: Indices
     """`[G + 1]`: group g has rows `qo_indptr[g]` to `qo_indptr[g + 1]`."""
-    table: PageTable
+    table: Table
     """The groups' pages."""
     name: str = "qo_indptr"
     """The name of `qo_indptr` in messages."""
@@ -51,14 +51,15 @@ class Level:
         """The checked level of a qo_indptr and the three arrays of a page table, of any kind.
 
         Raises:
-            ContractTypeError, ShapeError, PageTableError: as `PageTable.of` and `check_offsets`, or an array is on a
+            ContractTypeError, ShapeError, PageTableError: as `Table.csr` and `check_offsets`, or an array is on a
                 GPU.
             ContractError: there are over 2^25 rows.
         """
         for name, array in zip(names, arrays, strict=True):
             devices.require_host(array, name, "plan reads it on the host")
-        table = _page_table(arrays[1:], page_size, names[1:])
-        level = Level(as_indices(arrays[0], names[0]), table, names[0])
+        rows, indptr, indices, last_page_len = arrays
+        table = Table.csr(indptr, indices, last_page_len, page_size, names[1:])
+        level = Level(as_indices(rows, names[0]), table, names[0])
         check_offsets(level.qo_indptr, names[0], table.batch_size)
         if level.num_rows > MAX_ROWS:
             raise ContractError(f"{names[0]} ends at {level.num_rows} rows, over 2^25")
@@ -72,7 +73,8 @@ class Level:
         """
         for name, array in zip(names, arrays, strict=True):
             devices.require_host(array, name, "plan reads it on the host")
-        table = _page_table(arrays, page_size, names)
+        indptr, indices, last_page_len = arrays
+        table = Table.csr(indptr, indices, last_page_len, page_size, names)
         return Level(np.arange(table.batch_size + 1, dtype=np.int32), table, names[0])
 
     @property
@@ -119,10 +121,7 @@ class Levels:
 
     def arrays(self) -> list[np.ndarray]:
         """Four of each level, in the order of `NAMES`."""
-        tables = [(level.qo_indptr, level.table) for level in self.levels]
-        return [
-            array for rows, table in tables for array in (rows, table.indptr, table.used_indices, table.last_page_len)
-        ]
+        return [array for level in self.levels for array in (level.qo_indptr, *level.table.arrays)]
 
     def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> Levels:
         """The plan with other arrays.
@@ -168,12 +167,12 @@ class Levels:
         positions = before - 1 - behind
         if self.causal:
             lengths = [np.clip(positions + 1 - first, 0, own) for first, own in zip(firsts, lengths, strict=True)]
-        starts = np.cumsum([0, *(len(of_groups) for of_groups in offsets)])
+        starts = offsets_of([len(of_groups) for of_groups in offsets])
         batch = [group + start for group, start in zip(groups, starts.tolist(), strict=False)]
         alone = len(self.levels) == 1
         return LevelRows(
             Rows(
-                LevelTable.of_levels([level.table for level in self.levels]),
+                Table.joined([level.table for level in self.levels]),
                 _int32(np.concatenate(batch)),
                 _int32(np.concatenate(lengths)),
                 positions=None if alone and self.causal else _int32(np.tile(positions, len(self.levels))),
@@ -191,7 +190,7 @@ class LevelRows:
     """Rows of one call, `[L * T]`."""
 
     rows: Rows
-    positions: Int32s
+    positions: Indices
     """`[T]`: where each row stands, counted from the first token of its context."""
     causal: bool
     num_levels: int
@@ -203,44 +202,6 @@ class LevelRows:
 
     def __str__(self) -> str:
         return f"{self.num_levels} levels of {self.num_rows} query rows"
-
-
-@dataclass(frozen=True, eq=False)
-class LevelTable(LookupTable):
-    """The pages of the groups of all levels, level after level."""
-
-    levels: tuple[tuple[int, str], ...] = ()
-    """The first group of each level, and the name of its page ids in messages."""
-
-    @staticmethod
-    def of_levels(tables: Sequence[PageTable]) -> LevelTable:
-        """The pages of several checked page tables of one page_size."""
-        parts = [LookupTable.of(table) for table in tables]
-        entries = np.full(
-            (sum(len(part.entries) for part in parts), max(part.entries.shape[1] for part in parts)), NO_PAGE, np.uint32
-        )
-        firsts = [0]
-        for part in parts:
-            entries[firsts[-1] : firsts[-1] + len(part.entries), : part.entries.shape[1]] = part.entries
-            firsts.append(firsts[-1] + len(part.entries))
-        num_pages = np.concatenate([part.num_pages for part in parts])
-        highest = max(part.highest_page for part in parts)
-        levels = tuple(zip(firsts[:-1], (table.names[1] for table in tables), strict=True))
-        return LevelTable(entries, num_pages, parts[0].page_size, highest, levels=levels)
-
-    def check(self, num_pages: int) -> None:
-        """As of `LookupTable`; the message names the level's array and the group there."""
-        if self.highest_page < num_pages:
-            return
-        ends = [*(begin for begin, _ in self.levels[1:]), len(self.entries)]
-        for (begin, name), end in zip(self.levels, ends, strict=True):
-            entries, counts = self.entries[begin:end], self.num_pages[begin:end]
-            LookupTable(entries, counts, self.page_size, self._highest(begin, end), name).check(num_pages)
-
-    def _highest(self, begin: int, end: int) -> int:
-        used = np.arange(self.entries.shape[1]) < self.num_pages[begin:end, None]
-        pages = self.entries[begin:end][used]
-        return int(pages.max()) if len(pages) else -1
 
 
 class LevelAttention(Attention):
@@ -296,10 +257,5 @@ def level_arrays(num_levels: int, lists: Sequence[Any], names: Sequence[str]) ->
     ]
 
 
-def _page_table(arrays: Sequence[Any], page_size: int, names: Sequence[str]) -> PageTable:
-    (indptr, indices, last_page_len), (of_indptr, of_indices, of_last) = arrays, names
-    return PageTable.of(indptr, indices, last_page_len, page_size, (of_indptr, of_indices, of_last))
-
-
-def _int32(array: np.ndarray) -> Int32s:
+def _int32(array: np.ndarray) -> Indices:
     return np.ascontiguousarray(array, np.int32)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from paged_kv.arguments import shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import HOST, as_indices
-from paged_kv.calls.page_table import check_offsets
-from paged_kv.calls.rows import Int32s, RowMasks
+from paged_kv.calls.offsets import Indices, check_offsets, offsets_of
+from paged_kv.calls.rows import RowMasks
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 
 Int64s = npt.NDArray[np.int64]
@@ -36,12 +36,12 @@ class PackedMask:
     indptr: Int64s
     """`[B + 1]`, in bytes: request b's are `bits[indptr[b] : indptr[b + 1]]`, the last bits of the last unused."""
 
-    def of_rows(self, batch: Int32s, qo_indptr: Int32s, kv_lens: Int32s) -> RowMasks:
+    def of_rows(self, batch: Indices, qo_indptr: Indices, kv_lens: Indices) -> RowMasks:
         """Return where each row's bits begin: row r is the `r - qo_indptr[b]`-th of request `b = batch[r]`."""
         row_in_request = np.arange(len(batch)) - qo_indptr[batch]
         return RowMasks(self.bits, 8 * self.indptr[batch] + row_in_request * kv_lens[batch].astype(np.int64))
 
-    def check(self, q_lens: Int32s, kv_lens: Int32s, names: tuple[str, str]) -> None:
+    def check(self, q_lens: Indices, kv_lens: Indices, names: tuple[str, str]) -> None:
         """Refuses bytes that do not hold every request's bits.
 
         Raises:
@@ -58,12 +58,12 @@ class PackedMask:
             )
 
 
-def segment_bytes(q_lens: Int32s, kv_lens: Int32s) -> Int64s:
+def segment_bytes(q_lens: Indices, kv_lens: Indices) -> Int64s:
     """`[B]`, bytes of each request's bits."""
     return -(-q_lens.astype(np.int64) * kv_lens // 8)
 
 
-def packed_mask(custom_mask: Any, packed_custom_mask: Any, q_lens: Int32s, kv_lens: Int32s) -> PackedMask | None:
+def packed_mask(custom_mask: Any, packed_custom_mask: Any, q_lens: Indices, kv_lens: Indices) -> PackedMask | None:
     """The mask of a call that gives it dense or packed; packed is what counts where both are given.
 
     Args:
@@ -76,7 +76,7 @@ def packed_mask(custom_mask: Any, packed_custom_mask: Any, q_lens: Int32s, kv_le
         ShapeError: it has not a bit for each row and token.
     """
     lengths = segment_bytes(q_lens, kv_lens)
-    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    indptr = offsets_of(lengths)
     if packed_custom_mask is not None:
         devices.require_host(packed_custom_mask, "packed_custom_mask", _WHY_HOST)
         given = HOST.view(packed_custom_mask, "packed_custom_mask")
@@ -98,7 +98,7 @@ def packed_mask(custom_mask: Any, packed_custom_mask: Any, q_lens: Int32s, kv_le
     if dense.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ShapeError(f"custom_mask: shape {list(dense.shape)}, expected {expected}: q_len * kv_len of each request")
-    return PackedMask(pack_segments(dense.reshape(-1), np.concatenate([[0], np.cumsum(sizes)]), "little"), indptr)
+    return PackedMask(pack_segments(dense.reshape(-1), offsets_of(sizes), "little"), indptr)
 
 
 def bits_of(array: Any, name: str, *, only_bool: bool) -> npt.NDArray[np.bool_]:
@@ -130,7 +130,7 @@ def checked_bits(x: Any, bitorder: Any) -> tuple[npt.NDArray[np.bool_], BitOrder
     return bits, "big" if bitorder == "big" else "little"
 
 
-def checked_segments(indptr: Any, num_bits: int) -> Int32s:
+def checked_segments(indptr: Any, num_bits: int) -> Indices:
     """The offsets `[B + 1]` of `segment_packbits`, checked.
 
     Raises:
@@ -151,7 +151,7 @@ def pack_segments(bits: npt.NDArray[np.bool_], offsets: Sequence[int] | np.ndarr
     if not (ends % 8).any():
         return np.packbits(bits, bitorder=bitorder)
     counts = np.diff(ends)
-    begins = np.concatenate([[0], np.cumsum(-(-counts // 8) * 8)])
+    begins = offsets_of(-(-counts // 8) * 8)
     padded = np.zeros(begins[-1], np.bool_)
     for begin, first, count in zip(begins.tolist(), ends.tolist(), counts.tolist(), strict=False):
         padded[begin : begin + count] = bits[first : first + count]

@@ -15,56 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arrays.types import ArrayDevice, Operand
-from paged_kv.calls.page_table import MAX_ROWS, PageTable
+from paged_kv.calls.offsets import MAX_ROWS, Indices
+from paged_kv.calls.table import Table
 from paged_kv.errors import PageTableError, ShapeError
 
-Int32s = npt.NDArray[np.int32]
-
 _NO_INT32 = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class LookupTable:
-    """The pages of each request, in token order."""
-
-    entries: npt.NDArray[np.uint32]
-    """`[B, max_pages]`."""
-    num_pages: Int32s
-    """`[B]`, pages of each request."""
-    page_size: int
-    """Tokens of a page."""
-    highest_page: int
-    """-1 where no page is used. A negative id counts as its unsigned reading: no pool is that large."""
-    name: str = "indices"
-    """The name of the array of page ids in messages."""
-
-    @staticmethod
-    def of(table: PageTable) -> LookupTable:
-        """The pages of a checked page table."""
-        used = table.used_indices.view(np.uint32)
-        highest = int(used.max()) if len(used) else -1
-        return LookupTable(table.dense(), table.num_pages, table.page_size, highest)
-
-    @staticmethod
-    def of_one(length: int) -> LookupTable:
-        """One request whose `length` tokens are page 0."""
-        pages = int(length > 0)
-        return LookupTable(np.zeros((1, 1), np.uint32), np.array([pages], np.int32), max(length, 1), pages - 1)
-
-    def check(self, num_pages: int) -> None:
-        """Refuses a page id outside `[0, num_pages)`.
-
-        Raises:
-            PageTableError: names request, slot and id.
-        """
-        if self.highest_page < num_pages:
-            return
-        used = np.arange(self.entries.shape[1]) < self.num_pages[:, None]
-        request, slot = np.argwhere(used & (self.entries >= num_pages))[0]
-        page = self.entries.view(np.int32)[request, slot]
-        raise PageTableError(
-            f"{self.name}: request {request}, slot {slot} holds page id {page}, outside the cache's [0, {num_pages})"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +30,7 @@ class RowMasks:
     """`[bytes]`, the lowest bit of a byte first."""
     starts: npt.NDArray[np.int64]
     """`[R]`, where each row's bits begin, in bits; -1 for a row without a mask."""
-    firsts: Int32s = field(default_factory=lambda: _NO_INT32)
+    firsts: Indices = field(default_factory=lambda: _NO_INT32)
     """`[R]`, the token that a row's first bit is for: those before are seen. No entries: 0 for every row."""
 
 
@@ -88,15 +43,15 @@ class Rows:
     let through.
     """
 
-    table: LookupTable
-    batch: Int32s
+    table: Table
+    batch: Indices
     """`[R]`, the request of each row."""
-    lengths: Int32s
+    lengths: Indices
     """`[R]`, in tokens; a row of 0 has o = 0 and lse = -inf."""
-    positions: Int32s | None = None
+    positions: Indices | None = None
     """`[R]`, where a row's own token stands: from there the window counts back, and RoPE turns q. None: each row's is
     the last that it sees, `lengths - 1` (past the first token of its request, see `token_offsets`)."""
-    token_offsets: Int32s | None = None
+    token_offsets: Indices | None = None
     """`[B]`, where the first token of each request's pages stands; None: at 0."""
     masks: RowMasks | None = None
     """None: no row has one."""
@@ -105,15 +60,13 @@ class Rows:
     _uploaded: dict[tuple[ArrayDevice, bool], tuple[Operand, ...]] = field(default_factory=dict)
     _repeated: dict[int, Rows] = field(default_factory=dict)
 
-    @staticmethod
-    def of_decode(table: PageTable) -> Rows:
-        """One row a request, which sees all its tokens."""
-        return Rows(LookupTable.of(table), np.arange(table.batch_size, dtype=np.int32), table.lengths)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", self.table.owned())
 
     @staticmethod
-    def of_one(length: int) -> Rows:
-        """One row, which sees `length` tokens: page 0."""
-        return Rows(LookupTable.of_one(length), np.zeros(1, np.int32), np.array([length], np.int32))
+    def of_decode(table: Table) -> Rows:
+        """One row a request, which sees all its tokens."""
+        return Rows(table, np.arange(table.batch_size, dtype=np.int32), table.lengths)
 
     def repeated(self, number: int) -> Rows:
         """As many rows for each request instead of the one of `of_decode`: the request's last tokens, in order.
@@ -145,7 +98,7 @@ class Rows:
     @property
     def batch_size(self) -> int:
         """B."""
-        return len(self.table.num_pages)
+        return self.table.batch_size
 
     def __str__(self) -> str:
         return f"{self.batch_size} requests of up to {self.lengths.max(initial=0)} tokens"
@@ -166,7 +119,7 @@ class Rows:
     @cached_property
     def addresses(self) -> tuple[bytes, bytes]:
         """Addresses of row_batch and row_lengths on the host, and of lookup_table with its shape."""
-        entries = self.table.entries
+        entries = self.table.lookup_table
         for array, dtype in ((self.batch, np.int32), (self.lengths, np.int32), (entries, np.uint32)):
             assert array.dtype == dtype
             assert array.flags.c_contiguous
@@ -177,7 +130,7 @@ class Rows:
         """row_batch, row_lengths and lookup_table in a device's memory: copied there once, which waits for nothing."""
         found = self._uploaded.get((device, False))
         if found is None:
-            found = self._upload(device, False, self.batch, self.lengths, self.table.entries)
+            found = self._upload(device, False, self.batch, self.lengths, self.table.lookup_table)
         row_batch, row_lengths, lookup_table = found
         return row_batch, row_lengths, lookup_table
 
@@ -200,7 +153,7 @@ class Rows:
 class DecodeBatch:
     """The requests of a decode as its `plan` is given them, checked. The table may be a view of the caller's."""
 
-    table: PageTable
+    table: Table
     q_len_per_req: int
     """Query rows of each request; a run may have another number."""
 
@@ -208,8 +161,8 @@ class DecodeBatch:
         check_new_tokens(self.table.lengths, self.q_len_per_req)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The page table."""
-        return self.table.indptr, self.table.used_indices, self.table.last_page_len
+        """Those of the page table."""
+        return self.table.arrays
 
     def of_arrays(self, arrays: Sequence[np.ndarray], names: Sequence[str]) -> DecodeBatch:
         """The plan with another page table; a run checks whether its requests have tokens for their rows.
@@ -217,10 +170,7 @@ class DecodeBatch:
         Raises:
             ContractError: it is inconsistent.
         """
-        indptr, indices, last = arrays
-        of_indptr, of_indices, of_last = names
-        table = PageTable.of(indptr, indices, last, self.table.page_size, (of_indptr, of_indices, of_last))
-        return replace(self, table=table, q_len_per_req=1)
+        return replace(self, table=self.table.of_arrays(arrays, names), q_len_per_req=1)
 
     def fixed(self) -> int:
         """The number of rows."""
@@ -242,7 +192,7 @@ class DecodeBatch:
         return Rows.of_decode(self.table)
 
 
-def check_new_tokens(lengths: Int32s, numbers: int | Int32s) -> None:
+def check_new_tokens(lengths: Indices, numbers: int | Indices) -> None:
     """Refuses requests that have some tokens, but fewer than rows: the new tokens are appended before.
 
     Args:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.attend import Attention
 from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
-from paged_kv.calls.ragged import WHY_HOST, page_table_of_lengths
+from paged_kv.calls.ragged import WHY_HOST
 from paged_kv.calls.results import Results
+from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError
 from paged_kv.flashinfer.kernel_arguments import refuse_given
 from paged_kv.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, PrefillWrapper
@@ -97,9 +97,7 @@ class BatchAttention(PrefillWrapper):
         arrays = (("kv_indptr", kv_indptr), ("kv_indices", kv_indices), ("kv_len_arr", kv_len_arr))
         for name, array in arrays:
             devices.require_host(array, name, WHY_HOST)
-        table = page_table_of_lengths(
-            kv_indptr, kv_indices, kv_len_arr, integer("page_size", page_size, 1, LARGEST_INDEX)
-        )
+        table = Table.of_lengths(kv_indptr, kv_indices, kv_len_arr, page_size)
         self._replace_plan(plan, qo_indptr, table, (None, None), causal, None)
 
     def run(

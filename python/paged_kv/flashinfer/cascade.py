@@ -32,7 +32,8 @@ from paged_kv.calls.merge_states import checked_mask, checked_state, merge, merg
 from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
 from paged_kv.calls.planned import LastPlan
 from paged_kv.calls.results import Results
-from paged_kv.calls.rows import LookupTable, Rows
+from paged_kv.calls.rows import Rows
+from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.flashinfer.wrapper import PlannedWrapper
 
@@ -304,7 +305,7 @@ def _of_prefix(length: int, own: LevelRows) -> LevelRows:
         raise ShapeError(f"k_shared: its {length} tokens and the longest request's own are over 2^31 - 1")
     seen = np.clip(positions + 1, 0, length) if own.causal else np.full_like(positions, length)
     batch = np.zeros(len(positions), np.int32)
-    rows = Rows(LookupTable.of_one(length), batch, seen.astype(np.int32), counted_as="T")
+    rows = Rows(Table.of_one(length), batch, seen.astype(np.int32), counted_as="T")
     return LevelRows(rows, positions.astype(np.int32), own.causal, 1)
 
 

@@ -28,15 +28,15 @@ from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.host import as_indices
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.attend import Attention
-from paged_kv.calls.block_tables import block_entries, check_same_table, checked_lengths, lookup_table_of, one_table
+from paged_kv.calls.block_tables import checked_lengths, one_table
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.draft_rows import draft_counts, draft_rows
-from paged_kv.calls.page_table import PageTable
 from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
 from paged_kv.calls.planned import LastPlan
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import DecodeBatch, Rows
 from paged_kv.calls.scalars import checked_number
+from paged_kv.calls.table import Table
 from paged_kv.errors import ShapeError
 from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, refuse_given
 from paged_kv.flashinfer.wrapper import PlannedWrapper
@@ -218,8 +218,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
         )
         for name, array in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
             devices.require_host(array, name, "plan takes the page table on the host")
-        table = PageTable.of(indptr, indices, last_page_len, page_size)
-        check_same_table(table, block_tables, seq_lens)
+        table = Table.csr(indptr, indices, last_page_len, page_size)
+        table.check_same(block_tables, seq_lens)
         self._last_plan.replace(Attention(plan), DecodeBatch(table, plan.q_len_per_req))
 
     begin_forward = plan
@@ -561,7 +561,7 @@ def single_decode_with_kv_cache(
         )
     )
     scales = (q_scale, k_scale, v_scale)
-    o, lse = attention.run(device, query[None], keys, values, Rows.of_one(length), scales)
+    o, lse = attention.run(device, query[None], keys, values, Rows.of_decode(Table.of_one(length)), scales)
     result = device.like(q, o[0])
     return (result, device.like(q, lse[0])) if wants_lse else result
 
@@ -679,12 +679,10 @@ def trtllm_batch_decode_with_kv_cache(
         raise ShapeError(f"query: head_dim is {q.shape[2]}, kv_cache's is {k.shape[3]}")
     counts, batch = draft_counts(len(q), q_len_per_req, max_q_len, cum_seq_lens_q)
     lengths = checked_lengths(seq_lens, batch, integer("max_seq_len", max_seq_len, 0, LARGEST_INDEX))
-    if flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
-        entries = block_entries(block_tables, batch)
-    else:
-        entries, k_shift, v_shift = one_table(block_tables, lengths, k.shape[1])
+    if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        block_tables, k_shift, v_shift = one_table(block_tables, lengths, k.shape[1])
         k, v = k[k_shift : len(k) - v_shift], v[v_shift : len(v) - k_shift]
-    rows = draft_rows(lookup_table_of(entries, lengths, k.shape[1]), lengths, counts, mask)
+    rows = draft_rows(Table.padded(block_tables, lengths, k.shape[1]), counts, mask)
 
     o_dtype = device.dtype(q) if out is None else device.dtype(device.view(out, "out"))
     plan = AttentionPlan(

@@ -115,10 +115,10 @@ class BatchMLAPagedAttentionWrapper:
         del float_workspace_buffer
         check_backend(backend)
         self._is_cutlass = backend == "cutlass"
-        fixed: FixedBuffers[LatentBatch, Rows] | None = None
+        fixed: FixedBuffers[LatentBatch, LatentBatch] | None = None
         if flag("use_cuda_graph", use_cuda_graph):
             fixed = FixedBuffers([_BUFFERS], (qo_indptr, kv_indptr, kv_indices, kv_len_arr), "the requests live")
-        self._last_plan: LastPlan[LatentAttention, LatentBatch, Rows] = LastPlan(fixed)
+        self._last_plan: LastPlan[LatentAttention, LatentBatch, LatentBatch] = LastPlan(fixed)
 
     def plan(
         self,
@@ -213,7 +213,6 @@ class BatchMLAPagedAttentionWrapper:
         )
         arrays = index_arrays(flat, metadata, plan.page_size)
         batch = LatentBatch.of(arrays, plan.page_size, flag("causal", causal))
-        _ = batch.rows  # which checks it
         self._last_plan.replace(LatentAttention(plan), batch)
 
     def run(
@@ -287,7 +286,8 @@ class BatchMLAPagedAttentionWrapper:
         else:
             if kv_len is not None or page_table is not None:
                 raise ContractError("kv_len, page_table: what plan was given counts; they belong to backend 'cutlass'")
-            attention, rows = self._last_plan.of_call("run")
+            attention, requests = self._last_plan.of_call("run")
+            rows = requests.rows
         plan = attention.plan
         if query is not None or kv_cache is not None:
             if any(array is not None for array in (q_nope, q_pe, ckv_cache, kpe_cache)):
@@ -337,12 +337,11 @@ def index_arrays(flat: MLAPlanMetadata, metadata: Any, page_size: int) -> tuple[
         return csr
     dense = (found.cum_seq_lens_q, *csr_of_dense(found.seq_lens, found.block_tables, page_size))
     if forms[0]:
-        one, other = (LatentBatch.of(arrays, page_size, True).rows for arrays in (csr, dense))
+        one, other = (LatentBatch.of(arrays, page_size, True) for arrays in (csr, dense))
         same = (
-            (one.batch, other.batch),
-            (one.lengths, other.lengths),
-            (one.table.num_pages, other.table.num_pages),
-            (one.table.entries, other.table.entries),
+            (one.qo_indptr, other.qo_indptr),
+            (one.table.lengths, other.table.lengths),
+            (one.table.used, other.table.used),
         )
         if not all(np.array_equal(a, b) for a, b in same):
             raise PageTableError("block_tables: the dense table says other requests than kv_indptr and kv_indices")

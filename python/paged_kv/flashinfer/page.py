@@ -31,9 +31,9 @@ from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.cache_storage import check_layout
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, SupportsDLPack
-from paged_kv.calls.append import CsrArguments, WritableCache, csr_lengths, dense_table, slots_after_last
-from paged_kv.calls.page_table import MAX_ROWS, check_count, check_offsets, checked_last_tokens
-from paged_kv.calls.token_slots import last_tokens
+from paged_kv.calls.append import CsrArguments, WritableCache, slots_after_last
+from paged_kv.calls.offsets import MAX_ROWS, check_count, check_offsets, checked_last_tokens, last_tokens, offsets_of
+from paged_kv.calls.table import KV_NAMES, Table
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
 from paged_kv.manager import PagedKVCacheManager
 
@@ -329,8 +329,8 @@ def _positions_dense(page_table: Any, last_page_len: Any, page_size: int) -> tup
     device = devices.device_of(page_table=page_table, last_page_len=last_page_len)
     if not device.readable:
         raise devices.unreadable("page_table", "how many tokens it holds would have to be read back")
-    lengths = dense_table(device, page_table, last_page_len, page_size).lengths
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    lengths = Table.dense(page_table, last_page_len, page_size).lengths
+    offsets = offsets_of(lengths)
     if offsets[-1] > MAX_ROWS:
         raise PageTableError(f"page_table holds {offsets[-1]} tokens, over {MAX_ROWS}")
     batch, positions = last_tokens(offsets.astype(np.int32), lengths, int(offsets[-1]))
@@ -339,12 +339,13 @@ def _positions_dense(page_table: Any, last_page_len: Any, page_size: int) -> tup
 
 def _lengths_csr(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     device = devices.device_of(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
-    return like_index(device, kv_indptr, csr_lengths(device, kv_indptr, kv_last_page_len, page_size))
+    table = Table.csr(kv_indptr, None, kv_last_page_len, page_size, KV_NAMES, device)
+    return like_index(device, kv_indptr, table.lengths)
 
 
 def _lengths_dense(page_table: Any, last_page_len: Any, page_size: int) -> Any:
     device = devices.device_of(page_table=page_table, last_page_len=last_page_len)
-    return like_index(device, page_table, dense_table(device, page_table, last_page_len, page_size).lengths)
+    return like_index(device, page_table, Table.dense(page_table, last_page_len, page_size, device=device).lengths)
 
 
 def like_index(device: ArrayDevice, array: Any, indices: Any) -> Any:

@@ -22,16 +22,16 @@ from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import DTYPES, dtype_of, is_float8
 from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.attend import Attention, token_views
-from paged_kv.calls.block_tables import check_same_table
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.masks import packed_mask
-from paged_kv.calls.page_table import MAX_ROWS, PageTable
+from paged_kv.calls.offsets import MAX_ROWS
 from paged_kv.calls.plan import AttentionPlan, attention_options, dtypes_of
 from paged_kv.calls.planned import LastPlan
-from paged_kv.calls.ragged import WHY_HOST, RaggedBatch, RaggedRequests, TokenRanges, check_equals, row_offsets
+from paged_kv.calls.ragged import WHY_HOST, RaggedBatch, check_equals, row_offsets
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.scalars import one_number, one_scale
+from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.flashinfer.kernel_arguments import check_backend, check_skipped_softmax, is_sink_kernel, refuse_given
 from paged_kv.flashinfer.wrapper import PlannedWrapper
@@ -62,7 +62,7 @@ _RAGGED_BUFFERS = (
 )
 
 
-class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedRequests]):
+class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedBatch]):
     """Attention of ragged query rows: what does not depend on where K and V lie."""
 
     def __init__(
@@ -79,7 +79,7 @@ class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedRequests]):
         check_backend(backend)
         self._takes_sinks = is_sink_kernel(jit_args)
         refuse_given(variant_owns_mask=variant_owns_mask)
-        fixed: FixedBuffers[RaggedBatch, RaggedRequests] | None = None
+        fixed: FixedBuffers[RaggedBatch, RaggedBatch] | None = None
         if flag("use_cuda_graph", use_cuda_graph):
             fixed = FixedBuffers([buffers], arrays, "the requests live")
         super().__init__(kv_layout, LastPlan(fixed))
@@ -88,17 +88,17 @@ class PrefillWrapper(PlannedWrapper[Attention, RaggedBatch, RaggedRequests]):
         self,
         plan: AttentionPlan,
         qo_indptr: Any,
-        tokens: PageTable | TokenRanges,
+        table: Table,
         masks: tuple[Any, Any],
         causal: bool,
         seq_lens_q: Any,
         o_indptr: Any = None,
     ) -> None:
         """Plans anew what was not refused."""
-        batch = RaggedBatch(row_offsets(qo_indptr, "qo_indptr"), tokens, None, flag("causal", causal))
+        batch = RaggedBatch(row_offsets(qo_indptr, "qo_indptr"), table, None, flag("causal", causal))
         check_equals("seq_lens_q", seq_lens_q, batch.q_lengths, "qo_indptr")
         check_equals("o_indptr", o_indptr, batch.qo_indptr, "qo_indptr")
-        mask = packed_mask(*masks, batch.q_lengths, tokens.lengths)
+        mask = packed_mask(*masks, batch.q_lengths, table.lengths)
         self._last_plan.replace(Attention(plan), replace(batch, mask=mask))
 
     def _of_run(self, args: tuple[Any, ...], sinks: Any) -> tuple[Attention, Rows, Any]:
@@ -302,8 +302,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         arrays = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         for name, array in zip(_CSR_NAMES, arrays, strict=True):
             devices.require_host(array, name, WHY_HOST)
-        table = PageTable.of(*arrays, page_size, _CSR_NAMES)
-        check_same_table(table, block_tables, seq_lens)
+        table = Table.csr(*arrays, page_size, _CSR_NAMES)
+        table.check_same(block_tables, seq_lens)
         self._replace_plan(plan, qo_indptr, table, (custom_mask, packed_custom_mask), causal, seq_lens_q)
 
     begin_forward = plan
@@ -539,10 +539,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             o_dtype=o_dtype,
         )
         devices.require_host(kv_indptr, "kv_indptr", WHY_HOST)
-        tokens = TokenRanges.of(kv_indptr, "kv_indptr")
-        check_equals("seq_lens", seq_lens, tokens.lengths, "kv_indptr")
-        check_equals("v_indptr", v_indptr, tokens.indptr, "kv_indptr")
-        self._replace_plan(plan, qo_indptr, tokens, (custom_mask, packed_custom_mask), causal, seq_lens_q, o_indptr)
+        table = Table.of_tokens(kv_indptr, ("kv_indptr",))
+        check_equals("seq_lens", seq_lens, table.lengths, "kv_indptr")
+        check_equals("v_indptr", v_indptr, table.arrays[0], "kv_indptr")
+        self._replace_plan(plan, qo_indptr, table, (custom_mask, packed_custom_mask), causal, seq_lens_q, o_indptr)
 
     begin_forward = plan
 
@@ -732,10 +732,9 @@ def single_prefill_with_kv_cache(
         one_scale(scale_k, "scale_k", plan.num_kv_heads, k_scale, "k_scale"),
         one_scale(scale_v, "scale_v", plan.num_kv_heads, v_scale, "v_scale"),
     )
-    tokens = TokenRanges(np.array([0, len(keys)], np.int32), "k")
-    batch = RaggedBatch(np.array([0, len(query)], np.int32), tokens, None, is_causal, "q")
-    mask = packed_mask(custom_mask, packed_custom_mask, batch.q_lengths, tokens.lengths)
-    rows = replace(batch, mask=mask).requests().rows
+    batch = RaggedBatch(np.array([0, len(query)], np.int32), Table.of_one(len(keys)), None, is_causal, "q")
+    mask = packed_mask(custom_mask, packed_custom_mask, batch.q_lengths, batch.table.lengths)
+    rows = replace(batch, mask=mask).rows
     return Attention(plan).over_tokens(rows, q, (k, v), kv_layout, scales, results)
 
 

@@ -31,13 +31,14 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
-from paged_kv.arrays.host import as_indices, as_numpy
-from paged_kv.calls.block_tables import block_entries, checked_lengths, lookup_table_of
+from paged_kv.arrays.host import as_indices
+from paged_kv.calls.block_tables import block_entries, checked_lengths
 from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots
-from paged_kv.calls.page_table import PageTable, check_offsets
-from paged_kv.calls.ragged import RaggedRequests
+from paged_kv.calls.offsets import check_offsets
+from paged_kv.calls.ragged import RaggedBatch
 from paged_kv.calls.rows import Rows
+from paged_kv.calls.table import BLOCK_NAMES, Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.options import FORMATS, check_number, stored_elements
 from paged_kv.torch.attention import planned
@@ -261,7 +262,7 @@ def _gather(
     found = int(rows.lengths.sum(dtype=np.int64))
     if found != integer("num_tokens", num_tokens, 0):
         raise ShapeError(f"num_tokens is {num_tokens}, the requests have {found} (seq_lens)")
-    return gather(k_cache, v_cache, rows.table, rows.lengths)
+    return gather(k_cache, v_cache, rows.table)
 
 
 def _linear(x: Tensor, w: Tensor) -> Tensor:
@@ -273,16 +274,14 @@ def _new_rows(
     page_size: int, num_rows: int | None, block_tables: Tensor, seq_lens: Tensor, qo_indptr: Tensor | None
 ) -> Rows:
     """The rows of a call of attention, or with None the requests of a gather."""
-    batch = as_numpy(seq_lens, "seq_lens").size
-    lengths = checked_lengths(seq_lens, batch, LARGEST_INDEX)
-    table = lookup_table_of(block_entries(block_tables, batch), lengths, page_size)
+    table = Table.padded(block_tables, checked_lengths(seq_lens), page_size)
     if qo_indptr is None:
-        return Rows(table, np.arange(batch, dtype=np.int32), lengths.copy())
-    offsets = as_indices(qo_indptr, "qo_indptr").copy()
-    check_offsets(offsets, "qo_indptr", batch)
+        return Rows.of_decode(table)
+    offsets = as_indices(qo_indptr, "qo_indptr")
+    check_offsets(offsets, "qo_indptr", table.batch_size)
     if offsets[-1] != num_rows:  # before anything of that length is made
         raise ShapeError(f"qo_indptr ends at {offsets[-1]}, q has {num_rows} rows")
-    return RaggedRequests(offsets, lengths.copy(), table, None, True).rows
+    return RaggedBatch(offsets, table).rows
 
 
 def _new_slots(
@@ -290,7 +289,7 @@ def _new_slots(
 ) -> Slots:
     """Return where the rows of an append go."""
     entries = block_entries(block_tables, block_tables.shape[0] if block_tables.dim() else 0)
-    table = PageTable.from_dense(entries, np.full(len(entries), page_size, np.int32), page_size)
+    table = Table.dense(entries, np.full(len(entries), page_size, np.int32), page_size, BLOCK_NAMES)
     requests, at = as_indices(batch_indices, "batch_indices"), as_indices(positions, "positions")
     for indices, name in ((requests, "batch_indices"), (at, "positions")):
         if len(indices) != num_rows:

@@ -18,7 +18,8 @@ from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.append import WritableCache
 from paged_kv.calls.kv_copy import Slots, read_rows
-from paged_kv.calls.rows import Int32s, LookupTable
+from paged_kv.calls.offsets import offsets_of
+from paged_kv.calls.table import Table
 from paged_kv.errors import ShapeError
 from paged_kv.options import FORMATS, KVFormat, stored_dtype, stored_elements, stored_head
 from paged_kv.runtime.libraries import COPIED, Function, kernel
@@ -122,8 +123,8 @@ def check_caches(**caches: Tensor) -> None:
             raise ShapeError(f"{name} must have 4 dimensions, its shape is {tuple(cache.shape)}")
 
 
-def gather(k_cache: Tensor, v_cache: Tensor, table: LookupTable, lengths: Int32s) -> tuple[Tensor, Tensor]:
-    """The first `lengths[b]` tokens of every request, K and V `[N, Hk, D]`: in the cache's dtype, of codes in float32.
+def gather(k_cache: Tensor, v_cache: Tensor, table: Table) -> tuple[Tensor, Tensor]:
+    """The tokens of every request, K and V `[N, Hk, D]`: in the cache's dtype, of codes in float32.
 
     Raises:
         ContractTypeError, ShapeError, ContractError: the cache is none.
@@ -138,11 +139,11 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: LookupTable, lengths: Int32s
     table.check(len(k_cache))
     kv_format = FORMATS.get(_name(k_cache.dtype))
     dtype = k_cache.dtype if kv_format is None else torch.float32
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    offsets = offsets_of(table.lengths).astype(np.int32)
     read = _kernel("gather", dtype, k_cache.dtype)
     if read is None or not of_cache.held_by(k_cache, v_cache):
         views = paged_views((k_cache, v_cache), "NHD", "cache")
-        tokens = read_rows(HOST, *views, table.entries, lengths, kv_format)
+        tokens = read_rows(HOST, *views, table, kv_format)
         return HOST.like(k_cache, tokens[0]), HOST.like(v_cache, tokens[1])
     count, head_dim = int(offsets[-1]), stored_elements(kv_format or "", k_cache.shape[3])
     shape = count, k_cache.shape[2], head_dim
@@ -151,7 +152,8 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: LookupTable, lengths: Int32s
         rows = _ROWS.pack(output(k, dtype), output(v, dtype), *k.shape, *v.shape[1:]) + _ADDRESS.pack(
             offsets.ctypes.data
         )
-        pages = _TABLE.pack(table.entries.ctypes.data, *table.entries.shape)
+        lookup_table = table.lookup_table
+        pages = _TABLE.pack(lookup_table.ctypes.data, *lookup_table.shape)
         read(rows + of_cache.storage(k_cache, v_cache) + pages + workers())
     return k, v
 
@@ -171,9 +173,8 @@ def quantised(kv_format: KVFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 def widened(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return what codes of K and V `[N, Hk, bytes]` stand for, `[N, Hk, D]` float32."""
     count = len(k)
-    pages = np.arange(count, dtype=np.uint32)[None]  # of one slot each
-    lengths = np.array([count], np.int32)
-    return gather(k[:, None], v[:, None], LookupTable(pages, lengths, 1, count - 1), lengths)
+    pages = Table.padded(np.arange(count, dtype=np.int32)[None], np.array([count], np.int32), 1)  # of one slot each
+    return gather(k[:, None], v[:, None], pages)
 
 
 def _kept(key: tuple[Any, ...], k_cache: Tensor, v_cache: Tensor) -> CacheLayout:

@@ -33,17 +33,18 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
 
-from paged_kv.calls.ragged import RaggedRequests, TokenRanges
-from paged_kv.calls.rows import LookupTable, Rows
-from paged_kv.options import FORMATS, NO_PAGE, KVFormat, stored_dtype, stored_head
+from paged_kv.calls.offsets import offsets_of
+from paged_kv.calls.ragged import RaggedBatch
+from paged_kv.calls.rows import Rows
+from paged_kv.calls.table import Table
+from paged_kv.options import FORMATS, KVFormat, stored_dtype, stored_head
 from paged_kv.torch.attention import TensorAttention, planned
 from paged_kv.torch.cache import quantised
 from paged_kv.transformers.running import NAMES, format_of
 
 _STEP = "_paged_kv_step"
 """The attribute of a step's indices by which its layers find what they share."""
-
-
+_NAMES = ("read_index", "read_index", "cu_seq_lens_k")
 _lock = threading.Lock()
 
 
@@ -227,32 +228,23 @@ def _plan(offsets: Any, lengths: Any, read: Tensor, page_size: int, window: int 
     offsets, lengths = offsets.astype(np.int32), lengths.astype(np.int32)
     counts = np.diff(offsets)
     if not len(read):
-        table = TokenRanges(offsets, "cu_seq_lens_k").lookup_table()
-        return _Step(RaggedRequests(offsets, counts, table, None, True).rows, None, None, [])
+        return _Step(RaggedBatch(offsets, Table.of_tokens(offsets, ("cu_seq_lens_q",))).rows, None, None, [])
     single = counts == 1 if window is not None else np.ones(len(counts), bool)
     num_pages = -(-lengths // np.int32(page_size))
-    ends = np.cumsum(np.where(single, num_pages, lengths - counts))
-    read_begins, found = ends - np.where(single, num_pages, lengths - counts), read.numpy()
+    begins = offsets_of(np.where(single, num_pages, lengths - counts))  # of each request's in `read`
     longer = []
     for b in np.flatnonzero(~single & (counts > 0)).tolist():
-        ranges = TokenRanges(np.array([0, lengths[b]], np.int32), "cu_seq_lens_k")
-        own = np.array([0, counts[b]], np.int32)
-        rows = RaggedRequests(own, lengths[b : b + 1], ranges.lookup_table(), None, True).rows
-        past = read[int(read_begins[b]) : int(ends[b])].clone()
-        longer.append(_Longer(int(offsets[b]), int(offsets[b + 1]), past, rows))
+        rows = RaggedBatch(np.array([0, counts[b]], np.int32), Table.of_one(int(lengths[b]))).rows
+        longer.append(_Longer(int(offsets[b]), int(offsets[b + 1]), read[begins[b] : begins[b + 1]].clone(), rows))
     if not single.any():
         return _Step(None, None, None, longer)
-    num_pages = np.where(single, num_pages, 0).astype(np.int32)
-    entries = np.full((len(counts), int(num_pages.max(initial=1))), NO_PAGE, np.uint32)
-    for b in np.flatnonzero(single).tolist():
-        entries[b, : num_pages[b]] = found[read_begins[b] : ends[b]]
-    used = entries[entries != NO_PAGE]
-    table = LookupTable(entries, num_pages, page_size, int(used.max(initial=0)), "block_table")
-    rows = RaggedRequests(offsets, lengths, table, None, True).rows
+    pages = read.numpy()[np.repeat(single, np.diff(begins))]
+    indptr, held = offsets_of(np.where(single, num_pages, 0)), np.where(single, lengths, 0)
+    rows = RaggedBatch(offsets, Table.of_lengths(indptr, pages, held, page_size, _NAMES)).rows
     if not longer:
         return _Step(None, rows, None, [])
     chosen = np.flatnonzero(single[rows.batch])
-    some = Rows(table, rows.batch[chosen], rows.lengths[chosen])
+    some = Rows(rows.table, rows.batch[chosen], rows.lengths[chosen])
     return _Step(None, some, torch.from_numpy(chosen), longer)
 
 

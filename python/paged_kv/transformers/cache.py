@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.continuous_batching.utils import find_head_dim
 
-from paged_kv.calls.rows import LookupTable, Rows
+from paged_kv.calls.rows import Rows
+from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ShapeError
-from paged_kv.options import NO_PAGE, KVFormat, check_kv_format, stored_head
+from paged_kv.options import KVFormat, check_kv_format, stored_head
 from paged_kv.torch.cache import quantised, widened
 
 PAGE_SIZE = 32
@@ -190,9 +191,7 @@ class PageTables:
         stored = None if real.all() else torch.from_numpy(np.flatnonzero(real))
         lengths = np.maximum(positions + 1, 0).astype(np.int32).reshape(-1)
         requests = np.repeat(np.arange(batch, dtype=np.int32), new_tokens)
-        entries = np.where(self.entries < 0, NO_PAGE, self.entries).astype(np.uint32)
-        highest = int(self.entries.max(initial=-1))
-        table = LookupTable(entries, self.counts.astype(np.int32), PAGE_SIZE, highest, "past_key_values")
+        table = Table.padded(self.entries, ends.astype(np.int32), PAGE_SIZE, ("past_key_values",) * 3)
         rows = Rows(table, np.where(lengths > 0, requests, np.int32(-1)), lengths)
         return Step(start, new_tokens, self.padding, rows, slots, stored, copies)
 

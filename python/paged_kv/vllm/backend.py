@@ -18,8 +18,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 import paged_kv.torch  # the operators  # noqa: F401
 from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots
-from paged_kv.calls.ragged import RaggedRequests
-from paged_kv.calls.rows import LookupTable, Rows
+from paged_kv.calls.ragged import RaggedBatch
+from paged_kv.calls.rows import Rows
+from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError
 from paged_kv.torch.attention import planned
 from paged_kv.torch.cache import append, checked_append
@@ -62,12 +63,9 @@ class Step:
             if given.dynamic_causal is not None:
                 raise ContractError("paged_kv.vllm: rows that are causal for some requests alone are not served")
             offsets, lengths = (array.numpy().astype(np.int32) for array in (given.query_start_loc, given.seq_lens))
-            num_pages = -(-lengths // np.int32(page_size))
-            entries = given.block_table[:, : max(1, int(num_pages.max(initial=0)))].numpy().astype(np.uint32)
-            used = entries[np.arange(entries.shape[1]) < num_pages[:, None]]
-            table = LookupTable(entries, num_pages, page_size, int(used.max(initial=0)), "block_table")
-            requests = RaggedRequests(offsets, lengths, table, None, given.causal)
-            found = self._rows[page_size] = requests.rows
+            widest = max(1, -(-int(lengths.max(initial=0)) // page_size))
+            table = Table.padded(given.block_table[:, :widest], lengths, page_size, ("block_table",) * 3)
+            found = self._rows[page_size] = RaggedBatch(offsets, table, None, given.causal).rows
         return found
 
 
