@@ -2,6 +2,6 @@
 
 from paged_kv.pool.page_pool import Copy, Counts, PagePool, pages_needed
 from paged_kv.pool.prefix import PrefixCache
-from paged_kv.pool.requests import PageEvent
+from paged_kv.pool.events import PageEvent
 
 __all__ = ["Copy", "Counts", "PageEvent", "PagePool", "PrefixCache", "pages_needed"]
