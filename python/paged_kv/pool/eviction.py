@@ -1,4 +1,4 @@
-"""The order of eviction: the one of the package, for a pool's known pages, files on disk and what a router remembers."""
+"""The order of eviction, one for all: for known pages of a pool, files of the disk tier, blocks that a router knows."""
 
 from __future__ import annotations
 

@@ -174,11 +174,10 @@ class PagePool:
             ContractError: `num_tokens` is negative, or `request_id` does not equal itself.
         """
         request = self._state.new(request_id)
-        count = None if num_tokens is None else _token_count(request_id, num_tokens)
-        prefix = tuple(find_prefix(self._state.known)) if find_prefix else ()
-        if count is None:
-            count = len(prefix) * self._state.page_size
-        return (*prefix, *self._grow(request_id, request, count, prefix, is_new=True))
+        prefix = find_prefix(self._state.known) if find_prefix else ()
+        found = len(prefix) * self._state.page_size
+        count = found if num_tokens is None else _token_count(request_id, num_tokens)
+        return (*prefix, *self._grow(request_id, request, count, prefix))
 
     @operation
     def reserve(self, request_id: Hashable, num_tokens: int = 1, copy: Copy | None = None) -> tuple[int, ...]:
@@ -200,13 +199,7 @@ class PagePool:
         return tuple(self._grow(request_id, request, count, copy=copy))
 
     @operation
-    def extend(
-        self,
-        request_id: Hashable,
-        num_tokens: int,
-        write: Write,
-        copy: Copy | None = None,
-    ) -> None:
+    def extend(self, request_id: Hashable, num_tokens: int, write: Write, copy: Copy | None = None) -> None:
         """Lengthens a request, started where it is unknown, by tokens that `write` stores before they count.
 
         Where `write` or `copy` raises, the pool stays as it was, but cached pages that it needed may be free instead.
@@ -221,10 +214,8 @@ class PagePool:
 
         Raises: as `start` and `reserve`, and what `write` raises.
         """
-        found = self._state.look_up(request_id)
-        request = found or self._state.new(request_id)
-        count = _token_count(request_id, num_tokens)
-        self._grow(request_id, request, count, copy=copy, write=write, is_new=found is None)
+        request = self._state.look_up(request_id) or self._state.new(request_id)
+        self._grow(request_id, request, _token_count(request_id, num_tokens), copy=copy, write=write)
 
     @operation
     def fork(self, request_id: Hashable, new_id: Hashable) -> None:
@@ -377,9 +368,8 @@ class PagePool:
         *,
         copy: Copy | None = None,
         write: Write | None = None,
-        is_new: bool = False,
     ) -> list[int]:
-        """Lengthens a request by `num_tokens` tokens; a new one begins with the known pages `prefix`, which are full.
+        """Lengthens a request by `num_tokens` tokens; a new one begins with the known pages `prefix`, all full.
 
         Returns its new pages, without the copy of its last one. Raises as `start` and `extend`.
         """
@@ -412,8 +402,7 @@ class PagePool:
             request.length = length  # from here on they count
             if source is not None:
                 state.release([source])
-            if is_new:
-                state.requests[request_id] = request
+            state.requests[request_id] = request
         self._events.add("hit", request_id, prefix)
         if source is not None:
             self._events.add("copied", request_id, (source, new.pop(0)))
