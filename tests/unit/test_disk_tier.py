@@ -169,15 +169,15 @@ def test_a_whole_file_that_says_what_is_not_so_is_not_read(tmp_path):
     """Each has a checksum that fits; it lies of its tokens, of the page before it, or of its kind."""
     written(tmp_path)
     disk = engine_on(tmp_path)._disk
-    chain, root = [], disk.root(None)
-    disk.grow(chain, root, PROMPT, 2)
-    file = tmp_path / f"{chain[1].hex()}.page"
+    chain = [disk.root(None)]
+    disk.grow(chain, PROMPT, 2)
+    file = tmp_path / f"{chain[2].hex()}.page"
     tokens, bits = np.array(PROMPT[8:16]), np.full((1, 8), 3, np.uint32)
-    true = disk._said_of(chain[0])
+    true = disk._said_of(chain[1])
     assert len(pack(tokens, bits, true)) == file.stat().st_size
     for lying_tokens, said in (
         (tokens[::-1].copy(), true),
-        (tokens, disk._said_of(chain[1])),
+        (tokens, disk._said_of(chain[2])),
         (tokens, true | {"model": "fakd"}),
         (tokens, true | {"kernels": "fakd"}),
         (tokens, expected(disk._model)),
@@ -195,9 +195,9 @@ def test_a_whole_file_that_says_what_is_not_so_is_not_read(tmp_path):
 def test_what_is_not_a_page_is_not_read_nor_followed(tmp_path, kind):
     folder, outside = tmp_path / "tier", tmp_path / "outside"
     written(folder)
-    disk, chain = engine_on(folder)._disk, []
-    disk.grow(chain, disk.root(None), PROMPT, 1)
-    file = folder / f"{chain[0].hex()}.page"
+    disk = engine_on(folder)._disk
+    disk.grow(chain := [disk.root(None)], PROMPT, 1)
+    file = folder / f"{chain[1].hex()}.page"
     file.rename(outside)
     {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to(outside)}[kind](file)
     (folder / "notes.page").write_text("mine")

@@ -4,7 +4,6 @@ import copy
 import pickle
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import pytest
 
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
 from paged_kv.pool import Counts, PagePool, pages_needed
+from paged_kv.pool.eviction import EvictionOrder
 from support.interrupts import interrupted_anywhere
 from support.shared_pages import SharedPages
 
@@ -148,7 +148,7 @@ def test_what_is_free_shared_and_evicted_first_follows_from_the_table():
         pool.drop("a", 2)
         before = state(made)
         with suppress(KeyboardInterrupt), inside:
-            inside.returned, inside.fresh, inside.shared, inside.cached = [], 3, {}, OrderedDict()
+            inside.returned, inside.fresh, inside.shared, inside.cached = [], 3, {}, EvictionOrder()
             inside.requests["a"].pages.append(13)  # which would have counted with the length
             inside.requests["a"].pages[0] = first  # whose place was to be a hole
             raise KeyboardInterrupt

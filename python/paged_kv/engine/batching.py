@@ -220,22 +220,21 @@ class Batching:
 
     def _offer(self, sample: Sample, count: int) -> None:
         """Offers the disk the first `count` pages of a sample, but for those that it was offered and those dropped."""
-        root, tokens = sample.request.root, sample.tokens
-        if self._disk is not None and root is not None:
-            self._disk.grow(sample.chain, root, tokens, count)
+        if self._disk is not None and sample.chain:
+            self._disk.grow(sample.chain, sample.tokens, count)
             pages = self.pool.pages(sample.key)[:count]
             first = max(sample.offered, pages.count(NO_PAGE))
-            sample.offered = self._disk.offer(sample.chain, root, tokens, first, pages[first:])
+            sample.offered = self._disk.offer(sample.chain, sample.tokens, first, pages[first:])
 
     def _restore(self, sample: Sample) -> None:
         """Reads pages that follow those that a sample begins with, but for the one of its last token."""
-        root, tokens, size = sample.request.root, sample.tokens, self.pool.page_size
-        if self._disk is None or self.prefixes is None or root is None or sample.request.wants_prompt:
+        tokens, size = sample.tokens, self.pool.page_size
+        if self._disk is None or self.prefixes is None or not sample.chain or sample.request.wants_prompt:
             return
         first, count = sample.cached // size, (len(tokens) - 1) // size
-        self._disk.grow(sample.chain, root, tokens, count)
+        self._disk.grow(sample.chain, tokens, count)
         pages = self.pool.pages(sample.key)[first:count]
-        found = self._disk.restore(sample.chain, root, tokens, first, pages) * size
+        found = self._disk.restore(sample.chain, tokens, first, pages) * size
         if found:
             self.prefixes.store(sample.key, tokens[: sample.cached + found], sample.request.namespace)
             sample.cached += found

@@ -45,6 +45,7 @@ from paged_kv.arguments import integer, shown
 from paged_kv.engine.prefix_file import Bits, PagedModel, expected, pack, page_bits, unpack
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
 from paged_kv.files import is_own
+from paged_kv.pool import EvictionOrder
 
 QUEUE_BYTES = 1 << 28
 """The most bytes of pages that wait to be written: they are copies."""
@@ -56,7 +57,6 @@ _UNFINISHED = "unfinished"
 _OWNER_BYTES = 32
 _OPEN = getattr(os, "O_CLOEXEC", 0) | os.O_NOFOLLOW | os.O_NONBLOCK
 _PLAIN = (str, bytes, int, bool, type(None))
-_LARGEST_NAME = 4096
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,6 @@ class DiskTier:
             os.close(_open_folder(Path(self.folder)))
 
 
-class _File(NamedTuple):
-    used: int
-    """When, in nanoseconds."""
-    size: int
-
-
 class _Page(NamedTuple):
     """A page to be written."""
 
@@ -105,9 +99,9 @@ class _Page(NamedTuple):
 
 
 class _Used(NamedTuple):
-    """A chain that a sample had."""
+    """The files of pages that a sample had."""
 
-    chain: tuple[bytes, ...]
+    names: list[str]
 
 
 class DiskPages:
@@ -132,8 +126,10 @@ class DiskPages:
         if self._size + _OWNER_BYTES > self._limit:
             raise ContractError(f"bytes: a page's file has {self._size} bytes, the limit is {self._limit}")
         self._own = secrets.token_hex(_OWNER_BYTES // 2).encode()
-        self._files: dict[str, _File] = {}  # what the folder holds; true until another process writes
-        self._missing: set[str] = set()  # files of `_files` that a reader missed, or removed
+        self._sizes: dict[str, int] = {}  # the files of the folder and their bytes; true until another process writes
+        self._bytes = 0  # of all of them
+        self._order: EvictionOrder[str] = EvictionOrder()
+        self._missing: set[str] = set()  # those of them that a reader missed, or removed
         self._queue: SimpleQueue[_Page | _Used] = SimpleQueue()
         self._lock = threading.Lock()
         self._worker: threading.Thread | None = None
@@ -153,32 +149,30 @@ class DiskPages:
                 os.close(self._folder)
 
     def root(self, namespace: Hashable) -> bytes | None:
-        """Return where the chains of a namespace begin; None where it has no name that another process would know.
+        """Return the digest that the chains of a namespace begin with; None where it has no name that another process
+        would know.
 
         Names are None, texts, bytes, numbers and tuples of them; nothing of any other object is called.
         """
         parts = namespace if type(namespace) is tuple else (namespace,)
         if any(type(part) not in _PLAIN for part in parts):
             return None
-        if any(isinstance(part, int) and part.bit_length() > _LARGEST_NAME for part in parts):
+        try:
+            name = repr(namespace)
+        except ValueError:  # a number of thousands of digits
             return None
-        return hashlib.sha256(json.dumps([self._said, repr(namespace)], sort_keys=True).encode()).digest()
+        return hashlib.sha256(json.dumps([self._said, name], sort_keys=True).encode()).digest()
 
-    def grow(self, chain: list[bytes], root: bytes, tokens: Sequence[int], count: int) -> None:
-        """Appends to a chain until it has the digests of the first `count` pages of `tokens`."""
-        size = self._model.page_size
-        while len(chain) < count:
-            before, at = chain[-1] if chain else root, len(chain) * size
-            chain.append(hashlib.sha256(before + _array(tokens[at : at + size]).tobytes()).digest())
+    def grow(self, chain: list[bytes], tokens: Sequence[int], count: int) -> None:
+        """Appends to a chain, at first a root alone, until it has the digests of the first `count` pages of tokens."""
+        for at in range(len(chain) - 1, count):
+            chain.append(hashlib.sha256(chain[at] + self._tokens(tokens, at).tobytes()).digest())
 
-    def restore(
-        self, chain: Sequence[bytes], root: bytes, tokens: Sequence[int], first: int, pages: Sequence[int]
-    ) -> int:
+    def restore(self, chain: Sequence[bytes], tokens: Sequence[int], first: int, pages: Sequence[int]) -> int:
         """Reads pages `first` on of a chain into pages of the model, up to one that is missing.
 
         Args:
             chain: Of `grow`.
-            root: Where it begins.
             tokens: Those of the chain.
             first: The page of the chain that goes to `pages[0]`.
             pages: Of the model, in use by no request.
@@ -186,47 +180,37 @@ class DiskPages:
         Returns:
             How many were written; the others are as before.
         """
-        size = self._model.page_size
-        for index, page in enumerate(pages):
-            at = first + index
-            before = chain[at - 1] if at else root
-            found = self._read(chain[at], before, _array(tokens[at * size : (at + 1) * size]))
+        for at, page in enumerate(pages, first):
+            found = self._read(chain[at + 1], chain[at], self._tokens(tokens, at))
             if found is None:
-                if _name(chain[at]) in self._files:  # which is out of date: the pages after it may be gone too
-                    self._missing.update(name for name in map(_name, chain[at:]) if not self._has(name))
-                return index
+                if _name(chain[at + 1]) in self._sizes:  # which is out of date: the pages after it may be gone too
+                    self._missing.update(name for name in map(_name, chain[at + 1 :]) if not self._has(name))
+                return at - first
             self._model.write_pages([page], found)
         return len(pages)
 
-    def offer(
-        self, chain: Sequence[bytes], root: bytes, tokens: Sequence[int], first: int, pages: Sequence[int]
-    ) -> int:
+    def offer(self, chain: Sequence[bytes], tokens: Sequence[int], first: int, pages: Sequence[int]) -> int:
         """Queues pages `first` on of a chain that the folder lacks, as copies. Arguments as of `restore`.
 
         Returns the first page of the chain that there was no place for, else the one after the last.
         """
-        size, queued = self._model.page_size, False
-        for at, page in enumerate(pages, first):
-            if self.off:
-                break
-            if (name := _name(chain[at])) in self._files and name not in self._missing:
-                continue
-            if self._queue.qsize() >= self._most_queued:
-                break
-            before = chain[at - 1] if at else root
-            copy = self._model.read_pages([page])
-            self._queue.put(_Page(chain[at], before, _array(tokens[at * size : (at + 1) * size]), copy))
-            queued = True
-        else:
-            at = first + len(pages)
-        if queued:
+        at, end = first, first + len(pages)
+        while at < end and not self.off:
+            name = _name(chain[at + 1])
+            if name not in self._sizes or name in self._missing:
+                if self._queue.qsize() >= self._most_queued:
+                    break
+                bits = self._model.read_pages([pages[at - first]])
+                self._queue.put(_Page(chain[at + 1], chain[at], self._tokens(tokens, at), bits))
+            at += 1
+        if not self._queue.empty():
             self._wake()
         return at
 
     def used(self, chain: Sequence[bytes]) -> None:
         """Says that a sample had these pages until now."""
-        if chain and not self.off and self._queue.qsize() < 2 * self._most_queued:
-            self._queue.put(_Used(tuple(chain)))
+        if len(chain) > 1 and not self.off and self._queue.qsize() < 2 * self._most_queued:
+            self._queue.put(_Used([_name(digest) for digest in chain[1:]]))
             self._wake()
 
     def flush(self) -> None:
@@ -240,6 +224,11 @@ class DiskPages:
 
     def _said_of(self, before: bytes) -> dict[str, str]:
         return self._said | {"after": before.hex()}
+
+    def _tokens(self, tokens: Sequence[int], page: int) -> npt.NDArray[np.int64]:
+        """Those of one page."""
+        size = self._model.page_size
+        return np.array(tokens[page * size : (page + 1) * size], np.int64)
 
     def _read(self, digest: bytes, before: bytes, tokens: npt.NDArray[np.int64]) -> Bits | None:
         """The bits of a page `[1, ...]`, None where it is not there as it should be."""
@@ -300,7 +289,9 @@ class DiskPages:
     def _carry_out(self) -> None:
         """All that is queued."""
         with self._locked() as mine:
-            total = self._make_room(self._total(), 0) if mine else 0
+            if mine:
+                self._forget_missing()
+                self._make_room(0)
             while True:
                 try:
                     item = self._queue.get_nowait()
@@ -309,20 +300,23 @@ class DiskPages:
                 if not mine:
                     continue  # drop it
                 if isinstance(item, _Used):
-                    self._touch(item.chain)
-                elif _name(item.digest) not in self._files:
-                    total = self._write(item, total)
+                    self._touch(item.names)
+                elif _name(item.digest) not in self._sizes:
+                    self._write(item)
 
     def _has(self, name: str) -> bool:
         return os.access(name, os.F_OK, dir_fd=self._folder, follow_symlinks=False)
 
-    def _total(self) -> int:
-        """The bytes of all files that count. Who has the lock looks where readers missed one."""
+    def _forget_missing(self) -> None:
+        """Looks for the files that readers missed."""
         for name in list(self._missing):
             if not self._has(name):
-                self._files.pop(name, None)
+                self._forget(name)
             self._missing.discard(name)
-        return sum(file.size for file in self._files.values())
+
+    def _forget(self, name: str) -> None:
+        self._bytes -= self._sizes.pop(name, 0)
+        self._order.forget(name)
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
@@ -353,43 +347,29 @@ class DiskPages:
         """Finds out what is there. Who has the lock removes what a writer that was killed left."""
         with suppress(FileNotFoundError):
             os.unlink(_UNFINISHED, dir_fd=self._folder)
-        found = {}
+        found, times = {}, {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if _PAGE.fullmatch(entry.name):
                     with suppress(FileNotFoundError):  # removed by a reader
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode) and is_own(status):
-                            found[entry.name] = _File(status.st_mtime_ns, status.st_size)
-        self._files = found
+                            found[entry.name], times[entry.name] = status.st_size, status.st_mtime_ns
+        self._sizes, self._bytes, self._order = found, sum(found.values()), EvictionOrder()
+        self._order.use(sorted(found, key=times.__getitem__, reverse=True))
 
-    def _make_room(self, total: int, size: int) -> int:
-        """Removes files, the one used least recently first, until `size` more bytes fit; the bytes that are left."""
-        size += _OWNER_BYTES
-        if total + size <= self._limit:
-            return total
-        # A twentieth more, so that the next pages need no other look at all files.
-        most = max(self._limit - size - self._limit // 20, 0)
-        for name, file in sorted(self._files.items(), key=lambda item: item[1].used):
-            if total <= most:
-                break
+    def _make_room(self, size: int) -> None:
+        """Removes the files that are evicted first until `size` more bytes fit."""
+        while self._sizes and self._bytes + size + _OWNER_BYTES > self._limit:
+            (name,) = self._order.first(1)
             with suppress(FileNotFoundError):
-                used = os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_mtime_ns
-                if used > file.used:  # by another process
-                    self._files[name] = file._replace(used=used)
-                    continue
                 os.unlink(name, dir_fd=self._folder)
-            del self._files[name]
-            total -= file.size
-        if total + size > self._limit:  # all that are left were in use
-            return self._make_room(total, size - _OWNER_BYTES)
-        return total
+            self._forget(name)
 
-    def _write(self, page: _Page, total: int) -> int:
-        """Writes a page's file, whole or not at all; the bytes that there are then."""
-        data = pack(page.tokens, page.bits, self._said_of(page.before))
-        total = self._make_room(total, len(data))
-        name = _name(page.digest)
+    def _write(self, page: _Page) -> None:
+        """Writes a page's file, whole or not at all."""
+        data, name = pack(page.tokens, page.bits, self._said_of(page.before)), _name(page.digest)
+        self._make_room(len(data))
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
             number = os.open(_UNFINISHED, flags, 0o600, dir_fd=self._folder)
@@ -402,22 +382,21 @@ class DiskPages:
             with suppress(OSError):
                 os.unlink(_UNFINISHED, dir_fd=self._folder)
             if isinstance(error, IsADirectoryError):  # somebody's folder has the page's name
-                return total
+                return
             raise
-        self._files[name] = _File(time.time_ns(), len(data))
-        return total + len(data)
+        self._sizes[name] = len(data)
+        self._bytes += len(data)
+        self._order.use([name])
 
-    def _touch(self, chain: Sequence[bytes]) -> None:
+    def _touch(self, names: Sequence[str]) -> None:
+        """Says, to this process and by the files' times to others, that a chain was used until now."""
         now = time.time_ns()
-        for depth, digest in enumerate(chain):
-            name = _name(digest)
-            file = self._files.get(name)
-            if file is None:
-                continue
+        here = [name for name in names if name in self._sizes]
+        for depth, name in enumerate(here):
             used = now - 1000 * depth
             with suppress(FileNotFoundError):
                 os.utime(name, ns=(used, used), dir_fd=self._folder, follow_symlinks=False)
-                self._files[name] = file._replace(used=used)
+        self._order.use(here)
 
     def _fail(self, error: BaseException) -> None:
         """Turns the tier off."""
@@ -469,7 +448,3 @@ def _write_all(number: int, data: bytes) -> None:
 
 def _name(digest: bytes) -> str:
     return f"{digest.hex()}.page"
-
-
-def _array(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.array(tokens, np.int64)

@@ -169,8 +169,8 @@ class Sample:
     """The number of `tokens` whose K and V are in the cache."""
     stored: int = 0
     """The number of them that the prefix cache knows."""
-    chain: list[bytes] = field(default_factory=list)
-    """The digests of its first full pages, as the disk tier knows them."""
+    chain: list[bytes] = field(init=False)
+    """The disk tier's root for its request, and the digests of its first full pages; empty where it keeps none."""
     offered: int = 0
     """The number of them that the disk tier was offered."""
     luck: Luck = field(default_factory=Luck)
@@ -180,6 +180,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         request = self.request
+        self.chain = [] if request.root is None else [request.root]
         form = None if request.form is None else request.form.begin(request.end_tokens)
         self.history = History(
             request.sampling, request.seed, self.index, self.tokens, len(request.prompt), form, request.end_tokens

@@ -8,12 +8,11 @@ from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from paged_kv.arguments import LARGEST_INDEX, integer
-from paged_kv.errors import ContractError
+from paged_kv.errors import ContractError, PoolExhausted
 from paged_kv.options import NO_PAGE
-from paged_kv.pool import requests
+from paged_kv.pool.events import Events, Listener, PageEvent
 from paged_kv.pool.integrity import check_state
-from paged_kv.pool.requests import Events, Listener, PageEvent, name_of
-from paged_kv.pool.state import Contents, Growth, PoolState, RequestPages, Stored
+from paged_kv.pool.state import Contents, PoolState, RequestPages, Stored, name_of
 
 __all__ = ["Copy", "Counts", "PageEvent", "PagePool", "pages_needed"]
 
@@ -24,6 +23,8 @@ _T = TypeVar("_T")
 
 Copy = Callable[[int, int], Any]
 """Copies page `source` to page `target`: K, V and every layer."""
+Write = Callable[[int, tuple[int, ...]], Any]
+"""Stores new tokens, from a slot of the first of some pages on."""
 
 
 class Counts(NamedTuple):
@@ -141,7 +142,7 @@ class PagePool:
 
         Raises: as `free`.
         """
-        return tuple(requests.find(self._state, request_id).pages)
+        return tuple(self._state.find(request_id).pages)
 
     @operation
     def length(self, request_id: Hashable) -> int:
@@ -149,20 +150,20 @@ class PagePool:
 
         Raises: as `free`.
         """
-        return requests.find(self._state, request_id).length
+        return self._state.find(request_id).length
 
     @operation
     def start(
         self,
         request_id: Hashable,
-        num_tokens: int = 0,
+        num_tokens: int | None = 0,
         find_prefix: Callable[[Mapping[int, Any]], Sequence[int]] | None = None,
     ) -> tuple[int, ...]:
         """Adds a request with a prompt of `num_tokens` tokens and returns its pages, in token order.
 
         Args:
             request_id: The request.
-            num_tokens: Its tokens.
+            num_tokens: Its tokens; None for those of the pages that it begins with.
             find_prefix: For `PrefixCache`: chooses the pages that the request begins with, from the known pages and the
                 records of their content. It must not call the pool.
 
@@ -172,11 +173,11 @@ class PagePool:
             ContractTypeError: `num_tokens` is not an integer, or `request_id` is not hashable.
             ContractError: `num_tokens` is negative, or `request_id` does not equal itself.
         """
-        request, count = requests.new(self._state, request_id), _token_count(request_id, num_tokens)
-        prefix = tuple(find_prefix(self._state.known)) if find_prefix else ()
-        growth = self._growth(request_id, request, count, prefix)
-        self._grow(request_id, request, growth, is_new=True)
-        return (*prefix, *growth.new)
+        request = self._state.new(request_id)
+        prefix = find_prefix(self._state.known) if find_prefix else ()
+        found = len(prefix) * self._state.page_size
+        count = found if num_tokens is None else _token_count(request_id, num_tokens)
+        return (*prefix, *self._grow(request_id, request, count, prefix))
 
     @operation
     def reserve(self, request_id: Hashable, num_tokens: int = 1, copy: Copy | None = None) -> tuple[int, ...]:
@@ -194,20 +195,11 @@ class PagePool:
             ContractTypeError, ContractError: `num_tokens` is not an integer, or negative; or a page must be copied, and
                 there is no `copy`.
         """
-        request, count = requests.find(self._state, request_id), _token_count(request_id, num_tokens)
-        growth = self._growth(request_id, request, count)
-        _copy_shared(request_id, growth, copy)
-        self._grow(request_id, request, growth)
-        return tuple(growth.new[growth.source is not None :])
+        request, count = self._state.find(request_id), _token_count(request_id, num_tokens)
+        return tuple(self._grow(request_id, request, count, copy=copy))
 
     @operation
-    def extend(
-        self,
-        request_id: Hashable,
-        num_tokens: int,
-        write: Callable[[int, tuple[int, ...]], Any],
-        copy: Copy | None = None,
-    ) -> None:
+    def extend(self, request_id: Hashable, num_tokens: int, write: Write, copy: Copy | None = None) -> None:
         """Lengthens a request, started where it is unknown, by tokens that `write` stores before they count.
 
         Where `write` or `copy` raises, the pool stays as it was, but cached pages that it needed may be free instead.
@@ -222,14 +214,8 @@ class PagePool:
 
         Raises: as `start` and `reserve`, and what `write` raises.
         """
-        request = requests.look_up(self._state, request_id)
-        is_new = request is None
-        request, count = request or requests.new(self._state, request_id), _token_count(request_id, num_tokens)
-        growth = self._growth(request_id, request, count)
-        _copy_shared(request_id, growth, copy)
-        first, slot = divmod(request.length, self._state.page_size)
-        write(slot, (*request.pages[first : growth.held], *growth.new))
-        self._grow(request_id, request, growth, is_new=is_new)
+        request = self._state.look_up(request_id) or self._state.new(request_id)
+        self._grow(request_id, request, _token_count(request_id, num_tokens), copy=copy, write=write)
 
     @operation
     def fork(self, request_id: Hashable, new_id: Hashable) -> None:
@@ -242,11 +228,11 @@ class PagePool:
             ContractTypeError, ContractError: `new_id` is no request id.
         """
         state = self._state
-        parent, child = requests.find(state, request_id), requests.new(state, new_id)
+        parent, child = state.find(request_id), state.new(new_id)
         child.length, child.pages = parent.length, list(parent.pages)
         child.dropped, child.stored = parent.dropped, parent.stored
         with state:
-            requests.register(state, new_id, child)
+            state.requests[new_id] = child
             state.own(child.owned())
         self._events.add("shared", new_id, child.owned())
 
@@ -259,7 +245,7 @@ class PagePool:
             ContractTypeError, ContractError: `num_tokens` is not an integer, negative, or more than the request has in
                 pages that it still owns.
         """
-        request = requests.find(self._state, request_id)
+        request = self._state.find(request_id)
         length, page_size = request.length, self._state.page_size
         most = max(length - request.dropped * page_size, 0)
         length -= integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, most)
@@ -285,7 +271,7 @@ class PagePool:
             RequestError: the request is unknown.
             ContractTypeError, ContractError: `num_tokens` is not an integer, negative, or more than the request has.
         """
-        request = requests.find(self._state, request_id)
+        request = self._state.find(request_id)
         tokens = integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, request.length)
         end = max(tokens // self._state.page_size, request.dropped)
         leaving = request.pages[request.dropped : end]
@@ -304,9 +290,9 @@ class PagePool:
             RequestError: the request is unknown, or was freed before.
             ContractTypeError: `request_id` is not hashable.
         """
-        leaving = requests.find(self._state, request_id).owned()
+        leaving = self._state.find(request_id).owned()
         with self._state:
-            requests.remove(self._state, request_id)
+            del self._state.requests[request_id]
             self._state.release(leaving)
         self._events.add("released", request_id, leaving)
 
@@ -324,7 +310,7 @@ class PagePool:
         Returns:
             That number. Raises as `free`, and what `choose` raises.
         """
-        request = requests.find(self._state, request_id)
+        request = self._state.find(request_id)
         contents, stored = choose(request, self._state.known)
         self._state.known.update(contents)
         request.stored = stored
@@ -348,7 +334,8 @@ class PagePool:
         Returns the number of pages whose content was known.
         """
         known = tuple(self._state.known)
-        self._forget(known)
+        with self._state:
+            self._forget(known)
         return len(known)
 
     @operation
@@ -372,43 +359,77 @@ class PagePool:
         vars(self).update(state)
         self._events, self._lock = Events(), threading.RLock()
 
-    def _growth(
-        self, request_id: Hashable, request: RequestPages, num_tokens: int, prefix: Sequence[int] = ()
-    ) -> Growth:
-        """Plans how a request grows, after the content of pages that it needs or writes to is forgotten."""
-        growth = self._state.growth(name_of(request_id), request, num_tokens, prefix)
-        if growth.forgotten:
-            self._forget(growth.forgotten)
-            growth = self._state.growth(name_of(request_id), request, num_tokens, prefix)
-        return growth
+    def _grow(
+        self,
+        request_id: Hashable,
+        request: RequestPages,
+        num_tokens: int,
+        prefix: Sequence[int] = (),
+        *,
+        copy: Copy | None = None,
+        write: Write | None = None,
+    ) -> list[int]:
+        """Lengthens a request by `num_tokens` tokens; a new one begins with the known pages `prefix`, all full.
 
-    def _grow(self, request_id: Hashable, request: RequestPages, growth: Growth, *, is_new: bool = False) -> None:
-        with self._state:
-            self._state.grow(request, growth)
-            if is_new:
-                requests.register(self._state, request_id, request)
-        if self._events.listeners:
-            copied = () if growth.source is None else (growth.source, growth.new[0])
-            self._events.add("hit", request_id, growth.prefix)
-            self._events.add("copied", request_id, copied)
-            self._events.add("allocated", request_id, growth.new[len(copied) // 2 :])
+        Returns its new pages, without the copy of its last one. Raises as `start` and `extend`.
+        """
+        state, size, length = self._state, self._state.page_size, request.length + num_tokens
+        held = len(request.pages)  # of its pages those that stay
+        last = request.pages[-1] if num_tokens and request.length % size else None  # is written to
+        source = last if last in state.shared else None
+        if source is not None:
+            held -= 1
+        needed = -(-length // size) - held - len(prefix)
+        missing = self._missing(request_id, num_tokens, needed, prefix)
+        if source is not None and copy is None:
+            raise ContractError(
+                f"{name_of(request_id)}: the new tokens go to page {source}, which other requests own too: give"
+                f" copy, which copies it"
+            )
+        with state:
+            state.own(prefix)
+            if missing:
+                self._forget(state.cached.first(missing))
+            new = state.take(needed)
+            if source is not None and copy is not None:
+                copy(source, new[0])
+            elif last in state.known:
+                self._forget([last])
+            if write is not None:
+                first, slot = divmod(request.length, size)
+                write(slot, (*request.pages[first:held], *new))
+            request.pages[held:] = [*prefix, *new]
+            request.length = length  # from here on they count
+            if source is not None:
+                state.release([source])
+            state.requests[request_id] = request
+        self._events.add("hit", request_id, prefix)
+        if source is not None:
+            self._events.add("copied", request_id, (source, new.pop(0)))
+        self._events.add("allocated", request_id, new)
+        return new
+
+    def _missing(self, request_id: Hashable, num_tokens: int, needed: int, prefix: Sequence[int]) -> int:
+        """The number of cached pages, but for those of `prefix`, that `needed` pages take besides the free ones.
+
+        Raises:
+            PoolExhausted: there are not so many.
+        """
+        state, free = self._state, self._state.num_free()
+        if needed <= free:
+            return 0
+        spare = len(state.cached) - sum(page in state.cached for page in prefix)
+        if needed - free > spare:
+            cached = f" and {spare} cached" if state.cached else ""
+            raise PoolExhausted(
+                f"{name_of(request_id)}: num_tokens={num_tokens} needs {needed} more pages,"
+                f" {free} of {state.num_pages} are free{cached}"
+            )
+        return needed - free
 
     def _forget(self, pages: Sequence[int]) -> None:
-        with self._state:
-            self._state.forget(pages)
+        self._state.forget(pages)
         self._events.add("evicted", None, pages)
-
-
-def _copy_shared(request_id: Hashable, growth: Growth, copy: Copy | None) -> None:
-    """Copies the page that a request must not write to, because others own it too."""
-    if growth.source is None:
-        return
-    if copy is None:
-        raise ContractError(
-            f"{name_of(request_id)}: the new tokens go to page {growth.source}, which other requests own too: give"
-            f" copy, which copies it"
-        )
-    copy(growth.source, growth.new[0])
 
 
 def _token_count(request_id: Hashable, num_tokens: int) -> int:

@@ -17,14 +17,13 @@ import numpy.typing as npt
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.pool.page_pool import PagePool
-from paged_kv.pool.requests import name_of
-from paged_kv.pool.state import Contents, RequestPages, Stored
+from paged_kv.pool.state import Contents, RequestPages, Stored, name_of
 
 HashFunction = Callable[[int, bytes], int]
 """From the hash of the pages before, and a page's tokens as int64, to the hash of them all."""
 
 
-class _Namespace:
+class Namespace:
     """The root of one namespace's chains."""
 
     def __init__(self, name: Hashable) -> None:
@@ -35,7 +34,7 @@ class _Namespace:
 class _Record:
     """The tokens of one known page, and of those before it by way of `before`."""
 
-    before: _Record | _Namespace
+    before: _Record | Namespace
     tokens: bytes
     hash: int
     page: int
@@ -59,21 +58,29 @@ class PrefixCache:
         self._pool = pool
         self._hash = hash_function or _default_hash
         self._records: dict[int, _Record] = {}  # by hash; one counts while the pool holds it for its page
-        self._namespaces: WeakValueDictionary[Hashable, _Namespace] = WeakValueDictionary()
+        self._namespaces: WeakValueDictionary[Hashable, Namespace] = WeakValueDictionary()
 
     @property
     def pool(self) -> PagePool:
         """The pool whose pages it knows."""
         return self._pool
 
-    def namespace(self, name: Hashable) -> Hashable:
+    def namespace(self, name: Hashable) -> Namespace:
         """Return what may stand for a namespace in all calls: it is known by its identity, no method of the name is
         called.
 
         Raises:
             ContractTypeError: the name is not hashable.
         """
-        return self._namespace(name)
+        if isinstance(name, Namespace):
+            return name
+        try:
+            found = self._namespaces.get(name)
+            if found is None:
+                found = self._namespaces.setdefault(name, Namespace(name))
+        except Exception as error:  # its __hash__ or __eq__ may raise anything
+            raise ContractTypeError(f"namespace must be hashable, not {shown(name)}") from error
+        return found
 
     def match(self, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
         """Return how many of a prompt's leading tokens are known now: whole pages, and never all tokens.
@@ -81,7 +88,7 @@ class PrefixCache:
         Raises:
             ContractTypeError: `tokens` is no list of integers, or `namespace` is not hashable.
         """
-        start, prompt = self._namespace(namespace), _checked_tokens(tokens)
+        start, prompt = self.namespace(namespace), _checked_tokens(tokens)
         found = self._pool.look(lambda known: self._find(start, prompt, known))
         return len(found) * self._pool.page_size
 
@@ -93,12 +100,12 @@ class PrefixCache:
         Raises:
             RequestError, PoolExhausted, ContractTypeError, ContractError: as `PagePool.start`.
         """
-        start, prompt = self._namespace(namespace), _checked_tokens(tokens)
-        found: list[_Record] = []
+        start, prompt = self.namespace(namespace), _checked_tokens(tokens)
+        found: list[int] = []
 
         def find(known: Mapping[int, Any]) -> list[int]:
-            found[:] = self._find(start, prompt, known)
-            return [record.page for record in found]
+            found.extend(self._find(start, prompt, known))
+            return found
 
         self._pool.start(request_id, len(prompt), find)
         return len(found) * self._pool.page_size
@@ -108,20 +115,10 @@ class PrefixCache:
 
         Unlike `start`, it may find all tokens. Returns how many it has. Raises as `start`.
         """
-        start, prompt = self._namespace(namespace), _checked_tokens(tokens)
+        start, prompt = self.namespace(namespace), _checked_tokens(tokens)
         longer = np.append(prompt, 0)  # the last token of a prompt is never looked for
-        while True:
-            count = len(self._pool.look(lambda known: self._find(start, longer, known)))
-            found: list[int] = []
-
-            def find(known: Mapping[int, Any], found: list[int] = found, count: int = count) -> list[int]:
-                found[:] = [record.page for record in self._find(start, longer, known)[:count]]
-                return found
-
-            self._pool.start(request_id, count * self._pool.page_size, find)
-            if len(found) == count:
-                return count * self._pool.page_size
-            self._pool.free(request_id)  # some were evicted in between
+        pages = self._pool.start(request_id, None, lambda known: self._find(start, longer, known))
+        return len(pages) * self._pool.page_size
 
     def store(self, request_id: Hashable, tokens: Sequence[int] | npt.NDArray[Any], namespace: Hashable = None) -> int:
         """Says that the request's first tokens are `tokens` and that their K and V are in its pages.
@@ -136,7 +133,7 @@ class PrefixCache:
             ContractError: it has fewer tokens, or other ones than were stored.
             ContractTypeError: as `match`.
         """
-        start, prompt = self._namespace(namespace), _checked_tokens(tokens)
+        start, prompt = self.namespace(namespace), _checked_tokens(tokens)
         done = self._pool.remember(
             request_id, lambda request, known: self._new_records(request_id, request, start, prompt, known)
         )
@@ -153,21 +150,20 @@ class PrefixCache:
         self._sweep()
         return count
 
-    def _find(self, start: _Namespace, prompt: npt.NDArray[np.int64], known: Mapping[int, Any]) -> list[_Record]:
-        """The records of the longest known prefix, but of the last token."""
-        size = self._pool.page_size
-        chain: list[_Record] = []
-        before: _Record | _Namespace = start
-        data, width = prompt.tobytes(), 8 * size
-        for at in range(0, (len(prompt) - 1) // size * width, width):
+    def _find(self, start: Namespace, prompt: npt.NDArray[np.int64], known: Mapping[int, Any]) -> list[int]:
+        """The pages of the longest known prefix, without the one of the last token."""
+        pages: list[int] = []
+        before: _Record | Namespace = start
+        data, width = prompt.tobytes(), 8 * self._pool.page_size
+        for at in range(0, (len(prompt) - 1) // self._pool.page_size * width, width):
             record = self._record(before, data[at : at + width], known)
             if record is None:
                 break
-            chain.append(record)
+            pages.append(record.page)
             before = record
-        return chain
+        return pages
 
-    def _record(self, before: _Record | _Namespace, tokens: bytes, known: Mapping[int, Any]) -> _Record | None:
+    def _record(self, before: _Record | Namespace, tokens: bytes, known: Mapping[int, Any]) -> _Record | None:
         """The record of a page of these tokens after `before`, where it is known."""
         record = self._records.get(self._hash(before.hash, tokens))
         if record is None or record.before is not before or record.tokens != tokens:
@@ -178,12 +174,12 @@ class PrefixCache:
         self,
         request_id: Hashable,
         request: RequestPages,
-        start: _Namespace,
+        start: Namespace,
         prompt: npt.NDArray[np.int64],
         known: Mapping[int, Any],
     ) -> tuple[Contents, Stored]:
         """The request's full pages that are to be known, each with its record; and how many of its pages are then."""
-        size, length = self._pool.page_size, request.length or 0
+        size, length = self._pool.page_size, request.length
         if len(prompt) > length:
             raise ContractError(f"{name_of(request_id)}: {len(prompt)} tokens to store, it has {length}")
         data, width = prompt.tobytes(), 8 * size
@@ -210,17 +206,6 @@ class PrefixCache:
             before = record
             done += 1
         return contents, (done, before) if done else None
-
-    def _namespace(self, name: Hashable) -> _Namespace:
-        if isinstance(name, _Namespace):
-            return name
-        try:
-            found = self._namespaces.get(name)
-            if found is None:
-                found = self._namespaces.setdefault(name, _Namespace(name))
-        except Exception as error:  # its __hash__ or __eq__ may raise anything
-            raise ContractTypeError(f"namespace must be hashable, not {shown(name)}") from error
-        return found
 
     def _sweep(self) -> None:
         """Drops records that the pool holds no more."""

@@ -1,20 +1,21 @@
-"""The allocator state of the page pool: one table of who owns which pages, and what follows from it.
+"""The allocator: which pages are free, cached and owned, by which requests.
 
-The table is `requests`, with `known`: a request owns the pages that its length needs, but for those it dropped. Free
-pages, numbers of owners and the order of eviction are kept beside it for speed alone. Where an exception from outside,
-KeyboardInterrupt for one, ends a change, the next operation computes them again from the table.
+The table says it all: `requests`, of which each owns the pages that its length needs, but for those it dropped, and
+`known`. Free pages, numbers of owners and the order of eviction are kept beside it for speed alone. Where an exception
+ends a change, KeyboardInterrupt for one, the next operation computes them again from the table.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from paged_kv.errors import PoolExhausted
+from paged_kv.arguments import shown
+from paged_kv.errors import ContractError, ContractTypeError, RequestError
 from paged_kv.options import NO_PAGE
+from paged_kv.pool.eviction import EvictionOrder
 
 Contents = Sequence[tuple[int, Any]]
 """Pages, each with the prefix cache's record of its content."""
@@ -39,32 +40,8 @@ class RequestPages:
         return self.pages[self.dropped :]
 
 
-class Growth(NamedTuple):
-    """The growth of a request. It changes nothing yet, so that its pages can be written before they count."""
-
-    length: int
-    """The request's new length, in tokens."""
-    held: int
-    """The request's pages below this index stay."""
-    prefix: Sequence[int] = ()
-    """The known pages that a new request begins with."""
-    new: Sequence[int] = ()
-    """The pages that come last, free ones so far."""
-    kept: int = 0
-    """The returned pages below this index stay."""
-    fresh: int = 0
-    """The lowest page that was never owned."""
-    forgotten: Sequence[int] = ()
-    """Pages whose content must be forgotten before: the last one, which is written to, and cached ones."""
-    source: int | None = None
-    """The page whose place the first new page takes, as a copy."""
-
-
 class PoolState:
-    """The free, cached and owned pages of a pool. Not safe for threads: `PagePool` locks.
-
-    It is changed inside `with state:`, the table first; `settle` repairs what an exception left of that.
-    """
+    """The pages of a pool. Not safe for threads: `PagePool` locks. It is changed inside `with state:`."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -73,7 +50,7 @@ class PoolState:
         self.known: dict[int, Any] = {}  # the prefix cache's record of each page whose tokens are known
         self.returned: list[int] = []  # pages that were owned and are free; the last is taken first, then fresh ones
         self.fresh = 0  # this page and those above were never owned
-        self.cached: OrderedDict[int, None] = OrderedDict()  # known, without an owner; the first is evicted first
+        self.cached: EvictionOrder[int] = EvictionOrder()  # known, without an owner
         self.shared: dict[int, int] = {}  # pages with more than one owner, and how many
         self._is_whole = True  # whether the last four follow from the table
 
@@ -93,89 +70,91 @@ class PoolState:
             request.pages[: request.dropped] = [NO_PAGE] * request.dropped
             owners.update(request.owned())
         self.shared = {page: count for page, count in owners.items() if count > 1}
-        # Pages that were being released go last, of a chain the last one first, as `release` has them.
-        unowned = [page for page in (*self.cached, *reversed(self.known)) if page in self.known and page not in owners]
-        self.cached = OrderedDict.fromkeys(unowned)
+        for page in list(self.cached):
+            if page in owners or page not in self.known:
+                self.cached.hold(page)
+        self.cached.use([page for page in self.known if page not in owners and page not in self.cached])
         self.fresh = 1 + max((*owners, *self.known), default=-1)
         self.returned = [page for page in reversed(range(self.fresh)) if page not in owners and page not in self.known]
         self._is_whole = True
+
+    def look_up(self, request_id: Hashable) -> RequestPages | None:
+        """The request's record; None where it is unknown."""
+        try:
+            return self.requests.get(request_id)
+        except Exception as error:  # its __hash__ or __eq__ may raise anything
+            raise ContractTypeError(
+                f"request_id must be hashable and comparable, not {shown(request_id)} of type"
+                f" {type(request_id).__name__}"
+            ) from error
+
+    def find(self, request_id: Hashable) -> RequestPages:
+        """The request's record, or RequestError."""
+        request = self.look_up(request_id)
+        if request is None:
+            raise RequestError(f"{name_of(request_id)} is unknown: never started, or freed")
+        return request
+
+    def new(self, request_id: Hashable) -> RequestPages:
+        """The record of a request that is not there yet.
+
+        Raises:
+            RequestError: the request has been started and not freed.
+            ContractTypeError, ContractError: the id is not hashable, or could not be found again.
+        """
+        if self.look_up(request_id) is not None:
+            raise RequestError(f"{name_of(request_id)} has already been started")
+        try:
+            found = bool(request_id == request_id)
+        except Exception:
+            found = False
+        if not found:
+            raise ContractError(f"request_id must equal itself, {shown(request_id)} does not")
+        return RequestPages()
 
     def num_free(self) -> int:
         """Pages that no request owns and whose tokens are not known."""
         return self.num_pages - self.fresh + len(self.returned)
 
-    def growth(self, name: str, request: RequestPages, num_tokens: int, prefix: Sequence[int] = ()) -> Growth:
-        """Plans how `request` lengthens; where it is new, it begins with the pages `prefix`, which are full.
+    def take(self, count: int) -> list[int]:
+        """Takes free pages, of which there are enough: the one that was returned last first."""
+        kept = max(len(self.returned) - count, 0)
+        taken = self.returned[kept:][::-1]
+        begin, self.fresh = self.fresh, self.fresh + count - len(taken)
+        del self.returned[kept:]
+        return [*taken, *range(begin, self.fresh)]
 
-        Raises:
-            PoolExhausted: too few pages are free or cached; the message calls the request `name`.
-        """
-        old = request.length
-        held, length = len(request.pages), old + num_tokens
-        needed = -(-length // self.page_size) - held - len(prefix)
-        source: int | None = None
-        forgotten: tuple[int, ...] = ()
-        if num_tokens and old % self.page_size and (self.shared or self.known):
-            last = request.pages[-1]
-            if last in self.shared:
-                source = last
-                needed += 1
-                held -= 1
-            elif last in self.known:
-                forgotten = (last,)
-        free = self.num_free()
-        if needed > free:
-            protected = self.cached.keys() & set(prefix)
-            spare = len(self.cached) - len(protected)
-            if needed - free > spare:
-                cached = f" and {spare} cached" if self.cached else ""
-                raise PoolExhausted(
-                    f"{name}: num_tokens={num_tokens} needs {needed} more pages,"
-                    f" {free} of {self.num_pages} are free{cached}"
-                )
-            victims = islice((page for page in self.cached if page not in protected), needed - free)
-            return Growth(length, held, forgotten=(*forgotten, *victims))
-        kept = max(len(self.returned) - needed, 0)
-        fresh = self.fresh + needed - len(self.returned) + kept
-        new = (*reversed(self.returned[kept:]), *range(self.fresh, fresh))
-        return Growth(length, held, prefix, new, kept, fresh, forgotten, source)
-
-    def grow(self, request: RequestPages, growth: Growth) -> None:
-        """Gives a request the pages of `growth`."""
-        request.pages[growth.held :] = (*growth.prefix, *growth.new)
-        request.length = growth.length
-        del self.returned[growth.kept :]
-        self.fresh = growth.fresh
-        self.own(growth.prefix)
-        if growth.source is not None:
-            self.release([growth.source])
-
-    def own(self, pages: Sequence[int]) -> None:
+    def own(self, pages: Iterable[int]) -> None:
         """Counts one more owner of pages that are owned or cached."""
         for page in pages:
             if page in self.cached:
-                del self.cached[page]
+                self.cached.hold(page)
             else:
                 self.shared[page] = self.shared.get(page, 1) + 1
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Iterable[int]) -> None:
         """Counts one owner less of some pages, given in token order."""
-        # The last page first: it is to be evicted before the pages whose tokens it continues.
-        for page in reversed(pages):
+        free, cached = [], []
+        for page in pages:
             count = self.shared.get(page)
-            if count is not None and count > 2:
+            if count is None:
+                (cached if page in self.known else free).append(page)
+            elif count > 2:
                 self.shared[page] = count - 1
-            elif count is not None:
-                del self.shared[page]
-            elif page in self.known:
-                self.cached[page] = None
             else:
-                self.returned.append(page)
+                del self.shared[page]
+        self.returned += reversed(free)
+        self.cached.use(cached)
 
     def forget(self, pages: Sequence[int]) -> None:
         """Forgets the content of known pages; those that are cached become free, the first on top."""
         for page in reversed(pages):
             del self.known[page]
             if page in self.cached:
-                del self.cached[page]
                 self.returned.append(page)
+            self.cached.forget(page)
+
+
+def name_of(request_id: Hashable) -> str:
+    """Return how messages name a request."""
+    return f"request {shown(request_id)}"

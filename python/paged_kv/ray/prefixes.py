@@ -2,13 +2,12 @@
 
 A prompt is cut into blocks of a page's tokens, and a block is known by a hash of itself and of all blocks before it: a
 tree of prefixes without pointers. Of each replica as many blocks are remembered as it has pages, and forgotten in the
-order in which its pool evicts: the one used least recently first, of one prompt the last block before the first. What
-is remembered is a guess; a wrong one costs time and changes no text.
+order in which its pool evicts (`EvictionOrder`). What is remembered is a guess; a wrong one costs time and changes no
+text.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from zlib import crc32
@@ -17,6 +16,7 @@ import numpy as np
 
 from paged_kv.arguments import integer
 from paged_kv.errors import ContractError
+from paged_kv.pool import EvictionOrder
 
 SLACK = 4
 """Requests that a replica may have more than the one with the fewest, and still get those whose pages it has."""
@@ -52,7 +52,7 @@ class Prefixes:
         self._holders: dict[int, int] = {}  # of a block: a bit for each replica that has it
         self._names: list[str | None] = []  # by bit
         self._bits: dict[str, int] = {}
-        self._used: list[OrderedDict[int, None]] = []  # by bit: the blocks, the one used least recently first
+        self._orders: list[EvictionOrder[int]] = []  # by bit: the blocks
 
     def __len__(self) -> int:
         """Blocks that are remembered, each counted once."""
@@ -65,7 +65,7 @@ class Prefixes:
 
     def count(self, name: str) -> int:
         """Blocks of a replica."""
-        return len(self._used[self._bits[name]])
+        return len(self._orders[self._bits[name]])
 
     def join(self, name: str) -> None:
         """A replica comes, with empty pages. Raises a ContractError where it is there."""
@@ -74,7 +74,7 @@ class Prefixes:
         bit = self._names.index(None) if None in self._names else len(self._names)
         if bit == len(self._names):
             self._names.append(None)
-            self._used.append(OrderedDict())
+            self._orders.append(EvictionOrder())
         self._names[bit], self._bits[name] = name, bit
 
     def leave(self, name: str) -> None:
@@ -82,20 +82,19 @@ class Prefixes:
         bit = self._bits.pop(name, None)
         if bit is None:
             return
-        for block in self._used[bit]:
+        for block in self._orders[bit]:
             self._drop(block, bit)
-        self._names[bit], self._used[bit] = None, OrderedDict()
+        self._names[bit], self._orders[bit] = None, EvictionOrder()
 
     def insert(self, name: str, blocks: Sequence[int]) -> None:
         """A prompt went to a replica: its blocks are there from then on, and used now."""
         bit = self._bits[name]
-        used, mine = self._used[bit], 1 << bit
-        for block in reversed(blocks[: self._limit]):
-            used[block] = None
-            used.move_to_end(block)
+        order, mine = self._orders[bit], 1 << bit
+        order.use(blocks[: self._limit])
+        for block in blocks[: self._limit]:
             self._holders[block] = self._holders.get(block, 0) | mine
-        while len(used) > self._limit:
-            block, _ = used.popitem(last=False)
+        for block in order.first(max(len(order) - self._limit, 0)):
+            order.forget(block)
             self._drop(block, bit)
 
     def match(self, blocks: Sequence[int]) -> dict[str, int]:

@@ -20,10 +20,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.continuous_batching.utils import find_head_dim
 
+from paged_kv.arguments import LARGEST_INDEX
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ShapeError
 from paged_kv.options import KVFormat, check_kv_format, stored_head
+from paged_kv.pool import PagePool
 from paged_kv.torch.cache import quantised, widened
 
 PAGE_SIZE = 32
@@ -138,24 +140,21 @@ class PagedCache(Cache):  # type: ignore[misc] # transformers has no types
 
 
 class PageTables:
-    """The pages of each sequence, and by how many each page is used."""
+    """The pages of each sequence. Sequences are requests of a pool; the layers' tensors grow with the pages in use."""
 
     def __init__(self) -> None:
-        self.entries = np.zeros((0, 0), np.int64)  # [B, n], -1 past a sequence's pages
-        self.counts = np.zeros(0, np.int64)  # [B]
+        self.pool = PagePool(LARGEST_INDEX, PAGE_SIZE)
+        self.num_pages = 0
+        """Pages that the layers' tensors must have."""
         self.padding: Ints | None = None  # [B]
-        self.users = np.zeros(0, np.int64)  # [pages]
-        self._free: list[int] = []
+        self._sequences: list[int] = []  # their requests
+        self._started = 0  # requests so far
+        self._entries: npt.NDArray[np.int32] | None = None  # [B, n], page ids; None where pages have changed
 
     @property
     def batch(self) -> int:
         """B; 0 before the first tokens."""
-        return len(self.counts)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that the layers' tensors must have."""
-        return len(self.users)
+        return len(self._sequences)
 
     def extend(self, start: int, new_tokens: int, batch: int, padding: Ints | None) -> Step:
         """Makes room for T tokens of each sequence after the `start` that it has.
@@ -165,7 +164,7 @@ class PageTables:
             ContractError: the padding is another one than before.
         """
         if not self.batch:
-            self.entries, self.counts = np.full((batch, 0), -1, np.int64), np.zeros(batch, np.int64)
+            self._sequences = [self._start() for _ in range(batch)]
         if batch != self.batch:
             raise ShapeError(f"past_key_values holds {self.batch} sequences, {batch} are given")
         if self.padding is None or not start:
@@ -180,72 +179,82 @@ class PageTables:
                     f" {self.padding[b]}"
                 )
             self.padding = padding
-        ends = np.maximum(start + new_tokens - self.padding, 0)
-        begins = np.maximum(start - self.padding, 0)
-        copies = self._make_writable(begins, ends)
+        self.crop(start)
+        copies = self._reserve(start + new_tokens)
+        table = self._table()
         positions = start + np.arange(new_tokens) - self.padding[:, None]  # [B, T]
         real = positions >= 0
-        at = np.maximum(positions, 0)
-        pages = np.take_along_axis(self.entries, at // PAGE_SIZE, 1) if self.entries.size else at
-        slots = torch.from_numpy((pages * PAGE_SIZE + at % PAGE_SIZE)[real])
+        slots = torch.from_numpy(slots_of(table, positions)[real])
         stored = None if real.all() else torch.from_numpy(np.flatnonzero(real))
         lengths = np.maximum(positions + 1, 0).astype(np.int32).reshape(-1)
         requests = np.repeat(np.arange(batch, dtype=np.int32), new_tokens)
-        table = Table.padded(self.entries, ends.astype(np.int32), PAGE_SIZE, ("past_key_values",) * 3)
         rows = Rows(table, np.where(lengths > 0, requests, np.int32(-1)), lengths)
         return Step(start, new_tokens, self.padding, rows, slots, stored, copies)
 
     def select(self, indices: npt.NDArray[Any]) -> None:
         """Sequence i becomes what sequence `indices[i]` was."""
-        self.entries, self.counts = self.entries[indices], self.counts[indices]
+        old, self._sequences = self._sequences, []
+        for request in (old[index] for index in indices.tolist()):
+            if request in self._sequences:
+                self._sequences.append(self._start(request))
+            else:
+                self._sequences.append(request)
+        for request in set(old) - set(self._sequences):
+            self.pool.free(request)
         if self.padding is not None:
             self.padding = self.padding[indices]
-        self._count()
+        self._entries = None
 
     def crop(self, tokens: int) -> None:
-        """Returns the pages past the first `tokens` tokens of each sequence, padding included."""
+        """Takes back what follows the first `tokens` tokens of each sequence, padding included."""
         if self.padding is None:
             return
-        self.counts = np.minimum(self.counts, -(-np.maximum(tokens - self.padding, 0) // PAGE_SIZE))
-        self.entries = np.where(np.arange(self.entries.shape[1]) < self.counts[:, None], self.entries, -1)
-        self._count()
+        for request, end in zip(self._sequences, np.maximum(tokens - self.padding, 0).tolist(), strict=True):
+            if (more := self.pool.length(request) - end) > 0:
+                self.pool.shrink(request, more)
+                self._entries = None
 
-    def _count(self) -> None:
-        used = self.entries[self.entries >= 0]
-        self.users = np.bincount(used, minlength=len(self.users))
-        self._free = np.flatnonzero(self.users == 0)[::-1].tolist()
+    def _start(self, parent: int | None = None) -> int:
+        """A request with nothing, or with all that another one has."""
+        self._started += 1
+        if parent is None:
+            self.pool.start(self._started)
+        else:
+            self.pool.fork(parent, self._started)
+        return self._started
 
-    def _make_writable(self, begins: Ints, ends: Ints) -> list[tuple[int, int]]:
-        """Gives each sequence pages of its own for its tokens `begins[b]` to `ends[b]`; the copies of shared ones."""
-        needed = -(-ends // PAGE_SIZE)
-        more = int(needed.max(initial=0)) - self.entries.shape[1]
-        if more > 0:
-            room = np.full((self.batch, max(more, self.entries.shape[1] // 2)), -1, np.int64)
-            self.entries = np.concatenate([self.entries, room], 1)
-        copies = []
-        first = begins // PAGE_SIZE
-        for b in np.flatnonzero((begins < ends) & (first < self.counts)).tolist():
-            for column in range(int(first[b]), int(min(needed[b], self.counts[b]))):
-                page = int(self.entries[b, column])
-                if self.users[page] > 1:
-                    self.users[page] -= 1
-                    self.entries[b, column] = new = self._take()
-                    copies.append((page, new))
-        for b in np.flatnonzero(needed > self.counts).tolist():
-            for column in range(int(self.counts[b]), int(needed[b])):
-                self.entries[b, column] = self._take()
-            self.counts[b] = needed[b]
+    def _reserve(self, tokens: int) -> list[tuple[int, int]]:
+        """Lengthens each sequence to `tokens` tokens, padding included; the pages that are copied for it, from and to."""
+        assert self.padding is not None
+        copies: list[tuple[int, int]] = []
+        for request, end in zip(self._sequences, np.maximum(tokens - self.padding, 0).tolist(), strict=True):
+            more = end - self.pool.length(request)
+            added = self.pool.reserve(request, more, lambda source, target: copies.append((source, target)))
+            if added or copies:
+                self._entries = None
         return copies
 
-    def _take(self) -> int:
-        if not self._free:
-            old = len(self.users)
-            new = max(2 * old, 8 * self.batch)
-            self.users = np.concatenate([self.users, np.zeros(new - old, np.int64)])
-            self._free = list(range(new - 1, old - 1, -1))
-        page = self._free.pop()
-        self.users[page] = 1
-        return page
+    def _table(self) -> Table:
+        """The pages of all sequences; the tensors are to have the highest of them."""
+        if self._entries is None:
+            pages = [self.pool.pages(request) for request in self._sequences]
+            self._entries = np.full((self.batch, max(map(len, pages), default=0)), -1, np.int32)
+            for row, own in zip(self._entries, pages, strict=True):
+                row[: len(own)] = own
+        lengths = np.array([self.pool.length(request) for request in self._sequences], np.int32)
+        table = Table.padded(self._entries, lengths, PAGE_SIZE, ("past_key_values",) * 3)
+        if table.highest_page >= self.num_pages:
+            self.num_pages = max(2 * self.num_pages, 8 * self.batch, table.highest_page + 1)
+        return table
+
+
+def slots_of(table: Table, positions: Ints) -> Ints:
+    """The slots, page * P + slot in it, of tokens `[B, N]` of each sequence; 0 for padding, which is below 0."""
+    at = np.maximum(positions, 0)
+    if not table.entries.size:
+        return np.zeros_like(positions)
+    pages = np.take_along_axis(table.entries, at // PAGE_SIZE, 1)
+    return np.where(positions < 0, 0, pages.astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no types
@@ -301,10 +310,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc] # transformers has no t
         """K and V of all tokens in a dtype, `[B, Hk, tokens, D]`: zeros for padding."""
         assert self.k_pages is not None
         assert self.v_pages is not None
-        table = self.cache.table
         positions = np.arange(self._seen) - step.padding[:, None]
-        at = np.maximum(positions, 0)
-        slots = np.take_along_axis(table.entries, at // PAGE_SIZE, 1) * PAGE_SIZE + at % PAGE_SIZE
+        slots = slots_of(step.rows.table, positions)
         real = torch.from_numpy(positions >= 0)[:, :, None, None]
         chosen = torch.from_numpy(slots.reshape(-1))
         k, v = (pages.view(-1, *pages.shape[2:])[chosen] for pages in (self.k_pages, self.v_pages))  # [N, Hk, S]
