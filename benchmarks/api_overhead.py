@@ -1,7 +1,7 @@
 """Time of single calls on the CPU where there is little to compute: `plan` over large page tables, and one call of each
 kind at batch size 1.
 
-    python -m benchmarks.api_overhead [--csv] [--repeats N]
+    python -m benchmarks.api_overhead [--repeats N]
 
 `plan`: 256 requests of up to 32,768 tokens, pages of 16 (524,288 page ids where all are full), checks included.
 Calls: one request of 16 tokens, 8 query and 2 KV heads of 128, latent attention of 512 + 64; also "apart", with a
@@ -12,10 +12,8 @@ Times are medians of single calls; a tenth as many calls are made before to warm
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,6 @@ from paged_kv import (
     merge_state,
 )
 from paged_kv.arrays.host import as_numpy
-from paged_kv.bench.provenance import provenance
 from paged_kv.torch import append_paged_kv, gather_paged_kv, paged_attention
 
 PLAN_BATCH, PLAN_TOKENS, PAGE_SIZE = 256, 32768, 16
@@ -121,22 +118,11 @@ def measure(repeats: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", action="store_true", help="also write results/api_overhead.csv beside this script")
     parser.add_argument("--repeats", type=int, default=2000, help="calls per measurement of run; plan takes a quarter")
     arguments = parser.parse_args()
     rows = measure(arguments.repeats)
     for row in rows:
         print(f"{row['what']:<40} {row['arrays']:<8} {row['us']:>8.1f} us")
-    if arguments.csv:
-        path = Path(__file__).parent / "results" / "api_overhead.csv"
-        path.parent.mkdir(exist_ok=True)
-        with path.open("w", newline="") as file:
-            names = ["what", "arrays", "us", "machine", "date", "commit"]
-            writer = csv.DictWriter(file, names, lineterminator="\n")
-            writer.writeheader()
-            for row in rows:
-                values = {name: f"{value:.1f}" if isinstance(value, float) else value for name, value in row.items()}
-                writer.writerow(values | provenance())
 
 
 if __name__ == "__main__":

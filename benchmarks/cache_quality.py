@@ -1,6 +1,6 @@
 """The quality of caches of few bits: float8, int8 and int4 against unquantised, with and without rotation.
 
-    python -m benchmarks.cache_quality [--context 2000] [--out FILE.json]
+    python -m benchmarks.cache_quality [--context 2000]
 
 The model is the one of `paged-kv demo`, the text one that it was not trained on: the Book of Tobit of the King James
 Apocrypha (`benchmarks/texts/tobit.txt`, public domain), 10,000 tokens. All of it is NumPy in float64, without the
@@ -19,7 +19,6 @@ and those of q smaller: the same function, with keys as large models have them.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +178,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--context", type=int, default=2000, help="tokens that see each other")
     parser.add_argument("--outliers", type=float, default=1.0, help="the factor of two channels of K")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
     model, length = Model(options.outliers), options.context
@@ -188,9 +186,6 @@ def main() -> None:
     print("| cache | rotated | error of o by layer, % | perplexity, % | KL, 10^-3 |\n|---|---|---|---|---|")
     found = study(model, contexts)
     print(f"{len(contexts)} contexts of {length} tokens, perplexity {found['perplexity']:.2f} unquantised")
-    if options.out:
-        said = {"context": length, "contexts": len(contexts), "outliers": options.outliers}
-        options.out.write_text(json.dumps(said | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

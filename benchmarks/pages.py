@@ -1,9 +1,9 @@
-"""The results of `paged-kv bench` as two sections of docs/performance.md, and as the README's picture.
+"""The results of `benchmarks.decode_cpu` as two sections of docs/performance.md, and as the README's picture.
 
     python -m benchmarks.pages [FOLDER]
 
-FOLDER has a file of each CPU family; benchmarks/results/decode_cpu is the default. `paged-kv bench --update-pages`
-does it after a run.
+FOLDER has a file of each CPU family; benchmarks/results/decode_cpu is the default.
+`python -m benchmarks.decode_cpu --update-pages` does it after a run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decode_cpu.goals import share_cell, versus_line
+from benchmarks.decode_cpu.roofline import OURS, THEIRS
+from benchmarks.provenance import CHECKOUT as CHECKOUT
 from paged_kv.bench.compare import read_results
-from paged_kv.bench.report import share_cell, versus_lines
 from paged_kv.bench.results import Row
-from paged_kv.bench.roofline import OURS, THEIRS
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 BARS = "docs/pictures/decode_cpu_bars.png"
 MARK = "decode_cpu"
 """The section of a page between `<!-- decode_cpu: begin -->` and `<!-- decode_cpu: end -->` is written here."""
@@ -124,7 +124,8 @@ def _family(results: Results) -> list[str]:
         "| case | faster than |",
         "|---|---|",
     ]
-    return lines + [f"| {row['title']} | {', '.join(versus_lines(row))} |" for row in rows if row["versus"]]
+    cells = {row["title"]: filter(None, map(versus_line, row["versus"])) for row in rows if row["versus"]}
+    return lines + [f"| {title} | {', '.join(found)} |" for title, found in cells.items()]
 
 
 def _measured(results: Results) -> list[Row]:

@@ -1,6 +1,6 @@
 """The time of page management: this package's pool and prefix cache against vLLM's block pool and cache manager.
 
-    PAGED_KV_VLLM_PYTHON=VENV/bin/python python -m benchmarks.pool_cpu [--out FILE.json]
+    PAGED_KV_VLLM_PYTHON=VENV/bin/python python -m benchmarks.pool_cpu
 
 Pages of 16 tokens. Both run in processes of their own, in turns; figures are medians. What is timed:
 
@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 PAGES, PAGE_SIZE, PROMPT, TURNS, REPEATS = 8192, 16, 32768, 9, 5
@@ -165,7 +164,6 @@ def measure() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", choices=SYSTEMS)
     options = parser.parse_args()
     if options.worker:
@@ -175,10 +173,6 @@ def main() -> None:
     print("ms".ljust(12) + "".join(step.rjust(9) for step in STEPS))
     for system, times in found.items():
         print(system.ljust(12) + "".join(f"{times[step]:9.3f}" for step in STEPS))
-    if options.out:
-        from paged_kv.bench.provenance import provenance
-
-        options.out.write_text(json.dumps({"provenance": provenance(), "ms": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

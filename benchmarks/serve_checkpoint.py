@@ -9,13 +9,10 @@ import subprocess
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
-
+from benchmarks.checkpoints import write_folder, write_gguf
 from paged_kv.bench.case_kinds import StepCase
-from paged_kv.bench.problems import StepProblem, llama_config
+from paged_kv.bench.problems import StepProblem
 from paged_kv.engine.demo import BOS_ID, CHAT_TEMPLATE, EOS_ID, PAD_ID, SPECIAL_TOKENS, byte_tokenizer
 from paged_kv.errors import ToolchainError
 
@@ -74,8 +71,6 @@ def write_checkpoint(case: StepCase, root: Path, seed: int = 0) -> Checkpoint:
             if not folder.exists():
                 _write_folder(problem, folder, dtype)
         if checkpoint.bfloat16_gguf in wanted and not checkpoint.bfloat16_gguf.exists():
-            from paged_kv.bench.peers.llama_cpp import write_gguf
-
             part = _part(checkpoint.bfloat16_gguf)
             write_gguf(problem, part, vocabulary(case.vocab))
             part.rename(checkpoint.bfloat16_gguf)
@@ -104,11 +99,8 @@ def _write_folder(problem: StepProblem, folder: Path, dtype: str) -> None:
     part = _part(folder)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    config: dict[str, Any] = llama_config(problem.case)
-    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    config |= {"torch_dtype": dtype, "dtype": dtype, "rope_scaling": None, "attention_bias": False, "mlp_bias": False}
     ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
-    (part / "config.json").write_text(json.dumps(config | ids, indent=1))
+    write_folder(problem, part, dtype, ids)
     (part / "generation_config.json").write_text(json.dumps(ids))
     tokenizer = json.loads(byte_tokenizer().to_str())
     # The special ones too: a loader gives tokens that the model's vocabulary lacks an id of its own.
@@ -117,10 +109,6 @@ def _write_folder(problem: StepProblem, folder: Path, dtype: str) -> None:
     names = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL_TOKENS, strict=True))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, **names}
     (part / "tokenizer_config.json").write_text(json.dumps(settings))
-    weights = problem.weights
-    if dtype == "float32":
-        weights = {name: array.astype(np.float32) for name, array in weights.items()}
-    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
     part.rename(folder)
 
 

@@ -14,7 +14,7 @@ hold.
 What is not installed is left out, and the results say so:
 
     MAX Serve           pip install 'paged-kv[max-serve]' for the interpreter that runs this
-    vLLM                peers/vllm_step.py says how; PAGED_KV_VLLM_PYTHON names the interpreter of its environment
+    vLLM                decode_cpu/vllm_step.py says how; PAGED_KV_VLLM_PYTHON names the interpreter of its environment
     llama.cpp           `llama-server` with `llama-quantize` beside it, by PAGED_KV_LLAMA_SERVER or on the PATH;
                         servers/http.py says how to build them. GGUF files are written with pip install gguf
     the picture         pip install matplotlib
@@ -36,15 +36,14 @@ from typing import Any
 
 import click
 
-from benchmarks import serve_report
+from benchmarks import provenance, serve_report
 from benchmarks.pages import CHECKOUT, update_page
 from benchmarks.serve_cases import CASES, MODELS, SIZES, TOGETHER, size_of
 from benchmarks.serve_checkpoint import write_checkpoint
 from benchmarks.serve_results import Row, merged, row_of
 from benchmarks.serve_run import Group
 from paged_kv.bench import report
-from paged_kv.bench.provenance import provenance
-from paged_kv.bench.targets import cpu_family
+from paged_kv.bench.provenance import cpu_family
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.runtime.cache_folder import cache_folder
 
@@ -101,7 +100,7 @@ def serve_cpu(
             click.echo(f"{model}, {group}: starting {', '.join(keys)} ...", err=True)
             with tempfile.TemporaryDirectory() as logs, Group(keys, checkpoint, Path(logs), size) as alive:
                 for case in cases:
-                    row = row_of(case, group, alive.measure(case, turns), provenance())
+                    row = row_of(case, group, alive.measure(case, turns), provenance.provenance())
                     write(path, [row], alive.versions)  # after every case: a run that is broken off is not in vain
                     click.echo(serve_report.text([row]))
     if update_pages:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decode_cpu.roofline import OURS, THEIRS
 from benchmarks.serve_cases import MODELS, ServeCase
 from benchmarks.serve_results import Row, by_case, systems_of
 from benchmarks.servers import SYSTEMS
-from paged_kv.bench.roofline import OURS, THEIRS
 
 Results = Mapping[str, Any]
 """The results of one CPU family, as its file has them."""

@@ -26,12 +26,11 @@ from max.dtype import DType
 
 from paged_kv.arrays.host import to_buffer
 from paged_kv.bench.case_kinds import StepCase
-from paged_kv.bench.problems import StepProblem, llama_config
+from paged_kv.bench.ours import decoder_config
+from paged_kv.bench.problems import StepProblem
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.sampling import Sampling
-from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.rope import Rope
 
 TEXTS = Path(__file__).parent / "texts"
 ANSWER = "\n======== the answer ========\n"
@@ -46,12 +45,9 @@ Text = tuple[list[int], list[int]]
 
 def random_model(**sizes: int) -> DecoderModel:
     """The benchmark's model, or one of other sizes."""
-    problem = StepProblem(StepCase("step", "", None, context=1, **sizes), 0)  # type: ignore[arg-type]
-    fields = llama_config(problem.case)
-    rope = Rope(problem.case.head_dim, fields.pop("rope_theta"))
-    config = DecoderConfig(**fields, rope=rope, bos_token_id=None, eos_token_ids=())
+    problem = StepProblem(StepCase("step", "", context=1, **sizes), 0)  # type: ignore[arg-type]
     weights = {name: to_buffer(array) for name, array in problem.weights.items()}
-    return DecoderModel(config, weights, dtype=DType.bfloat16, num_pages=PAGES, page_size=16)
+    return DecoderModel(decoder_config(problem.case), weights, dtype=DType.bfloat16, num_pages=PAGES, page_size=16)
 
 
 class Replayed:

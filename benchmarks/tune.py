@@ -25,11 +25,11 @@ from typing import Any
 
 import click
 
+from benchmarks.provenance import provenance
 from benchmarks.tune_job import TUNE_CASES
 from benchmarks.tuning_table import Row, TuningTable, Values
 from paged_kv.bench.case_kinds import AttentionCase, Case
-from paged_kv.bench.provenance import provenance
-from paged_kv.bench.targets import cpu_family
+from paged_kv.bench.provenance import cpu_family
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "mojo_ops"

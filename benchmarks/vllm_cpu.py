@@ -4,93 +4,68 @@
         [--turns 5] [--steps 6]
 
 The model is that of `benchmarks.transformers_cpu`, a Llama of 1.1 G random parameters in bfloat16, and the engine that
-of `paged-kv bench`, compiled as by default. B requests have one prompt, which is computed first. The two processes take
-turns, in rotated order; a turn is the median of its steps. Results are the medians of turns, and of the turns' ratios.
+of `benchmarks.decode_cpu`, compiled as by default. B requests have one prompt, which is computed first. The two
+processes take turns, in rotated order; a turn is the median of its steps. Results are the medians of turns, and of the
+turns' ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
-from importlib import resources
 from pathlib import Path
 from statistics import median
 
+from benchmarks.decode_cpu.vllm_step import EngineProcess
 from benchmarks.transformers_cpu import SIZES, random_model
-from paged_kv.bench.peers.vllm_step import PYTHON
 
 SYSTEMS = {"vLLM": "", "with the plugin": "paged_kv"}
 """The values of `VLLM_PLUGINS`."""
 
 
-class Engine:
+def engine(checkpoint: Path, folder: Path, plugins: str, batch: int, context: int) -> EngineProcess:
     """An engine in a process of its own, ready for its first step."""
+    drawn = random.Random(0)
+    prompt = [drawn.randrange(1, SIZES["vocab_size"]) for _ in range(context)]
+    settings = {"tokens": [[1]] * batch, "prompt": prompt, "short": prompt[:7], "vocab": SIZES["vocab_size"]}
+    for file in checkpoint.iterdir():
+        (folder / file.name).symlink_to(file)
+    environment = os.environ | {
+        "VLLM_PLUGINS": plugins,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(1 + batch * (context + 1024) * 45 // 2**20),  # GiB; a token takes 44 KiB
+    }
+    return EngineProcess(folder, settings, environment)
 
-    def __init__(self, checkpoint: Path, folder: Path, plugins: str, batch: int, context: int) -> None:
-        drawn = random.Random(0)
-        prompt = [drawn.randrange(1, SIZES["vocab_size"]) for _ in range(context)]
-        settings = {"tokens": [[1]] * batch, "prompt": prompt, "short": prompt[:7], "vocab": SIZES["vocab_size"]}
-        for file in checkpoint.iterdir():
-            (folder / file.name).symlink_to(file)
-        program = str(resources.files("paged_kv.bench.peers") / "vllm_engine.py")
-        environment = os.environ | {
-            "VLLM_PLUGINS": plugins,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": str(1 + batch * (context + 1024) * 45 // 2**20),  # GiB; a token takes 44 KiB
-        }
-        self._process = subprocess.Popen(
-            [os.environ.get(PYTHON, sys.executable), program, str(folder), json.dumps(settings)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._answer()
 
-    def step(self) -> float:
-        """Milliseconds of a step."""
-        assert self._process.stdin is not None
-        start = time.perf_counter()
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self._answer()
-        return (time.perf_counter() - start) * 1e3
-
-    def end(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait(timeout=60)
-
-    def _answer(self) -> None:
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise RuntimeError("the engine has ended: run its program by hand to see why")
+def timed(engine: EngineProcess) -> float:
+    """Milliseconds of a step."""
+    start = time.perf_counter()
+    engine.step()
+    return (time.perf_counter() - start) * 1e3
 
 
 def measure(checkpoint: Path, batch: int, context: int, turns: int, steps: int) -> str:
     """A line of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        engines: list[Engine] = []
+        engines: list[EngineProcess] = []
         try:
             for number, plugins in enumerate(SYSTEMS.values()):
                 own = Path(folder, str(number))
                 own.mkdir()
-                engines.append(Engine(checkpoint, own, plugins, batch, context))
+                engines.append(engine(checkpoint, own, plugins, batch, context))
             times: list[list[float]] = [[] for _ in engines]
             for turn in range(turns):
                 for place in range(len(engines)):
                     number = (place + turn) % len(engines)
-                    times[number].append(median(engines[number].step() for _ in range(steps)))
+                    times[number].append(median(timed(engines[number]) for _ in range(steps)))
         finally:
-            for engine in engines:
-                engine.end()
+            for each in engines:
+                each.process.kill()
+                each.process.wait(timeout=60)
     gains = [one / other for one, other in zip(*times, strict=True)]
     found = (
         f"{median(times[0]):.0f} | {median(times[1]):.0f} | {median(gains):.2f}x ({min(gains):.2f}, {max(gains):.2f})"

@@ -14,13 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu_bundle import steps
-from paged_kv.bench.provenance import commit
+from benchmarks.provenance import CHECKOUT, commit
 from paged_kv.errors import ToolchainError
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.versions import PINNED, VERSION
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout that this file lies in; the package may be installed elsewhere."""
 PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LIBRARIES = (
     *("libmax", "libMGPRT", "libnixl", "libAsyncRTMojoBindings"),
@@ -65,22 +63,22 @@ def own_package(site: Path) -> None:
         shutil.copytree(folder, package / name, ignore=_CACHES, dirs_exist_ok=True)
     benchmarks = site / "benchmarks"
     shutil.rmtree(benchmarks, ignore_errors=True)
-    shutil.copytree(ROOT / "benchmarks", benchmarks, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    (benchmarks / "COMMIT").write_text(f"{commit(ROOT)}\n")
+    shutil.copytree(CHECKOUT / "benchmarks", benchmarks, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    (benchmarks / "COMMIT").write_text(f"{commit(CHECKOUT)}\n")
     distribution(site, "paged_kv", VERSION)
 
 
 def tests(out: Path) -> None:
     """The tests that the steps name, with settings of their own."""
     shutil.rmtree(out / "tests", ignore_errors=True)
-    shutil.copytree(ROOT / "tests", out / "tests", ignore=shutil.ignore_patterns("__pycache__", "data", "results"))
+    shutil.copytree(CHECKOUT / "tests", out / "tests", ignore=shutil.ignore_patterns("__pycache__", "data", "results"))
     (out / "tests" / "pytest.ini").write_text(PYTEST_INI)
 
 
 def scripts(out: Path) -> None:
     """Copy what runs the steps."""
     shutil.copy(Path(__file__).with_name("run.py"), out)
-    (out / "steps.json").write_text(steps.as_json(commit(ROOT)))
+    (out / "steps.json").write_text(steps.as_json(commit(CHECKOUT)))
 
 
 def programs(out: Path) -> list[str]:
@@ -90,8 +88,8 @@ def programs(out: Path) -> list[str]:
     targets = [f"--target-accelerator={steps.ARCHITECTURE}", f"--target-cpu={steps.CPU_TARGET}"]
     failed = []
     for name, source in steps.PROGRAMS.items():
-        command = [str(Path(sys.executable).with_name("mojo")), "build", *targets, "-I", str(ROOT)]
-        command += ["-o", str(folder / name), str(ROOT / "tests" / "mojo" / source)]
+        command = [str(Path(sys.executable).with_name("mojo")), "build", *targets, "-I", str(CHECKOUT)]
+        command += ["-o", str(folder / name), str(CHECKOUT / "tests" / "mojo" / source)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             failed.append(f"{name}: {(result.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -109,7 +107,7 @@ def compiled_graphs(out: Path, device: str) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_bundle.graphs", device]
     # What MAX keeps of its own is for compilers, and does not travel.
     folders = {"XDG_CACHE_HOME": str(cache), "MODULAR_CACHE_DIR": str(out.with_name("max-cache"))}
-    result = subprocess.run(command, cwd=ROOT, env={**os.environ, **folders}, check=False)
+    result = subprocess.run(command, cwd=CHECKOUT, env={**os.environ, **folders}, check=False)
     if result.returncode != 0:
         raise ToolchainError(f"the graphs for the {device} do not compile (exit status {result.returncode})")
 

@@ -6,41 +6,41 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.decode_cpu.blocks import random_blocks
+from benchmarks.decode_cpu.cases import CASES, PEERS
+from benchmarks.decode_cpu.latent import LatentCase
+from benchmarks.decode_cpu.quantised import BYTES_OF_256, ExpertCase
+from benchmarks.decode_cpu.steps import FileStepCase
+from benchmarks.decode_cpu.wrappers import CascadeCase, PrefillCase
 from paged_kv import reference
-from paged_kv.bench import job
-from paged_kv.bench.blocks import random_blocks
-from paged_kv.bench.case_kinds import (
-    BYTES_OF_256,
-    MIN_BYTES,
-    MIN_COPIES,
-    MIN_ROTATED,
-    AppendCase,
-    AttentionCase,
-    CascadeCase,
-    ExpertCase,
-    LatentCase,
-    LinearCase,
-    PrefillCase,
-    StepCase,
-)
-from paged_kv.bench.cases import CASES, QUICK, Selection
+from paged_kv.bench import cases, job
+from paged_kv.bench.case_kinds import MIN_COPIES, MIN_ROTATED, AppendCase, AttentionCase, LinearCase, StepCase, named
+from paged_kv.bench.cases import QUICK, Selection
 from paged_kv.bench.ours import make_ours
-from paged_kv.bench.peers import PEERS, make_peer
 from paged_kv.bench.peers.base import Peer
 from paged_kv.bench.problems import llama_config, problem_of
 from paged_kv.bench.run import reason
+from paged_kv.errors import ContractError
 from paged_kv.graphs.encodings import ENCODINGS
 from support import harness
 from support.gguf_blocks import dequantise
 
+MIN_BYTES = 128 * 2**20
+"""Bytes of K and V (or weights) in one call of a memory-bound case."""
 BY_NAME = {case.name: case for case in CASES}
 CASCADE = CascadeCase("", "", batch=3, shared=32, own=16, heads=4, kv_heads=2)
 
 
-def test_the_grid_names_what_there_is():
-    assert {peer for case in CASES for peer in case.peers} <= set(PEERS)
-    assert set(QUICK) <= set(BY_NAME)
-    assert len(BY_NAME) == len(CASES)
+def make_peer(key):
+    return named(PEERS[key])()
+
+
+@pytest.mark.parametrize(("grid", "peers"), [(cases.CASES, cases.PEERS), (CASES, PEERS)], ids=["wheel", "checkout"])
+def test_a_grid_names_what_there_is(grid, peers):
+    assert {peer for case in grid for peer in case.peers} == set(peers)
+    names = [case.name for case in grid]
+    assert set(QUICK) <= set(names)
+    assert len(set(names)) == len(names)
 
 
 def test_memory_bound_cases_are_large_and_rotate():
@@ -82,10 +82,10 @@ def test_a_step_counts_the_weights_that_it_reads():
 
 
 def test_a_selection_refuses_unknown_names():
-    assert Selection.of((), quick=False, with_peers=True).cases == CASES
+    assert Selection.of((), with_peers=True).cases == cases.CASES
     assert [case.name for case in Selection.of((), quick=True, with_peers=True).cases] == list(QUICK)
-    with pytest.raises(KeyError, match="nope"):
-        Selection.of(("bf16", "nope"), quick=False, with_peers=True)
+    with pytest.raises(ContractError, match="'nope' is none of bf16, f32"):
+        Selection.of(("bf16", "nope"), with_peers=True)
 
 
 # --- right and wrong results
@@ -189,7 +189,7 @@ def test_the_reference_of_a_mixture_is_what_transformers_computes():
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    case = StepCase("", "", batch=2, tokens=6, context=0, dtype="float32", experts=8, chosen=3, **TINY_STEP)
+    case = FileStepCase("", "", batch=2, tokens=6, context=0, dtype="float32", experts=8, chosen=3, **TINY_STEP)
     problem = problem_of(case)
     own = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": case.intermediate}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**llama_config(case), **own, norm_topk_prob=True)).eval()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paged_kv.bench import compare, targets
+from paged_kv.bench import compare, provenance
 from paged_kv.bench.compare import changes, slower
 from paged_kv.bench.run import Run
 from paged_kv.cli import _run
@@ -96,7 +96,7 @@ def test_a_run_is_compared_with_what_its_file_held_before(tmp_path, monkeypatch,
         "read": {"seconds": [1e-3] * 3, "bytes": 10**8},
     }
     monkeypatch.setattr(Run, "job", lambda *_: result)
-    monkeypatch.setattr(targets, "cpu_family", lambda: "znver5")
+    monkeypatch.setattr(provenance, "cpu_family", lambda: "znver5")
     command = ["bench", "--cases", "hnd", "--no-peers", "--out", str(tmp_path)]
     assert _run(command) == 0
     command += ["--compare", str(tmp_path / "znver5.json")]
@@ -107,7 +107,7 @@ def test_a_run_is_compared_with_what_its_file_held_before(tmp_path, monkeypatch,
 
 
 def test_families_are_not_compared(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(targets, "cpu_family", lambda: "znver5")
+    monkeypatch.setattr(provenance, "cpu_family", lambda: "znver5")
     monkeypatch.setattr(Run, "job", lambda *_: pytest.fail("measured before it was refused"))
     old = written(tmp_path / "old.json", "sapphirerapids", row("hnd", share=0.8))
     new = written(tmp_path / "new.json", "znver5", row("hnd", share=0.8))

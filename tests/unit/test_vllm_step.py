@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.checkpoints import write_folder
+from benchmarks.decode_cpu.vllm_step import PYTHON, VllmStep, environment
 from paged_kv.bench.case_kinds import StepCase
-from paged_kv.bench.peers import make_peer
-from paged_kv.bench.peers.vllm_step import PYTHON, environment, write_checkpoint
 from paged_kv.bench.problems import problem_of
 
 TINY = {"layers": 2, "hidden": 32, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 70}
@@ -74,7 +74,7 @@ def stand_in(tmp_path, monkeypatch):
 @pytest.mark.parametrize("steps", [{"context": 16}, {"context": 0, "tokens": 6}], ids=["decode", "prefill"])
 def test_a_step_is_run_when_it_is_asked_for(stand_in, steps):  # noqa: ARG001
     case = StepCase("", "", batch=2, **TINY, **steps)
-    problem, peer = problem_of(case), make_peer("vllm-step")
+    problem, peer = problem_of(case), VllmStep()
     assert peer.available(case) is None
     peer.prepare(problem, 1)
     for i in range(3):
@@ -82,13 +82,13 @@ def test_a_step_is_run_when_it_is_asked_for(stand_in, steps):  # noqa: ARG001
     assert np.array_equal(peer.output(), np.arange(70, dtype=np.float32)[None])
     assert peer.error(problem) > problem.tolerance  # the stand-in computes nothing
     assert not list(Path(peer._folder.name).glob("*.safetensors"))  # 2 GB, not needed once loaded
-    peer._engine.stdin.close()
-    assert peer._engine.wait(10) == 0
+    peer._engine.process.stdin.close()
+    assert peer._engine.process.wait(10) == 0
 
 
 def test_an_engine_that_dies_says_why(stand_in):
     stand_in.write_text(STAND_IN.replace("FAULT = False", "FAULT = True"))
-    peer = make_peer("vllm-step")
+    peer = VllmStep()
     with pytest.raises(RuntimeError, match="ValueError: out of pages"):
         peer.prepare(problem_of(StepCase("", "", batch=2, context=16, **TINY)), 1)
 
@@ -98,7 +98,7 @@ def test_an_environment_without_vllm_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv(PYTHON, sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ImportError, match="No module named vllm"):
-        make_peer("vllm-step").available(StepCase("", ""))
+        VllmStep().available(StepCase("", ""))
 
 
 def test_vllm_gets_all_cores_and_no_folder_of_the_user(tmp_path):
@@ -112,7 +112,7 @@ def test_the_checkpoint_is_the_problem_s_model(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     problem = problem_of(StepCase("", "", batch=1, context=0, tokens=6, dtype="float32", **TINY))
-    write_checkpoint(problem, tmp_path)
+    write_folder(problem, tmp_path, "float32", {"bos_token_id": None, "eos_token_id": None})
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     with torch.inference_mode():
         logits = model(torch.from_numpy(problem.tokens.astype(np.int64))).logits[:, -1].numpy()

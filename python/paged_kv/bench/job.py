@@ -1,10 +1,10 @@
 """One job: a case, alone or beside one peer, in a process of its own.
 
-    python -m paged_kv.bench.job CASE PEER|- REPEATS RESULT.json [CPU target]
-    python -m paged_kv.bench.job peaks - REPEATS RESULT.json
+    python -m paged_kv.bench.job RESULT.json GRID CASE PEER|- REPEATS [CPU target]
 
-A process each, so that memory is free afterwards, one system's threads do not disturb another's, and a peer that
-crashes takes nothing with it. Ours, the bandwidth and the peer take turns, so their ratios meet the same machine.
+GRID is the module of `CASES` and `PEERS`. A process each, so that memory is free afterwards, one system's threads do
+not disturb another's, and a peer that crashes takes nothing with it. Ours, the bandwidth and the peer take turns, so
+their ratios meet the same machine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from max.driver import set_virtual_cpu_target
 
-from paged_kv.bench.case_kinds import AppendCase, Case
-from paged_kv.bench.cases import CASES
-from paged_kv.bench.peers import make_peer
+from paged_kv.bench.case_kinds import AppendCase, Case, named
 from paged_kv.bench.peers.base import Peer
 from paged_kv.bench.problems import problem_of
 
@@ -67,7 +64,7 @@ def take_turns(runs: dict[str, Callable[[int], object]], repeats: int, warmup: i
 def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str, Any]:
     """Times in seconds and errors of ours, and of `peer` where one is given."""
     from paged_kv.bench.bandwidth import Bandwidth
-    from paged_kv.bench.ours import OursAttention, make_ours
+    from paged_kv.bench.ours import make_ours
 
     result: dict[str, Any] = {}
     if peer is not None and (reason := _unavailable(peer, case)):
@@ -77,7 +74,7 @@ def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str,
     bandwidth = Bandwidth()
     read, size = bandwidth.read_run(ours.memory)
     runs: dict[str, Callable[[int], object]] = {"ours": ours.run, "read": read}
-    if isinstance(case, AppendCase) and case.share:
+    if isinstance(case, AppendCase) and case.is_copy:
         runs["copy"] = bandwidth.copy_run(case.bytes)
     if peer is not None:
         try:
@@ -91,8 +88,6 @@ def measure(case: Case, peer: Peer | None, repeats: int, seed: int) -> dict[str,
         if system is not None:
             off, allowed = system.error(problem), problem.tolerance * (1 if system is ours else PEER_SLACK)
             result[name] = {"name": system.name, "seconds": times[name], "error": off, "right": off <= allowed}
-    if isinstance(ours, OursAttention):
-        result["overhead"] = {"seconds": ours.overhead()}
     result["read"] = {"seconds": times["read"], "bytes": size, "loop": bandwidth.chosen["read"]}
     if "copy" in times:
         result["copy"] = {"seconds": times["copy"], "bytes": case.bytes, "loop": bandwidth.chosen["copy"]}
@@ -114,44 +109,15 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
-_SLOW_PRODUCT = 2.0
-"""Seconds from which on a product of `measure_peaks` is not repeated."""
-
-
-def measure_peaks(repeats: int) -> dict[str, Any]:
-    """FLOP/s of square matrix products of torch, by dtype: where the roofline's roof turns flat."""
-    import torch
-
-    size, peaks = 2048, {}
-    for dtype in (torch.float32, torch.bfloat16):
-        pair = torch.randn(2, size, size).to(dtype)
-        start = time.perf_counter()
-        pair[0] @ pair[1]
-        seconds = time.perf_counter() - start
-        # torch that is kept to AVX2 takes half a minute for one of bfloat16.
-        if seconds < _SLOW_PRODUCT:
-            times = take_turns({"mm": partial(_product, pair)}, max(repeats, MIN_REPEATS))["mm"]
-            seconds = float(np.median(times))
-        peaks[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
-    return {"peaks": peaks}
-
-
-def _product(pair: Any, _: int) -> None:
-    pair[0] @ pair[1]
-
-
 def main(arguments: list[str]) -> None:
-    name, peer, repeats, path, *target = arguments
+    path, grid, name, peer, repeats, *target = arguments
     if target:
         set_virtual_cpu_target(target[0])
-    if name == "peaks":
-        Path(path).write_text(json.dumps(measure_peaks(int(repeats))))
-        return
-    case = next(case for case in CASES if case.name == name)
+    found = import_module(grid)
+    case = next(case for case in found.CASES if case.name == name)
     seed = time.time_ns() % 2**32
-    result = measure(case, None if peer == "-" else make_peer(peer), int(repeats), seed)
-    result["seed"] = seed
-    Path(path).write_text(json.dumps(result))
+    result = measure(case, None if peer == "-" else named(found.PEERS[peer])(), int(repeats), seed)
+    Path(path).write_text(json.dumps(result | {"seed": seed}))
 
 
 if __name__ == "__main__":

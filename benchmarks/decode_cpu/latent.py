@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from max.dtype import DType
 
+from paged_kv import reference
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import as_numpy
-from paged_kv.bench.case_kinds import Case, LatentCase
+from paged_kv.bench.case_kinds import DTYPE_BYTES, Case
 from paged_kv.bench.ours import Ours, page_table
 from paged_kv.bench.peers.base import Peer, repeat, torch_view
-from paged_kv.bench.peers.vllm_cpu import library
-from paged_kv.bench.problems import LATENT_SCALE, Array, LatentProblem, bits
+from paged_kv.bench.peers.vllm_cpu import load_kernels
+from paged_kv.bench.problems import TOLERANCE, Array, Problem, bits, normal, relative_error
 from paged_kv.options import LatentOptions
-from paged_kv.runtime.cpu_target import apply_cpu_target
 from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.variants import Variant
+
+LATENT_SCALE = (128 + 64) ** -0.5
+"""The scale of latent attention's logits."""
+_SAMPLED_REQUESTS = 4
+
+
+@dataclass(frozen=True)
+class LatentCase(Case):
+    """A decode step of latent attention (MLA): `batch` requests of `length` tokens."""
+
+    problem = "benchmarks.decode_cpu.latent:LatentProblem"
+    ours = "benchmarks.decode_cpu.latent:OursLatent"
+
+    batch: int = 8
+    length: int = 4096
+    heads: int = 128
+    ckv: int = 512
+    kpe: int = 64
+    dtype: str = "bfloat16"
+    page_size: int = 16
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.length * (self.ckv + self.kpe) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.length * self.heads * (2 * self.ckv + self.kpe)
+
+
+class LatentProblem(Problem):
+    """The same of latent attention (MLA); queries went through the up-projection of K before, for all systems."""
+
+    def __init__(self, case: LatentCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = TOLERANCE[case.dtype]
+        width = case.ckv + case.kpe
+        self.q = normal(rng, (case.batch, case.heads, width), case.dtype)  # [B, H, Dckv + Dkpe]
+        self.tokens = normal(rng, (case.batch, case.length, width), case.dtype)  # [B, L, Dckv + Dkpe]
+
+    def error(self, output: Array) -> float:
+        case = self.case
+        if output.shape != (case.batch, case.heads, case.ckv):
+            return float("inf")
+        some = min(_SAMPLED_REQUESTS, case.batch)
+        q, tokens = self.q[:some], self.tokens[:some]  # a page a request
+        (nope, pe), (ckv, kpe) = (np.split(array, [case.ckv], -1) for array in (q, tokens))
+        pages, lengths = np.arange(some), np.full(some, case.length)
+        expected, _ = reference.mla_attention(nope, pe, ckv, kpe, pages[:, None], pages, lengths, sm_scale=LATENT_SCALE)
+        return max(map(relative_error, output[:some], expected))
 
 
 class OursLatent(Ours):
@@ -104,13 +154,7 @@ class VllmLatent(Peer):
     name, page_size = "vLLM CPU MLA, page 16", 16
 
     def available(self, case: Case) -> str | None:
-        import torch
-
-        found = importlib.util.find_spec("vllm")
-        if found is None or not found.submodule_search_locations:
-            raise ImportError("No module named 'vllm'")
-        load_library: Any = torch.ops.load_library
-        load_library(str(Path(found.submodule_search_locations[0]) / library(apply_cpu_target())))
+        load_kernels()
         return None if isinstance(case, LatentCase) else "no such case"
 
     def prepare(self, problem: LatentProblem, copies: int) -> None:

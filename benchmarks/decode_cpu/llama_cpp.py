@@ -5,34 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.checkpoints import write_gguf
 from paged_kv.bench.case_kinds import Case, StepCase
 from paged_kv.bench.peers.base import Peer
-from paged_kv.bench.problems import RMS_EPS, ROPE_THETA, Array, Problem, StepProblem, bits
-from paged_kv.engine.demo import BOS_ID, EOS_ID, SPECIAL_TOKENS
-
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
+from paged_kv.bench.problems import Array, Problem, StepProblem
 
 
 class LlamaCppStep(Peer):
@@ -128,66 +109,3 @@ class LlamaCppStep(Peer):
         """`[len(places), vocab]` float32."""
         pointers = [self._api.llama_get_logits_ith(self._context, place) for place in places]
         return np.stack([np.ctypeslib.as_array(pointer, (self._case.vocab,)) for pointer in pointers])
-
-
-def write_gguf(problem: StepProblem, path: Path, tokens: Sequence[str] | None = None) -> None:
-    """The model as llama.cpp reads it: norms and routers in float32; a Llama's rotary pairs are adjacent. `tokens` by
-    their ids; the last is the two before it, which no text is encoded to.
-    """
-    import gguf
-
-    case = problem.case
-    writer = gguf.GGUFWriter(path, "qwen3moe" if case.experts else "llama")
-    if case.experts:
-        writer.add_expert_count(case.experts)
-        writer.add_expert_used_count(case.chosen)
-        writer.add_expert_feed_forward_length(case.intermediate)
-    writer.add_context_length(8192)
-    writer.add_embedding_length(case.hidden)
-    writer.add_block_count(case.layers)
-    writer.add_feed_forward_length(case.intermediate)
-    writer.add_head_count(case.heads)
-    writer.add_head_count_kv(case.kv_heads)
-    writer.add_key_length(case.head_dim)
-    writer.add_value_length(case.head_dim)
-    writer.add_rope_dimension_count(case.head_dim)
-    writer.add_rope_freq_base(ROPE_THETA)
-    writer.add_layer_norm_rms_eps(RMS_EPS)
-    writer.add_vocab_size(case.vocab)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    if tokens is None:
-        writer.add_tokenizer_model("no_vocab")
-    else:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list(list(tokens))
-        normal, control = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
-        writer.add_token_types([control if token in SPECIAL_TOKENS else normal for token in tokens])
-        writer.add_token_merges([" ".join(tokens[-3:-1])])  # never used; llama.cpp wants one
-        writer.add_bos_token_id(BOS_ID)
-        writer.add_eos_token_id(EOS_ID)
-        writer.add_add_bos_token(True)
-    for name, array in problem.weights.items():
-        if array.ndim == 1 or name.endswith("mlp.gate.weight"):
-            writer.add_tensor(_gguf_name(name), array.astype(np.float32))
-            continue
-        heads = case.heads if "q_proj" in name else case.kv_heads if "k_proj" in name else 0
-        rows = bits(array)
-        if heads and not case.experts:  # the halves of a head, interleaved
-            rows = rows.reshape(heads, 2, case.head_dim // 2, -1).swapaxes(1, 2).reshape(rows.shape)
-        raw = np.ascontiguousarray(rows).view(np.uint8)
-        kind = gguf.GGMLQuantizationType[case.encoding(name) or "BF16"]
-        writer.add_tensor(_gguf_name(name), raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _gguf_name(name: str) -> str:
-    plain = name.removesuffix(".weight")
-    if plain.startswith("model.layers."):
-        _, _, layer, part = plain.split(".", 3)
-        return f"blk.{layer}.{_NAMES[part]}.weight"
-    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    return f"{top[plain]}.weight"

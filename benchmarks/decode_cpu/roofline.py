@@ -1,12 +1,49 @@
-"""The picture: arithmetic a second over arithmetic per byte, ours and the others', under the machine's own roof."""
+"""The picture: arithmetic a second over arithmetic per byte, ours and the others', under the machine's own roof.
+
+    python -m benchmarks.decode_cpu.roofline RESULT.json REPEATS
+
+measures that roof, in a process of its own as every job (`paged_kv.bench.run.run_job`).
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from paged_kv.bench.job import MIN_REPEATS, take_turns
+
 OURS, THEIRS = "#c2410c", "#64748b"
+_SLOW_PRODUCT = 2.0
+"""Seconds from which on a product of `measure_peaks` is not repeated."""
+
+
+def measure_peaks(repeats: int) -> dict[str, Any]:
+    """FLOP/s of square matrix products of torch, by dtype: where the roofline's roof turns flat."""
+    import torch
+
+    size, peaks = 2048, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        pair = torch.randn(2, size, size).to(dtype)
+        start = time.perf_counter()
+        pair[0] @ pair[1]
+        seconds = time.perf_counter() - start
+        # torch that is kept to AVX2 takes half a minute for one of bfloat16.
+        if seconds < _SLOW_PRODUCT:
+            times = take_turns({"mm": partial(_product, pair)}, max(repeats, MIN_REPEATS))["mm"]
+            seconds = float(np.median(times))
+        peaks[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    return {"peaks": peaks}
+
+
+def _product(pair: Any, _: int) -> None:
+    pair[0] @ pair[1]
 
 
 def draw(results: dict[str, Any], path: Path) -> bool:
@@ -61,3 +98,7 @@ def draw(results: dict[str, Any], path: Path) -> bool:
     figure.savefig(path)
     pyplot.close(figure)
     return True
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(measure_peaks(int(sys.argv[2]))))

@@ -1,0 +1,212 @@
+"""Linear layers and experts with weights in blocks: the cases, this package, and MAX's own products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from max.driver import CPU
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType, ops
+from max.graph import Weight as GraphWeight
+from max.graph.quantization import QuantizationEncoding
+
+from benchmarks.decode_cpu.blocks import random_blocks
+from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.bench.case_kinds import DTYPE_BYTES, MIN_ROTATED, Case, LinearCase
+from paged_kv.bench.ours import Ours, OursLinear
+from paged_kv.bench.peers.base import Peer, repeat
+from paged_kv.bench.problems import TOLERANCE, Array, LinearProblem, Problem, bits, normal, relative_error
+from paged_kv.graphs.encodings import ENCODINGS, TABLE, Encoding
+from paged_kv.runtime.cpu_target import apply_cpu_target
+from paged_kv.runtime.host_calls import Weight, multiply
+
+MAX_ENCODINGS = ("Q4_0", "Q4_K", "Q6_K")
+"""That MAX has products for on a CPU."""
+BYTES_OF_256 = {name: block.bytes * 256 // block.elements for name, block in TABLE.items()}
+"""Bytes of 256 quantised weights."""
+
+
+@dataclass(frozen=True)
+class QuantisedCase(LinearCase):
+    """The same with w in GGUF's blocks; `dtype` is that of x."""
+
+    problem = "benchmarks.decode_cpu.quantised:QuantisedProblem"
+    ours = "benchmarks.decode_cpu.quantised:OursQuantised"
+
+    dtype: str = "float32"
+    encoding: Encoding = "Q4_K"
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row of w."""
+        return self.inner // 256 * BYTES_OF_256[self.encoding]
+
+    @property
+    def bytes(self) -> int:
+        return self.outer * self.row_bytes
+
+
+@dataclass(frozen=True)
+class ExpertCase(Case):
+    """One row of x through `chosen` experts of a stack w `[experts, outer, inner]`; the next run chooses others."""
+
+    problem = "benchmarks.decode_cpu.quantised:ExpertProblem"
+    ours = "benchmarks.decode_cpu.quantised:OursExperts"
+
+    outer: int = 2048
+    inner: int = 4096
+    dtype: str = "bfloat16"
+    experts: int = 64
+    chosen: int = 8
+    encoding: Encoding | None = None
+    """The encoding of w, x being float32; w is of `dtype` too where it is None."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row of an expert."""
+        if self.encoding is None:
+            return self.inner * DTYPE_BYTES[self.dtype]
+        return self.inner // 256 * BYTES_OF_256[self.encoding]
+
+    @property
+    def bytes(self) -> int:
+        return self.chosen * self.outer * self.row_bytes
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.chosen * self.outer * self.inner
+
+    @property
+    def copies(self) -> int:
+        """Stacks."""
+        return max(1, -int(-MIN_ROTATED // (self.experts * self.outer * self.row_bytes)))
+
+
+class QuantisedProblem(LinearProblem):
+    """w in GGUF's blocks. What int8 costs x is within the tolerance."""
+
+    case: QuantisedCase
+
+    def __init__(self, case: QuantisedCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = 2e-2
+        self.x = normal(rng, (case.rows, case.inner), case.dtype)
+        self.w, values = random_blocks(case.encoding, rng, case.outer, case.inner)
+        self._sample = np.sort(rng.choice(case.outer, min(512, case.outer), replace=False))
+        self._values = values[self._sample]
+
+    @cached_property
+    def _expected(self) -> Array:
+        return self.x.astype(np.float64) @ self._values.astype(np.float64).T
+
+
+class ExpertProblem(Problem):
+    """Expert `e` has the rows of the first one, `31 e` further on: as large as others, and made in no time."""
+
+    STEP = 31
+
+    def __init__(self, case: ExpertCase, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.case = case
+        self.tolerance = TOLERANCE[case.dtype] if case.encoding is None else 2e-2
+        self.x = normal(rng, (1, case.inner), case.dtype)
+        if case.encoding is None:
+            first = values = normal(rng, (case.outer, case.inner), case.dtype, case.inner**-0.5)
+        else:
+            first, values = random_blocks(case.encoding, rng, case.outer, case.inner)
+        self.w = np.empty((case.experts, *first.shape), first.dtype)
+        for expert in range(case.experts):
+            bits(self.w)[expert] = np.roll(bits(first), -self.STEP * expert, axis=0)
+        self._y = self.x.astype(np.float64) @ values.astype(np.float64).T
+
+    def experts(self, run: int) -> Array:
+        """Those that a run chooses, `[1, chosen]` int32: each run has others, until all had their turn."""
+        order = np.random.default_rng(7).permutation(self.case.experts).reshape(-1, self.case.chosen)
+        return order[run % len(order) : run % len(order) + 1].astype(np.int32)
+
+    def error(self, output: Array) -> float:
+        """`output` `[1, chosen, outer]`: of run 0."""
+        each = [np.roll(self._y, -self.STEP * expert, axis=1) for expert in self.experts(0)[0]]
+        return relative_error(output, np.stack(each, axis=1))
+
+
+class OursQuantised(OursLinear):
+    def prepare(self, problem: QuantisedProblem, copies: int) -> None:  # type: ignore[override]
+        super().prepare(problem, copies)
+        encoding = ENCODINGS.index(problem.case.encoding)
+        self._weights = [[Weight(w, encoding)] for w in self.memory]
+        self._mask = 1 << encoding
+
+    def run(self, i: int) -> None:
+        (self._y,) = multiply("quantised_linear", self._x, self._weights[i % len(self._weights)], mask=self._mask)
+
+
+class OursExperts(Ours):
+    def prepare(self, problem: ExpertProblem, copies: int) -> None:
+        case = problem.case
+        self.memory = repeat(problem.w, copies)
+        encoding = 0 if case.encoding is None else ENCODINGS.index(case.encoding)
+        self._mask = 0 if case.encoding is None else 1 << encoding
+        self._x, self._stacks = problem.x, [[Weight(w, encoding)] for w in self.memory]
+        self._experts = [problem.experts(run).reshape(-1) for run in range(case.experts // case.chosen)]
+
+    def run(self, i: int) -> None:
+        turn, chosen = divmod(i, len(self._experts))
+        w = self._stacks[turn % len(self._stacks)]
+        kind = "quantised_experts" if self._mask else "experts"
+        (self._y,) = multiply(kind, self._x, w, self._experts[chosen], mask=self._mask)
+
+    def output(self) -> Array:
+        self.run(0)
+        return self._y
+
+
+class OursBfloat16Experts(OursExperts):
+    """As many experts of the same sizes, in bfloat16."""
+
+    name = "our own bf16 experts"
+
+    def available(self, case: Case) -> str | None:
+        return None if isinstance(case, ExpertCase) else "no such case"
+
+    def prepare(self, problem: ExpertProblem, copies: int) -> None:  # noqa: ARG002
+        case = replace(problem.case, dtype="bfloat16", encoding=None)
+        self._other = ExpertProblem(case, 0)
+        super().prepare(self._other, case.copies)
+
+    def error(self, problem: Any) -> float:  # noqa: ARG002
+        return self._other.error(self.output())
+
+
+MOST_COPIES = 32
+"""Each is a model of its own, since MAX packs weights where a model is bound to them: 600 MB of Q4_K."""
+
+
+class MaxQuantised(Peer):
+    name = "MAX qmatmul"
+
+    def available(self, case: Case) -> str | None:
+        return None if isinstance(case, QuantisedCase) and case.encoding in MAX_ENCODINGS else "no such case"
+
+    def prepare(self, problem: QuantisedProblem, copies: int) -> None:
+        case = problem.case
+        apply_cpu_target()
+        session, cpu = InferenceSession(devices=[CPU()]), DeviceRef.CPU()
+        with Graph("peer", input_types=[TensorType(DType.float32, ["M", case.inner], cpu)]) as graph:
+            w = graph.add_weight(GraphWeight("w", DType.uint8, [case.outer, case.row_bytes], cpu, align=1))
+            graph.output(ops.qmatmul(QuantizationEncoding(case.encoding), None, graph.inputs[0].tensor, w))
+        self._weights = repeat(problem.w, min(copies, MOST_COPIES))
+        compiled = session.compile(graph)
+        self._models = [session.init(compiled, weights_registry={"w": to_buffer(weight)}) for weight in self._weights]
+        self._x = to_buffer(problem.x)
+
+    def run(self, i: int) -> None:
+        self._y = self._models[i % len(self._models)].execute(self._x)[0]
+
+    def output(self) -> Array:
+        return to_numpy(self._y)

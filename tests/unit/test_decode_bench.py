@@ -1,0 +1,176 @@
+"""`python -m benchmarks.decode_cpu`: targets by CPU family, the page's sections, the pictures; the command."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import pages
+from benchmarks.decode_cpu import goals, roofline
+from benchmarks.decode_cpu.__main__ import main
+from benchmarks.decode_cpu.cases import CASES
+from benchmarks.decode_cpu.goals import Goal, goals_of, met, with_goal
+from paged_kv.bench.cases import AMX, cases_of
+from paged_kv.bench.peers.vllm_cpu import library
+from paged_kv.bench.results import row_of
+from paged_kv.bench.run import Run
+from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
+from support.bench_jobs import FACTS, fake_job
+
+BY_NAME = {case.name: case for case in CASES}
+BEGIN, END = "<!-- decode_cpu: begin -->", "<!-- decode_cpu: end -->"
+
+
+def test_families_have_the_targets_of_their_instructions():
+    assert goals_of("znver5") is goals_of("cooperlake") is goals.WITHOUT_AMX
+    assert goals_of("sapphirerapids") is goals.WITH_AMX
+    assert goals_of("haswell") is goals_of("skylake-avx512") is goals.WITHOUT_BF16
+    assert goals_of("aarch64") == {}
+
+
+@pytest.mark.parametrize("family", ["znver5", "sapphirerapids", "haswell"])
+def test_goals_name_cases_and_comparisons_that_exist(family):
+    cases = {case.name: case for case in cases_of(family, CASES)}
+    assert any(AMX in case.versus for case in cases.values()) == (family == "sapphirerapids")
+    for name, goal in goals_of(family).items():
+        assert goal != Goal()
+        assert set(goal.factors) <= {versus.label for versus in cases[name].versus}, name
+
+
+def test_one_of_several_targets_may_be_enough():
+    case, wanted = BY_NAME["bf16"], goals_of("znver5")
+    time = case.bytes / 20e9  # at 20 of 25 GB/s: the share is reached
+    for factor, read, expected in ((2, 25, True), (3, 40, True), (2, 40, False)):
+        jobs = {"-": fake_job(time, read), "vllm-16": fake_job(time, read, factor * time)}
+        row = with_goal(row_of(case, jobs, FACTS), wanted)
+        assert met(row) is expected
+        assert met({**row, "either": False}) is False
+        assert not met({**row, "right": False})
+    assert goals.share_cell(row) == "0.50 (0.8 or a factor)"
+    assert met(with_goal(row, {})) is None
+
+
+def test_the_list_shows_the_targets_of_a_family():
+    listed = CliRunner().invoke(main, ["--list", "--target", "znver5"]).output
+    assert "0.8 of the bandwidth or 2.5x vLLM CPU, page 16" in listed
+    listed = CliRunner().invoke(main, ["--list", "--target", "sapphirerapids"]).output
+    assert "0.85 of the bandwidth, 2.5x vLLM CPU, page 16" in listed
+
+
+def test_vllm_is_loaded_as_its_own_start_would_load_it_on_that_cpu():
+    builds = {family: library(family) for family in REQUIRED_FLAGS}
+    assert builds["znver5"] == builds["sapphirerapids"] == "_C.abi3.so"
+    assert builds["skylake-avx512"] == builds["icelake-server"] == "_C_AVX512.abi3.so"
+    assert builds["haswell"] == builds["znver3"] == library(None) == "_C_AVX2.abi3.so"
+
+
+def results_of(family, jobs, **facts):
+    """A family's file."""
+    wanted = goals_of(family)
+    rows = [with_goal(row_of(BY_NAME[name], found, FACTS), wanted) | facts for name, found in jobs.items()]
+    return {"family": family, "versions": {"max": "26.7.0"}, "peaks": {"float32": 3e11}, "rows": rows}
+
+
+def test_a_page_gets_the_families_side_by_side(tmp_path):
+    slow, fast = (BY_NAME["bf16"].bytes / speed for speed in (20e9, 60e9))
+    dead = {"note": "crashed: SIGSEGV"}
+    first = {
+        "bf16": {
+            "-": fake_job(slow, 25),
+            "vllm-16": fake_job(slow, 25, 2 * slow),
+            "torch": fake_job(slow, 25, 3 * slow),
+            "gather": dead,
+        },
+        "hnd": {"-": {"note": "crashed: SIGABRT"}},
+        "append-4096": {"-": fake_job(2e-3, 25)},
+    }
+    second = {
+        "bf16": {"-": fake_job(fast, 80), "vllm-16": fake_job(fast, 80, 2.6 * fast)},
+        "linear-1": {"-": fake_job(1e-3, 80)},
+    }
+    other = {"machine": "another machine", "date": "2026-11-22", "commit": "def"}
+    families = [results_of("sapphirerapids", first, commit="abc"), results_of("znver5", second, **other)]
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    pages.update_page(page, pages.markdown(families, "results/{family}.png"))
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"\n{END}\nafter\n")
+    assert "old" not in text
+    assert "| case (head_dim 128) | sapphirerapids | znver5 |\n" in text
+    figures = "6.71 ms, 20.0 GB/s, 0.80 (0.85) | 2.24 ms, 60.0 GB/s, 0.75 (0.8 or a factor)"
+    assert f"| bf16, NHD, page 16, B 8, 32/8, L 4096 | {figures} |" in text
+    assert "| linear bf16, 8192 x 4096, 1 row |  | 1 ms, 67.1 GB/s, 0.84 (0.85) |" in text
+    assert "| append 1 x 4096 tokens, bf16 | 2 ms, 8.4 GB/s, 0.67 of memcpy (0.8) |  |" in text
+    one, another = text.split("### znver5")
+    assert "sapphirerapids: a machine; 2026-11-21; max 26.7.0." in one
+    assert (
+        "| 2x vLLM CPU, page 16 (2.5), 3x torch SDPA, contiguous (2.5), torch gather + SDPA: crashed: SIGSEGV |" in one
+    )
+    assert "(results/sapphirerapids.png)" in one
+    assert "Commit def." in another
+    assert "(results/znver5.png)" in another
+    assert "SIGABRT" not in text
+    summary = pages.summary(families, "bars.png")  # what was measured against others alone
+    assert "| bf16, NHD, page 16, B 8, 32/8, L 4096 | vLLM CPU, page 16 | 2x | 2.6x |" in summary
+    assert "|  | torch SDPA, contiguous | 3x |  |" in summary
+    assert not any(word in summary for word in ("append 1 x 4096", "SIGABRT"))
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match="no lines"):
+        pages.update_page(page, "x")
+
+
+# --- the command
+
+
+@pytest.fixture
+def checkout(monkeypatch, tmp_path):
+    """A checkout of its own, whose jobs do not run."""
+    for folder in ("benchmarks/results", "docs/pictures"):
+        (tmp_path / folder).mkdir(parents=True)
+    versus = [line.replace(pages.MARK, pages.VERSUS) for line in (BEGIN, END)]
+    (tmp_path / "docs/performance.md").write_text("\n".join([*versus, BEGIN, END, ""]))
+    monkeypatch.setattr(Run, "job", lambda self, case, peer: fake_job(1e-3, 25, None if peer == "-" else 2e-3))  # noqa: ARG005
+    monkeypatch.setattr("benchmarks.decode_cpu.__main__.run_job", lambda *_: {"peaks": {"float32": 3e11}})
+    for module in ("benchmarks.pages", "benchmarks.decode_cpu.__main__"):
+        monkeypatch.setattr(f"{module}.CHECKOUT", tmp_path)
+    return tmp_path
+
+
+def test_update_pages_adds_this_family_to_the_others(checkout):
+    out = checkout / "benchmarks/results/decode_cpu"
+    for family, more in (("sapphirerapids", []), ("znver5", ["--update-pages"])):
+        command = ["--cases", "f16", "--target", family, "--out", str(out), *more]
+        found = CliRunner().invoke(main, command, catch_exceptions=False)
+        assert found.exit_code == 0
+        assert ("below their targets: f16" in found.output) == (family == "sapphirerapids")
+    written = json.loads((out / "sapphirerapids.json").read_text())
+    assert (written["family"], written["peaks"]) == ("sapphirerapids", {"float32": 3e11})
+    assert {path.name for path in out.iterdir()} == {
+        f"{family}.{kind}" for family in ("sapphirerapids", "znver5") for kind in ("json", "png")
+    }
+    performance = (checkout / "docs/performance.md").read_text()
+    assert "2x ONNX Runtime GQA (3)" in performance  # the target with AMX
+    assert "2x ONNX Runtime GQA |" in performance  # without
+    for family in ("sapphirerapids", "znver5"):
+        assert f"(../benchmarks/results/decode_cpu/{family}.png)" in performance
+    assert "|  | ONNX Runtime GQA | 2x | 2x |" in performance
+    assert f"({pages.BARS.removeprefix('docs/')})" in performance
+    assert (checkout / pages.BARS).read_bytes().startswith(b"\x89PNG")
+    command = ["--cases", "f16", "--update-pages", "--out", str(checkout.parent)]
+    assert "needs results in this checkout" in str(CliRunner().invoke(main, command).exception)
+
+
+def test_a_run_without_arithmetic_has_no_picture(checkout):
+    found = CliRunner().invoke(main, ["--cases", "append-4096", "--no-peers", "--out", str(checkout / "out")])
+    assert found.exit_code == 0
+    assert {path.suffix for path in (checkout / "out").iterdir()} == {".json"}
+
+
+def test_a_slow_product_is_not_repeated_for_the_roof(monkeypatch):
+    """Kept to AVX2, torch takes half a minute for one of bfloat16."""
+    monkeypatch.setattr(roofline, "_SLOW_PRODUCT", 0)
+    monkeypatch.setattr(roofline, "take_turns", lambda *_: pytest.fail("it was repeated"))
+    peaks = roofline.measure_peaks(9)["peaks"]
+    assert set(peaks) == {"float32", "bfloat16"}
+    assert min(peaks.values()) > 0
