@@ -52,19 +52,21 @@ def test_defaults_are_flashinfers() -> None:
     assert wrapper.run(CASE.q.astype(np.float16), CASE.k_blocks.astype(np.float16)).dtype == np.float16
 
 
-def test_nothing_to_do() -> None:
+@pytest.mark.parametrize("kind", ["numpy", "gpu"])
+def test_nothing_to_do(kind: str) -> None:
+    q, cache = to_kind(CASE.q, kind), paged_cache(CASE, kind)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
     wrapper.plan(*EMPTY_TABLE, *plan_sizes(CASE), q_data_type="float32")
-    o, lse = wrapper.run_return_lse(CASE.q[:0], paged_cache(CASE))
+    o, lse = wrapper.run_return_lse(q[:0], cache)
     assert (o.shape, lse.shape) == ((0, 4, 32), (0, 4))
     wrapper.plan(*(np.zeros(n, np.int32) for n in (4, 0, 3)), *plan_sizes(CASE), q_data_type="float32")
-    for pool in (paged_cache(CASE), paged_cache(CASE)[:0]):
-        o, lse = wrapper.run_return_lse(CASE.q[:3], pool)
+    for pool in (cache, cache[:0]):
+        o, lse = wrapper.run_return_lse(q[:3], pool)
         assert not o.any()
         assert np.isneginf(lse).all()
-    k = np.zeros((0, 2, 32), np.float32)
+    k = cache[0, 0, :0]
     for layout, empty in (("NHD", k), ("HND", k.swapaxes(0, 1))):
-        o, lse = single_decode_with_kv_cache(CASE.q[0], empty, empty, layout, return_lse=True)
+        o, lse = single_decode_with_kv_cache(q[0], empty, empty, layout, return_lse=True)
         assert not o.any()
         assert np.isneginf(lse).all()
 

@@ -17,7 +17,7 @@ from paged_kv.prefill import (
 )
 from support.cases import Cache, CacheCase, build, csr, normal
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
-from support.decoding import plan_sizes
+from support.decoding import paged_cache, plan_sizes, to_kind
 from support.prefilling import (
     assert_prefills,
     causal_masks,
@@ -37,10 +37,6 @@ Q_LENS = (7, 2, 33, 5)
 Q = queries(CASE, Q_LENS)
 KV_LENS = CASE.case.lengths
 assert_agrees = partial(assert_prefills, CASE, Q)
-
-
-def cache_of(cache: Cache) -> Any:
-    return (cache.k_blocks, cache.v_blocks) if cache.case.rank == 4 else cache.k_blocks
 
 
 def planned(cache: Cache = CASE, q_lens: tuple[int, ...] = Q_LENS, **options: Any) -> Any:
@@ -73,7 +69,7 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(options: dict[str, Any], 
         table = (np.array([0, used]), pages[:used], np.array([(end - 1) % 16 + 1]))
         mask = {"custom_mask": flat(causal_masks((end - begin,), (end,)))} if masked else {"causal": True}
         wrapper.plan(np.array([0, end - begin]), *table, *plan_sizes(cache), q_data_type="float32", **mask, **options)
-        return wrapper.run(q[begin:end], cache_of(cache), return_lse=True)
+        return wrapper.run(q[begin:end], paged_cache(cache), return_lse=True)
 
     o, lse = run(0, length)
     wanted = expected(cache, q, causal_masks((length,), (length,)), **options)
@@ -92,7 +88,7 @@ def test_tokens_that_a_mask_hides_may_hold_anything() -> None:
     masks = drawn_masks(rng, Q_LENS, KV_LENS)
     hidden = rng.random(90) < 0.5
     masks[2][:, hidden] = False
-    before = planned(custom_mask=flat(masks)).run(Q, cache_of(CASE), return_lse=True)
+    before = planned(custom_mask=flat(masks)).run(Q, paged_cache(CASE), return_lse=True)
     assert_agrees(before, masks)
     k_blocks, v_blocks = CASE.k_blocks.copy(), CASE.v_blocks.copy()
     for j in np.flatnonzero(hidden):
@@ -108,7 +104,7 @@ def test_a_mask_counts_instead_of_causal_and_packed_instead_of_dense() -> None:
     masks = drawn_masks(np.random.default_rng(6), Q_LENS, KV_LENS)
     other = flat(full_masks(Q_LENS, KV_LENS))
     wrapper = planned(custom_mask=other, packed_custom_mask=packed(masks), causal=True)
-    assert_agrees(wrapper.run(Q, cache_of(CASE), return_lse=True), masks)
+    assert_agrees(wrapper.run(Q, paged_cache(CASE), return_lse=True), masks)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -126,27 +122,29 @@ def test_pages_of_one_token_may_be_without_that_dimension(layout: str) -> None:
 def test_windows_at_run_and_forward() -> None:
     wrapper = planned(causal=True, window_left=50)
     causal = causal_masks(Q_LENS, KV_LENS)
-    assert_agrees(wrapper.run(Q, cache_of(CASE), return_lse=True, window_left=3), causal, window_left=3)
-    assert_agrees(wrapper.run(Q, cache_of(CASE), return_lse=True), causal, window_left=50)
+    assert_agrees(wrapper.run(Q, paged_cache(CASE), return_lse=True, window_left=3), causal, window_left=3)
+    assert_agrees(wrapper.run(Q, paged_cache(CASE), return_lse=True), causal, window_left=50)
     full = full_masks(Q_LENS, KV_LENS)
-    assert_agrees(planned().run(Q, cache_of(CASE), return_lse=True, window_left=0), full, window_left=0)
-    assert_agrees(wrapper.forward_return_lse(Q, cache_of(CASE), sm_scale=0.3), full, sm_scale=0.3)
+    assert_agrees(planned().run(Q, paged_cache(CASE), return_lse=True, window_left=0), full, window_left=0)
+    assert_agrees(wrapper.forward_return_lse(Q, paged_cache(CASE), sm_scale=0.3), full, sm_scale=0.3)
     options = {"pos_encoding_mode": "ROPE_LLAMA", "window_left": 9}
-    assert_agrees(wrapper.forward_return_lse(Q, cache_of(CASE), True, **options), causal, **options)
-    assert_agrees(wrapper.run_return_lse(Q, cache_of(CASE)), causal, window_left=50)
+    assert_agrees(wrapper.forward_return_lse(Q, paged_cache(CASE), True, **options), causal, **options)
+    assert_agrees(wrapper.run_return_lse(Q, paged_cache(CASE)), causal, window_left=50)
     wrapper.end_forward()
 
 
-def test_no_requests_and_no_rows() -> None:
+@pytest.mark.parametrize("kind", ["numpy", "gpu"])
+def test_no_requests_and_no_rows(kind: str) -> None:
+    q, pages, tokens = to_kind(Q, kind), paged_cache(CASE, kind), to_kind(np.zeros((0, 2, 64), np.float32), kind)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(None)
     none = np.zeros(0, np.int32)
     wrapper.plan(np.zeros(1, np.int32), np.zeros(1, np.int32), none, none, *plan_sizes(CASE), q_data_type="float32")
-    o, lse = wrapper.run(Q[:0], cache_of(CASE), return_lse=True)
+    o, lse = wrapper.run(q[:0], pages, return_lse=True)
     assert (o.shape, lse.shape) == ((0, 6, 64), (0, 6))
     ragged = BatchPrefillWithRaggedKVCacheWrapper(None)
     for mask in ({}, {"causal": True}, {"custom_mask": np.zeros(0, bool)}):
         ragged.plan(np.array([0, 2]), np.array([0, 0]), 6, 2, 64, q_data_type="float32", **mask)
-        o, lse = ragged.run(Q[:2], np.zeros((0, 2, 64), np.float32), np.zeros((0, 2, 64), np.float32), return_lse=True)
+        o, lse = ragged.run(q[:2], tokens, tokens, return_lse=True)
         assert not o.any()
         assert (lse == -np.inf).all()
 
@@ -162,7 +160,7 @@ def test_mixed_batches_take_lengths_and_soft_caps() -> None:
     wrapper.plan(offsets(q_lens), indptr, indices, lengths, *sizes, causal=True, **options)
     q = queries(CASE, q_lens)
     for cap in (0.0, 2.0):
-        o, lse = wrapper.run(q, cache_of(CASE), logits_soft_cap=cap)
+        o, lse = wrapper.run(q, paged_cache(CASE), logits_soft_cap=cap)
         masks = causal_masks(q_lens, lengths.tolist())
         assert_prefills(CASE, q, (o, lse), masks, logits_soft_cap=cap or 5.0)
 
@@ -171,7 +169,7 @@ def test_sinks_by_position() -> None:
     """FlashInfer's wrapper with sinks, and the arguments by which its users compile the kernel for others."""
     sinks = np.linspace(-2, 2, 6, dtype=np.float32)
     kernel = ("uri", *[None] * 6, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", "")
-    causal, pages = causal_masks(Q_LENS, KV_LENS), cache_of(CASE)
+    causal, pages = causal_masks(Q_LENS, KV_LENS), paged_cache(CASE)
     tokens = [np.concatenate(parts) for parts in (CASE.keys, CASE.values)]
     options = {"causal": True, "q_data_type": "float32", "window_left": 30}
     paged = BatchAttentionWithAttentionSinkWrapper(None, "NHD", window_left=30)
