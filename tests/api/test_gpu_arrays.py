@@ -20,7 +20,7 @@ from paged_kv.arrays.exchange import copied_to, to_max, to_torch
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.streams import Streams
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv, init_paged_kv_cache
+from paged_kv.cache import PagedKVCache, gather_kv, init_paged_kv_cache
 from paged_kv.calls.buffers import FixedBuffers
 from paged_kv.calls.page_table import PageTable
 from paged_kv.calls.rows import DecodeBatch
@@ -203,32 +203,13 @@ def on_host(device: object) -> ArrayDevice:
 
 @pytest.mark.usefixtures("stand_in")
 def test_the_functional_cache(monkeypatch):
+    """Its pools are made there; what is done with them is in test_cache.py."""
     monkeypatch.setattr(devices, "device_named", on_host)
     sizes = {"num_blocks": 7, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
-    found = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:1")
-    expected = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16")
-    assert isinstance(found.key_pool, torch.Tensor)
-    empty = found
-    for sequence, count, free in ((1, 6, [5, 2]), (0, 3, [0]), (1, 4, [6])):
-        keys, values = rows_of((count, 2, 8)), rows_of((count, 2, 8)) - 1
-        found, consumed = allocate_blocks(
-            found, sequence_idx=sequence, num_new_tokens=count, free_block_ids=np.array(free)
-        )
-        assert consumed == len(free)
-        expected, _ = allocate_blocks(
-            expected, sequence_idx=sequence, num_new_tokens=count, free_block_ids=np.array(free)
-        )
-        found = append_kv(found, sequence, torch.from_numpy(keys), torch.from_numpy(values))
-        expected = append_kv(expected, sequence, keys, values)
-    assert not empty.key_pool.any()
-    np.testing.assert_array_equal(found.key_pool.numpy(), expected.key_pool)
-    for sequence in (0, 1):
-        gathered, wanted = gather_kv(found, sequence), gather_kv(expected, sequence)
-        assert gathered[2] == wanted[2]
-        for tensor, array in zip(gathered[:2], wanted[:2], strict=True):
-            assert isinstance(tensor, torch.Tensor)
-            np.testing.assert_array_equal(tensor.numpy(), array)
-    assert gather_kv(empty, 0)[0].shape == (0, 2, 8)
+    cache = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:1")
+    assert (type(cache.key_pool), cache.value_pool.shape) == (torch.Tensor, (7, 4, 2, 8))
+    assert not cache.key_pool.any()
+    assert gather_kv(cache, 0)[0].shape == (0, 2, 8)
 
 
 def test_books_on_a_gpu_are_refused():
