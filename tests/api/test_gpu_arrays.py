@@ -6,24 +6,28 @@ test_drawn.py. What only a GPU can show (streams, kernels) is in tests/gpu; the 
 
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from max.driver import Buffer
+from max.driver import CPU, Buffer
+from max.dtype import DType
 
 from paged_kv import page
-from paged_kv.arrays import devices
+from paged_kv.arrays import devices, exchange
 from paged_kv.arrays.cache_storage import cache_operands, paged_views
+from paged_kv.arrays.exchange import copied_to, to_max, to_torch
 from paged_kv.arrays.host import HOST, as_numpy
 from paged_kv.arrays.streams import Streams
 from paged_kv.arrays.types import ArrayDevice
-from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv, init_paged_kv_cache
+from paged_kv.cache import PagedKVCache, gather_kv, init_paged_kv_cache
 from paged_kv.calls.buffers import FixedBuffers
 from paged_kv.calls.rows import DecodeBatch
 from paged_kv.calls.table import Table
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError, ToolchainError
 from paged_kv.flashinfer import decode
+from paged_kv.mla import BatchMLAPagedAttentionWrapper
 from paged_kv.page import PagedKVCacheManager
 from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper
 from support.compare import assert_bits_equal
@@ -199,32 +203,13 @@ def on_host(device: object) -> ArrayDevice:
 
 @pytest.mark.usefixtures("stand_in")
 def test_the_functional_cache(monkeypatch):
+    """Its pools are made there; what is done with them is in test_cache.py."""
     monkeypatch.setattr(devices, "device_named", on_host)
     sizes = {"num_blocks": 7, "block_size": 4, "num_kv_heads": 2, "head_dim": 8, "batch_size": 2}
-    found = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:1")
-    expected = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16")
-    assert isinstance(found.key_pool, torch.Tensor)
-    empty = found
-    for sequence, count, free in ((1, 6, [5, 2]), (0, 3, [0]), (1, 4, [6])):
-        keys, values = rows_of((count, 2, 8)), rows_of((count, 2, 8)) - 1
-        found, consumed = allocate_blocks(
-            found, sequence_idx=sequence, num_new_tokens=count, free_block_ids=np.array(free)
-        )
-        assert consumed == len(free)
-        expected, _ = allocate_blocks(
-            expected, sequence_idx=sequence, num_new_tokens=count, free_block_ids=np.array(free)
-        )
-        found = append_kv(found, sequence, torch.from_numpy(keys), torch.from_numpy(values))
-        expected = append_kv(expected, sequence, keys, values)
-    assert not empty.key_pool.any()
-    np.testing.assert_array_equal(found.key_pool.numpy(), expected.key_pool)
-    for sequence in (0, 1):
-        gathered, wanted = gather_kv(found, sequence), gather_kv(expected, sequence)
-        assert gathered[2] == wanted[2]
-        for tensor, array in zip(gathered[:2], wanted[:2], strict=True):
-            assert isinstance(tensor, torch.Tensor)
-            np.testing.assert_array_equal(tensor.numpy(), array)
-    assert gather_kv(empty, 0)[0].shape == (0, 2, 8)
+    cache = init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:1")
+    assert (type(cache.key_pool), cache.value_pool.shape) == (torch.Tensor, (7, 4, 2, 8))
+    assert not cache.key_pool.any()
+    assert gather_kv(cache, 0)[0].shape == (0, 2, 8)
 
 
 def test_books_on_a_gpu_are_refused():
@@ -255,3 +240,82 @@ def test_a_gpu_that_is_not_there():
         init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="cuda:63")
     with pytest.raises(ContractError, match="not 'metal'"):
         init_paged_kv_cache(**sizes, max_blocks_per_seq=3, dtype="float16", device="metal")
+
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def random(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(len(shape)).uniform(-2, 2, shape).astype(np.float32).astype(dtype)
+
+
+def bits(array: object) -> np.ndarray:
+    view = as_numpy(array, "result")
+    return view.view(f"u{view.itemsize}")
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 8), (0,), (0, 3, 8), (3, 0)], ids=str)
+def test_float8_and_empty_arrays_cross_both_ways(shape, dtype):
+    tensor = tensors(random(*shape).astype(getattr(ml_dtypes, dtype)))
+    buffer = to_max(tensor, CPU())
+    assert (tuple(buffer.shape), buffer.dtype) == (shape, DType[dtype])
+    found = to_torch(buffer, CPU())
+    assert (tuple(found.shape), found.dtype) == (shape, tensor.dtype)
+    if tensor.numel():
+        found.view(torch.uint8).fill_(7)  # the same memory all the way
+        assert tensor.view(torch.uint8).eq(7).all()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_an_empty_host_buffer_is_copied_without_its_address():
+    found = copied_to(Buffer(DType.float32, [0, 4], CPU()), CPU())
+    assert (tuple(found.shape), found.dtype) == ((0, 4), DType.float32)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_stand_in_refuses():
+    """Planted: the ways that are not taken do fail."""
+    with pytest.raises(BufferError):
+        torch.utils.dlpack.to_dlpack(torch.zeros(3, dtype=torch.float8_e5m2))
+    with pytest.raises(BufferError):
+        exchange._received(Buffer(DType.float32, [0], CPU()))
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("q_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", FLOAT8)
+def test_decode_over_float8(q_dtype, kv_dtype):
+    q, cache = random(2, 4, 16, dtype=q_dtype), random(5, 2, 4, 2, 16, dtype=kv_dtype)
+    requests = np.array([0, 3, 4]), np.arange(4), np.array([1, 3])
+    results = []
+    for kind in (np.asarray, tensors):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
+        wrapper.plan(*requests, 4, 2, 16, 4, q_data_type=q_dtype, kv_data_type=kv_dtype, o_data_type="bfloat16")
+        results.append(wrapper.run(kind(q), kind(cache), k_scale=0.5, return_lse=True))
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(bits(found), bits(expected))
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_latent_cache_without_pages():
+    wrapper = BatchMLAPagedAttentionWrapper(None)
+    none = np.zeros(0, np.int32)
+    wrapper.plan(
+        *(np.zeros(2, np.int32), np.zeros(2, np.int32), none, np.zeros(1, np.int32)),
+        *(4, 16, 8, 4, False, 0.1, "float32", "float32"),
+    )
+    arrays = torch.ones(0, 4, 16), torch.ones(0, 4, 8), torch.ones(0, 4, 16), torch.ones(0, 4, 8)
+    o, lse = wrapper.run(*arrays, return_lse=True)
+    assert (o.shape, lse.shape) == ((0, 4, 16), (0, 4))
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_buffer_of_float8_is_viewed():
+    q, k = torch.ones(4, 8), random(9, 2, 8, dtype=FLOAT8[0])
+    buffers = [to_max(tensors(array), CPU()) for array in (k, k)]
+    views = [STAND_IN.view(buffer, "k") for buffer in buffers]
+    assert {view.dtype for view in views} == {torch.float8_e4m3fn}
+    found = single_decode_with_kv_cache(q, *views)
+    np.testing.assert_array_equal(found.numpy(), single_decode_with_kv_cache(q.numpy(), k, k))

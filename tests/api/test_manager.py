@@ -1,11 +1,13 @@
-"""The cache manager: pages that never collide, come back when they are freed, and hold what was appended."""
+"""The cache manager: pages that never collide, come back when they are freed, and hold what was appended, under
+interrupts, threads and long requests too. tests/hostile draws its operations.
+"""
+
+import threading
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from paged_kv.arrays.host import as_numpy
 from paged_kv.calls import kv_copy
@@ -18,8 +20,8 @@ from paged_kv.errors import (
     ToolchainError,
 )
 from paged_kv.page import PagedKVCacheManager, append_paged_kv_cache
+from support.interrupts import interrupted_anywhere
 from support.kinds import WRITABLE, bytes_of, kind_of, make
-from support.properties import examples
 
 
 def manager(kind="numpy", dtype="float32", pages=6, size=4) -> PagedKVCacheManager:
@@ -50,14 +52,6 @@ def test_one_token_after_another_fills_pages_of_its_own():
     tables = [as_numpy(it.get_page_table(r), "t") for r in "ab"]
     assert [len(table) for table in tables] == [3, 2]
     assert len(set(np.concatenate(tables).tolist())) == 5
-
-
-def test_a_page_is_taken_only_for_a_token_that_needs_it():
-    it = manager()
-    it.append("a", *tokens(0, 2, 4))
-    assert len(it.get_page_table("a")) == 1
-    it.append("a", *tokens(0, 2))
-    assert len(it.get_page_table("a")) == 2
 
 
 def test_unknown_requests():
@@ -161,34 +155,123 @@ def test_managers_that_cannot_be(change, error, said):
         PagedKVCacheManager(**{"max_num_pages": 4, "page_size": 4, "num_kv_heads": 1, "head_dim": 8, **change})
 
 
-class Managed(RuleBasedStateMachine):
-    """A manager against a dictionary of what each request should hold."""
+@pytest.mark.parametrize(("request_id", "count"), [("a", 6), ("new", 5)])
+def test_an_append_that_is_interrupted_anywhere_wrote_all_tokens_or_none(request_id, count):
+    old, new = tokens(0, 2, 7), tokens(1, 2, count)
+    before = old if request_id == "a" else old[:, :0]
+    after, seen = np.concatenate([before, new], axis=1), set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.it, self.truth, self.step = manager(), {}, 0
+    def make() -> PagedKVCacheManager:
+        it = manager(pages=8)
+        it.append("a", *old)
+        it.append("other", *old[:, :2])
+        return it
 
-    @rule(request=st.integers(0, 4), count=st.integers(0, 7))
-    def append(self, request: int, count: int) -> None:
-        self.step += 1
-        new = tokens(self.step, 2, count)
+    for it, place in interrupted_anywhere(make, lambda it: it.append(request_id, *new), 200, seed=count):
+        it.pool.check_integrity()
+        seen.add(length := it.get_seq_len(request_id))
+        assert length in (before.shape[1], after.shape[1]), place
+        if length < after.shape[1]:
+            it.append(request_id, *new)
+        np.testing.assert_array_equal(held(it, request_id), after)
+        np.testing.assert_array_equal(held(it, "other"), old[:, :2])
+        for request in {"a", "other", request_id}:
+            it.free(request)
+        assert it.pool.num_free == 8
+    assert len(seen) == 2
+
+
+def test_the_memory_of_an_append_does_not_grow_with_the_request():
+    peaks = []
+    for length in (10, 20_000):
+        it = PagedKVCacheManager(20_100, 1, 1, 8, "float32", kind="numpy")
+        it.append("a", *np.zeros((2, length, 1, 8), np.float32))
+        token = np.ones((2, 1, 8), np.float32)
+        it.append("a", *token)
+        tracemalloc.start()
+        for _ in range(5):
+            it.append("a", *token)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert it.get_seq_len("a") == length + 6
+    assert peaks[1] < peaks[0] + 8 * 20_000 // 4  # one copy of the list of pages is 8 bytes a page
+
+
+def test_threads_share_a_manager():
+    it = manager(pages=60)
+    wrong: list[object] = []
+
+    def work(index: int) -> None:
         try:
-            self.it.append(request, *new)
-        except PoolExhausted:
-            return
-        self.truth[request] = np.concatenate([self.truth.get(request, np.empty((2, 0, 2, 8))), new], axis=1)
+            for turn in range(8):
+                new = tokens(100 * index + turn, 2, 13)
+                for i in range(13):
+                    it.append(index, *new[:, i])
+                np.testing.assert_array_equal(held(it, index), new)
+                it.free(index)
+        except BaseException as error:
+            wrong.append(error)
 
-    @rule(request=st.integers(0, 4))
-    def free(self, request: int) -> None:
-        if self.truth.pop(request, None) is not None:
-            self.it.free(request)
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
+    it.pool.check_integrity()
+    assert it.pool.num_free == 60
 
-    @invariant()
-    def every_request_holds_its_tokens(self) -> None:
-        self.it.pool.check_integrity()
-        for request, wanted in self.truth.items():
-            np.testing.assert_array_equal(held(self.it, request), wanted)
+
+def test_a_write_that_fails_takes_no_pages(monkeypatch):
+    it = manager(pages=8)
+    it.append("a", *tokens(0, 2, 3))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr("paged_kv.calls.append.write_rows", fail)
+    for request_id in ("a", "new"):
+        with pytest.raises(RuntimeError, match="gone"):
+            it.append(request_id, *tokens(1, 2, 9))
+    assert (it.get_seq_len("a"), it.get_page_table("new"), it.pool.num_free) == (3, None, 7)
 
 
-Managed.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=20, derandomize=True, deadline=None)
-TestManaged = Managed.TestCase
+@pytest.mark.parametrize("request_id", [[], {}, np.zeros(1), ([],)])
+def test_unhashable_ids_are_refused_by_every_method(request_id):
+    it = manager(pages=8)
+    for call in (it.get_page_table, it.get_seq_len, it.free, lambda r: it.append(r, *tokens(0, 2, 1))):
+        with pytest.raises(ContractTypeError, match="request_id must be hashable"):
+            call(request_id)
+    assert it.pool.num_free == 8
+    assert not it.kv_cache.any()
+
+
+def test_nan_is_no_id():
+    it = manager(pages=8)
+    with pytest.raises(ContractError, match="request_id must equal itself, nan does not"):
+        it.append(float("nan"), *tokens(0, 2, 1))
+    assert not it.kv_cache.any()
+
+
+@pytest.mark.parametrize("size", [2**31, 10**5000], ids=lambda n: f"{n.bit_length()} bits")
+@pytest.mark.parametrize("position", range(4))
+def test_sizes_past_int32_are_refused(size, position):
+    sizes = [4, 4, 2, 8]
+    sizes[position] = size
+    name = ("max_num_pages", "page_size", "num_kv_heads", "head_dim")[position]
+    with pytest.raises(ContractError, match=f"^{name} must be at most 2147483647, not"):
+        PagedKVCacheManager(*sizes)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("pages", [2**20, 2**31 - 1])
+def test_a_cache_that_does_not_fit_in_memory_is_refused(kind, pages):
+    with pytest.raises(ContractError, match=r"kv_cache: shape .* of float32 does not fit in memory"):
+        PagedKVCacheManager(pages, 2**20, 2**10, 2**10, "float32", kind=kind)
+
+
+def test_an_empty_pool_takes_no_token():
+    it = manager(pages=0)
+    with pytest.raises(PoolExhausted):
+        it.append("a", *tokens(0, 2, 1))

@@ -1,20 +1,17 @@
-"""Decode of float8 queries, and outputs of another dtype than the queries."""
+"""Float8 queries, and outputs of another dtype than the queries."""
 
 import numpy as np
 import pytest
-import torch
 
 from paged_kv import reference
-from paged_kv.arrays.host import as_numpy
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper
+from paged_kv.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from support.cases import CacheCase, build, csr, normal
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.decoding import LSE_TOLERANCE, paged_cache, plan_sizes
+from support.prefilling import causal_masks, expected, offsets, queries
 
-pytestmark = pytest.mark.usefixtures("decode_variants")
-
-CASE = build(CacheCase((17, 0, 48, 5), rank=5))
-
+pytestmark = pytest.mark.usefixtures("masked_variants")
 
 # Few families: those of harness.py, and bfloat16 with an output of float32.
 CASES = [
@@ -58,13 +55,18 @@ def test_an_output_of_another_dtype_is_rounded_once() -> None:
         assert_bits_equal(found[dtype], found["float32"].astype(dtype), what=dtype)
 
 
-def test_results_are_those_of_torch_tensors() -> None:
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
-    dtypes = {"q_data_type": torch.float8_e4m3fn, "kv_data_type": "float32", "o_data_type": torch.float32}
-    wrapper.plan(*csr(CASE), *plan_sizes(CASE), **dtypes)
-    q = torch.from_numpy(CASE.q).to(torch.float8_e4m3fn)
-    o = wrapper.run(q, paged_cache(CASE, "torch"))
-    assert isinstance(o, torch.Tensor)
-    assert o.dtype == torch.float32
-    expected, _ = reference.attention(as_numpy(q, "q"), *CASE.pages, *CASE.decode_rows)
-    assert_close(o.numpy(), expected, rel=1e-5, what="o")
+def test_prefill() -> None:
+    """A ragged one's o is bfloat16 where nothing is planned, as FlashInfer's."""
+    cache = build(CacheCase((37, 20), head_dim=64, dtype="bfloat16"))
+    q_lens = (9, 20)
+    q = queries(cache, q_lens).astype("float8_e4m3fn")
+    wanted, _ = expected(cache, q.astype(np.float32), causal_masks(q_lens, (37, 20)), sinks=None)
+    dtypes = {"q_data_type": "float8_e4m3fn", "kv_data_type": "bfloat16", "causal": True}
+    paged = BatchPrefillWithPagedKVCacheWrapper(None)
+    paged.plan(offsets(q_lens), *csr(cache), *plan_sizes(cache), o_data_type="float32", **dtypes)
+    ragged = BatchPrefillWithRaggedKVCacheWrapper(None)
+    ragged.plan(offsets(q_lens), offsets((37, 20)), *plan_sizes(cache)[:3], **dtypes)
+    tokens = np.concatenate(cache.keys), np.concatenate(cache.values)
+    for o, dtype in ((paged.run(q, paged_cache(cache)), "float32"), (ragged.run(q, *tokens), "bfloat16")):
+        assert o.dtype.name == dtype
+        assert_close(o, wanted, rel=1e-2, what="o")

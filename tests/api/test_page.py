@@ -14,7 +14,7 @@ from paged_kv.page import (
     get_batch_indices_positions,
     get_seq_lens,
 )
-from support.cases import STORAGES, CacheCase, build, emptied, normal
+from support.cases import CacheCase, build, emptied, normal
 from support.kinds import PLACED, bytes_of, make
 from support.paging import all_tokens, blocks, expected_blocks, page_table
 from support.properties import examples
@@ -25,16 +25,6 @@ INDICES = ("int32", "int64", "uint32")
 
 def made(kind, given):
     return tuple(make(kind, a) for a in given) if isinstance(given, tuple) else make(kind, given)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rank", "layout"), STORAGES[:4])
-def test_every_dtype_and_layout(rank, layout, dtype):
-    cache = emptied(build(CacheCase((17, 0, 5, 32), page_size=5, rank=rank, layout=layout, dtype=dtype)))
-    rows = all_tokens(cache)
-    expected = expected_blocks(cache, *rows)
-    assert append_paged_kv_cache(*rows, blocks(cache), *page_table(cache), layout) is None
-    assert bytes_of(blocks(cache)) == bytes_of(expected)
 
 
 @st.composite
@@ -130,14 +120,6 @@ def test_the_dense_form_appends_one_token_each(kind, drawn, index_dtype, by_name
         append_paged_kv_cache(*arguments[0], storage, *arguments[1], size, cache.case.layout)
     assert bytes_of(storage) == bytes_of(expected)
     assert as_numpy(get_seq_lens(*arguments[1], size), "lengths").tolist() == before.tolist()
-
-
-def test_one_layer_of_a_buffer_of_all_layers():
-    cache = build(CacheCase((17, 3), rank=6))
-    expected = cache.k_blocks.copy()
-    target = emptied(cache)
-    append_paged_kv_cache(*all_tokens(cache), target.k_blocks[:, :, cache.case.layer], *page_table(cache))
-    assert bytes_of(target.k_blocks) == bytes_of(expected)
 
 
 @pytest.mark.parametrize("kind", ["torch", "gpu"])

@@ -1,4 +1,5 @@
-"""Where rows stand, in every wrapper: positions are absolute, and negative where a request has more rows than tokens.
+"""Where rows stand, in the wrappers that test_drawn.py leaves out: positions are absolute, and negative where a request
+has more rows than tokens.
 
 One flat context a request, in float64, is the truth for all: row i of n over L tokens stands at `L - n + i`. The tokens
 of a cascade are cut out of the same contexts.
@@ -16,8 +17,7 @@ from hypothesis import strategies as st
 
 from paged_kv import cascade, prefill, reference, trees
 from paged_kv.arrays.host import as_numpy
-from paged_kv.attention import BatchAttention
-from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, trtllm_batch_decode_with_kv_cache
+from paged_kv.decode import trtllm_batch_decode_with_kv_cache
 from paged_kv.mla import BatchMLAPagedAttentionWrapper
 from support.cases import SPARE_PAGES, normal
 from support.compare import assert_close, assert_lse_close
@@ -154,25 +154,6 @@ def paged(flat: Flat, custom_mask: Any = None) -> Found:
     return wrapper.run_return_lse(flat.q, cache)
 
 
-def ragged(flat: Flat) -> Found:
-    k, v = (np.concatenate([sides[i] for sides in flat.tokens]) for i in (0, 1))
-    wrapper = prefill.BatchPrefillWithRaggedKVCacheWrapper(None)
-    named: dict[str, Any] = {"causal": flat.causal, "pos_encoding_mode": flat.mode}
-    wrapper.plan(offsets(flat.counts), offsets(flat.lengths), *flat.sizes, **named, **flat.options, **flat.dtypes)
-    return wrapper.run_return_lse(flat.q, k, v)
-
-
-def mixed(flat: Flat) -> Found:
-    cache, ((indptr, indices, _),) = flat.paged(flat.tokens)
-    heads, hk, dim = flat.sizes
-    wrapper = BatchAttention("NHD")
-    lengths = np.array(flat.lengths, np.int32)
-    cap = flat.options["logits_soft_cap"]
-    arrays = (offsets(flat.counts), indptr, indices, lengths)
-    wrapper.plan(*arrays, heads, hk, dim, dim, flat.page_size, flat.causal, None, cap, **flat.dtypes)
-    return wrapper.run(flat.q, cache, logits_soft_cap=cap)
-
-
 def mla(flat: Flat) -> Found:
     """Keys that are the values beside a rotary part of zeros: of a V of its own, MLA knows nothing."""
     cache, ((indptr, indices, _),) = flat.paged(flat.tokens)
@@ -185,14 +166,6 @@ def mla(flat: Flat) -> Found:
     scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if "float8" in ckv.dtype.name else {}
     found: Found = wrapper.run(flat.q, zeros, ckv, np.zeros_like(ckv[..., :8]), return_lse=True, **scales)
     return found
-
-
-def decode(flat: Flat) -> Found:
-    cache, (table,) = flat.paged(flat.tokens)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None)
-    named: dict[str, Any] = {"pos_encoding_mode": flat.mode, "q_len_per_req": flat.counts[0]}
-    wrapper.plan(*table, *flat.sizes, flat.page_size, **named, **flat.options, **flat.dtypes)
-    return wrapper.run_return_lse(flat.q, cache)
 
 
 def dense_decode(flat: Flat) -> Found:
@@ -210,22 +183,20 @@ def dense_decode(flat: Flat) -> Found:
     return found
 
 
-ROTATED: dict[str, Callable[[Flat], Found]] = {
-    "two levels": lambda flat: levels(flat, ()),
-    "three levels": lambda flat: levels(flat, (3,)),
-    "paged": paged,
-    "ragged": ragged,
+ENTRIES: dict[str, Callable[[Flat], Found]] = {
+    "levels": lambda flat: levels(flat, (3,)),
+    "shared prefix": shared_prefix,
+    "mla": mla,
+    "dense decode": dense_decode,
 }
-"""With every option of position, and rows that need not be tokens."""
-PLAIN: dict[str, Callable[[Flat], Found]] = {"shared prefix": shared_prefix, "mixed": mixed, "mla": mla}
-"""Without positions, but for the causal ones."""
-DECODED: dict[str, Callable[[Flat], Found]] = {"decode": decode, "dense decode": dense_decode}
-"""Rows that are tokens, or of requests without any."""
+"""Levels have every option of position, the next two none but the causal one; a dense decode's rows are tokens, or of
+requests without any.
+"""
 
 
 @st.composite
 def drawn(draw: st.DrawFn, entry: str, pair: tuple[str, str]) -> Flat:
-    is_mla, decodes = entry == "mla", entry in DECODED
+    is_mla, decodes, moves = entry == "mla", entry == "dense decode", entry == "levels"
     hk, group = (1, 16) if is_mla else draw(st.sampled_from(((1, 1), (2, 1), (1, 3), (2, 2), (1, 16), (2, 8))))
     dim = draw(st.sampled_from((8, 24, 64, 128)))
     shared = draw(st.integers(0, 6) | st.sampled_from((15, 16, 17, 33, 64)))
@@ -244,12 +215,9 @@ def drawn(draw: st.DrawFn, entry: str, pair: tuple[str, str]) -> Flat:
     for length in lengths:
         sides = [np.concatenate([start, normal(rng, (length - shared, hk, dim), pair[1])]) for start in prefix]
         tokens.append((sides[0], sides[0] if is_mla else sides[1]))
-    moves = entry in ROTATED or entry == "decode"
     options = {
-        "window_left": draw(st.sampled_from((-1, -1, 0, 3, 40))) if entry not in PLAIN else -1,
-        "logits_soft_cap": 0.0
-        if entry in ("mla", "shared prefix", "dense decode")
-        else draw(st.sampled_from((0.0, 25.0))),
+        "window_left": draw(st.sampled_from((-1, -1, 0, 3, 40))) if moves or decodes else -1,
+        "logits_soft_cap": draw(st.sampled_from((0.0, 25.0))) if moves else 0.0,
     }
     return Flat(
         normal(rng, (sum(counts), hk * group, dim), pair[0]),
@@ -264,8 +232,7 @@ def drawn(draw: st.DrawFn, entry: str, pair: tuple[str, str]) -> Flat:
 
 
 PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"))
-ENTRIES = ROTATED | PLAIN | DECODED
-MERGES = ("two levels", "three levels", "shared prefix")
+MERGES = ("levels", "shared prefix")
 QUIET: Any = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": [*HealthCheck]}
 
 
@@ -288,7 +255,7 @@ def test_every_wrapper_agrees_with_one_flat_context(entry: str, pair: tuple[str,
 
 
 @settings(max_examples=examples(60), **QUIET)
-@given(drawn("paged", PAIRS[0]), st.integers(0, 2**16))
+@given(drawn("levels", PAIRS[0]), st.integers(0, 2**16))
 def test_trees_agree_with_the_tokens_that_they_see(flat: Flat, seed: int) -> None:
     """Their rows are tokens, so that none stands before the first; a window counts positions, which branches share."""
     rng = np.random.default_rng(seed)

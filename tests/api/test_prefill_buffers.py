@@ -1,10 +1,6 @@
-"""Prefill wrappers over buffers of the user's, and wrappers that threads share."""
+"""Prefill wrappers over buffers of the user's."""
 
-import sys
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Event
 
 import numpy as np
 import pytest
@@ -82,41 +78,3 @@ def test_buffers_of_the_users_bound_the_plans() -> None:
     shared.plan(offsets(Q_LENS), *table, *sizes, causal=True, q_data_type="float32")
     with pytest.raises(ContractError, match="out shares memory with custom_mask_buf"):
         shared.run(Q, PAGES, out=out[: 4 * Q.size].view(np.float32).reshape(Q.shape))
-
-
-def test_threads_share_a_wrapper_that_another_one_plans() -> None:
-    """Each run gives what one of the two plans gives, to the bit."""
-    masks = drawn_masks(np.random.default_rng(11), Q_LENS, KV_LENS)
-    plans = ({"causal": True}, {"custom_mask": flat(masks), "window_left": 20})
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(None)
-    results = []
-    for options in reversed(plans):
-        wrapper.plan(offsets(Q_LENS), *csr(CASE), *plan_sizes(CASE), q_data_type="float32", **options)
-        results.insert(0, wrapper.run(Q, PAGES))
-    done = Event()
-
-    def runs(_: int) -> Counter[int]:
-        found = [wrapper.run(Q, PAGES) for _ in range(60)]
-        return Counter(next((i for i, o in enumerate(results) if np.array_equal(o, one)), -1) for one in found)
-
-    def plan() -> None:
-        turn = 0
-        while not done.is_set():
-            turn += 1
-            arrays = (offsets(Q_LENS), *csr(CASE), *plan_sizes(CASE))
-            wrapper.plan(*arrays, q_data_type="float32", **plans[turn % 2])
-
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(5) as pool:
-            planning = pool.submit(plan)
-            try:
-                counts = sum(pool.map(runs, range(4)), Counter())
-            finally:
-                done.set()  # here: the pool waits for who plans
-            planning.result(60)
-    finally:
-        sys.setswitchinterval(switch)
-    assert counts[-1] == 0
-    assert set(counts) == {0, 1}

@@ -7,23 +7,27 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+from max.driver import Buffer
 
 
 class Broken:
-    """An array whose DLPack methods fail."""
+    """A DLPack array whose two methods give what they are told; an exception is raised."""
 
-    def __init__(self, device: Any = (1, 0), capsule: Any = None) -> None:
+    def __init__(self, device: Any, capsule: Any = None) -> None:
         self.device, self.capsule = device, capsule
 
     def __dlpack_device__(self) -> Any:
-        if isinstance(self.device, type):
-            raise self.device("no device")
-        return self.device
+        return given(self.device)
 
-    def __dlpack__(self, **_: Any) -> Any:
-        if isinstance(self.capsule, type):
-            raise self.capsule("no capsule")
-        return self.capsule
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        return given(self.capsule)
+
+
+def given(value: Any) -> Any:
+    if isinstance(value, BaseException):
+        raise value
+    return value
 
 
 class Refuses:
@@ -54,12 +58,17 @@ class Refuses:
         raise ZeroDivisionError(name)
 
 
-def freed() -> Any:
-    import torch
-
-    tensor = torch.ones(4, 2, 64)
-    tensor.untyped_storage().resize_(0)
+def freed(length: int = 0) -> torch.Tensor:
+    tensor = torch.ones(4, 4, 32)
+    tensor.untyped_storage().resize_(length)
     return tensor
+
+
+def shrunk_view() -> torch.Tensor:
+    tensor = torch.ones(8, 4, 2, 32)
+    view = tensor[2:, :, 1]
+    tensor.untyped_storage().resize_(tensor.nbytes - 132)
+    return view
 
 
 NUMBERS: tuple[Any, ...] = (
@@ -68,46 +77,58 @@ NUMBERS: tuple[Any, ...] = (
     *(np.float32(2), np.int64(3), np.bool_(True), np.float64("nan")),
 )
 OTHERS: tuple[Any, ...] = (
-    *(
-        None,
-        "NHD",
-        "HND",
-        "ALIBI",
-        "float16",
-        "",
-        b"",
-        [],
-        (),
-        {},
-        [1.0],
-        (None, None),
-        object,
-        memoryview(b"abcdefgh"),
-    ),
-    *(np.ndarray, np.float32, np.zeros(()), np.zeros(2), np.zeros((2, 3), object), np.zeros(3, "i4,f4")),
+    *("NHD", "HND", "ALIBI", "float16", "", b"", [], (), {}, (None, None), object, memoryview(b"abcdefgh")),
+    *(np.float32, np.zeros(()), np.zeros(2), torch.float32),
     np.ma.masked_array(np.ones((2, 3, 64), np.float32), mask=True),
 )
 
 
+NO_ARRAYS: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "a list": lambda: [[1.0]],
+    "a class of arrays": lambda: np.ndarray,
+    "torch's class": lambda: torch.Tensor,
+    "MAX's class": lambda: Buffer,
+    "a float": lambda: 1.0,
+    "no attributes": Refuses,
+    "a device that raises": lambda: Broken(ValueError("no device\non two lines")),
+    "a device that exits": lambda: Broken(StopIteration()),
+    "no device": lambda: Broken(None),
+    "a device of one number": lambda: Broken((1,)),
+    "a device of words": lambda: Broken(("cpu", "0")),
+    "a device of its own": lambda: Broken((99, 0)),
+    "a capsule that raises": lambda: Broken((1, 0), MemoryError("no memory")),
+    "a capsule that raises a key": lambda: Broken((1, 0), KeyError("x")),
+    "no capsule": lambda: Broken((1, 0)),
+    "a number as capsule": lambda: Broken((1, 0), 42),
+    "an array as capsule": lambda: Broken((1, 0), np.ones(3)),
+    "objects": lambda: np.array([[None]], object),
+    "a structure": lambda: np.zeros((4, 4, 32), "f4,f4"),
+    "text": lambda: np.array(["q"]),
+    "times": lambda: np.zeros(4, "datetime64[s]"),
+    "complex": lambda: np.zeros((4, 4, 32), np.complex64),
+    "big endian": lambda: np.zeros((4, 4, 32), ">f4"),
+    "freed": freed,
+    "shrunk": lambda: freed(16),
+    "a shrunk view": shrunk_view,
+    "meta": lambda: torch.ones(4, 4, 32, device="meta"),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "sparse rows": lambda: torch.eye(4).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(4, 4, 32), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)]),
+    "nested, jagged": lambda: torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)], layout=torch.jagged),
+    "torch complex": lambda: torch.zeros(4, 4, 32, dtype=torch.complex64),
+    "a negated view": lambda: torch.zeros(4, 4, 32, dtype=torch.complex64).conj().imag,
+}
+"""What stands where an array belongs and is none, or none of this package's: refused everywhere."""
+
+
 def objects() -> list[Callable[[], Any]]:
     """One function a thing, since some are used up by a call."""
-    import torch
-
-    devices = ((1, 0), (2, 0), (99, 0), None, "x", (), ValueError, KeyError)
     return [
-        *(lambda value=value: value for value in (*NUMBERS, *OTHERS, torch.Tensor, torch.float32)),
-        *(
-            lambda device=device, capsule=capsule: Broken(device, capsule)
-            for device in devices
-            for capsule in (None, KeyError)
-        ),
-        Refuses,
-        freed,
-        lambda: torch.zeros(2, 3, device="meta"),
-        lambda: torch.zeros(3, 3).to_sparse(),
-        lambda: torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8),
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        *(lambda value=value: value for value in (*NUMBERS, *OTHERS)),
+        *NO_ARRAYS.values(),
+        lambda: Broken((2, 0)),
         lambda: torch.ones(2, 3, 64, requires_grad=True),
-        lambda: torch.ones(2, 2, dtype=torch.complex64).conj(),
         lambda: torch.tensor(3),
     ]

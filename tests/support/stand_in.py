@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from max.driver import CPU
+from max.driver import CPU, Buffer
 
-from paged_kv.arrays import devices
+from paged_kv.arrays import devices, exchange
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.types import ArrayDevice
@@ -38,13 +38,30 @@ class OnGpu:
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """The CPU stands in for the GPU wherever only torch tensors come in."""
+    """The CPU stands in for the GPU wherever only torch tensors come in, and DLPack refuses what some versions of torch
+    refuse there: float8, and arrays without an element.
+    """
+    exported, received = torch.utils.dlpack.to_dlpack, exchange._received
 
     def device_of(**arrays: object) -> ArrayDevice:
         flat = [a for array in arrays.values() for a in (array if isinstance(array, tuple | list) else [array])]
         return STAND_IN if all(array is None or isinstance(array, torch.Tensor) for array in flat) else HOST
 
+    def check(dtype: str, elements: int) -> None:
+        if "float8" in dtype or not elements:
+            raise BufferError(f"{elements} elements of {dtype} cannot cross")
+
+    def to_dlpack(tensor: torch.Tensor) -> object:
+        check(str(tensor.dtype), tensor.numel())
+        return exported(tensor)
+
+    def receive(buffer: Buffer) -> torch.Tensor:
+        check(buffer.dtype.name, buffer.num_elements)
+        return received(buffer)
+
     monkeypatch.setattr(devices, "device_of", device_of)
+    monkeypatch.setattr(torch.utils.dlpack, "to_dlpack", to_dlpack)
+    monkeypatch.setattr(exchange, "_received", receive)
 
 
 def tensors(array: np.ndarray) -> torch.Tensor:
