@@ -23,7 +23,8 @@ from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.tensors import NORMS
 from paged_kv.graphs.ops import LatentCache, PagedCache, cache_dtype, kernels
 from paged_kv.graphs.rope import Rope
-from paged_kv.options import KVFormat, stored_head
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import stored_head
 
 STEP = "decoder_step"
 

@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
+from paged_kv.arrays.dtypes import DTYPES
 from paged_kv.graphs.encodings import TABLE, Encoding
-from paged_kv.options import stored_head
+from paged_kv.kv_formats import CODE_DTYPES
+from paged_kv.options import KV_DTYPES, stored_dtype, stored_head
 
 MIN_BYTES = 128 * 2**20
 """Bytes of K and V (or weights) in one call of a memory-bound case."""
@@ -17,8 +19,8 @@ MIN_ROTATED = 2.6e9
 """Bytes of all copies together. A cache that is used again at once comes from the last-level cache: 480 MB on some
 machines."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "int4": 1}
-"""Bytes of a stored number; a head of codes has as many as `options.stored_head` says."""
+DTYPE_BYTES = {name: DTYPES[stored_dtype(name)].itemsize for name in (*KV_DTYPES, *CODE_DTYPES)}
+"""Bytes of a stored number; a head of codes has as many numbers as `options.stored_head` says."""
 Layout = Literal["NHD", "HND", "MAX"]
 MAX_ENCODINGS = ("Q4_0", "Q4_K", "Q6_K")
 """That MAX has products for on a CPU."""

@@ -21,6 +21,7 @@ from paged_kv.bench.case_kinds import (
     Versus,
 )
 from paged_kv.graphs.encodings import ENCODINGS, Encoding
+from paged_kv.kv_formats import CODE_DTYPES
 
 AMX = ("vllm-amx-32", "vllm-amx-64", "vllm-amx-128")
 AMX_LABEL = "vLLM CPU AMX, best page size"
@@ -128,7 +129,7 @@ CASES: tuple[Case, ...] = (
             tokens=tokens,
             kv_dtype=codes,
         )
-        for codes in ("int8", "int4")
+        for codes in CODE_DTYPES
         for batch, tokens in ((8, 1), (1, 4096))
     ),
     LinearCase("linear-1", "linear bf16, 8192 x 4096, 1 row", 0.85, (Versus("torch", ("torch-linear",), 1),)),

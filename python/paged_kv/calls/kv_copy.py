@@ -22,7 +22,8 @@ from max.dtype import DType
 from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.dtypes import DTYPES, max_dtype
 from paged_kv.arrays.types import ArrayDevice, Operand, namespace
-from paged_kv.options import KVFormat, stored_elements
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import stored_elements
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
 

@@ -35,7 +35,8 @@ from transformers.generation.continuous_batching.utils import find_head_dim, fin
 
 from paged_kv.calls.ragged import RaggedRequests, TokenRanges
 from paged_kv.calls.rows import LookupTable, Rows
-from paged_kv.options import FORMATS, NO_PAGE, KVFormat, stored_dtype, stored_head
+from paged_kv.kv_formats import FORMATS, KVFormat
+from paged_kv.options import NO_PAGE, stored_dtype, stored_head
 from paged_kv.torch.attention import TensorAttention, planned
 from paged_kv.torch.cache import quantised
 from paged_kv.transformers.running import NAMES, format_of

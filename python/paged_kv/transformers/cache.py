@@ -22,7 +22,8 @@ from transformers.generation.continuous_batching.utils import find_head_dim
 
 from paged_kv.calls.rows import LookupTable, Rows
 from paged_kv.errors import ContractError, ShapeError
-from paged_kv.options import NO_PAGE, KVFormat, check_kv_format, stored_head
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import NO_PAGE, check_kv_format, stored_head
 from paged_kv.torch.cache import quantised, widened
 
 PAGE_SIZE = 32
