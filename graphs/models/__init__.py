@@ -16,6 +16,7 @@ from paged_kv.graphs.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    smollm3,
 )
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         deepseek_v3,
         qwen3_moe,
         gpt_oss,
+        smollm3,
     )
 }
 
