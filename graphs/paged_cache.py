@@ -13,7 +13,7 @@ from max.graph import BufferValue, DeviceRef, Dim, StaticDim, TensorValue, ops
 from paged_kv import options
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs.checks import check_value, names, show
-from paged_kv.options import KVFormat
+from paged_kv.kv_formats import FORMATS, KVFormat
 
 KVLayout = Literal["NHD", "HND", "STRIDED"]
 
@@ -22,7 +22,7 @@ DTYPES = tuple(DType[name] for name in options.Q_DTYPES)
 """Dtypes of queries, outputs and linear layers."""
 KV_DTYPES = tuple(DType[name] for name in options.KV_DTYPES)
 """Dtypes of a cache that attention reads."""
-CODES: dict[DType, KVFormat] = {DType[memory]: codes for memory, codes in options.FORMATS.items()}
+CODES: dict[DType, KVFormat] = {DType[memory]: codes for memory, codes in FORMATS.items()}
 """Caches of codes, by the dtype of their memory."""
 BITS = (DType.uint8, DType.uint16, DType.uint32)
 """Append and gather, which only copy rows, take a cache of any dtype as the one of these of its size."""
@@ -46,7 +46,7 @@ class PagedCache:
       `view`, `[12]` or `[13]` int64 on the host (`mojo_ops/ops.mojo`); every size of the cache is then unknown here.
 
     A cache of codes has a scale with every head (`mojo_ops/cache/README.md`): the last dimension of its memory is
-    `options.stored_head`, its dtype int8, or uint8 with `kv_format` "int4". Without that, uint8 is the bits of a cache.
+    `options.stored_head`, its dtype the format's memory. Of uint8, `kv_format` tells codes from the bits of a cache.
 
     `lookup_table` is `[B, max_pages]` uint32. All of it lies on one device, which is where the ops over it run.
     """
@@ -67,11 +67,10 @@ class PagedCache:
                 )
         k, v = self.k_blocks, self.v_blocks
         if k.dtype not in (*KV_DTYPES, *BITS, *CODES):
-            raise ContractTypeError(
-                f"k_blocks: dtype {k.dtype.name} is none of {names((*KV_DTYPES, *BITS, DType.int8))}"
-            )
-        if self.kv_format is None and k.dtype == DType.int8:
-            object.__setattr__(self, "kv_format", "int8")
+            legal = dict.fromkeys((*KV_DTYPES, *BITS, *CODES))
+            raise ContractTypeError(f"k_blocks: dtype {k.dtype.name} is none of {names([*legal])}")
+        if self.kv_format is None and k.dtype not in BITS:
+            object.__setattr__(self, "kv_format", CODES.get(k.dtype))
         if self.kv_format is not None and CODES.get(k.dtype) != self.kv_format:
             raise ContractTypeError(f"kv_format: {self.kv_format!r} does not lie in memory of {k.dtype.name}")
         if v.dtype != k.dtype:

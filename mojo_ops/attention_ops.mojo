@@ -180,7 +180,7 @@ def attention_name[
     """The library that computes a call; refuses rotated keys where no library rotates them."""
     var rotated = rotates_keys(call.rope_theta())
     if rotated and is_codes(kv_dtype):
-        raise Error("options: rope_theta is ", call.rope_theta(), ", keys of int8 and int4 codes are not rotated")
+        raise Error("options: rope_theta is ", call.rope_theta(), ", keys of codes are not rotated")
     if rotated and not may_rotate_keys:
         raise Error("options: rope_theta is ", call.rope_theta(), ", the op is built without rotation of keys")
     return String(

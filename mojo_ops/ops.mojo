@@ -39,8 +39,8 @@ from .transfer.ragged_rows import fill_ragged_rows
 struct Append:
     """Writes K and V of `N` tokens into their pages, in place; a row of batch index -1 is skipped.
 
-    k, v `[N, Hk, D]` in the cache's dtype, which are copied, or float32, bfloat16 or float16 over a cache of int8 or
-    uint8, which are quantised (`isa/codes.mojo`); batch_indices, positions `[N]` int32.
+    k, v `[N, Hk, D]` in the cache's dtype, which are copied, or float32, bfloat16 or float16 over a cache of
+    codes, which are quantised (`isa/codes.mojo`); batch_indices, positions `[N]` int32.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ struct Gather:
     """Copies the tokens of every request out of their pages.
 
     indptr `[B + 1]` int32: request b's tokens go to rows `[indptr[b], indptr[b + 1])` of k and v `[N, Hk, D]`, which
-    have the cache's dtype, or float32, bfloat16 or float16 over a cache of int8 or uint8 codes.
+    have the cache's dtype, or float32, bfloat16 or float16 over a cache of codes.
     """
 
     @staticmethod

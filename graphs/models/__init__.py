@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from paged_kv.graphs.models import (
     deepseek_v2,
     deepseek_v3,
@@ -18,43 +16,30 @@ from paged_kv.graphs.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    smollm3,
 )
-from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
 
-
-class Family(Protocol):
-    """The names that the module of a family defines."""
-
-    ARCHITECTURE: str
-    """Its name in `architectures` of config.json."""
-    MODEL_TYPE: str
-    """Its name in `model_type`."""
-
-    def read(self, fields: Fields) -> DecoderConfig:
-        """The model that a `config.json` describes; raises `CheckpointError` for what would be computed wrongly."""
-
-
-_MODULES: tuple[Family, ...] = (
-    llama,
-    mistral,
-    qwen2,
-    qwen3,
-    olmo2,
-    olmo3,
-    granite,
-    phi3,
-    gemma3,
-    deepseek_v2,
-    deepseek_v3,
-    qwen3_moe,
-    gpt_oss,
-)
-
-ENGINE_ONLY = frozenset({deepseek_v2.ARCHITECTURE, deepseek_v3.ARCHITECTURE})
-"""The architectures whose pages hold latents: MAX Serve's hold K and V of heads."""
-
-FAMILIES: dict[str, Family] = {family.ARCHITECTURE: family for family in _MODULES}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.architecture: module.FAMILY
+    for module in (
+        llama,
+        mistral,
+        qwen2,
+        qwen3,
+        olmo2,
+        olmo3,
+        granite,
+        phi3,
+        gemma3,
+        deepseek_v2,
+        deepseek_v3,
+        qwen3_moe,
+        gpt_oss,
+        smollm3,
+    )
+}
 
 
 def find_family(fields: Fields) -> Family:
@@ -65,7 +50,7 @@ def find_family(fields: Fields) -> Family:
     """
     names = fields.get("architectures")
     if names is None:
-        types = {family.MODEL_TYPE: family for family in FAMILIES.values()}
+        types = {family.model_type: family for family in FAMILIES.values()}
         kind = fields.get("model_type")
         if not isinstance(kind, str) or kind not in types:
             raise fields.error("model_type", f"none of {', '.join(types)}")

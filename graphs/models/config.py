@@ -93,6 +93,8 @@ class DecoderConfig:
     """
     local_rope: Rope | None = None
     """The rotation of the layers that have a window, where it is another one."""
+    rotates: tuple[bool, ...] = ()
+    """Tells for each layer if q and k are rotated; empty where all are."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
@@ -120,8 +122,10 @@ class DecoderConfig:
         """The dtype of activations, and of weights that are not in blocks, where `dtype` is asked for."""
         return DType.float32 if self.float32_activations else dtype
 
-    def layer_rope(self, layer: int) -> Rope:
-        """The rotation in a layer."""
+    def layer_rope(self, layer: int) -> Rope | None:
+        """The rotation in a layer, None where it has none."""
+        if self.rotates and not self.rotates[layer]:
+            return None
         return self.local_rope if self.local_rope is not None and self.window_left(layer) >= 0 else self.rope
 
 

@@ -23,7 +23,8 @@ from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.tensors import NORMS
 from paged_kv.graphs.ops import LatentCache, PagedCache, cache_dtype, kernels
 from paged_kv.graphs.rope import Rope
-from paged_kv.options import KVFormat, stored_head
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import stored_head
 
 STEP = "decoder_step"
 
@@ -105,10 +106,10 @@ def _plus(config: DecoderConfig, xs: list[TensorValue], ys: list[TensorValue]) -
     return [paged.add_scaled(x, y, config.residual_multiplier) for x, y in zip(xs, ys, strict=True)]
 
 
-def _rotaries(step: DeviceStep) -> dict[Rope, Rotary]:
+def _rotaries(step: DeviceStep) -> dict[Rope | None, Rotary | None]:
     config = step.parameters.config
     ropes = {config.layer_rope(layer) for layer in range(config.num_hidden_layers)}
-    return {rope: Rotary.of(step.rows.positions, rope) for rope in sorted(ropes, key=repr)}
+    return {rope: None if rope is None else Rotary.of(step.rows.positions, rope) for rope in sorted(ropes, key=repr)}
 
 
 def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
@@ -121,7 +122,9 @@ def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
     return paged.widened(y)
 
 
-def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wanted: TensorValue | None) -> TensorValue:
+def _attention(
+    step: DeviceStep, x: TensorValue, rotary: Rotary | None, layer: int, wanted: TensorValue | None
+) -> TensorValue:
     """The attention of `x` `[T, hidden]` over everything its requests have cached and these tokens themselves.
 
     Of several devices, it is the part that comes from the device's heads. Keys enter the cache rotated, by positions
@@ -129,6 +132,7 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
     """
     parameters, cache, rows = step.parameters, step.cache, step.rows
     if isinstance(cache, LatentCache):
+        assert rotary is not None
         return latent_attention(parameters, cache, rows, x, rotary, layer, wanted)
     config = parameters.config
     at = f"model.layers.{layer}.self_attn"
@@ -142,8 +146,9 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
         y = split_heads(y)
         return parameters.norm(f"{at}.{name}_norm", y) if config.qk_norm == "head" else y
 
-    def rotated(y: TensorValue, by: Rotary) -> TensorValue:
-        return by(y) if config.rotate is None else paged.hadamard(by(y))
+    def rotated(y: TensorValue, by: Rotary | None) -> TensorValue:
+        y = y if by is None else by(y)
+        return y if config.rotate is None else paged.hadamard(y)
 
     of_q, q_rotary = rows, rotary
     if config.fused_projections:
@@ -157,7 +162,7 @@ def _attention(step: DeviceStep, x: TensorValue, rotary: Rotary, layer: int, wan
         k, v = parameters.linear(x, *(f"{at}.{name}_proj" for name in "kv"))
         q = parameters.linear(paged.take_rows(x, wanted), f"{at}.q_proj")[0]
     if wanted is not None:
-        of_q, q_rotary = rows.of_rows(wanted), rotary.of_rows(wanted)
+        of_q, q_rotary = rows.of_rows(wanted), None if rotary is None else rotary.of_rows(wanted)
     k, v = rotated(heads(k, "k"), rotary), split_heads(v)
     if cache.kv_format is None:
         k, v = ops.cast(k, cache.dtype), ops.cast(v, cache.dtype)

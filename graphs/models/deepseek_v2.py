@@ -7,13 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from paged_kv.graphs.models.config import DecoderConfig, LatentSizes, read_config, read_rope
+from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import COUNT_KEYS, Experts, read_experts
 from paged_kv.graphs.rope import Rope, Yarn
 from paged_kv.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
-
-ARCHITECTURE = "DeepseekV2ForCausalLM"
-MODEL_TYPE = "deepseek_v2"
 
 MAX_ROPE_DIM = 64
 """The largest dimension of the rotated part, which lies in the cache beside the latent."""
@@ -97,3 +95,6 @@ def _sharpening(fields: Fields, rope: Rope) -> float:
     if section.get("mscale_all_dim") in (None, 0):
         return 1.0
     return Yarn.grown(rope.scaling.factor, section.number("mscale_all_dim"))
+
+
+FAMILY = Family(architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2", read=read, engine_only=True)

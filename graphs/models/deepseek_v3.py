@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.deepseek_v2 import read_latent_model
+from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
-
-ARCHITECTURE = "DeepseekV3ForCausalLM"
-MODEL_TYPE = "deepseek_v3"
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -17,3 +15,6 @@ def read(fields: Fields) -> DecoderConfig:
         first_k_dense_replace=3, n_shared_experts=1, n_group=8, topk_group=4, routed_scaling_factor=2.5
     )
     return read_latent_model(known, sigmoid=True, sums_to_one=fields.boolean("norm_topk_prob", default=True))
+
+
+FAMILY = Family(architecture="DeepseekV3ForCausalLM", model_type="deepseek_v3", read=read, engine_only=True)

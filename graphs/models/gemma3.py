@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from paged_kv.graphs.models.config import DecoderConfig, read_config, read_local_rope, read_rope, read_windows
-from paged_kv.graphs.models.fields import Fields
+from collections.abc import Mapping
+from typing import Any
 
-ARCHITECTURE = "Gemma3ForCausalLM"
-MODEL_TYPE = "gemma3_text"
+from paged_kv.graphs.models.config import DecoderConfig, read_config, read_local_rope, read_rope, read_windows
+from paged_kv.graphs.models.family import LAYER, NORMS_AFTER, Family, Gguf, Number
+from paged_kv.graphs.models.fields import Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -33,3 +34,27 @@ def read(fields: Fields) -> DecoderConfig:
         sm_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         embedding_multiplier=fields.integer("hidden_size") ** 0.5,
     )
+
+
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, int]:
+    """Only the largest model (62 layers) scales its scores by another size than head_dim."""
+    del number
+    size = values["hidden_size"] // values["num_attention_heads"]
+    return {"query_pre_attn_scalar": size if values.get("num_hidden_layers") == 62 else values["head_dim"]}
+
+
+FAMILY = Family(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    read=read,
+    gguf=Gguf(
+        "gemma3",
+        layer=LAYER | NORMS_AFTER | {"pre_feedforward_layernorm": "ffn_norm"},
+        norm_offset=1.0,
+        defaults={"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
+        finish=_of_metadata,
+        windows=6,
+        rotates_windows_apart=True,
+        window_theta=10000.0,
+    ),
+)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from paged_kv.graphs.encodings import Encoding, block_elements
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope, read_windows
+from paged_kv.graphs.models.family import EXPERTS, LAYER, Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import ClampedUnits, read_experts
-
-ARCHITECTURE = "GptOssForCausalLM"
-MODEL_TYPE = "gpt_oss"
 
 _YARN = {
     "rope_type": "yarn",
@@ -75,3 +76,29 @@ def _has_mxfp4(fields: Fields) -> bool:
         if fields.integer(key) % block_elements("MXFP4"):
             raise fields.error(key, f"no multiple of {block_elements('MXFP4')}, the values of an MXFP4 block")
     return True
+
+
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
+    """A file without a scaling has none, unlike a config.json; YaRN's is that of config.json."""
+    del number
+    scaling = values["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_scaling": scaling | ({"truncate": False} if scaling["rope_type"] == "yarn" else {})}
+
+
+FAMILY = Family(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    read=read,
+    gguf=Gguf(
+        "gpt-oss",
+        layer=LAYER | EXPERTS | {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},
+        sizes={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        finish=_of_metadata,
+        windows=2,
+        needs_window=True,
+    ),
+)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from paged_kv.graphs.models.config import DecoderConfig, read_config
-from paged_kv.graphs.models.fields import Fields
+from collections.abc import Mapping
+from typing import Any
 
-ARCHITECTURE = "GraniteForCausalLM"
-MODEL_TYPE = "granite"
+from paged_kv.graphs.models.config import DecoderConfig, read_config
+from paged_kv.graphs.models.family import LLAMA_ROPE, Family, Gguf, Number
+from paged_kv.graphs.models.fields import Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -21,3 +22,33 @@ def read(fields: Fields) -> DecoderConfig:
         residual_multiplier=fields.number("residual_multiplier", default=1.0),
         logits_divisor=fields.number("logits_scaling", default=1.0),
     )
+
+
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, float]:
+    return {
+        "attention_multiplier": number("attention.scale", 0.0) or values["head_dim"] ** -0.5,
+        "logits_scaling": number("logit_scale", 1.0),
+    }
+
+
+_HYBRID = frozenset(
+    {f"ssm.{name}" for name in ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")}
+    | {"expert_shared_feed_forward_length"}
+)
+"""Granite 4's dense models are hybrids without recurrent layers and experts."""
+
+FAMILY = Family(
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    read=read,
+    gguf=Gguf(
+        "granite",
+        rotates_neighbours=True,
+        multipliers={"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"},
+        finish=_of_metadata,
+        reads=frozenset({"attention.scale", "logit_scale"}),
+        without_effect=_HYBRID,
+        neutral={"rope.scaling.finetuned": (True,)},  # it says whether q and k are rotated at all
+        rope_tensors=LLAMA_ROPE,
+    ),
+)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_windows
+from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
-
-ARCHITECTURE = "MistralForCausalLM"
-MODEL_TYPE = "mistral"
 
 
 def read(fields: Fields) -> DecoderConfig:
     # Without the key there is a window, with null there is none.
     said = fields if "sliding_window" in fields.values else fields.with_defaults(sliding_window=4096)
     return read_config(fields, windows=read_windows(said))
+
+
+FAMILY = Family(architecture="MistralForCausalLM", model_type="mistral", read=read)

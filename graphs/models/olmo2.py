@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config
+from paged_kv.graphs.models.family import LAYER, NORMS_AFTER, Family, Gguf
 from paged_kv.graphs.models.fields import Fields
-
-ARCHITECTURE = "Olmo2ForCausalLM"
-MODEL_TYPE = "olmo2"
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -21,3 +19,11 @@ def read_olmo(fields: Fields, **switches: Any) -> DecoderConfig:
     return read_config(
         fields, qk_norm="all_heads", norm_place="after", norm_rounds_once=True, qkv_bias=bias, o_bias=bias, **switches
     )
+
+
+FAMILY = Family(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    read=read,
+    gguf=Gguf("olmo2", layer=LAYER | NORMS_AFTER, windows=4, windowed="Olmo3ForCausalLM", rotates_windows_apart=True),
+)

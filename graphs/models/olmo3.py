@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_local_rope, read_rope, read_windows
+from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.olmo2 import read_olmo
 
-ARCHITECTURE = "Olmo3ForCausalLM"
-MODEL_TYPE = "olmo3"
 _THETA = 500000.0
 
 
@@ -23,3 +22,6 @@ def read(fields: Fields) -> DecoderConfig:
         local_rope=read_local_rope(fields, head_dim, "rope_theta", _THETA),
         windows=read_windows(fields, [(index + 1) % 4 != 0 for index in range(fields.layers())]),
     )
+
+
+FAMILY = Family(architecture="Olmo3ForCausalLM", model_type="olmo3", read=read)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_windows
+from paged_kv.graphs.models.family import LAYER, LONG_ROPE, Family, Gguf
 from paged_kv.graphs.models.fields import Fields
-
-ARCHITECTURE = "Phi3ForCausalLM"
-MODEL_TYPE = "phi3"
 
 
 def read(fields: Fields) -> DecoderConfig:
     return read_config(fields, fused_projections=True, windows=read_windows(fields))
+
+
+FAMILY = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    read=read,
+    gguf=Gguf(
+        "phi3",
+        layer=LAYER | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+        sizes={"original_max_position_embeddings": "rope.scaling.original_context_length"},
+        windows=0,
+        rotates_a_part=True,
+        rope_tensors=tuple(LONG_ROPE.values()),
+    ),
+)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_windows
+from paged_kv.graphs.models.family import Family, Gguf
 from paged_kv.graphs.models.fields import Fields
-
-ARCHITECTURE = "Qwen2ForCausalLM"
-MODEL_TYPE = "qwen2"
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -19,3 +17,11 @@ def upper_windows(fields: Fields) -> tuple[int, ...]:
         return ()
     first = 0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", default=28)
     return read_windows(fields, [index >= first for index in range(fields.layers())])
+
+
+FAMILY = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    read=read,
+    gguf=Gguf("qwen2"),
+)

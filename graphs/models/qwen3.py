@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config
+from paged_kv.graphs.models.family import Family, Gguf
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.qwen2 import upper_windows
-
-ARCHITECTURE = "Qwen3ForCausalLM"
-MODEL_TYPE = "qwen3"
 
 
 def read(fields: Fields) -> DecoderConfig:
     bias = fields.boolean("attention_bias")
     return read_config(fields, qk_norm="head", qkv_bias=bias, o_bias=bias, windows=upper_windows(fields))
+
+
+FAMILY = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    read=read,
+    gguf=Gguf("qwen3"),
+)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_windows
+from paged_kv.graphs.models.family import EXPERTS, LAYER, Family, Gguf
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.models.mixture import read_experts
-
-ARCHITECTURE = "Qwen3MoeForCausalLM"
-MODEL_TYPE = "qwen3_moe"
 
 
 def read(fields: Fields) -> DecoderConfig:
@@ -27,3 +25,20 @@ def _mixtures(fields: Fields) -> list[bool]:
     if not isinstance(dense, list) or not all(type(index) is int and 0 <= index < layers for index in dense):
         raise fields.error("mlp_only_layers", f"a list of layers from 0 to {layers - 1} is expected")
     return [(index + 1) % step == 0 and index not in dense for index in range(layers)]
+
+
+FAMILY = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    read=read,
+    gguf=Gguf(
+        "qwen3moe",
+        layer=LAYER | EXPERTS,
+        defaults={"norm_topk_prob": True},
+        sizes={
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+    ),
+)

@@ -15,7 +15,7 @@ from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.ops import PagedCache, cache_dtype, kernels
 from paged_kv.graphs.trees import LARGEST_TREE, TreeRows, move_tokens, tree_attention
-from paged_kv.options import KVFormat
+from paged_kv.kv_formats import KVFormat
 
 
 @dataclass(frozen=True)

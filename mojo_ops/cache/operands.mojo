@@ -2,9 +2,10 @@
 
 from extensibility import InputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
+from std.sys import size_of
 from std.utils import IndexList
 
-from ..isa.codes import SCALE_BYTES, STEP, elements_of, is_codes, units_of
+from ..isa.codes import SCALE_BYTES, STEP, elements_of, is_codes, scale_units, units_of
 from .checks import check_equal, check_same_cache, check_view
 from .page_table import PageTable
 from .paged_kv_cache import DynamicKVCache
@@ -149,13 +150,13 @@ struct KVCachePair[dtype: DType, codes: Bool = False](TrivialRegisterPassable):
     @staticmethod
     def head_elements(what: StaticString, units: Int) raises -> Int:
         """The head_dim of stored heads of codes; refuses a size that no head of a multiple of 8 elements has."""
-        comptime assert is_codes(Self.dtype), "codes lie in memory of int8 or uint8"
-        var count = units - SCALE_BYTES
+        comptime assert is_codes(Self.dtype), "only heads of codes have scales"
+        var count = units - scale_units(Self.dtype)
         if count < 0 or count % units_of(Self.dtype, STEP) != 0:
             raise Error(
                 what,
                 ": heads of ",
-                units,
+                units * size_of[Self.dtype](),
                 " bytes are not the codes of a multiple of 8 elements and ",
                 SCALE_BYTES,
                 " bytes of scale",

@@ -1,4 +1,4 @@
-"""QuantisedKVCache: a view of pages of int8 or int4 codes that loads and stores numbers."""
+"""QuantisedKVCache: a view of pages of codes that loads and stores numbers."""
 
 from ..isa.codes import is_codes, load_codes, scale_of, store_head
 from .paged_kv_cache import PagedKVCache
@@ -9,7 +9,7 @@ struct QuantisedKVCache[dtype: DType, kv_params: KVCacheStaticParams, page_size:
     """The pages of one layer's K or V, whose heads are codes and a scale (`README.md`, "Codes and scales").
 
     Parameters:
-        dtype: Of the memory: int8 for int8 codes, uint8 for pairs of int4 codes.
+        dtype: Of the memory of a format of codes (`../isa/codes.mojo`).
         kv_params: KV heads and elements of a head, each known or `UNKNOWN_VALUE`.
         page_size: Slots in a page, or `UNKNOWN_VALUE`.
     """
@@ -20,7 +20,7 @@ struct QuantisedKVCache[dtype: DType, kv_params: KVCacheStaticParams, page_size:
     """The heads as they lie in memory; its head_dim counts elements, its strides and offsets stored numbers."""
 
     def __init__(out self, stored: Self.View):
-        comptime assert is_codes(Self.dtype), "codes lie in memory of int8 (int8) or of uint8 (int4)"
+        comptime assert is_codes(Self.dtype), "memory of this type holds no codes"
         self.stored = stored
 
     @always_inline

@@ -1,11 +1,11 @@
-"""Heads of int8 and int4 codes, each head with its scale: their bytes, and the way from float32 and back.
+"""Heads of codes, each head with its scale: their formats, their bytes, and the way from float32 and back.
 
-A stored head is its codes and then one float32, the scale that each code is multiplied by. In memory of int8 a code is a
-byte. In memory of uint8 it is half a byte: byte `i` holds element `2 i` in its low half and `2 i + 1` in its high half,
-both two's complement. `../cache/README.md` draws it.
+A stored head is its codes and then one float32, the scale that each code is multiplied by. `../cache/README.md` draws it.
 """
 
+from std.builtin.variadics import TypeList
 from std.math import round
+from std.sys import size_of
 from std.utils.numerics import nan
 
 comptime SCALE_BYTES = 4
@@ -16,36 +16,147 @@ comptime BLOCK = 32
 """Elements that are converted at once."""
 comptime LEAST_SCALE: Float32 = 1.17549435e-38
 """The least normal float32. A head whose scale would be smaller is stored as zeros."""
-comptime GREATEST_SCALE: Float32 = 2.6793884e36
-"""The greatest scale of int8: 127 times the next float32 would be infinite."""
+
+comptime FORMATS = TypeList.of[Trait=CodeFormat, Int8Codes, Int4Codes]()
+"""All of them, those of `TABLE` in python/paged_kv/kv_formats.py. The kernels take a new one as it is; what computes
+some of them by fewer instructions names them (`convert.mojo`, `../attention/cpu/vectors/code_sums.mojo`)."""
+
+
+trait CodeFormat:
+    """A format of codes."""
+
+    comptime MEMORY: DType
+    """The type of their memory, by which formats are told apart."""
+    comptime NAME: StaticString
+    comptime PER_NUMBER: Int
+    """Codes in one stored number."""
+
+    @staticmethod
+    def scale(most: Float32, least: Float32) -> Float32:
+        """The scale of a head whose elements are at most `most`, not below 0, and at least `least`, not above 0."""
+        ...
+
+    @staticmethod
+    def pack[width: Int](x: SIMD[DType.float32, width]) -> SIMD[Self.MEMORY, width // Self.PER_NUMBER]:
+        """Elements over their scale as stored numbers."""
+        ...
+
+    @staticmethod
+    def unpack[width: Int](numbers: SIMD[Self.MEMORY, width // Self.PER_NUMBER]) -> SIMD[DType.float32, width]:
+        """Codes as float32, in their natural order."""
+        ...
+
+
+struct Int8Codes(CodeFormat):
+    """A byte each. The scale is the greatest magnitude over 127."""
+
+    comptime MEMORY = DType.int8
+    comptime NAME: StaticString = "int8"
+    comptime PER_NUMBER = 1
+    comptime GREATEST_SCALE: Float32 = 2.6793884e36
+    """127 times the next float32 would be infinite."""
+
+    @staticmethod
+    @always_inline
+    def scale(most: Float32, least: Float32) -> Float32:
+        return min(max(most, -least) / 127, Self.GREATEST_SCALE)
+
+    @staticmethod
+    @always_inline
+    def pack[width: Int](x: SIMD[DType.float32, width]) -> SIMD[Self.MEMORY, width // Self.PER_NUMBER]:
+        return rebind[SIMD[Self.MEMORY, width // Self.PER_NUMBER]](round(x).cast[DType.int32]().cast[DType.int8]())
+
+    @staticmethod
+    @always_inline
+    def unpack[width: Int](numbers: SIMD[Self.MEMORY, width // Self.PER_NUMBER]) -> SIMD[DType.float32, width]:
+        return rebind[SIMD[DType.float32, width]](numbers.cast[DType.float32]())
+
+
+struct Int4Codes(CodeFormat):
+    """Two's complement, two a byte: byte `i` holds element `2 i` in its low half and `2 i + 1` in its high half.
+
+    The scale is the element of greatest magnitude over -8 (the negative one of two), so it has a sign, and all 16 codes
+    are in use: on real K and V the error is a tenth smaller than with codes from -7 to 7 (docs/quantised-cache.md).
+    """
+
+    comptime MEMORY = DType.uint8
+    comptime NAME: StaticString = "int4"
+    comptime PER_NUMBER = 2
+
+    @staticmethod
+    @always_inline
+    def scale(most: Float32, least: Float32) -> Float32:
+        return (most if most > -least else least) / -8
+
+    @staticmethod
+    @always_inline
+    def pack[width: Int](x: SIMD[DType.float32, width]) -> SIMD[Self.MEMORY, width // Self.PER_NUMBER]:
+        var halves = min(round(x).cast[DType.int32](), 7).deinterleave()
+        return rebind[SIMD[Self.MEMORY, width // Self.PER_NUMBER]](
+            ((halves[0] & 15) | (halves[1] << 4)).cast[DType.uint8]()
+        )
+
+    @staticmethod
+    @always_inline
+    def unpack[width: Int](numbers: SIMD[Self.MEMORY, width // Self.PER_NUMBER]) -> SIMD[DType.float32, width]:
+        var bytes = numbers.cast[DType.int32]()
+        var low = (bytes << 28) >> 28
+        var high = (bytes << 24) >> 28
+        return rebind[SIMD[DType.float32, width]](low.interleave(high).cast[DType.float32]())
+
+
+def format_of(dtype: DType) -> Int:
+    """The index in `FORMATS` of the codes that lie in memory of this type; -1 of a type without any."""
+    comptime for i in range(FORMATS.length):
+        if dtype == FORMATS[i].MEMORY:
+            return i
+    return -1
 
 
 def is_codes(dtype: DType) -> Bool:
-    """Return whether attention reads memory of this type as codes and scales: int8, or uint8 for pairs of int4."""
-    return dtype == DType.int8 or dtype == DType.uint8
+    """Return whether attention reads memory of this type as codes and scales."""
+    return format_of(dtype) >= 0
 
 
 @always_inline
 def units_of(dtype: DType, elements: Int) -> Int:
     """The stored numbers of `dtype` that some elements of a head take."""
-    return elements // 2 if dtype == DType.uint8 else elements
+    comptime for i in range(FORMATS.length):
+        if dtype == FORMATS[i].MEMORY:
+            return elements // FORMATS[i].PER_NUMBER
+    return elements
+
+
+@always_inline
+def scale_units(dtype: DType) -> Int:
+    """The stored numbers of `dtype` that the scale of a head takes."""
+    comptime for i in range(FORMATS.length):
+        if dtype == FORMATS[i].MEMORY:
+            return SCALE_BYTES // size_of[FORMATS[i].MEMORY]()
+    return 0
 
 
 @always_inline
 def head_units(dtype: DType, head_dim: Int) -> Int:
     """The stored numbers of `dtype` that a head takes, its scale included."""
-    return units_of(dtype, head_dim) + (SCALE_BYTES if is_codes(dtype) else 0)
+    return units_of(dtype, head_dim) + scale_units(dtype)
 
 
 @always_inline
 def elements_of(dtype: DType, units: Int) -> Int:
     """The elements of a head that takes so many stored numbers of `dtype`, its scale included."""
-    return (units - SCALE_BYTES) * (2 if dtype == DType.uint8 else 1) if is_codes(dtype) else units
+    comptime for i in range(FORMATS.length):
+        if dtype == FORMATS[i].MEMORY:
+            return (units - scale_units(dtype)) * FORMATS[i].PER_NUMBER
+    return units
 
 
 def cache_name(dtype: DType) -> String:
     """Return the name of a cache whose memory is of this type."""
-    return "int4" if dtype == DType.uint8 else String(dtype)
+    comptime for i in range(FORMATS.length):
+        if dtype == FORMATS[i].MEMORY:
+            return FORMATS[i].NAME
+    return String(dtype)
 
 
 @always_inline
@@ -72,14 +183,8 @@ def widen_codes[
     dtype: DType, //, width: Int
 ](stored: SIMD[dtype, units_of(dtype, width)]) -> SIMD[DType.float32, width]:
     """Stored codes as float32 in their natural order."""
-    comptime if dtype == DType.int8:
-        return rebind[SIMD[DType.float32, width]](stored.cast[DType.float32]())
-    else:
-        comptime assert dtype == DType.uint8, "codes lie in memory of int8 or uint8"
-        var bytes = stored.cast[DType.int32]()
-        var low = (bytes << 28) >> 28
-        var high = (bytes << 24) >> 28
-        return rebind[SIMD[DType.float32, width]](low.interleave(high).cast[DType.float32]())
+    comptime Format = FORMATS[format_of(dtype)]
+    return Format.unpack[width](rebind[SIMD[Format.MEMORY, width // Format.PER_NUMBER]](stored))
 
 
 @fieldwise_init
@@ -133,21 +238,11 @@ struct HeadRange[width: Int](TrivialRegisterPassable):
 def head_scale[dtype: DType](elements: HeadRange[1]) -> HeadScale:
     """The scale of a head of these elements, as codes in memory of `dtype`.
 
-    That of int8 is the greatest magnitude over 127. That of int4 is the element of greatest magnitude over -8 (the
-    negative one of two), so it has a sign, and all 16 codes are in use: on real K and V the error is a tenth smaller
-    than with codes from -7 to 7 (docs/quantised-cache.md).
-
     A head that holds NaN or infinity has the scale NaN, so that attention makes NaN of it as of any NaN. A head of
     zeros, or of numbers so small that the scale would not be a normal float32, has scale 0 and codes 0.
     """
-    comptime assert is_codes(dtype), "codes lie in memory of int8 or uint8"
-    var most = elements.highest
-    var least = elements.lowest
-    var scale: Float32
-    comptime if dtype == DType.int8:
-        scale = min(max(most, -least) / 127, GREATEST_SCALE)
-    else:
-        scale = (most if most > -least else least) / -8
+    comptime assert is_codes(dtype), "only heads of codes have scales"
+    var scale = FORMATS[format_of(dtype)].scale(elements.highest, elements.lowest)
     if not (elements.not_finite == 0):
         return HeadScale(nan[DType.float32](), 0)
     if abs(scale) < LEAST_SCALE:
@@ -159,7 +254,7 @@ def head_scale[dtype: DType](elements: HeadRange[1]) -> HeadScale:
 def store_head[
     dtype: DType, source_dtype: DType, //
 ](head: Pointer[mut=True, Scalar[dtype], _], source: Pointer[Scalar[source_dtype], _], head_dim: Int):
-    """Quantises one head: a code is the nearest integer to its element over the scale (`head_scale`).
+    """Quantises one head: its elements over its scale become codes.
 
     Args:
         head: Where it is stored.
@@ -188,12 +283,9 @@ def store_codes[
     dtype: DType, //, alignment: Int = 1
 ](head: Pointer[mut=True, Scalar[dtype], _], element: Int, x: SIMD[DType.float32, _], inverse: Float32):
     """Stores the codes of numbers from an even `element` on; zeros where `inverse`, 1 over the scale, is 0."""
-    var codes = round(x * inverse).cast[DType.int32]() if inverse != 0 else SIMD[DType.int32, x.length](0)
-    comptime if dtype == DType.int8:
-        head.unsafe_store[alignment=alignment](element, codes.cast[dtype]())
-    else:
-        var halves = min(codes, 7).deinterleave()
-        head.unsafe_store[alignment=alignment](element // 2, ((halves[0] & 15) | (halves[1] << 4)).cast[dtype]())
+    comptime Format = FORMATS[format_of(dtype)]
+    var numbers = Format.pack[x.length](x * inverse if inverse != 0 else type_of(x)(0))
+    head.unsafe_store[alignment=alignment](units_of(dtype, element), rebind[SIMD[dtype, numbers.length]](numbers))
 
 
 @always_inline

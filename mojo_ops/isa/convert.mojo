@@ -10,6 +10,7 @@ from std.sys import CompilationTarget, llvm_intrinsic
 from std.utils import IndexList
 
 from .bf16_lookup import HAS_BYTE_LOOKUP, LookupTables, bf16_words, is_looked_up, word_order
+from .codes import STEP, is_codes, load_codes
 from .held import held
 
 comptime LANES = 16
@@ -84,6 +85,15 @@ def load_chunk[
         else:
             var rest = load_pairs[LANES, full](source.unsafe_offset(LANES), count - CHUNK_ELEMENTS)
             return rebind[Out](first.join(split_halves(rest.cast[DType.uint32](), constants)))
+    elif is_codes(dtype):
+        comptime if full:
+            return load_codes[length](source, 0)
+        else:
+            var out = Out(0)
+            comptime for i in range(length // STEP):
+                if STEP * i < count:
+                    out = out.insert[offset=STEP * i](load_codes[STEP](source, STEP * i))
+            return out
     elif full:
         return source.unsafe_load[width=length]().cast[DType.float32]()
     else:

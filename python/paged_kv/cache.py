@@ -26,7 +26,8 @@ from paged_kv.calls.kv_copy import Slots, read_rows, write_rows
 from paged_kv.calls.offsets import Indices
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ContractTypeError, PageTableError, PoolExhausted, ShapeError
-from paged_kv.options import CODE_DTYPES, FORMATS, KVFormat, stored_elements
+from paged_kv.kv_formats import CODE_DTYPES, FORMATS, KVFormat
+from paged_kv.options import stored_elements
 
 _MAX_TABLE_ENTRIES = 2**28
 """The most entries of a block table that `init_paged_kv_cache` makes, 1 GiB of int32: it is filled with -1 at once."""

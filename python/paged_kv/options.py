@@ -13,21 +13,13 @@ import numpy.typing as npt
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.kv_formats import CODE_DTYPES, TABLE, Codes
 
 Q_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes of queries, outputs, weights and activations."""
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPES = (*Q_DTYPES, *FLOAT8_DTYPES)
 """Names of the dtypes of a cache; attention takes the dtype of q, or float8 under any of `Q_DTYPES`."""
-KVFormat = Literal["int8", "int4"]
-CODE_DTYPES: tuple[KVFormat, ...] = ("int8", "int4")
-"""Names of caches of codes with a scale a token and KV head, under any of `Q_DTYPES` too. A head is stored as its codes
-and then the float32 scale: of int8 in arrays of int8, of int4 two codes a byte in arrays of uint8."""
-FORMATS: dict[str, KVFormat] = {"int8": "int8", "uint8": "int4"}
-"""Formats of codes, by the name of the dtype of the array that they lie in."""
-SCALE_BYTES = 4
-_LEAST_HEAD = {"int8": 8, "int4": 16}
-"""Elements of a head of codes. One of 8 as int4 would have 8 bytes with its scale, as many as without any code."""
 
 CacheRotation = Literal["hadamard"]
 CACHE_ROTATIONS: tuple[CacheRotation, ...] = ("hadamard",)
@@ -74,39 +66,47 @@ def check_kv_format(value: Any) -> None:
 
 
 def stored_dtype(dtype: str) -> str:
-    """The dtype of a cache's array: of int4 codes uint8, two a byte; of others their own."""
-    return "uint8" if dtype == "int4" else dtype
+    """The dtype of a cache's array: of codes that of their memory, of others their own."""
+    codes = TABLE.get(dtype)
+    return dtype if codes is None else codes.memory
 
 
 def stored_head(dtype: str, head_dim: int) -> int:
-    """The last dimension of a cache's array: head_dim, or the bytes of a head of codes and its scale.
+    """The last dimension of a cache's array: head_dim, or the stored numbers of a head of codes and its scale.
 
     Raises:
-        ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
+        ShapeError: codes of a head_dim that is no multiple of 8, or below the format's least.
     """
-    if dtype not in CODE_DTYPES:
+    codes = TABLE.get(dtype)
+    if codes is None:
         return head_dim
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim < _LEAST_HEAD[dtype]:
-        raise ShapeError(f"head_dim must be a {_multiple_of(dtype)} for {dtype} codes, not {head_dim}")
-    return (head_dim if dtype == "int8" else head_dim // 2) + SCALE_BYTES
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim < codes.least_head:
+        raise ShapeError(f"head_dim must be a {_multiple_of(codes)} for {dtype} codes, not {head_dim}")
+    return head_dim // codes.per_number + _scale_numbers(codes)
 
 
 def stored_elements(dtype: str, size: int, name: str = "cache") -> int:
     """The elements of a head whose last dimension is `size`: the inverse of `stored_head`.
 
     Raises:
-        ShapeError: no head of codes is stored in so many bytes; the message calls the cache `name`.
+        ShapeError: no head of codes is stored in so many numbers; the message calls the cache `name`.
     """
-    if dtype not in CODE_DTYPES:
+    codes = TABLE.get(dtype)
+    if codes is None:
         return size
-    elements = (size - SCALE_BYTES) * (1 if dtype == "int8" else 2)
-    if elements % HEAD_DIM_MULTIPLE or elements < _LEAST_HEAD[dtype]:
-        raise ShapeError(f"{name}: heads of {size} bytes are no {dtype} codes of a {_multiple_of(dtype)} and a scale")
+    elements = (size - _scale_numbers(codes)) * codes.per_number
+    if elements % HEAD_DIM_MULTIPLE or elements < codes.least_head:
+        stored = size * np.dtype(codes.memory).itemsize
+        raise ShapeError(f"{name}: heads of {stored} bytes are no {dtype} codes of a {_multiple_of(codes)} and a scale")
     return elements
 
 
-def _multiple_of(dtype: str) -> str:
-    return f"multiple of {HEAD_DIM_MULTIPLE} from {_LEAST_HEAD[dtype]} on"
+def _scale_numbers(codes: Codes) -> int:
+    return np.dtype(np.float32).itemsize // np.dtype(codes.memory).itemsize
+
+
+def _multiple_of(codes: Codes) -> str:
+    return f"multiple of {HEAD_DIM_MULTIPLE} from {codes.least_head} on"
 
 
 def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:

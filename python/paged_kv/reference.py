@@ -12,8 +12,8 @@ K and V are storage of any float dtype, ml_dtypes' bfloat16 and float8 included,
     5     HND     one array passed as both, [pages, 2, Hk, page_size, D]
     6     NHD     one array passed as both, [pages, 2, layers, page_size, Hk, D]; `layer` selects
 
-A cache of codes is an array of int8 (int8) or uint8 (int4) whose last dimension holds a head's codes and its scale:
-`quantised` makes such heads, `widened` the numbers that they stand for, as which the other functions take them.
+A cache of codes is an array whose last dimension holds a head's codes and its scale (`kv_formats.py`): `quantised`
+makes such heads, `widened` the numbers that they stand for, as which the other functions take them.
 
 The ops enforce the contract of their inputs; the oracle trusts them. A page id or a position past the arrays is NumPy's
 IndexError, before anything is written.
@@ -22,8 +22,7 @@ IndexError, before anything is written.
 import numpy as np
 
 from paged_kv.errors import ContractError, ShapeError
-
-_GREATEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
+from paged_kv.kv_formats import FORMATS, TABLE
 
 
 def cache_views(
@@ -49,38 +48,29 @@ def cache_views(
     return (k, v) if layout == "NHD" else (k.swapaxes(1, 2), v.swapaxes(1, 2))
 
 
-def quantised(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Heads `[..., D]` as a cache of "int8" or "int4" stores them, `[..., stored_head]` int8 or uint8.
+def quantised(x: np.ndarray, kv_format: str) -> np.ndarray:
+    """Heads `[..., D]` as a cache of codes stores them, `[..., stored_head]` of the format's memory.
 
     The scale of int8 is the greatest magnitude of the head over 127, at most such that 127 times it is finite; of
     int4 it is the element of greatest magnitude, the negative one of two, over -8. A code is the nearest integer to x
     over the scale, of int4 at most 7, in float32 as the ops have it. A head that is not all finite has scale NaN and
-    codes 0. One whose scale is below float32's normal numbers has scale 0 and codes 0. Of int4, byte i holds elements
-    2 i (low half) and 2 i + 1.
+    codes 0. One whose scale is below float32's normal numbers has scale 0 and codes 0.
     """
-    x = x.astype(np.float32)
+    codes, x = TABLE[kv_format], x.astype(np.float32)
     with np.errstate(all="ignore"):
-        most, least = x.max(-1, keepdims=True), x.min(-1, keepdims=True)
-        if dtype == "int8":
-            scale = np.minimum(np.maximum(most, -least) / np.float32(127), _GREATEST_SCALE)
-        else:
-            scale = np.where(most > -least, most, least) / np.float32(-8)
+        scale = codes.scale(x.max(-1, keepdims=True), x.min(-1, keepdims=True))
         scale = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(0), scale)
         scale = np.where(np.isfinite(x).all(-1, keepdims=True), scale, np.float32(np.nan))
-        codes = np.minimum(np.rint(x * (np.float32(1) / scale)), 127 if dtype == "int8" else 7)
-    codes = np.where(np.isfinite(scale) & (scale != 0), codes, 0).astype(np.int8)
-    if dtype == "int4":
-        codes = (codes[..., ::2] & 15) | (codes[..., 1::2] << 4)
-    return np.concatenate([codes.view(np.uint8), scale.view(np.uint8)], -1).view("int8" if dtype == "int8" else "uint8")
+        numbers = codes.pack(np.where(np.isfinite(scale) & (scale != 0), x * (np.float32(1) / scale), 0))
+    return np.concatenate([numbers, scale.view(codes.memory)], -1)
 
 
 def widened(stored: np.ndarray) -> np.ndarray:
-    """The numbers that heads of codes stand for, `[..., D]` float64: int8 in arrays of int8, int4 in those of uint8."""
-    scale = np.ascontiguousarray(stored[..., -4:]).view(np.float32)
-    codes = stored[..., :-4].view(np.int8)
-    if stored.dtype == np.uint8:
-        codes = np.stack([codes << 4, codes], -1).reshape(*codes.shape[:-1], -1) >> 4
-    return codes * scale.astype(np.float64)
+    """The numbers that heads of codes stand for, `[..., D]` float64."""
+    codes = TABLE[FORMATS[stored.dtype.name]]
+    numbers = np.ascontiguousarray(stored)
+    split = -(4 // stored.itemsize)
+    return codes.unpack(numbers[..., :split]) * numbers[..., split:].copy().view(np.float32).astype(np.float64)
 
 
 def attention(
@@ -243,8 +233,8 @@ def append(
     kept = batch_indices >= 0
     at = _address(lookup_table, batch_indices[kept], positions[kept], k.shape[1])
     for pages, new in ((k, k_new), (v, v_new)):
-        stores_codes = pages.dtype in (np.int8, np.uint8) and new.dtype != pages.dtype
-        pages[at] = quantised(new[kept], "int8" if pages.dtype == np.int8 else "int4") if stores_codes else new[kept]
+        kv_format = None if new.dtype == pages.dtype else FORMATS.get(pages.dtype.name)
+        pages[at] = new[kept] if kv_format is None else quantised(new[kept], kv_format)
 
 
 def copy_pages(k_blocks: np.ndarray, v_blocks: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:

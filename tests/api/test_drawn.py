@@ -15,7 +15,7 @@ from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_numpy
 from paged_kv.attention import BatchAttention
 from paged_kv.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
-from paged_kv.options import CODE_DTYPES
+from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,

@@ -41,6 +41,7 @@ CASES = {
         {"tie_word_embeddings": True},
         lambda name: "F16" if "attn_q" in name else "Q4_0",
     ),
+    "unrotated layers": ("smollm3", {}, plain),
     "fused": ("phi3", {}, lambda _: "Q4_K"),
     "experts": ("qwen3moe", {}, lambda name: "Q6_K" if "down_exps" in name else "Q4_K"),
     "experts in MXFP4": ("gpt-oss", {}, lambda name: "MXFP4" if "exps" in name else "Q8_0"),

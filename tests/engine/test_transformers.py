@@ -26,7 +26,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import paged_kv.transformers
 from paged_kv import reference
 from paged_kv.errors import ContractError, ShapeError, ToolchainError
-from paged_kv.options import CODE_DTYPES, KVFormat
+from paged_kv.kv_formats import CODE_DTYPES, KVFormat
 from paged_kv.transformers import PagedCache, linear
 from paged_kv.transformers.batching import PagedBlocks
 from paged_kv.transformers.cache import PagedLayer

@@ -18,8 +18,9 @@ import pytest
 from gpu_model import generic_kernels, programs
 from gpu_model.generic_kernels import SHORT, DeviceMemory, attend, kernels
 from paged_kv import reference
+from paged_kv.kv_formats import CODE_DTYPES
 from support.cases import Cache, CacheCase, build
-from support.codes import FORMATS, quantised_cache, widened_pages
+from support.codes import quantised_cache, widened_pages
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 
 pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
@@ -78,7 +79,7 @@ class Call:
 
     @property
     def has_codes(self) -> bool:
-        return self.variant.kv_dtype in FORMATS
+        return self.variant.kv_dtype in CODE_DTYPES
 
     def build(self) -> tuple[Cache, np.ndarray]:
         case = CacheCase(

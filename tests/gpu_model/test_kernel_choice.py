@@ -12,7 +12,7 @@ from gpu_model import programs
 from gpu_model.rules import attention_kernel, hopper_refusal
 from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import DTYPES
-from paged_kv.options import CODE_DTYPES
+from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.runtime.cpu_target import CpuInfo, apply_cpu_target
 from paged_kv.runtime.doctor import explain_kernels
 from paged_kv.runtime.kernel_choice import ARCHITECTURES, explain, kernels_of

@@ -16,8 +16,9 @@ import pytest
 from gpu_model import programs
 from gpu_model.generic_kernels import MASKED_PARAMS, SHORT, Call, DeviceMemory, attend, kernels
 from paged_kv import reference
+from paged_kv.kv_formats import CODE_DTYPES
 from support.cases import CacheCase, build
-from support.codes import FORMATS, poisoned_head, quantised_cache, widened_pages
+from support.codes import poisoned_head, quantised_cache, widened_pages
 from support.compare import assert_close, assert_lse_close
 
 pytestmark = pytest.mark.waits_for(programs.generic["sm_90a"])
@@ -90,7 +91,7 @@ class Problem:
 
     @property
     def has_codes(self) -> bool:
-        return self.variant.kv_dtype in FORMATS
+        return self.variant.kv_dtype in CODE_DTYPES
 
     def first_masked(self, row: int) -> int:
         return self.firsts[row] if self.firsts else 0

@@ -7,11 +7,12 @@ import pytest
 from max.dtype import DType
 
 from paged_kv import reference
+from paged_kv.kv_formats import CODE_DTYPES, TABLE
 from paged_kv.runtime.variants import Variant
 from support import harness
 from support.attending import LSE_TOL, REL, assert_rows_are_alone, options_of, rows_of
 from support.cases import STORAGES, CacheCase, emptied
-from support.codes import FORMATS, quantised_cache, widened_pages
+from support.codes import quantised_cache, widened_pages
 from support.compare import assert_bits_equal, assert_close, assert_lse_close
 from support.grids import LENGTHS, all_pairs, case_of, setting_id, tokens_of
 
@@ -102,7 +103,7 @@ def test_attention(setting):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", CODE_DTYPES)
 def test_weights_are_finer_than_bfloat16(kv_format, rows):
     """Values that all but cancel: of weights rounded to bfloat16 nothing would be left. Integers have 15 bits."""
     q = np.zeros((rows, 8, 64), "bfloat16")
@@ -115,7 +116,7 @@ def test_weights_are_finer_than_bfloat16(kv_format, rows):
     assert np.abs(o.astype(np.float64) - (0.7517 - 0.75) / 1.7517).max() < 4e-5
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", CODE_DTYPES)
 @pytest.mark.parametrize("new", [1, 4, 70])
 def test_long_requests_and_prefill(kv_format, new):
     """Requests that are split, several rows of a request, and enough rows of one that the kernel is prefill's."""
@@ -143,7 +144,7 @@ def test_masks(rows):
     assert_lse_close(lse, expected[1], tol=LSE_TOL, what="lse")
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", CODE_DTYPES)
 def test_heads_that_are_not_finite_zero_or_tiny(kv_format):
     """NaN and infinity make NaN of the head, for the rows that see it alone; zeros and the tiniest numbers become 0."""
     case = CacheCase(lengths=(40, 33), num_q_heads=4, head_dim=40, page_size=5)
@@ -183,12 +184,12 @@ def test_what_o_loses_of_tiny_v(pair):
         o, _ = harness.attention(cache.q, *cache.pages, *rows, **cache.storage, **options)
         expected, _ = reference.attention(cache.q, *widened_pages(cache), *rows, **cache.storage, **options)
         least = 2.0**-126 if q_dtype == "float32" else 2e-34
-        lost = rows[1][:, None, None] * {"int8": 127, "int4": 8}[kv_format] * least / size
+        lost = rows[1][:, None, None] * TABLE[kv_format].greatest * least / size
         error = np.abs(o.astype(np.float64) - expected)
         assert (error <= lost + REL[q_dtype] * np.abs(expected).max()).all(), f"V of {size}"
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", CODE_DTYPES)
 def test_sizes_that_no_head_of_codes_has_are_refused(kv_format):
     cache = quantised_cache(CacheCase(lengths=(9,), head_dim=8), kv_format)
     cut = [np.ascontiguousarray(blocks[..., 1:]) for blocks in cache.pages[:2]]
@@ -212,7 +213,7 @@ def test_the_code_that_no_append_makes(q_dtype, rows):
     attention_like_oracle(cache, (q, row_batch, row_lengths), sm_scale=0.01)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kv_format", CODE_DTYPES)
 def test_a_row_depends_on_no_other_row(kv_format):
     cache = quantised_cache(CacheCase(lengths=(70, 0, 33, 1), page_size=5, dtype="bfloat16"), kv_format)
     assert_rows_are_alone(harness.attention, cache)

@@ -7,8 +7,6 @@ import numpy as np
 from paged_kv import reference
 from support.cases import Cache, CacheCase, build
 
-FORMATS = ("int8", "int4")
-
 
 def quantised_cache(case: CacheCase, kv_format: str) -> Cache:
     """A built case whose pages hold codes. Where no token lives, codes are 0 and scales NaN."""

@@ -71,6 +71,17 @@ CASES = {
             "pad_token_id": 0,
         },
     ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 19,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "pad_token_id": 0,
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {

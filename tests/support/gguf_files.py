@@ -52,6 +52,7 @@ MODELS = {
          "sliding_window": 8, "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0,
          "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}},
     ),
+    "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4}),
     "phi3": (transformers.Phi3Config, {"sliding_window": 8}),
     "gemma3": (
         transformers.Gemma3TextConfig,
@@ -243,7 +244,7 @@ def _decoded(data, kind):
 
 def _converted(architecture, name, values, config, back=False):
     """What the converter changes: rows of q and k of each head by turns from its halves, and norms of Gemma plus 1."""
-    if architecture in ("llama", "granite") and name.split(".")[-2] in ("q_proj", "k_proj"):
+    if architecture in ("llama", "granite", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         half = len(values) // heads // 2
         order = np.arange(len(values)).reshape(heads, 2, half).swapaxes(1, 2).reshape(-1)

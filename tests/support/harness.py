@@ -19,6 +19,7 @@ from paged_kv.arrays.dtypes import RAW
 from paged_kv.arrays.host import to_buffer, to_numpy
 from paged_kv.arrays.types import HostMemory
 from paged_kv.graphs.ops import CODES
+from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.reference import cache_views
 from paged_kv.runtime.session import GraphRuntime, Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
@@ -40,11 +41,9 @@ MASKED_PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float8_e4m3
 STORED = {name: dtype for dtype, name in CODES.items()}
 """The dtype of the memory of codes."""
 CODE_PAIRS = (
-    ("float32", "int8"),
-    ("float32", "int4"),
-    ("bfloat16", "int8"),
+    *(("float32", codes) for codes in CODE_DTYPES),
     ("float16", "int8"),
-    ("bfloat16", "int4"),
+    *(("bfloat16", codes) for codes in CODE_DTYPES),
 )
 """Of q and of a cache of codes; append and gather take the first and the last, masked attention the last."""
 BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}

@@ -12,7 +12,7 @@ from paged_kv.engine import model as model_module
 from paged_kv.engine.model import DecoderModel
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import with_cache_rotation
-from paged_kv.options import KVFormat
+from paged_kv.kv_formats import KVFormat
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.session import default_runtime

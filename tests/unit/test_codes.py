@@ -10,22 +10,22 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from paged_kv import init_paged_kv_cache, reference
-from paged_kv.arrays.dtypes import INT4, cache_dtype_of
+from paged_kv.arrays.dtypes import cache_dtype_of
 from paged_kv.calls.plan import AttentionPlan
 from paged_kv.engine import load
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.engine.model import DecoderModel
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.graphs import ops
+from paged_kv.kv_formats import CODE_DTYPES, TABLE
 from paged_kv.options import AttentionOptions, stored_dtype, stored_elements, stored_head
 from paged_kv.page import PagedKVCacheManager
 from support.fake_model import FakeModel
 
-GREATEST = {"int8": 127, "int4": 8}
 CPU = DeviceRef.CPU()
 
 
-@pytest.mark.parametrize("kv_format", GREATEST)
+@pytest.mark.parametrize("kv_format", CODE_DTYPES)
 def test_codes_are_within_half_a_step(kv_format):
     x = np.random.default_rng(0).standard_normal((50, 3, 40), np.float32) * np.logspace(-30, 30, 50)[:, None, None]
     x = np.concatenate([x, x[-1:]]).astype(np.float32)
@@ -34,7 +34,7 @@ def test_codes_are_within_half_a_step(kv_format):
     assert stored.shape == (51, 3, stored_head(kv_format, 40))
     assert stored.dtype == stored_dtype(kv_format)
     greatest = np.abs(x).max(-1, keepdims=True)
-    scale = greatest / GREATEST[kv_format]
+    scale = greatest / TABLE[kv_format].greatest
     assert np.isfinite(reference.widened(stored).astype(np.float32)).all()
     error = np.abs(reference.widened(stored) - x)
     # Of int4, what is as large as the greatest but of the other sign has no code of its own.
@@ -67,7 +67,7 @@ def plan(kv, **changes):
 def test_a_plan_of_codes():
     assert plan("int4").variant().kv_dtype == DType.uint8
     assert plan("int8").variant().kv_dtype == DType.int8
-    assert cache_dtype_of(INT4, "kv_data_type") == INT4
+    assert cache_dtype_of(np.dtype("int4"), "kv_data_type") == np.dtype("int4")
     for kv in ("int8", "int4"):
         with pytest.raises(ContractError, match=f"a cache of {kv} codes has no rotary keys"):
             plan(kv, pos_encoding_mode="ROPE_LLAMA")
@@ -118,14 +118,15 @@ def test_a_dtype_means_codes_however_it_is_named(dtype, kind, kv_format):
     assert manager.kv_cache.shape[-1] == cache.key_pool.shape[-1]
 
 
-@pytest.mark.parametrize("kv_format", GREATEST)
+@pytest.mark.parametrize("kv_format", CODE_DTYPES)
 def test_sizes_that_codes_have(kv_format):
-    for head_dim in range(8 if kv_format == "int8" else 16, 520, 8):
+    for head_dim in range(TABLE[kv_format].least_head, 520, 8):
         assert stored_elements(kv_format, stored_head(kv_format, head_dim)) == head_dim
     for size in (0, 4, 8, 66):
-        with pytest.raises(ShapeError, match=f"cache: heads of {size} bytes are no {kv_format} codes"):
+        stored = size * np.dtype(stored_dtype(kv_format)).itemsize
+        with pytest.raises(ShapeError, match=f"cache: heads of {stored} bytes are no {kv_format} codes"):
             stored_elements(kv_format, size)
-    for head_dim in (0, 20, 8 if kv_format == "int4" else 4):
+    for head_dim in (0, 4, 20, TABLE[kv_format].least_head - 8):
         with pytest.raises(ShapeError, match=f"head_dim must be .* for {kv_format} codes, not {head_dim}"):
             stored_head(kv_format, head_dim)
 

@@ -14,11 +14,12 @@ from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.source import open_source
 from paged_kv.engine.demo import write_demo_checkpoint
 from paged_kv.errors import CheckpointError
+from paged_kv.graphs import models
 from paged_kv.graphs.models.fields import MAX_LAYERS, MAX_SIZE
 from support.checkpoints import raw_safetensors, write_config
 from support.refusals import refused
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Olmo2", "Olmo3", "Granite", "Phi3", "Gemma3", "Qwen3Moe", "GptOss")
+FAMILIES = [name for name, family in models.FAMILIES.items() if not family.engine_only]
 HUGE = [10**5, 10**9, 2**31, 2**62 + 1, 2**63, 2**64, 10**400]
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 MEMORY = 16 << 20
@@ -38,7 +39,7 @@ def memory():
 def overrides(family):
     """What `write_config` needs for a family: a window, and types where a family wants them said."""
     windowed = {"sliding_window": 8, "use_sliding_window": True, "hidden_activation": "gelu_pytorch_tanh"}
-    return {"architectures": [f"{family}ForCausalLM"], **windowed}
+    return {"architectures": [family], **windowed}
 
 
 @pytest.mark.parametrize("layers", HUGE, ids=lambda size: f"{size:.1e}" if size < 1e300 else "10^400")

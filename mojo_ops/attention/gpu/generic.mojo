@@ -47,7 +47,7 @@ def attend_generic[
     var group = Int(params.num_heads) // k.num_heads()
     if rotary.rotates():
         comptime if is_codes(kv_dtype):
-            raise Error("options: rope_theta is not 0, keys of int8 and int4 codes are not rotated")
+            raise Error("options: rope_theta is not 0, keys of codes are not rotated")
         # Two kernels a pair of dtypes: half of the lanes idle where head_dim is small, and a lane keeps two parts of q.
         if dim <= 128:
             launch_generic[128, 4, True](ctx, params, k, v, rotary, group, batch_invariant)

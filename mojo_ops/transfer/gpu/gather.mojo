@@ -105,7 +105,7 @@ def widen_kernel[
     comptime row_alignment = 16 if aligned else size_of[row_dtype]()
     comptime code_alignment = CODE_BYTES if aligned else 1
     # Of what is not aligned one stored number a thread: two bytes would go through local memory.
-    comptime width = STEP if aligned else 2 // units_of(dtype, 2)
+    comptime width = STEP if aligned else STEP // units_of(dtype, STEP)
     var row = Int(block_idx.x)
     var cache = k if block_idx.y == 0 else v
     var output = k_rows if block_idx.y == 0 else v_rows

@@ -15,6 +15,7 @@ from max.dtype import DType
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractTypeError
+from paged_kv.kv_formats import CODE_DTYPES
 
 EXTENDED = {
     np.dtype(ml_dtypes.bfloat16): DType.bfloat16,
@@ -40,11 +41,8 @@ DTYPES = {
 
 SUPPORTED = frozenset(DTYPES.values())
 
-INT4 = np.dtype(ml_dtypes.int4)
-"""Names a cache of int4 codes, whose arrays are of uint8."""
-
-CACHE_DTYPES = DTYPES | {"int4": INT4}
-"""The names of a cache's dtypes."""
+CACHE_DTYPES = DTYPES | {name: np.dtype(getattr(ml_dtypes, name)) for name in CODE_DTYPES if name not in DTYPES}
+"""The names of a cache's dtypes: those of codes too, which lie in arrays of another dtype."""
 
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
@@ -75,7 +73,7 @@ def dtype_of(dtype: Any, name: str, legal: Mapping[str, np.dtype[Any]] = DTYPES)
 
 
 def cache_dtype_of(dtype: Any, name: str) -> np.dtype[Any]:
-    """`dtype_of` for a cache: int8 and int4, as names or as any library's dtypes, stand for codes with scales."""
+    """`dtype_of` for a cache: `CODE_DTYPES`, as names or as any library's dtypes, stand for codes with scales."""
     return dtype_of(dtype, name, CACHE_DTYPES)
 
 

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
-from paged_kv.options import stored_head
+from paged_kv.arrays.dtypes import DTYPES
+from paged_kv.kv_formats import CODE_DTYPES
+from paged_kv.options import KV_DTYPES, stored_dtype, stored_head
 
 MIN_COPIES = 20
 MIN_ROTATED = 2.6e9
 """Bytes of all copies together. A cache that is used again at once comes from the last-level cache: 480 MB on some
 machines."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1, "int4": 1}
-"""Bytes of a stored number; a head of codes has as many as `options.stored_head` says."""
+DTYPE_BYTES = {name: DTYPES[stored_dtype(name)].itemsize for name in (*KV_DTYPES, *CODE_DTYPES)}
+"""Bytes of a stored number; a head of codes has as many numbers as `options.stored_head` says."""
 Layout = Literal["NHD", "HND", "MAX"]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from paged_kv.bench.case_kinds import AppendCase, AttentionCase, Case, LinearCase, StepCase, Versus
 from paged_kv.errors import ContractError
+from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 
 PEERS = {
@@ -81,7 +82,7 @@ CASES: tuple[Case, ...] = (
             tokens=tokens,
             kv_dtype=codes,
         )
-        for codes in ("int8", "int4")
+        for codes in CODE_DTYPES
         for batch, tokens in ((8, 1), (1, 4096))
     ),
     *(

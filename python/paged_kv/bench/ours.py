@@ -23,7 +23,8 @@ from paged_kv.bench.problems import (
 )
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Rope
-from paged_kv.options import CODE_DTYPES, AttentionOptions, stored_dtype, stored_head
+from paged_kv.kv_formats import CODE_DTYPES
+from paged_kv.options import AttentionOptions, stored_dtype, stored_head
 from paged_kv.runtime.host_calls import Weight, multiply
 from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.variants import Variant

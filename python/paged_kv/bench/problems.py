@@ -14,11 +14,13 @@ import numpy.typing as npt
 
 from paged_kv import reference
 from paged_kv.bench.case_kinds import AppendCase, AttentionCase, Case, LinearCase, StepCase, named
-from paged_kv.options import CODE_DTYPES, stored_dtype, stored_head
+from paged_kv.kv_formats import CODE_DTYPES, FORMATS
+from paged_kv.options import stored_dtype, stored_head
 
 Array = npt.NDArray[Any]
 
-TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2, "int8": 0.0, "int4": 0.0}
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2}
+TOLERANCE |= dict.fromkeys(CODE_DTYPES, 0.0)
 """Largest error of a result, relative to the norm of what it should be; of codes relative to what they stand for."""
 STEP_TOLERANCE = 0.05
 """The error of a model's logits that is allowed: bfloat16 rounds between any two of its operations."""
@@ -75,7 +77,7 @@ def stored_tokens(rng: np.random.Generator, shape: tuple[int, int, int], dtype: 
 
 def numbers(tokens: Array) -> Array:
     """Return what stored tokens stand for."""
-    return reference.widened(tokens) if tokens.dtype in (np.int8, np.uint8) else tokens
+    return reference.widened(tokens) if tokens.dtype.name in FORMATS else tokens
 
 
 def relative_error(got: Array, expected: Array) -> float:

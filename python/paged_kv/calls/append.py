@@ -23,7 +23,8 @@ from paged_kv.calls.kept import Kept
 from paged_kv.calls.kv_copy import Slots, prepare, write_rows
 from paged_kv.calls.table import KV_NAMES, Table
 from paged_kv.errors import ContractTypeError, ShapeError
-from paged_kv.options import FORMATS, Q_DTYPES, stored_dtype, stored_elements, stored_head
+from paged_kv.kv_formats import FORMATS
+from paged_kv.options import Q_DTYPES, stored_dtype, stored_elements, stored_head
 
 
 def new_cache(device: ArrayDevice, name: str, shape: Shape, dtype: np.dtype[Any], kind: str) -> Any:

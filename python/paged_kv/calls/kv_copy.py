@@ -23,7 +23,8 @@ from paged_kv.arrays.dtypes import DTYPES, max_dtype
 from paged_kv.arrays.types import ArrayDevice, Operand, namespace
 from paged_kv.calls.offsets import offsets_of
 from paged_kv.calls.table import Table
-from paged_kv.options import KVFormat, stored_elements
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import stored_elements
 from paged_kv.runtime.session import runtime_on
 from paged_kv.runtime.variants import Variant
 

@@ -15,8 +15,8 @@ from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays.dtypes import DTYPES, cache_dtype_of, dtype_of, max_dtype
 from paged_kv.arrays.types import ArrayDevice, DTypeLike
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
+from paged_kv.kv_formats import CODE_DTYPES
 from paged_kv.options import (
-    CODE_DTYPES,
     FLOAT8_DTYPES,
     KV_DTYPES,
     Q_DTYPES,

@@ -2,7 +2,7 @@
 
 A key of the architecture's own prefix (`llama.` and so on) is in one of four rows:
 
-- used: `USED`, and what the family adds (`GgufFamily.uses`);
+- used: `USED`, and what the family adds (`gguf_families.py`);
 - without effect on the logits: `WITHOUT_EFFECT`;
 - without effect at some values, refused at others: `NEUTRAL`, and values that another key has;
 - refused: every other one, known to llama.cpp or not.

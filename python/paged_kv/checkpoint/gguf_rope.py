@@ -12,12 +12,10 @@ from paged_kv.checkpoint.gguf_header import GgufHeader
 from paged_kv.checkpoint.gguf_keys import Metadata
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import THETA
+from paged_kv.graphs.models.family import FREQUENCIES, LONG_ROPE
 from paged_kv.graphs.models.fields import Fields
 from paged_kv.graphs.rope import Llama3, Rope, Yarn
 
-FREQUENCIES = "rope_freqs.weight"
-"""Divisors of the rotary frequencies: Llama 3's scaling, already applied to each pair of dimensions."""
-LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _LONG_ROPE = tuple(LONG_ROPE.values())
 _MAX_DIVISOR = 1e9
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from paged_kv.commands.options import cache_dtype_option, rotate_option
-from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import CacheRotation
 from paged_kv.output import say
 
 

@@ -22,7 +22,8 @@ from paged_kv.commands.options import (
 )
 from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import ContractError, PagedKVError
-from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import CacheRotation
 from paged_kv.output import say
 
 

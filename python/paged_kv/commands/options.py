@@ -14,7 +14,8 @@ from paged_kv.engine.sampling import Kind, Sampling
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.files import read_regular
 from paged_kv.forms import MOST_CHARACTERS, Form, Grammar, JsonSchema, Regex
-from paged_kv.options import CACHE_ROTATIONS, CODE_DTYPES, CacheRotation, KVFormat
+from paged_kv.kv_formats import CODE_DTYPES, KVFormat
+from paged_kv.options import CACHE_ROTATIONS, CacheRotation
 from paged_kv.output import say
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`

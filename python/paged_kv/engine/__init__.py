@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
     from paged_kv.forms import Grammar, JsonSchema, Regex
-    from paged_kv.options import CacheRotation, KVFormat
+    from paged_kv.kv_formats import KVFormat
+    from paged_kv.options import CacheRotation
 
 __all__ = [
     "AsyncEngine",

@@ -26,7 +26,8 @@ from paged_kv.graphs.inputs import step_inputs
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation
 from paged_kv.graphs.ops import cache_dtype
-from paged_kv.options import CacheRotation, KVFormat, check_kv_format
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import CacheRotation, check_kv_format
 from paged_kv.runtime.artefacts import load_graphs
 from paged_kv.runtime.compile_key import Sources, digests_of
 from paged_kv.runtime.first_execution import execute

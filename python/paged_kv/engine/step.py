@@ -18,7 +18,8 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig, with_cache_rotation
-from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS

@@ -10,7 +10,7 @@ from max.pipelines.lib import SupportedArchitecture
 from max.pipelines.modeling import config_enums
 from max.pipelines.modeling.types import PipelineTask
 
-from paged_kv.graphs.models import ENGINE_ONLY, FAMILIES
+from paged_kv.graphs.models import FAMILIES
 from paged_kv.max_serve.config import ServedConfig
 from paged_kv.max_serve.model import ServedModel
 from paged_kv.max_serve.tokenizer import ServedTokenizer
@@ -45,4 +45,4 @@ def _allow_bfloat16_on_the_cpu() -> None:
 # MAX's server imports this module before it looks at a device or an encoding.
 _allow_bfloat16_on_the_cpu()
 
-ARCHITECTURES = [_architecture(name) for name in FAMILIES if name not in ENGINE_ONLY]
+ARCHITECTURES = [_architecture(name) for name, family in FAMILIES.items() if not family.engine_only]

@@ -17,7 +17,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 
 from paged_kv.checkpoint.source import open_source
-from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import CacheRotation
 from paged_kv.ray.backend import Replicas, Ways
 from paged_kv.ray.prefixes import SLACK
 from paged_kv.ray.replica import Model, Replica, settings_of

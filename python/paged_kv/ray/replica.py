@@ -16,7 +16,8 @@ from paged_kv.engine import Engine
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import PagedKVError
-from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import CacheRotation
 from paged_kv.ray.placement import claim
 from paged_kv.ray.streams import BEGAN, FAILED, REFUSED
 from paged_kv.serve.backend import Failed, Job, Piece

@@ -9,7 +9,7 @@ from std.sys import argv
 
 from mojo_ops.attention.cpu.kernel_choice import cpu_kernel
 from mojo_ops.attention.gpu.dispatch import generic_reason
-from mojo_ops.isa.codes import cache_name
+from mojo_ops.isa.codes import FORMATS, cache_name
 
 
 @fieldwise_init
@@ -50,8 +50,8 @@ def main() raises:
         print_pair[dtype, dtype](call)
         print_pair[dtype, DType.float8_e4m3fn](call)
         print_pair[dtype, DType.float8_e5m2](call)
-        print_pair[dtype, DType.int8](call)
-        print_pair[dtype, DType.uint8](call)
+        comptime for i in range(FORMATS.length):
+            print_pair[dtype, FORMATS[i].MEMORY](call)
     if call.on_gpu:
         print("rotary keys, any dtypes      ", gpu_choice(DType.bfloat16, DType.bfloat16, call, True))
     else:

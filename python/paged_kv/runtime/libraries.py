@@ -31,7 +31,8 @@ from max.driver import get_virtual_cpu_target
 
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.graphs.ops import kernels
-from paged_kv.options import FLOAT8_DTYPES, FORMATS
+from paged_kv.kv_formats import FORMATS
+from paged_kv.options import FLOAT8_DTYPES, Q_DTYPES
 from paged_kv.runtime.announce import announce
 from paged_kv.runtime.cache_folder import cache_path
 from paged_kv.runtime.compile_key import LibraryKey, Sources, digests_of
@@ -47,7 +48,6 @@ Function = Callable[[bytes], None]
 PROGRAM = "library.mojo"
 COPIED = {1: "uint8", 2: "bfloat16", 4: "float32"}
 """The dtype in whose name elements of so many bytes are copied."""
-QUERIES = ("float32", "bfloat16", "float16")
 _SECONDS = 900
 """After which a build has hung: one takes 10 s on an idle core."""
 _WITH_PAGES = ("attention", "append", "gather", "linear")
@@ -87,10 +87,10 @@ class Kernel:
 def _has(kind: str, rows: str, cache: str) -> bool:
     """Return whether a kernel is in the library of a cache's pages."""
     if kind == "linear":
-        return rows == cache and rows in QUERIES
+        return rows == cache and rows in Q_DTYPES
     if kind == "attention":
-        return rows in QUERIES
-    return rows == cache in COPIED.values() or cache in ("int8", "uint8")
+        return rows in Q_DTYPES
+    return rows == cache in COPIED.values() or cache in FORMATS
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ def kernel_of(name: str) -> Kernel:
 def api_libraries() -> list[Library]:
     """Return what the calls of the API use over host arrays, but for outputs of another dtype than q's."""
     narrow = (*FLOAT8_DTYPES, *FORMATS)
-    pairs = [(q, kv) for q in QUERIES for kv in (q, *narrow)]
-    wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in QUERIES)]
+    pairs = [(q, kv) for q in Q_DTYPES for kv in (q, *narrow)]
+    wanted = [Kernel("append", ("uint8", "uint8")), *(Kernel("merge", (q,)) for q in Q_DTYPES)]
     for q, kv in pairs:
         wanted += [Kernel(kind, (q, kv, q)) for kind in ("attention", "masked_attention")]
         if kv not in FORMATS:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from paged_kv.errors import ContractTypeError
-from paged_kv.options import CODE_DTYPES, FLOAT8_DTYPES, KV_DTYPES, Q_DTYPES, stored_dtype
+from paged_kv.kv_formats import CODE_DTYPES
+from paged_kv.options import FLOAT8_DTYPES, KV_DTYPES, Q_DTYPES, stored_dtype
 from paged_kv.runtime.libraries import Kernel, load
 
 

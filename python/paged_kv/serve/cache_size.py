@@ -15,7 +15,7 @@ from paged_kv.graphs.models import decoder
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.ops import cache_dtype
-from paged_kv.options import KVFormat
+from paged_kv.kv_formats import KVFormat
 
 SHARE = 0.5
 """The part of the memory left by the weights that the cache takes, unless it is told otherwise."""

@@ -17,7 +17,8 @@ from paged_kv.engine.model import DecoderModel
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractError
 from paged_kv.graphs.models.config import with_cache_rotation
-from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import CacheRotation
 from paged_kv.output import say
 from paged_kv.serve.cache_size import CacheSize, free_memory, plan_cache
 from paged_kv.serve.settings import Settings

@@ -9,7 +9,8 @@ from typing import Literal
 
 from paged_kv.arguments import integer
 from paged_kv.errors import ContractError
-from paged_kv.options import CacheRotation, KVFormat
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import CacheRotation
 from paged_kv.serve.address import is_loopback
 from paged_kv.serve.door import LOOPBACK, Rules, host_name
 

@@ -40,7 +40,8 @@ from paged_kv.calls.ragged import RaggedBatch
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import BLOCK_NAMES, Table
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.options import FORMATS, check_number, stored_elements
+from paged_kv.kv_formats import FORMATS
+from paged_kv.options import check_number, stored_elements
 from paged_kv.torch.attention import planned
 from paged_kv.torch.cache import append, check_caches, check_ranks, checked_append, gather, pages_of
 from paged_kv.torch.products import multiply

@@ -18,7 +18,8 @@ from paged_kv.calls.attend import Attention, Scales, checked_sinks
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
 from paged_kv.calls.results import Results
 from paged_kv.calls.rows import Rows
-from paged_kv.options import FORMATS, AttentionOptions, alibi_slopes, stored_elements
+from paged_kv.kv_formats import FORMATS
+from paged_kv.options import AttentionOptions, alibi_slopes, stored_elements
 from paged_kv.runtime.libraries import kernel
 from paged_kv.runtime.team import workers
 from paged_kv.torch.memory import CacheLayout, holds, layout, output

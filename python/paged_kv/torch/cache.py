@@ -21,7 +21,8 @@ from paged_kv.calls.kv_copy import Slots, read_rows
 from paged_kv.calls.offsets import offsets_of
 from paged_kv.calls.table import Table
 from paged_kv.errors import ShapeError
-from paged_kv.options import FORMATS, KVFormat, stored_dtype, stored_elements, stored_head
+from paged_kv.kv_formats import FORMATS, KVFormat
+from paged_kv.options import stored_dtype, stored_elements, stored_head
 from paged_kv.runtime.libraries import COPIED, Function, kernel
 from paged_kv.runtime.team import workers
 from paged_kv.torch.memory import CacheLayout, holds, layout, output

@@ -37,7 +37,8 @@ from paged_kv.calls.offsets import offsets_of
 from paged_kv.calls.ragged import RaggedBatch
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import Table
-from paged_kv.options import FORMATS, KVFormat, stored_dtype, stored_head
+from paged_kv.kv_formats import FORMATS, KVFormat
+from paged_kv.options import stored_dtype, stored_head
 from paged_kv.torch.attention import TensorAttention, planned
 from paged_kv.torch.cache import quantised
 from paged_kv.transformers.running import NAMES, format_of

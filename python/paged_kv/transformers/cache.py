@@ -24,7 +24,8 @@ from paged_kv.arguments import LARGEST_INDEX
 from paged_kv.calls.rows import Rows
 from paged_kv.calls.table import Table
 from paged_kv.errors import ContractError, ShapeError
-from paged_kv.options import KVFormat, check_kv_format, stored_head
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import check_kv_format, stored_head
 from paged_kv.pool import PagePool
 from paged_kv.torch.cache import quantised, widened
 
@@ -224,7 +225,7 @@ class PageTables:
         return self._started
 
     def _reserve(self, tokens: int) -> list[tuple[int, int]]:
-        """Lengthens each sequence to `tokens` tokens, padding included; the pages that are copied for it, from and to."""
+        """Lengthens each sequence to `tokens` tokens, padding included; returns the copies of pages, from and to."""
         assert self.padding is not None
         copies: list[tuple[int, int]] = []
         for request, end in zip(self._sequences, np.maximum(tokens - self.padding, 0).tolist(), strict=True):

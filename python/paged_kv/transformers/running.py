@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 
-from paged_kv.options import CODE_DTYPES, KVFormat
+from paged_kv.kv_formats import CODE_DTYPES, KVFormat
 
 NAMES: dict[KVFormat | None, str] = {None: "paged_kv"} | {codes: f"paged_kv_{codes}" for codes in CODE_DTYPES}
 """The name of this attention in transformers, by the codes that pages hold: `config._attn_implementation`. Allocators

@@ -19,7 +19,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from paged_kv.errors import ToolchainError
-from paged_kv.options import KVFormat, check_kv_format
+from paged_kv.kv_formats import KVFormat
+from paged_kv.options import check_kv_format
 from paged_kv.transformers import linear, probe, running
 from paged_kv.transformers.attention import attention_forward, attention_mask
 from paged_kv.transformers.batching import on_blocks

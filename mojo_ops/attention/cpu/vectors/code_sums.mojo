@@ -8,7 +8,7 @@ from std.math import ceildiv, round
 from std.memory import bitcast
 
 from ....isa.bf16_lookup import HAS_BYTE_LOOKUP, look_up, permute
-from ....isa.codes import is_codes, units_of
+from ....isa.codes import units_of
 from ....isa.convert import FloatVector, LANES, load_bits, load_pairs
 from ....isa.held import held
 from ....isa.int8_dot import ByteVector, HAS_VNNI_512, IntVector, int8_dot
@@ -34,7 +34,8 @@ comptime LEAST_WEIGHT: Float32 = 2e-34
 
 def rounds_weights(q_dtype: DType, kv_dtype: DType) -> Bool:
     """Return whether the weighted sums of this pair are products of integers."""
-    return is_codes(kv_dtype) and q_dtype != DType.float32 and HAS_BYTE_LOOKUP and HAS_VNNI_512
+    var is_written_for = kv_dtype == DType.int8 or kv_dtype == DType.uint8
+    return is_written_for and q_dtype != DType.float32 and HAS_BYTE_LOOKUP and HAS_VNNI_512
 
 
 struct StripConstants[dtype: DType](TrivialRegisterPassable):

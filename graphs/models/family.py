@@ -1,0 +1,120 @@
+"""A family of models by its differences: its names, how its `config.json` is read, and what GGUF calls its parts.
+
+Each family has a module here that defines `FAMILY`; `__init__.py` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.graphs.models.fields import Fields
+
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Names of a layer's tensors: Hugging Face's to GGUF's."""
+EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+FREQUENCIES = "rope_freqs.weight"
+"""Divisors of the rotary frequencies: Llama 3's scaling, already applied to each pair of dimensions."""
+LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+LLAMA_ROPE = (FREQUENCIES, *LONG_ROPE.values())
+
+Number = Callable[[str, float], float]
+"""A number of a GGUF file's metadata by its key, or the default where the file has none."""
+
+
+def _nothing(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
+    del values, number
+    return {}
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """An architecture of GGUF, by its differences from the others. Keys of its metadata are without their prefix."""
+
+    name: str
+    """In `general.architecture`, and the prefix of its keys."""
+    _: KW_ONLY
+    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    """Names of a layer's tensors: Hugging Face's to GGUF's."""
+    rotates_neighbours: bool = False
+    """Rotation turns elements 2i and 2i + 1: the rows of q and k were reordered for it, and are put back."""
+    norm_offset: float = 0.0
+    """The number that the converter has added to the weights of all norms."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that the metadata has no words for."""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    """More keys, of positive integers: Hugging Face's to GGUF's."""
+    multipliers: Mapping[str, str] = field(default_factory=dict)
+    """More keys, of numbers that are 1 where they are missing or 0: Hugging Face's to GGUF's."""
+    finish: Callable[[Mapping[str, Any], Number], Mapping[str, Any]] = _nothing
+    """More keys of config.json, from those that were read; it asks for numbers of the metadata."""
+    reads: frozenset[str] = frozenset()
+    """Keys of the metadata that `finish` asks for."""
+    windows: int | None = None
+    """The layers with a window where the file has no pattern: all but each so many-th, or all where it is 0. None: the
+    architecture has no windows."""
+    needs_window: bool = False
+    """A file without `attention.sliding_window` is refused; elsewhere it has no windows."""
+    windowed: str | None = None
+    """Hugging Face's name of the architecture where layers have windows, if it is another one."""
+    rotates_windows_apart: bool = False
+    """Layers with a window have a rotation of their own."""
+    window_theta: float | None = None
+    """Its base where the file has none; that of the other layers where it is None."""
+    rotates_a_part: bool = False
+    """A part of each head may be rotated."""
+    rope_tensors: tuple[str, ...] = ()
+    """The tensors of `LLAMA_ROPE` that the file may have."""
+    without_effect: frozenset[str] = frozenset()
+    """Keys of the metadata that its files have, and its models make nothing of."""
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values without effect of keys that have none, whatever their values, elsewhere."""
+
+    def tensor(self, name: str) -> str:
+        """GGUF's name of the tensor that Hugging Face calls `name`."""
+        stem, _, kind = name.rpartition(".")
+        if kind == "sinks":
+            stem, kind = stem.replace("self_attn", "self_attn.sinks"), "weight"
+        if stem in _MODEL:
+            return f"{_MODEL[stem]}.{kind}"
+        layer, _, rest = stem.removeprefix("model.layers.").partition(".")
+        return f"blk.{layer}.{self.layer[rest]}.{kind}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family."""
+
+    architecture: str
+    """Its name in `architectures` of config.json."""
+    model_type: str
+    """Its name in `model_type`."""
+    read: Callable[[Fields], DecoderConfig]
+    """The model that a `config.json` describes; raises `CheckpointError` for what would be computed wrongly."""
+    gguf: Gguf | None = None
+    """None: its models in GGUF files are not read, or call themselves another family's."""
+    engine_only: bool = False
+    """Its pages hold latents: MAX Serve's hold K and V of heads."""
