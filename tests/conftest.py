@@ -34,7 +34,7 @@ ONE_PROCESS = ("isa", "gpu_model", "gpu", "max_serve", "ray", "vllm")
 takes several GB."""
 
 LONGEST_FIRST = (
-    *("engine/test_families.py", "engine/test_mixtures.py", "engine/test_llama.py", "ops/test_graph_ops.py"),
+    *("engine/test_families.py", "engine/test_llama.py", "ops/test_graph_ops.py"),
     *("ops/test_append_op.py", "engine/test_shares.py", "engine/test_cli.py", "mojo/test_mojo.py"),
     *("engine/test_memory.py", "engine/test_gguf.py", "ops/test_quantised.py", "ops/test_linear_op.py"),
     *("api/test_examples.py", "api/test_readme.py", "engine/test_weights_memory.py"),

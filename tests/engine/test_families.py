@@ -5,10 +5,12 @@ from max.dtype import DType
 
 from paged_kv.errors import CheckpointError
 from support.checkpoints import CONFIG, read_config
-from support.families import CASES, PAGES, assert_logits, make_cases, norm_error
+from support.families import CASES, PAGES, PROMPTS, assert_logits, engine_texts, make_cases, norm_error
 from support.llama_family import Member, load_family
 
-BFLOAT16 = ("gemma3",)  # norms on both sides of the layers; test_llama.py has them in front
+# Norms on both sides of the layers; test_llama.py has them in front. 2 ** -8 for each of some ten roundings in a row,
+# and of some twenty.
+BFLOAT16 = {"gemma3": 0.05, "gpt_oss": 0.08}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +32,16 @@ def test_logits_are_those_of_transformers(folder, models, name):
 
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_in_bfloat16_logits_are_near(folder, models, name):
-    # 2 ** -8 for each of some ten roundings in a row
-    assert_logits(models[f"{name}, bfloat16"], folder / name, 0.05, norm_error)
+    assert_logits(models[f"{name}, bfloat16"], folder / name, BFLOAT16[name], norm_error)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "gpt_oss"])
+def test_texts_in_company_are_those_of_each_prompt_alone(models, name):
+    """Layers with and without windows, or all with one, whose pages are given back as texts grow: prompts in chunks,
+    with guesses, and more of them than there are pages for.
+    """
+    alone = [engine_texts(models[name], [prompt], 40)[0] for prompt in PROMPTS]
+    assert engine_texts(models[name], PROMPTS, 40, max_step_tokens=24, speculate="lookup", num_pages=12) == alone
 
 
 def test_a_window_of_mistral_is_there_unless_it_is_null(tmp_path):

@@ -29,14 +29,8 @@ SIZES = {
 def trees(tmp_path_factory):
     """Two layers that see six tokens back, the first of which is the draft."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    return trees_of(folder)
-
-
-def trees_of(folder, kv_format=None):
     make_checkpoint(folder, family="Mistral", **SIZES)
-    model = DecoderModel.from_folder(
-        folder, dtype=DType.float32, num_pages=60, page_size=PAGE_SIZE, kv_format=kv_format
-    )
+    model = DecoderModel.from_folder(folder, dtype=DType.float32, num_pages=60, page_size=PAGE_SIZE)
     assert model.config.windows
     return TreeModel(model, draft_layers=1, largest_tree=24)
 
@@ -74,11 +68,6 @@ def test_each_row_has_the_logits_of_its_branch(trees, seed):
     for request, of_request in enumerate(logits):
         for row, got in enumerate(of_request):
             assert relative_error(got, alone(trees, run.branch(request, row))) < 1e-4
-
-
-def test_a_kept_path_of_codes_is_decoded_on(tmp_path):
-    """Rows and the plain step read the same codes, and what is kept moves with its scales."""
-    test_a_kept_path_is_decoded_on(trees_of(tmp_path, "int8"), 0)
 
 
 @pytest.mark.parametrize("seed", range(3))

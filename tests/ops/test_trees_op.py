@@ -52,6 +52,13 @@ def build_graphs(module):
             buffers = [value.buffer for value in graph.inputs[4:]]
             trees.move_tokens(PagedCache(buffers[0], buffers[-1], lookup_table, layout), *numbers)
             graph.output()
+    codes = BufferType(DType.uint8, BLOCKS[6, "NHD"], CPU)
+    with Graph(
+        "move_codes", input_types=[*moves, table, codes], custom_extensions=[ops.kernels()], module=module
+    ) as graph:
+        *numbers, lookup_table = (value.tensor for value in graph.inputs[:4])
+        trees.move_tokens(PagedCache.of(graph.inputs[4].buffer, lookup_table, kv_format="int4"), *numbers)
+        graph.output()
     flat = [BufferType(DType.uint16, [size], CPU) for size in "kv"]
     types = [*moves, table, *flat, TensorType(DType.int64, [12], CPU)]
     with Graph("move_STRIDED", input_types=types, custom_extensions=[ops.kernels()], module=module) as graph:
@@ -194,6 +201,17 @@ def test_many_bytes_are_moved_by_several_threads():
     expected = expected_after(cache, moves)
     move(storage, cache, moves)
     assert_bits_equal(cache.k_blocks, expected[0], what="the array of all layers")
+
+
+def test_codes_move_with_their_scales():
+    """As the bytes of a slot in all layers, 12 of them a head of 16 elements."""
+    before = np.random.default_rng(0).integers(0, 256, (9, 2, 3, 5, 2, 12), np.uint8)
+    after, table = before.copy(), np.array([[7, 2, 4]], np.uint32)
+    moves = np.array([[0, 0], [6, 11], [4, 8]], np.int32)  # requests, sources, targets
+    op_graphs.models()["move_codes"].execute(*map(to_buffer, [*moves, table, after]))
+    for source, target in moves[1:].T:
+        before[table[0, target // 5], :, :, target % 5] = before[table[0, source // 5], :, :, source % 5]
+    assert_bits_equal(after, before, what="pages")
 
 
 def test_moves_in_a_view_leave_what_lies_between():

@@ -7,7 +7,6 @@ import pytest
 
 from paged_kv.engine import DiskTier, Sampling, load
 from paged_kv.engine.demo_model import FOLDER
-from support.families import make_case
 from support.served import served
 
 BEGIN = "And the LORD spake unto Moses, saying, "
@@ -80,11 +79,3 @@ def test_with_prefixes_on_disk(tmp_path):
             restored = server.metric("paged_kv:disk_tokens_total")
             server.engine.flush()
     assert restored > 0
-
-
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "gpt_oss", "lite"])
-def test_of_a_family(tmp_path, name):
-    """Layers, windows or weights of more than one kind; every family's step is compared with transformers elsewhere."""
-    make_case(name, tmp_path)
-    with served(folder=tmp_path, speculate="lookup") as server:
-        check(server, alone(tmp_path))

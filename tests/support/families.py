@@ -4,6 +4,8 @@ import numpy as np
 import torch
 import transformers
 
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.requests import Sampling
 from support.checkpoints import make_checkpoint, relative_error
 from support.llama_family import poison
 
@@ -93,6 +95,34 @@ CASES = {
             "hidden_activation": "gelu_pytorch_tanh",
         },
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 16,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,  # True is in tests/engine/test_gguf.py
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "sliding_window": 19,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.7,  # as large as a third of the values
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
 }
 
 
@@ -176,42 +206,10 @@ LATENT_CASES = {
 }
 """What the engine runs and the server does not."""
 
-MIXTURE_CASES = {
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
-            "num_experts": 16,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": False,  # True is in tests/engine/test_gguf.py
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 17,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "gpt_oss": (
-        "GptOss",
-        {
-            "num_hidden_layers": 3,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "intermediate_size": 32,
-            "sliding_window": 19,
-            "swiglu_alpha": 1.3,
-            "swiglu_limit": 0.7,  # as large as a third of the values
-            "rope_parameters": YARN | {"truncate": False},
-        },
-    ),
-}
-"""Mixtures of experts over pages of K and V."""
-
 
 def make_case(name, folder):
     """Saves the checkpoint of a case, by transformers, into `folder`; returns transformers' model."""
-    family, overrides = (CASES | LATENT_CASES | MIXTURE_CASES)[name]
+    family, overrides = (CASES | LATENT_CASES)[name]
     return make_checkpoint(folder, family=family, **BASE | overrides)
 
 
@@ -247,12 +245,24 @@ def reference(folder, texts):
 
 
 def assert_logits(model, folder, bound, off_by=relative_error):
-    """Runs the step: its logits are transformers', to `bound`. Returns its new tokens and transformers'."""
+    """Runs the step: its logits are transformers', to `bound`."""
     texts, logits = run(model)
-    wanted = reference(folder, texts)
-    for got, expected in zip(logits, wanted, strict=True):
+    for got, expected in zip(logits, reference(folder, texts), strict=True):
         assert off_by(np.array(got), expected) < bound
-    return [text[-NEW_TOKENS:] for text in texts], [expected.argmax(axis=-1).tolist() for expected in wanted]
+
+
+def engine_texts(model, prompts, new_tokens, **options):
+    """The greedy tokens that an engine gives prompts, all of them at once; every page is NaN before."""
+    poison(model)
+    engine, texts = Engine(model, **options), [[] for _ in prompts]
+    for prompt in prompts:
+        engine.add_request(prompt, Sampling(new_tokens, ignore_end=True))
+    while not engine.is_idle:
+        for output in engine.step():
+            texts[output.request] += output.tokens
+        engine.pool.check_integrity()
+    assert engine.pool.num_used == 0
+    return texts
 
 
 def norm_error(got, expected):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from max.dtype import DType
 
@@ -73,4 +74,7 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
 def poison(model: DecoderModel) -> None:
     """Fills every page with NaN: whatever reads a slot that was not written shows."""
     blocks = to_numpy(model._blocks)
-    blocks[...] = float("nan") if model.kv_format is None else -1  # scales of bits that are all set are NaN too
+    if model.kv_format is None:
+        blocks[...] = float("nan")
+    else:
+        blocks.view(np.uint8)[...] = 255  # scales of bits that are all set are NaN too
