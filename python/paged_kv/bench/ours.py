@@ -13,8 +13,8 @@ import numpy as np
 from max.dtype import DType
 
 from paged_kv import reference
-from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.bench.case_kinds import Case, ExpertCase, QuantisedCase, StepCase
 from paged_kv.bench.peers.base import Peer, repeat
 from paged_kv.bench.problems import (
@@ -69,7 +69,7 @@ def pool(
         return blocks, [(blocks[:, 0, layer], blocks[:, 1, layer]) for layer in range(copies)]
     shape = (size, heads, dim) if layout == "NHD" else (heads, size, dim)
     blocks = np.empty((copies, pages, 2, *shape), dtype)
-    return blocks, [paged_views(cache, layout) for cache in blocks]
+    return blocks, [(pages.k, pages.v) for pages in (Pages.of(cache, layout) for cache in blocks)]
 
 
 def fill_pages(problem: AttentionProblem, table: Array, *views: Array) -> None:
@@ -104,7 +104,7 @@ class OursAttention(Ours):
         for k_view, v_view in views:
             table = page_table(owned, rng)
             fill_pages(problem, table, k_view, v_view)
-            k, v, view = cache_operands(k_view, v_view)
+            k, v, view = Pages(k_view, v_view).operands()
             self._inputs.append([*rows, k, v, table, view, *options])
 
     def overhead(self, repeats: int = 200) -> list[float]:
@@ -212,7 +212,7 @@ class OursAppend(Ours):
         self._inputs: list[list[Any]] = []
         for k, v, views in zip(*new, self._views, strict=True):
             k_view, v_view = views if codes else (bits(array) for array in views)
-            k_blocks, v_blocks, view = cache_operands(k_view, v_view)
+            k_blocks, v_blocks, view = Pages(k_view, v_view).operands()
             rows = [row.view(problem.k.dtype) if codes else row for row in (k, v)]
             self._inputs.append([*rows, *at, k_blocks, v_blocks, self._table, view])
 
