@@ -33,7 +33,7 @@ from paged_kv.graphs.encodings import ENCODINGS
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.rope import Rope
-from paged_kv.options import CODE_DTYPES, AttentionOptions, stored_dtype, stored_head
+from paged_kv.options import CODE_DTYPES, NO_PAGE, AttentionOptions, stored_dtype, stored_head
 from paged_kv.runtime.host_calls import Weight, multiply
 from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
@@ -53,7 +53,7 @@ class Ours(Peer):
 def page_table(owned: list[int], rng: np.random.Generator) -> Array:
     """`[B, max_pages]` uint32: shuffled pages, each owned by one request; the rest is a page that no pool has."""
     pages = rng.permutation(sum(owned)).astype(np.uint32)
-    table = np.full((len(owned), max(owned)), 0xFFFFFFFF, np.uint32)
+    table = np.full((len(owned), max(owned)), NO_PAGE, np.uint32)
     for row, own in zip(table, np.split(pages, np.cumsum(owned)[:-1]), strict=True):
         row[: len(own)] = own
     return table
