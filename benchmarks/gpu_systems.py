@@ -15,9 +15,9 @@ from max.dtype import DType
 
 from benchmarks import gpu_graphs
 from benchmarks.gpu_timing import System
-from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.devices import gpu
 from paged_kv.arrays.host import HOST, to_buffer, to_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.bench.peers.max_flash import HOST_INPUTS, PAGE_SIZE, flash_inputs
 from paged_kv.options import AttentionOptions
@@ -114,8 +114,7 @@ class Ours:
         on_gpu = where == "cuda"
         device: ArrayDevice = gpu(0) if on_gpu else HOST
         runtime = runtime_on(0 if on_gpu else None)
-        k, v = paged_views(self._of(problem.blocks), "NHD", device=device)
-        k_blocks, v_blocks, view = cache_operands(k, v, device)
+        k_blocks, v_blocks, view = Pages.of(self._of(problem.blocks), "NHD", device=device).operands()
         rows = torch.arange(point.batch, dtype=torch.int32, device=where)
         none = torch.zeros(0, device=where)
         tensors = [

@@ -1,4 +1,4 @@
-"""Draws the two flows of docs/architecture.md: `python docs/pictures.py` writes docs/pictures/flow_*.png."""
+"""Draws the pictures of docs/architecture.md: `python docs/pictures.py` writes flow_*.png and nouns.png to pictures."""
 
 from __future__ import annotations
 
@@ -72,6 +72,28 @@ CALL_ARROWS: list[Arrow] = [
     (7, 8, ""),
 ]
 
+NOUNS: list[Box] = [
+    (0, 0, "Pool", "pool/page_pool.py", PYTHON),
+    (1, 0, "index arrays", "indptr, indices, seq_lens, ...", DATA),
+    (2, 0, "Table", "calls/table.py", PYTHON),
+    (3, 0, "Rows", "calls/rows.py", PYTHON),
+    (1, 1, "arguments", "sm_scale, window_left, ...", DATA),
+    (2, 1, "Options", "options.py", PYTHON),
+    (3, 1, "one op", "append, gather, attend", DEVICE),
+    (1, 2, "arrays of K and V", "of torch, NumPy, JAX, MAX", DATA),
+    (2, 2, "Pages", "arrays/pages.py", PYTHON),
+]
+NOUNS_ARROWS: list[Arrow] = [
+    (0, 1, "page ids"),
+    (1, 2, "checked"),
+    (2, 3, ""),
+    (3, 6, ""),
+    (4, 5, "checked"),
+    (5, 6, ""),
+    (7, 8, "viewed"),
+    (8, 6, ""),
+]
+
 
 def draw(boxes: list[Box], arrows: list[Arrow], path: Path) -> None:
     columns, rows = 1 + max(box[0] for box in boxes), 1 + max(box[1] for box in boxes)
@@ -90,7 +112,7 @@ def draw(boxes: list[Box], arrows: list[Arrow], path: Path) -> None:
     for start, end, label in arrows:
         connect(axes, boxes[start], boxes[end], label)
     for line, (color, text) in enumerate(((PYTHON, "Python"), (GRAPH, "graph"), (DEVICE, "Mojo, on the device"))):
-        y = corner(0, 1)[1] + 0.3 * line  # both pictures have nothing there
+        y = corner(0, 1)[1] + 0.3 * line  # all pictures have nothing there
         axes.add_patch(FancyBboxPatch((0, y), 0.2, 0.16, "square,pad=0", facecolor=color, edgecolor="#475569"))
         axes.text(0.3, y + 0.08, text, va="center", fontsize=8)
     figure.tight_layout(pad=0.2)
@@ -123,3 +145,4 @@ if __name__ == "__main__":
     folder = Path(__file__).parent / "pictures"
     draw(MODEL, MODEL_ARROWS, folder / "flow_model.png")
     draw(CALL, CALL_ARROWS, folder / "flow_call.png")
+    draw(NOUNS, NOUNS_ARROWS, folder / "nouns.png")

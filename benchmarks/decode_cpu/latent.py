@@ -9,8 +9,8 @@ import numpy as np
 from max.dtype import DType
 
 from paged_kv import reference
-from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import as_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.bench.case_kinds import DTYPE_BYTES, Case
 from paged_kv.bench.ours import Ours, page_table
 from paged_kv.bench.peers.base import Peer, repeat, torch_view
@@ -94,7 +94,7 @@ class OursLatent(Ours):
             table = page_table(owned, rng)
             bits(cache)[table.reshape(-1)] = bits(problem.tokens).reshape(cache.shape)
             kpe, ckv = cache[:, :, None, case.ckv :], cache[:, :, None, : case.ckv]
-            k, v, view = cache_operands(kpe, ckv)
+            k, v, view = Pages(kpe, ckv).operands()
             self._inputs.append([*rows, k, v, table, view, *options])
 
     def run(self, i: int) -> None:

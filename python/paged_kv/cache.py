@@ -17,9 +17,9 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays import devices
-from paged_kv.arrays.cache_storage import check_alike, check_storage
 from paged_kv.arrays.dtypes import cache_dtype_of, is_float, kind_of_dtype
 from paged_kv.arrays.host import as_indices, as_numpy, like, sample_array
+from paged_kv.arrays.pages import Pages, check_alike, check_storage
 from paged_kv.arrays.types import ArrayDevice, DTypeLike, ShapedArray, SupportsDLPack
 from paged_kv.calls.append import new_cache
 from paged_kv.calls.kv_copy import Slots, read_rows, write_rows
@@ -175,7 +175,8 @@ def append_kv(
         PageTableError: a block that is needed is unallocated, outside the pool, there twice, or another sequence's.
         ContractError, ContractTypeError: an argument of a wrong value, type or dtype.
     """
-    device, pools = _pools(cache, keys_new=keys_new, values_new=values_new)
+    pools = _pools(cache, keys_new=keys_new, values_new=values_new)
+    device = pools.device
     table, lengths, sequence = _checked_table(cache, sequence_idx)
     keys, values = device.view(keys_new, "keys_new"), device.view(values_new, "values_new")
     if keys.shape != values.shape:
@@ -183,7 +184,7 @@ def append_kv(
     if keys.ndim != 3 or tuple(keys.shape[1:]) != (cache.num_kv_heads, cache.head_dim):
         shape = tuple(keys.shape)
         raise ShapeError(f"keys_new must be [T, {cache.num_kv_heads}, {cache.head_dim}], its shape is {shape}")
-    target = device.dtype(pools[0]) if cache.kv_format is None else np.dtype(np.float32)
+    target = pools.dtype if cache.kv_format is None else np.dtype(np.float32)
     rows = [_converted(device, view, target, n) for view, n in ((keys, "keys_new"), (values, "values_new"))]
     start, count, size = int(lengths[sequence]), len(keys), cache.block_size
     blocks = _blocks(table[sequence], sequence, start // size, start + count, cache)
@@ -191,13 +192,13 @@ def append_kv(
     slots = pages.slots(np.zeros(count, np.int32), np.arange(start, start + count, dtype=np.int32))
     written = slice(start // size, len(blocks)) if count else slice(0)
     _refuse_owned(table, sequence, written, blocks[written], "block_table")
-    copies = [device.clone(pool) for pool in pools]
-    write_rows(device, rows[0], rows[1], copies[0], copies[1], Slots(*slots))
-    grown = [device.like(pool, copy) for pool, copy in zip((cache.key_pool, cache.value_pool), copies, strict=True)]
+    copies = Pages(device.clone(pools.k), device.clone(pools.v), device)
+    write_rows(copies, rows[0], rows[1], Slots(*slots))
+    key_pool, value_pool = device.like(cache.key_pool, copies.k), device.like(cache.value_pool, copies.v)
     longer = as_numpy(cache.seq_lengths, "seq_lengths").copy()
     longer[sequence] += count
     longer_lengths = like(cache.seq_lengths, longer)
-    return replace(cache, key_pool=grown[0], value_pool=grown[1], seq_lengths=longer_lengths)
+    return replace(cache, key_pool=key_pool, value_pool=value_pool, seq_lengths=longer_lengths)
 
 
 def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
@@ -211,13 +212,14 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
         PageTableError: a block that the length covers is unallocated or outside the pool.
         ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
     """
-    device, pools = _pools(cache)
+    pools = _pools(cache)
     table, lengths, sequence = _checked_table(cache, sequence_idx)
     length = int(lengths[sequence])
     blocks = _blocks(table[sequence], sequence, 0, length, cache)
     pages = Table.padded(blocks[None], lengths[sequence : sequence + 1], cache.block_size)
-    keys, values = read_rows(device, *pools, pages, cache.kv_format)
-    return device.like(cache.key_pool, keys), device.like(cache.value_pool, values), length
+    keys, values = read_rows(pools, pages, cache.kv_format)
+    like_pool = pools.device.like
+    return like_pool(cache.key_pool, keys), like_pool(cache.value_pool, values), length
 
 
 def _checked_table(cache: PagedKVCache, sequence_idx: int) -> tuple[Indices, Indices, int]:
@@ -235,8 +237,8 @@ def _checked_table(cache: PagedKVCache, sequence_idx: int) -> tuple[Indices, Ind
     return table, lengths, sequence
 
 
-def _pools(cache: PagedKVCache, **rows: Any) -> tuple[ArrayDevice, tuple[Any, Any]]:
-    """Views of both pools, which must be of one shape and dtype, and the device that they and `rows` lie on."""
+def _pools(cache: PagedKVCache, **rows: Any) -> Pages:
+    """Both pools, which must be of one shape and dtype, on the device of `rows` too."""
     if not isinstance(cache, PagedKVCache):
         raise ContractTypeError(f"cache must be a PagedKVCache, not {shown(cache)}")
     device = devices.device_of(key_pool=cache.key_pool, value_pool=cache.value_pool, **rows)
@@ -251,7 +253,7 @@ def _pools(cache: PagedKVCache, **rows: Any) -> tuple[ArrayDevice, tuple[Any, An
         stored_elements(cache.kv_format, keys.shape[3], "key_pool")
     if not keys.shape[1]:
         raise ShapeError(f"key_pool: blocks must hold tokens, its shape is {tuple(keys.shape)}")
-    return device, (keys, values)
+    return Pages(keys, values, device)
 
 
 def _blocks(row: Indices, sequence: int, first: int, num_tokens: int, cache: PagedKVCache) -> Indices:

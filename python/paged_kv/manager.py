@@ -83,7 +83,7 @@ class PagedKVCacheManager:
             ContractError: `request_id` does not equal itself.
         """
         cache = WritableCache.paged(self.kv_cache, "NHD", "kv_cache", k=k, v=v)
-        device = cache.device
+        device = cache.pages.device
         rows = cache.rows(_tokens(device.view(k, "k")), _tokens(device.view(v, "v")), ("k", "v"))
         cache.prepare(rows)  # what can fail comes before the pool changes
         count = len(rows[0])

@@ -15,9 +15,9 @@ from max.dtype import DType
 
 from paged_kv import page
 from paged_kv.arrays import devices, exchange
-from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.exchange import copied_to, to_max, to_torch
 from paged_kv.arrays.host import HOST, as_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.streams import Streams
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.cache import PagedKVCache, gather_kv, init_paged_kv_cache
@@ -54,11 +54,11 @@ def test_a_max_buffer_comes_back_as_one(monkeypatch):
 def test_cache_operands_describe_the_same_memory(layout):
     shape = (7, 2, 5, 3, 8) if layout == "NHD" else (7, 2, 3, 5, 8)
     cache = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape)[1:, :, ::2]
-    flat_k, flat_v, numbers = cache_operands(*paged_views(cache, layout, device=STAND_IN), STAND_IN)
-    expected = paged_views(cache.numpy(), layout)
+    flat_k, flat_v, numbers = Pages.of(cache, layout, device=STAND_IN).operands()
+    expected = Pages.of(cache.numpy(), layout)
     pages, slots, heads, dim, *strides = numbers
     for flat, view, (start, page_stride, slot_stride, head_stride) in zip(
-        (flat_k, flat_v), expected, (strides[:4], strides[4:]), strict=True
+        (flat_k, flat_v), (expected.k, expected.v), (strides[:4], strides[4:]), strict=True
     ):
         assert view.shape == (pages, slots, heads, dim)
         elements = flat.to_numpy()

@@ -6,8 +6,8 @@ from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
 from paged_kv import reference
-from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import to_buffer
+from paged_kv.arrays.pages import Pages
 from paged_kv.graphs import ops
 from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
@@ -114,7 +114,7 @@ def test_a_view_leaves_what_lies_between():
     views = [array[1:9, half, 1:5, :3, 2:8] for array in (whole, expected) for half in (0, 1)]
     sources, targets = np.array([7, 0, 0]), np.array([2, 1, 6])
     reference.copy_pages(views[2], views[3], sources, targets)
-    k, v, view = cache_operands(views[0], views[1])
+    k, v, view = Pages(views[0], views[1]).operands()
     numbers = [to_buffer(pages.astype(np.int32)) for pages in (sources, targets)]
     op_graphs.models()["copy_STRIDED"].execute(*numbers, to_buffer(TABLE), flat(k), flat(v), view)
     assert_bits_equal(whole, expected, what="the array behind the view")

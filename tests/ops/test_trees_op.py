@@ -5,8 +5,8 @@ import pytest
 from max.dtype import DType
 from max.graph import BufferType, DeviceRef, Graph, TensorType
 
-from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.graphs import ops, trees
 from paged_kv.graphs.ops import PagedCache
 from support import op_graphs
@@ -223,7 +223,7 @@ def test_moves_in_a_view_leave_what_lies_between():
         pages = [(cache.lookup_table[request, token // 5], token % 5) for token in (source, target)]
         for side in (0, 1):
             expected[side][pages[1]][:, 3:27] = whole[side][pages[0]][:, 3:27]
-    view = to_buffer(cache_operands(whole[0, ..., 3:27], whole[1, ..., 3:27])[2])
+    view = to_buffer(Pages(whole[0, ..., 3:27], whole[1, ..., 3:27]).operands()[2])
     k, v = (to_buffer(side.reshape(-1)[3:]) for side in whole)
     numbers = [to_buffer(np.array(column, np.int32)) for column in zip(*moves, strict=True)]
     op_graphs.models()["move_STRIDED"].execute(*numbers, to_buffer(cache.lookup_table), k, v, view)

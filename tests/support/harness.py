@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from max.dtype import DType
 
-from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.dtypes import RAW
 from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.types import HostMemory
 from paged_kv.graphs.ops import CODES
 from paged_kv.kv_formats import CODE_DTYPES
@@ -72,6 +72,11 @@ class Place(Protocol):
             numbers: Those that lie in the host's memory.
         """
         ...
+
+
+def cache_operands(k: np.ndarray, v: np.ndarray) -> tuple[HostMemory, HostMemory, np.ndarray]:
+    """The cache's operands of an op over strided memory."""
+    return Pages(k, v).operands()
 
 
 class Host:

@@ -11,9 +11,9 @@ from max.experimental.tensor import Tensor
 
 from paged_kv import reference
 from paged_kv.arrays import devices
-from paged_kv.arrays.cache_storage import check_layout, paged_views
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.host import HOST, as_indices, as_numpy, like, to_buffer
+from paged_kv.arrays.pages import Pages, check_layout
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PageTableError, ShapeError
 from support.cases import STORAGES, CacheCase, build
 from support.kinds import KINDS, kind_of, make
@@ -227,7 +227,8 @@ def test_views_are_those_of_the_oracle(kind, rank, layout):
     cache = build(CacheCase((5, 17), layout=layout, rank=rank))
     given = make(kind, cache.k_blocks) if rank == 5 else tuple(make(kind, a) for a in (cache.k_blocks, cache.v_blocks))
     expected = reference.cache_views(cache.k_blocks, cache.v_blocks, layout)
-    for view, wanted in zip(paged_views(given, layout), expected, strict=True):
+    found = Pages.of(given, layout)
+    for view, wanted in zip((found.k, found.v), expected, strict=True):
         np.testing.assert_array_equal(view, wanted)
 
 
@@ -238,9 +239,9 @@ def one_layer() -> np.ndarray:
 
 def test_strided_caches_are_views():
     cache = one_layer()
-    k, v = paged_views(cache, "NHD", writable=True)
-    v[3, 4, 1] = 1
-    k[0] = 2
+    pages = Pages.of(cache, "NHD", writable=True)
+    pages.v[3, 4, 1] = 1
+    pages.k[0] = 2
     assert (cache[3, 1, 4, 1] == 1).all()
     assert (cache[0, 0] == 2).all()
 
@@ -281,20 +282,20 @@ PAIR = np.zeros((4, 5, 2, 8), np.float16)
 )
 def test_caches_that_cannot_be_addressed_are_refused(cache, layout, error, said):
     with pytest.raises(error, match=said):
-        paged_views(cache, layout, "kv_data", writable=True)
+        Pages.of(cache, layout, "kv_data", writable=True)
 
 
 def test_what_is_only_read_may_be_read_only_and_shared():
-    paged_views(read_only(), "NHD")
-    paged_views((PAIR, PAIR), "HND")
-    paged_views(torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8), "NHD")
+    Pages.of(read_only(), "NHD")
+    Pages.of((PAIR, PAIR), "HND")
+    Pages.of(torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8), "NHD")
 
 
 def test_halves_of_one_array_are_no_overlap():
     both = one_layer()
-    paged_views((both[:, 0], both[:, 1]), "NHD", writable=True)
+    Pages.of((both[:, 0], both[:, 1]), "NHD", writable=True)
     side_by_side = np.zeros((4, 5, 2, 16), np.float16)
-    paged_views((side_by_side[..., :8], side_by_side[..., 8:]), "NHD", writable=True)
+    Pages.of((side_by_side[..., :8], side_by_side[..., 8:]), "NHD", writable=True)
 
 
 def test_a_new_array_takes_no_memory_until_it_is_written():

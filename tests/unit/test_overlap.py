@@ -8,10 +8,10 @@ import torch
 from max.driver import CPU
 from numpy.lib.stride_tricks import as_strided
 
-from paged_kv.arrays.cache_storage import paged_views
 from paged_kv.arrays.gpu import TorchArrays
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_written, overlaps_itself
+from paged_kv.arrays.pages import Pages
 from paged_kv.errors import ContractError
 
 HUGE = 1 << 40  # no step of a test reaches as far
@@ -100,9 +100,9 @@ def test_two_slots_of_a_cache_are_one_memory(layout):
     cache = slots_in_one_place(8)
     cache = cache if layout == "NHD" else cache.swapaxes(2, 3)
     with pytest.raises(ContractError, match="kv_data is to be written, but some of its elements share memory"):
-        paged_views(cache, layout, "kv_data", writable=True)
-    paged_views(cache, layout, "kv_data")  # what is only read may be
-    paged_views(slots_in_one_place(16), "NHD", "kv_data", writable=True)
+        Pages.of(cache, layout, "kv_data", writable=True)
+    Pages.of(cache, layout, "kv_data")  # what is only read may be
+    Pages.of(slots_in_one_place(16), "NHD", "kv_data", writable=True)
     k = np.zeros((6, 4, 2, 8), np.float16)
     with pytest.raises(ContractError, match=r"kv_data\[1\] is to be written, but"):
-        paged_views((k, slots_in_one_place(8)[:, 0]), "NHD", "kv_data", writable=True)
+        Pages.of((k, slots_in_one_place(8)[:, 0]), "NHD", "kv_data", writable=True)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from max.dtype import DType
 
-from paged_kv.arrays.cache_storage import cache_operands, paged_views
 from paged_kv.arrays.host import to_buffer, to_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.bench.case_kinds import Case, StepCase, named
 from paged_kv.bench.peers.base import Peer, repeat
 from paged_kv.bench.problems import (
@@ -24,7 +24,7 @@ from paged_kv.bench.problems import (
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Rope
 from paged_kv.kv_formats import CODE_DTYPES
-from paged_kv.options import AttentionOptions, stored_dtype, stored_head
+from paged_kv.options import NO_PAGE, AttentionOptions, stored_dtype, stored_head
 from paged_kv.runtime.host_calls import Weight, multiply
 from paged_kv.runtime.session import Runtime, default_runtime
 from paged_kv.runtime.variants import Variant
@@ -44,7 +44,7 @@ class Ours(Peer):
 def page_table(owned: list[int], rng: np.random.Generator) -> Array:
     """`[B, max_pages]` uint32: shuffled pages, each owned by one request; the rest is a page that no pool has."""
     pages = rng.permutation(sum(owned)).astype(np.uint32)
-    table = np.full((len(owned), max(owned)), 0xFFFFFFFF, np.uint32)
+    table = np.full((len(owned), max(owned)), NO_PAGE, np.uint32)
     for row, own in zip(table, np.split(pages, np.cumsum(owned)[:-1]), strict=True):
         row[: len(own)] = own
     return table
@@ -60,7 +60,7 @@ def pool(
         return blocks, [(blocks[:, 0, layer], blocks[:, 1, layer]) for layer in range(copies)]
     shape = (size, heads, dim) if layout == "NHD" else (heads, size, dim)
     blocks = np.empty((copies, pages, 2, *shape), dtype)
-    return blocks, [paged_views(cache, layout) for cache in blocks]
+    return blocks, [(pages.k, pages.v) for pages in (Pages.of(cache, layout) for cache in blocks)]
 
 
 def fill_pages(problem: AttentionProblem, table: Array, *views: Array) -> None:
@@ -97,7 +97,7 @@ class OursAttention(Ours):
         for k_view, v_view in views:
             table = page_table(owned, rng)
             fill_pages(problem, table, k_view, v_view)
-            k, v, view = cache_operands(k_view, v_view)
+            k, v, view = Pages(k_view, v_view).operands()
             self._inputs.append([*rows, k, v, table, view, *options])
 
     def run(self, i: int) -> None:
@@ -130,7 +130,7 @@ class OursAppend(Ours):
         self._inputs: list[list[Any]] = []
         for k, v, views in zip(*new, self._views, strict=True):
             k_view, v_view = views if codes else (bits(array) for array in views)
-            k_blocks, v_blocks, view = cache_operands(k_view, v_view)
+            k_blocks, v_blocks, view = Pages(k_view, v_view).operands()
             rows = [row.view(problem.k.dtype) if codes else row for row in (k, v)]
             self._inputs.append([*rows, *at, k_blocks, v_blocks, self._table, view])
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arrays import devices
-from paged_kv.arrays.cache_storage import check_storage, paged_views
 from paged_kv.arrays.dtypes import DTYPES
 from paged_kv.arrays.host import HOST
 from paged_kv.arrays.overlap import check_apart
+from paged_kv.arrays.pages import Pages, check_storage
 from paged_kv.arrays.types import ArrayDevice, Shape, namespace
 from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.kept import Kept
@@ -42,25 +42,19 @@ def new_cache(device: ArrayDevice, name: str, shape: Shape, dtype: np.dtype[Any]
 class WritableCache:
     """A cache that rows are to be written to; it and the rows lie on one device."""
 
-    k: Any
-    """A view `[page, slot, Hk, D]`."""
-    v: Any
-    """The same, though its D may differ."""
-    name: str
-    """Its name in messages."""
-    device: ArrayDevice
+    pages: Pages
     arrays: tuple[Any, ...]
-    """The caller's, of which `k` and `v` are views."""
+    """The caller's, of which the pages are views."""
     takes_codes: bool = False
     """True if int8 and uint8 may be codes: attention reads none of latents."""
 
     @staticmethod
     def paged(cache: Any, kv_layout: str, name: str, **rows: Any) -> WritableCache:
-        """A paged cache of K and V, for `rows` by the names of their arguments; see `paged_views`."""
+        """A paged cache of K and V, for `rows` by the names of their arguments; see `Pages.of`."""
         device = devices.device_of(**rows, **{name: cache})
-        k, v = paged_views(cache, kv_layout, name, device=device, writable=True)
+        pages = Pages.of(cache, kv_layout, name, device=device, writable=True)
         arrays = tuple(cache) if isinstance(cache, tuple | list) else (cache,)
-        return WritableCache(k, v, name, device, arrays, takes_codes=True)
+        return WritableCache(pages, arrays, takes_codes=True)
 
     @staticmethod
     def latent_pair(ckv_cache: Any, kpe_cache: Any, **rows: Any) -> WritableCache:
@@ -70,12 +64,13 @@ class WritableCache:
         for view, name in ((ckv, "ckv_cache"), (kpe, "kpe_cache")):
             check_storage(device, view, name, 3, writable=True)
         if kpe.shape[:2] != ckv.shape[:2]:
-            pages = tuple(ckv.shape[:2])
-            raise ShapeError(f"kpe_cache: [pages, page_size] is {tuple(kpe.shape[:2])}, ckv_cache's is {pages}")
+            found, expected = tuple(kpe.shape[:2]), tuple(ckv.shape[:2])
+            raise ShapeError(f"kpe_cache: [pages, page_size] is {found}, ckv_cache's is {expected}")
         if kpe.dtype != ckv.dtype:
             raise ContractTypeError(f"kpe_cache: dtype {kpe.dtype} differs from ckv_cache's {ckv.dtype}")
         check_apart(device, "kpe_cache", kpe, [("ckv_cache", ckv)])
-        return WritableCache(ckv[:, :, None], kpe[:, :, None], "ckv_cache", device, (ckv_cache, kpe_cache))
+        pages = Pages(ckv[:, :, None], kpe[:, :, None], device, "ckv_cache")
+        return WritableCache(pages, (ckv_cache, kpe_cache))
 
     @staticmethod
     def latent(cache: Any, k: Any, v: Any) -> tuple[WritableCache, int]:
@@ -91,15 +86,7 @@ class WritableCache:
             view = view[:, :, None]  # one head
         width = device.view(k, "k").shape[-1:]
         split = width[0] if width else 0
-        return WritableCache(view[..., :split], view[..., split:], name, device, (cache,)), num_axes
-
-    @property
-    def page_size(self) -> int:
-        return int(self.k.shape[1])
-
-    @property
-    def num_pages(self) -> int:
-        return int(self.k.shape[0])
+        return WritableCache(Pages(view[..., :split], view[..., split:], device, name), (cache,)), num_axes
 
     def rows(self, k: Any, v: Any, names: tuple[str, str], num_axes: int = 3) -> tuple[Any, Any]:
         """New rows `[N, Hk, D]`, as this cache takes them; `[N, D]`, one head, for 2 axes.
@@ -107,13 +94,13 @@ class WritableCache:
         They have its dtype, and are copied; or are floats for a cache of int8 or uint8 whose heads have another size
         than theirs, and are quantised: then D is that of the codes.
         """
-        checked = []
-        for array, view, name in zip((k, v), (self.k, self.v), names, strict=True):
-            rows = self.device.view(array, name)
+        checked, pages, device = [], self.pages, self.pages.device
+        for array, view, name in zip((k, v), (pages.k, pages.v), names, strict=True):
+            rows = device.view(array, name)
             row_shape = view.shape[2:] if num_axes == 3 else view.shape[3:]
-            kv_format = FORMATS.get(self.device.dtype(view).name) if self.takes_codes else None
-            if kv_format and self.device.dtype(rows).name in Q_DTYPES and rows.shape[-1:] != row_shape[-1:]:
-                row_shape = (*row_shape[:-1], stored_elements(kv_format, row_shape[-1], self.name))
+            kv_format = FORMATS.get(device.dtype(view).name) if self.takes_codes else None
+            if kv_format and device.dtype(rows).name in Q_DTYPES and rows.shape[-1:] != row_shape[-1:]:
+                row_shape = (*row_shape[:-1], stored_elements(kv_format, row_shape[-1], pages.name))
             elif rows.dtype != view.dtype:
                 raise ContractTypeError(f"{name}: dtype {rows.dtype}, the cache's is {view.dtype}")
             if rows.ndim != num_axes or rows.shape[1:] != row_shape:
@@ -128,12 +115,13 @@ class WritableCache:
 
     def prepare(self, rows: tuple[Any, Any]) -> None:
         """Compiles or loads what `write` of such rows needs."""
-        prepare(self.device, self.device.dtype(rows[0]), self.device.dtype(self.k))
+        device = self.pages.device
+        prepare(device, device.dtype(rows[0]), self.pages.dtype)
 
     def write(self, rows: tuple[Any, Any], slots: Slots) -> None:
         """Writes checked rows to their slots."""
         mark_written(self.arrays)
-        write_rows(self.device, *rows, self.k, self.v, slots)
+        write_rows(self.pages, *rows, slots)
 
 
 @dataclass(frozen=True)
@@ -144,21 +132,21 @@ class CsrArguments:
     kv_indptr: Any
     kv_last_page_len: Any
 
-    def slots_at(self, cache: WritableCache, batch_indices: Any, positions: Any, num_rows: int) -> Slots:
+    def slots_at(self, pages: Pages, batch_indices: Any, positions: Any, num_rows: int) -> Slots:
         """Return the slots of rows that are token `positions[i]` of request `batch_indices[i]`."""
         given = {"batch_indices": batch_indices, "positions": positions, **self._arrays}
         device = devices.device_of(**given)
-        sizes = cache.page_size, cache.num_pages, num_rows
+        sizes = pages.page_size, pages.num_pages, num_rows
         return _slots.of(sizes, **given) if device.readable else _slots_on(device, *sizes, **given)
 
-    def slots_of_last(self, cache: WritableCache, append_indptr: Any, num_rows: int) -> Slots:
+    def slots_of_last(self, pages: Pages, append_indptr: Any, num_rows: int) -> Slots:
         """Return the slots of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
         device = devices.device_of(append_indptr=append_indptr, **self._arrays)
         arrays = self.kv_indptr, self.kv_indices, self.kv_last_page_len
-        table = Table.csr(*arrays, cache.page_size, KV_NAMES, device)
+        table = Table.csr(*arrays, pages.page_size, KV_NAMES, device)
         offsets = device.indices(append_indptr, "append_indptr")
         batch, at = table.last_tokens(offsets, num_rows, ("append_indptr", "kv_last_page_len"))
-        return Slots(*table.slots(batch, at, cache.num_pages))
+        return Slots(*table.slots(batch, at, pages.num_pages))
 
     @property
     def _arrays(self) -> dict[str, Any]:
@@ -190,12 +178,12 @@ _slots = Kept(partial(_slots_on, HOST))
 """A model appends to each of its layers with the same indices."""
 
 
-def slots_after_last(cache: WritableCache, page_table: Any, last_page_len: Any, num_rows: int) -> Slots:
+def slots_after_last(pages: Pages, page_table: Any, last_page_len: Any, num_rows: int) -> Slots:
     """Return the slots of one row a request of a dense page table: the slot after its last token."""
     device = devices.device_of(page_table=page_table, last_page_len=last_page_len)
-    table = Table.dense(page_table, last_page_len, cache.page_size, device=device)
+    table = Table.dense(page_table, last_page_len, pages.page_size, device=device)
     if num_rows != table.batch_size:
         raise ShapeError(f"k has {num_rows} rows, page_table has {table.batch_size} requests")
     xp, lengths = namespace(table.lengths), table.lengths
     requests = xp.arange(table.batch_size, dtype=lengths.dtype, device=lengths.device)
-    return Slots(*table.slots(requests, lengths, cache.num_pages))
+    return Slots(*table.slots(requests, lengths, pages.num_pages))

@@ -1,7 +1,7 @@
 """One attention call, the road of decode, prefill, ragged, mixed and cascaded batches: view, check, operands, execute,
 hand back.
 
-`Attention.over_pages` and `over_tokens` view the user's arrays, `over_views` checks what is to be written, `run` holds
+`Attention.over_pages` and `over_tokens` view the user's arrays, `over` checks what is to be written, `run` holds
 q and the cache against the plan, makes the op's operands and executes one compiled graph. Letters in shapes: R rows
 (query tokens), N tokens, Hq query heads, Hk KV heads, D head dimension (Dv: V's).
 """
@@ -15,15 +15,8 @@ from typing import Any
 import numpy as np
 
 from paged_kv.arrays import devices
-from paged_kv.arrays.cache_storage import (
-    cache_operands,
-    check_alike,
-    check_layout,
-    check_storage,
-    overlapping_pages,
-    paged_views,
-)
 from paged_kv.arrays.overlap import Named
+from paged_kv.arrays.pages import Pages, Storage, token_views
 from paged_kv.arrays.types import ArrayDevice, Operand
 from paged_kv.calls.buffers import FixedBuffers
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
@@ -36,9 +29,6 @@ from paged_kv.runtime.session import runtime_on
 
 Scales = tuple[float | None, float | None, float | None]
 """q_scale, k_scale, v_scale; None is 1."""
-
-Storage = tuple[Operand, Operand, np.ndarray]
-"""`cache_operands`."""
 
 _NUMBERS = (float, int, type(None))
 _NO_SCALES: Scales = (None, None, None)
@@ -94,7 +84,7 @@ class Attention:
         Args:
             rows: Of q, with their requests.
             q: `[R, Hq, D]`.
-            paged_kv_cache: As `paged_views` takes it.
+            paged_kv_cache: As `Pages.of` takes it.
             kv_layout: "NHD" or "HND".
             scales: Of q, k and v.
             results: What is returned and written.
@@ -109,10 +99,8 @@ class Attention:
         """
         device = devices.device_of(q=q, paged_kv_cache=paged_kv_cache, out=results.out, lse=results.lse, sinks=sinks)
         same_width, one_slot = self.plan.value_dim == self.plan.head_dim, self.plan.page_size == 1
-        cache = paged_views(paged_kv_cache, kv_layout, device=device, same_width=same_width, one_slot=one_slot)
-        return self.over_views(
-            rows, device, q, cache, scales, results, sinks=sinks, window_left=window_left, buffers=buffers
-        )
+        pages = Pages.of(paged_kv_cache, kv_layout, device=device, same_width=same_width, one_slot=one_slot)
+        return self.over(rows, q, pages, scales, results, sinks=sinks, window_left=window_left, buffers=buffers)
 
     def over_tokens(
         self,
@@ -141,48 +129,44 @@ class Attention:
         needed = table.highest_page + table.page_size if table.highest_page >= 0 else 0
         if len(keys) < needed:
             raise ShapeError(f"k: {len(keys)} tokens, the requests have {needed} (kv_indptr)")
-        pages = overlapping_pages(keys, table.page_size), overlapping_pages(values, table.page_size)
+        pages = Pages.of_tokens(keys, values, device, table.page_size)
         memory = [("k", keys), ("v", values)]
-        return self.over_views(rows, device, q, pages, scales, results, sinks=sinks, buffers=buffers, memory=memory)
+        return self.over(rows, q, pages, scales, results, sinks=sinks, buffers=buffers, memory=memory)
 
-    def over_views(
+    def over(
         self,
         rows: Rows,
-        device: ArrayDevice,
         q: Any,
-        cache: tuple[Any, Any],
+        pages: Pages,
         scales: Scales,
         results: Results,
         *,
         sinks: Any = None,
         window_left: int | None = None,
         buffers: FixedBuffers[Any, Any] | None = None,
-        names: tuple[str, str] = ("q", "paged_kv_cache"),
+        name: str = "q",
         memory: Sequence[Named] | None = None,
     ) -> Any:
-        """`over_pages`, where the device of all arrays is known and `cache` is two views of K and V on it.
-
-        Messages call q and the cache `names`; `memory` is that of the cache where its views overlap themselves.
+        """`over_pages`, where all arrays lie on the device of the pages. Messages call q `name`; `memory` is that of
+        the pages where they overlap.
         """
-        queries = device.view(q, names[0])
-        written = NOT_WRITTEN
+        device = pages.device
+        queries, written = device.view(q, name), NOT_WRITTEN
         if results.are_written:
-            read = [(names[0], queries), *(memory or [(names[1], view) for view in cache])]
+            read = [(name, queries), *(pages.named() if memory is None else memory)]
             if sinks is not None:
                 read.append(("sinks", device.view(sinks, "sinks")))
             if buffers is not None:
                 read += buffers.on(device)
             shape = (rows.count, self.plan.num_qo_heads, self.plan.value_dim)
             written = results.views(device, shape, self.plan.result_dtype, read, rows.counted_as)
-        o, sums = self.run(device, queries, *cache, rows, scales, sinks, window_left)
+        o, sums = self.run(queries, pages, rows, scales, sinks, window_left)
         return results.hand_back(device, q, o, sums, written)
 
     def run(
         self,
-        device: ArrayDevice,
         q: Any,
-        k: Any,
-        v: Any,
+        pages: Pages,
         rows: Rows,
         scales: Scales,
         sinks: Any = None,
@@ -193,9 +177,8 @@ class Attention:
         On a GPU the call is enqueued in the order of torch's current stream, and not waited for.
 
         Args:
-            device: That of q, k, v and sinks.
-            q: A view `[R, Hq, D]`.
-            k, v: `[page, slot, Hk, D]` views with a unit last stride, alike but for the planned D of each.
+            q: A view `[R, Hq, D]` on the device of the pages.
+            pages: Of the planned sizes and dtype.
             rows: Of q, with their requests.
             scales: Of q, k and v.
             sinks: An array `[Hq]`, or None.
@@ -205,10 +188,10 @@ class Attention:
             ContractTypeError, ShapeError, ContractError: an argument does not fit the plan.
             PageTableError: a page of `rows` is not one of the cache's.
         """
-        plan = self.plan
+        plan, device = self.plan, pages.device
         check_array(device, "q", q, (rows.count, plan.num_qo_heads, plan.head_dim), plan.q_dtype, rows.counted_as)
-        plan.check_cache(device, k, v, rows.table.page_size)
-        rows.table.check(len(k))
+        plan.check_pages(pages, rows.table.page_size)
+        rows.table.check(pages.num_pages)
         numbers, window = self._numbers_of(scales), self._window_of(window_left)
         windowed = plan.options.window_left >= 0 if window_left is None else window_left >= 0
         plain = plan.value_dim == plan.head_dim and rows.is_plain(windowed, plan.pos_encoding_mode)
@@ -222,7 +205,7 @@ class Attention:
         with device.ordered():
             slopes, no_sinks, head_of_v = self._constants_on(device)
             row_batch, row_lengths, lookup_table = rows.operands_on(device)
-            k_blocks, v_blocks, view = self._storage_of(device, k, v)
+            k_blocks, v_blocks, view = self._storage_of(pages)
             o, lse = runtime.execute(
                 self._variant if plain else self._masked_variant,
                 device.buffer(queries),
@@ -251,14 +234,14 @@ class Attention:
             found = self._constants[device] = slopes, no_sinks, device.upload(self._head_of_v)
         return found
 
-    def _storage_of(self, device: ArrayDevice, k: Any, v: Any) -> Storage:
-        """`cache_operands`, kept for the next run over the same memory (and so keeping it alive until then)."""
+    def _storage_of(self, pages: Pages) -> Storage:
+        """`Pages.operands`, kept for the next run over the same memory (and so keeping it alive until then)."""
         if not self._keeps_storage:
-            return cache_operands(k, v, device)
-        key = (device, device.address(k), device.address(v), device.strides(k), device.strides(v), k.shape, v.shape)
+            return pages.operands()
+        key = pages.layout()
         kept, storage = self._last_storage
         if storage is None or key != kept:
-            storage = cache_operands(k, v, device)
+            storage = pages.operands()
             self._last_storage = key, storage
         return storage
 
@@ -289,22 +272,6 @@ class Attention:
         theta = self.plan.options.rope_theta if self.plan.pos_encoding_mode == "ROPE_LLAMA" else None
         options = replace(self.plan.options, rope_theta=theta, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
         return options.numbers(self.plan.head_dim)
-
-
-def token_views(device: ArrayDevice, kv: tuple[Any, Any], kv_layout: str, *, same_width: bool) -> tuple[Any, Any]:
-    """K and V of contiguous tokens as `[N, Hk, D]` views.
-
-    Raises:
-        ContractTypeError, ShapeError, ContractError: the layout is unknown; an array is none, not of rank 3, or has
-            strides that the ops cannot address; or the two differ in dtype or shape, the last dimension left out unless
-            `same_width`.
-    """
-    check_layout(kv_layout)
-    keys, values = device.view(kv[0], "k"), device.view(kv[1], "v")
-    check_storage(device, keys, "k", 3)
-    check_storage(device, values, "v", 3)
-    check_alike(values, keys, "v", "k's", same_width)
-    return (keys, values) if kv_layout == "NHD" else (keys.swapaxes(0, 1), values.swapaxes(0, 1))
 
 
 def checked_sinks(device: ArrayDevice, sinks: Any, heads: int, name: str) -> Any:

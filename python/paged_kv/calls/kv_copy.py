@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from max.dtype import DType
 
-from paged_kv.arrays.cache_storage import cache_operands
 from paged_kv.arrays.dtypes import DTYPES, max_dtype
+from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.types import ArrayDevice, Operand, namespace
 from paged_kv.calls.offsets import offsets_of
 from paged_kv.calls.table import Table
@@ -64,61 +64,57 @@ class Slots:
         return where, struct.pack("<3q", self.pages.ctypes.data, len(self.pages), 1)
 
 
-def write_rows(device: ArrayDevice, k_rows: Any, v_rows: Any, k_view: Any, v_view: Any, slots: Slots) -> None:
+def write_rows(pages: Pages, k_rows: Any, v_rows: Any, slots: Slots) -> None:
     """Writes rows `[N, Hk, D]` to their slots, in place.
 
-    `k_view` and `v_view` are `[page, slot, Hk, D]`, in the dtype of the rows, or codes where those are floats; D of K
-    and of V may differ. They share no memory. Rows may lie in theirs: they are then copied first.
+    The pages have the dtype of the rows, or codes where those are floats; D of K and of V may differ. K and V share no
+    memory. Rows may lie in theirs: they are then copied first.
     """
     if not len(slots.pages) or not math.prod(k_rows.shape) + math.prod(v_rows.shape):
         return
-    k_rows, v_rows = (device.apart(rows, (k_view, v_view)) for rows in (k_rows, v_rows))
-    variant = _variant("append", device.dtype(k_rows), device.dtype(k_view))
-    if k_rows.dtype == k_view.dtype:
-        k_rows, v_rows, k_view, v_view = map(_bits, (k_rows, v_rows, k_view, v_view))
+    device = pages.device
+    k_rows, v_rows = (device.apart(rows, (pages.k, pages.v)) for rows in (k_rows, v_rows))
+    variant = _variant("append", device.dtype(k_rows), pages.dtype)
+    if k_rows.dtype == pages.k.dtype:
+        k_rows, v_rows, pages = _bits(k_rows), _bits(v_rows), _as_bits(pages)
     if k_rows.shape == v_rows.shape:
-        _append(device, variant, (k_rows, v_rows), (k_view, v_view), slots)
+        _append(pages, variant, (k_rows, v_rows), slots)
         return
     # The op copies K and V of one shape: each goes as both, its bits written twice.
-    for rows, view in ((k_rows, k_view), (v_rows, v_view)):
+    for rows, view in ((k_rows, pages.k), (v_rows, pages.v)):
         if math.prod(rows.shape):
-            _append(device, variant, (rows, rows), (view, view), slots)
+            _append(Pages(view, view, device), variant, (rows, rows), slots)
 
 
-def _append(device: ArrayDevice, variant: Variant, rows: tuple[Any, Any], views: tuple[Any, Any], slots: Slots) -> None:
+def _append(pages: Pages, variant: Variant, rows: tuple[Any, Any], slots: Slots) -> None:
     """The op over K and V of one shape and storage."""
+    device = pages.device
     with device.ordered():
         operands = [device.buffer(view) for view in (*rows, slots.requests, slots.slots)]
-        _execute(device, variant, operands, *views, device.buffer(slots.table))
+        _execute(pages, variant, operands, device.buffer(slots.table))
 
 
-def read_rows(
-    device: ArrayDevice,
-    k_view: Any,
-    v_view: Any,
-    table: Table,
-    kv_format: KVFormat | None = None,
-) -> tuple[Any, Any]:
+def read_rows(pages: Pages, table: Table, kv_format: KVFormat | None = None) -> tuple[Any, Any]:
     """The tokens of every request, K and V `[N, Hk, D]` in fresh memory of the device: in the cache's dtype, or of
     codes, where `kv_format` names them, the numbers that they stand for, float32. The table lies on the host.
 
     Raises:
         ShapeError: no head of such codes is stored in so many bytes.
     """
-    kept, stored = k_view.dtype, device.dtype(k_view)
+    device, kept, stored = pages.device, pages.k.dtype, pages.dtype
     dtype = stored if kv_format is None else DTYPES["float32"]
-    head_dim = stored_elements(kv_format or "", k_view.shape[3])
+    head_dim = stored_elements(kv_format or "", pages.k.shape[3])
     indptr = offsets_of(table.lengths).astype(np.int32)
-    shape = (int(indptr[-1]), k_view.shape[2], head_dim)
+    shape = (int(indptr[-1]), pages.k.shape[2], head_dim)
     if 0 in shape:
         return device.full(shape, 0, dtype), device.full(shape, 0, dtype)
     variant = _variant("gather", dtype, stored)
     if kv_format is None:
-        k_view, v_view = _bits(k_view), _bits(v_view)
-        shape = (*shape[:2], k_view.shape[3])
+        pages = _as_bits(pages)
+        shape = (*shape[:2], pages.k.shape[3])
     with device.ordered():
         operands = [device.buffer(indptr), device.buffer(device.full(shape, 0, np.int8))]
-        found = _execute(device, variant, operands, k_view, v_view, device.buffer(table.lookup_table))
+        found = _execute(pages, variant, operands, device.buffer(table.lookup_table))
     k, v = map(device.take, found)
     return (k.view(kept), v.view(kept)) if kv_format is None else (k, v)
 
@@ -128,17 +124,14 @@ def prepare(device: ArrayDevice, rows: np.dtype[Any], cache: np.dtype[Any]) -> N
     runtime_on(device.index).load(_variant("append", rows, cache).family())
 
 
-def _execute(
-    device: ArrayDevice,
-    variant: Variant,
-    rows: Sequence[Operand],
-    k_view: Any,
-    v_view: Any,
-    table: Operand,
-) -> list[Any]:
-    """Runs an op over views of what it takes; call it inside `ordered`."""
-    k_blocks, v_blocks, view = cache_operands(k_view, v_view, device)
-    return runtime_on(device.index).execute(variant, *rows, k_blocks, v_blocks, table, view)
+def _execute(pages: Pages, variant: Variant, rows: Sequence[Operand], table: Operand) -> list[Any]:
+    """Runs an op over pages of what it takes; call it inside `ordered`."""
+    k_blocks, v_blocks, view = pages.operands()
+    return runtime_on(pages.device.index).execute(variant, *rows, k_blocks, v_blocks, table, view)
+
+
+def _as_bits(pages: Pages) -> Pages:
+    return Pages(_bits(pages.k), _bits(pages.v), pages.device)
 
 
 def _bits(view: Any) -> Any:

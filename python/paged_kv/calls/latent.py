@@ -14,9 +14,9 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
-from paged_kv.arrays.cache_storage import cache_operands, check_storage
 from paged_kv.arrays.dtypes import max_dtype
 from paged_kv.arrays.host import as_indices
+from paged_kv.arrays.pages import Pages, check_storage
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.attend import checked_sinks
 from paged_kv.calls.block_tables import checked_lengths
@@ -207,40 +207,33 @@ class LatentAttention:
             if buffers is not None:
                 read += buffers.on(device)
             written = results.views(device, (*shape, plan.head_dim_ckv), plan.result_dtype, read, rows.counted_as)
-        o, sums = self._execute(device, (q_nope, q_pe), (kpe, ckv), rows, sinks, numbers)
+        pages = Pages(kpe[:, :, None], ckv[:, :, None], device)  # of one head
+        o, sums = self._execute((q_nope, q_pe), pages, rows, sinks, numbers)
         return results.hand_back(device, arrays.q_nope, o, sums, written)
 
-    def _execute(
-        self, device: ArrayDevice, q: tuple[Any, Any], cache: tuple[Any, Any], rows: Rows, sinks: Any, numbers: Any
-    ) -> tuple[Any, Any]:
-        """Runs the op over checked views; `cache` holds kpe and ckv."""
+    def _execute(self, q: tuple[Any, Any], pages: Pages, rows: Rows, sinks: Any, numbers: Any) -> tuple[Any, Any]:
+        """Runs the op over checked views: kpe is K there, and ckv V."""
+        device = pages.device
         if self.plan.op_q_dtype != self.plan.q_dtype:
             q = device.astype(q[0], self.plan.op_q_dtype), device.astype(q[1], self.plan.op_q_dtype)
         queries = [device.contiguous(view) for view in q]
         runtime = runtime_on(device.index)
         with device.ordered():
             row_batch, row_lengths, lookup_table = rows.operands_on(device)
-            *storage, view = self._storage(device, *cache)
+            k_blocks, v_blocks, view = pages.operands()
             o, lse = runtime.execute(
                 self._variant,
                 *(device.buffer(view) for view in queries),
                 row_batch,
                 row_lengths,
-                *storage,
+                k_blocks,
+                v_blocks,
                 lookup_table,
-                view,
+                view if len(view) == 13 else np.append(view, self.plan.head_dim_ckv),
                 device.upload(self._no_sinks) if sinks is None else device.buffer(sinks),
                 numbers,
             )
         return device.take(o), device.take(lse)
-
-    @staticmethod
-    def _storage(device: ArrayDevice, kpe: Any, ckv: Any) -> tuple[Any, Any, Any]:
-        """The op's storage and 13 numbers: kpe is K there, and ckv V, of one head."""
-        k_blocks, v_blocks, view = cache_operands(kpe[:, :, None], ckv[:, :, None], device)
-        if len(view) == 12:
-            view = np.append(view, ckv.shape[-1])
-        return k_blocks, v_blocks, view
 
     def _check_cache(self, device: ArrayDevice, ckv: Any, kpe: Any) -> None:
         """Ckv and kpe are pages of the planned sizes and dtype."""

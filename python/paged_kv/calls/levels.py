@@ -19,6 +19,7 @@ import numpy as np
 from paged_kv.arguments import LARGEST_INDEX, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.host import as_indices
+from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.types import ArrayDevice
 from paged_kv.calls.attend import Attention, Scales
 from paged_kv.calls.merge_states import State, merge
@@ -211,24 +212,23 @@ class LevelAttention(Attention):
         super().__init__(replace(plan, o_dtype=_FLOAT32))
         self._result_dtype = plan.result_dtype
 
-    def states(self, levels: LevelRows, device: ArrayDevice, q: Any, k: Any, v: Any) -> list[State]:
+    def states(self, levels: LevelRows, q: Any, pages: Pages) -> list[State]:
         """The states over each level's tokens: outputs `[T, Hq, D]` float32 and lse `[T, Hq]`, views on the device.
 
         Args:
             levels: The rows.
-            device: That of q, k and v.
-            q: A view `[T, Hq, D]`.
-            k, v: `[page, slot, Hk, D]` views.
+            q: A view `[T, Hq, D]` on the device of the pages.
+            pages: K and V.
 
         Raises:
             ContractTypeError, ShapeError, PageTableError: as `Attention.run`.
         """
-        plan, rows, number = self.plan, levels.num_rows, levels.num_levels
+        plan, device, rows, number = self.plan, pages.device, levels.num_rows, levels.num_levels
         shape = (rows, plan.num_qo_heads, plan.head_dim)
         check_array(device, "q", q, shape, plan.q_dtype, levels.rows.counted_as)
         if number > 1:
             q = device.stack([q] * number, 0).reshape(number * rows, *shape[1:])
-        parts = self.run(device, q, k, v, levels.rows, _NO_SCALES)
+        parts = self.run(q, pages, levels.rows, _NO_SCALES)
         o, lse = (part.reshape(number, rows, *part.shape[1:]) for part in parts)
         return [(o[level], lse[level]) for level in range(number)]
 

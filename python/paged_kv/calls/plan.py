@@ -13,6 +13,7 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer, shown
 from paged_kv.arrays.dtypes import DTYPES, cache_dtype_of, dtype_of, max_dtype
+from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.types import ArrayDevice, DTypeLike
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
 from paged_kv.kv_formats import CODE_DTYPES
@@ -75,8 +76,6 @@ class AttentionPlan:
     """The names of the two dtypes in messages."""
     head_dim_name: str = "head_dim"
     """The name of head_dim in messages."""
-    cache_name: str = "paged_kv_cache"
-    """The name of the cache in messages."""
     head_dim_vo: int | None = None
     """The head_dim of V and the output; None is `head_dim`."""
 
@@ -158,25 +157,25 @@ class AttentionPlan:
         other = None if o_dtype == q_dtype else max_dtype(o_dtype)
         return Variant(op, max_dtype(q_dtype), max_dtype(self.array_dtype), other)
 
-    def check_cache(self, device: ArrayDevice, k: Any, v: Any, page_size: int) -> None:
-        """Refuses views of K and V `[page, slot, Hk, D]` that are not pages of the planned sizes and dtype.
+    def check_pages(self, pages: Pages, page_size: int) -> None:
+        """Refuses pages that are not of this page_size, or not of the planned sizes and dtype.
 
         Raises:
             ContractTypeError, ShapeError: as said.
         """
-        for name, view, head_dim in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+        for name, view, head_dim in (("k", pages.k, self.head_dim), ("v", pages.v, self.value_dim)):
             page = (page_size, self.num_kv_heads, stored_head(self.kv_dtype.name, head_dim))
             if tuple(view.shape[1:]) != page:
                 for what, found, planned in zip(_PAGE, view.shape[1:], page, strict=True):
                     if found != planned:
                         if self.has_codes and what == "head_dim":
                             codes = f"{planned} ({self.kv_dtype.name} codes of head_dim {head_dim} and a scale)"
-                            raise ShapeError(f"{self.cache_name}: heads of {name} have {found} bytes, planned {codes}")
-                        raise ShapeError(f"{self.cache_name}: {what} of {name} is {found}, planned {planned}")
-            dtype = device.dtype(view)
+                            raise ShapeError(f"{pages.name}: heads of {name} have {found} bytes, planned {codes}")
+                        raise ShapeError(f"{pages.name}: {what} of {name} is {found}, planned {planned}")
+            dtype = pages.device.dtype(view)
             if dtype != self.array_dtype:
                 raise ContractTypeError(
-                    f"{self.cache_name}: dtype {dtype.name} of {name}, planned {self.kv_dtype.name} (kv_data_type)"
+                    f"{pages.name}: dtype {dtype.name} of {name}, planned {self.kv_dtype.name} (kv_data_type)"
                 )
 
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays import devices
-from paged_kv.arrays.cache_storage import check_alike, check_layout, check_storage, paged_views
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.overlap import check_written
-from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, DTypeLike, SupportsDLPack
+from paged_kv.arrays.pages import Pages, check_alike, check_layout, token_views
+from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.levels import NAMES, Level, LevelAttention, LevelRows, Levels, level_arrays
@@ -216,8 +216,8 @@ class MultiLevelCascadeAttentionWrapper(PlannedWrapper[LevelAttention, Levels, L
         results = Results(return_lse)
         device = devices.device_of(q=q, paged_kv_cache=paged_kv_cache)
         view = device.view(q, "q")
-        k, v = paged_views(paged_kv_cache, self._kv_layout, device=device)
-        o, lse = attention.merged(device, attention.states(levels, device, view, k, v))
+        pages = Pages.of(paged_kv_cache, self._kv_layout, device=device)
+        o, lse = attention.merged(device, attention.states(levels, view, pages))
         return results.hand_back(device, q, o, lse)
 
     forward = run
@@ -255,28 +255,16 @@ class _SharedPrefix:
     def end_forward(self) -> None:
         """Accepted, without effect, as in FlashInfer."""
 
-    def _prefix(self, device: ArrayDevice, k_shared: Any, v_shared: Any) -> tuple[Any, Any]:
-        """The prefix as one page of all its tokens, `[1, P, Hk, D]`; as no page, `[0, 1, Hk, D]`, where P = 0."""
-        k, v = device.view(k_shared, "k_shared"), device.view(v_shared, "v_shared")
-        check_storage(device, k, "k_shared", 3)
-        check_storage(device, v, "v_shared", 3)
-        check_alike(v, k, "v_shared", "k_shared's")
-        if self._kv_layout == "HND":
-            k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-        if len(k) == 0:
-            return k.reshape(0, 1, *k.shape[1:]), v.reshape(0, 1, *v.shape[1:])
-        return k[None], v[None]
-
     def _attend(self, call: _Call, rows: LevelRows, q: Any, k_shared: Any, v_shared: Any, cache: Any) -> Any:
         """The prefix and the requests' own tokens, merged, in the kind of q."""
         device = devices.device_of(q=q, k_shared=k_shared, v_shared=v_shared, unique_kv_cache=cache)
         queries = device.view(q, "q")
-        k, v = self._prefix(device, k_shared, v_shared)
-        call.check_prefix(k, device.dtype(k))
-        unique = paged_views(cache, self._kv_layout, "unique_kv_cache", device=device)
-        length = k.shape[1] if len(k) else 0
-        own = call.own.states(rows, device, queries, *unique)
-        shared = call.shared.states(_of_prefix(length, rows), device, queries, k, v)
+        k, v = token_views(device, (k_shared, v_shared), self._kv_layout, ("k_shared", "v_shared"))
+        prefix = Pages.of_one(k, v, device, "k_shared")
+        call.check_prefix(prefix)
+        unique = Pages.of(cache, self._kv_layout, "unique_kv_cache", device=device)
+        own = call.own.states(rows, queries, unique)
+        shared = call.shared.states(_of_prefix(len(k), rows), queries, prefix)
         o, _ = call.own.merged(device, [*shared, *own])
         return device.like(q, o)
 
@@ -288,12 +276,12 @@ class _Call:
         self.plan = plan
         self.shared, self.own = LevelAttention(plan), LevelAttention(plan)
 
-    def check_prefix(self, k: Any, dtype: np.dtype[Any]) -> None:
-        """Refuses a prefix, `[pages, slots, Hk, D]`, of other sizes or another dtype than planned."""
+    def check_prefix(self, prefix: Pages) -> None:
+        """Refuses a prefix of other sizes or another dtype than planned."""
         plan = self.plan
-        if dtype != plan.kv_dtype:
-            raise ContractTypeError(f"k_shared: dtype {dtype.name}, planned {plan.kv_dtype.name}")
-        for what, found, planned in zip(_HEADS, k.shape[2:], (plan.num_kv_heads, plan.head_dim), strict=True):
+        if prefix.dtype != plan.kv_dtype:
+            raise ContractTypeError(f"k_shared: dtype {prefix.dtype.name}, planned {plan.kv_dtype.name}")
+        for what, found, planned in zip(_HEADS, prefix.k.shape[2:], (plan.num_kv_heads, plan.head_dim), strict=True):
             if found != planned:
                 raise ShapeError(f"k_shared: {what} is {found}, planned {planned}")
 
@@ -362,7 +350,6 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
             pos_encoding_mode="NONE",
             options=attention_options(-1, None, None, None, None),
             dtype_names=("data_type", "data_type"),
-            cache_name="unique_kv_cache",
         )
         arrays = (unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len)
         level = Level.of_single_rows(arrays, page_size, _UNIQUE_NAMES)
@@ -518,7 +505,6 @@ def _plan(
         pos_encoding_mode="NONE",
         options=attention_options(-1, None, sm_scale, rope_scale, rope_theta),
         dtype_names=("q: dtype", "k_shared: dtype"),
-        cache_name="unique_kv_cache",
     )
 
 

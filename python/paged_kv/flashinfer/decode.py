@@ -23,9 +23,9 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from paged_kv.arguments import LARGEST_INDEX, flag, integer
 from paged_kv.arrays import devices
-from paged_kv.arrays.cache_storage import check_alike, check_layout, check_storage, paged_views
 from paged_kv.arrays.dtypes import dtype_of
 from paged_kv.arrays.host import as_indices
+from paged_kv.arrays.pages import Pages, check_layout, token_views
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, DTypeLike, SupportsDLPack
 from paged_kv.calls.attend import Attention
 from paged_kv.calls.block_tables import checked_lengths, one_table
@@ -533,25 +533,17 @@ def single_decode_with_kv_cache(
     query = device.view(q, "q")
     if query.ndim != 2:
         raise ShapeError(f"q: shape {list(query.shape)}, expected [num_qo_heads, head_dim]")
-    check_layout(kv_layout)
-    keys, values = device.view(k, "k"), device.view(v, "v")
-    check_storage(device, keys, "k", 3)
-    check_storage(device, values, "v", 3)
-    check_alike(values, keys, "v", "k's")
-    # One page of all the tokens: [1, L, Hk, D].
-    keys, values = (view[None] if kv_layout == "NHD" else view.swapaxes(0, 1)[None] for view in (keys, values))
-    if query.shape[0] % max(keys.shape[2], 1):
-        raise ShapeError(f"q: its {query.shape[0]} heads are no multiple of k's {keys.shape[2]}")
-    if keys.shape[3] != query.shape[1]:
-        raise ShapeError(f"k: head_dim is {keys.shape[3]}, q's is {query.shape[1]}")
-    length = keys.shape[1]
-    if length == 0:  # a pool of no pages, for a request of none
-        keys, values = (view.reshape(0, 1, *view.shape[2:]) for view in (keys, values))
+    keys, values = token_views(device, (k, v), kv_layout)
+    length, kv_heads, head_dim = keys.shape
+    if query.shape[0] % max(kv_heads, 1):
+        raise ShapeError(f"q: its {query.shape[0]} heads are no multiple of k's {kv_heads}")
+    if head_dim != query.shape[1]:
+        raise ShapeError(f"k: head_dim is {head_dim}, q's is {query.shape[1]}")
     attention = Attention(
         AttentionPlan(
             num_qo_heads=query.shape[0],
-            num_kv_heads=keys.shape[2],
-            head_dim=query.shape[1],
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
             page_size=max(length, 1),
             q_dtype=device.dtype(query),
             kv_dtype=device.dtype(keys),
@@ -561,7 +553,8 @@ def single_decode_with_kv_cache(
         )
     )
     scales = (q_scale, k_scale, v_scale)
-    o, lse = attention.run(device, query[None], keys, values, Rows.of_decode(Table.of_one(length)), scales)
+    pages, rows = Pages.of_one(keys, values, device), Rows.of_decode(Table.of_one(length))
+    o, lse = attention.run(query[None], pages, rows, scales)
     result = device.like(q, o[0])
     return (result, device.like(q, lse[0])) if wants_lse else result
 
@@ -674,42 +667,42 @@ def trtllm_batch_decode_with_kv_cache(
     q = device.view(query, "query")
     if q.ndim != 3:
         raise ShapeError(f"query: shape {list(q.shape)}, expected [R, num_qo_heads, head_dim]")
-    k, v = _cache_views(device, kv_cache, kv_layout)
-    if k.shape[3] != q.shape[2]:
-        raise ShapeError(f"query: head_dim is {q.shape[2]}, kv_cache's is {k.shape[3]}")
+    pages = _pages(device, kv_cache, kv_layout)
+    kv_heads, head_dim = pages.k.shape[2:]
+    if head_dim != q.shape[2]:
+        raise ShapeError(f"query: head_dim is {q.shape[2]}, kv_cache's is {head_dim}")
     counts, batch = draft_counts(len(q), q_len_per_req, max_q_len, cum_seq_lens_q)
     lengths = checked_lengths(seq_lens, batch, integer("max_seq_len", max_seq_len, 0, LARGEST_INDEX))
     if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
-        block_tables, k_shift, v_shift = one_table(block_tables, lengths, k.shape[1])
-        k, v = k[k_shift : len(k) - v_shift], v[v_shift : len(v) - k_shift]
-    rows = draft_rows(Table.padded(block_tables, lengths, k.shape[1]), counts, mask)
+        block_tables, k_shift, v_shift = one_table(block_tables, lengths, pages.page_size)
+        k, v, most = pages.k, pages.v, pages.num_pages
+        pages = replace(pages, k=k[k_shift : most - v_shift], v=v[v_shift : most - k_shift])
+    rows = draft_rows(Table.padded(block_tables, lengths, pages.page_size), counts, mask)
 
     o_dtype = device.dtype(q) if out is None else device.dtype(device.view(out, "out"))
     plan = AttentionPlan(
         num_qo_heads=q.shape[1],
-        num_kv_heads=k.shape[2],
-        head_dim=q.shape[2],
-        page_size=k.shape[1],
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=pages.page_size,
         q_dtype=device.dtype(q),
-        kv_dtype=device.dtype(k),
+        kv_dtype=pages.dtype,
         pos_encoding_mode="NONE",
         options=attention_options(window_left, None, _scale(bmm1_scale, bmm1_scale_log2), None, None),
         o_dtype=o_dtype if out_dtype is None else dtype_of(out_dtype, "out_dtype"),
         dtype_names=("query: dtype", "kv_cache: dtype"),
-        cache_name="kv_cache",
     )
     scales = (None, None, checked_number(bmm2_scale, "bmm2_scale"))
-    results, names = Results(return_lse, out, lse), ("query", "kv_cache")
-    return Attention(plan).over_views(rows, device, query, (k, v), scales, results, sinks=sinks, names=names)
+    return Attention(plan).over(rows, query, pages, scales, Results(return_lse, out, lse), sinks=sinks, name="query")
 
 
-def _cache_views(device: ArrayDevice, kv_cache: CacheArrays, kv_layout: str) -> tuple[Any, Any]:
-    """K and V `[page, slot, Hk, D]`; one array of both where dimension 1 is 1."""
+def _pages(device: ArrayDevice, kv_cache: CacheArrays, kv_layout: str) -> Pages:
+    """The pages of a cache; K and V are one array where dimension 1 is 1."""
     if not isinstance(kv_cache, tuple | list):
         view = device.view(kv_cache, "kv_cache")
         if view.ndim == 5 and view.shape[1] == 1:
             kv_cache = view[:, 0], view[:, 0]
-    return paged_views(kv_cache, kv_layout, "kv_cache", device=device)
+    return Pages.of(kv_cache, kv_layout, "kv_cache", device=device)
 
 
 def _scale(bmm1_scale: Any, bmm1_scale_log2: Any) -> float:

@@ -29,7 +29,7 @@ import numpy as np
 
 from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
-from paged_kv.arrays.cache_storage import check_layout
+from paged_kv.arrays.pages import check_layout
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, SupportsDLPack
 from paged_kv.calls.append import CsrArguments, WritableCache, slots_after_last
 from paged_kv.calls.offsets import MAX_ROWS, check_count, check_offsets, checked_last_tokens, last_tokens, offsets_of
@@ -249,7 +249,7 @@ def _append_at(
     cache = WritableCache.paged(paged_kv_cache, kv_layout, "paged_kv_cache", **arguments)
     rows = cache.rows(append_key, append_value, ("append_key", "append_value"))
     table = CsrArguments(kv_indices, kv_indptr, kv_last_page_len)
-    cache.write(rows, table.slots_at(cache, batch_indices, positions, len(rows[0])))
+    cache.write(rows, table.slots_at(cache.pages, batch_indices, positions, len(rows[0])))
 
 
 def _append_last(
@@ -266,7 +266,7 @@ def _append_last(
     cache = WritableCache.paged(kv_data, kv_layout, "kv_data", append_key=append_key, append_value=append_value)
     rows = cache.rows(append_key, append_value, ("append_key", "append_value"))
     table = CsrArguments(kv_indices, kv_indptr, kv_last_page_len)
-    cache.write(rows, table.slots_of_last(cache, append_indptr, len(rows[0])))
+    cache.write(rows, table.slots_of_last(cache.pages, append_indptr, len(rows[0])))
 
 
 def _append_dense(
@@ -291,7 +291,7 @@ def _append_mla_at(
     cache = WritableCache.latent_pair(ckv_cache, kpe_cache, append_ckv=append_ckv, append_kpe=append_kpe)
     rows = cache.rows(append_ckv, append_kpe, ("append_ckv", "append_kpe"), num_axes=2)
     table = CsrArguments(kv_indices, kv_indptr, kv_last_page_len)
-    cache.write(rows, table.slots_at(cache, batch_indices, positions, len(rows[0])))
+    cache.write(rows, table.slots_at(cache.pages, batch_indices, positions, len(rows[0])))
 
 
 def _append_mla_dense(k: Any, v: Any, mla_kv_cache: Any, page_table: Any, last_page_len: Any, page_size: int) -> None:
@@ -304,10 +304,10 @@ def _append_one_each(
 ) -> None:
     """One row a request, to the slot after its last token."""
     size = integer("page_size", page_size, 1, LARGEST_INDEX)
-    if size != cache.page_size:
-        raise ShapeError(f"page_size is {size}, {cache.name} has pages of {cache.page_size}")
+    if size != cache.pages.page_size:
+        raise ShapeError(f"page_size is {size}, {cache.pages.name} has pages of {cache.pages.page_size}")
     rows = cache.rows(k, v, ("k", "v"), num_axes)
-    cache.write(rows, slots_after_last(cache, page_table, last_page_len, len(rows[0])))
+    cache.write(rows, slots_after_last(cache.pages, page_table, last_page_len, len(rows[0])))
 
 
 def _positions_of_rows(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any, Any]:

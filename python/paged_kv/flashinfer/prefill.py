@@ -20,8 +20,9 @@ import numpy as np
 from paged_kv.arguments import LARGEST_INDEX, flag, shown
 from paged_kv.arrays import devices
 from paged_kv.arrays.dtypes import DTYPES, dtype_of, is_float8
+from paged_kv.arrays.pages import token_views
 from paged_kv.arrays.types import ArrayT, CacheArrays, DTypeLike, SupportsDLPack
-from paged_kv.calls.attend import Attention, token_views
+from paged_kv.calls.attend import Attention
 from paged_kv.calls.buffers import Buffer, FixedBuffers
 from paged_kv.calls.masks import packed_mask
 from paged_kv.calls.offsets import MAX_ROWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Generic
 
-from paged_kv.arrays.cache_storage import check_layout
+from paged_kv.arrays.pages import check_layout
 from paged_kv.calls.buffers import PlannedT, RequestsT
 from paged_kv.calls.planned import AttentionT, LastPlan
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paged_kv.arrays.cache_storage import paged_views
 from paged_kv.arrays.dtypes import CACHE_DTYPES, dtype_of
 from paged_kv.arrays.host import HOST
+from paged_kv.arrays.pages import Pages, overlapping_pages
 from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.attend import Attention, Scales, checked_sinks
 from paged_kv.calls.plan import AttentionPlan, check_array, check_dtype
@@ -104,7 +104,7 @@ class TensorAttention:
         at every token.
         """
         page_size = rows.table.page_size
-        return self.over_pages(rows, q, _overlapping(k, page_size), _overlapping(v, page_size), sinks)
+        return self.over_pages(rows, q, overlapping_pages(k, page_size), overlapping_pages(v, page_size), sinks)
 
     def _layout_of(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> CacheLayout:
         """The cache's, which is checked where it is new."""
@@ -113,9 +113,9 @@ class TensorAttention:
         found = self._layouts.get(key)
         if found is None or q.shape[0] != rows.count:
             shape = (rows.count, plan.num_qo_heads, plan.head_dim)
-            views = paged_views((k, v), "NHD")
+            pages = Pages.of((k, v), "NHD", "cache")
             check_array(HOST, "q", HOST.view(q, "q"), shape, plan.q_dtype, rows.counted_as)
-            plan.check_cache(HOST, *views, page_size)
+            plan.check_pages(pages, page_size)
             found = CacheLayout.of(k, v)
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts = {}
@@ -138,12 +138,6 @@ class TensorAttention:
 def _takes(out: Tensor, o: Tensor) -> bool:
     """Return whether a kernel can write O to a tensor itself."""
     return out.dtype == o.dtype and out.shape == o.shape and out.is_contiguous() and holds(out, out.numel())
-
-
-def _overlapping(tokens: Tensor, page_size: int) -> Tensor:
-    """Pages `[N - page_size + 1, page_size, Hk, D]`, one from each token of `[N, Hk, D]` on: a view."""
-    count = max(len(tokens) - page_size + 1, 0)
-    return tokens.as_strided((count, page_size, *tokens.shape[1:]), (tokens.stride(0), *tokens.stride()))
 
 
 @lru_cache(maxsize=256)
@@ -174,6 +168,5 @@ def planned(
             "ALIBI" if alibi else "NONE",
             AttentionOptions(sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap),
             dtype_names=_DTYPE_NAMES,
-            cache_name="cache",
         )
     )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paged_kv.arguments import integer
-from paged_kv.arrays.cache_storage import paged_views
 from paged_kv.arrays.host import HOST, as_numpy
+from paged_kv.arrays.pages import Pages
 from paged_kv.arrays.versions import mark_written
 from paged_kv.calls.append import WritableCache
 from paged_kv.calls.kv_copy import Slots, read_rows
@@ -135,7 +135,7 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: Table) -> tuple[Tensor, Tens
     of_cache = _layouts.get(key)
     if of_cache is None:
         check_caches(k_cache=k_cache, v_cache=v_cache)
-        paged_views((k_cache, v_cache), "NHD", "cache")
+        Pages.of((k_cache, v_cache), "NHD", "cache")
         of_cache = _kept(key, k_cache, v_cache)
     table.check(len(k_cache))
     kv_format = FORMATS.get(_name(k_cache.dtype))
@@ -143,8 +143,7 @@ def gather(k_cache: Tensor, v_cache: Tensor, table: Table) -> tuple[Tensor, Tens
     offsets = offsets_of(table.lengths).astype(np.int32)
     read = _kernel("gather", dtype, k_cache.dtype)
     if read is None or not of_cache.held_by(k_cache, v_cache):
-        views = paged_views((k_cache, v_cache), "NHD", "cache")
-        tokens = read_rows(HOST, *views, table, kv_format)
+        tokens = read_rows(Pages.of((k_cache, v_cache), "NHD", "cache"), table, kv_format)
         return HOST.like(k_cache, tokens[0]), HOST.like(v_cache, tokens[1])
     count, head_dim = int(offsets[-1]), stored_elements(kv_format or "", k_cache.shape[3])
     shape = count, k_cache.shape[2], head_dim
