@@ -124,33 +124,17 @@ class WritableCache:
         write_rows(self.pages, *rows, slots)
 
 
-@dataclass(frozen=True)
-class CsrArguments:
-    """A page table as the functions of `page` get it, not yet looked at; names are those of `KV_NAMES`."""
+def slots_at(pages: Pages, num_rows: int, **indices: Any) -> Slots:
+    """Return the slots of rows that are token `positions[i]` of request `batch_indices[i]`.
 
-    kv_indices: Any
-    kv_indptr: Any
-    kv_last_page_len: Any
-
-    def slots_at(self, pages: Pages, batch_indices: Any, positions: Any, num_rows: int) -> Slots:
-        """Return the slots of rows that are token `positions[i]` of request `batch_indices[i]`."""
-        given = {"batch_indices": batch_indices, "positions": positions, **self._arrays}
-        device = devices.device_of(**given)
-        sizes = pages.page_size, pages.num_pages, num_rows
-        return _slots.of(sizes, **given) if device.readable else _slots_on(device, *sizes, **given)
-
-    def slots_of_last(self, pages: Pages, append_indptr: Any, num_rows: int) -> Slots:
-        """Return the slots of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
-        device = devices.device_of(append_indptr=append_indptr, **self._arrays)
-        arrays = self.kv_indptr, self.kv_indices, self.kv_last_page_len
-        table = Table.csr(*arrays, pages.page_size, KV_NAMES, device)
-        offsets = device.indices(append_indptr, "append_indptr")
-        batch, at = table.last_tokens(offsets, num_rows, ("append_indptr", "kv_last_page_len"))
-        return Slots(*table.slots(batch, at, pages.num_pages))
-
-    @property
-    def _arrays(self) -> dict[str, Any]:
-        return dict(zip(KV_NAMES, (self.kv_indptr, self.kv_indices, self.kv_last_page_len), strict=True))
+    Args:
+        pages: Of the cache.
+        num_rows: N.
+        indices: `batch_indices`, `positions`, and the three arrays of a page table by `KV_NAMES`.
+    """
+    device = devices.device_of(**indices)
+    sizes = pages.page_size, pages.num_pages, num_rows
+    return _slots.of(sizes, **indices) if device.readable else _slots_on(device, *sizes, **indices)
 
 
 def _slots_on(
@@ -164,7 +148,6 @@ def _slots_on(
     kv_indices: Any,
     kv_last_page_len: Any,
 ) -> Slots:
-    """`CsrArguments.slots_at` of a cache of `num_pages` pages, for `num_rows` rows."""
     names = ("batch_indices", "positions")
     batch, at = (device.indices(a, n) for a, n in zip((batch_indices, positions), names, strict=True))
     table = Table.csr(kv_indptr, kv_indices, kv_last_page_len, page_size, KV_NAMES, device)
@@ -176,6 +159,18 @@ def _slots_on(
 
 _slots = Kept(partial(_slots_on, HOST))
 """A model appends to each of its layers with the same indices."""
+
+
+def slots_of_last(
+    pages: Pages, num_rows: int, append_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any
+) -> Slots:
+    """Return the slots of rows `[append_indptr[b], append_indptr[b + 1])` that are the last tokens of request b."""
+    arrays = kv_indptr, kv_indices, kv_last_page_len
+    device = devices.device_of(append_indptr=append_indptr, **dict(zip(KV_NAMES, arrays, strict=True)))
+    table = Table.csr(*arrays, pages.page_size, KV_NAMES, device)
+    offsets = device.indices(append_indptr, "append_indptr")
+    batch, at = table.last_tokens(offsets, num_rows, ("append_indptr", "kv_last_page_len"))
+    return Slots(*table.slots(batch, at, pages.num_pages))
 
 
 def slots_after_last(pages: Pages, page_table: Any, last_page_len: Any, num_rows: int) -> Slots:

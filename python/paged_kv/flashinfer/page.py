@@ -31,7 +31,7 @@ from paged_kv.arguments import LARGEST_INDEX, integer
 from paged_kv.arrays import devices
 from paged_kv.arrays.pages import check_layout
 from paged_kv.arrays.types import ArrayDevice, ArrayT, CacheArrays, SupportsDLPack
-from paged_kv.calls.append import CsrArguments, WritableCache, slots_after_last
+from paged_kv.calls.append import WritableCache, slots_after_last, slots_at, slots_of_last
 from paged_kv.calls.offsets import MAX_ROWS, check_count, check_offsets, checked_last_tokens, last_tokens, offsets_of
 from paged_kv.calls.table import KV_NAMES, Table
 from paged_kv.errors import ContractTypeError, PageTableError, ShapeError
@@ -248,8 +248,9 @@ def _append_at(
     arguments = {"append_key": append_key, "append_value": append_value}
     cache = WritableCache.paged(paged_kv_cache, kv_layout, "paged_kv_cache", **arguments)
     rows = cache.rows(append_key, append_value, ("append_key", "append_value"))
-    table = CsrArguments(kv_indices, kv_indptr, kv_last_page_len)
-    cache.write(rows, table.slots_at(cache.pages, batch_indices, positions, len(rows[0])))
+    at = {"batch_indices": batch_indices, "positions": positions}
+    table = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_last_page_len": kv_last_page_len}
+    cache.write(rows, slots_at(cache.pages, len(rows[0]), **at, **table))
 
 
 def _append_last(
@@ -265,8 +266,8 @@ def _append_last(
     check_layout(kv_layout)
     cache = WritableCache.paged(kv_data, kv_layout, "kv_data", append_key=append_key, append_value=append_value)
     rows = cache.rows(append_key, append_value, ("append_key", "append_value"))
-    table = CsrArguments(kv_indices, kv_indptr, kv_last_page_len)
-    cache.write(rows, table.slots_of_last(cache.pages, append_indptr, len(rows[0])))
+    table = kv_indptr, kv_indices, kv_last_page_len
+    cache.write(rows, slots_of_last(cache.pages, len(rows[0]), append_indptr, *table))
 
 
 def _append_dense(
@@ -290,8 +291,9 @@ def _append_mla_at(
 ) -> None:
     cache = WritableCache.latent_pair(ckv_cache, kpe_cache, append_ckv=append_ckv, append_kpe=append_kpe)
     rows = cache.rows(append_ckv, append_kpe, ("append_ckv", "append_kpe"), num_axes=2)
-    table = CsrArguments(kv_indices, kv_indptr, kv_last_page_len)
-    cache.write(rows, table.slots_at(cache.pages, batch_indices, positions, len(rows[0])))
+    at = {"batch_indices": batch_indices, "positions": positions}
+    table = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_last_page_len": kv_last_page_len}
+    cache.write(rows, slots_at(cache.pages, len(rows[0]), **at, **table))
 
 
 def _append_mla_dense(k: Any, v: Any, mla_kv_cache: Any, page_table: Any, last_page_len: Any, page_size: int) -> None:

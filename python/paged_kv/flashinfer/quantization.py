@@ -10,6 +10,7 @@ import numpy as np
 from paged_kv.arrays.host import like
 from paged_kv.arrays.types import ArrayT, SupportsDLPack
 from paged_kv.calls.masks import checked_bits, checked_segments, pack_segments
+from paged_kv.calls.offsets import offsets_of
 
 __all__ = ["packbits", "segment_packbits"]
 
@@ -53,6 +54,5 @@ def segment_packbits(x: ArrayT, indptr: SupportsDLPack, bitorder: str = "big") -
     """
     bits, order = checked_bits(x, bitorder)
     offsets = checked_segments(indptr, len(bits))
-    new_indptr = np.zeros(len(offsets), np.int32)
-    np.cumsum(-(-np.diff(offsets) // 8), out=new_indptr[1:])
+    new_indptr = offsets_of(-(-np.diff(offsets) // 8)).astype(np.int32)
     return like(x, pack_segments(bits, offsets, order)), like(x, new_indptr)
