@@ -112,6 +112,23 @@ def test_the_limit_is_held_and_the_chain_used_last_stays(tmp_path):
     assert 0 < engine.tokens_restored < 296 // 2
 
 
+@pytest.mark.parametrize("others", [0, 1], ids=["the same engine", "another engine"])
+def test_a_chain_that_is_used_again_stays(tmp_path, others):
+    written(tmp_path)
+    limit = bytes_in(tmp_path) * 5 // 2
+    engines = [engine_on(tmp_path, limit=limit) for _ in range(1 + others)]
+    first, second = engines[0], engines[-1]
+    for engine, number in ((first, 0), (first, 1), (second, 0), (first, 2)):
+        prompt = [number, *PROMPT[1:]]
+        assert answered(engine, prompt) == alone(prompt, FIVE)
+        engine.flush()
+    for number in (0, 2):
+        restarted = engine_on(tmp_path, limit=limit)
+        answered(restarted, [number, *PROMPT[1:]])
+        assert restarted.tokens_restored == 296
+        restarted.flush()
+
+
 def damage(file, rng):
     """One of the things that happen to files."""
     data = bytearray(file.read_bytes())

@@ -134,7 +134,8 @@ class PoolState:
 
     def release(self, pages: Iterable[int]) -> None:
         """Counts one owner less of some pages, given in token order."""
-        free, cached = [], []
+        free: list[int] = []
+        cached: list[int] = []
         for page in pages:
             count = self.shared.get(page)
             if count is None:

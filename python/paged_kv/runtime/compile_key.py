@@ -4,7 +4,7 @@ The digest covers
 
 * the versions of max and mojo, the CPU target in force and, on a GPU, its architecture and number;
 * what the caller says of the graph: dtypes, sizes, configuration;
-* the Python that builds it: `options.py`, the files of `graphs`, and what `built_by` names;
+* the Python that builds it: `kv_formats.py`, `options.py`, the files of `graphs`, and what `built_by` names;
 * the Mojo files, but for folders of the other kind of device.
 
 Whole folders count, and no file is parsed: a change may compile a graph again that it does not touch, and misses none
@@ -28,7 +28,7 @@ from paged_kv.errors import ToolchainError
 from paged_kv.graphs.ops import kernels
 from paged_kv.runtime.cpu_target import CpuInfo
 
-PYTHON = ("options.py", "graphs/*.py")
+PYTHON = ("kv_formats.py", "options.py", "graphs/*.py")
 """Files that every graph is built with."""
 MOJO = "mojo_ops/**/*.mojo"
 MODELS = "graphs/models/*.py"

@@ -147,10 +147,8 @@ class PageTables:
         self.pool = PagePool(LARGEST_INDEX, PAGE_SIZE)
         self.num_pages = 0
         """Pages that the layers' tensors must have."""
-        self.padding: Ints | None = None  # [B]
+        self.padding: Ints = np.zeros(0, np.int64)  # [B]
         self._sequences: list[int] = []  # their requests
-        self._started = 0  # requests so far
-        self._entries: npt.NDArray[np.int32] | None = None  # [B, n], page ids; None where pages have changed
 
     @property
     def batch(self) -> int:
@@ -165,10 +163,12 @@ class PageTables:
             ContractError: the padding is another one than before.
         """
         if not self.batch:
-            self._sequences = [self._start() for _ in range(batch)]
+            self._sequences = list(range(batch))
+            for request in self._sequences:
+                self.pool.start(request)
         if batch != self.batch:
             raise ShapeError(f"past_key_values holds {self.batch} sequences, {batch} are given")
-        if self.padding is None or not start:
+        if not start:
             self.padding = np.zeros(batch, np.int64) if padding is None else padding
         elif padding is not None:
             # A prompt that comes in parts may have had nothing but padding so far.
@@ -181,7 +181,10 @@ class PageTables:
                 )
             self.padding = padding
         self.crop(start)
-        copies = self._reserve(start + new_tokens)
+        copies: list[tuple[int, int]] = []
+        for request, length in zip(self._sequences, self._lengths(start + new_tokens), strict=True):
+            more = length - self.pool.length(request)
+            self.pool.reserve(request, more, lambda *pages: copies.append(pages))
         table = self._table()
         positions = start + np.arange(new_tokens) - self.padding[:, None]  # [B, T]
         real = positions >= 0
@@ -194,56 +197,38 @@ class PageTables:
 
     def select(self, indices: npt.NDArray[Any]) -> None:
         """Sequence i becomes what sequence `indices[i]` was."""
-        old, self._sequences = self._sequences, []
-        for request in (old[index] for index in indices.tolist()):
-            if request in self._sequences:
-                self._sequences.append(self._start(request))
+        sequences: list[int] = []
+        number = max(self._sequences, default=0)
+        for request in [self._sequences[index] for index in indices.tolist()]:
+            if request not in sequences:
+                sequences.append(request)
             else:
-                self._sequences.append(request)
-        for request in set(old) - set(self._sequences):
+                number += 1
+                self.pool.fork(request, number)
+                sequences.append(number)
+        for request in set(self._sequences) - set(sequences):
             self.pool.free(request)
-        if self.padding is not None:
-            self.padding = self.padding[indices]
-        self._entries = None
+        self._sequences = sequences
+        self.padding = self.padding[indices]
 
     def crop(self, tokens: int) -> None:
         """Takes back what follows the first `tokens` tokens of each sequence, padding included."""
-        if self.padding is None:
-            return
-        for request, end in zip(self._sequences, np.maximum(tokens - self.padding, 0).tolist(), strict=True):
-            if (more := self.pool.length(request) - end) > 0:
-                self.pool.shrink(request, more)
-                self._entries = None
+        for request, length in zip(self._sequences, self._lengths(tokens), strict=True):
+            self.pool.shrink(request, max(self.pool.length(request) - length, 0))
 
-    def _start(self, parent: int | None = None) -> int:
-        """A request with nothing, or with all that another one has."""
-        self._started += 1
-        if parent is None:
-            self.pool.start(self._started)
-        else:
-            self.pool.fork(parent, self._started)
-        return self._started
-
-    def _reserve(self, tokens: int) -> list[tuple[int, int]]:
-        """Lengthens each sequence to `tokens` tokens, padding included; returns the copies of pages, from and to."""
-        assert self.padding is not None
-        copies: list[tuple[int, int]] = []
-        for request, end in zip(self._sequences, np.maximum(tokens - self.padding, 0).tolist(), strict=True):
-            more = end - self.pool.length(request)
-            added = self.pool.reserve(request, more, lambda source, target: copies.append((source, target)))
-            if added or copies:
-                self._entries = None
-        return copies
+    def _lengths(self, tokens: int) -> list[int]:
+        """The first `tokens` tokens of each sequence without padding."""
+        lengths: list[int] = np.maximum(tokens - self.padding, 0).tolist()
+        return lengths
 
     def _table(self) -> Table:
-        """The pages of all sequences; the tensors are to have the highest of them."""
-        if self._entries is None:
-            pages = [self.pool.pages(request) for request in self._sequences]
-            self._entries = np.full((self.batch, max(map(len, pages), default=0)), -1, np.int32)
-            for row, own in zip(self._entries, pages, strict=True):
-                row[: len(own)] = own
+        """The pages of all sequences, which the tensors are to have."""
+        pages = [self.pool.pages(request) for request in self._sequences]
+        entries = np.full((self.batch, max(map(len, pages), default=0)), -1, np.int32)
+        for row, own in zip(entries, pages, strict=True):
+            row[: len(own)] = own
         lengths = np.array([self.pool.length(request) for request in self._sequences], np.int32)
-        table = Table.padded(self._entries, lengths, PAGE_SIZE, ("past_key_values",) * 3)
+        table = Table.padded(entries, lengths, PAGE_SIZE, ("past_key_values",) * 3)
         if table.highest_page >= self.num_pages:
             self.num_pages = max(2 * self.num_pages, 8 * self.batch, table.highest_page + 1)
         return table
