@@ -51,7 +51,7 @@ def test_options_and_lines_say_the_same_of_every_field_of_sampling(lines):
     """Each field, given as an option and in a line, gives one text, which is not the text without it."""
     base = {"temperature": 1.0, "seed": 4, "max_tokens": 24}
     values = {"temperature": 0.6, "top_p": 0.5, "seed": 5, "top_k": 2, "min_p": 0.5, "repetition_penalty": 1.8,
-              "presence_penalty": 2, "frequency_penalty": 2, "max_tokens": 9}  # fmt: skip
+              "presence_penalty": 2, "frequency_penalty": 2, "typical_p": 0.3, "max_tokens": 9}  # fmt: skip
     values |= {"logit_bias": {"64": -100, "68": 100}, "stop_tokens": [68], "stop": "e"}
     (plain,) = lines([{"prompt": "the sea"} | base])[1]
     in_lines = by_sample(lines([{"prompt": "the sea"} | base | {name: value} for name, value in values.items()])[1])

@@ -75,7 +75,7 @@ def test_a_stream_is_the_answer_in_pieces(server):
 def test_what_comes_after_the_model_is_the_engines(server):
     """Names of the API are fields of Sampling."""
     options = {"temperature": 1.0, "top_p": 0.9, "seed": 5, "frequency_penalty": 1, "presence_penalty": 0.5}
-    own = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 6}
+    own = {"top_k": 20, "min_p": 0.01, "typical_p": 0.9, "repetition_penalty": 1.1, "min_tokens": 6}
     sampling = Sampling(24, stop_tokens=[7], ignore_end=True, logit_bias={"9": 4}, **options, **own)
     expected = [out.tokens[0] for out in server.engine.stream("the quick", sampling)]
     extra = own | {"stop_token_ids": [7], "ignore_eos": True}

@@ -7,7 +7,7 @@ import pytest
 from paged_kv.engine.demo_model import FOLDER
 from support.served import served
 
-CHOSEN = {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.3}
+CHOSEN = {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.9, "repetition_penalty": 1.3}
 MESSAGES = {"messages": [{"role": "user", "content": "In the beginning"}]}
 ROUTES = {
     "/v1/completions": ({"prompt": "In the beginning", "max_tokens": 24}, ("choices", 0, "text")),
@@ -41,7 +41,7 @@ def test_the_model_says_what_a_request_leaves_out(server, chosen, path):
     plain, own = ask(server, path), ask(chosen, path)
     assert own != plain
     assert own == ask(server, path, **CHOSEN)
-    neutral = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    neutral = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "repetition_penalty": 1}
     assert ask(chosen, path, **neutral) == plain
     for name, value in neutral.items():  # each alone comes before the model's, and the others stay the model's
         assert ask(chosen, path, **{name: value}) == ask(server, path, **CHOSEN | {name: value})

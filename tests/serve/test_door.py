@@ -147,7 +147,7 @@ def hostile_value(dice, depth=0):
 FIELDS = """model prompt messages max_tokens temperature top_p top_k min_p seed stop stop_token_ids ignore_eos logprobs
 top_logprobs echo n best_of stream stream_options frequency_penalty presence_penalty logit_bias response_format tools
 tool_choice user suffix unknown structured_outputs guided_json guided_choice min_tokens cache_salt chat_template_kwargs
-max_completion_tokens reasoning_effort return_token_ids parallel_tool_calls""".split()
+max_completion_tokens reasoning_effort return_token_ids parallel_tool_calls typical_p""".split()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paged_kv.checkpoint.config import load_config, load_sampling
 from paged_kv.engine.demo import byte_tokenizer
+from paged_kv.engine.sampling import OF_MODEL
 from paged_kv.errors import CheckpointError
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.models.tensors import expected_tensors
@@ -216,7 +217,7 @@ def test_a_bad_generation_config_is_named(tmp_path):
         load_config(tmp_path)
 
 
-CHOSEN = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.05}
+CHOSEN = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "typical_p": 0.9, "repetition_penalty": 1.05}
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ CHOSEN = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetiti
 def test_generation_config_says_how_tokens_are_chosen(tmp_path, generation, found):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert load_sampling(tmp_path) == found
+    assert load_sampling(tmp_path, OF_MODEL) == found
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_generation_config_says_how_tokens_are_chosen(tmp_path, generation, foun
 def test_bad_sampling_of_a_generation_config_is_named(tmp_path, generation, message):
     (tmp_path / "generation_config.json").write_text(generation)
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: {message}"):
-        load_sampling(tmp_path)
+        load_sampling(tmp_path, OF_MODEL)
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 512])

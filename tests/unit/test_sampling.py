@@ -47,7 +47,15 @@ def kept(logits, sampling):
     sums = np.cumsum(weights)
     size = 1 + int(np.searchsorted(sums, sampling.top_p * sums[-1])) if sampling.top_p < 1 else order.size
     size = min(size, np.count_nonzero(weights), np.count_nonzero(weights >= sampling.min_p))
-    return order[:size], weights[:size] / weights[:size].sum()
+    order, probabilities = order[:size], weights[:size] / weights[:size].sum()
+    if sampling.typical_p < 1:
+        surprises = np.log(weights[:size].sum()) - np.log(weights[:size])
+        distances = np.abs(surprises - (probabilities * surprises).sum())
+        nearest = np.argsort(distances, kind="stable")
+        last = int((np.cumsum(probabilities[nearest]) < sampling.typical_p).sum())
+        is_kept = distances <= distances[nearest[min(last, size - 1)]]
+        order, probabilities = order[is_kept], probabilities[is_kept] / probabilities[is_kept].sum()
+    return order, probabilities
 
 
 def adversarial_rows():
@@ -94,7 +102,8 @@ OPTIONS = {
     "large k": Sampling(temperature=1.0, top_k=20_000),
     "min_p": Sampling(temperature=1.0, min_p=0.02),
     "top_k and top_p": Sampling(temperature=1.2, top_k=500, top_p=0.7),
-    "all three": Sampling(temperature=1.0, top_k=3000, top_p=0.9, min_p=0.1),
+    "typical_p": Sampling(temperature=1.0, typical_p=0.2),
+    "all four": Sampling(temperature=1.0, top_k=3000, top_p=0.9, min_p=0.1, typical_p=0.7),
 }
 
 
@@ -128,6 +137,7 @@ def test_random_rows_and_options_give_the_oracles_tokens(seed):
         top_k=int(random.choice([-1, 0, 1, 5, 10_000])),
         top_p=float(random.choice([1, 0.999, 0.6, 1e-9])),
         min_p=float(random.choice([0, 0.001, 0.3, 1])),
+        typical_p=float(random.choice([1, 0.9, 0.3, 1e-9])),
     )
     ids, probabilities = kept(logits, sampling)
     numbers = random.random(40)
@@ -142,6 +152,7 @@ def test_what_is_kept_is_what_transformers_keeps():
         prompt, new = random.integers(400, size=30), random.integers(400, size=20)
         penalty, temperature = float(random.uniform(0.5, 2)), float(random.uniform(0.5, 2))
         top_k, top_p, min_p = int(random.integers(2, 60)), float(random.uniform(0.3, 1)), float(random.uniform(0, 0.2))
+        typical_p = float(random.uniform(0.2, 1))
         scores = torch.from_numpy(logits.copy())[None]
         before = torch.from_numpy(np.concatenate([prompt, new]))[None]
         for each in (
@@ -150,10 +161,12 @@ def test_what_is_kept_is_what_transformers_keeps():
             logits_process.TopKLogitsWarper(top_k),
             logits_process.TopPLogitsWarper(top_p),
             logits_process.MinPLogitsWarper(min_p),
+            logits_process.TypicalLogitsWarper(typical_p),
         ):
             scores = each(before, scores)
         probabilities = torch.softmax(scores[0].double(), 0).numpy()
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+        chosen = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+        sampling = Sampling(temperature=temperature, **chosen, repetition_penalty=penalty)
         # The k-th of so many numbers at equal distances comes as often as its token is likely.
         numbers = (np.arange(1000) + 0.5) / 1000
         asked = [Fixed(sampling, u, prompt, new) for u in numbers]
@@ -341,6 +354,7 @@ def test_threads_change_no_token(monkeypatch):
 BAD_VALUES = [
     *(("temperature", value, f"must be 0 or a positive number, not {value}") for value in (-0.1, math.nan, math.inf)),
     *(("top_p", value, f"must be above 0 and at most 1, not {value}") for value in (0.0, 1.01, math.nan)),
+    ("typical_p", 0.0, "must be above 0 and at most 1, not 0.0"),
     *(("min_p", value, f"must be from 0 to 1, not {value}") for value in (-0.1, 1.1)),
     *(("repetition_penalty", value, f"must be a positive number, not {value}") for value in (0, math.inf)),
     *((f"{name}_penalty", 2.1, "must be from -2 to 2, not 2.1") for name in ("presence", "frequency")),

@@ -15,7 +15,7 @@ from paged_kv.checkpoint.tokenizer_file import TOKENIZER, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractTypeError
 from paged_kv.graphs.models import find_family
 from paged_kv.graphs.models.config import DecoderConfig
-from paged_kv.graphs.models.fields import MAX_NUMBER, MIN_NUMBER, Fields
+from paged_kv.graphs.models.fields import Fields
 
 
 def checkpoint_path(path: Path | str) -> Path:
@@ -74,33 +74,30 @@ def load_config(folder: Path | str) -> DecoderConfig:
     return replace(config, eos_token_ids=end_tokens(ids, config.eos_token_ids))
 
 
-def load_sampling(folder: Path) -> dict[str, float]:
+def load_sampling(folder: Path, known: Mapping[str, tuple[str, float, float]]) -> dict[str, float]:
     """Read the sampling defaults of a folder's `generation_config.json`: fields of `engine.Sampling` by name.
 
     With `do_sample: false`, only what greedy texts depend on.
+
+    Args:
+        folder: The checkpoint.
+        known: Fields that are read: "number" or "integer", the least and the most.
 
     Raises:
         CheckpointError: a value is of a wrong type or out of range.
     """
     given = _generation(folder)
     found: dict[str, float] = {}
-    for name, (least, most) in _CHOOSING.items():
-        if given.get(name) is not None:
+    for name, (kind, least, most) in known.items():
+        if given.get(name) is None:
+            continue
+        if kind == "integer":
+            found[name] = given.integer(name, None, int(most), int(least))
+        else:
             found[name] = given.number(name, None, least, most)
-    if given.get("top_k") is not None:
-        found["top_k"] = given.integer("top_k", least=-1)
     if not given.boolean("do_sample", True):
         return {name: value for name, value in found.items() if name == "repetition_penalty"}
     return found
-
-
-_CHOOSING = {
-    "temperature": (0, MAX_NUMBER),
-    "top_p": (MIN_NUMBER, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (MIN_NUMBER, MAX_NUMBER),
-}
-"""Numbers of a `generation_config.json` that say how tokens are chosen, with their least and their most."""
 
 
 def _generation(folder: Path) -> Fields:

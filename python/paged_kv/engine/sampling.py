@@ -1,14 +1,17 @@
 """Sampling: a request's options, and from the logits of a step to the next token of each of its samples.
 
 The order is that of transformers' `generate`: `logit_bias`, then the penalties, the temperature, `top_k`, `top_p` of
-what that leaves, `min_p`. vLLM differs in one: it takes `min_p` before `top_k` and `top_p`. MAX Serve has no bias.
+what that leaves, `min_p`, `typical_p`. vLLM differs in two: it takes `min_p` before `top_k` and `top_p`, and has no
+`typical_p`. MAX Serve has no bias.
 
-No row is sorted as a whole. The most likely tokens come first, of equals the lowest id; each of `top_k`, `top_p` and
-`min_p` keeps a beginning of that order, and one number from [0, 1) chooses by its cumulative distribution.
+The most likely tokens come first, of equals the lowest id; each of `top_k`, `top_p` and `min_p` keeps a beginning of
+that order, `typical_p` some of it, and one number from [0, 1) chooses by its cumulative distribution. No row is sorted
+as a whole but for `typical_p`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,17 +33,23 @@ Kind = Literal["number", "integer", "flag", "texts", "tokens", "biases", "form"]
 """The kind of a field of `Sampling`; the command line makes its options of it, but of a form."""
 
 
-def _number(wording: str, fits: Callable[[float], bool]) -> Callable[[str, Any], float]:
-    def check(name: str, value: Any) -> float:
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `least` to `most`, in the words of an error."""
+
+    words: str
+    least: float = math.ulp(0.0)
+    """The least positive number where nothing is said."""
+    most: float = sys.float_info.max
+
+    def check(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
             raise ContractTypeError(f"{name} must be a number, not {type(value).__name__}")
         # Smaller floats of NumPy warn where they are compared with a number past their largest.
         number = value if isinstance(value, int) else float(value)
-        if not (abs(number) <= sys.float_info.max and fits(number)):
-            raise ContractError(f"{name} must be {wording}, not {shown(value)}")
+        if not self.least <= number <= self.most:
+            raise ContractError(f"{name} must be {self.words}, not {shown(value)}")
         return float(number)
-
-    return check
 
 
 def _at_least(minimum: int, *, or_none: bool = False) -> Callable[[str, Any], int | None]:
@@ -73,13 +82,13 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         pairs = [(token, bias) for token, bias in (value.items() if isinstance(value, Mapping) else value)]
     except (TypeError, ValueError):
         raise ContractTypeError(f"{name} must map token ids to numbers, not {shown(value)}") from None
-    number = _number("from -100 to 100", lambda bias: -100 <= bias <= 100)
+    number = Range("from -100 to 100", -100, 100)
     biases = {}
     for given, bias in pairs:
         # The keys of a JSON object are texts.
         token = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 20 else given
         token = integer(f"{name}: a token", token, 0)
-        biases[token] = number(f"{name} of token {shown(token)}", bias)
+        biases[token] = number.check(f"{name} of token {shown(token)}", bias)
     return tuple(sorted(biases.items()))
 
 
@@ -89,32 +98,55 @@ def _form(name: str, value: Any) -> Form | None:
     return value
 
 
-def _option(kind: Kind, check: Callable[[str, Any], Any], text: str, flag: str | None = None) -> dict[str, Any]:
-    """Describe a field: how its value is checked and kept, and what the command line says of it."""
-    return {"kind": kind, "check": check, "help": text, "flag": flag}
+def _option(
+    kind: Kind,
+    check: Callable[[str, Any], Any],
+    text: str,
+    flag: str | None = None,
+    *,
+    served: bool = True,
+    of_model: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """Describe a field.
+
+    Args:
+        kind: Of its values.
+        check: Makes of its name and a value what is kept.
+        text: The command line's help.
+        flag: The command line's option, where it is not the field's name.
+        served: True if a request to the server has it by its own name.
+        of_model: The least and the most that a model's generation_config.json may have; None where it says nothing.
+    """
+    return {"kind": kind, "check": check, "help": text, "flag": flag, "served": served, "of_model": of_model}
+
+
+def _number(numbers: Range, text: str, *, of_model: bool = False) -> dict[str, Any]:
+    """Describe a field that is a number."""
+    return _option("number", numbers.check, text, of_model=(numbers.least, numbers.most) if of_model else None)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of how a request's tokens are chosen, and where they end. Each field is an option of the command line
-    too.
+    """Options of how a request's tokens are chosen, and where they end. Each field says of itself how the command line,
+    the server and a model's generation_config.json have it.
 
     Raises:
         ContractTypeError, ContractError: a value has the wrong type or is out of range.
     """
 
     max_tokens: int = field(
-        default=64, metadata=_option("integer", _at_least(1), "Most tokens after each prompt.", "--max-new-tokens")
+        default=64,
+        metadata=_option("integer", _at_least(1), "Most tokens after each prompt.", "--max-new-tokens", served=False),
     )
     """New tokens at most; at least 1."""
     temperature: float = field(
         default=0.0,
-        metadata=_option("number", _number("0 or a positive number", lambda value: value >= 0), "0 is greedy."),
+        metadata=_number(Range("0 or a positive number", 0), "0 is greedy.", of_model=True),
     )
     """0 takes the most likely token, the lowest id among equals; otherwise logits are divided by it."""
     top_p: float = field(
         default=1.0,
-        metadata=_option("number", _number("above 0 and at most 1", lambda value: 0 < value <= 1), "Nucleus sampling."),
+        metadata=_number(Range("above 0 and at most 1", most=1), "Nucleus sampling.", of_model=True),
     )
     """Keeps the smallest set of most likely tokens whose probabilities sum to at least this."""
     seed: int | None = field(
@@ -129,47 +161,43 @@ class Sampling:
     """Texts that end a sample; they are not part of its text. They need a tokenizer."""
     stop_tokens: Sequence[int] = field(
         default=(),
-        metadata=_option("tokens", _tokens, "A token id that ends a sample; repeat it for several.", "--stop-token"),
+        metadata=_option(
+            "tokens", _tokens, "A token id that ends a sample; repeat it for several.", "--stop-token", served=False
+        ),
     )
     """Tokens that end a sample, beside the model's own."""
     ignore_end: bool = field(
-        default=False, metadata=_option("flag", _flag, "Take the model's own end tokens as tokens like others.")
+        default=False,
+        metadata=_option("flag", _flag, "Take the model's own end tokens as tokens like others.", served=False),
     )
     """True if the model's own end tokens are tokens like others."""
     top_k: int = field(
-        default=0, metadata=_option("integer", _at_least(-1), "Keep so many of the most likely tokens; 0 keeps all.")
+        default=0,
+        metadata=_option(
+            "integer", _at_least(-1), "Keep so many of the most likely tokens; 0 keeps all.", of_model=(-1, 2**31 - 1)
+        ),
     )
     """Keeps so many of the most likely tokens, of equals the lowest ids; 0 and -1 keep all."""
     min_p: float = field(
         default=0.0,
-        metadata=_option(
-            "number",
-            _number("from 0 to 1", lambda value: 0 <= value <= 1),
-            "Keep tokens with this share of the largest probability.",
+        metadata=_number(
+            Range("from 0 to 1", 0, 1), "Keep tokens with this share of the largest probability.", of_model=True
         ),
     )
     """Keeps tokens that are at least so many times as likely as the most likely one."""
     repetition_penalty: float = field(
         default=1.0,
-        metadata=_option(
-            "number", _number("a positive number", lambda value: value > 0), "On tokens of the prompt and after it."
-        ),
+        metadata=_number(Range("a positive number"), "On tokens of the prompt and after it.", of_model=True),
     )
     """Logits of tokens that the prompt or the sample has are divided by it where positive, else multiplied by it."""
     presence_penalty: float = field(
         default=0.0,
-        metadata=_option(
-            "number", _number("from -2 to 2", lambda value: -2 <= value <= 2), "On tokens after the prompt."
-        ),
+        metadata=_number(Range("from -2 to 2", -2, 2), "On tokens after the prompt."),
     )
     """Is subtracted from the logits of the sample's new tokens; the prompt does not count."""
     frequency_penalty: float = field(
         default=0.0,
-        metadata=_option(
-            "number",
-            _number("from -2 to 2", lambda value: -2 <= value <= 2),
-            "On tokens after the prompt, each time that they came.",
-        ),
+        metadata=_number(Range("from -2 to 2", -2, 2), "On tokens after the prompt, each time that they came."),
     )
     """The same, for each time that the token came."""
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = field(
@@ -180,7 +208,10 @@ class Sampling:
     logprobs: int | None = field(
         default=None,
         metadata=_option(
-            "integer", _at_least(0, or_none=True), "Log-probabilities of each token and of so many most likely ones."
+            "integer",
+            _at_least(0, or_none=True),
+            "Log-probabilities of each token and of so many most likely ones.",
+            served=False,
         ),
     )
     """None for no log-probabilities; 0 for those of the tokens, n for those of the n most likely as well."""
@@ -194,7 +225,7 @@ class Sampling:
         ),
     )
     """True if special tokens are left out of the text. Those that end it are left out in any case."""
-    form: Form | None = field(default=None, metadata=_option("form", _form, ""))
+    form: Form | None = field(default=None, metadata=_option("form", _form, "", served=False))
     """The form that each text must have, from its first character to its last: a JSON schema, a regular expression or
     a grammar. It needs a tokenizer."""
     min_tokens: int = field(
@@ -204,10 +235,18 @@ class Sampling:
     end its text before."""
     prompt_logprobs: int | None = field(
         default=None,
-        metadata=_option("integer", _at_least(0, or_none=True), "The same of each prompt's tokens, but for its first."),
+        metadata=_option(
+            "integer", _at_least(0, or_none=True), "The same of each prompt's tokens, but for its first.", served=False
+        ),
     )
     """The same for the tokens of the prompt, each given those before it; the first has none. The whole prompt is then
     computed, whatever of it is in the cache."""
+    typical_p: float = field(
+        default=1.0,
+        metadata=_number(Range("above 0 and at most 1", most=1), "Locally typical sampling.", of_model=True),
+    )
+    """Keeps the tokens whose log-probabilities are nearest to their mean, the fewest that sum to at least this, and all
+    that are as near as the last of them."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -234,6 +273,16 @@ class Sampling:
     def uses_history(self) -> bool:
         """True if what comes next depends on the tokens before it by a penalty."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+SERVED = tuple(each.name for each in fields(Sampling) if each.metadata["served"])
+"""Fields that a request to the server has by their own names."""
+OF_MODEL: dict[str, tuple[Kind, float, float]] = {
+    each.name: (each.metadata["kind"], *each.metadata["of_model"])
+    for each in fields(Sampling)
+    if each.metadata["of_model"]
+}
+"""Fields that a model's generation_config.json may have: their kind, their least and their most."""
 
 
 @dataclass(frozen=True)
@@ -390,7 +439,7 @@ def _choose(logits: Logits, history: History) -> Choice | ContractError:
 
 
 def _draw(scores: Logits, sampling: Sampling, uniform: float) -> int:
-    """A token of those that `top_k`, `top_p` and `min_p` keep of `[V]` scores."""
+    """A token of those that the options keep of `[V]` scores."""
     ids = _largest(scores, sampling.top_k) if 0 < sampling.top_k < scores.size else None
     weights = _weights(scores if ids is None else scores[ids], sampling.temperature)
     total = mass = float(weights.sum())
@@ -404,6 +453,9 @@ def _draw(scores: Logits, sampling: Sampling, uniform: float) -> int:
         if above.size < kept:
             kept, likely, total = above.size, above, float(above.sum())
             mass = total
+    if sampling.typical_p < 1:
+        at = _draw_typical(weights, kept, sampling.typical_p, uniform)
+        return int(at if ids is None else ids[at])
     rank, value, _ = _reach(likely, total, uniform * mass)
     if rank >= kept or value == 0:  # by rounding
         rank = min(kept, int(np.count_nonzero(weights))) - 1
@@ -411,6 +463,20 @@ def _draw(scores: Logits, sampling: Sampling, uniform: float) -> int:
     found = np.flatnonzero(weights == value)
     at = found[0 if found.size == 1 else rank - np.count_nonzero(weights > value)]
     return int(at if ids is None else ids[at])
+
+
+def _draw_typical(weights: Floats, count: int, typical_p: float, uniform: float) -> int:
+    """A token of those that `typical_p` keeps of the `count` most likely ones."""
+    order = np.argsort(-weights, kind="stable")[: min(count, int(np.count_nonzero(weights)))]
+    likely = weights[order]
+    shares, logs = likely / likely.sum(), np.log(likely) - np.log(likely.sum())
+    distances = np.abs(logs - shares @ logs)
+    nearest = np.argsort(distances, kind="stable")
+    last = int(np.searchsorted(np.cumsum(shares[nearest]), typical_p))
+    is_kept = distances <= distances[nearest[min(last, nearest.size - 1)]]
+    sums = np.cumsum(shares[is_kept])
+    rank = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
+    return int(order[is_kept][min(rank, sums.size - 1)])
 
 
 def _weights(scores: Logits, temperature: float) -> Floats:

@@ -15,6 +15,7 @@ from uvicorn import Config
 
 from paged_kv.arguments import printable
 from paged_kv.checkpoint.source import Source
+from paged_kv.engine.sampling import OF_MODEL
 from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
 from paged_kv.output import say
@@ -63,7 +64,7 @@ def served_model(settings: Settings, source: Source, most_tokens: int) -> Served
         ContractError: the chat template cannot be read.
         CheckpointError: the model's own files cannot be, or say what is not supported.
     """
-    sampling = source.sampling() if settings.generation_config == "model" else {}
+    sampling = source.sampling(OF_MODEL) if settings.generation_config == "model" else {}
     return ServedModel(source, settings.name, most_tokens, read_template(settings.chat_template), sampling)
 
 

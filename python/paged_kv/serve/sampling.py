@@ -7,7 +7,7 @@ import secrets
 from typing import Any
 
 from paged_kv.arguments import shown
-from paged_kv.engine.sampling import Sampling
+from paged_kv.engine.sampling import SERVED, Sampling
 from paged_kv.errors import ContractError
 from paged_kv.forms import Form, Grammar, JsonSchema, Regex
 from paged_kv.serve.fields import Fields
@@ -15,11 +15,6 @@ from paged_kv.serve.served_model import ServedModel
 
 MOST_LOGPROBS = 20
 """Most likely tokens beside each token."""
-_SAME = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "min_tokens", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens"),
-)
-"""Fields of `Sampling` by their own names."""
 _HARMLESS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     "prediction",
@@ -41,7 +36,7 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
     Raises:
         ContractError, ContractTypeError: a value has the wrong type or is out of range.
     """
-    for name in _SAME:
+    for name in SERVED:
         if name in body:
             options.setdefault(name, body.any(name))
     stop_tokens = body.any("stop_token_ids", [])
