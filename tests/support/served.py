@@ -15,6 +15,7 @@ from paged_kv.checkpoint.source import open_source
 from paged_kv.engine import load
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
+from paged_kv.engine.sampling import OF_MODEL
 from paged_kv.serve.application import application
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.metrics import Metrics
@@ -66,7 +67,7 @@ def served(
     if engine is None:
         engine = load(folder, **{"num_pages": 512, "page_size": PAGE_SIZE, "dtype": "float32"} | options)
     source = open_source(folder)
-    model = ServedModel(source, "demo", length, template, source.sampling())
+    model = ServedModel(source, "demo", length, template, source.sampling(OF_MODEL))
     backend = LocalBackend(engine, most_samples)
     app = application(model, backend, Metrics("demo", backend))
     with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:
