@@ -7,27 +7,33 @@ from typing import Any
 import numpy as np
 
 from hostile import model
-from hostile.calls_decode import (
+from hostile.memory import Memory
+from hostile.model import Expected, Options, RowMask, Table, require
+from hostile.parts import (
     FLOAT8,
     FLOATS,
     OPTIONS,
+    Pages,
     State,
+    as_list,
+    batch,
+    cache_given,
     cache_of,
     drawn,
     dtype_named,
     dtypes_planned,
     gathered_of,
+    heads_of,
     index_arrays,
+    layout_of,
     narrow,
+    offsets,
     options,
     plain,
     sides_checked,
     tensors,
     widened,
 )
-from hostile.calls_prefill import batch, offsets
-from hostile.memory import Memory
-from hostile.model import Expected, Options, RowMask, Table, require
 from hostile.transforms import Arguments, Rng
 from paged_kv.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -41,9 +47,7 @@ NONE = (None, None, None)
 
 
 def sizes_of(given: Arguments) -> tuple[int, int, int, int]:
-    heads, hk, dim, size = (model.count(given[name].value, 1) for name in SIZES)
-    require(heads % hk == 0 and 8 <= dim <= 512 and dim % 8 == 0, "sizes")
-    return heads, hk, dim, size
+    return (*heads_of(given), model.count(given["page_size"].value, 1))
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -102,12 +106,10 @@ class Levels:
         state["it"].plan(*self.lists(given), *sizes, **{name: given[name] for name in named if name in given})
 
     def run(self, given: dict[str, Any], state: State) -> list[Any]:
-        cache = given["cache"] if "cache" in given else (given["k"], given["v"])
-        found = state["it"].run(given["q"], cache, return_lse=given["return_lse"])
-        return list(found) if isinstance(found, tuple) else [found]
+        return as_list(state["it"].run(given["q"], cache_given(given), return_lse=given["return_lse"]))
 
     def expect_planned(self, given: Arguments, state: State) -> list[Expected]:
-        require(isinstance(given["kv_layout"].value, str) and given["kv_layout"].value in ("NHD", "HND"), "layout")
+        layout_of(given)
         sizes, levels = sizes_of(given), []
         arrays = list(zip(*self.lists(given), strict=True))
         require(model.count(given["num_levels"].value) == len(arrays), "num_levels")
@@ -156,16 +158,14 @@ class SharedPrefix:
         hk, dim, layout = int(rng.choice([1, 2])), int(rng.choice([64, 8])), str(rng.choice(["NHD", "HND"]))
         counts = np.ones_like(counts) if self.form == "decode" else counts
         heads, prefix = hk * int(rng.integers(1, 4)), int(rng.choice([0, 1, 5, 33]))
-        used = -(-lengths // size)
-        ids = rng.permutation(int(used.sum()) + int(rng.integers(1, 4)))
-        last = np.where(lengths > 0, (lengths - 1) % size + 1, 0)
+        pages = Pages(rng, lengths, size)
         given = {} if self.form == "decode" else index_arrays(memory, qo=offsets(counts))
-        given |= index_arrays(memory, indptr=offsets(used), indices=ids[: used.sum()], last=last)
+        given |= index_arrays(memory, indptr=pages.indptr, indices=pages.ids, last=pages.last)
         given |= plain(num_qo_heads=heads, num_kv_heads=hk, head_dim=dim, page_size=size, kv_layout=layout)
         given |= tensors(q=drawn(rng, memory, (int(counts.sum()), heads, dim), "float32"))
         shape = (prefix, hk, dim) if layout == "NHD" else (hk, prefix, dim)
         given |= tensors(**{name: drawn(rng, memory, shape, "float32") for name in ("k_shared", "v_shared")})
-        given |= cache_of(rng, memory, lengths, ids[: used.sum()], len(ids), (size, hk, dim), "float32", layout)
+        given |= cache_of(rng, memory, lengths, pages.ids, pages.pool, (size, hk, dim), "float32", layout)
         if self.form == "decode":
             return given | plain(data_type="float32")
         return given | plain(causal=bool(rng.integers(2)), sm_scale=[None, 0.3][rng.integers(2)])
@@ -186,12 +186,11 @@ class SharedPrefix:
         state["it"].begin_forward(*arrays, *(given[name] for name in SIZES), **named)
 
     def run(self, given: dict[str, Any], state: State) -> list[Any]:
-        cache = given["cache"] if "cache" in given else (given["k"], given["v"])
         named = {name: given[name] for name in ("causal", "sm_scale") if name in given}
-        return [state["it"].forward(given["q"], given["k_shared"], given["v_shared"], cache, **named)]
+        return [state["it"].forward(given["q"], given["k_shared"], given["v_shared"], cache_given(given), **named)]
 
     def expect_planned(self, given: Arguments, state: State) -> list[Expected]:
-        require(isinstance(given["kv_layout"].value, str) and given["kv_layout"].value in ("NHD", "HND"), "layout")
+        layout_of(given)
         sizes = sizes_of(given)
         table = Table.csr(*(model.indices(given[name]) for name in PARTS[1:]), sizes[3])
         counts = [1] * len(table.lengths)

@@ -7,23 +7,28 @@ from typing import Any
 import numpy as np
 
 from hostile import model
-from hostile.calls_decode import (
+from hostile.memory import DTYPES, Memory
+from hostile.model import Expected, Options, require
+from hostile.parts import (
     FLOAT8,
     FLOATS,
     PAIRS,
+    Pages,
     State,
+    batch,
     drawn,
     dtypes_planned,
     index_arrays,
+    offsets,
     outputs,
     plain,
+    results_of,
     sinks_of,
+    some_results,
+    table_of_lengths,
     tensors,
     widened,
 )
-from hostile.calls_prefill import batch, offsets, table_of_lengths
-from hostile.memory import DTYPES, Memory
-from hostile.model import Expected, Options, require
 from hostile.transforms import Arguments, Rng
 from paged_kv.mla import BatchMLAPagedAttentionWrapper
 
@@ -41,10 +46,8 @@ class Latent:
         q_dtype, kv_dtype = PAIRS[rng.integers(len(PAIRS))]
         lengths, counts, size = batch(rng, 4)
         heads, ckv, kpe = int(rng.choice([1, 3, 16])), int(rng.choice([64, 8])), int(rng.choice([0, 8, 16]))
-        used, rows = -(-lengths // size), int(counts.sum())
-        pages = int(used.sum()) + int(rng.integers(1, 4))
-        ids = rng.permutation(pages)[: used.sum()]
-        arrays = (offsets(counts), offsets(used), ids, lengths)
+        pages, rows = Pages(rng, lengths, size), int(counts.sum())
+        arrays = (offsets(counts), pages.indptr, pages.ids, lengths)
         given = index_arrays(memory, **dict(zip(ARRAYS, arrays, strict=True)))
         given |= plain(num_heads=heads, head_dim_ckv=ckv, head_dim_kpe=kpe, page_size=size)
         given |= plain(causal=bool(rng.integers(2)), sm_scale=float(rng.choice([0.1, 1.0])))
@@ -52,17 +55,15 @@ class Latent:
         for name, width in (("q_nope", ckv), ("q_pe", kpe)):
             given |= tensors(**{name: drawn(rng, memory, (rows, heads, width), q_dtype)})
         for name, width in (("ckv_cache", ckv), ("kpe_cache", kpe)):
-            cache = memory.new((pages, size, width), DTYPES[kv_dtype])
+            cache = memory.new((pages.pool, size, width), DTYPES[kv_dtype])
             for b, length in enumerate(lengths.tolist()):  # other slots stay NaN
                 for j in range(length):
-                    cache[ids[used[:b].sum() + j // size], j % size] = rng.standard_normal(width).astype(np.float32)
+                    page = pages.ids[pages.indptr[b] + j // size]
+                    cache[page, j % size] = rng.standard_normal(width).astype(np.float32)
             given |= tensors(**{name: cache})
         if kv_dtype in FLOAT8:
             given |= plain(ckv_scale=0.5, kpe_scale=float(rng.choice([0.5, 2.0])))
-        if rng.random() < 0.3:
-            given |= tensors(out=memory.new((rows, heads, ckv), DTYPES[q_dtype]))
-        if rng.random() < 0.3:
-            given |= tensors(lse=memory.new((rows, heads), DTYPES["float32"]))
+        given |= some_results(rng, memory, (rows, heads), ckv, q_dtype)
         if rng.random() < 0.2:
             given |= tensors(sinks=drawn(rng, memory, (heads,), "float32"))
         return given | plain(return_lse=bool(rng.integers(2)))
@@ -76,10 +77,7 @@ class Latent:
 
     def run(self, given: dict[str, Any], state: State) -> list[Any]:
         found = state["it"].run(**{name: value for name, value in given.items() if name not in PLAN})
-        results = list(found) if isinstance(found, tuple) else [found]
-        for name, result in zip(("out", "lse"), results, strict=False):
-            assert given.get(name) is None or result is given[name], f"the result is not {name}"
-        return results
+        return results_of(found, given)
 
     def expect_planned(self, given: Arguments, state: State) -> list[Expected]:
         sizes = heads, ckv, kpe, size = tuple(

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from hostile import model
-from hostile.calls_decode import State, drawn, index_arrays, plain, tensors
 from hostile.memory import DTYPES, Memory
 from hostile.model import Expected, Table, require
+from hostile.parts import State, drawn, index_arrays, layout_of, plain, tensors
 from hostile.transforms import Arguments, Rng
 from paged_kv.page import (
     append_paged_kv_cache,
@@ -123,8 +123,7 @@ class Append:
         return []
 
     def expected(self, given: Arguments, _: State) -> list[Expected]:
-        layout = given["kv_layout"].value
-        require(isinstance(layout, str) and layout in ("NHD", "HND"), "layout")
+        layout = layout_of(given)
         if "cache" in given:
             both = model.array(given["cache"], None, 2, None, None, None)
             sides, whole = [both[:, 0], both[:, 1]], [both]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from hostile import model
-from hostile.calls_decode import State, drawn, index_arrays, plain, tensors
 from hostile.memory import DTYPES, Memory
 from hostile.model import Expected, require
+from hostile.parts import State, drawn, index_arrays, plain, tensors
 from hostile.transforms import Arguments, Rng
 from paged_kv.cache import PagedKVCache, allocate_blocks, append_kv, gather_kv
 from paged_kv.cascade import merge_state, merge_state_in_place, merge_states

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from hostile import model
-from hostile.calls_decode import FLOAT8, FLOATS, PAIRS, State, drawn, index_arrays, narrow, plain, sinks_of, tensors
 from hostile.calls_page import COPIED, QUANTISED, write
 from hostile.memory import DTYPES, Memory
 from hostile.model import Expected, Options, Table, last_rows, require
+from hostile.parts import FLOAT8, FLOATS, PAIRS, State, drawn, index_arrays, narrow, plain, sinks_of, tensors
 from hostile.transforms import Arguments, Rng, replace
 from paged_kv.torch import append_paged_kv, gather_paged_kv, linear, paged_attention
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from hostile.calls_attention import Single, Wrapper
 from hostile.calls_cascade import Levels, SharedPrefix
-from hostile.calls_decode import Single, Wrapper
 from hostile.calls_mla import Latent
 from hostile.calls_page import Append, AppendLatent, Positions, SeqLens
-from hostile.calls_prefill import Prefill, SinglePrefill, Trees
 from hostile.calls_states import Functional, Merge
 from hostile.calls_torch import TorchAppend, TorchAttention, TorchGather, TorchLinear
+from hostile.calls_trees import Trees
 from hostile.memory import Memory, values
 from hostile.model import Expected, Invalid
 from hostile.objects import objects
@@ -24,11 +24,11 @@ from paged_kv.errors import ContractError, ContractTypeError
 from support.compare import assert_close, assert_lse_close
 
 CALLS: list[Any] = [
-    *(Wrapper(), Wrapper(), Wrapper(), Single(), Single()),
+    *(Wrapper("decode"), Wrapper("decode"), Wrapper("decode"), Single("decode"), Single("decode")),
     *(Append("at"), Append("last"), Append("dense"), AppendLatent("at"), AppendLatent("dense")),
     *(Merge("two"), Merge("many"), Merge("in_place"), Positions(), SeqLens(), Functional(), Functional()),
     *(Pool(), Manager()),
-    *(Prefill("paged"), Prefill("paged"), Prefill("ragged"), Prefill("mixed"), SinglePrefill(), Trees()),
+    *(Wrapper("paged"), Wrapper("paged"), Wrapper("ragged"), Wrapper("mixed"), Single("prefill"), Trees()),
     *(Levels(), Levels(), SharedPrefix("decode"), SharedPrefix("prefill"), Latent()),
     *(TorchAttention(), TorchAttention(), TorchAppend(), TorchGather(), TorchLinear()),
 ]

@@ -70,12 +70,9 @@ def numbers_of(side: np.ndarray) -> np.ndarray:
     """What the stored heads stand for."""
     if side.dtype not in CODES:
         return side
-    dim, bytes_ = elements_of(side), np.ascontiguousarray(side).view(np.uint8)
-    codes = bytes_[..., :-4].view(np.int8)
-    if side.dtype == np.uint8:
-        codes = np.stack([codes << 4 >> 4, codes >> 4], -1).reshape(*side.shape[:-1], dim)
+    elements_of(side)
     with np.errstate(all="ignore"):
-        return codes * bytes_[..., -4:].view(np.float32)
+        return reference.widened(np.ascontiguousarray(side)).astype(np.float32)
 
 
 def stored(rows: np.ndarray, side: np.ndarray) -> np.ndarray:
@@ -86,21 +83,7 @@ def stored(rows: np.ndarray, side: np.ndarray) -> np.ndarray:
     floats = rows.dtype.name in ("float32", "float16", "bfloat16")
     require(side.dtype in CODES and floats and rows.shape[-1] != side.shape[-1], "dtypes")
     require(rows.shape[1:] == (*side.shape[2:-1], elements_of(side)), "rows")
-    with np.errstate(all="ignore"):
-        x = rows.astype(np.float32)
-        if side.dtype == np.int8:
-            scale = np.minimum(np.abs(x).max(-1, keepdims=True) / np.float32(127), np.float32(2.6793884e36))
-        else:
-            most, least = x.max(-1, keepdims=True, initial=-np.inf), x.min(-1, keepdims=True, initial=np.inf)
-            scale = np.where(most > -least, most, least) / np.float32(-8)
-        scale = np.where(np.abs(scale) < np.finfo(np.float32).tiny, np.float32(0), scale)
-        finite = np.isfinite(x).all(-1, keepdims=True)
-        codes = np.minimum(np.rint(x * (np.float32(1) / scale)), 7 if side.dtype == np.uint8 else 127)
-        codes = np.where(finite & (scale != 0), codes, 0).astype(np.int8)
-        scale = np.where(finite, scale, np.float32(np.nan)).astype(np.float32)
-    if side.dtype == np.uint8:
-        codes = (codes[..., ::2] & 15) | (codes[..., 1::2] << 4)
-    return np.concatenate([codes.view(np.uint8), scale.view(np.uint8)], -1).view(side.dtype)
+    return reference.quantised(rows, "int4" if side.dtype == np.uint8 else "int8")
 
 
 def rows_of(arguments: list[Argument], sides: list[np.ndarray]) -> list[np.ndarray]:
