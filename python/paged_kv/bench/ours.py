@@ -1,4 +1,4 @@
-"""This package on each kind of case, on operands prepared before."""
+"""The package on each kind of case, on operands prepared before."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ OTHERS = {
 
 
 def make_ours(case: Case) -> Ours:
-    """This package on a kind of case."""
+    """The package on a kind of case."""
     kinds: dict[str, type[Ours]] = {
         "AttentionCase": OursAttention,
         "AppendCase": OursAppend,
