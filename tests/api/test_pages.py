@@ -30,7 +30,6 @@ NOT_RUN = {
     "needs Ray; tests/ray runs examples/ray_serve": 2,
     "needs a GPU": 3,
     "needs a cross compiler and QEMU": 1,
-    "needs llama.cpp's templates": 1,
     "needs vLLM; tests/vllm runs it": 1,
     "serves until it is stopped": 1,
 }
