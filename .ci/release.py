@@ -5,7 +5,7 @@
 It publishes nothing. It refuses a checkout with changes, a commit without the tag of the version, and a CHANGELOG
 without the version's section; then it builds sdist and wheel twice, which must give the same bytes, installs the wheel
 in a fresh environment and runs `paged-kv doctor` and a decode call there. `--rehearse` says what it would refuse, and
-goes on. CONTRIBUTING.md says what comes before and after.
+goes on. docs/notes/release.md says what comes before and after.
 """
 
 from __future__ import annotations

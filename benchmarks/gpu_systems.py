@@ -107,7 +107,7 @@ def max_stream() -> Any:
 
 
 class Ours:
-    """This package's op: the graph that the API runs, and the kernel for any GPU."""
+    """The op of this package: the graph that the API runs, and the kernel for any GPU."""
 
     def systems(self, problem: Problem) -> Iterator[System]:
         point, where = problem.point, problem.device

@@ -37,7 +37,7 @@ LONGEST_FIRST = (
     *("engine/test_families.py", "engine/test_llama.py", "ops/test_graph_ops.py"),
     *("ops/test_append_op.py", "engine/test_shares.py", "engine/test_cli.py", "mojo/test_mojo.py"),
     *("engine/test_memory.py", "engine/test_gguf.py", "ops/test_quantised.py", "ops/test_linear_op.py"),
-    *("api/test_examples.py", "api/test_readme.py", "engine/test_weights_memory.py"),
+    *("api/test_examples.py", "api/test_pages.py", "engine/test_weights_memory.py"),
 )
 """Files that compile before their first test start first. Two that compile the same family never stand side by side."""
 

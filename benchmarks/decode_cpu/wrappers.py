@@ -1,4 +1,4 @@
-"""This package as a user of the array API calls it, planned before: a prefill, and requests that share a prefix."""
+"""The package as a user of the array API calls it, planned before: a prefill, and requests that share a prefix."""
 
 from __future__ import annotations
 

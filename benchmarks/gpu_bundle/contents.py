@@ -54,7 +54,7 @@ def max_runtime(site: Path, python: str, work: Path) -> None:
 
 
 def own_package(site: Path) -> None:
-    """This package as the wheel has it; benchmarks beside it. Its sources are those that the keys of compiled graphs
+    """The package as the wheel has it; benchmarks beside it. Its sources are those that the keys of compiled graphs
     are made of: of the package that is running, whether it was installed with `-e` or not.
     """
     package = site / "paged_kv"

@@ -91,6 +91,15 @@ def init_paged_kv_cache(
             entries, the pools do not fit in memory, or the dtype or the device is unknown.
         ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
         ToolchainError: MAX does not see that GPU, or torch is missing.
+
+    Examples:
+        >>> import numpy as np
+        >>> cache = init_paged_kv_cache(
+        ...     num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, batch_size=2,
+        ...     max_blocks_per_seq=3, dtype=np.float32,
+        ... )
+        >>> cache.key_pool.shape, cache.block_table.tolist(), cache.seq_lengths.tolist()
+        ((8, 4, 2, 8), [[-1, -1, -1], [-1, -1, -1]], [0, 0])
     """
     shape = (
         integer("num_blocks", num_blocks, 0, LARGEST_INDEX),
@@ -132,6 +141,16 @@ def allocate_blocks(
         PoolExhausted: `free_block_ids` is shorter than the number of blocks needed.
         PageTableError: a consumed id is outside the pool, owned or consumed twice, or the table's row is too short.
         ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
+
+    Examples:
+        >>> import numpy as np
+        >>> empty = init_paged_kv_cache(
+        ...     num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, batch_size=2,
+        ...     max_blocks_per_seq=3, dtype=np.float32,
+        ... )
+        >>> cache, used = allocate_blocks(empty, sequence_idx=1, num_new_tokens=5, free_block_ids=np.array([6, 3, 7]))
+        >>> used, cache.block_table.tolist()
+        (2, [[-1, -1, -1], [6, 3, -1]])
     """
     _pools(cache)
     table, lengths, sequence = _checked_table(cache, sequence_idx)
@@ -174,6 +193,18 @@ def append_kv(
         ShapeError: shapes disagree with each other or with the pools.
         PageTableError: a block that is needed is unallocated, outside the pool, there twice, or another sequence's.
         ContractError, ContractTypeError: an argument of a wrong value, type or dtype.
+
+    Examples:
+        >>> import numpy as np
+        >>> cache = init_paged_kv_cache(
+        ...     num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, batch_size=2,
+        ...     max_blocks_per_seq=3, dtype=np.float32,
+        ... )
+        >>> cache, _ = allocate_blocks(cache, sequence_idx=0, num_new_tokens=5, free_block_ids=np.array([6, 3]))
+        >>> rows = np.ones((5, 2, 8), np.float32)
+        >>> longer = append_kv(cache, 0, rows, rows)
+        >>> longer.seq_lengths.tolist(), cache.seq_lengths.tolist()
+        ([5, 0], [0, 0])
     """
     pools = _pools(cache, keys_new=keys_new, values_new=values_new)
     device = pools.device
@@ -211,6 +242,18 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
     Raises:
         PageTableError: a block that the length covers is unallocated or outside the pool.
         ContractError, ContractTypeError, ShapeError: an argument of a wrong value, type or rank.
+
+    Examples:
+        >>> import numpy as np
+        >>> cache = init_paged_kv_cache(
+        ...     num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, batch_size=1,
+        ...     max_blocks_per_seq=3, dtype=np.float32,
+        ... )
+        >>> cache, _ = allocate_blocks(cache, sequence_idx=0, num_new_tokens=5, free_block_ids=np.array([6, 3]))
+        >>> k, v = np.ones((5, 2, 8), np.float32), np.zeros((5, 2, 8), np.float32)
+        >>> keys, values, length = gather_kv(append_kv(cache, 0, k, v), 0)
+        >>> bool((keys == k).all()), bool((values == v).all()), length
+        (True, True, 5)
     """
     pools = _pools(cache)
     table, lengths, sequence = _checked_table(cache, sequence_idx)

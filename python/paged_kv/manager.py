@@ -46,6 +46,17 @@ class PagedKVCacheManager:
             memory, an unknown dtype, kind or device.
         ShapeError: codes of a head_dim that is no multiple of 8, or of int4 below 16.
         ToolchainError: MAX does not see that GPU, or torch is missing.
+
+    Examples:
+        >>> import numpy as np
+        >>> manager = PagedKVCacheManager(8, 4, num_kv_heads=2, head_dim=8, dtype="float32", kind="numpy")
+        >>> rows = np.ones((5, 2, 8), np.float32)
+        >>> manager.append("a", rows, rows)
+        >>> manager.get_page_table("a").tolist(), manager.get_seq_len("a"), manager.pool.num_free
+        ([0, 1], 5, 6)
+        >>> manager.free("a")
+        >>> manager.pool.num_free
+        8
     """
 
     def __init__(

@@ -76,6 +76,10 @@ def stored_head(dtype: str, head_dim: int) -> int:
 
     Raises:
         ShapeError: codes of a head_dim that is no multiple of 8, or below the format's least.
+
+    Examples:
+        >>> stored_head("bfloat16", 128), stored_head("int8", 128), stored_head("int4", 128)
+        (128, 132, 68)
     """
     codes = TABLE.get(dtype)
     if codes is None:
@@ -90,6 +94,10 @@ def stored_elements(dtype: str, size: int, name: str = "cache") -> int:
 
     Raises:
         ShapeError: no head of codes is stored in so many numbers; the message calls the cache `name`.
+
+    Examples:
+        >>> stored_elements("int8", 132), stored_elements("int4", 68)
+        (128, 128)
     """
     codes = TABLE.get(dtype)
     if codes is None:
@@ -114,6 +122,10 @@ def alibi_slopes(num_heads: int) -> npt.NDArray[np.float32]:
 
     With n the largest power of two up to `num_heads`, head h < n has 2^(-8 (h + 1) / n); the rest take every other
     slope of a model of 2n heads, 2^(-4 (2 (h - n) + 1) / n).
+
+    Examples:
+        >>> alibi_slopes(4).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
     """
     n = 1 << num_heads.bit_length() - 1
     slopes = [2.0 ** (-8 * (h + 1) / n) for h in range(n)]

@@ -137,6 +137,12 @@ def attention(
     Raises:
         ShapeError: Hk does not divide Hq.
         ShapeError, ContractError: as `cache_views`.
+
+    Examples:
+        >>> pages = np.ones((8, 2, 4, 2, 8))  # every value is 1, and so is each average
+        >>> o, lse = attention(np.zeros((1, 4, 8)), pages, pages, np.array([[6, 3]]), np.array([0]), np.array([6]))
+        >>> o.shape, o.min().round(3).item(), lse[0, 0].round(3).item()
+        ((1, 4, 8), 1.0, 2.585)
     """
     keys, values = cache_views(k_blocks, v_blocks, layout, layer)
     rows, q_heads, head_dim = q.shape

@@ -107,6 +107,10 @@ def accepted_rows(parents: Sequence[int], tokens: Sequence[int], sampled: Sequen
         ContractTypeError: an argument is no sequence of integers.
         ShapeError: the three have different lengths, or none.
         PageTableError: `parents[0]` is not -1, or another parent is no earlier row.
+
+    Examples:
+        >>> accepted_rows([-1, 0, 0, 2], tokens=[5, 6, 7, 8], sampled=[7, 1, 8, 2])
+        [0, 2, 3]
     """
     parents, tokens, sampled = (
         _integers(name, given) for name, given in (("parents", parents), ("tokens", tokens), ("sampled", sampled))

@@ -1,4 +1,4 @@
-"""This package's version, and those of MAX and Mojo that it is written for. Needs neither of them."""
+"""The version of this package, and those of MAX and Mojo that it is written for. Needs neither of them."""
 
 VERSION = "0.1.0"
 """The one place: the build, `paged_kv.__version__` and all else read it from here."""

@@ -1,11 +1,16 @@
 """The package's public face: every name is there, from its own module, and importing the package costs nothing."""
 
+import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 import paged_kv
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", paged_kv.__all__)
@@ -13,6 +18,17 @@ def test_every_public_name_is_there(name):
     value = getattr(paged_kv, name)
     assert value.__module__.startswith("paged_kv.")
     assert name in dir(paged_kv)
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
+    names = {}
+    for package in ("", ".engine", ".errors", ".graphs.ops", ".pool", ".serve.chat", ".torch", ".transformers"):
+        module = import_module(f"paged_kv{package}")
+        names |= {name: getattr(getattr(module, name), "__module__", None) for name in getattr(module, "__all__", ())}
+    ours = {name: home for name, home in names.items() if home and home.startswith("paged_kv")}
+    assert {name: home for name, home in ours.items() if home not in documented} == {}
 
 
 def test_the_names_are_the_modules_own():

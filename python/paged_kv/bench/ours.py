@@ -1,4 +1,4 @@
-"""This package on each kind of case, on operands prepared before."""
+"""The package on each kind of case, on operands prepared before."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class _Vocabulary:
         name = self._value("pre") or "default"  # a file before there were names
         if not isinstance(name, str) or name not in SPLITS:
             problem = (
-                "how it splits a text is not known (docs/serving.md has the names that are): put the model's own"
+                "how it splits a text is not known (docs/models.md has the names that are): put the model's own"
                 " tokenizer.json beside the file, or write the file anew with a converter that names one of them"
             )
             raise self._error("pre", name, problem)

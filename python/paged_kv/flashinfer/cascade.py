@@ -580,6 +580,13 @@ def merge_states(v: ArrayT, s: SupportsDLPack) -> tuple[ArrayT, ArrayT]:
     Raises:
         ShapeError: a rank or shape differs from the above.
         ContractTypeError: an argument is no array of these dtypes.
+
+    Examples:
+        >>> import numpy as np
+        >>> v = np.array([1, 4], np.float32).reshape(1, 2, 1, 1) * np.ones((1, 2, 1, 8), np.float32)
+        >>> merged, s = merge_states(v, np.array([[[1.0], [0.0]]], np.float32))  # weights 2 and 1
+        >>> merged[0, 0, 0].item(), round(s.item(), 3)
+        (2.0, 1.585)
     """
     device = devices.device_of(v=v, s=s)
     merged_v, merged_s = merge(device, *checked_state(device, v, s, ("v", "s"), rank=4))

@@ -289,6 +289,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper[Attention, DecodeBatch, 
                 `out` or `lse` cannot be written or shares memory with itself or another argument (`q` too).
             PageTableError: a page id is not one of the cache's, or the user's buffers hold an inconsistent page table.
             ContractTypeError, ShapeError: an array is not as planned.
+
+        Examples:
+            >>> import numpy as np
+            >>> wrapper = BatchDecodeWithPagedKVCacheWrapper(None, "NHD")
+            >>> indptr, pages, last = (np.array(x, np.int32) for x in ([0, 2, 3], [6, 3, 1], [2, 4]))
+            >>> wrapper.plan(indptr, pages, last, 4, 2, 8, 4, q_data_type="float32")
+            >>> cache = np.ones((8, 2, 4, 2, 8), np.float32)  # every value is 1, and so is each average
+            >>> o, lse = wrapper.run(np.zeros((2, 4, 8), np.float32), cache, return_lse=True)
+            >>> o.shape, float(o.min()), np.exp2(lse[:, 0]).round().tolist()  # 6 and 4 tokens
+            ((2, 4, 8), 1.0, [6.0, 4.0])
         """
         del enable_pdl
         attention, rows = self._last_plan.of_call("run")

@@ -104,6 +104,15 @@ def append_paged_kv_cache(*args: Any, **kwargs: Any) -> None:
             pages, or two rows go to one slot.
         ContractError: the cache cannot be written in place, two of its elements share memory, or `kv_layout` is
             unknown.
+
+    Examples:
+        >>> import numpy as np
+        >>> cache = np.zeros((8, 2, 4, 2, 8), np.float32)  # pages, K and V, slots, KV heads, head_dim
+        >>> indptr, pages, last = np.array([0, 2], np.int32), np.array([6, 3], np.int32), np.array([2], np.int32)
+        >>> k, v = np.ones((1, 2, 8), np.float32), np.full((1, 2, 8), 2, np.float32)
+        >>> append_paged_kv_cache(k, v, np.array([0], np.int32), np.array([5], np.int32), cache, pages, indptr, last)
+        >>> cache[3, :, 1, 0, 0].tolist()  # token 5 is slot 1 of the second page
+        [1.0, 2.0]
     """
     _choose("append_paged_kv_cache", args, kwargs, _APPEND)
 

@@ -165,6 +165,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             another one; `jit_args` are others, or `variant_owns_mask` is given.
         ContractTypeError: a buffer is no array of these dtypes.
         ShapeError: a buffer is not 1-D, or the lengths of the buffers do not fit each other.
+
+    Examples:
+        >>> import numpy as np
+        >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(None, "NHD")
+        >>> rows, indptr, pages, last = (np.array(x, np.int32) for x in ([0, 3], [0, 2], [6, 3], [2]))
+        >>> wrapper.plan(rows, indptr, pages, last, 4, 2, 8, 4, causal=True, q_data_type="float32")
+        >>> cache = np.ones((8, 2, 4, 2, 8), np.float32)
+        >>> o, lse = wrapper.run(np.zeros((3, 4, 8), np.float32), cache, return_lse=True)
+        >>> np.exp2(lse[:, 0]).round().tolist()  # each row sees the tokens up to its own
+        [4.0, 5.0, 6.0]
     """
 
     def __init__(

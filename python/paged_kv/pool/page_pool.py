@@ -87,6 +87,18 @@ class PagePool:
         ContractTypeError: an argument is not an integer.
         ContractError: `num_pages` is negative, `page_size` is below 1, or either is above 2^31 - 1. From any method:
             the thread is inside another operation of this pool, in a signal handler or a request id's `__eq__`.
+
+    Examples:
+        >>> pool = PagePool(num_pages=8, page_size=4)
+        >>> pool.start("a", 6)
+        (0, 1)
+        >>> pool.fork("a", "b")
+        >>> pool.pages("b"), pool.count()
+        ((0, 1), Counts(free=6, cached=0, used=2))
+        >>> pool.reserve("b", 1, copy=lambda source, target: None)  # it takes no page, but copies one
+        ()
+        >>> pool.pages("a")[1] == pool.pages("b")[1], pool.count().used
+        (False, 3)
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -52,6 +52,16 @@ class PrefixCache:
     Args:
         pool: The pages. A pool has one prefix cache.
         hash_function: Python's own hash where None, which differs from process to process.
+
+    Examples:
+        >>> from paged_kv.pool import PagePool
+        >>> known = PrefixCache(PagePool(num_pages=8, page_size=4))
+        >>> known.start("a", [5, 6, 7, 8, 9])
+        0
+        >>> known.store("a", [5, 6, 7, 8, 9])  # tokens of full pages
+        4
+        >>> known.start("b", [5, 6, 7, 8, 1, 2])
+        4
     """
 
     def __init__(self, pool: PagePool, hash_function: HashFunction | None = None) -> None:

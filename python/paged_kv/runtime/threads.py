@@ -208,7 +208,7 @@ def _tasks() -> list[_Task]:
 
 
 def _settled(known: Callable[[list[_Task]], bool]) -> list[_Task]:
-    """This process's threads once they tell what is asked, or when they have been given time enough."""
+    """The threads of this process once they tell what is asked, or when they have been given time enough."""
     end = time.monotonic() + _SETTLE_SECONDS
     while True:
         tasks = _tasks()

@@ -379,7 +379,7 @@ def _misplaced(name: str, place: str) -> str:
     return (
         f"{name} is a view that was made inside a compiled function, and its place in its tensor {place}: torch.compile"
         " would write elsewhere. Give the whole tensor and layer=, or make the view outside;"
-        " docs/transformers.md has an example"
+        " docs/torch.md has an example"
     )
 
 
