@@ -76,8 +76,10 @@ struct LatentCall(TrivialRegisterPassable):
     def logits(self) raises -> Logits:
         """Return how scores are scaled, with the sinks; refuse a scale that is not a number."""
         var none = constant_at[DType.float32](self.sinks)
+        var options = constant_at[DType.float32](self.options)
         var logits = Logits(
-            scale=constant_at[DType.float32](self.options)[unsafe_offset=0],
+            # Without a rotary part the latent one is all there is to scale.
+            scale=options[unsafe_offset=0] * (options[unsafe_offset=1] if self.pe_dim == 0 else 1),
             soft_cap=0,
             window_left=-1,
             alibi_slopes=none,
@@ -104,7 +106,7 @@ struct LatentCall(TrivialRegisterPassable):
             rope_scale = 1,
             masks = NoMasks(),
             q_latent = memory_at[dtype](self.q_nope),
-            latent_scale = options[unsafe_offset=1],
+            latent_scale = options[unsafe_offset=1] if self.pe_dim > 0 else 1,
         }
         if self.num_sinks > 0:
             check_equal("sinks: its length", self.num_sinks, self.num_heads)

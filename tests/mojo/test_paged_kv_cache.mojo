@@ -102,34 +102,6 @@ def test_addresses_with_some_things_known() raises:
     check_addresses[KVCacheStaticParams(UNKNOWN_VALUE, DIM), UNKNOWN_VALUE](5)
 
 
-def test_every_cell_belongs_to_one_token() raises:
-    """K and V of all layers together visit each element of the owned pages once, and no other."""
-    comptime page_size = 5
-    var table = shuffled_table()
-    for hnd in [False, True]:
-        for rank in [4, 5, 6]:
-            var whole = Storage(hnd, rank, PAGES, LAYERS, page_size, HEADS, DIM, False, 0)
-            var visits = List[Float32](length=whole.size(), fill=0)
-            for half in range(2 if rank >= 5 else 1):
-                for layer in range(LAYERS if rank == 6 else 1):
-                    var view = Storage(hnd, rank, PAGES, LAYERS, page_size, HEADS, DIM, half == 1, layer)
-                    var cache = AnyCache(
-                        untracked_mutable(visits), view.shape(), view.strides(), untracked(table), BATCH, MAX_PAGES
-                    )
-                    for request in range(BATCH):
-                        for token in range(MAX_PAGES * page_size):
-                            for head in range(HEADS):
-                                for dim in range(DIM):
-                                    var seen = cache.load[1](request, head, token, dim)
-                                    cache.store(request, head, token, dim, seen + 1)
-            var page_elements = whole.size() // PAGES
-            for page in range(PAGES):
-                var expected = Float32(0 if page == 3 else 1)
-                for i in range(page * page_elements, (page + 1) * page_elements):
-                    assert_equal(visits[i], expected, "visits of an element")
-    _ = table^
-
-
 def test_store_changes_nothing_else() raises:
     var table = shuffled_table()
     for view in views(page_size=2):
@@ -144,20 +116,6 @@ def test_store_changes_nothing_else() raises:
             expected[view.cell(page=4, slot=1, head=2, dim=4 + lane)] = value[lane]
         assert_equal(cache.load[4](1, 2, 3, 4), value)
         assert_equal(storage, expected)
-    _ = table^
-
-
-def test_a_tile_follows_at_row_pitch() raises:
-    var table = shuffled_table()
-    for view in views(page_size=16):
-        var storage = numbered(view.size())
-        var cache = PagedKVCache[DType.float32, Known, 16](
-            untracked_mutable(storage), view.shape(), view.strides(), untracked(table), BATCH, MAX_PAGES
-        )
-        var tile = cache.block_paged_ptr[8](1, 24, 2, 4)
-        for i in range(8):
-            assert_equal(Int(tile[unsafe_offset=i * cache.row_pitch()]), view.cell(4, 8 + i, 2, 4))
-        _ = storage^
     _ = table^
 
 

@@ -5,7 +5,7 @@ from std.memory import bitcast
 from std.testing import TestSuite, assert_almost_equal, assert_equal, assert_true
 from std.utils.numerics import inf, isnan, nan
 
-from mojo_ops.attention.softmax import AttentionState, LOG2E, MINUS_INFINITY, exp2
+from mojo_ops.attention.softmax import AttentionState, MINUS_INFINITY, exp2
 
 comptime NAN = nan[DType.float32]()
 comptime INFINITY = inf[DType.float32]()
@@ -102,6 +102,7 @@ def test_exp2_of_what_is_no_score() raises:
     # A NaN may carry any bits; arithmetic on them must not make it a number.
     for payload in [Int32(0x7FC00001), Int32(-1), Int32(0x7F800001)]:
         assert_true(isnan(exp2(bitcast[DType.float32, 1](payload))))
+        assert_true(isnan(exp2(SIMD[DType.float32, 16](bitcast[DType.float32, 1](payload)))).reduce_and())
 
 
 def check_vector[length: Int]() raises:
@@ -125,57 +126,12 @@ def test_exp2_of_a_vector() raises:
     check_vector[32]()
 
 
-def test_exp2_of_nan_in_a_vector() raises:
-    for payload in [Int32(0x7FC00001), Int32(-1), Int32(0x7F800001)]:
-        assert_true(isnan(exp2(SIMD[DType.float32, 16](bitcast[DType.float32, 1](payload)))[5]))
-
-
-def test_log2e() raises:
-    assert_almost_equal(exp2_64(Float64(LOG2E)), 2.718281828459045, atol=0, rtol=1e-7)
-
-
 def test_empty_state() raises:
     check_empty(AttentionState())
     check_empty(AttentionState.of_lse(MINUS_INFINITY))
     var state = AttentionState()
     assert_equal(state.raise_to(MINUS_INFINITY), 1)
     check_empty(state)
-
-
-def test_one_element() raises:
-    for score in [Float32(0), Float32(-1000.25), Float32(88.5), Float32(3e38)]:
-        var state = AttentionState()
-        assert_equal(state.raise_to(score), 0)
-        state.add(1)
-        assert_equal(state.lse(), score)
-        assert_equal(state.normaliser(), 1)
-
-
-def test_merge_of_empties() raises:
-    var state = AttentionState()
-    var mine, theirs = state.merge(AttentionState())
-    assert_equal(mine, 1)
-    assert_equal(theirs, 0)
-    check_empty(state)
-
-
-def test_merge_with_an_empty_changes_nothing() raises:
-    var all = scores()
-    var whole = Part(all, 0, 40)
-    var before = Part(all, 40, 40)
-    before.merge(whole)
-    var after = whole.copy()
-    after.merge(Part(all, 40, 40))
-    for merged in [before^, after^]:
-        assert_equal(merged.state.greatest, whole.state.greatest)
-        assert_equal(merged.state.total, whole.state.total)
-        assert_equal(merged.sum, whole.sum)
-
-
-def test_a_whole() raises:
-    var all = scores()
-    Part(all, 0, 40).check(all, 0, 40)
-    Part(all, 7, 8).check(all, 7, 8)
 
 
 def test_merge_of_parts_is_the_whole() raises:
@@ -188,15 +144,6 @@ def test_merge_of_parts_is_the_whole() raises:
         var right = Part(all, cut, 40)
         right.merge(Part(all, 0, cut))
         right.check(all, 0, 40)
-
-
-def test_merge_of_many_parts() raises:
-    var all = scores()
-    for length in [1, 3, 16]:
-        var merged = Part(all, 0, 0)
-        for begin in range(0, 40, length):
-            merged.merge(Part(all, begin, min(40, begin + length)))
-        merged.check(all, 0, 40)
 
 
 def test_merge_of_normalised_parts() raises:
@@ -222,13 +169,6 @@ def test_scores_far_apart() raises:
                 merged.merge(Part(all, other, other + 1))
         assert_equal(merged.state.lse(), 3e38)
         assert_equal(merged.sum * merged.state.normaliser(), 1)
-
-
-def test_a_masked_score_weighs_nothing() raises:
-    var all: List[Float32] = [MINUS_INFINITY, 2, MINUS_INFINITY]
-    var part = Part(all, 1, 3)
-    assert_equal(part.state.lse(), 2)
-    assert_equal(part.sum * part.state.normaliser(), 2)
 
 
 def test_nan_stays() raises:

@@ -55,8 +55,6 @@ def test_it_is_the_oracle(dtype, kv_dtype):
     @given(drawn())
     def check(setting):
         arguments, options = setting
-        if arguments["widths"][1] == 0:
-            options["kpe_scale"] = options["ckv_scale"]
         sinks = np.linspace(-3, 1, arguments["heads"]) if options.pop("has_sinks") else None
         case = latent.build(**arguments, dtype=dtype, kv_dtype=kv_dtype)
         assert_is_oracle(case, sm_scale=SCALE, sinks=sinks, **options)

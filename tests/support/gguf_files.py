@@ -39,7 +39,8 @@ MODELS = {
     ),
     "granite": (
         transformers.GraniteConfig,
-        {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+        {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+         "attention_bias": True},  # whose rows are reordered as those of q and k are
     ),
     "qwen3moe": (
         transformers.Qwen3MoeConfig,

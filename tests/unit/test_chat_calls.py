@@ -20,7 +20,11 @@ from support.properties import examples
 ASKED = [{"role": "user", "content": "text"}]
 SINGLE = ("harmony",)
 """Syntaxes of one call a message."""
-PARAMETERS = {each["function"]["name"]: each["function"].get("parameters", {}) for each in TOOLS}
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "maxItems": 2}
+CHOSEN = {"one": {"oneOf": [{"type": "integer"}, {"type": "null"}]}, "any": {"anyOf": [{"type": "boolean"}, NUMBERS]}}
+CHOOSE = {"type": "object", "properties": CHOSEN, "required": ["one"]}
+OFFERED = [*TOOLS, {"type": "function", "function": {"name": "choose", "parameters": CHOOSE}}]
+PARAMETERS = {each["function"]["name"]: each["function"].get("parameters", {}) for each in OFFERED}
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"], exclude_characters="<>[]{}|`"), max_size=9)
 CALLS = st.one_of(
     st.builds(
@@ -185,14 +189,14 @@ def test_no_call_that_a_structure_lets_through_is_malformed(name, special):
         choice, parallel = CHOICES[turn % 3], turn % 2 == 0
         answer = JsonSchema({"type": "integer"}) if turn % 12 == 3 else None
         prompt = "[assistant]"
-        structure = form.structure(TOOLS, choice, parallel, answer, prompt)
+        structure = form.structure(OFFERED, choice, parallel, answer, prompt)
         begun = ""
         if choice == "auto" and answer is None and name not in ("llama", "harmony") and turn % 4 < 2:
             begun = f"Well, <b>.\n{form.syntax.OPENING}"
         text = draw(name, structure, rng, begun, special=special)
         if text is None:
             continue
-        content, _, calls = read(form, text, rng.choices(range(999), k=5), prompt=prompt)
+        content, _, calls = read(form, text, rng.choices(range(999), k=5), OFFERED, prompt)
         told += len(calls)
         assert len(calls) <= 1 or parallel
         assert calls or choice == "auto"

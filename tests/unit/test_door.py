@@ -107,7 +107,7 @@ REQUESTS = [
     *((scope_of(key=key), 401) for key in (None, KEY[:-1], KEY + "x", KEY.upper(), "")),
     *((scope_of(key=None, authorization=given), 401) for given in (KEY, f"Basic {KEY}", "Bearer \xfc")),
     (asked_twice(b"authorization", b"Bearer x"), 401),
-    *((scope_of(key=None, path=path), 401) for path in ("/docs", "/version")),  # nor learns what there is
+    *((scope_of(key=None, path=path), 401) for path in ("/docs", "/version", "/pool")),  # nor learns what there is
     *((scope_of(kind=kind), 415) for kind in ("text/plain", None, "text/plain, application/json")),
     *((scope_of(path=path), 404) for path in OPERATORS),
     (scope_of(key=None), 200, OPEN_RULES),

@@ -140,6 +140,12 @@ def test_outputs_say_how_much_of_the_prompt_was_cached():
     for cached in (0, 12, 12):
         outputs = list(engine.stream(prompt, Sampling(3), 2))
         assert {output.cached_tokens for output in outputs} == {cached}
+    engine = Engine(FakeModel(8, 4))  # the second request is preempted, and finds pages of its own tokens again
+    for first in (1, 4):
+        engine.add_request([first] * 3, Sampling(17))
+    assert {output.cached_tokens for _ in iter(lambda: engine.is_idle, True) for output in engine.step()} == {0}
+    assert engine.preemptions == 1
+    assert engine.tokens_found == 12
 
 
 def test_no_end_token_comes_before_min_tokens():

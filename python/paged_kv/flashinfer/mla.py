@@ -364,8 +364,7 @@ def scales(plan: LatentPlan, ckv_scale: Any, kpe_scale: Any) -> tuple[float, flo
     if not is_float8:
         return 1.0, 1.0
     LatentOptions(plan.sm_scale, ckv_scale, kpe_scale)  # refuses what is no scale
-    # Where there is no rotary part, its scale plays no part.
-    return ckv_scale, kpe_scale if plan.head_dim_kpe else ckv_scale
+    return ckv_scale, kpe_scale
 
 
 def parts(array: Any, name: str, ndim: int, plan: LatentPlan) -> tuple[Any, Any]:
