@@ -72,7 +72,7 @@ class FileStepCase(StepCase):
         return elements // 256 * BYTES_OF_256[encoding]
 
     def share_met(self, name: str, tokens: int) -> float:
-        """Of experts, those that so many tokens choose where each chooses at random."""
+        """The experts that so many tokens choose where each chooses at random."""
         return 1 - (1 - self.chosen / self.experts) ** tokens if ".experts." in name else 1
 
 

@@ -1,4 +1,4 @@
-"""This package in place of another system: the same tokens kept in another way, for what a case's own way costs."""
+"""The package in place of another system: the same tokens kept in another way, for what a case's own way costs."""
 
 from __future__ import annotations
 

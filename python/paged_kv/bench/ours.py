@@ -204,6 +204,6 @@ class OursStep(Ours):
 
 
 def make_ours(case: Case) -> Ours:
-    """This package on a kind of case."""
+    """The package on a kind of case."""
     ours: Ours = named(case.ours)()
     return ours
