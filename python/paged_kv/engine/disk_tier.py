@@ -316,7 +316,7 @@ class DiskPages:
 
     def _forget(self, name: str) -> None:
         self._bytes -= self._sizes.pop(name, 0)
-        self._order.forget(name)
+        self._order.forget([name])
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:

@@ -1,4 +1,8 @@
-"""Pages and the requests that own them: the pool, and the prefixes that requests share."""
+"""Pages and the requests that own them: the only allocator of page ids, and the only order of eviction.
+
+`state` is the allocator, `eviction` the order in which known pages are taken, `page_pool` the operations on requests,
+`prefix` the prefixes that requests share, `events` what listeners are told, `integrity` the proof that no page is lost.
+"""
 
 from paged_kv.pool.events import PageEvent
 from paged_kv.pool.eviction import EvictionOrder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -34,14 +34,26 @@ class EvictionOrder(Generic[Key]):
 
     def use(self, keys: Sequence[Key]) -> None:
         """Says that a prefix was used until now. Its keys may be new."""
+        order = self._keys
         for key in reversed(keys):
-            self._keys[key] = None
-            self._keys.move_to_end(key)
+            if key in order:
+                order.move_to_end(key)
+            else:
+                order[key] = None
 
-    def hold(self, key: Key) -> None:
-        """Takes a key that is in use out of the order, until `use`."""
-        del self._keys[key]
+    def hold(self, keys: Iterable[Key]) -> list[Key]:
+        """Takes keys that are in use out of the order, until `use`; returns those that were held already."""
+        held = []
+        for key in keys:
+            if key in self._keys:
+                del self._keys[key]
+            else:
+                held.append(key)
+        return held
 
-    def forget(self, key: Key) -> None:
-        """Forgets a key that is no more, in the order or held."""
-        self._keys.pop(key, None)
+    def forget(self, keys: Iterable[Key]) -> list[Key]:
+        """Forgets keys that are no more; returns those that were not held."""
+        free = [key for key in keys if key in self._keys]
+        for key in free:
+            del self._keys[key]
+        return free

@@ -70,9 +70,8 @@ class PoolState:
             request.pages[: request.dropped] = [NO_PAGE] * request.dropped
             owners.update(request.owned())
         self.shared = {page: count for page, count in owners.items() if count > 1}
-        for page in list(self.cached):
-            if page in owners or page not in self.known:
-                self.cached.hold(page)
+        self.cached.forget([page for page in self.cached if page not in self.known])
+        self.cached.hold(owners)
         self.cached.use([page for page in self.known if page not in owners and page not in self.cached])
         self.fresh = 1 + max((*owners, *self.known), default=-1)
         self.returned = [page for page in reversed(range(self.fresh)) if page not in owners and page not in self.known]
@@ -126,34 +125,30 @@ class PoolState:
 
     def own(self, pages: Iterable[int]) -> None:
         """Counts one more owner of pages that are owned or cached."""
-        for page in pages:
-            if page in self.cached:
-                self.cached.hold(page)
-            else:
-                self.shared[page] = self.shared.get(page, 1) + 1
+        for page in self.cached.hold(pages):
+            self.shared[page] = self.shared.get(page, 1) + 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Counts one owner less of some pages, given in token order."""
+        shared, known = self.shared, self.known
         free: list[int] = []
         cached: list[int] = []
         for page in pages:
-            count = self.shared.get(page)
+            count = shared.get(page)
             if count is None:
-                (cached if page in self.known else free).append(page)
+                (cached if page in known else free).append(page)
             elif count > 2:
-                self.shared[page] = count - 1
+                shared[page] = count - 1
             else:
-                del self.shared[page]
+                del shared[page]
         self.returned += reversed(free)
         self.cached.use(cached)
 
     def forget(self, pages: Sequence[int]) -> None:
         """Forgets the content of known pages; those that are cached become free, the first on top."""
-        for page in reversed(pages):
+        for page in pages:
             del self.known[page]
-            if page in self.cached:
-                self.returned.append(page)
-            self.cached.forget(page)
+        self.returned += reversed(self.cached.forget(pages))
 
 
 def name_of(request_id: Hashable) -> str:

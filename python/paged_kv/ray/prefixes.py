@@ -93,8 +93,7 @@ class Prefixes:
         order.use(blocks[: self._limit])
         for block in blocks[: self._limit]:
             self._holders[block] = self._holders.get(block, 0) | mine
-        for block in order.first(max(len(order) - self._limit, 0)):
-            order.forget(block)
+        for block in order.forget(order.first(max(len(order) - self._limit, 0))):
             self._drop(block, bit)
 
     def match(self, blocks: Sequence[int]) -> dict[str, int]:
