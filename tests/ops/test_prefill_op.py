@@ -52,12 +52,13 @@ def test_many_new_tokens_of_a_request(setting):
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("pair", [("bfloat16", "bfloat16"), ("float32", "float32")])
+@pytest.mark.parametrize("pair", [("bfloat16", "bfloat16"), ("float32", "float32")], ids="-".join)
 def test_every_number_of_new_tokens(pair, group):
-    """From decode to whole query tiles, and the remainders between."""
+    """From decode to whole query tiles, and the remainders between; the second window begins with a tile of tokens."""
     cache = build(CacheCase(lengths=(150,), num_q_heads=2 * group, head_dim=64, dtype=pair[1]))
     for new_tokens in range(1, 50) if group == 1 else range(1, 20):
-        compare(cache, rows_in(cache, [new_tokens], pair[0]), window_left=90)
+        for window_left in 90, 86 - new_tokens:
+            compare(cache, rows_in(cache, [new_tokens], pair[0]), window_left=window_left)
 
 
 @pytest.mark.parametrize("pair", [("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"), ("float16", "float16")])
