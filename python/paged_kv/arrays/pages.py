@@ -33,7 +33,7 @@ class Pages:
     """As k, but for its head_dim."""
     device: ArrayDevice = HOST
     name: str = "paged_kv_cache"
-    """What messages call the cache."""
+    """The name of the cache in messages."""
 
     @staticmethod
     def of(
@@ -110,7 +110,7 @@ class Pages:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the elements: of codes, that of their memory."""
+        """The dtype of the elements; of codes, that of their memory."""
         return self.device.dtype(self.k)
 
     def named(self) -> list[Named]:

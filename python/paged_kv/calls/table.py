@@ -22,7 +22,7 @@ from paged_kv.errors import PageTableError, ShapeError
 from paged_kv.options import NO_PAGE
 
 Names = Sequence[str]
-"""What messages call the offsets, the page ids, and the lengths or last pages."""
+"""The names in messages of the offsets, the page ids, and the lengths or last pages."""
 
 CSR_NAMES = ("indptr", "indices", "last_page_len")
 KV_NAMES = ("kv_indptr", "kv_indices", "kv_last_page_len")
