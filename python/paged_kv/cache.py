@@ -259,7 +259,8 @@ def gather_kv(cache: PagedKVCache, sequence_idx: int) -> tuple[Any, Any, int]:
     table, lengths, sequence = _checked_table(cache, sequence_idx)
     length = int(lengths[sequence])
     blocks = _blocks(table[sequence], sequence, 0, length, cache)
-    pages = Table.padded(blocks[None], lengths[sequence : sequence + 1], cache.block_size)
+    count = np.array([len(blocks)], np.int32)
+    pages = Table(blocks[None], count, lengths[sequence : sequence + 1], cache.block_size)  # as checked, read at once
     keys, values = read_rows(pools, pages, cache.kv_format)
     like_pool = pools.device.like
     return like_pool(cache.key_pool, keys), like_pool(cache.value_pool, values), length

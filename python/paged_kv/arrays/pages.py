@@ -110,7 +110,7 @@ class Pages:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the elements: of codes, that of their memory."""
+        """The dtype of the elements; of codes, that of their memory."""
         return self.device.dtype(self.k)
 
     def named(self) -> list[Named]:
