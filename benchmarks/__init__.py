@@ -2,7 +2,7 @@
 
 Run them from the root of the checkout, `python -m benchmarks.NAME`: `decode_cpu` (`paged-kv bench` with more cases and
 peers, and targets), `pages` (its tables and picture), `serve_cpu` (servers in turns), `api_overhead`, `sampling_cpu`
-and `pool_cpu` (the Python layers), `speculation_cpu` (guesses), `transformers_cpu` and `vllm_cpu` (the package inside
+and `pool_cpu` (the Python layers), `speculation_cpu` (drafts), `transformers_cpu` and `vllm_cpu` (the package inside
 other programs), `transformers_sweep` (every decoder of transformers), `ray_cpu` and `routing_sim` (replicas),
 `cache_quality` and `perplexity` (what few bits cost), `tune` (the choices of a CPU family), `decode_gpu` and
 `gpu_bundle` (a GPU, here or on a bare host).

@@ -1,4 +1,4 @@
-"""The gain of speculative decoding: tokens a second with guesses over those without, in turns.
+"""The gain of speculative decoding: tokens a second with drafts over those without, in turns.
 
     python -m benchmarks.speculation_cpu [code_edit] [quotes] [code_edit_4] [quotes_4] [random] [draft]
 
@@ -106,7 +106,7 @@ def random_text(vocabulary: int, seed: int) -> Text:
 
 
 def compare(title: str, model: DecoderModel, texts: Sequence[Text], most: int, draft: Any = None) -> None:
-    """All texts side by side, by an engine with guesses and by one without, a second each by turns.
+    """All texts side by side, by an engine with drafts and by one without, a second each by turns.
 
     They write to the same pages: what attention reads then is noise in any case.
     """
@@ -123,11 +123,11 @@ def compare(title: str, model: DecoderModel, texts: Sequence[Text], most: int, d
             while not engine.is_idle and time.perf_counter() < began + 1:
                 tokens[which] += sum(len(output.tokens) for output in engine.step())
             seconds[which] += time.perf_counter() - began
-    plain, guessed = (1e3 * took / count for took, count in zip(seconds, tokens, strict=True))
+    plain, drafted = (1e3 * took / count for took, count in zip(seconds, tokens, strict=True))
     figures = engines[1].statistics
     print(
-        f"{title}: {plain / guessed:.2f}x: {plain:.1f} ms a token, {guessed:.1f} with guesses; {figures.right_tokens}"
-        f" of {figures.guessed_tokens} guesses were right, {figures.decode_tokens} tokens",
+        f"{title}: {plain / drafted:.2f}x: {plain:.1f} ms a token, {drafted:.1f} with drafts; {figures.accepted_tokens}"
+        f" of {figures.draft_tokens} drafts were right, {figures.decode_tokens} tokens",
         flush=True,
     )
 

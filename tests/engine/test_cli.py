@@ -161,9 +161,9 @@ def test_guesses_change_no_text(generate, copy, sampled):
     for speculate in ("lookup", copy):
         out, err = generate("--max-new-tokens", 60, "--speculate", speculate, *sampled)
         assert out == plain
-        right, guessed = map(int, re.search(r"guesses: (\d+) of (\d+) were right\n", err).groups())
+        right, drafted = map(int, re.search(r"drafts: (\d+) of (\d+) were accepted\n", err).groups())
         assert "compiling" not in err
-    assert right == guessed > 5
+    assert right == drafted > 5
 
 
 def test_an_end_token_stops_its_prompt_alone(generate, copy):

@@ -38,7 +38,7 @@ def test_in_bfloat16_logits_are_near(folder, models, name):
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3", "gpt_oss"])
 def test_texts_in_company_are_those_of_each_prompt_alone(models, name):
     """Layers with and without windows, or all with one, whose pages are given back as texts grow: prompts in chunks,
-    with guesses, and more of them than there are pages for.
+    with drafts, and more of them than there are pages for.
     """
     alone = [engine_texts(models[name], [prompt], 40)[0] for prompt in PROMPTS]
     assert engine_texts(models[name], PROMPTS, 40, max_step_tokens=24, speculate="lookup", num_pages=12) == alone

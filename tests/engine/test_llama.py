@@ -201,7 +201,7 @@ def test_a_request_alone_gets_the_logits_that_it_gets_in_company(case):
 
 
 def test_a_step_gives_the_logits_after_each_of_the_last_tokens_that_are_wanted(case):
-    """As guesses are judged: rows of a text that goes on, beside a prompt and a request of one token."""
+    """As drafts are judged: rows of a text that goes on, beside a prompt and a request of one token."""
     model, prompt, (tokens, logits) = case.model, PROMPTS[0], case.expected[0]
     poison(model)
     pages = np.random.default_rng(1).permutation(model.num_pages).tolist()

@@ -71,7 +71,7 @@ def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
 
 
 def guess_often(engine: Engine) -> None:
-    """Takes rows for nearly free: guesses are made wherever there are some, whatever the clock says."""
+    """Takes rows for nearly free: drafts are made wherever there are some, whatever the clock says."""
     engine._speculation._line = lambda: (1.0, 1e-3)
     engine._speculation._draft and setattr(engine._speculation._draft, "seconds", 0.0)
 

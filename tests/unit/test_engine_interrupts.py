@@ -39,14 +39,14 @@ def play(ledger: Ledger) -> None:
     ledger.finish()
 
 
-@pytest.mark.parametrize("kind", ["plain", "forms", "guesses", "disk"])
+@pytest.mark.parametrize("kind", ["plain", "forms", "drafts", "disk"])
 def test_an_interrupt_anywhere_loses_nothing_and_changes_nothing(kind, tmp_path):
     if kind == "forms":
         pytest.importorskip("llguidance")
 
     def make() -> Ledger:
         ledger = crowded(
-            speculate=FakeDraft(80, 3) if kind == "guesses" else None,
+            speculate=FakeDraft(80, 3) if kind == "drafts" else None,
             disk=DiskTier(tmp_path, 1 << 20) if kind == "disk" else None,
         )
         if kind == "forms":
@@ -62,7 +62,7 @@ def test_an_interrupt_anywhere_loses_nothing_and_changes_nothing(kind, tmp_path)
         assert ledger.check() == 0
         ledger.engine.flush()
         restored += ledger.engine.tokens_restored
-        if kind == "guesses":
+        if kind == "drafts":
             ledger.engine._speculation._draft._pool.check_integrity()
         assert kind != "disk" or not ledger.engine._disk.off
     assert (restored > 30) == (kind == "disk")

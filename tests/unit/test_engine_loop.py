@@ -29,7 +29,7 @@ from support.fake_model import VOCAB, FakeDraft, FakeModel, alone, logits_after
 def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(page_size, temperature, speculate):
     """Shared prefixes, samples that fork, aborts, chunks and preemptions; each against its own run without a cache.
 
-    Guesses of the text are right where the model sees two tokens, of the draft where it sees all.
+    Drafts of the text are right where the model sees two tokens, of the draft where it sees all.
     """
     rng = np.random.default_rng(page_size)
     window = 1 if speculate == "lookup" else -1
@@ -61,7 +61,7 @@ def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(page_s
     assert window >= 0 or engine.preemptions > 10
     assert engine.tokens_found > 300
     if speculate:
-        assert engine.statistics.guessed_tokens > engine.statistics.right_tokens > 100
+        assert engine.statistics.draft_tokens > engine.statistics.accepted_tokens > 100
     assert model.largest <= 40
     assert len(aborted) > 3
     for number, (prompt, sampling, n) in asked.items():

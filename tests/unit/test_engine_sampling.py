@@ -111,7 +111,7 @@ def prompt_logprobs_of(prompt, count):
 @pytest.mark.parametrize("speculate", [None, "lookup"])
 @pytest.mark.parametrize("num_pages", [400, 40])
 def test_log_probabilities_of_prompts_are_the_models_own(num_pages, speculate):
-    """Known prefixes, chunks, preemptions, several samples and guesses; once, with the first output of sample 0."""
+    """Known prefixes, chunks, preemptions, several samples and drafts; once, with the first output of sample 0."""
     rng = np.random.default_rng(3)
     engine = Engine(FakeModel(num_pages, 4), max_step_tokens=16, speculate=speculate)
     begin = rng.integers(VOCAB, size=30).tolist()

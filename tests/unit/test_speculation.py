@@ -1,4 +1,4 @@
-"""Guesses at tokens to come: they change no token, no page and no prefix, and they are made where they pay."""
+"""Drafts of tokens to come: they change no token, no page and no prefix, and they are made where they pay."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.model import _last_rows
 from paged_kv.engine.requests import Luck
-from paged_kv.engine.speculation import PANEL, Draft, Speculation, look_up
+from paged_kv.engine.speculation import PANEL, DraftModel, Speculation, look_up
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.pool import PagePool, PrefixCache, pages_needed
@@ -27,8 +27,8 @@ KINDS = [
 ]
 
 
-def guessing(draft="draft", pages=200, page_size=4, model=FakeModel, **options):
-    """An engine that guesses wherever it can."""
+def drafting(draft="draft", pages=200, page_size=4, model=FakeModel, **options):
+    """An engine that drafts wherever it can."""
     speculate = FakeDraft(400, page_size) if draft == "draft" else draft
     engine = Engine(model(pages, page_size), speculate=speculate, **options)
     guess_often(engine)
@@ -36,7 +36,7 @@ def guessing(draft="draft", pages=200, page_size=4, model=FakeModel, **options):
 
 
 @pytest.mark.parametrize(
-    ("text", "most", "guesses"),
+    ("text", "most", "drafts"),
     [
         ([1, 2, 3, 4, 5, 1, 2, 3], 3, [4, 5, 1]),
         ([1, 2, 3, 4, 1, 2, 9, 1, 2], 2, [9, 1]),  # of two places the last one
@@ -48,8 +48,8 @@ def guessing(draft="draft", pages=200, page_size=4, model=FakeModel, **options):
         ([1], 3, []),
     ],
 )
-def test_what_followed_the_last_tokens_is_guessed(text, most, guesses):
-    assert look_up(np.array(text), most) == guesses
+def test_what_followed_the_last_tokens_is_drafted(text, most, drafts):
+    assert look_up(np.array(text), most) == drafts
 
 
 def test_a_longer_match_than_the_longest_is_as_good():
@@ -59,32 +59,32 @@ def test_a_longer_match_than_the_longest_is_as_good():
 
 @pytest.mark.parametrize("draft", ["draft", "lookup"])
 def test_outputs_are_those_without_guesses(draft):
-    """Tokens, texts, log-probabilities and ends; a text that repeats itself for guesses by look-up."""
+    """Tokens, texts, log-probabilities and ends; a text that repeats itself for drafts by look-up."""
     rng = np.random.default_rng(1)
     asked = [(rng.integers(VOCAB, size=int(rng.integers(1, 20))).tolist(), KINDS[at % 6]) for at in range(24)]
     found = []
     for engine in (
         Engine(FakeModel(400, 4, window=1 if draft == "lookup" else -1), Letters()),
-        guessing(draft, model=lambda *_: FakeModel(400, 4, window=1 if draft == "lookup" else -1), tokenizer=Letters()),
+        drafting(draft, model=lambda *_: FakeModel(400, 4, window=1 if draft == "lookup" else -1), tokenizer=Letters()),
     ):
         outputs = [list(engine.stream(prompt, sampling)) for prompt, sampling in asked]
         found.append([[(each.tokens, each.text, each.finish, each.logprobs) for each in one] for one in outputs])
         assert engine.pool.num_used == 0
     assert found[0] == found[1]
-    assert engine.statistics.right_tokens > 60
+    assert engine.statistics.accepted_tokens > 60
     assert engine.statistics.steps < sum(len(one) for one in found[0]) - 60
     assert engine.statistics.decode_tokens == sum(len(one) - 1 for one in found[0])
 
 
 def test_drawn_tokens_have_the_models_distribution():
-    """Chi-square of the second token after a prompt, which is judged as a guess that is right or wrong."""
+    """Chi-square of the second token after a prompt, which is judged as a draft that is right or wrong."""
     count, prompt = 2000, [1, 2, 3]
-    engine, seconds = guessing(), Counter()
+    engine, seconds = drafting(), Counter()
     for seed in range(count):
         _, second, _ = engine.stream(prompt, Sampling(3, temperature=1.0, seed=seed))
         seconds[second.tokens[0]] += 1
-    assert engine.statistics.right_tokens > 300
-    assert engine.statistics.guessed_tokens - engine.statistics.right_tokens > 300
+    assert engine.statistics.accepted_tokens > 300
+    assert engine.statistics.draft_tokens - engine.statistics.accepted_tokens > 300
 
     def probabilities(past):
         weights = np.exp(logits_after(past).astype(np.float64))
@@ -99,7 +99,7 @@ def test_drawn_tokens_have_the_models_distribution():
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_only_what_was_chosen_becomes_a_known_prefix(page_size):
-    engine = guessing(pages=400, page_size=page_size)
+    engine = drafting(pages=400, page_size=page_size)
     prompts = [[at, 2, 3] for at in range(6)]
     for prompt in prompts:
         engine.add_request(prompt, Sampling(40, 1.0, seed=prompt[0]))
@@ -108,22 +108,22 @@ def test_only_what_was_chosen_becomes_a_known_prefix(page_size):
         assert engine._batching.prefixes.match(whole) == (len(whole) - 1) // page_size * page_size
         again = [token for output in engine.stream([*whole, 5], Sampling(9)) for token in output.tokens]
         assert again == alone([*whole, 5], Sampling(9))
-    assert engine.statistics.guessed_tokens > engine.statistics.right_tokens > 50
+    assert engine.statistics.draft_tokens > engine.statistics.accepted_tokens > 50
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_guesses_take_no_page_that_a_request_may_not_have(page_size):
-    """A pool that has just the pages of one request, and of two, of which the other is never preempted for a guess."""
+    """A pool that has just the pages of one request, and of two, of which the other is never preempted for a draft."""
     needed = pages_needed(3 + 50 - 1, page_size)
-    engine = guessing(pages=needed, page_size=page_size)
+    engine = drafting(pages=needed, page_size=page_size)
     engine.add_request([1, 2, 3], Sampling(50, 1.0, seed=1))
     assert run(engine) == {(0, 0): alone([1, 2, 3], Sampling(50, 1.0, seed=1))}
     assert engine.statistics.peak_pages == needed
-    assert engine.statistics.right_tokens > 10
-    engine = guessing(model=lambda *sizes: FakeModel(*sizes, max_positions=40), page_size=page_size)
+    assert engine.statistics.accepted_tokens > 10
+    engine = drafting(model=lambda *sizes: FakeModel(*sizes, max_positions=40), page_size=page_size)
     engine.add_request([1, 2, 3], Sampling(100))  # the model refuses a place past its last
     assert len(run(engine)[0, 0]) == 38
-    engine = guessing(pages=2 * needed, page_size=page_size)
+    engine = drafting(pages=2 * needed, page_size=page_size)
     for first in (1, 2):
         engine.add_request([first, 2, 3], Sampling(50))
     run(engine)
@@ -141,7 +141,7 @@ def test_rows_are_within_the_limits_of_a_step():
     run(engine)
     assert max(rows) == 6
     assert model.largest <= 7
-    assert engine.statistics.right_tokens > 10
+    assert engine.statistics.accepted_tokens > 10
 
 
 def test_an_exception_anywhere_loses_no_token():
@@ -175,11 +175,11 @@ def test_an_exception_anywhere_loses_no_token():
     ledger.finish(step)
     assert ledger.check() == 0
     assert failed > 15
-    assert engine.statistics.right_tokens > 30
+    assert engine.statistics.accepted_tokens > 30
 
 
 def test_requests_with_forms_on_a_disk_get_their_own_texts(tmp_path):
-    """200 in each of two engines: forms, penalties, forks, aborts, preemptions, pages on disk, guesses of all kinds."""
+    """200 in each of two engines: forms, penalties, forks, aborts, preemptions, pages on disk, drafts of all kinds."""
     pytest.importorskip("llguidance")
 
     class Half(Nonsense):
@@ -222,27 +222,27 @@ def test_requests_with_forms_on_a_disk_get_their_own_texts(tmp_path):
         engine = Engine(Nonsense(45, 8), tokenizer, disk=disk, speculate=Half(100, 8))
         guess_often(engine)
         assert play(engine) == plain
-        assert engine.statistics.right_tokens > 60
+        assert engine.statistics.accepted_tokens > 60
         assert engine.preemptions > 2
         engine.flush()
     assert engine.tokens_restored > 0
 
 
 class Clock:
-    """Steps of a model whose guesses are right with some probability, on a clock of its own."""
+    """Steps of a model whose drafts are right with some probability, on a clock of its own."""
 
     def __init__(self, right, *, row=0.06, drafting=0.0, samples=1):
         self.rng, self.right, self.row, self.drafting = np.random.default_rng(0), right, row, drafting
         self.samples = [type("Sample", (), {"luck": Luck()})() for _ in range(samples)]
         draft = None
         if drafting:
-            draft = Draft(FakeModel(1, 1), VOCAB, 1, True)
+            draft = DraftModel(FakeModel(1, 1), VOCAB, 1, True)
             draft.seconds = drafting
         self.speculation = Speculation(draft)
         self.counts = []
 
     def speed(self, steps):
-        """Tokens a second, over those of steps without guesses."""
+        """Tokens a second, over those of steps without drafts."""
         seconds = tokens = 0.0
         plain = 1 + self.row * len(self.samples)
         for _ in range(steps):
@@ -305,21 +305,21 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed():
 
 def test_a_draft_that_is_too_short_or_knows_too_few_tokens_guesses_what_it_can(caplog):
     for draft in (FakeDraft(400, 4, max_positions=20), FakeDraft(6, 4)):
-        engine = guessing(draft)
+        engine = drafting(draft)
         numbers = [engine.add_request([first, 2, 3], Sampling(40)) for first in range(3)]
         found = run(engine)
         assert all(found[number, 0] == alone([number, 2, 3], Sampling(40)) for number in numbers)
-        assert engine.statistics.right_tokens > 0
+        assert engine.statistics.accepted_tokens > 0
     draft = FakeDraft(400, 4)
     object.__setattr__(draft.config, "vocab_size", 12)
     draft.logits = lambda past: FakeDraft.logits(draft, past)[:12]
-    engine, seen, step = guessing(draft), [], draft.step
+    engine, seen, step = drafting(draft), [], draft.step
     draft.step = lambda tokens, *rest: seen.extend(token for new in tokens for token in new) or step(tokens, *rest)
     for number, sampling in enumerate((Sampling(20), Sampling(20, logit_bias={3: 1.0, 15: 0.5}))):
         engine.add_request([1, 2, 3], sampling)
         assert run(engine) == {(number, 0): alone([1, 2, 3], sampling)}
     assert max(seen) < 12
-    assert not caplog.text, "the draft failed"
+    assert not caplog.text, "the draft model failed"
 
 
 def test_a_draft_that_always_fails_ends_no_request(caplog):
@@ -332,17 +332,17 @@ def test_a_draft_that_always_fails_ends_no_request(caplog):
         raise IndexError("on purpose")
 
     draft.step = step
-    engine = guessing(draft)
+    engine = drafting(draft)
     engine.add_request([1, 2, 3], Sampling(200))
     assert run(engine) == {(0, 0): alone([1, 2, 3], Sampling(200))}
     assert 0 < steps < 60
-    assert "nothing is guessed: IndexError: on purpose" in caplog.text
+    assert "nothing is drafted: IndexError: on purpose" in caplog.text
 
 
 def test_a_drafts_prompt_goes_on_from_step_to_step():
     """A long prompt holds no other request up: a step computes no more of it than of the engine's own prompts."""
     draft = FakeDraft(400, 4)
-    engine, computed = guessing(draft, max_step_tokens=20, pages=400), []
+    engine, computed = drafting(draft, max_step_tokens=20, pages=400), []
     for first in (1, 2):
         engine.add_request([first, *range(20)] * 14, Sampling(60))
     while not engine.is_idle:
@@ -351,11 +351,11 @@ def test_a_drafts_prompt_goes_on_from_step_to_step():
         computed.append(draft.computed - before)
     assert sum(computed) > 600
     assert max(computed) <= 20 + PANEL
-    assert engine.statistics.right_tokens > 30
+    assert engine.statistics.accepted_tokens > 30
 
 
 def test_a_token_that_only_the_draft_knows_is_not_guessed():
-    engine, seen = guessing(Nonsense(100, 4)), []
+    engine, seen = drafting(Nonsense(100, 4)), []
     step = engine.model.step
     engine.model.step = lambda tokens, *rest: (
         seen.extend(token for new in tokens for token in new) or step(tokens, *rest)
@@ -367,7 +367,7 @@ def test_a_token_that_only_the_draft_knows_is_not_guessed():
 
 def test_a_draft_shares_prefixes_within_a_namespace_and_gives_pages_back():
     draft = FakeDraft(60, 4)
-    engine = guessing(draft)
+    engine = drafting(draft)
     prompt = list(np.random.default_rng(0).integers(0, VOCAB, 40))
     computed = []
     for namespace in ("a", "a", "b"):

@@ -60,7 +60,7 @@ from paged_kv.output import say
 @click.option(
     "--speculate",
     metavar="lookup|DRAFT",
-    help="Guess tokens by the text so far, or by a smaller checkpoint: same texts.",
+    help="Draft tokens by the text so far, or by a smaller checkpoint: same texts.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, as it ends. --logprobs implies it.")
 @click.option("--live/--no-live", default=None, help="Show what the engine does. Default: where only stderr is shown.")
@@ -173,7 +173,7 @@ def generate(
         print_statistics(engine.statistics, model)
         if speculate is not None:
             found = engine.statistics
-            say(f"guesses: {found.right_tokens} of {found.guessed_tokens} were right")
+            say(f"drafts: {found.accepted_tokens} of {found.draft_tokens} were accepted")
         if disk is not None:
             engine.flush()
             say(f"disk: {engine.tokens_restored} tokens read from {printable(disk.folder)}")

@@ -26,7 +26,7 @@ LEAST_CHUNK, FIRST_CHUNK = 16, 64
 """Tokens of prompts that a step takes beside samples that decode, however long it takes; and before times are known."""
 
 Plan = list[tuple[Sample, list[int]]]
-"""The samples of one step, each with the tokens that it brings; what goes past its own tokens is guessed."""
+"""The samples of one step, each with the tokens that it brings; what goes past its own tokens is drafted."""
 
 
 class Batching:
@@ -40,7 +40,7 @@ class Batching:
         share_prefixes: Whether prompts that begin alike share pages.
         max_gap: Seconds that a step should take at most in which samples decode.
         disk: Where full pages are kept too, with `share_prefixes`.
-        speculation: Guesses what comes after the last tokens of samples.
+        speculation: Drafts what comes after the last tokens of samples.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Batching:
         return list(self.waiting)
 
     def plan(self) -> Plan:
-        """The next step: samples that decode first, one token each, then prompts in the order of arrival; guesses."""
+        """The next step: samples that decode first, one token each, then prompts in the order of arrival; drafts."""
         self._give_slots()
         self._admit()
         room = self._max_step_tokens
@@ -118,11 +118,11 @@ class Batching:
             if new:
                 plan.append((sample, new))
         if self._speculation is not None and plan:
-            self._guess(self._speculation, plan, room)
+            self._propose(self._speculation, plan, room)
         return plan
 
-    def _guess(self, speculation: Speculation, plan: Plan, room: int) -> None:
-        """Adds guesses to samples that bring their last token alone, as far as `room`, rows and free pages allow."""
+    def _propose(self, speculation: Speculation, plan: Plan, room: int) -> None:
+        """Adds drafts to samples that bring their last token alone, as far as `room`, rows and free pages allow."""
         places = [
             at
             for at, (sample, new) in enumerate(plan)
@@ -135,15 +135,15 @@ class Batching:
         # A sample's last token needs no slot.
         most = [min(sample.request.limit - len(sample.tokens) - 1, PANEL - 1, room) for sample in samples]
         rows = sum(len(new) for _, new in plan)
-        for at, guesses in zip(places, speculation.guess(samples, most, rows, self.running), strict=True):
+        for at, drafts in zip(places, speculation.propose(samples, most, rows, self.running), strict=True):
             sample, new = plan[at]
-            guesses = guesses[:room]
+            drafts = drafts[:room]
             try:
-                self.pool.reserve(sample.key, len(guesses), self._copy_page)
-            except PoolExhausted:  # no page is taken from a sample for a guess
+                self.pool.reserve(sample.key, len(drafts), self._copy_page)
+            except PoolExhausted:  # no page is taken from a sample for a draft
                 continue
-            plan[at] = sample, new + guesses
-            room -= len(guesses)
+            plan[at] = sample, new + drafts
+            room -= len(drafts)
 
     def timed(self, plan: Plan, seconds: float) -> None:
         """Says how long a step took: the next one with prompts beside samples that decode takes about `max_gap`."""
@@ -183,7 +183,7 @@ class Batching:
     def _give_slots(self) -> None:
         """Gives each running sample a slot for each of its tokens; the last ones wait again where pages run out.
 
-        Slots of guesses that were wrong are taken back first.
+        Slots of drafts that were wrong are taken back first.
         """
         for sample in self.running if self._speculation is not None else ():
             if (wrong := self.pool.length(sample.key) - len(sample.tokens)) > 0:

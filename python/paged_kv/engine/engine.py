@@ -35,7 +35,7 @@ from paged_kv.engine.requests import (
     most_tokens,
 )
 from paged_kv.engine.sampling import Choice, Sampling, choose, logprobs_of
-from paged_kv.engine.speculation import Draft, Speculation
+from paged_kv.engine.speculation import DraftModel, Speculation
 from paged_kv.engine.stop_text import StopText
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, PoolExhausted, RequestError
 from paged_kv.pool import PagePool, PrefixCache, pages_needed
@@ -65,7 +65,7 @@ class Engine:
             how long earlier steps took. None: no limit but `max_step_tokens`.
         disk: Where full pages of prefixes are kept as well, and found after a restart (`disk_tier`). The model's
             weights are read once for it.
-        speculate: What guesses tokens to come, which a step then judges together (`speculation`): "lookup" for the text
+        speculate: What drafts tokens to come, which a step then judges together (`speculation`): "lookup" for the text
             so far, or a smaller model with the same tokens, whose pages nothing else uses. None: nothing.
 
     Raises:
@@ -364,7 +364,7 @@ class Engine:
     def _execute(self, plan: Plan, counts: list[int], began: float) -> npt.NDArray[np.float32]:
         """Logits after the last `counts[i]` tokens of each sample; all of them are in the cache afterwards."""
         planned = began if self._speculation is None else time.perf_counter()
-        guessed = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in plan]
+        drafted = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in plan]
         total = sum(len(new) for _, new in plan)
         prompts = sum(len(new) for sample, new in plan if sample.cached < len(sample.request.prompt))
         logits = self.model.step(
@@ -374,7 +374,7 @@ class Engine:
             *([counts] if any(count > 1 for count in counts) else []),
         )
         ended = time.perf_counter()
-        self.statistics.add_step(ended - began, prompts, total - prompts - sum(guessed), self.pool.num_used)
+        self.statistics.add_step(ended - began, prompts, total - prompts - sum(drafted), self.pool.num_used)
         self._batching.timed(plan, ended - began)
         if self._speculation is not None and not prompts:
             self._speculation.timed(total, ended - planned)
@@ -383,39 +383,39 @@ class Engine:
     def _continue(self, plan: Plan, counts: list[int], logits: npt.NDArray[np.float32]) -> None:
         """Gives the next token to samples whose tokens are all in the cache, and to those that begin with them.
 
-        Where it is the one that was guessed, the next row of logits gives the one after it.
+        Where it is the one that was drafted, the next row of logits gives the one after it.
         """
-        # Each with the row of its logits, how many of its guesses were right, and those that follow.
+        # Each with the row of its logits, how many of its drafts were right, and those that follow.
         turn: list[tuple[Sample, int, int, list[int]]] = []
         row = 0
         for (sample, new), rows_of_it in zip(plan, counts, strict=True):
             cached = sample.cached + len(new)
-            guesses = new[len(sample.tokens) - sample.cached :]
+            drafts = new[len(sample.tokens) - sample.cached :]
             if sample.request.wants_prompt:
                 _add_prompt_logprobs(sample, logits[row : row + rows_of_it])
             if cached < len(sample.tokens):
                 self._batching.computed(sample, cached)
             else:
                 samples = [sample, *(self._batching.fork(sample) if sample.forks else [])]
-                turn += [(each, row + rows_of_it - 1 - len(guesses), 0, guesses) for each in samples]
+                turn += [(each, row + rows_of_it - 1 - len(drafts), 0, drafts) for each in samples]
             row += rows_of_it
         while turn:
             rows, samples = [row for _, row, _, _ in turn], [sample for sample, _, _, _ in turn]
             choices = choose(logits, rows, [sample.history for sample in samples])
             further = []
-            for (sample, row, right, guesses), choice in zip(turn, choices, strict=True):
+            for (sample, row, right, drafts), choice in zip(turn, choices, strict=True):
                 output = self._next_output(sample, choice)
                 self._give(sample, output)
-                if guesses and output.tokens == (guesses[0],) and output.finish is None:
-                    further.append((sample, row + 1, right + 1, guesses[1:]))
-                elif right or guesses:
-                    self._judged(sample, right, right + len(guesses))
+                if drafts and output.tokens == (drafts[0],) and output.finish is None:
+                    further.append((sample, row + 1, right + 1, drafts[1:]))
+                elif right or drafts:
+                    self._judged(sample, right, right + len(drafts))
             turn = further
 
-    def _judged(self, sample: Sample, right: int, guessed: int) -> None:
-        self.statistics.add_guesses(right, guessed)
+    def _judged(self, sample: Sample, right: int, drafted: int) -> None:
+        self.statistics.add_drafts(right, drafted)
         if self._speculation is not None:
-            self._speculation.learn(sample, right, guessed)
+            self._speculation.learn(sample, right, drafted)
 
     def _next_output(self, sample: Sample, choice: Choice | ContractError) -> Output:
         request = sample.request
@@ -500,8 +500,8 @@ def _speculation(speculate: Any, model: EngineModel, max_step_tokens: int, share
     if isinstance(speculate, str) or not hasattr(speculate, "step"):
         raise ContractTypeError(f"speculate must be 'lookup' or a model, not {shown(speculate)}")
     if speculate is model:
-        raise ContractError("speculate: the model cannot guess for itself: it would write to its own pages")
-    return Speculation(Draft(speculate, model.config.vocab_size, max_step_tokens, share_prefixes))
+        raise ContractError("speculate: the model cannot draft for itself: it would write to its own pages")
+    return Speculation(DraftModel(speculate, model.config.vocab_size, max_step_tokens, share_prefixes))
 
 
 def _rows_wanted(sample: Sample, new: list[int]) -> int:

@@ -31,7 +31,7 @@ class EngineModel(PagedModel, Protocol):
     ) -> npt.NDArray[np.float32]:
         """Appends new tokens of `B` requests to their pages; logits `[N, vocab]` after the last `counts[b]` of each.
 
-        One of each where `counts` is None; it is given only where tokens are guessed.
+        One of each where `counts` is None; it is given only where tokens are drafted.
         """
         ...
 
@@ -89,9 +89,9 @@ class Statistics:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     peak_pages: int = 0
-    guessed_tokens: int = 0
-    """Tokens that were guessed and brought to a step."""
-    right_tokens: int = 0
+    draft_tokens: int = 0
+    """Tokens that were drafted and brought to a step."""
+    accepted_tokens: int = 0
     """Those of them that were chosen; they are among `decode_tokens`."""
 
     def add_step(self, seconds: float, prompt_tokens: int, decode_tokens: int, pages: int) -> None:
@@ -104,8 +104,8 @@ class Statistics:
         self.decode_seconds += seconds * decode_tokens / total
         self.peak_pages = max(self.peak_pages, pages)
 
-    def add_guesses(self, right: int, guessed: int) -> None:
-        """Counts guesses of one sample in a step; each right one was a token more."""
-        self.guessed_tokens += guessed
-        self.right_tokens += right
+    def add_drafts(self, right: int, drafted: int) -> None:
+        """Counts drafts of one sample in a step; each right one was a token more."""
+        self.draft_tokens += drafted
+        self.accepted_tokens += right
         self.decode_tokens += right

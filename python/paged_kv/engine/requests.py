@@ -133,7 +133,7 @@ class Luck:
     tried: float = 0.0
     right: float = 0.0
     wait: int = 4
-    """Steps between two attempts, where guesses are not worth their rows."""
+    """Steps between two attempts, where drafts are not worth their rows."""
     waited: int = 0
 
     def share(self, usual: float) -> float:
@@ -141,7 +141,7 @@ class Luck:
         return min((self.right + 2 * usual) / (self.tried + 2), 0.98)
 
     def add(self, tried: int, right: int) -> None:
-        """Counts the guesses of a step."""
+        """Counts the drafts of a step."""
         self.tried, self.right = 0.95 * self.tried + tried, 0.95 * self.right + right
         if right:
             self.wait = 4

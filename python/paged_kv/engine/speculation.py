@@ -1,14 +1,14 @@
-"""Guesses at the tokens that come next: one step of the model judges several of them.
+"""Drafts of the tokens that come next: one step of the model judges several of them.
 
-A guess is appended like any token, and the step gives the logits after it too. Each token is then chosen as it always
+A draft is appended like any token, and the step gives the logits after it too. Each token is then chosen as it always
 is: by the logits of its place, by what its request asks there (form, penalties) and by the random number of its
-position. Where it is the token that was guessed, the logits after it are there already. So a guess decides how soon a
-token comes, never which one: texts are those without guesses, and drawn tokens have the model's distribution. To draw a
-token and compare it with the guess is rejection sampling of a guess that was certain: it is taken as often as the model
+position. Where it is the token that was drafted, the logits after it are there already. So a draft decides how soon a
+token comes, never which one: texts are those without drafts, and drawn tokens have the model's distribution. To draw a
+token and compare it with the draft is rejection sampling of a draft that was certain: it is taken as often as the model
 would have drawn it.
 
-Guesses come from the text itself (`look_up`) or from a smaller model (`Draft`). How many are made follows from what
-steps cost and from how often guesses were right (`Speculation`).
+Drafts come from the text itself (`look_up`) or from a smaller model (`DraftModel`). How many are made follows from what
+steps cost and from how often drafts were right (`Speculation`).
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ class _Text:
     """A sample's tokens in a draft's cache."""
 
     tokens: list[int]
-    """The last ones may be guesses that were wrong."""
+    """The last ones may be drafts that were wrong."""
     stored: int
     """The number of them that its prefix cache knows."""
 
 
-class Draft:
-    """Guesses of a smaller model with the same tokens.
+class DraftModel:
+    """Drafts of a smaller model with the same tokens.
 
     It keeps the texts of samples in pages of its own, of which it alone decides; prompts that begin alike share them.
-    A guess is drawn with the random number that will draw the token itself: where both models expect about the same,
-    they draw the same. Forms do not count in a guess.
+    A draft is drawn with the random number that will draw the token itself: where both models expect about the same,
+    they draw the same. Forms do not count in a draft.
 
     Args:
         model: Used by nothing else.
-        vocab_size: Of the model that judges; no larger token is guessed.
-        max_step_tokens: Tokens that it computes in a step of the engine at most, but for guesses after the first.
+        vocab_size: Of the model that judges; no larger token is drafted.
+        max_step_tokens: Tokens that it computes in a step of the engine at most, but for drafts after the first.
         share_prefixes: Whether prompts that begin alike share pages.
     """
 
@@ -94,8 +94,8 @@ class Draft:
         self.seconds: float | None = None
         """The seconds that drafting a token for each of some samples took lately."""
 
-    def guess(self, samples: Sequence[Sample], counts: Sequence[int], running: Sequence[Sample]) -> list[list[int]]:
-        """Up to `counts[i]` guesses for each sample. Samples that are not among `running` lose their pages."""
+    def propose(self, samples: Sequence[Sample], counts: Sequence[int], running: Sequence[Sample]) -> list[list[int]]:
+        """Up to `counts[i]` drafts for each sample. Samples that are not among `running` lose their pages."""
         for key in self._texts.keys() - {sample.key for sample in running}:
             self._leave(key)
         found: list[list[int]] = [[] for _ in samples]
@@ -124,10 +124,10 @@ class Draft:
         return found
 
     def _begin(self, sample: Sample, count: int) -> bool:
-        """Gives a sample slots for its tokens and all guesses but the last, and computes all but its last tokens.
+        """Gives a sample slots for its tokens and all drafts but the last, and computes all but its last tokens.
 
         Returns:
-            Whether it can guess: there were enough slots, and tokens left to this step. A prompt goes on in the next.
+            Whether it can draft: there were enough slots, and tokens left to this step. A prompt goes on in the next.
         """
         key, tokens = sample.key, sample.tokens
         space = sample.request.namespace if self._shares else key
@@ -181,47 +181,49 @@ class Speculation:
     """The tokens that are drafted for each sample of a step.
 
     The seconds of a step are taken for a line over its rows, which is fitted to the steps so far, the later ones
-    counting more. A guess is made where it is expected to give more tokens a second: guess j of a sample is right with
-    its share of right guesses to the power of j. No guess begins another panel of rows. A sample whose guesses are not
+    counting more. A draft is made where it is expected to give more tokens a second: draft j of a sample is right with
+    its share of right drafts to the power of j. No draft begins another panel of rows. A sample whose drafts are not
     worth their rows is tried again later, each time after twice as many steps.
 
     Args:
-        draft: What guesses; the text itself where None.
+        draft: What drafts; the text itself where None.
     """
 
-    def __init__(self, draft: Draft | None = None) -> None:
+    def __init__(self, draft: DraftModel | None = None) -> None:
         self._draft = draft
-        self._share = 0.5  # of right guesses, in all samples
+        self._share = 0.5  # of right drafts, in all samples
         self._sums = np.zeros(5, np.float64)  # over steps: 1, rows, rows^2, seconds, rows * seconds
 
-    def guess(
+    def propose(
         self, samples: Sequence[Sample], most: Sequence[int], rows: int, running: Sequence[Sample]
     ) -> list[list[int]]:
-        """Guesses for samples that bring their last token to a step.
+        """Drafts for samples that bring their last token to a step.
 
         Args:
             samples: At least one.
-            most: Guesses of each at most.
-            rows: Tokens of the step without guesses.
+            most: Drafts of each at most.
+            rows: Tokens of the step without drafts.
             running: All samples that have pages.
         """
         if self._draft is not None:
             counts = self._counts(samples, most, rows)
             try:
-                return self._draft.guess(samples, counts, running)
-            except Exception as error:  # it may end no request; as guesses that were wrong, it is tried less and less
-                logger.warning("the draft failed, nothing is guessed: %s: %s", type(error).__name__, printable(error))
+                return self._draft.propose(samples, counts, running)
+            except Exception as error:  # it may end no request; as drafts that were wrong, it is tried less and less
+                logger.warning(
+                    "the draft model failed, nothing is drafted: %s: %s", type(error).__name__, printable(error)
+                )
                 for sample, count in zip(samples, counts, strict=True):
                     if count:
                         self.learn(sample, 0, count)
                 return [[] for _ in samples]
         found = [look_up(sample.history.array(), count) for sample, count in zip(samples, most, strict=True)]
         counts = self._counts(samples, list(map(len, found)), rows)
-        return [guesses[:count] for guesses, count in zip(found, counts, strict=True)]
+        return [drafts[:count] for drafts, count in zip(found, counts, strict=True)]
 
-    def learn(self, sample: Sample, right: int, guessed: int) -> None:
-        """Says how many of a sample's guesses were right, up to the first that was wrong."""
-        tried = min(right + 1, guessed)
+    def learn(self, sample: Sample, right: int, drafted: int) -> None:
+        """Says how many of a sample's drafts were right, up to the first that was wrong."""
+        tried = min(right + 1, drafted)
         sample.luck.add(tried, right)
         self._share += (right / tried - self._share) / 64
 
@@ -232,7 +234,7 @@ class Speculation:
         self._sums = _FORGET * self._sums + [1, rows, rows * rows, seconds, rows * seconds]
 
     def _counts(self, samples: Sequence[Sample], most: Sequence[int], rows: int) -> list[int]:
-        """Return how many guesses each sample makes."""
+        """Return how many drafts each sample makes."""
         base, row = self._line()
         tokens, seconds, room = float(len(samples)), base + row * rows, -rows % PANEL
         drafting = 0.0

@@ -33,7 +33,7 @@ class Plan:
     dtype: DType
     size: CacheSize
     draft: Source | None
-    """The smaller checkpoint that guesses tokens."""
+    """The smaller checkpoint that drafts tokens."""
     disk: DiskTier | None
 
     def engine(self, tokenizer: Tokenizer) -> Engine:

@@ -81,6 +81,6 @@ class LocalBackend:
             prompt_tokens=self._asked_tokens,
             found_tokens=engine.tokens_found,
             restored_tokens=engine.tokens_restored,
-            draft_tokens=engine.statistics.guessed_tokens,
-            accepted_tokens=engine.statistics.right_tokens,
+            draft_tokens=engine.statistics.draft_tokens,
+            accepted_tokens=engine.statistics.accepted_tokens,
         )

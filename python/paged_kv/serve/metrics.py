@@ -17,7 +17,7 @@ _COUNTERS = {
     "vllm:num_preemptions": ("preemptions", "Samples that gave their pages back and were computed again."),
     "vllm:prefix_cache_queries": ("prompt_tokens", "Tokens of prompts that were looked for in the cache."),
     "vllm:prefix_cache_hits": ("found_tokens", "Those of them that it had."),
-    "vllm:spec_decode_num_draft_tokens": ("draft_tokens", "Tokens that speculation guessed."),
+    "vllm:spec_decode_num_draft_tokens": ("draft_tokens", "Tokens that speculation drafted."),
     "vllm:spec_decode_num_accepted_tokens": ("accepted_tokens", "Those of them that were chosen."),
     "paged_kv:disk_tokens": ("restored_tokens", "Tokens of prompts that were read from the disk."),
 }
