@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml ([tool.importlinter]): which room of `paged_kv` may know which.
+"""The import contracts of pyproject.toml ([tool.importlinter]): which module of `paged_kv` may know which.
 
 import-linter reads packages from folders that bear their names, so it is given a copy of the Python files, laid out as
 they are installed. Exit status 1 where a contract is broken.

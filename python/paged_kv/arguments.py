@@ -1,4 +1,4 @@
-"""Checks of plain arguments that several rooms share, and how messages show a value."""
+"""Checks of plain arguments that several modules share, and how messages show a value."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     with guarded(folder) as server, browser(folder / "profile") as tab:
         tab.call("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
-        tab.wait('document.readyState === "complete" && !document.getElementById("door").hidden')
-        tab.run(f'by("key").value = "{server.key}"; document.getElementById("door").requestSubmit()')
-        tab.wait('by("door").hidden && model === "demo"')
+        tab.wait('document.readyState === "complete" && !document.getElementById("login").hidden')
+        tab.run(f'by("key").value = "{server.key}"; document.getElementById("login").requestSubmit()')
+        tab.wait('by("login").hidden && model === "demo"')
         yield tab
 
 

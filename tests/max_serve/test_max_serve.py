@@ -34,7 +34,7 @@ from paged_kv.max_serve import config, graph, model, tokenizer
 from support.checkpoints import write_config
 from support.families import make_case
 from support.limits import end_with_parent, limited
-from support.max_seams import SERVER, find, seams, takes
+from support.max_private import SERVER, find, private_names, takes
 from support.ports import free_ports
 
 PROMPTS = [np.random.default_rng(length).integers(0, 256, length).tolist() for length in (1, 3, 40, 100, 129, 180)]
@@ -183,15 +183,15 @@ def test_two_gpus_share_the_heads_and_add_up_sums(tmp_path):
     assert built.stdout.count("allreduce") >= 2 * layers
 
 
-SEAMS = [seam for title in SERVER for seam in seams(title)]
+PRIVATE_NAMES = [each for title in SERVER for each in private_names(title)]
 OURS = [config.ServedConfig, graph.ServedStep, model.ServedModel, tokenizer.ServedTokenizer]
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
-def test_what_max_does_not_document_is_there(seam):
-    signature = takes(find(seam.name))
-    missing = [parameter for parameter in seam.parameters if not re.search(rf"\b{parameter}\b", signature)]
-    assert not missing, f"{seam.name}{signature}"
+@pytest.mark.parametrize("each", PRIVATE_NAMES, ids=lambda each: each.name)
+def test_what_max_does_not_document_is_there(each):
+    signature = takes(find(each.name))
+    missing = [parameter for parameter in each.parameters if not re.search(rf"\b{parameter}\b", signature)]
+    assert not missing, f"{each.name}{signature}"
 
 
 def test_every_method_of_max_that_is_overridden_is_in_the_table():
@@ -201,4 +201,8 @@ def test_every_method_of_max_that_is_overridden_is_in_the_table():
         below = [base for base in owner.__mro__ if base.__module__.startswith("max.")]
         names = {name for name in vars(owner) if not name.startswith(("__", "_abc_", "_is_protocol"))}
         found |= {name for name in names - data for base in below if name in vars(base)}
-    assert {"execute", "new_context", "_load_state_dict"} <= found <= {seam.name.rpartition(".")[2] for seam in SEAMS}
+    assert (
+        {"execute", "new_context", "_load_state_dict"}
+        <= found
+        <= {each.name.rpartition(".")[2] for each in PRIVATE_NAMES}
+    )

@@ -14,7 +14,7 @@ from uvicorn import Config
 from paged_kv.serve import connections
 from paged_kv.serve.address import listening_sockets
 from paged_kv.serve.connections import HEAD_BYTES, GuardedServer
-from paged_kv.serve.door import Rules
+from paged_kv.serve.middleware import Rules
 
 LIMIT = 8
 WAIT = 30

@@ -33,8 +33,8 @@ CPU, STEPS = {"cpu api", "cpu step", "served"}, {"cpu step", "gpu step", "served
 @pytest.fixture
 def tree(tmp_path):
     """A copy of the sources."""
-    for room, folder in Sources.installed().folders.items():
-        shutil.copytree(folder, tmp_path / (room or "paged_kv"))
+    for name, folder in Sources.installed().folders.items():
+        shutil.copytree(folder, tmp_path / (name or "paged_kv"))
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""The limits and numbers that every room shares."""
+"""The limits and numbers that every module shares."""
 
 import re
 

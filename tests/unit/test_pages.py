@@ -15,7 +15,7 @@ from paged_kv.cli import commands as paged_kv
 from support.pages import PAGES, ROOT, blocks, commands, name, prose
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-METAPHORS = re.compile(r"\b(?:rooms?(?! for)|doors?(?!\.py)|seams?|roads?|houses?)\b", re.IGNORECASE)
+METAPHORS = re.compile(r"\b(?:rooms?(?! for)|doors?|seams?|roads?|houses?)\b", re.IGNORECASE)
 """Words that stood for folders, modules and interfaces, where those have names of their own."""
 INLINE = re.compile(r"`([^`\n]+)`")
 OPTION = re.compile(r"--[a-z][a-z-]*")
@@ -46,10 +46,7 @@ def check_command(words: list[str]) -> None:
         words = words[1:]
     program, arguments = Path(words[0]).name, words[1:]
     if program == "paged-kv":
-        context = paged_kv.make_context("paged-kv", list(arguments))
-        called, command, rest = paged_kv.resolve_command(context, [*context._protected_args, *context.args])
-        assert command is not None
-        command.make_context(called, rest, parent=context)
+        paged_kv.commands[arguments[0]].make_context(arguments[0], arguments[1:])
     elif program == "python" and arguments[0] == "-m":
         assert find_spec(arguments[1]), words
     elif program == "pip":

@@ -25,9 +25,9 @@ from paged_kv.ray.replica import Model, Replica, settings_of
 from paged_kv.ray.router import LoadRouter, PrefixRouter, RoundRobinRouter
 from paged_kv.serve.application import application
 from paged_kv.serve.backend import Job, Piece
-from paged_kv.serve.door import Door
 from paged_kv.serve.launch import served_model
 from paged_kv.serve.metrics import Metrics
+from paged_kv.serve.middleware import Middleware
 from paged_kv.serve.settings import Settings
 
 LOST = (
@@ -147,7 +147,7 @@ class Ingress:
         )
         model = served_model(settings, open_source(settings.model), given.num_pages * given.page_size)
         served = application(model, backend, Metrics(settings.name, backend))
-        return Door(served, settings.rules(model.most_tokens))
+        return Middleware(served, settings.rules(model.most_tokens))
 
     async def _start(self, job: Job) -> AsyncGenerator[list[Piece], None]:
         # In a context of its own: Ray takes jobs of one HTTP request for one and the same, and loses all but one.

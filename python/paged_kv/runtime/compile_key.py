@@ -9,7 +9,7 @@ The digest covers
 
 Whole folders count, and no file is parsed: a change may compile a graph again that it does not touch, and misses none
 that it does (docs/notes/compile-time.md has the costs). That the lists are complete is kept by
-tests/unit/test_compile_key.py for Python's imports and by .ci/mojo_rooms.py for Mojo's.
+tests/unit/test_compile_key.py for Python's imports and by .ci/check_mojo_imports.py for Mojo's.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class Sources:
         Raises:
             ToolchainError: there is none.
         """
-        room, _, inner = pattern.partition("/")
-        if room not in self.folders:
-            room, inner = "", pattern
-        folder = self.folders[room]
-        found = [(PurePosixPath(room, file.relative_to(folder)), file) for file in sorted(folder.glob(inner))]
+        folder_name, _, inner = pattern.partition("/")
+        if folder_name not in self.folders:
+            folder_name, inner = "", pattern
+        folder = self.folders[folder_name]
+        found = [(PurePosixPath(folder_name, file.relative_to(folder)), file) for file in sorted(folder.glob(inner))]
         if not found:
             raise ToolchainError(f"{folder / inner} is missing; reinstall paged-kv")
         return found

@@ -34,7 +34,7 @@ def explain(
 ) -> list[str]:
     """A line for each pair of dtypes, of q and of the cache, and one for rotary keys: the kernel, then the reason.
 
-    Kernels are named after their room in `mojo_ops/attention`.
+    Kernels are named after their folder in `mojo_ops/attention`.
 
     Args:
         architecture: Of the GPU ("sm_90a", "gfx942", ...); None for the CPU.

@@ -18,10 +18,10 @@ from starlette.routing import Route
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PagedKVError, ToolchainError
 from paged_kv.serve.anthropic_messages import count_tokens, read_messages_request
 from paged_kv.serve.backend import Backend, Busy, Failed, Gone, Job, Piece
-from paged_kv.serve.door import Receive, Scope, Send, error_event, error_of
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields, parse
 from paged_kv.serve.metrics import Metrics
+from paged_kv.serve.middleware import Receive, Scope, Send, error_event, error_of
 from paged_kv.serve.openai_chat import read_chat, read_conversation
 from paged_kv.serve.openai_completions import read_completion
 from paged_kv.serve.openai_responses import read_response

@@ -14,7 +14,7 @@ import h11
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from paged_kv.serve.door import LINGER_SECONDS, Door, Rules, error_body
+from paged_kv.serve.middleware import LINGER_SECONDS, Middleware, Rules, error_body
 
 HEAD_SECONDS = 10.0
 """In which a request's line and headers must have come."""
@@ -35,7 +35,7 @@ class GuardedServer(Server):
     """
 
     def __init__(self, rules: Rules, sockets: Sequence[socket.socket], config: Config) -> None:
-        config.app = Door(config.app, rules)
+        config.app = Middleware(config.app, rules)
         config.http = partial(GuardedConnection, rules.max_connections)
         config.ws = "none"
         config.h11_max_incomplete_event_size = HEAD_BYTES

@@ -23,10 +23,10 @@ from paged_kv.runtime.threads import allowed_cpus, pool_threads
 from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
 from paged_kv.serve.connections import GuardedServer
-from paged_kv.serve.door import Rules
 from paged_kv.serve.loading import Plan, plan
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.metrics import Metrics
+from paged_kv.serve.middleware import Rules
 from paged_kv.serve.served_model import ServedModel
 from paged_kv.serve.settings import API_KEY, Settings
 

@@ -12,7 +12,7 @@ from paged_kv.errors import ContractError
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.serve.address import is_loopback
-from paged_kv.serve.door import LOOPBACK, Rules, host_name
+from paged_kv.serve.middleware import LOOPBACK, Rules, host_name
 
 API_KEY = "PAGED_KV_API_KEY"
 MIN_BODY_BYTES = 1 << 18

@@ -1,4 +1,4 @@
-"""The check of the Mojo rooms' imports refuses what it should: each rule is broken once, in a copy."""
+"""The check of the Mojo folders' imports refuses what it should: each rule is broken once, in a copy."""
 
 import shutil
 from pathlib import Path
@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def rooms(tmp_path, monkeypatch):
+def checked(tmp_path, monkeypatch):
     """The check, over a copy of mojo_ops."""
-    module = ci_module("mojo_rooms")
+    module = ci_module("check_mojo_imports")
     monkeypatch.setattr(module, "ROOT", tmp_path / "mojo_ops")
     shutil.copytree(ROOT / "mojo_ops", module.ROOT)
     return module
 
 
-def test_the_rooms_are_in_order(rooms, capsys):
-    assert rooms.main() == 0
+def test_the_imports_are_in_order(checked, capsys):
+    assert checked.main() == 0
     assert "no rule broken" in capsys.readouterr().out
 
 
@@ -36,13 +36,13 @@ def test_the_rooms_are_in_order(rooms, capsys):
         ("attention/softmax.mojo", "from .cpu.kv_tile import (\n    x,\n)", "circle: "),
         ("attention/softmax.mojo", "from .nothing import x", "no file mojo_ops/attention/nothing.mojo"),
         ("isa/amx.mojo", "from mojo_ops.cache.strides import x", "write a relative import"),
-        ("new/room.mojo", "", "the room new has no line"),
+        ("new/folder.mojo", "", "the folder new has no line"),
     ],
 )
-def test_a_broken_rule_is_told(rooms, capsys, file, line, told):
-    path = rooms.ROOT / file
+def test_a_broken_rule_is_told(checked, capsys, file, line, told):
+    path = checked.ROOT / file
     path.parent.mkdir(exist_ok=True)
     text = path.read_text() if path.exists() else ""
     path.write_text(f"{text}\n{line}\n")
-    assert rooms.main() == 1
+    assert checked.main() == 1
     assert told in capsys.readouterr().out

@@ -1,9 +1,9 @@
-"""Which room of mojo_ops may know which: checks the relative imports of every Mojo file.
+"""Which folder of mojo_ops may know which: checks the relative imports of every Mojo file.
 
     ops, attention_ops, layer_ops, linear_ops, tree_ops, latent_ops -> transfer, attention, layers, linear
     transfer, attention, layers, linear -> cache -> isa
 
-Rooms of one kind of device are known to the ops alone, so those for a CPU and for a GPU do not know each other. In no
+Folders of one kind of device are known to the ops alone, so those for a CPU and for a GPU do not know each other. In no
 folder do files and subfolders import in a circle. Exit status 1 where an import breaks a rule.
 """
 
@@ -31,10 +31,10 @@ MAY_KNOW: dict[str, frozenset[str]] = {
     "cache": frozenset({"isa"}),
     "isa": frozenset(),
 }
-"""Each room by what it may import besides itself: a room is a folder or a file at the top of mojo_ops."""
+"""What each folder, or file at the top of mojo_ops, may import besides itself."""
 OF_A_DEVICE = (frozenset({"gpu"}), frozenset({"cpu", "layers", "linear"}))
-"""Rooms of one kind of device, which only they and the registered ops know: a compiled graph for the other kind is kept
-under a key that they are not in (runtime/compile_key.py)."""
+"""Folders of one kind of device, which only they and the registered ops know: a compiled graph for the other kind is
+kept under a key that they are not in (runtime/compile_key.py)."""
 
 IMPORT = re.compile(r"^[ \t]*from[ \t]+(\.+)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
 ABSOLUTE = re.compile(r"^[ \t]*(?:from|import)[ \t]+mojo_ops\b", re.MULTILINE)
@@ -70,11 +70,11 @@ def module_of(path: Path) -> Module:
 
 
 def broken_rule(importer: Module, imported: Module) -> str | None:
-    room, other = importer[0], imported[0] if imported else "mojo_ops"
-    if room != other and other not in MAY_KNOW.get(room, frozenset()):
-        return f"{room} may not know {other}"
-    for rooms in OF_A_DEVICE:
-        if not room.endswith("ops") and rooms.isdisjoint(importer) and not rooms.isdisjoint(imported):
+    folder, other = importer[0], imported[0] if imported else "mojo_ops"
+    if folder != other and other not in MAY_KNOW.get(folder, frozenset()):
+        return f"{folder} may not know {other}"
+    for folders in OF_A_DEVICE:
+        if not folder.endswith("ops") and folders.isdisjoint(importer) and not folders.isdisjoint(imported):
             return f"{'/'.join(importer[:2])} may not know {'/'.join(imported[:2])}"
     return None
 
@@ -115,7 +115,7 @@ def main() -> int:
         if not importer:
             continue
         if importer[0] not in MAY_KNOW:
-            faults.append(f"{shown}: the room {importer[0]} has no line in {Path(__file__).name}")
+            faults.append(f"{shown}: the folder {importer[0]} has no line in {Path(__file__).name}")
         if ABSOLUTE.search(file.read_text()):
             faults.append(f"{shown}: imports mojo_ops by its name, which MAX does not know: write a relative import")
         try:

@@ -9,16 +9,29 @@ from pathlib import Path
 
 import pytest
 
-from support.max_seams import FOLDERS, PAGE, ROOT, SERVER, Use, find, parsed, seams, takes, titles, uses, variables
+from support.max_private import (
+    FOLDERS,
+    PAGE,
+    ROOT,
+    SERVER,
+    Use,
+    find,
+    parsed,
+    private_names,
+    takes,
+    titles,
+    uses,
+    variables,
+)
 
 PYTHON = ("Private names", "Public names without documentation")
-KNOWN = {seam.name for title in (*PYTHON, *SERVER) for seam in seams(title)}
+KNOWN = {each.name for title in (*PYTHON, *SERVER) for each in private_names(title)}
 OVERRIDDEN = ("_create_model_config", "_load_state_dict")
 """Defined by us, so not seen as another's; tests/max_serve looks for them."""
 
 
 def lacks(name: str, parameters: tuple[str, ...]) -> str:
-    """What of a seam is not there, in words; empty where all is."""
+    """The parts of a private name that are not there, in words; empty where all is."""
     try:
         signature = takes(find(name))
     except (ImportError, AttributeError) as error:
@@ -28,7 +41,7 @@ def lacks(name: str, parameters: tuple[str, ...]) -> str:
 
 
 # When this file is collected: later, tests replace some of them.
-LACKING = {seam.name: lacks(seam.name, seam.parameters) for title in PYTHON for seam in seams(title)}
+LACKING = {each.name: lacks(each.name, each.parameters) for title in PYTHON for each in private_names(title)}
 
 
 @cache
@@ -69,7 +82,7 @@ def test_what_is_gone_is_seen(name, parameters):
 
 def test_the_environment_variables_are_there():
     (folder,) = map(Path, find_spec("max").submodule_search_locations)
-    wanted = {seam.name.encode() for seam in seams("Environment variables")}
+    wanted = {each.name.encode() for each in private_names("Environment variables")}
     libraries = (folder.parent / "modular" / "lib").glob("lib*.so")
     for file in (*(folder / "serve").rglob("*.py"), *(folder / "pipelines").rglob("*.py"), *libraries):
         if wanted and file.stat().st_size:
@@ -80,17 +93,17 @@ def test_the_environment_variables_are_there():
 
 def test_every_table_has_rows():
     assert titles() == [*PYTHON, "Mojo", *SERVER, "Environment variables", "Behaviour"]
-    assert all(seams(title) for title in titles()[:-1])
+    assert all(private_names(title) for title in titles()[:-1])
 
 
 @pytest.mark.parametrize("title", [title for title in titles() if title != "Behaviour"])
 def test_the_users_of_a_row_use_it(title):
     wrong = []
-    for seam in seams(title):
-        words = [name.rpartition(".")[2] for name in seam.row]
-        others = [file for file in seam.users if file.is_file() and not any(w in file.read_text() for w in words)]
-        wrong += [f"{seam.name}: {file.relative_to(ROOT)}" for file in others]
-        assert seam.users
+    for each in private_names(title):
+        words = [name.rpartition(".")[2] for name in each.row]
+        others = [file for file in each.users if file.is_file() and not any(w in file.read_text() for w in words)]
+        wrong += [f"{each.name}: {file.relative_to(ROOT)}" for file in others]
+        assert each.users
     assert wrong == []
 
 
@@ -101,12 +114,12 @@ def test_no_other_private_name_of_max_is_used():
 
 def test_every_private_name_of_a_table_is_used():
     ends = {use.name.rpartition(".")[2] for use in used()}.union(OVERRIDDEN)
-    named = {seam.name for title in ("Private names", "Private names of MAX Serve") for seam in seams(title)}
+    named = {each.name for title in ("Private names", "Private names of MAX Serve") for each in private_names(title)}
     assert {name for name in named if name.rpartition(".")[2] not in ends} == set()
 
 
 def test_no_other_environment_variable_of_max_is_used():
-    assert variables(checkout()) == {seam.name for seam in seams("Environment variables")}
+    assert variables(checkout()) == {each.name for each in private_names("Environment variables")}
 
 
 def test_no_other_private_name_of_mojo_is_imported():
@@ -115,7 +128,7 @@ def test_no_other_private_name_of_mojo_is_imported():
         for file in (ROOT / folder).rglob("*.mojo"):
             for module, names in re.findall(r"^\s*from ([a-z][\w.]*) import ([^\n#]+)", file.read_text(), re.MULTILINE):
                 found |= {f"{module}.{name}" for name in re.findall(r"(?<!as )\b_[A-Za-z]\w*", names)}
-    assert found == {seam.name for seam in seams("Mojo")}
+    assert found == {each.name for each in private_names("Mojo")}
 
 
 PLANTED = {

@@ -1,4 +1,4 @@
-"""The server's door: what it lets through and what it answers itself, in front of an application of these tests."""
+"""The middleware of the server: what it lets through and what it answers itself, around an application of its own."""
 
 import asyncio
 import json
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paged_kv.errors import ContractError
-from paged_kv.serve import door
+from paged_kv.serve import middleware
 from paged_kv.serve.address import is_loopback, listening_sockets
-from paged_kv.serve.door import LOOPBACK, MAX_DEPTH, Door, Rules, depth
+from paged_kv.serve.middleware import LOOPBACK, MAX_DEPTH, Middleware, Rules, depth
 from paged_kv.serve.settings import API_KEY, Settings
 
 KEY = "sk-secret"
@@ -51,7 +51,7 @@ def ask(scope=None, pieces=(BODY,), rules=RULES, application=tokens, cancel_afte
         sent.append(message)
 
     async def run():
-        task = asyncio.ensure_future(Door(application, rules)(scope or scope_of(), receive, send))
+        task = asyncio.ensure_future(Middleware(application, rules)(scope or scope_of(), receive, send))
         if cancel_after is not None:
             await asyncio.sleep(cancel_after)
             task.cancel()
@@ -138,7 +138,7 @@ def test_the_body_is_not_read_before_the_key_is_right():
         sent.append(message)
 
     sent = []
-    asyncio.run(Door(None, RULES)(scope_of(key=None), receive, send))
+    asyncio.run(Middleware(None, RULES)(scope_of(key=None), receive, send))
     assert sent[0]["status"] == 401
 
 
@@ -167,8 +167,8 @@ def test_what_a_body_may_be(headers, pieces, status, said):
 
 
 def test_a_body_that_does_not_come(monkeypatch):
-    monkeypatch.setattr(door, "BODY_SECONDS", 0.05)
-    monkeypatch.setattr(door, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(middleware, "LINGER_SECONDS", 0.05)
     status, headers, body = ask(scope_of(content_length="15"), (), application=None)
     assert (status, headers[b"connection"]) == (408, b"close")
     error(body)
@@ -181,7 +181,7 @@ def test_a_client_that_leaves_is_not_answered():
     async def send(message):
         raise AssertionError(message)
 
-    asyncio.run(Door(None, RULES)(scope_of(), gone, send))
+    asyncio.run(Middleware(None, RULES)(scope_of(), gone, send))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_stream_that_is_cut_ends_with_an_event(kind):
 
 
 def test_a_websocket_is_not_answered():
-    asyncio.run(Door(None, RULES)({"type": "websocket"}, None, None))
+    asyncio.run(Middleware(None, RULES)({"type": "websocket"}, None, None))
 
 
 # Who is let in at all.

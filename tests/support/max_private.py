@@ -35,7 +35,7 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Seam:
+class PrivateName:
     """A name of MAX, as one row of a table has it."""
 
     name: str
@@ -58,8 +58,8 @@ class Use:
     line: int
 
 
-def seams(title: str) -> list[Seam]:
-    """The rows of one table, a seam for each name."""
+def private_names(title: str) -> list[PrivateName]:
+    """The rows of one table, an entry for each name."""
     _, _, rest = PAGE.read_text().partition(f"\n### {title}\n")
     lines = [line for line in rest.partition("\n### ")[0].splitlines() if line.startswith("| ")]
     found = []
@@ -69,7 +69,7 @@ def seams(title: str) -> list[Seam]:
         files = tuple((PAGE.parent / link).resolve() for link in _LINK.findall(users))
         for name, listed in named:
             given = tuple(filter(None, listed.replace(" ", "").split(",")))
-            found.append(Seam(name, given, tuple(other for other, _ in named), files))
+            found.append(PrivateName(name, given, tuple(other for other, _ in named), files))
     return found
 
 

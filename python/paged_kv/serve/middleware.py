@@ -115,7 +115,7 @@ def depth(body: bytes) -> int:
     return max(0, int(np.cumsum(np.frombuffer(steps, np.int8), dtype=np.int32).max(initial=0)))
 
 
-class Door:
+class Middleware:
     """An ASGI application around another one."""
 
     def __init__(self, application: Application, rules: Rules) -> None:
