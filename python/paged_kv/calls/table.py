@@ -73,7 +73,7 @@ class Table:
 
         Args:
             indptr: `[B + 1]`, from 0.
-            indices: `[indptr[B]]` or longer; None where page ids do not matter.
+            indices: `[indptr[B]]` or longer.
             last_page_len: `[B]`, tokens in the last page; unused for a request without pages, but from 0 to page_size
                 there too.
             page_size: Tokens in a page.
@@ -86,25 +86,19 @@ class Table:
             PageTableError: `indptr` does not start at 0, decreases or ends past `indices`; `last_page_len` is not in
                 `[1, page_size]` for a request with pages, `[0, page_size]` for one without; a length exceeds int32.
         """
-        offsets = device.indices(indptr, names[0])
-        entries = offsets[:0] if indices is None else device.indices(indices, names[1])
-        last = device.indices(last_page_len, names[2])
+        offsets, entries, last = (
+            device.indices(array, name) for array, name in zip((indptr, indices, last_page_len), names, strict=True)
+        )
         size = integer("page_size", page_size, 1, LARGEST_INDEX)
         if not device.readable:
             return DeviceTable.of_offsets(offsets, entries, last, size, names)
-        check_offsets(offsets, names[0])
-        num_pages, total = np.diff(offsets), int(offsets[-1])
-        if len(last) != len(num_pages):
-            raise ShapeError(
-                f"{names[2]} must have B = {len(num_pages)} entries, as {names[0]} has {len(offsets)};"
-                f" it has {len(last)}"
-            )
-        if indices is not None and total > len(entries):
+        num_pages, total = _counts(offsets, last, names), int(offsets[-1])
+        if total > len(entries):
             b = int(np.argmax(offsets[1:] > len(entries)))
             raise PageTableError(
                 f"{names[0]}: request {b} ends at {offsets[b + 1]}, {names[1]} has {len(entries)} entries"
             )
-        _check_last_pages(num_pages, last, size, names, (num_pages > 0).astype(np.int32))
+        _check_full_pages(num_pages, last, size, names)
         used = entries[:total]
         return Table(
             used,
@@ -117,6 +111,23 @@ class Table:
             (offsets, used, last),
             lambda given, names: Table.csr(given[0], given[1], given[2], size, names),
         )
+
+    @staticmethod
+    def csr_lengths(
+        indptr: Any, last_page_len: Any, page_size: int, names: Names = CSR_NAMES, device: ArrayDevice = HOST
+    ) -> Any:
+        """The tokens `[B]` of the requests of such a table, whatever their pages.
+
+        Raises: as `csr`.
+        """
+        offsets, last = device.indices(indptr, names[0]), device.indices(last_page_len, names[2])
+        size = integer("page_size", page_size, 1, LARGEST_INDEX)
+        if not device.readable:
+            check_count(offsets, last, (names[0], names[2]))
+            return _lengths(offsets[1:] - offsets[:-1], last, size)
+        num_pages = _counts(offsets, last, names)
+        _check_full_pages(num_pages, last, size, names)
+        return _lengths(num_pages, last, size)
 
     @staticmethod
     def of_lengths(indptr: Any, indices: Any, lengths: Any, page_size: int, names: Names = LENGTH_NAMES) -> Table:
@@ -485,6 +496,23 @@ def _of_other_tokens(arrays: Sequence[Any], names: Names) -> Table:
 def _pages_of(lengths: Indices, page_size: int) -> Indices:
     """The pages that tokens take, `[B]`."""
     return -(-lengths // np.int32(page_size))
+
+
+def _counts(offsets: Indices, last_page_len: Indices, names: Names) -> Indices:
+    """The pages of each request of `csr`, `[B]`."""
+    check_offsets(offsets, names[0])
+    num_pages = np.diff(offsets)
+    if len(last_page_len) != len(num_pages):
+        raise ShapeError(
+            f"{names[2]} must have B = {len(num_pages)} entries, as {names[0]} has {len(offsets)};"
+            f" it has {len(last_page_len)}"
+        )
+    return num_pages
+
+
+def _check_full_pages(num_pages: Indices, last_page_len: Indices, page_size: int, names: Names) -> None:
+    """Refuses an empty last page, as `csr` does."""
+    _check_last_pages(num_pages, last_page_len, page_size, names, (num_pages > 0).astype(np.int32))
 
 
 def _lengths(num_pages: Any, last_page_len: Any, page_size: int) -> Any:

@@ -350,8 +350,7 @@ def _positions_dense(page_table: Any, last_page_len: Any, page_size: int) -> tup
 
 def _lengths_csr(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     device = devices.device_of(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
-    table = Table.csr(kv_indptr, None, kv_last_page_len, page_size, KV_NAMES, device)
-    return like_index(device, kv_indptr, table.lengths)
+    return like_index(device, kv_indptr, Table.csr_lengths(kv_indptr, kv_last_page_len, page_size, KV_NAMES, device))
 
 
 def _lengths_dense(page_table: Any, last_page_len: Any, page_size: int) -> Any:

@@ -175,7 +175,7 @@ class PagePool:
 
         Args:
             request_id: The request.
-            num_tokens: Its tokens; None for those of the pages that it begins with.
+            num_tokens: Its tokens; with `find_prefix`, None for those of the pages that it begins with.
             find_prefix: For `PrefixCache`: chooses the pages that the request begins with, from the known pages and the
                 records of their content. It must not call the pool.
 
@@ -187,8 +187,10 @@ class PagePool:
         """
         request = self._state.new(request_id)
         prefix = find_prefix(self._state.known) if find_prefix else ()
-        found = len(prefix) * self._state.page_size
-        count = found if num_tokens is None else _token_count(request_id, num_tokens)
+        if find_prefix and num_tokens is None:
+            count = len(prefix) * self._state.page_size
+        else:
+            count = _token_count(request_id, num_tokens)
         return (*prefix, *self._grow(request_id, request, count, prefix))
 
     @operation
