@@ -50,15 +50,16 @@ MODEL_ARROWS: list[Arrow] = [
 ]
 
 CALL: list[Box] = [
-    (0, 0, "decode.run(q, cache)", "decode.py, page.py, cascade.py", PYTHON),
-    (1, 0, "arrays", "which kind, on which device", PYTHON),
-    (2, 0, "calls", "hold it against the plan", PYTHON),
-    (3, 0, "runtime", "one compiled variant", PYTHON),
-    (3, 1, "compiled graph", "read from disk, or built once", GRAPH),
-    (3, 2, "ops.mojo", "validate, dispatch", DEVICE),
-    (2, 2, "attention/cpu", "segments of pages, on all threads", DEVICE),
-    (2, 3, "attention/gpu", "split the pages, attend, combine", DEVICE),
-    (1, 2.5, "o, lse", "of the kind of q, beside it", DATA),
+    (0, 0, "decode.run(q, cache)", "flashinfer/decode.py", PYTHON),
+    (1, 0, "check, make operands", "calls/attend.py", PYTHON),
+    (2, 0, "runtime of the device", "runtime/session.py", PYTHON),
+    (3, 0, "CPU: numbers", "runtime/host_calls.py", PYTHON),
+    (3, 1, "library of kernels", "attention/cpu/library.mojo", DEVICE),
+    (3, 2, "segments on all threads", "attention/cpu/dispatch.mojo", DEVICE),
+    (2, 1, "GPU: compiled graph", "read from disk, or built once", GRAPH),
+    (2, 2, "op", "attention_ops.mojo", DEVICE),
+    (2, 3, "kernel", "attention/gpu", DEVICE),
+    (3, 3, "o, lse", "in the kind of q, on its device", DATA),
 ]
 CALL_ARROWS: list[Arrow] = [
     (0, 1, ""),
@@ -66,10 +67,11 @@ CALL_ARROWS: list[Arrow] = [
     (2, 3, ""),
     (3, 4, ""),
     (4, 5, ""),
-    (5, 6, ""),
-    (5, 7, ""),
-    (6, 8, ""),
+    (5, 9, ""),
+    (2, 6, ""),
+    (6, 7, ""),
     (7, 8, ""),
+    (8, 9, ""),
 ]
 
 NOUNS: list[Box] = [

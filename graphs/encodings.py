@@ -1,7 +1,7 @@
 """Weights in blocks: the encodings of GGUF that the kernels multiply by, and two of this package's own.
 
 A new one is a row of `TABLE` and a struct at the end of `ENCODINGS` in mojo_ops/linear/quantised/encodings.mojo, with
-random blocks for tests and benchmarks in python/paged_kv/bench/blocks.py.
+random blocks for tests and benchmarks in benchmarks/decode_cpu/blocks.py.
 """
 
 from __future__ import annotations
