@@ -1,7 +1,7 @@
 """Page tables: the pages of each request, its tokens, and the page and slot of each row.
 
-Every form in which callers give a page table becomes a `Table`, and is checked here. Letters in shapes: B requests, N
-rows. A message names the argument, the request and the value.
+Every page table that callers give becomes a `Table` and is checked here. Letters in shapes: B requests, N rows. An
+error message names the argument, the request and the value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paged_kv.errors import PageTableError, ShapeError
 from paged_kv.options import NO_PAGE
 
 Names = Sequence[str]
-"""The names in messages of the offsets, the page ids, and the lengths or last pages."""
+"""Names in error messages: of the offsets, the page ids, and the lengths or last pages."""
 
 CSR_NAMES = ("indptr", "indices", "last_page_len")
 KV_NAMES = ("kv_indptr", "kv_indices", "kv_last_page_len")
@@ -35,29 +35,28 @@ _WIDE_ROW = 64  # entries from which a slice copy per row beats one masked copy 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The pages of each request, in token order, and its tokens; all arrays are int32."""
+    """The pages of each request, in token order, and its number of tokens; all arrays are int32."""
 
     entries: Any
-    """Page ids: `[B, n]`, a row a request, in memory of the table's own; or with `starts` the caller's, `[sum of
-    num_pages]`."""
+    """Page ids: `[B, n]` in the table's own memory; or with `starts` the caller's, `[sum of num_pages]`."""
     num_pages: Any
-    """`[B]`, pages of each request."""
+    """`[B]`, the number of pages of each request."""
     lengths: Any
-    """`[B]`, tokens of each request: 0 for one without pages."""
+    """`[B]`, the number of tokens of each request: 0 for one without pages."""
     page_size: int
     """Tokens in a page."""
     highest_page: int = -1
-    """The highest page id of a request; -1 where there is none. A negative id counts as its unsigned reading: no cache
-    has so many pages."""
+    """The highest page id of all requests; -1 where there is none. A negative id counts as unsigned, above any cache's
+    pages."""
     names: Names = CSR_NAMES
     starts: Any = None
     """`[B]`, where each request's pages begin in flat `entries`."""
     arrays: tuple[Any, ...] = ()
-    """The index arrays of the caller's that it was made of; none where the table owns its memory."""
+    """The caller's index arrays that it was made of; none where the table owns its memory."""
     remake: Callable[[Sequence[Any], Names], Table] | None = None
-    """Makes such a table of other arrays and their names."""
+    """Makes a table in the same way of other arrays and their names."""
     parts: tuple[Table, ...] = ()
-    """The tables that were joined: messages have their names, and the requests' numbers there."""
+    """The tables that were joined: messages have their names and request numbers."""
 
     @staticmethod
     def csr(
@@ -78,7 +77,7 @@ class Table:
                 there too.
             page_size: Tokens in a page.
             names: Of the arrays.
-            device: Where they lie. On a GPU their types and shapes alone are checked.
+            device: Where they lie. On a GPU only their types and shapes are checked.
 
         Raises:
             ContractTypeError, ContractError: an array is no integer array, or `page_size` no integer of 1 to 2^31 - 1.
@@ -116,7 +115,7 @@ class Table:
     def csr_lengths(
         indptr: Any, last_page_len: Any, page_size: int, names: Names = CSR_NAMES, device: ArrayDevice = HOST
     ) -> Any:
-        """The tokens `[B]` of the requests of such a table, whatever their pages.
+        """The number of tokens `[B]` of each request of a CSR table; its page ids are not needed.
 
         Raises: as `csr`.
         """
@@ -131,7 +130,7 @@ class Table:
 
     @staticmethod
     def of_lengths(indptr: Any, indices: Any, lengths: Any, page_size: int, names: Names = LENGTH_NAMES) -> Table:
-        """The table of requests whose lengths `[B]` are given in tokens; their pages past them are left out.
+        """The table of requests whose lengths `[B]` are given in tokens; pages past a length are left out.
 
         Raises:
             ContractTypeError, ShapeError, PageTableError: as `csr`; or a length is negative or needs more pages than
@@ -175,9 +174,8 @@ class Table:
     def of_tokens(indptr: Any, names: Names) -> Table:
         """Requests whose tokens lie side by side in one array: request b's are `indptr[b]` to `indptr[b + 1]`.
 
-        Their pages begin at every token and overlap: a request's first page begins at its first token. No page may run
-        past the array, so a page is as long as the last request that has tokens: where another one's last page runs
-        past its end, it ends within that request.
+        A page id is the index of the page's first token, so pages overlap. A page is as long as the last request that
+        has tokens: another request's last page then ends within the array too.
 
         Raises:
             ContractTypeError, ShapeError, PageTableError: as `as_indices` and `check_offsets`.
@@ -271,7 +269,7 @@ class Table:
         return Table(entries, num_pages, lengths, parts[0].page_size, highest, parts=parts)
 
     def of_arrays(self, arrays: Sequence[Any], names: Names) -> Table:
-        """The table that other arrays make, in the order of `arrays`.
+        """A table made like this one of other arrays, in the order of `self.arrays`.
 
         Raises: as the method that made this one.
         """
@@ -309,7 +307,7 @@ class Table:
         return table
 
     def owned(self) -> Table:
-        """The same in memory of its own: what a run takes, whatever becomes of the caller's arrays."""
+        """The same table in its own memory, which changes of the caller's arrays do not reach."""
         if self.starts is None and not self.arrays:
             return self
         entries, lengths = self.lookup_table.view(np.int32), self.lengths.copy()
@@ -334,7 +332,7 @@ class Table:
         )
 
     def check_same(self, block_tables: Any, seq_lens: Any) -> None:
-        """Refuses a padded table, or lengths, that say something else; None says nothing.
+        """Refuses a padded table or lengths that differ from this table; None is not compared.
 
         Raises:
             ContractTypeError, ShapeError: it is no array `[B, n]`, or `[B]`, of integers on the host.
@@ -397,8 +395,8 @@ class Table:
         return checked_last_tokens(offsets, self.lengths, num_rows, names)
 
     def _places(self, batch: Any, positions: Any) -> tuple[Any, Any]:
-        """`slots` without refusal, of either kind of arrays: page -1 and slot 0 where a row names no request of the
-        table, or a token outside its pages.
+        """`slots` without refusals, on the host or a GPU: page -1 and slot 0 for a row without a request in the table
+        or with a token outside its pages.
         """
         xp, entries, starts = namespace(positions), self.entries, self.starts
         if starts is None:
@@ -431,7 +429,7 @@ class Table:
         )
 
     def _check_unique(self, pages: Indices, slots: Indices, rows: np.ndarray, batch_indices: Indices) -> None:
-        """Refuses two of some rows for one slot of one page."""
+        """Refuses two of `rows` that write the same slot of the same page."""
         address = pages[rows].astype(np.int64) * self.page_size + slots[rows]
         ordered = np.sort(address)
         repeated = ordered[1:] == ordered[:-1]
@@ -445,11 +443,11 @@ class Table:
 
 
 class DeviceTable(Table):
-    """A table in a GPU's memory, whose values stay unread: int64 tensors, of which types and shapes were checked."""
+    """A table in a GPU's memory: int64 tensors of checked types and shapes, whose values are not read on the host."""
 
     @staticmethod
     def of_offsets(offsets: Any, entries: Any, last: Any, page_size: int, names: Names) -> DeviceTable:
-        """That of `Table.csr`. A request whose pages would lie outside `entries` has fewer of them, but its tokens."""
+        """As `Table.csr`. A request whose pages end outside `entries` has fewer pages, but all its tokens."""
         check_count(offsets, last, (names[0], names[2]))
         starts, num_pages = offsets[:-1], offsets[1:] - offsets[:-1]
         xp = namespace(starts)
@@ -459,7 +457,7 @@ class DeviceTable(Table):
 
     @staticmethod
     def of_rows(device: ArrayDevice, page_table: Any, last_page_len: Any, page_size: int, names: Names) -> DeviceTable:
-        """That of `Table.dense`."""
+        """As `Table.dense`."""
         size = integer("page_size", page_size, 1, LARGEST_INDEX)
         entries, last = device.indices(page_table, names[1], 2), device.indices(last_page_len, names[2])
         if len(last) != len(entries):
@@ -471,8 +469,8 @@ class DeviceTable(Table):
         return DeviceTable(entries.reshape(-1), num_pages, lengths, size, names=names, starts=starts)
 
     def slots(self, batch_indices: Any, positions: Any, num_pages: int | None = None) -> tuple[Any, Any]:
-        """As of a table on the host, but page -1, which an append skips, for a row that is refused there: one without a
-        slot in the table, or whose page is not one of the cache's `num_pages`.
+        """As `Table.slots`, but a row that it refuses has page -1, which an append skips: a row without a slot in the
+        table, or whose page is not one of the cache's `num_pages`.
         """
         pages, slots = self._places(batch_indices, positions)
         known = (pages >= 0) & (pages < num_pages)
@@ -480,7 +478,7 @@ class DeviceTable(Table):
         return xp.where(known, pages, -1).int(), xp.where(known, slots, 0).int()
 
     def last_tokens(self, offsets: Any, num_rows: int, names: tuple[str, str]) -> tuple[Any, Any]:
-        """As of a table on the host; a row that is refused there has batch -1.
+        """As `Table.last_tokens`; a row that it refuses has request -1.
 
         Raises:
             ShapeError: `offsets` is not `[B + 1]`.

@@ -24,11 +24,11 @@ _T = TypeVar("_T")
 Copy = Callable[[int, int], Any]
 """Copies page `source` to page `target`: K, V and every layer."""
 Write = Callable[[int, tuple[int, ...]], Any]
-"""Stores new tokens, from a slot of the first of some pages on."""
+"""Stores new tokens: called with the slot in the first page that they begin at, and the pages."""
 
 
 class Counts(NamedTuple):
-    """The pages of a pool: `free + cached + used` are all."""
+    """The numbers of pages in a pool; their sum is `num_pages`."""
 
     free: int
     """No request owns them, and their content is not known."""
@@ -49,7 +49,7 @@ def pages_needed(num_tokens: int, page_size: int) -> int:
 
 
 def operation(method: Callable[Concatenate[_Pool, _P], _T]) -> Callable[Concatenate[_Pool, _P], _T]:
-    """Runs a method of the pool alone, after what an exception left is settled; listeners are told afterwards."""
+    """Runs a method under the lock, after `settle` has repaired what an exception left; then tells listeners."""
 
     @wraps(method)
     def run(self: _Pool, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -72,13 +72,13 @@ class PagePool:
     """`num_pages` pages of `page_size` token slots each, handed to requests and taken back.
 
     A request's length counts the tokens it has slots for: token j lives in page `pages(request_id)[j // page_size]`,
-    slot `j % page_size`. Several requests own one page after `fork`, and where a prompt begins as a known one does
-    (`prefix.PrefixCache`). Free pages are taken before cached ones, and of these the one used least recently.
+    slot `j % page_size`. Several requests own a page after `fork`, and where a prompt begins as a known one does
+    (`prefix.PrefixCache`). Free pages are taken before cached ones, the cached page used least recently first.
 
-    Every operation does all it says, or raises and changes no request; cached pages that it needed may be free then.
-    That holds for an exception that comes from outside, KeyboardInterrupt for one: each request is as before the
-    operation or as after it, or has its own copy of a shared page already. The next operation, which computes again
-    which pages are free, costs O(pages). Else taking or returning a page is O(1), the page returned last first.
+    An operation does all it says, or raises and changes no request; cached pages that it needed may then be free. After
+    an exception from outside, such as KeyboardInterrupt, each request is as before the operation, as after it, or has
+    its own copy of a shared page; the next operation then finds the free pages again, in O(pages). Otherwise taking or
+    returning a page is O(1), and the page returned last is taken first.
 
     Request ids are any hashable values that equal themselves. Threads may share a pool: an operation waits for the one
     in progress. A pool that is copied or pickled is a pool of its own, without listeners.
@@ -175,7 +175,7 @@ class PagePool:
 
         Args:
             request_id: The request.
-            num_tokens: Its tokens; with `find_prefix`, None for those of the pages that it begins with.
+            num_tokens: Its tokens; with `find_prefix`, None for those of the pages found.
             find_prefix: For `PrefixCache`: chooses the pages that the request begins with, from the known pages and the
                 records of their content. It must not call the pool.
 
@@ -252,7 +252,7 @@ class PagePool:
 
     @operation
     def shrink(self, request_id: Hashable, num_tokens: int) -> None:
-        """Takes a request's last `num_tokens` tokens back, and their pages: proposals that a model refused, say.
+        """Takes back a request's last `num_tokens` tokens and their pages, as for drafts that a model refused.
 
         Raises:
             RequestError: the request is unknown.
@@ -267,7 +267,7 @@ class PagePool:
         leaving = request.pages[held:]
         with self._state:
             if request.stored is not None and request.stored[0] * page_size > length:
-                request.stored = None  # what is stored of it is found again where it is needed
+                request.stored = None  # `remember` finds it again
             request.length = length
             del request.pages[held:]
             self._state.release(leaving)
@@ -277,7 +277,7 @@ class PagePool:
     def drop(self, request_id: Hashable, num_tokens: int) -> int:
         """Gives back the pages whose tokens are all among the first `num_tokens`: no layer's window reaches them.
 
-        The table keeps its holes: `pages` has `NO_PAGE`, 2^32 - 1, in their place, and tokens keep their positions.
+        `pages` has `NO_PAGE`, 2^32 - 1, in their place, so that tokens keep their positions.
 
         Returns the number of pages that the request gave back.
 
@@ -318,8 +318,8 @@ class PagePool:
 
         Args:
             request_id: The request.
-            choose: From the request and the known pages with their records: what is to be known, and how many of the
-                request's pages are known then. It must not call the pool.
+            choose: Takes the request and the known pages with their records; returns the contents that become known
+                and the number of the request's pages that are known then. It must not call the pool.
 
         Returns:
             That number. Raises as `free`, and what `choose` raises.
@@ -343,7 +343,7 @@ class PagePool:
 
     @operation
     def forget(self) -> int:
-        """Forgets what is in the pages, where the weights have changed for one; cached pages become free.
+        """Forgets the content of all pages, as after a change of weights; cached pages become free.
 
         Returns the number of pages whose content was known.
         """
@@ -354,8 +354,8 @@ class PagePool:
 
     @operation
     def check_integrity(self) -> None:
-        """Checks the allocator state: each page is free, cached or owned, by as many requests as it counts, and each
-        request has the pages it needs. It costs O(pages that were ever owned).
+        """Checks that each page is free, cached, or owned by as many requests as its count says, and that each request
+        has the pages it needs. It costs O(pages that were ever owned).
 
         Raises:
             IntegrityError: names the first violation found.
@@ -388,8 +388,8 @@ class PagePool:
         Returns its new pages, without the copy of its last one. Raises as `start` and `extend`.
         """
         state, size, length = self._state, self._state.page_size, request.length + num_tokens
-        held = len(request.pages)  # of its pages those that stay
-        last = request.pages[-1] if num_tokens and request.length % size else None  # is written to
+        held = len(request.pages)  # pages that stay
+        last = request.pages[-1] if num_tokens and request.length % size else None  # a page that is written to
         source = last if last in state.shared else None
         if source is not None:
             held -= 1
@@ -424,7 +424,7 @@ class PagePool:
         return new
 
     def _missing(self, request_id: Hashable, num_tokens: int, needed: int, prefix: Sequence[int]) -> int:
-        """The number of cached pages, but for those of `prefix`, that `needed` pages take besides the free ones.
+        """The number of cached pages that `needed` pages take beyond the free ones, without those of `prefix`.
 
         Raises:
             PoolExhausted: there are not so many.
