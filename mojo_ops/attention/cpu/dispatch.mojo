@@ -35,9 +35,9 @@ def attend_on_cpu[
 
     Parameters:
         dtype: Of the queries.
-        latent: Whether a key is a token's V and then its K, so that V is read once. All blocks are then prefill blocks,
-            which alone take another head_dim of V than of K.
-        rotates: Whether queries and keys are rotated as they are read (`rotary_keys.mojo`).
+        latent: True if a key is a token's V and then its K, so that V is read once. All blocks are then prefill blocks:
+            only these take another head_dim of V than of K.
+        rotates: True if queries and keys are rotated as they are read (`rotary_keys.mojo`).
 
     Args:
         rows: The rows of the call.
@@ -50,7 +50,7 @@ def attend_on_cpu[
     var choice = CpuKernelChoice[dtype, kv_dtype]()
     var heads = HeadLayout.of[latent=latent](rows, k, v, CpuKernelChoice[dtype, kv_dtype].chunk)
     comptime if latent:
-        # A matrix tile's sums are not scaled on the way.
+        # Matrix tiles cannot scale the sums over `ckv` before those over `kpe` are added.
         choice.permitted &= rows.latent_scale == 1
     comptime has_masks = rows.Masks.has_masks
     var sizes = choice.sizes[latent=latent](heads, prefill_only=has_masks or latent)
@@ -64,7 +64,7 @@ def attend_on_cpu[
     )
     var rotary_tables = RotaryTables[kv_dtype](heads.head_dim, rows.rope_theta if rotates else 0, rows.rope_scale)
     var max_rotated = max(plan.max_rows * rows.num_heads, max_prefill_queries)
-    # Every thread writes it, and no other memory of its cache line is in use.
+    # All threads write it, so its cache line holds nothing else.
     var num_taken = LineCounter()
     var queue = SegmentQueue(
         untracked(plan.segments.unsafe_ptr()),

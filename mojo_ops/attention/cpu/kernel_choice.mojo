@@ -66,7 +66,7 @@ struct CpuKernelChoice[dtype: DType, kv_dtype: DType](ImplicitlyCopyable):
 
 
 def cpu_kernel[dtype: DType, kv_dtype: DType](group: Int) -> String:
-    """The room of the kernel that decodes, and the reason.
+    """The folder of the kernel that decodes, and the reason.
 
     Parameters:
         dtype: Of q.

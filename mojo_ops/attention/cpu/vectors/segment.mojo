@@ -1,8 +1,8 @@
 """Attention over one segment in vector arithmetic, its tokens in the order that gives the most memory bandwidth.
 
-Eight runs of memory are read side by side, each from its first line to its last. The next unit, 16 KB or more, is
-prefetched into the first-level cache. Where the heads of a token are adjacent (NHD), a unit is some tokens of a tile
-with all their heads. Otherwise (HND) it is one head of a tile, and each head goes through all tiles of a span.
+The next unit is prefetched during the arithmetic of this one, in the order and into the cache that `CPU_TUNING` has for
+the CPU. Where the heads of a token are adjacent (NHD), a unit is some tokens of a tile with all their heads. Otherwise
+(HND) it is one head of a tile, and each head goes through all tiles of a span.
 """
 
 from std.math import align_up
@@ -25,13 +25,13 @@ from .products import score_prefetch_calls, score_tile, sum_prefetch_calls, sum_
 from .queries import pack_queries, packed_query_dtype
 
 comptime MIN_UNIT_BYTES = CPU_TUNING.decode_unit_bytes
-"""Bytes of a unit, at least: the arithmetic on them takes longer than memory takes to deliver the next unit, and its
-sums are loaded and stored once in so many tokens."""
+"""Least bytes of a unit: their arithmetic takes longer than memory takes to deliver the next unit, and sums are loaded
+and stored once per unit."""
 comptime MAX_UNIT_QUERIES = 4
-"""Queries a KV head up to which the queries and sums of all heads stay in the first-level cache beside a unit."""
+"""With up to so many queries per KV head, queries and sums of all heads stay in the first-level cache beside a unit."""
 comptime MAX_LONG_UNIT_QUERIES = 16
-"""Queries a KV head up to which a unit is at least 16 tokens, so that queries and sums return to the first-level cache
-half as often. For more queries, a unit is a tile."""
+"""With up to so many queries per KV head, a unit is at least 16 tokens, so that queries and sums return to the
+first-level cache half as often. With more, a unit is a tile."""
 
 comptime PREFETCHES_TO_L1 = CPU_TUNING.decode_prefetch_level == 1
 comptime UnitPrefetcher = Prefetcher[to_l1=PREFETCHES_TO_L1, side_by_side=PREFETCHES_TO_L1]
@@ -105,8 +105,8 @@ def attend_segment_vectors[
 ) -> Segment:
     """Computes the states and weighted values of a segment's queries in `workspace`; returns the next segment.
 
-    The next segment is taken from the queue before this one is finished (`next_step`). Where `rotates`, the queries are
-    rotated already, and the keys become so here, as float32.
+    The next segment is taken from the queue before this one is finished (`next_step`). If `rotates`, the queries are
+    rotated already, and the keys are rotated here, as float32.
     """
     comptime key_dtype = DType.float32 if rotates else k.dtype
     comptime query_dtype = packed_query_dtype(dtype, key_dtype)
@@ -185,7 +185,7 @@ def attend_segment_vectors[
             prefetcher.start(step.count * sum_runs)
             for i in range(step.count):
                 var tile = step.tiles[unsafe_offset=i]
-                # Tile by tile: a reference that is raised rescales the values of all weights before it.
+                # Tile by tile: raising a reference rescales all weighted values before it.
                 for head in range(first, first + order.heads):
                     scores_to_weights[False](
                         rows, segment, logits, heads, head, head - first + i, tile, queries, workspace, prefetcher
