@@ -29,7 +29,7 @@ class BuiltIn(HttpServer):
     label = "MAX Serve built-in"
 
     def unavailable(self, checkpoint: Checkpoint) -> str | None:
-        for module in ("max.serve", "uvicorn"):
+        for module in ("max.serve", "sse_starlette"):
             if find_spec(module) is None:
                 return "not installed: max[serve]"
         return checkpoint.missing(self.weights)

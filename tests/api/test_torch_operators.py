@@ -69,16 +69,20 @@ def new_rows() -> tuple[torch.Tensor, ...]:
     return k, v, torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([40, 0, 16], dtype=torch.int32)
 
 
-def test_append_and_gather() -> None:
+@pytest.mark.parametrize("apart", [True, False], ids=["slots follow each other", "K and V take turns in a slot"])
+def test_append_and_gather(apart: bool) -> None:
     k, v, table, lengths = tensors()
+    if not apart:
+        k, v = torch.stack([k, v], dim=2).unbind(2)
     new_k, new_v, requests, positions = new_rows()
-    before = operators.gather_paged_kv(k, v, table, lengths, 70)
+    pages, slots = zip(*(divmod(token, k.shape[1]) for n in CACHE.lengths for token in range(n)), strict=True)
+    owners = np.repeat(np.arange(4), CACHE.lengths)
+    expected = [x[table[owners, list(pages)], list(slots)] for x in (k, v)]
+    for tokens, appended in zip(expected, (new_k, new_v), strict=True):
+        tokens[17 + 40], tokens[16] = appended[0], appended[2]
     operators.append_paged_kv(new_k, new_v, k, v, table, requests, positions)
-    after = operators.gather_paged_kv(k, v, table, lengths, 70)
-    for old, new, appended in zip(before, after, (new_k, new_v), strict=True):
-        expected = old.clone()
-        expected[17 + 40], expected[16] = appended[0], appended[2]
-        assert_bits_equal(new.numpy(), expected.numpy(), what="tokens")
+    for got, tokens in zip(operators.gather_paged_kv(k, v, table, lengths, 70), expected, strict=True):
+        assert_bits_equal(got.numpy(), tokens.numpy(), what="tokens")
 
 
 def linear_operands() -> tuple[torch.Tensor, torch.Tensor]:
