@@ -12,12 +12,12 @@ from paged_kv.arguments import integer, printable
 from paged_kv.commands.options import (
     cache_dtype_option,
     device_option,
-    form_of,
-    form_options,
     load_model,
     print_statistics,
     rotate_option,
     sampling_options,
+    structure_of,
+    structure_options,
     threads_option,
 )
 from paged_kv.engine.sampling import Sampling
@@ -38,7 +38,7 @@ from paged_kv.output import say
 )
 @click.option("--n", "samples", type=int, default=1, show_default=True, help="Samples of each prompt.")
 @sampling_options(seed=0)
-@form_options
+@structure_options
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of quantised models the cache's. Default: its own."
 )
@@ -117,7 +117,7 @@ def generate(
     if not 0 < kv_disk_gb < 1e9:
         raise ContractError(f"--kv-disk-gb must be above 0 and below 10^9, not {kv_disk_gb}")
     disk = None if kv_disk is None else DiskTier(kv_disk, max(int(kv_disk_gb * 1e9), 1))
-    sampling = Sampling(**options, form=form_of(json_schema, regex, grammar))
+    sampling = Sampling(**options, structured_output=structure_of(json_schema, regex, grammar))
     opened = open_source(folder)
     config = opened.config
     tokenizer = Tokenizer(opened, config)

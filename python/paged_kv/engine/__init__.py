@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
-    from paged_kv.forms import Grammar, JsonSchema, Regex
     from paged_kv.kv_formats import KVFormat
     from paged_kv.options import CacheRotation
+    from paged_kv.structured_output import Grammar, JsonSchema, Regex
 
 __all__ = [
     "AsyncEngine",
@@ -33,11 +33,11 @@ _HOME = {
     "AsyncEngine": "async_engine",
     "DiskTier": "disk_tier",
     "Engine": "engine",
-    "Grammar": ".forms",
-    "JsonSchema": ".forms",
+    "Grammar": ".structured_output",
+    "JsonSchema": ".structured_output",
     "Logprobs": "sampling",
     "Output": "requests",
-    "Regex": ".forms",
+    "Regex": ".structured_output",
     "Sampling": "sampling",
 }
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from paged_kv.arguments import integer, shown
 from paged_kv.engine.batching import Batching, Plan
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
-from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_form
+from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_structure
 from paged_kv.engine.outputs import OutputStream
 from paged_kv.engine.prefix_file import check_key, load_prefix, save_prefix
 from paged_kv.engine.requests import (
@@ -188,7 +188,7 @@ class Engine:
             ContractTypeError, ContractError: an argument has the wrong type or is out of range; the prompt is empty,
                 too long for the model, or has a token that is not in the vocabulary.
             PoolExhausted: the prompt and its new tokens need more pages than there are.
-            ToolchainError: it has a form, and llguidance is not installed.
+            ToolchainError: it has a structure, and llguidance is not installed.
         """
         return self.add(self.prepare(prompt, sampling, n, namespace=namespace))
 
@@ -200,7 +200,7 @@ class Engine:
         *,
         namespace: Hashable = None,
     ) -> Request:
-        """A request for `add`: what of `add_request` may take long, as a form that is compiled. Raises as that."""
+        """Make a request for `add`: the part of `add_request` that may take long, for a structure. Raises as that."""
         return self._request(prompt, sampling, n, namespace, self._outputs)
 
     def add(self, request: Request) -> int:
@@ -334,10 +334,12 @@ class Engine:
                 f"prompt of {len(tokens)} tokens with up to {limit - len(tokens)} new ones needs {needed} pages of"
                 f" {self.pool.page_size}, the pool has {self.pool.num_pages}"
             )
-        form = compile_form(self._tokenizer, sampling.form)
+        structure = compile_structure(self._tokenizer, sampling.structured_output)
         end = frozenset(sampling.stop_tokens) | frozenset(() if sampling.ignore_end else config.eos_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, form, root=root)
+        return Request(
+            next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, structure, root=root
+        )
 
     def _namespace(self, namespace: Hashable) -> Hashable:
         """Return what stands for a namespace in later look-ups: they call no `__hash__` of the user's, which may
@@ -424,7 +426,7 @@ class Engine:
         token = choice.token
         try:
             decoder = sample.text or self._begin_text(sample)
-            form = sample.history.form
+            structure = sample.history.structure
             new = len(sample.tokens) + 1 - len(request.prompt)
             text, stops, at_end = _decode(sample, decoder, token, new)
             finish: FinishReason | None = None
@@ -435,11 +437,11 @@ class Engine:
             if finish is not None and not stops:
                 rest, stops = decoder.flush()
                 text, finish = text + rest, "stop" if stops else finish
-            if form is not None:
-                form.add_text(text)
-                if finish == "stop" and not form.is_whole():
+            if structure is not None:
+                structure.add_text(text)
+                if finish == "stop" and not structure.is_whole():
                     # By a stop text, by a stop token within it, or by a tokenizer that spells tokens in two ways.
-                    return _failed(sample, f"request {request.number}: its text ended before its form did")
+                    return _failed(sample, f"request {request.number}: its text ended before its structure did")
         except Exception as error:  # a decoder may raise anything
             return _failed(sample, error)
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
@@ -447,15 +449,15 @@ class Engine:
         return Output(*sample.key, (token,), text, finish, None, logprobs, request.cached, of_prompt)
 
     def _begin_text(self, sample: Sample) -> StopText:
-        """Makes what decodes a sample's tokens; it and the form take those that the sample has. A decoder may raise."""
+        """Make a sample's decoder; it and the structure take the tokens that the sample has. A decoder may raise."""
         request = sample.request
         skips = request.sampling.skip_special_tokens
         stream = None if self._tokenizer is None else self._tokenizer.stream(skip_special_tokens=skips)
         decoder = StopText(stream, tuple(request.sampling.stop))
         for new, token in enumerate(sample.tokens[len(request.prompt) :], 1):
             text, _, _ = _decode(sample, decoder, token, new)
-            if sample.history.form is not None:
-                sample.history.form.add_text(text)
+            if sample.history.structure is not None:
+                sample.history.structure.add_text(text)
         sample.text = decoder
         return decoder
 
@@ -521,9 +523,9 @@ def _add_prompt_logprobs(sample: Sample, logits: npt.NDArray[np.float32]) -> Non
 
 
 def _decode(sample: Sample, decoder: StopText, token: int, new: int) -> tuple[str, bool, bool]:
-    """The text of a sample's `new`-th token; whether a stop text ends it, and whether its form or an end token does."""
-    request, form = sample.request, sample.history.form
-    at_end = form is not None and form.push(token)
+    """The text of a sample's `new`-th token; True if a stop text ends it; True if an end token or structure does."""
+    request, structure = sample.request, sample.history.structure
+    at_end = structure is not None and structure.push(token)
     if token in request.end_tokens:
         return "", False, True
     return *decoder.push(token, may_stop=new > request.sampling.min_tokens), at_end

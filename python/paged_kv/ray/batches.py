@@ -26,7 +26,7 @@ from paged_kv.ray.replica import DEMO, Model
 Format = Literal["json", "parquet"]
 
 SUFFIXES: dict[Format, str] = {"json": ".jsonl", "parquet": ".parquet"}
-_KINDS = {each.name: each.metadata["kind"] for each in fields(Sampling) if each.name != "form"}
+_KINDS = {each.name: each.metadata["kind"] for each in fields(Sampling) if each.name != "structured_output"}
 OPTIONS = tuple(_KINDS)
 """Columns that say for a row what `sampling` says for all; a null leaves it."""
 TOGETHER, ALONE = 2, 2
