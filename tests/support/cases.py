@@ -125,7 +125,7 @@ def build(case: CacheCase) -> Cache:
 
 
 def csr(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The page table in the CSR form: indptr, indices and last_page_len."""
+    """The page table as CSR: indptr, indices and last_page_len."""
     size, lengths = cache.case.page_size, cache.lengths.astype(np.int64)
     counts = -(-lengths // size)
     indices = cache.lookup_table[np.arange(cache.lookup_table.shape[1]) < counts[:, None]]

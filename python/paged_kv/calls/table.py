@@ -1,6 +1,6 @@
 """Page tables: the pages of each request, its tokens, and the page and slot of each row.
 
-Every form in which callers give a page table becomes a `Table`, and is checked here. Letters in shapes: B requests, N
+Page tables become a `Table` however callers give them, and are checked here. Letters in shapes: B requests, N
 rows. A message names the argument, the request and the value.
 """
 
