@@ -191,7 +191,7 @@ def test_every_capability_of_the_engine_together(tmp_path):
     flags = [
         "--cache-dtype",
         "int4",
-        "--rotate",
+        "--cache-rotation",
         "hadamard",
         "--speculate",
         "lookup",

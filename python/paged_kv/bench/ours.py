@@ -124,7 +124,7 @@ class OursAppend(Ours):
         bits(blocks)[:] = 0xFF  # NaN: what append leaves out shows
         self.memory = blocks
         self._problem, self._table = problem, page_table(owned, np.random.default_rng(1))
-        # The new tokens rotate as well, or they would stay in the cache.
+        # The new tokens take turns as well, or they would stay in the cache.
         new = [repeat(bits(array), copies) for array in (problem.k, problem.v)]
         at = [problem.batch_indices, problem.positions]
         self._inputs: list[list[Any]] = []

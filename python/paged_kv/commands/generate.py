@@ -14,7 +14,7 @@ from paged_kv.commands.options import (
     device_option,
     load_model,
     print_statistics,
-    rotate_option,
+    rotation_option,
     sampling_options,
     structure_of,
     structure_options,
@@ -43,7 +43,7 @@ from paged_kv.output import say
     "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of quantised models the cache's. Default: its own."
 )
 @cache_dtype_option
-@rotate_option
+@rotation_option
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
 @click.option("--pages", type=int, help="Pages of the cache. Default: what these prompts can need.")
 @click.option("--max-step-tokens", type=int, default=2048, show_default=True, help="Tokens of one step at most.")
@@ -72,7 +72,7 @@ def generate(
     samples: int,
     dtype: str | None,
     cache_dtype: KVFormat | None,
-    rotate: CacheRotation | None,
+    cache_rotation: CacheRotation | None,
     page_size: int,
     pages: int | None,
     max_step_tokens: int,
@@ -143,7 +143,7 @@ def generate(
         say(f"{opened.checkpoint.packing.describe()} {kept}")
     with trace_file(trace) as file:  # before a compile
         model = load_model(
-            folder, dtype, pages or max(needed, 1), page_size, device, compiled, kv_format=cache_dtype, rotate=rotate
+            folder, dtype, pages or max(needed, 1), page_size, device, compiled, cache_dtype, cache_rotation
         )
         guesser: Any = speculate
         if draft is not None:

@@ -50,8 +50,8 @@ cache_dtype_option = click.option(
     help="Keep K and V as codes with a scale a token and KV head. Default: as --dtype.",
 )
 
-rotate_option = click.option(
-    "--rotate",
+rotation_option = click.option(
+    "--cache-rotation",
     type=click.Choice(CACHE_ROTATIONS),
     help="Rotate q and k before the cache, so that few bits keep more of k; head_dim is a power of two.",
 )
@@ -149,7 +149,7 @@ def load_model(
     device: str,
     compiled_ahead: Path | None = None,
     kv_format: KVFormat | None = None,
-    rotate: CacheRotation | None = None,
+    cache_rotation: CacheRotation | None = None,
 ) -> DecoderModel:
     """The model of a checkpoint, with a bar for its weights; bfloat16 or else float32."""
     from max.dtype import DType
@@ -169,7 +169,7 @@ def load_model(
             compiled_ahead=compiled_ahead,
             runtime=runtime,
             kv_format=kv_format,
-            rotate=rotate,
+            cache_rotation=cache_rotation,
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
         )
 

@@ -88,7 +88,7 @@ class Work:
             json.dumps(
                 asdict(self.sampling)
                 | {"model": where, "dtype": model.dtype, "seed": self.seed}
-                | {"cache_dtype": model.cache_dtype, "rotate": model.rotate}
+                | {"cache_dtype": model.cache_dtype, "cache_rotation": model.cache_rotation}
             )
         )
         try:

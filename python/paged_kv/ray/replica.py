@@ -46,7 +46,7 @@ class Model:
     cores.
     """
     cache_dtype: KVFormat | None = None
-    rotate: CacheRotation | None = None
+    cache_rotation: CacheRotation | None = None
     speculate: str | None = None
     """"lookup", or a smaller checkpoint at the same path on every machine."""
     max_gap: float | None = None

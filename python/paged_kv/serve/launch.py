@@ -73,7 +73,7 @@ def described(planned: Plan, model: ServedModel) -> list[str]:
     settings, size, dtype = planned.settings, planned.size, planned.dtype
     kind = settings.cache_dtype or dtype.name
     kinds = dict.fromkeys(encoding for _, encoding in model.config.encodings)
-    rotated = f", rotated by {settings.rotate}" if settings.rotate else ""
+    rotated = f", rotated by {settings.cache_rotation}" if settings.cache_rotation else ""
     chat = "no chat template: /v1/completions alone" if model.chat is None else "chat by the model's template"
     others, threads = [chat], pool_threads() or len(allowed_cpus())
     if model.sampling:

@@ -47,7 +47,9 @@ class Plan:
         draft: Any = guesser
         if self.draft is not None:
             draft = _load(Path(str(guesser)), dtype_of(self.draft, settings.dtype), self.size)
-        model = _load(settings.model, self.dtype, self.size, settings.compiled, settings.cache_dtype, settings.rotate)
+        model = _load(
+            settings.model, self.dtype, self.size, settings.compiled, settings.cache_dtype, settings.cache_rotation
+        )
         return Engine(
             model,
             tokenizer,
@@ -70,7 +72,7 @@ def plan(settings: Settings) -> Plan:
     source = open_source(settings.model)
     dtype = dtype_of(source, settings.dtype)
     size = plan_cache(
-        with_cache_rotation(source.config, settings.rotate),
+        with_cache_rotation(source.config, settings.cache_rotation),
         dtype,
         settings.cache_dtype,
         page_size=settings.page_size,
@@ -106,7 +108,7 @@ def _load(
     size: CacheSize,
     compiled: Path | None = None,
     kv_format: KVFormat | None = None,
-    rotate: CacheRotation | None = None,
+    cache_rotation: CacheRotation | None = None,
 ) -> DecoderModel:
     with progress_bar("weights") as on_progress:
         return DecoderModel.from_folder(
@@ -118,5 +120,5 @@ def _load(
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
             compiled_ahead=compiled,
             kv_format=kv_format,
-            rotate=rotate,
+            cache_rotation=cache_rotation,
         )
