@@ -116,7 +116,7 @@ class OursAppend(Ours):
         if codes:
             self._variant = Variant("append", DType[case.dtype], DType[stored_dtype(case.kv_dtype)])
         self._runtime = default_runtime()
-        self._runtime.load(self._variant.family())
+        self._runtime.load(self._variant.bundle())
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
         page = (case.page_size, case.kv_heads, stored_head(case.kv_dtype, case.head_dim))
         dtype = np.dtype(stored_dtype(case.kv_dtype))

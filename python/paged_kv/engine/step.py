@@ -23,7 +23,7 @@ from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_family import GraphFamily
+from paged_kv.runtime.graph_bundle import GraphBundle
 from paged_kv.runtime.session import default_runtime
 
 DEMO_DTYPE = DType.float32
@@ -55,10 +55,10 @@ class StepGraph:
         decoder.build_step(self.geometry, self.dtype, module, device, kv_format=self.kv_format)
 
 
-def demo_family() -> GraphFamily:
+def demo_bundle() -> GraphBundle:
     """The step of `paged-kv demo`, which is compiled ahead with the kernels of the array API."""
     step = StepGraph.of(load_config(FOLDER), DEMO_DTYPE)
-    return GraphFamily(step.keys(""), partial(_build_on_cpu, step), _demo_weights)
+    return GraphBundle(step.keys(""), partial(_build_on_cpu, step), _demo_weights)
 
 
 def _build_on_cpu(step: StepGraph, module: Module, _names: Sequence[str]) -> None:
