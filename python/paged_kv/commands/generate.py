@@ -145,11 +145,11 @@ def generate(
         model = load_model(
             folder, dtype, pages or max(needed, 1), page_size, device, compiled, cache_dtype, cache_rotation
         )
-        guesser: Any = speculate
+        draft_model: Any = speculate
         if draft is not None:
             its_dtype = dtype if given_dtype else draft.config.dtype
-            guesser = load_model(Path(str(speculate)), its_dtype, model.num_pages, page_size, device)
-        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=guesser)
+            draft_model = load_model(Path(str(speculate)), its_dtype, model.num_pages, page_size, device)
+        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=draft_model)
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         printer = Printer(as_json=as_json or source is not None or has_logprobs)
         for line in lines:

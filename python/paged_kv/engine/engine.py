@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
-from paged_kv.engine.batching import Batching, Plan
+from paged_kv.engine.batching import Batch, Batching
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
 from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_structure
 from paged_kv.engine.outputs import OutputStream
@@ -245,9 +245,9 @@ class Engine:
             self._interrupted = True
             self._take_wanted()
             began = time.perf_counter()
-            if plan := self._batching.plan():
-                counts = [_rows_wanted(sample, new) for sample, new in plan]
-                self._continue(plan, counts, self._execute(plan, counts, began))
+            if batch := self._batching.next_batch():
+                counts = [_rows_wanted(sample, new) for sample, new in batch]
+                self._continue(batch, counts, self._execute(batch, counts, began))
             self._interrupted = False
 
     def stream(
@@ -363,26 +363,26 @@ class Engine:
                 self._batching.add(Sample(request, 0, list(request.prompt)))
             self._wanted.popleft()  # last: an exception before it does all again
 
-    def _execute(self, plan: Plan, counts: list[int], began: float) -> npt.NDArray[np.float32]:
+    def _execute(self, batch: Batch, counts: list[int], began: float) -> npt.NDArray[np.float32]:
         """Logits after the last `counts[i]` tokens of each sample; all of them are in the cache afterwards."""
         planned = began if self._speculation is None else time.perf_counter()
-        drafted = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in plan]
-        total = sum(len(new) for _, new in plan)
-        prompts = sum(len(new) for sample, new in plan if sample.cached < len(sample.request.prompt))
+        drafted = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in batch]
+        total = sum(len(new) for _, new in batch)
+        prompts = sum(len(new) for sample, new in batch if sample.cached < len(sample.request.prompt))
         logits = self.model.step(
-            [new for _, new in plan],
-            [sample.cached for sample, _ in plan],
-            [self.pool.pages(sample.key) for sample, _ in plan],
+            [new for _, new in batch],
+            [sample.cached for sample, _ in batch],
+            [self.pool.pages(sample.key) for sample, _ in batch],
             *([counts] if any(count > 1 for count in counts) else []),
         )
         ended = time.perf_counter()
         self.statistics.add_step(ended - began, prompts, total - prompts - sum(drafted), self.pool.num_used)
-        self._batching.timed(plan, ended - began)
+        self._batching.timed(batch, ended - began)
         if self._speculation is not None and not prompts:
             self._speculation.timed(total, ended - planned)
         return logits
 
-    def _continue(self, plan: Plan, counts: list[int], logits: npt.NDArray[np.float32]) -> None:
+    def _continue(self, batch: Batch, counts: list[int], logits: npt.NDArray[np.float32]) -> None:
         """Gives the next token to samples whose tokens are all in the cache, and to those that begin with them.
 
         Where it is the one that was drafted, the next row of logits gives the one after it.
@@ -390,7 +390,7 @@ class Engine:
         # Each with the row of its logits, how many of its drafts were right, and those that follow.
         turn: list[tuple[Sample, int, int, list[int]]] = []
         row = 0
-        for (sample, new), rows_of_it in zip(plan, counts, strict=True):
+        for (sample, new), rows_of_it in zip(batch, counts, strict=True):
             cached = sample.cached + len(new)
             drafts = new[len(sample.tokens) - sample.cached :]
             if sample.request.wants_prompt:

@@ -446,7 +446,7 @@ class PagePool:
         self._events.add("evicted", None, pages)
 
 
-def _token_count(request_id: Hashable, num_tokens: int) -> int:
+def _token_count(request_id: Hashable, num_tokens: int | None) -> int:
     if type(num_tokens) is int and 0 <= num_tokens <= _LARGEST_INT64:
         return num_tokens
     return integer(f"{name_of(request_id)}: num_tokens", num_tokens, 0, _LARGEST_INT64)
