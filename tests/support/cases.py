@@ -39,7 +39,7 @@ def ragged_lengths(page_size: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class CacheCase:
-    """What to build: `lengths[b]` tokens for request b, and how they are stored.
+    """A cache to build: `lengths[b]` tokens for request b, and how they are stored.
 
     `layers` counts only at rank 6, whose last layer is the one under test. `dtype` is NumPy's name or ml_dtypes'.
     """

@@ -78,7 +78,7 @@ def guess_often(engine: Engine) -> None:
 
 @dataclass
 class Asked:
-    """What was asked for under one number."""
+    """The request under one number."""
 
     prompt: list[int]
     sampling: Sampling
@@ -108,7 +108,7 @@ class Ledger:
         raise AssertionError(f"requests that never end: {self.engine.num_running} run, {self.engine.num_waiting} wait")
 
     def check(self, window: int = -1, most_errors: int = 0) -> int:
-        """All that must hold once all requests ended; how many samples ended with an error."""
+        """Check all that must hold once all requests ended; return how many samples ended with an error."""
         pool = self.engine.pool
         pool.check_integrity()
         assert pool.num_free + pool.num_cached == pool.num_pages, "pages are lost"

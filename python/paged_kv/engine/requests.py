@@ -29,8 +29,8 @@ class Output:
     text: str
     """The text that it completes, perhaps none; always empty without a tokenizer."""
     finish: FinishReason | None = None
-    """Why the sample ends with it: "stop" for an end token, a stop text or its structure's end, "length" for its limit,
-    "error"."""
+    """The reason if the sample ends with it: "stop" for an end token, a stop text or its structure's end, "length" for
+    its limit, "error"."""
     error: str | None = None
     """The error, if there was one."""
     logprobs: tuple[Logprobs, ...] = ()

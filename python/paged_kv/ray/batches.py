@@ -200,7 +200,7 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def finish(engine: Engine, work: Work, rows: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Computes a batch and writes its file, unless an engine that died later has done so; which rows failed."""
+    """Compute a batch and write its file, unless an engine that died later did; return for each row if it failed."""
     file = work.file_of(rows)
     if not file.exists():
         tries = Tries(file)

@@ -138,7 +138,7 @@ class Message:
     logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
 
     def take(self, pieces: Sequence[Piece]) -> list[Delta]:
-        """Notes pieces; what they say."""
+        """Note pieces, and return what they say."""
         deltas: list[Delta] = []
         for piece in pieces:
             deltas += self.parser.push(piece.text)

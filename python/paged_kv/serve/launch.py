@@ -117,7 +117,7 @@ class _Announced(GuardedServer):
         super().__init__(rules, sockets, config)
         self._lines = lines
         self.error: OSError | None = None
-        """Why they could not be printed."""
+        """The error that kept them from being printed."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
