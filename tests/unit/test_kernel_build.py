@@ -40,7 +40,7 @@ def compiles(monkeypatch):
     return done
 
 
-def test_every_family_of_every_target_is_compiled_and_found(tmp_path, compiles):
+def test_every_bundle_of_every_target_is_compiled_and_found(tmp_path, compiles):
     assert build(BUNDLES, tmp_path) == []
     assert sorted(compiles) == sorted((target, name) for target in TARGETS for name in BUNDLES)
     sources = Sources.installed()
