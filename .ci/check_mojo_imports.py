@@ -1,4 +1,4 @@
-"""Which folder of mojo_ops may know which: checks the relative imports of every Mojo file.
+"""The rules of which folder of mojo_ops may know which, checked over the imports of every Mojo file.
 
     ops, attention_ops, layer_ops, linear_ops, tree_ops, latent_ops -> transfer, attention, layers, linear
     transfer, attention, layers, linear -> cache -> isa
@@ -31,7 +31,7 @@ MAY_KNOW: dict[str, frozenset[str]] = {
     "cache": frozenset({"isa"}),
     "isa": frozenset(),
 }
-"""What each folder, or file at the top of mojo_ops, may import besides itself."""
+"""The folders that each folder, or file at the top of mojo_ops, may import besides itself."""
 OF_A_DEVICE = (frozenset({"gpu"}), frozenset({"cpu", "layers", "linear"}))
 """Folders of one kind of device, which only they and the registered ops know: a compiled graph for the other kind is
 kept under a key that they are not in (runtime/compile_key.py)."""

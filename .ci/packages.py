@@ -1,4 +1,4 @@
-"""Which file is which module of `paged_kv`: its packages lie in several folders, and pyproject.toml maps them."""
+"""The file of each module of `paged_kv`: its packages lie in several folders, and pyproject.toml maps them."""
 
 from __future__ import annotations
 

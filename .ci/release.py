@@ -40,7 +40,7 @@ def versions(root: Path = ROOT) -> dict[str, object]:
 
 
 NOT_SOURCES = ("build", "dist", "site", "*.egg-info", "__pycache__", ".*")
-"""Of a copy of the sources without git, which a rehearsal takes, too."""
+"""Left out of a copy of the sources without git, which a rehearsal takes, too."""
 EARLIEST = 315532800
 """1980, the first time that a zip file can hold: that of a copy without git."""
 
@@ -60,7 +60,7 @@ def commit(root: Path) -> tuple[str, int]:
 
 
 def refusals(root: Path, version: str) -> list[str]:
-    """Why this checkout is no release, a line each."""
+    """The reasons why this checkout is no release, a line each."""
     if commit(root)[0] == "unknown":
         return ["git finds no commit here"]
     found = []
@@ -116,7 +116,7 @@ def make_environment(folder: Path, *packages: str | Path) -> Path:
 
 
 def try_out(python: Path, folder: Path, *, demo: bool) -> None:
-    """What a user does first, in a new folder and with a cache that know nothing of the checkout."""
+    """Do what a user does first, in a new folder and with a cache that know nothing of the checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
     folder.mkdir()

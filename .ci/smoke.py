@@ -1,4 +1,4 @@
-"""What a fresh installation must do: one decode call, within 1e-5 of NumPy in float64. Run it outside the checkout."""
+"""The test of a fresh installation: one decode call, within 1e-5 of NumPy in float64. Run it outside the checkout."""
 
 import sys
 import time

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
-from paged_kv.build_kernels import graph_families
+from paged_kv.build_kernels import kernel_bundles
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.runtime.installed import DISTRIBUTION, INDEX, Index
 from paged_kv.runtime.kernel_build import KernelFile
@@ -84,11 +84,11 @@ def read_kernels(folder: Path, sources: Sources) -> Files:
     if not targets:
         sys.exit(f"{folder} has no kernels: make them by python -m paged_kv.build_kernels --out {folder}")
     files: Files = {}
-    families = graph_families()
+    bundles = kernel_bundles()
     for target in targets:
         index = Index.read(target / INDEX)
-        for family, graphs in families.items():
-            file = KernelFile(folder, target.name, family, graphs)
+        for bundle, graphs in bundles.items():
+            file = KernelFile(folder, target.name, bundle, graphs)
             name = file.path.name
             if name not in index.files or not file.is_whole(sources):
                 sys.exit(f"{target / name} is missing, damaged or of other sources: run build_kernels again")

@@ -48,7 +48,7 @@ class Checkpoint:
         return self.root / "q4_k_m.gguf"
 
     def missing(self, weights: str) -> str | None:
-        """Why there are no such weights."""
+        """The reason why there are no such weights; None where there are."""
         if weights == "q4_k" and not self.q4_k.exists():
             return f"no Q4_K_M file: it is written by gguf and llama-quantize ({LLAMA_SERVER})"
         return None

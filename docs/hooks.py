@@ -1,4 +1,4 @@
-"""What `mkdocs build` does besides: the top folder's pages, links into the repository, and modules for mkdocstrings."""
+"""Hooks of `mkdocs build`: the top folder's pages, links into the repository, and modules for mkdocstrings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = {
 """Files of the top folder, and what the site calls them."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^<!-- code: (\S+) -->$", re.MULTILINE)
-"""Where a page wants a file's code; the repository's own view shows nothing there."""
+"""The place where a page wants a file's code; the repository's own view shows nothing there."""
 PICTURES = (".png", ".svg")
 
 log = get_plugin_logger("paged-kv")

@@ -39,7 +39,7 @@ def arrow(axes: Axes, tail: tuple[float, float], head: tuple[float, float]) -> N
 
 
 def key(axes: Axes, x: float, y: float, entries: list[tuple[str, str]]) -> None:
-    """What the colours mean, one line each."""
+    """The meaning of the colours, one line each."""
     for i, (color, text) in enumerate(entries):
         axes.add_patch(Rectangle((x, y + 0.9 * i), 0.6, 0.6, facecolor=color, edgecolor=LINE, linewidth=0.8))
         label(axes, x + 0.9, y + 0.9 * i + 0.3, text, size=8)
@@ -99,7 +99,7 @@ def cascade(axes: Axes) -> None:
 
 
 def mla(axes: Axes) -> None:
-    """What is cached, and where the up-projections went."""
+    """The cached arrays, and where the up-projections went."""
     label(axes, 0, 0.3, "one slot of the cache, of one layer, for all 128 heads", weight="bold")
     cell(axes, 0, 0.9, CACHED, "ckv: 512, of which K and V are made", 13, size=8.5)
     cell(axes, 13, 0.9, SHARED, "kpe: 64, rotated", 4.5, size=8.5)

@@ -43,7 +43,7 @@ LONGEST_FIRST = (
 
 GIB = 1 << 30
 WORKER_BYTES = 3 * GIB
-"""Of a worker that compiles: 1.2 GiB measured, 2 GiB with a model's weights."""
+"""Memory of a worker that compiles: 1.2 GiB measured, 2 GiB with a model's weights."""
 MAX_WORKERS = 8
 
 
@@ -75,7 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Of `-n auto`: a worker a core as memory allows; 0, which is this process alone, for one file or ONE_PROCESS."""
+    """The workers of `-n auto`: one a core as memory allows; 0, this process alone, for one file or ONE_PROCESS."""
     paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
     if all(TESTS in path.parents and path.relative_to(TESTS).parts[0] in ONE_PROCESS for path in paths):
         return 0

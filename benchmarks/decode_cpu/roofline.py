@@ -47,7 +47,7 @@ def _product(pair: Any, _: int) -> None:
 
 
 def draw(results: dict[str, Any], path: Path) -> bool:
-    """Writes a PNG of `results` (`run.merged`) but for cases without arithmetic or figure; whether any was left."""
+    """Writes a PNG of `results` (`run.merged`) but for cases without arithmetic or figure; False if none is left."""
     rows = [row for row in results["rows"] if row["flops"] and row["ms"]]
     if not rows:
         return False

@@ -74,7 +74,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def finish(engine: Any) -> list[Any]:
-    """Steps until nothing is left; what ended."""
+    """Step until nothing is left, and return what ended."""
     done = []
     while engine.has_unfinished_requests():
         done += [one for one in engine.step() if one.finished]

@@ -135,7 +135,7 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 
 def run_steps(steps: Sequence[Step], rows: Rows, log: BinaryIO, *, seconds: float, env: Mapping[str, str]) -> bool:
-    """Runs steps one after the other; whether all of them passed."""
+    """Run steps one after the other; True if all of them passed."""
     end, passed = time.monotonic() + seconds, True
     for step in steps:
         left = end - time.monotonic()

@@ -27,7 +27,7 @@ MODEL = "bench"
 
 
 class NotMeasured(Exception):
-    """Why a system has no figure, in one line."""
+    """The reason why a system has no figure, in one line."""
 
 
 class System(ABC):
@@ -47,7 +47,7 @@ class System(ABC):
 
     @abstractmethod
     def unavailable(self, checkpoint: Checkpoint) -> str | None:
-        """Why it cannot be started here; None where it can."""
+        """The reason why it cannot be started here; None where it can."""
 
     @abstractmethod
     def version(self) -> str:

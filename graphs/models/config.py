@@ -104,7 +104,7 @@ class DecoderConfig:
     experts: Experts | None = None
     encodings: tuple[tuple[str, Encoding], ...] = ()
     """The encoding of each weight that stays in blocks, by checkpoint name."""
-    rotate: CacheRotation | None = None
+    cache_rotation: CacheRotation | None = None
     """The rotation of q and k after their rotary embedding, so that a cache of few bits keeps more of k
     (docs/quantised-cache.md); no checkpoint says it, the user does (`with_cache_rotation`)."""
     float32_activations: bool = False
@@ -129,21 +129,23 @@ class DecoderConfig:
         return self.local_rope if self.local_rope is not None and self.window_left(layer) >= 0 else self.rope
 
 
-def with_cache_rotation(config: DecoderConfig, rotate: CacheRotation | None) -> DecoderConfig:
+def with_cache_rotation(config: DecoderConfig, rotation: CacheRotation | None) -> DecoderConfig:
     """The model with q and k rotated before they meet the cache: scores stay what they were, to rounding.
 
     Raises:
         ContractError: the rotation is unknown, or the model's heads cannot have it.
     """
-    if rotate is None:
+    if rotation is None:
         return config
-    if rotate not in CACHE_ROTATIONS:
-        raise ContractError(f"rotate must be {' or '.join(CACHE_ROTATIONS)}, not {shown(rotate)}")
+    if rotation not in CACHE_ROTATIONS:
+        raise ContractError(f"cache_rotation must be {' or '.join(CACHE_ROTATIONS)}, not {shown(rotation)}")
     if config.latent is not None:
-        raise ContractError(f"rotate: {rotate} is of keys, and this model's cache holds latents")
+        raise ContractError(f"cache_rotation: {rotation} is of keys, and this model's cache holds latents")
     if not is_hadamard_size(config.head_dim):
-        raise ContractError(f"rotate: {rotate} needs a head_dim that is a power of two, not {config.head_dim}")
-    return replace(config, rotate=rotate)
+        raise ContractError(
+            f"cache_rotation: {rotation} needs a head_dim that is a power of two, not {config.head_dim}"
+        )
+    return replace(config, cache_rotation=rotation)
 
 
 def read_config(fields: Fields, **switches: Any) -> DecoderConfig:

@@ -128,7 +128,7 @@ def _attention(
     """The attention of `x` `[T, hidden]` over everything its requests have cached and these tokens themselves.
 
     Of several devices, it is the part that comes from the device's heads. Keys enter the cache rotated, by positions
-    and then as `config.rotate` says. Only the rows `wanted` `[N]` are computed where it is not None.
+    and then as `config.cache_rotation` says. Only the rows `wanted` `[N]` are computed where it is not None.
     """
     parameters, cache, rows = step.parameters, step.cache, step.rows
     if isinstance(cache, LatentCache):
@@ -148,7 +148,7 @@ def _attention(
 
     def rotated(y: TensorValue, by: Rotary | None) -> TensorValue:
         y = y if by is None else by(y)
-        return y if config.rotate is None else paged.hadamard(y)
+        return y if config.cache_rotation is None else paged.hadamard(y)
 
     of_q, q_rotary = rows, rotary
     if config.fused_projections:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and models of its form, such as Moonlight: DeepSeek-V2's attention, and experts chosen by sigmoids."""
+"""DeepSeek-V3 and models like it, such as Moonlight: DeepSeek-V2's attention, and experts chosen by sigmoids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a family's `config.json` says of them, in one form for all families."""
+"""Mixtures of experts: the keys of each family's `config.json` for them, read into one type."""
 
 from __future__ import annotations
 

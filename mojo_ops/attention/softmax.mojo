@@ -88,7 +88,7 @@ struct AttentionState(TrivialRegisterPassable):
 
     @always_inline
     def raise_to(mut self, score: Float32) -> Float32:
-        """Raises the reference to `score` if that is greater; returns the factor for the values so far."""
+        """Raises the maximum to `score` if that is greater; returns the factor for the values so far."""
         if score <= self.greatest:
             return 1
         var factor = exp2(self.greatest - score)

@@ -11,17 +11,17 @@ from paged_kv.errors import PagedKVError
 from paged_kv.output import say
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
-    from paged_kv.runtime.kernel_build import Family
+    from paged_kv.runtime.kernel_build import Bundle
 
 DEMO_STEP = "demo_step"
 
 
-def graph_families() -> dict[str, Family]:
+def kernel_bundles() -> dict[str, Bundle]:
     """All that a wheel of kernels holds, by the name of the file."""
-    from paged_kv.engine.step import demo_family
+    from paged_kv.engine.step import demo_bundle
     from paged_kv.runtime.libraries import api_libraries
 
-    return {**{library.file: library for library in api_libraries()}, DEMO_STEP: demo_family()}
+    return {**{library.file: library for library in api_libraries()}, DEMO_STEP: demo_bundle()}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -30,8 +30,8 @@ def graph_families() -> dict[str, Family]:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Gets a folder for each target.")
 @click.option("--jobs", type=click.IntRange(1), help="Compiles at a time, 1.5 GB each. Default: one a core.")
-@click.option("--families", help="Only these files, with commas: pages_float32_float32, demo_step, ...")
-def build_kernels(targets: str | None, out: Path, jobs: int | None, families: str | None) -> None:
+@click.option("--bundles", help="Only these files, with commas: pages_float32_float32, demo_step, ...")
+def build_kernels(targets: str | None, out: Path, jobs: int | None, bundles: str | None) -> None:
     """Compile every variant of the libraries of kernels and the demo's step ahead, for CPUs that need not be here.
 
     What lies in --out and is whole is not compiled again, so the command may be stopped and run again. An installation
@@ -41,10 +41,10 @@ def build_kernels(targets: str | None, out: Path, jobs: int | None, families: st
 
     try:
         failures = kernel_build.build(
-            graph_families(),
+            kernel_bundles(),
             out,
             targets.split(",") if targets is not None else kernel_build.TARGETS,
-            only=families.split(",") if families is not None else None,
+            only=bundles.split(",") if bundles is not None else None,
             jobs=jobs,
             report=say,
         )

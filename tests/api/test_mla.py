@@ -1,4 +1,4 @@
-"""`BatchMLAPagedAttentionWrapper`: its arguments in every form, its buffers, and what it refuses."""
+"""`BatchMLAPagedAttentionWrapper`: every kind of arguments, its buffers, and what it refuses."""
 
 import math
 
@@ -129,7 +129,7 @@ def test_a_dense_page_table():
 
 
 def test_everything_at_once():
-    """FlashInfer's form for its backend "cutlass": a row a request, no plan."""
+    """The call of FlashInfer's backend "cutlass": a row a request, no plan."""
     wrapper = mla.BatchMLAPagedAttentionWrapper(None, backend="cutlass")
     given = arrays() | {name: arrays()[name][:4] for name in ("q_nope", "q_pe")}
     table = torch.from_numpy(np.where(CASE.lookup_table == 0xFFFFFFFF, 0, CASE.lookup_table).astype(np.int32))

@@ -90,7 +90,7 @@ def test_the_older_form_appends_the_last_tokens(kind, drawn, data, index_dtype):
         names = dict(zip("append_indptr kv_indices kv_indptr kv_last_page_len".split(), tables, strict=True))
         append_paged_kv_cache(make(kind, k), make(kind, v), kv_data=storage, kv_layout=cache.case.layout, **names)
     assert bytes_of(storage) == bytes_of(expected)
-    # The positions that the form works out are those that the other form is given.
+    # The positions that one signature works out are those that the other is given.
     lengths = get_seq_lens(tables[2], tables[3], cache.case.page_size)
     batch, positions = get_batch_indices_positions(tables[0], lengths, shape[0] + 3)
     assert as_numpy(batch, "b").tolist() == [*rows[0].tolist(), -1, -1, -1]

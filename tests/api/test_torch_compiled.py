@@ -24,7 +24,7 @@ def shape(pages: int, *before: int) -> tuple[int, ...]:
     return (*before, pages, PAGE, HEADS, DIM)
 
 
-FORMS: dict[str, tuple[Callable[[int], list[tuple[int, ...]]], Callable[[Made], Any], Operands]] = {
+LAYOUTS: dict[str, tuple[Callable[[int], list[tuple[int, ...]]], Callable[[Made], Any], Operands]] = {
     "all layers": (lambda n: [shape(n, LAYERS)] * 2, tuple, lambda kv, layer: (*kv, layer)),
     "K and V of all layers": (lambda n: [shape(n, LAYERS, 2)], tuple, lambda kv, layer: (kv[0], None, layer)),
     "pages first": (
@@ -55,18 +55,18 @@ def operands(pages: int) -> tuple[Tensor, ...]:
     return q, k, v, table, torch.tensor([0, 1], dtype=torch.int32), torch.tensor(POSITIONS, dtype=torch.int32)
 
 
-def caches(form: str, pages: int) -> Made:
+def caches(layout: str, pages: int) -> Made:
     generator = torch.Generator().manual_seed(7)
-    return tuple(torch.randn(one, generator=generator) for one in FORMS[form][0](pages))
+    return tuple(torch.randn(one, generator=generator) for one in LAYOUTS[layout][0](pages))
 
 
-def step_of(form: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def step_of(layout: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """Appends to each layer, attends to it, and copies its tokens out."""
 
     def step(kv: Any, q: Tensor, k: Tensor, v: Tensor, table: Tensor, requests: Tensor, at: Tensor) -> Any:
         o, tokens = [], []
         for index in range(LAYERS):
-            k_cache, v_cache, layer = FORMS[form][2](kv, index)
+            k_cache, v_cache, layer = LAYOUTS[layout][2](kv, index)
             append_paged_kv(k + index, v - index, k_cache, v_cache, table, requests, at, layer=layer)
             o.append(paged_attention(q, k_cache, v_cache, table, at + 1, layer=layer)[0])
             tokens.append(torch.cat(gather_paged_kv(k_cache, v_cache, table, at + 1, sum(LENGTHS), layer=layer)))
@@ -75,7 +75,7 @@ def step_of(form: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return step
 
 
-def expected(form: str, made: Made, given: tuple[Tensor, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+def expected(layout: str, made: Made, given: tuple[Tensor, ...]) -> tuple[list[np.ndarray], np.ndarray]:
     """NumPy's copies of the cache's tensors with the new tokens, and the tokens `[layers, 2, N, ...]` in order."""
     copies = [tensor.numpy().copy() for tensor in made]
     _, k, v, table, _, _ = (tensor.numpy() for tensor in given)
@@ -87,7 +87,7 @@ def expected(form: str, made: Made, given: tuple[Tensor, ...]) -> tuple[list[np.
             "K and V of all layers": lambda layer=layer: (copies[0][layer, 0], copies[0][layer, 1]),
             "pages first": lambda layer=layer: (copies[0][:, layer, 0], copies[0][:, layer, 1]),
             "K and V": lambda layer=layer: (copies[layer][0], copies[layer][1]),
-        }[form]()
+        }[layout]()
         for view, new in zip(views, (k + layer, v - layer), strict=True):
             for b, position in enumerate(POSITIONS):
                 view[table[b, position // PAGE], position % PAGE] = new[b]
@@ -111,11 +111,11 @@ def attended(given: tuple[Tensor, ...], tokens: np.ndarray) -> np.ndarray:
     return np.stack(layers)
 
 
-def check(form: str, function: Callable[..., Any], pages: int) -> None:
-    made, given = caches(form, pages), operands(pages)
-    copies, tokens = expected(form, made, given)
+def check(layout: str, function: Callable[..., Any], pages: int) -> None:
+    made, given = caches(layout, pages), operands(pages)
+    copies, tokens = expected(layout, made, given)
     before = [tensor._version for tensor in made]
-    o, found = function(FORMS[form][1](made), *given)
+    o, found = function(LAYOUTS[layout][1](made), *given)
     for tensor, copy in zip(made, copies, strict=True):
         assert_bits_equal(tensor.numpy(), copy, what="cache")
     assert_bits_equal(found.numpy(), tokens, what="tokens")
@@ -123,20 +123,20 @@ def check(form: str, function: Callable[..., Any], pages: int) -> None:
     assert all(tensor._version > version for tensor, version in zip(made, before, strict=True))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_cache_of_several_layers(form: str) -> None:
-    check(form, step_of(form), 9)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_of_several_layers(layout: str) -> None:
+    check(layout, step_of(layout), 9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_while_the_number_of_pages_changes(form: str, dynamic: bool | None) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_while_the_number_of_pages_changes(layout: str, dynamic: bool | None) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(step_of(form), fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(step_of(layout), fullgraph=True, dynamic=dynamic)
     with torch.no_grad():
         for pages in (9, 12, 20):
-            check(form, compiled, pages)
+            check(layout, compiled, pages)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import sys
 from paged_kv.cli import _run
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 
-CACHE = ("--cache-dtype", "int4", "--rotate", "hadamard")
+CACHE = ("--cache-dtype", "int4", "--cache-rotation", "hadamard")
 COMPILING = "compiling the decode step"
 
 

@@ -65,7 +65,7 @@ def test_options_and_lines_say_the_same_of_every_field_of_sampling(lines):
         arguments = [part for each in (value if isinstance(value, list) else [value]) for part in (option, each)]
         (by_option,) = lines([{"prompt": "the sea"} | record], *arguments)[1]
         assert by_option["text"] == in_lines[index, 0]["text"], name
-    others = {"ignore_end", "min_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens", "form"}
+    others = {"ignore_end", "min_tokens", "logprobs", "prompt_logprobs", "skip_special_tokens", "structured_output"}
     assert {*base, *values, *others} == {each.name for each in fields(Sampling)}
 
 
@@ -110,8 +110,11 @@ def test_bad_lines_are_told_and_the_others_go_on(lines):
         ('{"prompt": "x", "logit_bias": {"300": 1}}', "logit_bias has token id 300; the vocabulary is 0 to 258"),
         ("\x00", "no JSON"),
         ('{"prompt": "\\ud800"}', "is not valid text"),
-        ('{"prompt": "x", "regex": "\\ud800"}', "form: the regular expression is not valid text"),
-        ('{"prompt": "x", "json_schema": {"const": "\\ud800"}}', "form: the JSON schema is not valid text"),
+        ('{"prompt": "x", "regex": "\\ud800"}', "structured_output: the regular expression is not valid text"),
+        (
+            '{"prompt": "x", "json_schema": {"const": "\\ud800"}}',
+            "structured_output: the JSON schema is not valid text",
+        ),
         ('{"prompt": "x", "json_schema": {"patternProperties": 5}}', "Expected object for 'patternProperties', got 5"),
     ]
     records = [f"{line}\n" for line, _ in bad]

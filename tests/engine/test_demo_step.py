@@ -5,7 +5,7 @@ import lzma
 import pytest
 from max.driver import get_virtual_cpu_target
 
-from paged_kv.build_kernels import DEMO_STEP, graph_families
+from paged_kv.build_kernels import DEMO_STEP, kernel_bundles
 from paged_kv.cli import _run
 from paged_kv.engine import model
 from paged_kv.runtime.artefacts import compile_ahead
@@ -18,7 +18,7 @@ from paged_kv.runtime.session import default_runtime
 from paged_kv.runtime.store import Store, seal, user_store
 from support import kernels_ahead
 
-FAMILY = graph_families()[DEMO_STEP]
+BUNDLE = kernel_bundles()[DEMO_STEP]
 STATISTICS = 3
 """Lines on stderr after the text."""
 
@@ -30,9 +30,9 @@ def piece(tmp_path_factory):
     if target is None:
         pytest.skip("no target is known that this CPU can run")
     folder, library = tmp_path_factory.mktemp("kernels"), Kernel("attention", ("float32",) * 3).library
-    piece = KernelFile(folder, target, DEMO_STEP, FAMILY)
+    piece = KernelFile(folder, target, DEMO_STEP, BUNDLE)
     kernels = KernelFile(folder, target, library.file, library)
-    compile_ahead(session, FAMILY.keys, FAMILY.build, None)
+    compile_ahead(session, BUNDLE.keys, BUNDLE.build, None)
     load([library.kernel("attention")])
     piece.path.parent.mkdir()
     for file, store in ((piece, user_store()), (kernels, Store(cache_path() / "libraries", "{}.library"))):
@@ -82,4 +82,4 @@ def test_the_demo_asks_for_no_other_graphs(monkeypatch):
     monkeypatch.setattr(model, "load_graphs", load_graphs)
     with pytest.raises(Asked) as asked:
         _run(["demo"])
-    assert asked.value.args == (FAMILY.keys,)
+    assert asked.value.args == (BUNDLE.keys,)

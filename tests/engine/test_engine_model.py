@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 def models(folder):
     """Without and with a rotation of q and k before the cache, and with codes in it."""
     size = (folder, DType.float32, PAGE_SIZE, SLOTS // PAGE_SIZE)
-    members = {"model": Member(*size), "rotated": Member(*size, rotate="hadamard")}
+    members = {"model": Member(*size), "rotated": Member(*size, cache_rotation="hadamard")}
     return load_family(members | {kv_format: Member(*size, kv_format) for kv_format in BYTES})
 
 
@@ -176,13 +176,13 @@ def test_pages_of_another_rotation_are_not_found_on_disk(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "rotate", "words"),
+    ("changes", "rotation", "words"),
     [
-        ({}, "other", "rotate must be hadamard, not 'other'"),
+        ({}, "other", "cache_rotation must be hadamard, not 'other'"),
         ({"head_dim": 24}, "hadamard", "needs a head_dim that is a power of two, not 24"),
         ({"latent": True}, "hadamard", "this model's cache holds latents"),
     ],
 )
-def test_a_rotation_that_a_model_cannot_have_is_refused(models, changes, rotate, words):
+def test_a_rotation_that_a_model_cannot_have_is_refused(models, changes, rotation, words):
     with pytest.raises(ContractError, match=words):
-        with_cache_rotation(replace(models["model"].geometry, **changes), rotate)
+        with_cache_rotation(replace(models["model"].geometry, **changes), rotation)

@@ -61,7 +61,7 @@ def test_merging_states(dtype):
 
 
 @pytest.mark.parametrize("indices", ["on the host", "on the GPU"])
-def test_forms_of_append(indices):
+def test_ways_to_append(indices):
     def placed(*arrays: np.ndarray) -> list[object]:
         return cuda(*arrays) if indices == "on the GPU" else list(arrays)
 

@@ -35,7 +35,7 @@ def main(architecture: str, kernels: str, artefact: str) -> None:
         variants += [Variant(op, q, codes) for op in ("attention", "masked_attention", "append") for q in ops.DTYPES]
         variants.append(Variant("gather", DType.float32, codes))
     for bits in ops.BITS:
-        variants += Variant("append", bits, bits).family()
+        variants += Variant("append", bits, bits).bundle()
     variants += [Variant("merge", dtype, dtype) for dtype in ops.DTYPES]
     module = Module()
     for variant in variants:

@@ -59,9 +59,9 @@ from paged_kv.prefill import (
 class Single:
     """`single_decode_with_kv_cache` and `single_prefill_with_kv_cache`."""
 
-    def __init__(self, form: str) -> None:
-        self.decodes = form == "decode"
-        self.name = f"single_{form}"
+    def __init__(self, mode: str) -> None:
+        self.decodes = mode == "decode"
+        self.name = f"single_{mode}"
 
     def arguments(self, rng: Rng, memory: Memory) -> Arguments:
         q_dtype, kv_dtype = PAIRS[rng.integers(len(PAIRS))]
@@ -125,43 +125,43 @@ class Wrapper:
     A decode's page table may live in buffers.
     """
 
-    def __init__(self, form: str) -> None:
-        self.form = form
-        self.name = f"wrapper_{form}"
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.name = f"wrapper_{mode}"
 
     def arguments(self, rng: Rng, memory: Memory) -> Arguments:
-        form, (q_dtype, kv_dtype) = self.form, PAIRS[rng.integers(len(PAIRS))]
+        mode, (q_dtype, kv_dtype) = self.mode, PAIRS[rng.integers(len(PAIRS))]
         lengths, counts, size = batch(rng)
-        counts = np.ones_like(lengths) if form == "decode" else counts
+        counts = np.ones_like(lengths) if mode == "decode" else counts
         hk, dim, layout = int(rng.choice([1, 2])), int(rng.choice([64, 64, 8])), str(rng.choice(["NHD", "HND"]))
         heads, total, rows = hk * int(rng.integers(1, 4)), int(lengths.sum()), int(counts.sum())
         pages = Pages(rng, lengths, size)
         found = {"qo_indptr": offsets(counts), "kv_indptr": offsets(lengths), "indptr": pages.indptr}
         found |= {"indices": pages.ids, "last_page_len": pages.last, "kv_len_arr": lengths}
-        given = index_arrays(memory, **{name: found[name] for name in ARRAYS[form]})
+        given = index_arrays(memory, **{name: found[name] for name in ARRAYS[mode]})
         given |= plain(num_qo_heads=heads, num_kv_heads=hk, head_dim=dim, page_size=size, kv_layout=layout)
         given |= plain(q_data_type=q_dtype, kv_data_type=kv_dtype)
         chosen = options(rng)
-        if form == "mixed":
+        if mode == "mixed":
             chosen = {name: chosen[name] for name in ("logits_soft_cap", "sm_scale") if name in chosen}
         given |= chosen | tensors(q=drawn(rng, memory, (rows, heads, dim), q_dtype))
-        if form == "ragged":
+        if mode == "ragged":
             spare = total + int(rng.integers(3))
             shape = (spare, hk, dim) if layout == "NHD" else (hk, spare, dim)
             given |= tensors(k=drawn(rng, memory, shape, kv_dtype), v=drawn(rng, memory, shape, kv_dtype))
         else:
             given |= cache_of(rng, memory, lengths, pages.ids, pages.pool, (size, hk, dim), kv_dtype, layout)
-        if form in ("paged", "ragged") and rng.random() < 0.3:
+        if mode in ("paged", "ragged") and rng.random() < 0.3:
             given |= tensors(custom_mask=memory.put(rng.random(int((counts * lengths).sum())) < 0.6))
-        if form in ("decode", "paged") and rng.random() < 0.2:
+        if mode in ("decode", "paged") and rng.random() < 0.2:
             given |= tensors(sinks=drawn(rng, memory, (heads,), "float32"))
         given |= some_results(rng, memory, (rows, heads), dim, q_dtype)
         if rng.random() < 0.2:
             given |= plain(k_scale=0.5, v_scale=2.0)
-        if form == "decode":
+        if mode == "decode":
             return given | self.of_decode(rng, memory, given)
         given |= plain(causal=bool(rng.integers(2)))
-        return given if form == "mixed" else given | plain(return_lse=bool(rng.integers(2)))
+        return given if mode == "mixed" else given | plain(return_lse=bool(rng.integers(2)))
 
     def of_decode(self, rng: Rng, memory: Memory, given: Arguments) -> Arguments:
         """Buffers, a scale of q, and whether the older `forward` runs it."""
@@ -185,19 +185,19 @@ class Wrapper:
             buffers = [given[f"{name}_buffer"] for name in TABLE]
             state["it"] = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(None, *buffers, kv_layout=given["kv_layout"])
         else:
-            state["it"] = WRAPPERS[self.form](given["kv_layout"])
+            state["it"] = WRAPPERS[self.mode](given["kv_layout"])
 
     def plan(self, given: dict[str, Any], state: State) -> None:
         named = ("q_data_type", "kv_data_type", "causal", "custom_mask", *OPTIONS)
         sizes = [given[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim")]
-        sizes += [given["head_dim"]] * (self.form == "mixed") + [given["page_size"]] * (self.form != "ragged")
-        arrays = [given[name] for name in ARRAYS[self.form]]
+        sizes += [given["head_dim"]] * (self.mode == "mixed") + [given["page_size"]] * (self.mode != "ragged")
+        arrays = [given[name] for name in ARRAYS[self.mode]]
         state["it"].plan(*arrays, *sizes, **{name: given[name] for name in named if name in given})
 
     def run(self, given: dict[str, Any], state: State) -> list[Any]:
-        cache = [given["k"], given["v"]] if self.form == "ragged" else [cache_given(given)]
+        cache = [given["k"], given["v"]] if self.mode == "ragged" else [cache_given(given)]
         named = {name: given[name] for name in ("out", "lse", "sinks", "return_lse", *SCALES) if name in given}
-        if self.form == "mixed":
+        if self.mode == "mixed":
             named["logits_soft_cap"] = given.get("logits_soft_cap")
         return results_of(getattr(state["it"], given.get("_by", "run"))(given["q"], *cache, **named), given)
 
@@ -210,12 +210,12 @@ class Wrapper:
         return []
 
     def expect_planned(self, given: Arguments, state: State) -> list[Expected]:
-        size = 1 if self.form == "ragged" else model.count(given["page_size"].value, 1)
-        arrays = [model.indices(given[name]) for name in ARRAYS[self.form]]
-        qo, (indptr, *rest) = (None, arrays) if self.form == "decode" else (arrays[0], arrays[1:])
-        if self.form == "mixed":
+        size = 1 if self.mode == "ragged" else model.count(given["page_size"].value, 1)
+        arrays = [model.indices(given[name]) for name in ARRAYS[self.mode]]
+        qo, (indptr, *rest) = (None, arrays) if self.mode == "decode" else (arrays[0], arrays[1:])
+        if self.mode == "mixed":
             table = table_of_lengths(indptr, *rest, size)
-        elif self.form == "ragged":
+        elif self.mode == "ragged":
             require(len(indptr) and indptr[0] == 0 and (np.diff(indptr) >= 0).all(), "kv_indptr")
             table = Table([], np.diff(indptr).tolist())
         else:
@@ -225,7 +225,7 @@ class Wrapper:
         state |= {"dtypes": dtypes_planned(given), "counts": counts}
         mask = mask_of(given, counts, table.lengths)
         state["mask"] = None if mask is None else mask.copy()
-        state["causal"] = self.form == "decode" or model.truth(given["causal"].value)
+        state["causal"] = self.mode == "decode" or model.truth(given["causal"].value)
         if "indptr_buffer" in given:
             buffers = [given[f"{name}_buffer"].view for name in TABLE]
             require(len(buffers[2]) == len(rest[1]) and len(buffers[1]) >= indptr[-1], "buffers")
@@ -240,7 +240,7 @@ class Wrapper:
             state["table"] = Table.csr(*(buffer.astype(np.int64) for buffer in buffers), size)
         table, counts = state["table"], state["counts"]
         q = model.array(given["q"], sum(counts), heads, dim, dtypes=[state["dtypes"][0]])
-        if self.form == "ragged":
+        if self.mode == "ragged":
             k, v = (model.array(given[name], None, None, None, dtypes=[state["dtypes"][1]]) for name in ("k", "v"))
             sides = [side if given["kv_layout"].value == "NHD" else side.swapaxes(0, 1) for side in (k, v)]
             indptr = state["indptr"]
@@ -253,9 +253,9 @@ class Wrapper:
         sinks, scales = sinks_of(given, heads), tuple(given[n].value if n in given else None for n in SCALES)
         row_masks = model.last_rows(counts, table.lengths, state["causal"], state["mask"])
         o, lse = model.attention(widened(q, k.dtype), *gathered, state["options"], scales, sinks, row_masks)
-        if self.form == "ragged" and q.dtype.name in FLOAT8:
+        if self.mode == "ragged" and q.dtype.name in FLOAT8:
             o.dtype = DTYPES["bfloat16"]
         else:
             narrow(o, q.dtype)
         outputs(given, state, o, lse, q, k, v, *buffers, *([] if sinks is None else [given["sinks"].view]))
-        return [o, lse] if self.form == "mixed" or model.truth(given["return_lse"].value) else [o]
+        return [o, lse] if self.mode == "mixed" or model.truth(given["return_lse"].value) else [o]

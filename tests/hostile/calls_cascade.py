@@ -149,24 +149,24 @@ class Levels:
 class SharedPrefix:
     """The two wrappers of one contiguous prefix."""
 
-    def __init__(self, form: str) -> None:
-        self.form = form
-        self.name = f"shared_prefix_{form}"
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.name = f"shared_prefix_{mode}"
 
     def arguments(self, rng: Rng, memory: Memory) -> Arguments:
         lengths, counts, size = batch(rng)
         hk, dim, layout = int(rng.choice([1, 2])), int(rng.choice([64, 8])), str(rng.choice(["NHD", "HND"]))
-        counts = np.ones_like(counts) if self.form == "decode" else counts
+        counts = np.ones_like(counts) if self.mode == "decode" else counts
         heads, prefix = hk * int(rng.integers(1, 4)), int(rng.choice([0, 1, 5, 33]))
         pages = Pages(rng, lengths, size)
-        given = {} if self.form == "decode" else index_arrays(memory, qo=offsets(counts))
+        given = {} if self.mode == "decode" else index_arrays(memory, qo=offsets(counts))
         given |= index_arrays(memory, indptr=pages.indptr, indices=pages.ids, last=pages.last)
         given |= plain(num_qo_heads=heads, num_kv_heads=hk, head_dim=dim, page_size=size, kv_layout=layout)
         given |= tensors(q=drawn(rng, memory, (int(counts.sum()), heads, dim), "float32"))
         shape = (prefix, hk, dim) if layout == "NHD" else (hk, prefix, dim)
         given |= tensors(**{name: drawn(rng, memory, shape, "float32") for name in ("k_shared", "v_shared")})
         given |= cache_of(rng, memory, lengths, pages.ids, pages.pool, (size, hk, dim), "float32", layout)
-        if self.form == "decode":
+        if self.mode == "decode":
             return given | plain(data_type="float32")
         return given | plain(causal=bool(rng.integers(2)), sm_scale=[None, 0.3][rng.integers(2)])
 
@@ -174,7 +174,7 @@ class SharedPrefix:
         return [(self.plan, self.expect_planned), (self.run, self.expect_run)]
 
     def plan(self, given: dict[str, Any], state: State) -> None:
-        decodes = self.form == "decode"
+        decodes = self.mode == "decode"
         kind = (
             BatchDecodeWithSharedPrefixPagedKVCacheWrapper
             if decodes
@@ -194,7 +194,7 @@ class SharedPrefix:
         sizes = sizes_of(given)
         table = Table.csr(*(model.indices(given[name]) for name in PARTS[1:]), sizes[3])
         counts = [1] * len(table.lengths)
-        if self.form == "prefill":
+        if self.mode == "prefill":
             counts = model.row_counts(model.indices(given["qo"]), len(table.lengths))
         else:
             dtype = dtype_named(given["data_type"].value)
@@ -217,7 +217,7 @@ class SharedPrefix:
         require(all(s.dtype.name == dtypes[1] and s.shape[1:] == (hk, dim) for s in shared), "prefix")
         require(len(shared[0]) < 10**6, "size")
         gathered = [gathered_of(side, table, (size, hk, dim), dtypes[1]) for side in sides]
-        causal = self.form == "decode" or model.truth(given["causal"].value)
+        causal = self.mode == "decode" or model.truth(given["causal"].value)
         row_masks, contexts = [], [[], []]
         for b, count in enumerate(counts):
             for i in range(count):

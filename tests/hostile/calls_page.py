@@ -73,19 +73,19 @@ def write(
 
 
 class Append:
-    """`append_paged_kv_cache` in one of its three forms."""
+    """`append_paged_kv_cache` in one of its three modes."""
 
-    def __init__(self, form: str) -> None:
-        self.form = form
-        self.name = f"append_{form}"
-        self.cache_name = {"at": "paged_kv_cache", "last": "kv_data", "dense": "kv_cache"}[form]
-        self.rows = ("k", "v") if form == "dense" else ("append_key", "append_value")
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.name = f"append_{mode}"
+        self.cache_name = {"at": "paged_kv_cache", "last": "kv_data", "dense": "kv_cache"}[mode]
+        self.rows = ("k", "v") if mode == "dense" else ("append_key", "append_value")
 
     def arguments(self, rng: Rng, memory: Memory) -> Arguments:
-        after, new, used, ids, size, pages = requests(rng, self.form == "dense")
+        after, new, used, ids, size, pages = requests(rng, self.mode == "dense")
         dtype, layout = str(rng.choice(COPIED)), str(rng.choice(["NHD", "HND"]))
         hk, dim = int(rng.choice([1, 3])), int(rng.choice([8, 5, 64]))
-        if self.form == "dense":
+        if self.mode == "dense":
             new = np.ones_like(after)
         held, stored = dtype, dim
         if rng.random() < 0.2:
@@ -100,13 +100,13 @@ class Append:
             given |= tensors(
                 cache_k=memory.new((pages, *page), DTYPES[dtype]), cache_v=memory.new((pages, *page), DTYPES[dtype])
             )
-        if self.form == "at":
+        if self.mode == "at":
             batch, positions = rows_of(after, new)
             order = rng.permutation(len(batch))
             given |= index_arrays(memory, batch_indices=np.array(batch)[order], positions=np.array(positions)[order])
-        if self.form == "last":
+        if self.mode == "last":
             given |= index_arrays(memory, append_indptr=np.concatenate([[0], np.cumsum(new)]))
-        if self.form == "dense":
+        if self.mode == "dense":
             given |= dense(memory, after, used, ids, size)
         else:
             given |= csr(memory, after, used, ids, size)
@@ -136,7 +136,7 @@ class Append:
         rows = model.rows_of([given[name] for name in self.rows], sides)
         size = sides[0].shape[1]
         require(size >= 1, "page_size")
-        table, batch, positions = destination(given, size, len(rows[0]), self.form)
+        table, batch, positions = destination(given, size, len(rows[0]), self.mode)
         table.check(len(sides[0]))
         model.written(*whole)
         write(sides, rows, table, batch, positions, size)
@@ -144,19 +144,19 @@ class Append:
 
 
 def destination(
-    given: Arguments, size: int, num_rows: int, form: str
+    given: Arguments, size: int, num_rows: int, mode: str
 ) -> tuple[Table, list[int], Sequence[int] | np.ndarray]:
     """The page table of an append, and the request and position of each row."""
     batch: list[int]
     positions: Sequence[int] | np.ndarray
-    if form == "dense":
+    if mode == "dense":
         require(model.count(given["page_size"].value, 1) == size, "page_size")
         table = Table.dense(model.indices(given["page_table"], None, None), model.indices(given["last_page_len"]), size)
         batch, positions = list(range(len(table.pages))), table.lengths
         require(num_rows == len(batch), "rows")
         return table, batch, positions
     table = table_of(given, size)
-    if form == "at":
+    if mode == "at":
         batch, positions = (model.indices(given[name]).tolist() for name in ("batch_indices", "positions"))
     else:
         offsets = model.indices(given["append_indptr"])
@@ -178,22 +178,22 @@ def dense(memory: Memory, after: Any, used: Any, ids: Any, size: int) -> Argumen
 class AppendLatent:
     """`append_paged_mla_kv_cache` with two caches, or with one for both."""
 
-    def __init__(self, form: str) -> None:
-        self.form, self.name = form, f"append_mla_{form}"
-        self.rows = ("k", "v") if form == "dense" else ("append_ckv", "append_kpe")
+    def __init__(self, mode: str) -> None:
+        self.mode, self.name = mode, f"append_mla_{mode}"
+        self.rows = ("k", "v") if mode == "dense" else ("append_ckv", "append_kpe")
 
     def arguments(self, rng: Rng, memory: Memory) -> Arguments:
-        after, new, used, ids, size, pages = requests(rng, self.form == "dense")
+        after, new, used, ids, size, pages = requests(rng, self.mode == "dense")
         dtype, (wide, narrow) = str(rng.choice(COPIED)), rng.choice([[64, 8], [5, 3], [16, 16]])
-        new = np.ones_like(after) if self.form == "dense" else new
-        count, heads = int(new.sum()), [int(rng.integers(1, 3))] * int(self.form == "dense" and rng.random() < 0.5)
+        new = np.ones_like(after) if self.mode == "dense" else new
+        count, heads = int(new.sum()), [int(rng.integers(1, 3))] * int(self.mode == "dense" and rng.random() < 0.5)
         given = tensors(
             **{
                 name: drawn(rng, memory, (count, *heads, int(width)), dtype)
                 for name, width in zip(self.rows, (wide, narrow), strict=True)
             }
         )
-        if self.form == "dense":
+        if self.mode == "dense":
             given |= tensors(mla_kv_cache=memory.new((pages, size, *heads, int(wide + narrow)), DTYPES[dtype]))
             return given | dense(memory, after, used, ids, size)
         batch, positions = rows_of(after, new)
@@ -209,7 +209,7 @@ class AppendLatent:
         return [(lambda given, _: append_paged_mla_kv_cache(**given) or [], self.expected)]
 
     def expected(self, given: Arguments, _: State) -> list[Expected]:
-        if self.form == "dense":
+        if self.mode == "dense":
             cache = model.array(given["mla_kv_cache"])
             require(cache.ndim in (3, 4), "rank")
             rows = [model.array(given[name], *[None] * (cache.ndim - 1)) for name in self.rows]
@@ -226,7 +226,7 @@ class AppendLatent:
         require(len(rows[0]) == len(rows[1]) and len(rows[0]) < 10**6, "rows")
         require(len({x.dtype for x in (*sides, *rows)}) == 1 and sides[0].dtype in DTYPES.values(), "dtypes")
         size = sides[0].shape[1]
-        table, batch, positions = destination(given, size, len(rows[0]), self.form)
+        table, batch, positions = destination(given, size, len(rows[0]), self.mode)
         table.check(len(sides[0]))
         model.written(*whole)
         write(sides, rows, table, batch, positions, size)
@@ -234,7 +234,7 @@ class AppendLatent:
 
 
 class Positions:
-    """`get_batch_indices_positions` in its two forms."""
+    """`get_batch_indices_positions` in its two modes."""
 
     name = "positions"
 
@@ -272,7 +272,7 @@ class Positions:
 
 
 class SeqLens:
-    """`get_seq_lens` in its two forms."""
+    """`get_seq_lens` in its two modes."""
 
     name = "seq_lens"
 

@@ -20,40 +20,40 @@ FLOATS = ["float32", "float16", "bfloat16"]
 class Merge:
     """`merge_state`, `merge_states` and `merge_state_in_place`."""
 
-    def __init__(self, form: str) -> None:
-        self.name = {"two": "merge_state", "many": "merge_states", "in_place": "merge_state_in_place"}[form]
-        self.form = form
+    def __init__(self, mode: str) -> None:
+        self.name = {"two": "merge_state", "many": "merge_states", "in_place": "merge_state_in_place"}[mode]
+        self.mode = mode
 
     def arguments(self, rng: Rng, memory: Memory) -> Arguments:
         dtype, dim = str(rng.choice(FLOATS)), int(rng.choice([1, 8, 64]))
         rows, heads, states = int(rng.integers(0, 4)), int(rng.integers(1, 4)), int(rng.integers(0, 4))
-        shape = (rows, states, heads) if self.form == "many" else (rows, heads)
-        names = {"two": "v_a s_a v_b s_b", "many": "v s", "in_place": "v s v_other s_other"}[self.form].split()
+        shape = (rows, states, heads) if self.mode == "many" else (rows, heads)
+        names = {"two": "v_a s_a v_b s_b", "many": "v s", "in_place": "v s v_other s_other"}[self.mode].split()
         given: Arguments = {}
         for v, s in zip(names[::2], names[1::2], strict=True):
             given |= tensors(**{v: drawn(rng, memory, (*shape, dim), dtype), s: drawn(rng, memory, shape, "float32")})
             empty = rng.random(shape) < 0.2  # a state that has seen no key; what its output holds does not matter
             given[s].view[empty] = -np.inf
             given[v].view[empty] = np.nan
-        if self.form == "in_place" and rng.random() < 0.5:
+        if self.mode == "in_place" and rng.random() < 0.5:
             given |= tensors(mask=memory.put(rng.random(rows) < 0.5))
         return given
 
     def steps(self) -> list[tuple[Any, Any]]:
-        function = {"two": merge_state, "many": merge_states, "in_place": merge_state_in_place}[self.form]
+        function = {"two": merge_state, "many": merge_states, "in_place": merge_state_in_place}[self.mode]
         return [(lambda given, _: list(function(**given) or []), self.expected)]
 
     def expected(self, given: Arguments, state: State) -> list[Expected]:
         names = [name for name in given if name != "mask"]
-        rank = 4 if self.form == "many" else 3
+        rank = 4 if self.mode == "many" else 3
         vs = [model.array(given[name], *[None] * rank, dtypes=FLOATS) for name in names[::2]]
         ss = [model.array(given[name], *[None] * (rank - 1), dtypes=["float32"]) for name in names[1::2]]
         require(all(s.shape == v.shape[:-1] and v.size < 10**6 for v, s in zip(vs, ss, strict=True)), "s")
         require(len({v.dtype for v in vs}) == len({v.shape for v in vs}) == 1, "v")
-        if self.form == "many":
+        if self.mode == "many":
             return list(model.merge(vs[0], ss[0]))
         o, lse = model.merge(np.stack(vs, 1), np.stack(ss, 1))
-        if self.form == "two":
+        if self.mode == "two":
             return [o, lse]
         mask = given.get("mask")
         rows = np.ones(len(vs[0]), bool)

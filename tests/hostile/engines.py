@@ -1,4 +1,4 @@
-"""Hostile use of an engine: requests that fork, stop, have a form, are aborted, preempted, interrupted; a model, a
+"""Hostile use of an engine: requests that fork, stop, have a structure, are aborted, preempted, interrupted; a model, a
 draft, a tokenizer and files that fail; pages on a disk. What each request got is compared with its lone run; no
 compiler is needed.
 """
@@ -23,7 +23,7 @@ from support.fake_model import VOCAB, FakeDraft, logits_after
 from support.interrupts import interrupted
 
 KEYS = (None, b"k" * 16, b"another key of bytes")
-FORMS = (Regex("[a-e]{2,9}"), Regex("(ab|cd)*[x-z]?w"), Grammar('start: "f" start "g" | "h"\n'), Regex("[a-w]*"))
+STRUCTURES = (Regex("[a-e]{2,9}"), Regex("(ab|cd)*[x-z]?w"), Grammar('start: "f" start "g" | "h"\n'), Regex("[a-w]*"))
 
 
 class Failing(FakeDraft):
@@ -123,10 +123,15 @@ class EngineRun:
         prompt = (
             self.prefixes[rng.integers(2)][: rng.integers(1, 21)] + rng.integers(0, VOCAB, rng.integers(0, 6)).tolist()
         )
-        form = FORMS[rng.integers(len(FORMS))] if rng.random() < 0.4 else None  # which a stop token would break
-        stops = () if form else tuple(rng.integers(0, VOCAB, rng.integers(0, 3)).tolist())
+        structure = STRUCTURES[rng.integers(len(STRUCTURES))] if rng.random() < 0.4 else None
+        # A stop token would break a structure.
+        stops = () if structure else tuple(rng.integers(0, VOCAB, rng.integers(0, 3)).tolist())
         sampling = Sampling(
-            int(rng.integers(1, 14)), float(rng.choice([0, 1])), seed=int(rng.integers(9)), stop_tokens=stops, form=form
+            int(rng.integers(1, 14)),
+            float(rng.choice([0, 1])),
+            seed=int(rng.integers(9)),
+            stop_tokens=stops,
+            structured_output=structure,
         )
         return Asked(prompt, sampling, int(rng.integers(1, min(self.max_running, 5) + 1)))
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from paged_kv.build_kernels import DEMO_STEP, graph_families
+from paged_kv.build_kernels import DEMO_STEP, kernel_bundles
 from paged_kv.cli import _run
 from paged_kv.runtime.cpu_target import CpuInfo, choose_cpu_target
 from paged_kv.runtime.installed import read_compressed
@@ -39,7 +39,7 @@ def kernels(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path_factory.mktemp("nothing")))
         for target, names in wanted.items():
-            assert build(graph_families(), folder, [target], only=names, jobs=1) == []
+            assert build(kernel_bundles(), folder, [target], only=names, jobs=1) == []
     return folder
 
 

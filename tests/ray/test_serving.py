@@ -128,10 +128,10 @@ def test_health_is_that_of_the_replica_that_is_left(start):
 
 def test_every_option_of_the_engine(start, tmp_path):
     """Codes in the cache, rotation, a draft and prefixes on disk: the engine's text; a new replica finds the prefix."""
-    options = {"cache_dtype": "int8", "rotate": "hadamard", "page_size": 8}
+    options = {"cache_dtype": "int8", "cache_rotation": "hadamard", "page_size": 8}
     options |= {"speculate": str(FOLDER), "kv_disk": str(tmp_path / "kv"), "kv_disk_gb": "0.5"}
     prompt = "And the LORD spake unto Moses, saying, " * 5
-    engine = load(FOLDER, num_pages=512, page_size=8, dtype="float32", kv_format="int8", rotate="hadamard")
+    engine = load(FOLDER, num_pages=512, page_size=8, dtype="float32", kv_format="int8", cache_rotation="hadamard")
     (expected,) = right_texts(engine, [prompt], Sampling(24, ignore_end=True))
     restored = []
     for _ in range(2):

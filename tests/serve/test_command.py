@@ -71,9 +71,9 @@ def serve(monkeypatch):
         reached["size"] = arguments[2]
         raise Reached
 
-    def described(planned, model):
-        run.lines = describe(planned, model)
-        reached["settings"] = planned.settings
+    def described(setup, model):
+        run.lines = describe(setup, model)
+        reached["settings"] = setup.settings
         return []
 
     class Reached(Exception):
@@ -191,7 +191,7 @@ def test_every_capability_of_the_engine_together(tmp_path):
     flags = [
         "--cache-dtype",
         "int4",
-        "--rotate",
+        "--cache-rotation",
         "hadamard",
         "--speculate",
         "lookup",

@@ -196,7 +196,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
     ],
 )
-def test_texts_of_a_form(server, asked, fits):
+def test_texts_of_a_structure(server, asked, fits):
     for seed in range(5):
         choice = complete(
             server, "x", max_tokens=60, temperature=1.5, seed=seed, extra_body=asked | {"min_p": 0.02}

@@ -18,9 +18,9 @@ NEW_TOKENS = 20
 
 
 @lru_cache(1)
-def alone(folder, kv_format=None, rotate=None):
+def alone(folder, kv_format=None, cache_rotation=None):
     """The tokens of each prompt, one after the other, from an engine without a server."""
-    kind = {"kv_format": kv_format, "rotate": rotate}
+    kind = {"kv_format": kv_format, "cache_rotation": cache_rotation}
     engine = load(folder, num_pages=128, page_size=16, dtype="float32", share_prefixes=False, **kind)
     sampling = Sampling(NEW_TOKENS, ignore_end=True)
     return [[token for each in engine.stream(prompt, sampling) for token in each.tokens] for prompt in PROMPTS]
@@ -54,13 +54,13 @@ def check(server, expected):
         {"speculate": "lookup"},
         {"num_pages": 24},
         {"share_prefixes": False, "page_size": 5},
-        {"kv_format": "int4", "rotate": "hadamard"},
-        {"kv_format": "int4", "rotate": "hadamard", "speculate": "lookup", "num_pages": 24},
+        {"kv_format": "int4", "cache_rotation": "hadamard"},
+        {"kv_format": "int4", "cache_rotation": "hadamard", "speculate": "lookup", "num_pages": 24},
     ],
     ids=str,
 )
 def test_of_the_demo(options):
-    of_model = {name: options[name] for name in ("kv_format", "rotate") if name in options}
+    of_model = {name: options[name] for name in ("kv_format", "cache_rotation") if name in options}
     with served(**options) as server:
         check(server, alone(FOLDER, **of_model))
 

@@ -22,7 +22,7 @@ _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 def reason_to_skip(cpu: CpuInfo) -> str | None:
-    """Why the emulation is of no use on a CPU; None where it is.
+    """The reason why the emulation is of no use on a CPU; None where it is.
 
     What the CPU has is not enough: the compiler, too, must know of it. It ends the process where the target lacks an
     instruction that a kernel names, as `cooperlake`, chosen for a Xeon whose AMX is hidden, lacks AVX-512 VBMI.

@@ -1,4 +1,4 @@
-"""What the op tests of attention ask, on whatever device: settings, rows, options, and the comparison with the oracle.
+"""Common parts of the op tests of attention, on any device: settings, rows, options, comparison with the oracle.
 
 `o` may be off by REL of its row (compare.py says how), whatever the options. The lse is float32 for every dtype and
 computed from the same rounded inputs, so it has one bound: LSE_TOL, absolute below 1 and relative above, because a

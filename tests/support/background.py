@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 Result = TypeVar("Result")
 
 SECONDS = 3600
-"""Of a job and those before it in the queue; each limits its own processes."""
+"""The limit of a job and those before it in the queue; each limits its own processes."""
 
 _POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="background")
 _lock = threading.Lock()

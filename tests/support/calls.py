@@ -52,7 +52,7 @@ class Call:
     args: tuple[Any, ...]
     named: dict[str, Any]
     runs: Callable[[Any], Any] | None = None
-    """Of a `plan`: a run of the wrapper that is planned."""
+    """A run of the wrapper that a `plan` planned."""
 
     def parameters(self) -> list[str]:
         found = inspect.signature(self.make()).parameters.values()

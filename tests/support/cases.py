@@ -39,7 +39,7 @@ def ragged_lengths(page_size: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class CacheCase:
-    """What to build: `lengths[b]` tokens for request b, and how they are stored.
+    """A cache to build: `lengths[b]` tokens for request b, and how they are stored.
 
     `layers` counts only at rank 6, whose last layer is the one under test. `dtype` is NumPy's name or ml_dtypes'.
     """
@@ -125,7 +125,7 @@ def build(case: CacheCase) -> Cache:
 
 
 def csr(cache: Cache, dtype: str = "int32") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The page table in the CSR form: indptr, indices and last_page_len."""
+    """The page table as CSR: indptr, indices and last_page_len."""
     size, lengths = cache.case.page_size, cache.lengths.astype(np.int64)
     counts = -(-lengths // size)
     indices = cache.lookup_table[np.arange(cache.lookup_table.shape[1]) < counts[:, None]]

@@ -12,7 +12,7 @@ from max.engine import CompiledModel, InferenceSession
 from max.graph import Module
 
 from paged_kv.runtime import artefacts, installed
-from paged_kv.runtime.graph_family import API_VARIANTS
+from paged_kv.runtime.graph_bundle import API_VARIANTS
 from support import harness
 
 _NAMES = frozenset(variant.name for variant in API_VARIANTS)

@@ -1,4 +1,4 @@
-"""What the decode tests share: the compiled variants, arrays of every kind, and a case as the API takes it.
+"""Common parts of the decode tests: the compiled variants, arrays of every kind, and a case as the API takes it.
 
 Every test module that executes attention imports this one: its variants are those of `harness.py`, compiled in one go.
 """
@@ -22,7 +22,7 @@ PAIRS = (
     ("bfloat16", "float8_e4m3fn"),
     ("float16", "float8_e5m2"),
 )
-"""Of the queries' and the cache's dtypes: what the suite compiles."""
+"""The dtypes of queries and caches that the suite compiles."""
 
 O_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 2e-2, "float8_e5m2": 2e-2}
 """By the cache's dtype."""

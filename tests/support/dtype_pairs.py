@@ -3,7 +3,7 @@
 from paged_kv.graphs.paged_cache import DTYPES, KV_DTYPES
 
 PAIRS = [(q.name, kv.name) for q in DTYPES for kv in KV_DTYPES if kv == q or kv.name.startswith("float8")]
-"""Of q and of the cache, as the API takes them."""
+"""Dtypes of q and of the cache, as the API takes them."""
 
 LINEAR_PAIRS: tuple[tuple[str, str], ...] = (
     ("float32", "float32"),
@@ -13,4 +13,4 @@ LINEAR_PAIRS: tuple[tuple[str, str], ...] = (
     ("float32", "float16"),
     ("bfloat16", "float32"),
 )
-"""Of x and of w."""
+"""Dtypes of x and of w."""

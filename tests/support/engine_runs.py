@@ -10,9 +10,9 @@ from functools import cache
 import tokenizers
 
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.interfaces import compile_form
+from paged_kv.engine.interfaces import compile_structure
 from paged_kv.engine.requests import Output, Sampling
-from paged_kv.forms import Forms
+from paged_kv.structured_output import StructureCompiler
 from support.fake_model import VOCAB, alone
 
 MOST_STEPS = 3000
@@ -29,8 +29,8 @@ class Letters:
         self.before, self._last = before, ""
 
     @property
-    def forms(self) -> Forms:
-        return _forms()
+    def structure_compiler(self) -> StructureCompiler:
+        return _structures()
 
     def encode(self, prompt: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in prompt]
@@ -50,10 +50,10 @@ class Letters:
 
 
 @cache
-def _forms() -> Forms:
+def _structures() -> StructureCompiler:
     letters = tokenizers.Tokenizer(tokenizers.models.BPE({chr(ord("a") + at): at for at in range(VOCAB)}, []))
     letters.decoder = tokenizers.decoders.ByteLevel()
-    return Forms(letters)
+    return StructureCompiler(letters)
 
 
 def run(engine: Engine) -> dict[tuple[int, int], list[int]]:
@@ -78,7 +78,7 @@ def guess_often(engine: Engine) -> None:
 
 @dataclass
 class Asked:
-    """What was asked for under one number."""
+    """The request under one number."""
 
     prompt: list[int]
     sampling: Sampling
@@ -108,7 +108,7 @@ class Ledger:
         raise AssertionError(f"requests that never end: {self.engine.num_running} run, {self.engine.num_waiting} wait")
 
     def check(self, window: int = -1, most_errors: int = 0) -> int:
-        """All that must hold once all requests ended; how many samples ended with an error."""
+        """Check all that must hold once all requests ended; return how many samples ended with an error."""
         pool = self.engine.pool
         pool.check_integrity()
         assert pool.num_free + pool.num_cached == pool.num_pages, "pages are lost"
@@ -122,8 +122,8 @@ class Ledger:
             for sample in range(asked.n):
                 got = found[number, sample]
                 tokens = [token for output in got for token in output.tokens]
-                form = compile_form(Letters(), asked.sampling.form)
-                expected = alone(asked.prompt, asked.sampling, sample, window, form)
+                structure = compile_structure(Letters(), asked.sampling.structured_output)
+                expected = alone(asked.prompt, asked.sampling, sample, window, structure)
                 ends = [output.finish for output in got if output.finish]
                 whole = ends in (["length"], ["stop"])
                 assert tokens == (expected if whole else expected[: len(tokens)]), (number, sample)

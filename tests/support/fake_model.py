@@ -12,10 +12,10 @@ import numpy as np
 from paged_kv.checkpoint.config import load_config
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.sampling import History, Sampling, choose
-from paged_kv.forms import CompiledForm
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.graphs.rope import Rope
 from paged_kv.options import NO_PAGE
+from paged_kv.structured_output import CompiledStructure
 
 VOCAB = 23
 EMPTY = -1  # a slot that nothing was written to
@@ -48,11 +48,15 @@ def logits_after(history: Sequence[int]) -> np.ndarray:
 
 
 def alone(
-    prompt: Sequence[int], sampling: Sampling, sample: int = 0, window: int = -1, form: CompiledForm | None = None
+    prompt: Sequence[int],
+    sampling: Sampling,
+    sample: int = 0,
+    window: int = -1,
+    structure: CompiledStructure | None = None,
 ) -> list[int]:
-    """The tokens of one sample, without any cache; it ends at its limit, at a stop token, or with its form."""
+    """The tokens of one sample, without any cache; it ends at its limit, at a stop token, or with its structure."""
     tokens = list(prompt)
-    state = None if form is None else form.begin()
+    state = None if structure is None else structure.begin()
     history = History(sampling, sampling.seed or 0, sample, tokens, len(tokens), state)
     while len(tokens) < len(prompt) + sampling.max_tokens:
         seen = tokens if window < 0 else tokens[max(0, len(tokens) - 1 - window) :]

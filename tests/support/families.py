@@ -204,7 +204,7 @@ LATENT_CASES = {
         },
     ),
 }
-"""What the engine runs and the server does not."""
+"""Families that the engine runs and the server does not."""
 
 
 def make_case(name, folder):

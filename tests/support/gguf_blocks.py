@@ -15,7 +15,7 @@ SCALES = {
     "Q4_0": {0: 0.05}, "Q8_0": {0: 4e-3}, "IQ4_NL": {0: 4e-3}, "Q4_K": {0: 1e-3, 2: 1e-3}, "Q5_K": {0: 5e-4, 2: 5e-4},
     "Q6_K": {208: 1e-4}, "IQ4_XS": {0: 1e-4}, "INT4": {0: 0.05}, "INT8": {0: 4e-3},
 }  # fmt: skip
-"""Where a block's float16 numbers lie, and how large those of `random_blocks` are. MXFP4 has a byte, E8M0, instead."""
+"""The places of a block's float16 numbers, and their sizes in `random_blocks`. MXFP4 has a byte, E8M0, instead."""
 
 
 def quantise(weight, encoding):

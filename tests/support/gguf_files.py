@@ -61,7 +61,7 @@ MODELS = {
          "num_hidden_layers": 7},
     ),
 }  # fmt: skip
-"""Of GGUF's architectures: transformers' configuration, and what is not in `SIZES`."""
+"""Transformers' configuration of each of GGUF's architectures, and what is not in `SIZES`."""
 
 ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 
@@ -244,7 +244,7 @@ def _decoded(data, kind):
 
 
 def _converted(architecture, name, values, config, back=False):
-    """What the converter changes: rows of q and k of each head by turns from its halves, and norms of Gemma plus 1."""
+    """The converter's changes: rows of q and k of each head by turns from its halves, and norms of Gemma plus 1."""
     if architecture in ("llama", "granite", "smollm3") and name.split(".")[-2] in ("q_proj", "k_proj"):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         half = len(values) // heads // 2

@@ -37,7 +37,7 @@ PAIRS = (
 NARROWEST = ("bfloat16", "float8_e5m2")
 """Has a test of its own."""
 MASKED_PAIRS = (*((dtype, dtype) for dtype in DTYPES), ("bfloat16", "float8_e4m3fn"))
-"""Of masked attention."""
+"""Dtypes of q and of the cache in masked attention."""
 STORED = {name: dtype for dtype, name in CODES.items()}
 """The dtype of the memory of codes."""
 CODE_PAIRS = (
@@ -45,7 +45,7 @@ CODE_PAIRS = (
     ("float16", "int8"),
     *(("bfloat16", codes) for codes in CODE_DTYPES),
 )
-"""Of q and of a cache of codes; append and gather take the first and the last, masked attention the last."""
+"""Dtypes of q and of a cache of codes; append and gather take the first and the last, masked attention the last."""
 BITS = {1: DType.uint8, 2: DType.uint16, 4: DType.uint32}
 NONE = np.zeros(0, np.float32)
 Storage = tuple[np.ndarray, np.ndarray, str, int]
@@ -53,7 +53,7 @@ Storage = tuple[np.ndarray, np.ndarray, str, int]
 
 
 class Place(Protocol):
-    """Where an op runs."""
+    """The device that an op runs on."""
 
     def execute(
         self,

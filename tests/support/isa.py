@@ -11,7 +11,7 @@ from paged_kv.runtime.cpu_target import REQUIRED_FLAGS, CpuInfo
 from support import background
 
 CPU_TARGETS = ("x86-64", *REQUIRED_FLAGS)
-"""What can be forced. An unknown name would abort the process inside MAX."""
+"""Targets that can be forced. An unknown name would abort the process inside MAX."""
 
 OP_TESTS = (
     *(f"ops/test_{name}_op.py" for name in ("linear", "attention", "prefill", "rotary", "extremes")),

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 SECONDS = 600
-"""Of a child that may compile, on a machine that does other things too."""
+"""The limit of a child that may compile, on a machine that does other things too."""
 
 
 _PR_SET_PDEATHSIG = 1

@@ -29,7 +29,7 @@ class Member:
     page_size: int
     num_pages: int
     kv_format: KVFormat | None = None
-    rotate: str | None = None
+    cache_rotation: str | None = None
 
 
 def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
@@ -38,7 +38,9 @@ def load_family(members: dict[str, Member]) -> dict[str, DecoderModel]:
     In it, graphs and weights are named after their member, so that they do not meet.
     """
     sources = {name: open_source(member.folder) for name, member in members.items()}
-    configs = {name: with_cache_rotation(source.config, members[name].rotate) for name, source in sources.items()}
+    configs = {
+        name: with_cache_rotation(source.config, members[name].cache_rotation) for name, source in sources.items()
+    }
     weights = {name: source.load(members[name].dtype) for name, source in sources.items()}
 
     def build(module, names):

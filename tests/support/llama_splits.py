@@ -1,4 +1,4 @@
-"""How llama.cpp splits a text by `tokenizer.ggml.pre`: the expressions of `src/llama-vocab.cpp`, as they are there.
+"""Llama.cpp's splits of a text by `tokenizer.ggml.pre`: the expressions of `src/llama-vocab.cpp`, as they are there.
 
 Characters beyond ASCII are escaped.
 """

@@ -1,4 +1,4 @@
-"""What of MAX is used that MAX does not document: the tables of docs/notes/new-max.md, and what the code uses."""
+"""The uses of what MAX does not document: the tables of docs/notes/new-max.md, and what the code uses."""
 
 import ast
 import importlib

@@ -7,7 +7,7 @@ import pytest
 from support import cases, dtype_pairs, harness
 
 KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-"""Of the caches beside one of the queries' own dtype."""
+"""Dtypes of the caches beside one of the queries' own dtype."""
 
 WITHOUT_DTYPE = frozenset({"test_any_options"})
 """Tests whose names have no dtype, and that take it from `cases.DTYPES`."""

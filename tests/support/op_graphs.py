@@ -45,7 +45,7 @@ def models() -> Mapping[str, Model]:
 
 @contextmanager
 def one_process_at_a_time(name: str) -> Iterator[None]:
-    """Of several workers that need one compile, the first does it; the others then find it in the cache."""
+    """The first of several workers that need one compile does it; the others then find it in the cache."""
     path = cache_folder() / f"tests-{name}-{get_virtual_cpu_target()}.lock"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, or the process ends

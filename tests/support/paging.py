@@ -1,4 +1,4 @@
-"""What the tests of appends share: caches that wait for their tokens, and their page tables in the CSR form."""
+"""Common parts of the tests of appends: caches that wait for their tokens, and their page tables as CSR."""
 
 from typing import Any
 

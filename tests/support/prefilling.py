@@ -1,4 +1,4 @@
-"""What the prefill tests share: the compiled variants, ragged queries over a built cache, and what must come out.
+"""Common parts of the prefill tests: the compiled variants, ragged queries over a built cache, and what must come out.
 
 Letters in shapes: B requests, R query rows, Hq query heads, D head dimension (Dv: V's).
 """
@@ -15,7 +15,7 @@ from support.compare import assert_close, assert_lse_close
 from support.decoding import oracle_options
 
 PAIRS = harness.MASKED_PAIRS
-"""Of the queries' and the cache's dtypes."""
+"""The dtypes of queries and caches."""
 
 
 def load_variants() -> None:

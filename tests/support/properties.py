@@ -1,4 +1,4 @@
-"""How many cases Hypothesis draws: a test says how many it needs, the run's profile scales that.
+"""The number of cases that Hypothesis draws: a test says how many it needs, the run's profile scales that.
 
 `quick` draws a quarter, `default` what the tests say, `ci` twice as many, `million` 200 times: a state machine of
 100 cases and 50 steps then takes 10^6 steps.

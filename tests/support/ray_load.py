@@ -25,11 +25,11 @@ SECONDS = 300.0
 
 @dataclass
 class Reply:
-    """What a client got of a stream."""
+    """The part of a stream that a client got."""
 
     text: str = ""
     error: str | None = None
-    """Of an event or an answer that is an error."""
+    """The message of an event or an answer that is an error."""
     status: int = 0
     whole: bool = False
     """True if it ended as a stream ends."""

@@ -1,4 +1,4 @@
-"""What a refused checkpoint must say."""
+"""The words with which a checkpoint must be refused."""
 
 import pytest
 

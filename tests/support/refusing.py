@@ -1,4 +1,4 @@
-"""What the contract tests of the API share: a call that must be refused, and that must leave its arrays alone."""
+"""Common parts of the contract tests of the API: a call that must be refused, and that must leave its arrays alone."""
 
 import re
 from collections.abc import Callable

@@ -21,7 +21,7 @@ SHAPE = {"code", "message", "param", "type"}
 
 @dataclass
 class Seen:
-    """What the rude clients were told."""
+    """The answers that the rude clients got."""
 
     statuses: Counter[int | str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)

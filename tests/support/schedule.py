@@ -35,7 +35,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the last thread ends, and the time that all threads work."""
+    """The time at which the last thread ends, and the time that all threads work."""
 
     end: float
     busy: float

@@ -22,7 +22,7 @@ from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.served_model import ServedModel
 
 LENGTH = 512
-"""Of a request, in tokens."""
+"""The most tokens of a request."""
 PAGE_SIZE = 16
 
 

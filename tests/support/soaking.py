@@ -14,19 +14,19 @@ from support.rude_clients import Seen, misbehaved
 
 CLIENTS = 4
 QUIET_SECONDS, RUDE_SECONDS = 8.0, 25.0
-"""Of a turn: slow clients are closed after 10 and 20 seconds."""
+"""Seconds of a turn: slow clients are closed after 10 and 20 seconds."""
 
 
 @dataclass
 class Soaked:
-    """What was measured; times in seconds."""
+    """The measurements; times in seconds."""
 
     quiet: list[float] = field(default_factory=list)
     rude: list[float] = field(default_factory=list)
     seen: Seen = field(default_factory=Seen)
     failures: list[str] = field(default_factory=list)
     megabytes: list[float] = field(default_factory=list)
-    """Of the server's process, after each turn."""
+    """Memory of the server's process, after each turn."""
 
     def faults(self) -> list[str]:
         """Return what is wrong, in words."""

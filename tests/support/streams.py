@@ -6,7 +6,7 @@ import sys
 
 COMMAND = [sys.executable, "-c", "from paged_kv.cli import main; main()"]
 BROKEN = ("closed", "full", "limited", "left")
-"""What may be wrong with a stream: not open, on a full device, past the size that a file may have, a pipe without a
+"""The faults of a stream: not open, on a full device, past the size that a file may have, a pipe without a
 reader."""
 _SHELL = {"closed": "{}>&-", "full": "{}>/dev/full", "limited": '{}>"${{STREAM}}{}"'}
 

@@ -29,20 +29,20 @@ def differing(text: str) -> list[str]:
 
 def read_back(text: str) -> str:
     """The syntax of a template, and what its parser makes of the call that the template writes."""
-    form = ChatFormat({"default": text}, NAMES)
+    chat = ChatFormat({"default": text}, NAMES)
     messages, tools = CHATS["tool results"]
     try:
-        prompt = form.render(messages[:1], tools)
-        written = form.render(messages[:-1], tools, add_generation_prompt=False)
+        prompt = chat.render(messages[:1], tools)
+        written = chat.render(messages[:-1], tools, add_generation_prompt=False)
     except ContractError as error:
-        return f"{form.syntax.NAME}: {error}"
+        return f"{chat.syntax.NAME}: {error}"
     message = written[len(prompt) :] if written.startswith(prompt) else written[len(prompt.rstrip()) - 40 :]
-    parser = form.parser(tools, prompt)
+    parser = chat.parser(tools, prompt)
     deltas = parser.push(message) + parser.finish()
     calls = [each.name for each in deltas if isinstance(each, CallStart)]
     arguments = "".join(each.text for each in deltas if isinstance(each, CallArguments))
     shown = "".join(each.text for each in deltas if isinstance(each, Content | Reasoning))
-    return f"{form.syntax.NAME}: {calls} {arguments} {shown[:80]!r}"
+    return f"{chat.syntax.NAME}: {calls} {arguments} {shown[:80]!r}"
 
 
 def main(folder: Path) -> int:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_kv.errors import ContractError, ContractTypeError
-from paged_kv.forms import Forms, JsonSchema, Regex
 from paged_kv.serve.chat import CallArguments, CallStart, ChatFormat, Content, Reasoning
+from paged_kv.structured_output import JsonSchema, Regex, StructureCompiler
 from support.chats import NOW, SEND, TEMPLATES, TOOLS, WEATHER
 from support.properties import examples
 
@@ -44,20 +44,20 @@ CALLS = st.one_of(
 
 @cache
 def made(name, *, special=False):
-    form = ChatFormat({"default": TEMPLATES[name]}, {})
-    tokens = marks(form) if special else ()
+    chat = ChatFormat({"default": TEMPLATES[name]}, {})
+    tokens = marks(chat) if special else ()
     return ChatFormat({"default": TEMPLATES[name]}, {}, frozenset(tokens))
 
 
-def marks(form):
-    thought = form._thought
-    found = {form.syntax.OPENING, *form.syntax.MARKS} | ({thought.opening, thought.closing} if thought else set())
+def marks(chat):
+    thought = chat._thought
+    found = {chat.syntax.OPENING, *chat.syntax.MARKS} | ({thought.opening, thought.closing} if thought else set())
     return sorted(found - {"", "functools["})
 
 
-def read(form, text, cuts, tools=TOOLS, prompt=""):
+def read(chat, text, cuts, tools=TOOLS, prompt=""):
     """The answer, the thoughts and the calls of a text that comes in pieces."""
-    parser = form.parser(tools, prompt)
+    parser = chat.parser(tools, prompt)
     ends = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
     deltas = [delta for at, end in pairwise(ends) for delta in parser.push(text[at:end])]
     deltas += parser.finish()
@@ -70,14 +70,14 @@ def read(form, text, cuts, tools=TOOLS, prompt=""):
     return content, thoughts, calls
 
 
-def message(form, calls, content=""):
+def message(chat, calls, content=""):
     """The text of a message with calls, as the model would have written it."""
     made_calls = [
         {"id": "abcdefghi", "type": "function", "function": {"name": each, "arguments": json.dumps(arguments)}}
         for each, arguments in calls
     ]
-    prompt = form.render(ASKED, TOOLS)
-    whole = form.render([*ASKED, {"role": "assistant", "content": content, "tool_calls": made_calls}], TOOLS)
+    prompt = chat.render(ASKED, TOOLS)
+    whole = chat.render([*ASKED, {"role": "assistant", "content": content, "tool_calls": made_calls}], TOOLS)
     return whole[len(prompt) :].removesuffix("[assistant]").removesuffix("<|start|>assistant").removesuffix("<|call|>")
 
 
@@ -85,14 +85,14 @@ def message(form, calls, content=""):
 @settings(max_examples=examples(60))
 @given(data=st.data())
 def test_calls_that_a_template_writes_are_read_back_however_their_text_is_cut(name, data):
-    form = made(name)
+    chat = made(name)
     calls = data.draw(st.lists(CALLS, min_size=1, max_size=1 if name in SINGLE else 3))
     content = data.draw(st.sampled_from(["", "Let me look."])) if name not in ("harmony", "llama") else ""
-    text = message(form, calls, content)
+    text = message(chat, calls, content)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    got = read(form, text, cuts)
-    assert got == read(form, text, [])
-    assert got == read(form, text, range(len(text)))
+    got = read(chat, text, cuts)
+    assert got == read(chat, text, [])
+    assert got == read(chat, text, range(len(text)))
     assert got[:2] == (content, "")
     assert [(each, json.loads(arguments)) for each, arguments in got[2]] == calls
 
@@ -100,14 +100,14 @@ def test_calls_that_a_template_writes_are_read_back_however_their_text_is_cut(na
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if made(name)._thought])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_thought_is_told_apart_whoever_opens_it(name, is_open):
-    form = made(name)
-    thought = form._thought
+    chat = made(name)
+    thought = chat._thought
     prompt = f"[assistant]{thought.opening}{thought.title}\n" if is_open else "[assistant]"
-    call = message(form, [("now", {})])
+    call = message(chat, [("now", {})])
     text = f"{'' if is_open else thought.opening + thought.title}\n2 < 3 {call[:9]}\n\n{thought.closing}\n\nYes. {call}"
     for cuts in ([], range(len(text))):
-        assert read(form, text, cuts, prompt=prompt) == ("Yes.", f"2 < 3 {call[:9]}".rstrip(), [["now", "{}"]])
-    assert read(form, "Yes.", [], prompt=f"[assistant]{thought.opening}\n{thought.closing}")[:2] == ("Yes.", "")
+        assert read(chat, text, cuts, prompt=prompt) == ("Yes.", f"2 < 3 {call[:9]}".rstrip(), [["now", "{}"]])
+    assert read(chat, "Yes.", [], prompt=f"[assistant]{thought.opening}\n{thought.closing}")[:2] == ("Yes.", "")
 
 
 def test_channels_of_harmony_are_told_apart():
@@ -123,33 +123,33 @@ def test_channels_of_harmony_are_told_apart():
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("end", range(1, 60, 7))
 def test_a_text_that_was_cut_off_or_calls_no_tool_is_told_once_and_without_an_error(name, end):
-    form = made(name)
-    text = message(form, [("get_weather", {"place": "x", "days": 2})])
-    assert read(form, text[:end], []) == read(form, text[:end], range(end))
+    chat = made(name)
+    text = message(chat, [("get_weather", {"place": "x", "days": 2})])
+    assert read(chat, text[:end], []) == read(chat, text[:end], range(end))
     other = text.replace("get_weather", "get_whether")
-    content, _, calls = read(form, other, range(len(text)))
+    content, _, calls = read(chat, other, range(len(text)))
     assert not calls
     assert "get_whether" in content or name == "harmony"
     # Without tools there are no calls.
-    assert not read(form, text, [], tools=None)[2]
+    assert not read(chat, text, [], tools=None)[2]
 
 
 @cache
 def vocabulary(name, special):
-    """A vocabulary of bytes, and the forms of it: with the marks of a syntax as special tokens, or as text."""
+    """A vocabulary of bytes, and a compiler for it: with the marks of a syntax as special tokens, or as text."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({each: at for at, each in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>", *(marks(made(name)) if special else ())])
-    return tokenizer, Forms(tokenizer)
+    return tokenizer, StructureCompiler(tokenizer)
 
 
-def draw(name, form, rng, begun="", most=4000, *, special):
-    """A text of a form by tokens that are drawn from those allowed; None where it does not end."""
-    tokenizer, forms = vocabulary(name, special)
+def draw(name, structure, rng, begun="", most=4000, *, special):
+    """A text of a structure by tokens that are drawn from those allowed; None where it does not end."""
+    tokenizer, compiler = vocabulary(name, special)
     end = tokenizer.token_to_id("<end>")
-    state = forms.compile(form).begin(frozenset([end]))
+    state = compiler.compile(structure).begin(frozenset([end]))
     tokens = tokenizer.encode(begun).ids
     is_whole, planned = False, []
     for token in tokens:
@@ -183,20 +183,20 @@ CHOICES = ["auto", "required", {"name": "send-mail"}]
     [(name, special) for name in TEMPLATES for special in (False, True) if special or name != "harmony"],
 )
 def test_no_call_that_a_structure_lets_through_is_malformed(name, special):
-    form, rng = made(name, special=special), random.Random(name)
+    chat, rng = made(name, special=special), random.Random(name)
     told = 0
     for turn in range(examples(40)):
         choice, parallel = CHOICES[turn % 3], turn % 2 == 0
         answer = JsonSchema({"type": "integer"}) if turn % 12 == 3 else None
         prompt = "[assistant]"
-        structure = form.structure(OFFERED, choice, parallel, answer, prompt)
+        structure = chat.structure(OFFERED, choice, parallel, answer, prompt)
         begun = ""
         if choice == "auto" and answer is None and name not in ("llama", "harmony") and turn % 4 < 2:
-            begun = f"Well, <b>.\n{form.syntax.OPENING}"
+            begun = f"Well, <b>.\n{chat.syntax.OPENING}"
         text = draw(name, structure, rng, begun, special=special)
         if text is None:
             continue
-        content, _, calls = read(form, text, rng.choices(range(999), k=5), OFFERED, prompt)
+        content, _, calls = read(chat, text, rng.choices(range(999), k=5), OFFERED, prompt)
         told += len(calls)
         assert len(calls) <= 1 or parallel
         assert calls or choice == "auto"
@@ -212,23 +212,23 @@ def test_no_call_that_a_structure_lets_through_is_malformed(name, special):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_required_call_is_held_from_the_first_token_and_an_answer_after_a_thought(name):
-    form = made(name)
-    tokenizer, forms = vocabulary(name, special=False)
-    required = forms.compile(form.structure(TOOLS, "required", True, None, "[assistant]"))
+    chat = made(name)
+    tokenizer, compiler = vocabulary(name, special=False)
+    required = compiler.compile(chat.structure(TOOLS, "required", True, None, "[assistant]"))
     first = {tokenizer.decode([token]) for token in required.begin().allowed()}
-    begins = {message(form, [("now", {})])[0]} | ({form._thought.opening[0]} if form._thought else set())
+    begins = {message(chat, [("now", {})])[0]} | ({chat._thought.opening[0]} if chat._thought else set())
     assert first <= begins | ({" ", "<"} if name in ("harmony", "llama") else set())
-    if form._thought:
-        closed = f"[assistant]{form._thought.opening}\n{form._thought.closing}\n"
-        assert form.structure(None, "none", True, Regex("a+"), closed) == Regex("a+")
-        opened = form.structure(
-            None, "none", True, Regex("a+/"), f"[assistant]{form._thought.opening}{form._thought.title}\n"
+    if chat._thought:
+        closed = f"[assistant]{chat._thought.opening}\n{chat._thought.closing}\n"
+        assert chat.structure(None, "none", True, Regex("a+"), closed) == Regex("a+")
+        opened = chat.structure(
+            None, "none", True, Regex("a+/"), f"[assistant]{chat._thought.opening}{chat._thought.title}\n"
         )
-        text = f"x{form._thought.closing}\naa/"
-        assert forms.accepts(opened, text)
-        assert not forms.accepts(opened, "aa/")
-        assert not forms.accepts(opened, text + "b")
-    assert form.structure(TOOLS, "none", True, None) is None
+        text = f"x{chat._thought.closing}\naa/"
+        assert compiler.accepts(opened, text)
+        assert not compiler.accepts(opened, "aa/")
+        assert not compiler.accepts(opened, text + "b")
+    assert chat.structure(TOOLS, "none", True, None) is None
 
 
 REFUSED = [

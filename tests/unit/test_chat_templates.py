@@ -81,10 +81,10 @@ def test_templates_come_from_every_place_that_transformers_looks_at(source):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("e")
     assert read_templates(source).keys() == {"default", "tool_use"}
-    form = ChatFormat.read(source, Tokenizer(FOLDER, source.config))
+    chat = ChatFormat.read(source, Tokenizer(FOLDER, source.config))
     asked = [{"role": "user", "content": "x"}]
-    assert form.render(asked) == "dü<s></s><img>"
-    assert form.render(asked, TOOLS) == "e"
+    assert chat.render(asked) == "dü<s></s><img>"
+    assert chat.render(asked, TOOLS) == "e"
     given = ChatFormat.read(source, Tokenizer(FOLDER, source.config), "given")
     assert given.render(asked, TOOLS) == "given"
     config.write_text("[]")
@@ -119,30 +119,30 @@ def call(arguments):
 
 
 def test_a_conversation_becomes_what_the_template_takes():
-    form = ChatFormat({"default": TEMPLATES["hermes"]}, NAMES)
+    chat = ChatFormat({"default": TEMPLATES["hermes"]}, NAMES)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    written = form.render([{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call('{"b":1}')]}])
+    written = chat.render([{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call('{"b":1}')]}])
     assert (
         written == '[user]a\nb[assistant]<tool_call>\n{"name": "now", "arguments": {"b": 1}}\n</tool_call>[assistant]'
     )
     # Arguments as a string, for a template that joins texts.
     joined = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}"
-    form = ChatFormat({"default": joined + "{% endfor %}{{ m.role }}{% endfor %}"}, NAMES)
-    assert form.render(
+    chat = ChatFormat({"default": joined + "{% endfor %}{{ m.role }}{% endfor %}"}, NAMES)
+    assert chat.render(
         [{"role": "developer", "content": ""}, {"role": "assistant", "tool_calls": [call({"b": 1})]}]
     ) == ('systemnow{"b": 1}assistant')
     # Calls as text, and tools in the system message, for one that knows neither.
-    form = ChatFormat({"default": TEMPLATES["phi"]}, NAMES)
-    written = form.render([{"role": "assistant", "content": None, "tool_calls": [call({})]}], TOOLS)
+    chat = ChatFormat({"default": TEMPLATES["phi"]}, NAMES)
+    written = chat.render([{"role": "assistant", "content": None, "tool_calls": [call({})]}], TOOLS)
     assert written.startswith('[{"name": "get_weather"')
     assert '[assistant]<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>' in written
 
 
 def test_several_calls_become_a_message_each_where_a_template_writes_one():
-    form = ChatFormat({"default": TEMPLATES["harmony"]}, NAMES)
+    chat = ChatFormat({"default": TEMPLATES["harmony"]}, NAMES)
     two = [call({"a": 1}), call({"a": 2}) | {"id": "second"}]
     results = [{"role": "tool", "tool_call_id": each["id"], "content": each["id"]} for each in two]
-    written = form.render([{"role": "assistant", "content": "", "tool_calls": two}, *results])
+    written = chat.render([{"role": "assistant", "content": "", "tool_calls": two}, *results])
     places = [written.index(text) for text in ('{"a": 1}', ">abcdefghi<", '{"a": 2}', ">second<")]
     assert places == sorted(places)
 

@@ -134,8 +134,8 @@ def test_sizes_that_codes_have(kv_format):
 def test_an_engine_is_loaded_with_the_format_of_its_cache(tmp_path, monkeypatch):
     given = {}
     monkeypatch.setattr(DecoderModel, "from_folder", lambda _, **options: given.update(options) or FakeModel(9, 4))
-    load(write_demo_checkpoint(tmp_path / "demo"), num_pages=9, kv_format="int4", rotate="hadamard")
-    assert (given["kv_format"], given["rotate"]) == ("int4", "hadamard")
+    load(write_demo_checkpoint(tmp_path / "demo"), num_pages=9, kv_format="int4", cache_rotation="hadamard")
+    assert (given["kv_format"], given["cache_rotation"]) == ("int4", "hadamard")
 
 
 def test_a_cache_inside_a_graph():

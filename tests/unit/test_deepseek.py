@@ -49,7 +49,7 @@ MOONLIGHT = {key: value for key, value in LITE.items() if key != "rope_scaling"}
 "model_type": "deepseek_v3", "norm_topk_prob": true, "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
 "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "vocab_size": 163840}
 """)
-"""A model of 16 billion parameters in DeepSeek-V3's form, with the keys of V3's file and Moonlight's sizes."""
+"""A model of 16 billion parameters like DeepSeek-V3, with the keys of V3's file and Moonlight's sizes."""
 SMALL = LITE | json.loads("""
 {"bos_token_id": null, "eos_token_id": null, "hidden_size": 48, "intermediate_size": 40, "kv_lora_rank": 32,
 "moe_intermediate_size": 24, "n_routed_experts": 4, "num_attention_heads": 4, "num_experts_per_tok": 2,
@@ -90,7 +90,7 @@ def test_v2s_file(tmp_path):
     )
 
 
-def test_a_file_of_v3s_form(tmp_path):
+def test_a_file_like_v3(tmp_path):
     config = read(tmp_path, MOONLIGHT)
     assert config.experts == Experts(
         count=64,

@@ -39,9 +39,9 @@ def play(ledger: Ledger) -> None:
     ledger.finish()
 
 
-@pytest.mark.parametrize("kind", ["plain", "forms", "drafts", "disk"])
+@pytest.mark.parametrize("kind", ["plain", "structures", "drafts", "disk"])
 def test_an_interrupt_anywhere_loses_nothing_and_changes_nothing(kind, tmp_path):
-    if kind == "forms":
+    if kind == "structures":
         pytest.importorskip("llguidance")
 
     def make() -> Ledger:
@@ -49,8 +49,8 @@ def test_an_interrupt_anywhere_loses_nothing_and_changes_nothing(kind, tmp_path)
             speculate=FakeDraft(80, 3) if kind == "drafts" else None,
             disk=DiskTier(tmp_path, 1 << 20) if kind == "disk" else None,
         )
-        if kind == "forms":
-            ledger.add([1, 2, 3], Sampling(9, 1.0, seed=4, form=Regex("(ab|c[d-k])*[x-z]?w")), 2)
+        if kind == "structures":
+            ledger.add([1, 2, 3], Sampling(9, 1.0, seed=4, structured_output=Regex("(ab|c[d-k])*[x-z]?w")), 2)
         return ledger
 
     whole, restored = make(), 0

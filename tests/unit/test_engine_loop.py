@@ -11,7 +11,7 @@ from paged_kv.engine.async_engine import AsyncEngine
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Output, Sampling
 from paged_kv.errors import ContractError, RequestError
-from paged_kv.forms import Regex
+from paged_kv.structured_output import Regex
 from support.engine_runs import Letters, guess_often, run
 from support.fake_model import VOCAB, FakeDraft, FakeModel, alone, logits_after
 
@@ -270,16 +270,16 @@ def test_an_error_of_the_model_reaches_those_that_had_pages_and_gives_these_back
     assert [third, fourth] == [alone([first], Sampling(9, logit_bias={22: -100})) for first in (3, 4)]
 
 
-def test_forms_are_compiled_beside_the_steps():
-    """Two that take long to compile, and a request without a form meanwhile; what is refused is refused."""
+def test_structures_are_compiled_beside_the_steps():
+    """Two that take long to compile, and a request without a structure meanwhile; what is refused is refused."""
     compiling, may_go = threading.Event(), threading.Event()
 
     class Slow(Letters):
         @property
-        def forms(self):
+        def structure_compiler(self):
             compiling.set()
             assert may_go.wait(60)
-            raise ContractError("form: it cannot be compiled")
+            raise ContractError("structured_output: it cannot be compiled")
 
     server = AsyncEngine(Engine(FakeModel(40, 4), Slow()))
 
@@ -287,7 +287,7 @@ def test_forms_are_compiled_beside_the_steps():
         return len([output async for output in server.generate([1], sampling)])
 
     async def main() -> None:
-        slow = [asyncio.create_task(ask(Sampling(3, form=Regex("a")))) for _ in range(2)]
+        slow = [asyncio.create_task(ask(Sampling(3, structured_output=Regex("a")))) for _ in range(2)]
         await asyncio.to_thread(compiling.wait, 60)
         assert await ask(Sampling(3)) == 3
         may_go.set()

@@ -24,7 +24,7 @@ WITHOUT_EFFECT = {
 PLAIN = {"rope_type": "default", "rope_theta": 150000.0}
 GRANITE = {"expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size",
            "ssm.state_size", "ssm.time_step_rank"}  # fmt: skip
-"""What Granite 4's dense files have of the hybrids that they are a form of."""
+"""The keys of Granite's hybrids that Granite 4's dense files have too."""
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 NEUTRAL = {
     "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0,

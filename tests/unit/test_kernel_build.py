@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from paged_kv import build_kernels
-from paged_kv.build_kernels import graph_families
+from paged_kv.build_kernels import kernel_bundles
 from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.runtime import kernel_build
 from paged_kv.runtime.compile_key import Sources
@@ -21,7 +21,7 @@ from paged_kv.runtime.kernel_build import TARGETS, KernelFile, build
 from paged_kv.runtime.store import seal
 from paged_kv.versions import PINNED, VERSION
 
-FAMILIES = graph_families()
+BUNDLES = kernel_bundles()
 FEW = ("merge_float32", "pages_uint8_uint8")
 
 
@@ -40,29 +40,27 @@ def compiles(monkeypatch):
     return done
 
 
-def test_every_family_of_every_target_is_compiled_and_found(tmp_path, compiles):
-    assert build(FAMILIES, tmp_path) == []
-    assert sorted(compiles) == sorted((target, name) for target in TARGETS for name in FAMILIES)
+def test_every_bundle_of_every_target_is_compiled_and_found(tmp_path, compiles):
+    assert build(BUNDLES, tmp_path) == []
+    assert sorted(compiles) == sorted((target, name) for target in TARGETS for name in BUNDLES)
     sources = Sources.installed()
     for target in TARGETS:
         cpu = CpuInfo("x86_64", "", REQUIRED_FLAGS[target])
-        digests = [
-            d for item in FAMILIES.items() for d in KernelFile(tmp_path, target, *item).digests(sources).values()
-        ]
+        digests = [d for item in BUNDLES.items() for d in KernelFile(tmp_path, target, *item).digests(sources).values()]
         found = InstalledStore(tmp_path / target, cpu).find(digests)
-        assert {artefact.content.decode() for artefact in found} == {f"{name} for {target}" for name in FAMILIES}
+        assert {artefact.content.decode() for artefact in found} == {f"{name} for {target}" for name in BUNDLES}
         assert set().union(*(artefact.digests for artefact in found)) == set(digests)
 
 
 def test_another_process_gets_the_whole_piece():
     """By pickle: a name would not tell it the demo's step."""
     sources = Sources.installed()
-    for name, family in FAMILIES.items():
-        piece = KernelFile(Path("folder"), "haswell", name, family)
+    for name, bundle in BUNDLES.items():
+        piece = KernelFile(Path("folder"), "haswell", name, bundle)
         sent = pickle.loads(pickle.dumps(piece))
         assert (sent.path, sent.digests(sources)) == (piece.path, piece.digests(sources))
-    assert sent.family.weights().keys() == family.weights().keys()
-    build_there, build_here = sent.family.build, family.build
+    assert sent.bundle.weights().keys() == bundle.weights().keys()
+    build_there, build_here = sent.bundle.build, bundle.build
     assert (build_there.func, build_there.args) == (build_here.func, build_here.args)
 
 
@@ -78,7 +76,7 @@ def test_no_compile_sees_the_cache_of_another(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     for name in FEW:
         assert (
-            kernel_build._compile_in_a_process(KernelFile(tmp_path, "haswell", name, FAMILIES[name]), str(tmp_path))
+            kernel_build._compile_in_a_process(KernelFile(tmp_path, "haswell", name, BUNDLES[name]), str(tmp_path))
             is None
         )
     folders, files, caches = zip(*seen, strict=True)
@@ -87,7 +85,7 @@ def test_no_compile_sees_the_cache_of_another(tmp_path, monkeypatch):
 
 
 def test_an_index_says_what_the_files_are(tmp_path, compiles):  # noqa: ARG001
-    build(FAMILIES, tmp_path, ["znver4"], only=FEW)
+    build(BUNDLES, tmp_path, ["znver4"], only=FEW)
     index = Index.read(tmp_path / "znver4" / INDEX)
     assert (index.target, index.requires) == ("znver4", REQUIRED_FLAGS["znver4"])
     assert index.versions == {"paged-kv": VERSION, **PINNED}
@@ -98,12 +96,12 @@ def test_an_index_says_what_the_files_are(tmp_path, compiles):  # noqa: ARG001
 
 
 def test_what_is_whole_is_not_made_again(tmp_path, compiles):
-    build(FAMILIES, tmp_path, ["haswell"], only=["merge_float32"])
-    build(FAMILIES, tmp_path, ["haswell", "znver5"], only=FEW)
+    build(BUNDLES, tmp_path, ["haswell"], only=["merge_float32"])
+    build(BUNDLES, tmp_path, ["haswell", "znver5"], only=FEW)
     assert len(compiles) == 4
     assert set(compiles[1:]) == {("haswell", "pages_uint8_uint8"), *(("znver5", name) for name in FEW)}
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    build(FAMILIES, tmp_path, ["haswell", "znver5"], only=FEW)
+    build(BUNDLES, tmp_path, ["haswell", "znver5"], only=FEW)
     assert len(compiles) == 4
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -124,11 +122,11 @@ def of_other_sources(path):
     ],
 )
 def test_what_is_damaged_or_of_other_sources_is_made_again(tmp_path, compiles, damage):
-    build(FAMILIES, tmp_path, ["haswell"], only=FEW)
+    build(BUNDLES, tmp_path, ["haswell"], only=FEW)
     path = tmp_path / "haswell" / "merge_float32.library.xz"
     whole = path.read_bytes()
     damage(path)
-    build(FAMILIES, tmp_path, ["haswell"], only=FEW)
+    build(BUNDLES, tmp_path, ["haswell"], only=FEW)
     assert compiles[2:] == [("haswell", "merge_float32")]
     assert path.read_bytes() == whole
 
@@ -140,7 +138,7 @@ def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles
         "_compile_in_a_process",
         lambda piece, cache: "no memory" if piece.name == "pages_uint8_uint8" else write(piece, cache),
     )
-    assert build(FAMILIES, tmp_path, ["haswell"], only=FEW) == ["haswell pages_uint8_uint8: no memory"]
+    assert build(BUNDLES, tmp_path, ["haswell"], only=FEW) == ["haswell pages_uint8_uint8: no memory"]
     index = json.loads((tmp_path / "haswell" / INDEX).read_text())
     assert list(index["files"]) == ["merge_float32.library.xz"]
     assert compiles == [("haswell", "merge_float32")]
@@ -149,19 +147,19 @@ def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles
 def test_another_architecture_is_refused(tmp_path, compiles, monkeypatch):
     monkeypatch.setattr(kernel_build.platform, "machine", lambda: "aarch64")
     with pytest.raises(ToolchainError, match=r"^kernels are compiled ahead on x86-64, and this is aarch64$"):
-        build(FAMILIES, tmp_path, ["haswell"])
+        build(BUNDLES, tmp_path, ["haswell"])
     assert compiles == []
     assert not list(tmp_path.iterdir())
 
 
 def test_unknown_names_and_places_are_refused(tmp_path, compiles):
     with pytest.raises(ContractError, match=r"^target 'pentium' is none of graniterapids, "):
-        build(FAMILIES, tmp_path, ["haswell", "pentium"])
-    with pytest.raises(ContractError, match=r"^family 'all' is none of pages_uint8_uint8, "):
-        build(FAMILIES, tmp_path, only=["all"])
+        build(BUNDLES, tmp_path, ["haswell", "pentium"])
+    with pytest.raises(ContractError, match=r"^bundle 'all' is none of pages_uint8_uint8, "):
+        build(BUNDLES, tmp_path, only=["all"])
     (tmp_path / "file").touch()
     with pytest.raises(ToolchainError, match=r"file: (File exists|Not a directory)$"):
-        build(FAMILIES, tmp_path / "file", ["haswell"])
+        build(BUNDLES, tmp_path / "file", ["haswell"])
     assert compiles == []
 
 
@@ -169,7 +167,7 @@ def test_the_command(tmp_path, compiles):
     def run(*arguments):
         return CliRunner().invoke(build_kernels.build_kernels, [*arguments, "--out", str(tmp_path)])
 
-    result = run("--targets", "haswell,znver5", "--families", "merge_float32", "--jobs", "1")
+    result = run("--targets", "haswell,znver5", "--bundles", "merge_float32", "--jobs", "1")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr.splitlines()[0] == "0 of 2 files are there"
     assert sorted(compiles) == [("haswell", "merge_float32"), ("znver5", "merge_float32")]

@@ -43,7 +43,7 @@ def packing_of(said):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_are_unpacked(kind):
-    """In the common form, and equal to the weight: both are exact in float32."""
+    """In the common layout, and equal to the weight: both are exact in float32."""
     tensors, weight, said = make(kind)
     layer = packing_of(said).unpack(N, K, tensors.get)
     groups = layer.scales.shape[1]

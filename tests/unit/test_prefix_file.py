@@ -60,7 +60,7 @@ def test_loading_twice_keeps_one_copy(saved):
 
 
 def changed(path, *, metadata=None, **tensors):
-    """Another file with some tensors or metadata replaced, in a form that safetensors reads."""
+    """Another file with some tensors or metadata replaced, in a file that safetensors reads."""
     from safetensors import safe_open
 
     with safe_open(path, framework="numpy") as opened:

@@ -178,8 +178,8 @@ def test_an_exception_anywhere_loses_no_token():
     assert engine.statistics.accepted_tokens > 30
 
 
-def test_requests_with_forms_on_a_disk_get_their_own_texts(tmp_path):
-    """200 in each of two engines: forms, penalties, forks, aborts, preemptions, pages on disk, drafts of all kinds."""
+def test_requests_with_structures_on_a_disk_get_their_own_texts(tmp_path):
+    """200 in each of two engines: structures, penalties, forks, aborts, preemptions, pages on disk, all drafts."""
     pytest.importorskip("llguidance")
 
     class Half(Nonsense):
@@ -189,8 +189,8 @@ def test_requests_with_forms_on_a_disk_get_their_own_texts(tmp_path):
     tokenizer = Tokenizer(FOLDER, Nonsense.DEMO)
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "n": {"type": "integer"}}, "required": ["a"]}
     kinds = [
-        Sampling(20, form=JsonSchema(schema)),
-        Sampling(15, 1.0, seed=4, form=Regex("(yes|no), because [a-z ]{1,30}")),
+        Sampling(20, structured_output=JsonSchema(schema)),
+        Sampling(15, 1.0, seed=4, structured_output=Regex("(yes|no), because [a-z ]{1,30}")),
         Sampling(15, 0.9, seed=5, repetition_penalty=1.2),
         Sampling(15),
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_kv.build_kernels import graph_families
+from paged_kv.build_kernels import kernel_bundles
 from paged_kv.runtime.compile_key import Sources
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
 from paged_kv.runtime.kernel_build import KernelFile, _write_index
@@ -19,7 +19,7 @@ from paged_kv.versions import PINNED, VERSION
 from support.ci_modules import ci_module
 
 SOURCES = Sources.installed()
-FAMILIES = graph_families()
+BUNDLES = kernel_bundles()
 PLATFORM = "manylinux_2_34_x86_64"
 EPOCH = 1_700_000_001
 PURE = {
@@ -42,7 +42,7 @@ def kernels(tmp_path):
     """A folder as build_kernels leaves it, but for what the files hold."""
     for target in ("haswell", "znver5"):
         (tmp_path / "kernels" / target).mkdir(parents=True)
-        pieces = [KernelFile(tmp_path / "kernels", target, name, family) for name, family in FAMILIES.items()]
+        pieces = [KernelFile(tmp_path / "kernels", target, name, bundle) for name, bundle in BUNDLES.items()]
         for piece in pieces:
             piece.path.write_bytes(lzma.compress(f"{piece.name} {target}".encode()))
             seal(piece.path, list(piece.digests(SOURCES).values()))
@@ -72,8 +72,8 @@ def test_a_wheel_with_kernels(wheels, kernels, tmp_path):
     assert_record(written)
     assert set(PURE) < set(written)
     for target in ("haswell", "znver5"):
-        for family in FAMILIES:
-            name = f"{target}/{path_of(family).name}"
+        for bundle in BUNDLES:
+            name = f"{target}/{path_of(bundle).name}"
             assert written[f"paged_kv/kernels/{name}"] == (kernels / name).read_bytes()
         assert written[f"paged_kv/kernels/{target}/index.json"] == (kernels / target / "index.json").read_bytes()
     assert written["paged_kv-1.dist-info/WHEEL"].decode().splitlines() == [
@@ -117,11 +117,11 @@ def test_provenance_says_what_the_kernels_are_made_of(wheels, kernels, monkeypat
     assert content["versions"] == {"paged-kv": VERSION, **PINNED}
     assert content["targets"] == {name: sorted(REQUIRED_FLAGS[name]) for name in ("haswell", "znver5")}
     assert content["sha256"] == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    assert len(files) == 2 * (len(FAMILIES) + 1)
+    assert len(files) == 2 * (len(BUNDLES) + 1)
 
 
 @pytest.mark.parametrize(
-    ("family", "damage", "said"),
+    ("bundle", "damage", "said"),
     [
         ("merge_float32", lambda path: path.unlink(), "is missing, damaged or of other sources"),
         ("demo_step", lambda path: path.unlink(), "is missing, damaged or of other sources"),
@@ -134,14 +134,14 @@ def test_provenance_says_what_the_kernels_are_made_of(wheels, kernels, monkeypat
         ("merge_float32", lambda path: rewrite(path), "is not the file of"),
     ],
 )
-def test_kernels_that_are_not_whole_make_no_wheel(wheels, kernels, family, damage, said):
-    damage(kernels / "znver5" / path_of(family).name)
+def test_kernels_that_are_not_whole_make_no_wheel(wheels, kernels, bundle, damage, said):
+    damage(kernels / "znver5" / path_of(bundle).name)
     with pytest.raises(SystemExit, match=said):
         wheels.read_kernels(kernels, SOURCES)
 
 
-def path_of(family):
-    return KernelFile(Path(), "", family, FAMILIES[family]).path
+def path_of(bundle):
+    return KernelFile(Path(), "", bundle, BUNDLES[bundle]).path
 
 
 def seal_of_others(path):
@@ -152,7 +152,7 @@ def seal_of_others(path):
 def rewrite(path):
     """As another build leaves it: whole, but not what the index lists."""
     name = path.name.partition(".")[0]
-    piece = KernelFile(path.parents[1], path.parent.name, name, FAMILIES[name])
+    piece = KernelFile(path.parents[1], path.parent.name, name, BUNDLES[name])
     path.write_bytes(lzma.compress(b"another build"))
     seal(path, list(piece.digests(SOURCES).values()))
 

@@ -1,4 +1,4 @@
-"""The softmax of one tile: scores become weights, relative to a reference score that is seldom raised."""
+"""The softmax of one tile: scores become weights, relative to a lagging maximum that is seldom raised."""
 
 from std.memory import bitcast
 from std.utils.numerics import nan
@@ -13,7 +13,7 @@ from .prefetch import KV_TILE_TOKENS, Prefetcher
 from .workspace import HeadLayout, SegmentWorkspace
 
 comptime RESCALE_THRESHOLD: Float32 = 8
-"""The number by which scores may exceed the reference, in powers of two, before it is raised and the values are
+"""The number by which scores may exceed the lagging maximum, in powers of two, before it is raised and the values are
 rescaled.
 """
 comptime ScoreVector = SIMD[DType.float32, KV_TILE_TOKENS]
@@ -37,7 +37,7 @@ def scores_to_weights[
     """Turns the scores of one KV head into weights, in place.
 
     They are `[stride, KV_TILE_TOKENS]` at index `weights_index` of `workspace.weights`. Where a query's greatest score
-    exceeds its reference by more than `RESCALE_THRESHOLD`, its weighted values and totals are rescaled.
+    exceeds its maximum by more than `RESCALE_THRESHOLD`, its weighted values and totals are rescaled.
 
     Parameters:
         split_bf16: Whether each weight is stored as the sum of two bfloat16, first all high parts, then all low ones.
@@ -63,10 +63,10 @@ def scores_to_weights[
                 dots = seen.select(dots, ScoreVector(0))
             var greatest = workspace.greatest[unsafe_offset=m]
             var totals = workspace.totals.unsafe_load[width=LANES](m * LANES)
-            # Any reference that keeps the weights in range gives the same result, so it need not be the greatest score.
+            # Any number that keeps the weights in range gives the same result, so it need not be the greatest score.
             # After the first tile it is hardly ever raised. NaN counts as greater.
             if not scores.le(greatest + RESCALE_THRESHOLD).reduce_and():
-                raise_reference(scores, m, heads.padded_dim, workspace)
+                raise_maximum(scores, m, heads.padded_dim, workspace)
                 greatest = workspace.greatest[unsafe_offset=m]
                 totals = workspace.totals.unsafe_load[width=LANES](m * LANES)
             # A row that sees none of these tokens has no greatest score to subtract yet.
@@ -88,8 +88,8 @@ def scores_to_weights[
 
 
 @no_inline
-def raise_reference(scores: ScoreVector, query: Int, padded_dim: Int, workspace: SegmentWorkspace):
-    """Raises a query's reference to its greatest score and rescales. It hardly ever runs, so it is not inlined."""
+def raise_maximum(scores: ScoreVector, query: Int, padded_dim: Int, workspace: SegmentWorkspace):
+    """Raises a query's lagging maximum to its greatest score and rescales. It hardly ever runs, so it is not inlined."""
     var state = AttentionState(workspace.greatest[unsafe_offset=query], 0)
     # `reduce_max` may pass over a NaN.
     var factor = state.raise_to(scores.reduce_max() if scores.eq(scores).reduce_and() else nan[DType.float32]())

@@ -96,7 +96,7 @@ struct SegmentWorkspace(Movable, RunningStates):
     var amx_floats: FloatPointer
     """The memory that `AmxBuffers` points into."""
     var greatest: FloatPointer
-    """`[Hk, stride]`: each query's reference. No score so far exceeds it by more than `RESCALE_THRESHOLD`."""
+    """`[Hk, stride]`: each query's lagging maximum. No score so far exceeds it by more than `RESCALE_THRESHOLD`."""
     var totals: FloatPointer
     """`[Hk, stride, LANES]`: the sum of each query's weights, in `LANES` parts."""
 

@@ -57,7 +57,7 @@ def attend_rows[
 
 
 def device_refusal(rotates: Bool) -> String:
-    """Why no call on this GPU, or none with rotary keys, gets the Hopper kernel; empty where some do."""
+    """The reason why no call on this GPU, or none with rotary keys, gets the Hopper kernel; empty where some do."""
     if rotates:
         return "it takes keys as they are stored, the generic kernel rotates them"
     comptime if not ON_HOPPER:
@@ -66,7 +66,7 @@ def device_refusal(rotates: Bool) -> String:
 
 
 def generic_reason(dtype: DType, kv_dtype: DType, head_dim: Int, group: Int, page_size: Int, rotates: Bool) -> String:
-    """Why the generic kernel answers a call, as far as dtypes and sizes say it; empty where the Hopper kernel does.
+    """The reason, from dtypes and sizes, why the generic kernel answers a call; empty where the Hopper kernel does.
 
     `hopper_refusal` also looks at addresses and strides of the storage.
     """

@@ -61,14 +61,14 @@ struct TeamState[kv_dtype: DType, DIM: Int, HEADS: Int, MOST_TOKENS: Int]:
             comptime for t in range(Self.Shape.TOKENS):
                 highest = max(highest, scores[t * Self.HEADS + h])
             # Where no score above -inf was seen, weights are relative to 0.
-            var reference = highest if highest != MINUS_INFINITY else 0
-            var factor = exp2(self.greatest[h] - reference)
+            var maximum = highest if highest != MINUS_INFINITY else 0
+            var factor = exp2(self.greatest[h] - maximum)
             self.greatest[h] = highest
             self.total[h] *= factor
             comptime for p in range(Self.PARTS):
                 self.acc[h * Self.PARTS + p] *= factor
             comptime for t in range(Self.Shape.TOKENS):
-                var w = exp2(scores[t * Self.HEADS + h] - reference)
+                var w = exp2(scores[t * Self.HEADS + h] - maximum)
                 scores[t * Self.HEADS + h] = w
                 self.total[h] += w
 

@@ -185,7 +185,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 class _Span:
-    """A tensor's addresses in the form in which NumPy takes them."""
+    """A tensor's addresses as NumPy takes them."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.itemsize

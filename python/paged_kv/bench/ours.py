@@ -116,7 +116,7 @@ class OursAppend(Ours):
         if codes:
             self._variant = Variant("append", DType[case.dtype], DType[stored_dtype(case.kv_dtype)])
         self._runtime = default_runtime()
-        self._runtime.load(self._variant.family())
+        self._runtime.load(self._variant.bundle())
         owned = [-(-(case.context + case.tokens) // case.page_size)] * case.batch
         page = (case.page_size, case.kv_heads, stored_head(case.kv_dtype, case.head_dim))
         dtype = np.dtype(stored_dtype(case.kv_dtype))
@@ -124,7 +124,7 @@ class OursAppend(Ours):
         bits(blocks)[:] = 0xFF  # NaN: what append leaves out shows
         self.memory = blocks
         self._problem, self._table = problem, page_table(owned, np.random.default_rng(1))
-        # The new tokens rotate as well, or they would stay in the cache.
+        # The new tokens take turns as well, or they would stay in the cache.
         new = [repeat(bits(array), copies) for array in (problem.k, problem.v)]
         at = [problem.batch_indices, problem.positions]
         self._inputs: list[list[Any]] = []

@@ -106,7 +106,7 @@ def run_job(prefix: Sequence[str], module: str, *arguments: str) -> dict[str, An
 
 
 def reason(status: int, stderr: str) -> str:
-    """Why a job died, in one line."""
+    """The cause of a job's death, in one line."""
     if status < 0:
         return f"crashed: {signal.Signals(-status).name}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]

@@ -121,7 +121,7 @@ def read_rows(pages: Pages, table: Table, kv_format: KVFormat | None = None) -> 
 
 def prepare(device: ArrayDevice, rows: np.dtype[Any], cache: np.dtype[Any]) -> None:
     """Compiles or loads what writing rows of this dtype to a cache of that one needs."""
-    runtime_on(device.index).load(_variant("append", rows, cache).family())
+    runtime_on(device.index).load(_variant("append", rows, cache).bundle())
 
 
 def _execute(pages: Pages, variant: Variant, rows: Sequence[Operand], table: Operand) -> list[Any]:

@@ -203,7 +203,7 @@ class _Reader:
         return GgufTensor(name, encoding, shape, data.reshape(*shape[:-1], row))
 
     def _skip(self, count: int) -> int:
-        """Goes on by `count` bytes; where they begin."""
+        """Go on by `count` bytes, and return where they begin."""
         start = self.at
         if start + count > self._size:
             raise self._cut_short(start + count)

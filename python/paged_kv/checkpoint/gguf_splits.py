@@ -54,7 +54,7 @@ class Split:
     expressions: tuple[str, ...]
     """Each splits what those before it have left whole."""
     composed: bool = False
-    """The text is brought to Unicode's form C first."""
+    """True if the text is normalised to NFC first."""
     whole_words: bool = False
     """A word that is a token is that token, whatever merges would give."""
     begins: bool = False

@@ -1,4 +1,4 @@
-"""Linear layers of 4 and 8 bits in Hugging Face checkpoints: GPTQ, AWQ and compressed-tensors, in one common form.
+"""Linear layers of 4 and 8 bits in Hugging Face checkpoints: GPTQ, AWQ and compressed-tensors, in one common layout.
 
 `quantization_config` in config.json names the method. A layer `NAME` is quantised where its packed tensors are there:
 
@@ -252,7 +252,7 @@ def read_packing(fields: Fields) -> Packing | None:
 
 def _gptq(said: Fields) -> Packing:
     said.refuse("dynamic", "layers of different bits are not supported")
-    form = said.one_of("checkpoint_format", {"gptq": 1, "gptq_v2": 0})
+    zero_offset = said.one_of("checkpoint_format", {"gptq": 1, "gptq_v2": 0})
     group, symmetric, reordered = (
         _group(said, "group_size"),
         said.boolean("sym", False),
@@ -262,7 +262,7 @@ def _gptq(said: Fields) -> Packing:
         "GPTQ",
         _bits(said, "bits", (4, 8)),
         group,
-        zero_offset=form,
+        zero_offset=zero_offset,
         symmetric=symmetric,
         reordered=reordered and group is not None,
     )

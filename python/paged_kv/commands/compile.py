@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from paged_kv.commands.options import cache_dtype_option, rotate_option
+from paged_kv.commands.options import cache_dtype_option, rotation_option
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.output import say
@@ -19,14 +19,14 @@ from paged_kv.output import say
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: the checkpoint's own.")
 @cache_dtype_option
-@rotate_option
+@rotation_option
 @click.option("--target", "targets", multiple=True, help="A CPU to compile for, as LLVM names it. Default: this one.")
 @click.option("--out", type=click.Path(path_type=Path), help="A folder for --compiled. Default: the cache.")
 def compile_command(
     checkpoint: Path,
     dtype: str | None,
     cache_dtype: KVFormat | None,
-    rotate: CacheRotation | None,
+    cache_rotation: CacheRotation | None,
     targets: tuple[str, ...],
     out: Path | None,
 ) -> None:
@@ -46,5 +46,7 @@ def compile_command(
     # A process for each target: MAX's is one for the process.
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for target in wanted:
-            file = processes.submit(compile_checkpoint, checkpoint, dtype, target, out, cache_dtype, rotate).result()
+            file = processes.submit(
+                compile_checkpoint, checkpoint, dtype, target, out, cache_dtype, cache_rotation
+            ).result()
             click.echo(f"ready{'' if target is None else f' for {target}'}: {file}")

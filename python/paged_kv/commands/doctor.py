@@ -43,7 +43,7 @@ def doctor(compiled: bool, explain: bool, arch: str | None, head_dim: int, group
 
 def _steps() -> dict[str, CompileKey]:
     """Return what the step of each model in the package depends on, by the command that runs it."""
-    from paged_kv.engine.step import demo_family
+    from paged_kv.engine.step import demo_bundle
 
-    (key,) = demo_family().keys.values()
+    (key,) = demo_bundle().keys.values()
     return {"demo": key}

@@ -12,12 +12,12 @@ from paged_kv.arguments import integer, printable
 from paged_kv.commands.options import (
     cache_dtype_option,
     device_option,
-    form_of,
-    form_options,
     load_model,
     print_statistics,
-    rotate_option,
+    rotation_option,
     sampling_options,
+    structure_of,
+    structure_options,
     threads_option,
 )
 from paged_kv.engine.sampling import Sampling
@@ -38,12 +38,12 @@ from paged_kv.output import say
 )
 @click.option("--n", "samples", type=int, default=1, show_default=True, help="Samples of each prompt.")
 @sampling_options(seed=0)
-@form_options
+@structure_options
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of quantised models the cache's. Default: its own."
 )
 @cache_dtype_option
-@rotate_option
+@rotation_option
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
 @click.option("--pages", type=int, help="Pages of the cache. Default: what these prompts can need.")
 @click.option("--max-step-tokens", type=int, default=2048, show_default=True, help="Tokens of one step at most.")
@@ -72,7 +72,7 @@ def generate(
     samples: int,
     dtype: str | None,
     cache_dtype: KVFormat | None,
-    rotate: CacheRotation | None,
+    cache_rotation: CacheRotation | None,
     page_size: int,
     pages: int | None,
     max_step_tokens: int,
@@ -117,7 +117,7 @@ def generate(
     if not 0 < kv_disk_gb < 1e9:
         raise ContractError(f"--kv-disk-gb must be above 0 and below 10^9, not {kv_disk_gb}")
     disk = None if kv_disk is None else DiskTier(kv_disk, max(int(kv_disk_gb * 1e9), 1))
-    sampling = Sampling(**options, form=form_of(json_schema, regex, grammar))
+    sampling = Sampling(**options, structured_output=structure_of(json_schema, regex, grammar))
     opened = open_source(folder)
     config = opened.config
     tokenizer = Tokenizer(opened, config)
@@ -143,13 +143,13 @@ def generate(
         say(f"{opened.checkpoint.packing.describe()} {kept}")
     with trace_file(trace) as file:  # before a compile
         model = load_model(
-            folder, dtype, pages or max(needed, 1), page_size, device, compiled, kv_format=cache_dtype, rotate=rotate
+            folder, dtype, pages or max(needed, 1), page_size, device, compiled, cache_dtype, cache_rotation
         )
-        guesser: Any = speculate
+        draft_model: Any = speculate
         if draft is not None:
             its_dtype = dtype if given_dtype else draft.config.dtype
-            guesser = load_model(Path(str(speculate)), its_dtype, model.num_pages, page_size, device)
-        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=guesser)
+            draft_model = load_model(Path(str(speculate)), its_dtype, model.num_pages, page_size, device)
+        engine = Engine(model, tokenizer, max_step_tokens=max_step_tokens, disk=disk, speculate=draft_model)
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         printer = Printer(as_json=as_json or source is not None or has_logprobs)
         for line in lines:

@@ -13,10 +13,10 @@ from paged_kv.arguments import printable, shown
 from paged_kv.engine.sampling import Kind, Sampling
 from paged_kv.errors import ContractError, PagedKVError
 from paged_kv.files import read_regular
-from paged_kv.forms import MOST_CHARACTERS, Form, Grammar, JsonSchema, Regex
 from paged_kv.kv_formats import CODE_DTYPES, KVFormat
 from paged_kv.options import CACHE_ROTATIONS, CacheRotation
 from paged_kv.output import say
+from paged_kv.structured_output import MOST_CHARACTERS, Grammar, JsonSchema, Regex, Structure
 
 if TYPE_CHECKING:  # MAX takes a third of a second to import: not for `--help`
     from paged_kv.engine.interfaces import Statistics
@@ -50,8 +50,8 @@ cache_dtype_option = click.option(
     help="Keep K and V as codes with a scale a token and KV head. Default: as --dtype.",
 )
 
-rotate_option = click.option(
-    "--rotate",
+rotation_option = click.option(
+    "--cache-rotation",
     type=click.Choice(CACHE_ROTATIONS),
     help="Rotate q and k before the cache, so that few bits keep more of k; head_dim is a power of two.",
 )
@@ -86,7 +86,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def sampling_options(*left_out: str, **defaults: Any) -> Callable[[Command], Command]:
-    """An option for each field of `Sampling` but some and its form, which the command gets by the field's name.
+    """An option for each field of `Sampling` but some and its structure, which the command gets by the field's name.
 
     Args:
         left_out: Fields without an option.
@@ -95,7 +95,7 @@ def sampling_options(*left_out: str, **defaults: Any) -> Callable[[Command], Com
 
     def decorate(command: Command) -> Command:
         for each in reversed(fields(Sampling)):
-            if each.name not in left_out and each.metadata["kind"] != "form":
+            if each.name not in left_out and each.metadata["kind"] != "structure":
                 flag = each.metadata["flag"] or "--" + each.name.replace("_", "-")
                 default = defaults.get(each.name, each.default)
                 kind = _KINDS[each.metadata["kind"]]
@@ -105,7 +105,7 @@ def sampling_options(*left_out: str, **defaults: Any) -> Callable[[Command], Com
     return decorate
 
 
-def form_options(command: Command) -> Command:
+def structure_options(command: Command) -> Command:
     """`--json-schema`, `--regex` and `--grammar`, which the command gets by these names."""
     file = click.Path(path_type=Path)
     for option in (
@@ -117,24 +117,24 @@ def form_options(command: Command) -> Command:
     return command
 
 
-def form_of(json_schema: Path | None, regex: str | None, grammar: Path | None) -> Form | None:
-    """The form that these options give.
+def structure_of(json_schema: Path | None, regex: str | None, grammar: Path | None) -> Structure | None:
+    """The structure that these options give.
 
     Raises:
-        ContractTypeError, ContractError: there are several, a file cannot be read, or a form is malformed.
+        ContractTypeError, ContractError: there are several, a file cannot be read, or a structure is malformed.
     """
     given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise ContractError(f"a text has one form: {' or '.join(names)}, not both")
+        raise ContractError(f"a text has one structure: {' or '.join(names)}, not both")
     if json_schema is not None:
-        return JsonSchema(_read_form("--json-schema", json_schema))
+        return JsonSchema(_read_structure("--json-schema", json_schema))
     if grammar is not None:
-        return Grammar(_read_form("--grammar", grammar))
+        return Grammar(_read_structure("--grammar", grammar))
     return None if regex is None else Regex(regex)
 
 
-def _read_form(name: str, path: Path) -> str:
+def _read_structure(name: str, path: Path) -> str:
     try:
         return read_regular(path, 4 * MOST_CHARACTERS).decode()
     except (OSError, ValueError) as error:
@@ -149,7 +149,7 @@ def load_model(
     device: str,
     compiled_ahead: Path | None = None,
     kv_format: KVFormat | None = None,
-    rotate: CacheRotation | None = None,
+    cache_rotation: CacheRotation | None = None,
 ) -> DecoderModel:
     """The model of a checkpoint, with a bar for its weights; bfloat16 or else float32."""
     from max.dtype import DType
@@ -169,7 +169,7 @@ def load_model(
             compiled_ahead=compiled_ahead,
             runtime=runtime,
             kv_format=kv_format,
-            rotate=rotate,
+            cache_rotation=cache_rotation,
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
         )
 

@@ -11,18 +11,18 @@ from typing import Any
 
 from paged_kv.arguments import integer, printable, shown
 from paged_kv.engine.engine import MAX_RUNNING
-from paged_kv.engine.interfaces import TextCoder, compile_form
+from paged_kv.engine.interfaces import TextCoder, compile_structure
 from paged_kv.engine.requests import check_prompt, most_tokens
 from paged_kv.engine.sampling import Sampling
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError
 from paged_kv.files import read_regular
-from paged_kv.forms import Form, Grammar, JsonSchema, Regex
 from paged_kv.graphs.models.config import DecoderConfig
 from paged_kv.pool import pages_needed
+from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure
 
-_OPTIONS = tuple(each.name for each in fields(Sampling) if each.name != "form")
-_FORMS: dict[str, Callable[[Any], Form]] = {"json_schema": JsonSchema, "regex": Regex, "grammar": Grammar}
-FIELDS = ("prompt", "n", "namespace", *_OPTIONS, *_FORMS)
+_OPTIONS = tuple(each.name for each in fields(Sampling) if each.name != "structured_output")
+_STRUCTURES: dict[str, Callable[[Any], Structure]] = {"json_schema": JsonSchema, "regex": Regex, "grammar": Grammar}
+FIELDS = ("prompt", "n", "namespace", *_OPTIONS, *_STRUCTURES)
 """Fields of a JSON line; all but the prompt may be left out."""
 
 
@@ -87,7 +87,7 @@ def encode(lines: Lines, tokenizer: TextCoder, config: DecoderConfig) -> Lines:
 
     def tokens(line: PromptLine) -> PromptLine:
         line.sampling.check_vocabulary(config.vocab_size)
-        compile_form(tokenizer, line.sampling.form)
+        compile_structure(tokenizer, line.sampling.structured_output)
         prompt = tokenizer.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
         return replace(line, tokens=check_prompt(config, f"prompt {line.index}", prompt))
 
@@ -115,11 +115,11 @@ def _parse(index: int, line: bytes, sampling: Sampling, n: int) -> PromptLine:
     if not isinstance(namespace, str | None):
         raise ContractTypeError(f"namespace must be a text, not {shown(namespace)}")
     options = {name: fields[name] for name in _OPTIONS if name in fields}
-    forms = [make(fields[name]) for name, make in _FORMS.items() if fields.get(name) is not None]
-    if len(forms) > 1:
-        raise ContractError(f"a text has one form: one of {', '.join(_FORMS)}, not {len(forms)}")
-    if forms:
-        options["form"] = forms[0]
+    structures = [make(fields[name]) for name, make in _STRUCTURES.items() if fields.get(name) is not None]
+    if len(structures) > 1:
+        raise ContractError(f"a text has one structure: one of {', '.join(_STRUCTURES)}, not {len(structures)}")
+    if structures:
+        options["structured_output"] = structures[0]
     return PromptLine(
         index,
         fields["prompt"],

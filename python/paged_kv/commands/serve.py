@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from paged_kv.arguments import printable
-from paged_kv.commands.options import cache_dtype_option, rotate_option, threads_option
+from paged_kv.commands.options import cache_dtype_option, rotation_option, threads_option
 from paged_kv.errors import ContractError
 from paged_kv.files import read_regular
 
@@ -62,7 +62,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--port", type=int, default=8000, show_default=True, help="0 is any that is free.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), help="Default: bfloat16, unless it is in float32.")
 @cache_dtype_option
-@rotate_option
+@rotation_option
 @click.option("--page-size", type=int, default=16, show_default=True, help="Tokens in a page of the cache.")
 @click.option("--pages", type=int, help="Pages of the cache.")
 @click.option("--memory-gb", type=float, help="Or its size in 10^9 bytes.  [default: half of what the weights leave]")

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.requests import Output
     from paged_kv.engine.sampling import Logprobs, Sampling
-    from paged_kv.forms import Grammar, JsonSchema, Regex
     from paged_kv.kv_formats import KVFormat
     from paged_kv.options import CacheRotation
+    from paged_kv.structured_output import Grammar, JsonSchema, Regex
 
 __all__ = [
     "AsyncEngine",
@@ -33,11 +33,11 @@ _HOME = {
     "AsyncEngine": "async_engine",
     "DiskTier": "disk_tier",
     "Engine": "engine",
-    "Grammar": ".forms",
-    "JsonSchema": ".forms",
+    "Grammar": ".structured_output",
+    "JsonSchema": ".structured_output",
     "Logprobs": "sampling",
     "Output": "requests",
-    "Regex": ".forms",
+    "Regex": ".structured_output",
     "Sampling": "sampling",
 }
 
@@ -49,7 +49,7 @@ def load(
     page_size: int = 16,
     dtype: str | None = None,
     kv_format: KVFormat | None = None,
-    rotate: CacheRotation | None = None,
+    cache_rotation: CacheRotation | None = None,
     **options: Any,
 ) -> Engine:
     """An engine with the model and the tokenizer of a checkpoint, on the CPU.
@@ -60,7 +60,7 @@ def load(
         page_size: Tokens in a page.
         dtype: "float32" or "bfloat16", of weights and cache; the checkpoint's own where None.
         kv_format: "int8" or "int4" keeps K and V as codes with scales (docs/quantised-cache.md).
-        rotate: "hadamard" rotates q and k before the cache (docs/quantised-cache.md).
+        cache_rotation: "hadamard" rotates q and k before the cache (docs/quantised-cache.md).
         options: Of `Engine`.
 
     Raises:
@@ -82,7 +82,7 @@ def load(
     kind = DType.bfloat16 if (dtype or source.config.dtype) == "bfloat16" else DType.float32
     tokenizer = Tokenizer(source, source.config)
     model = DecoderModel.from_folder(
-        folder, dtype=kind, num_pages=num_pages, page_size=page_size, kv_format=kv_format, rotate=rotate
+        folder, dtype=kind, num_pages=num_pages, page_size=page_size, kv_format=kv_format, cache_rotation=cache_rotation
     )
     return Engine(model, tokenizer, **options)
 

@@ -28,8 +28,8 @@ class AsyncEngine:
         self._queues: dict[int, asyncio.Queue[list[Output] | Exception]] = {}
         self._stepping: asyncio.Future[None] | None = None
         self._steps = ThreadPoolExecutor(1, "paged-kv-steps")
-        # Forms have a thread of their own: those that take seconds to refuse keep no step waiting.
-        self._forms = ThreadPoolExecutor(1, "paged-kv-forms")
+        # Structures are compiled in a thread of their own: those that take seconds to refuse keep no step waiting.
+        self._compiling = ThreadPoolExecutor(1, "paged-kv-structures")
         self.failures = 0
         """Steps that raised, since the last one that gave an output."""
 
@@ -57,9 +57,9 @@ class AsyncEngine:
     ) -> Request:
         """A request for `run`. Raises as `Engine.add_request`."""
         prepare = partial(self._engine.prepare, prompt, sampling, n, namespace=namespace)
-        if getattr(sampling, "form", None) is None:
+        if getattr(sampling, "structured_output", None) is None:
             return prepare()
-        return await asyncio.get_running_loop().run_in_executor(self._forms, prepare)
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, prepare)
 
     async def run(self, request: Request) -> AsyncGenerator[list[Output], None]:
         """Adds a request; its outputs as they come, those that have come meanwhile together.

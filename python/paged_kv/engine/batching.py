@@ -25,7 +25,7 @@ PROMPT_ROWS = 128
 LEAST_CHUNK, FIRST_CHUNK = 16, 64
 """Tokens of prompts that a step takes beside samples that decode, however long it takes; and before times are known."""
 
-Plan = list[tuple[Sample, list[int]]]
+Batch = list[tuple[Sample, list[int]]]
 """The samples of one step, each with the tokens that it brings; what goes past its own tokens is drafted."""
 
 
@@ -101,13 +101,13 @@ class Batching:
         self.running = []
         return list(self.waiting)
 
-    def plan(self) -> Plan:
+    def next_batch(self) -> Batch:
         """The next step: samples that decode first, one token each, then prompts in the order of arrival; drafts."""
         self._give_slots()
         self._admit()
         room = self._max_step_tokens
         prompts = self._chunk if any(not sample.is_prefilling for sample in self.running) else room
-        plan: Plan = []
+        batch: Batch = []
         for sample in sorted(self.running, key=lambda each: (each.is_prefilling, each.key)):
             most = min(room, prompts) if sample.is_prefilling else room
             if sample.request.wants_prompt:
@@ -116,39 +116,39 @@ class Batching:
             room -= len(new)
             prompts -= len(new) if sample.is_prefilling else 0
             if new:
-                plan.append((sample, new))
-        if self._speculation is not None and plan:
-            self._propose(self._speculation, plan, room)
-        return plan
+                batch.append((sample, new))
+        if self._speculation is not None and batch:
+            self._propose(self._speculation, batch, room)
+        return batch
 
-    def _propose(self, speculation: Speculation, plan: Plan, room: int) -> None:
+    def _propose(self, speculation: Speculation, batch: Batch, room: int) -> None:
         """Adds drafts to samples that bring their last token alone, as far as `room`, rows and free pages allow."""
         places = [
             at
-            for at, (sample, new) in enumerate(plan)
+            for at, (sample, new) in enumerate(batch)
             if len(new) == 1 and not sample.is_prefilling and not sample.forks
         ]
-        room = min(room, self._max_running - len(plan))
+        room = min(room, self._max_running - len(batch))
         if not places or room <= 0:
             return
-        samples = [plan[at][0] for at in places]
+        samples = [batch[at][0] for at in places]
         # A sample's last token needs no slot.
         most = [min(sample.request.limit - len(sample.tokens) - 1, PANEL - 1, room) for sample in samples]
-        rows = sum(len(new) for _, new in plan)
+        rows = sum(len(new) for _, new in batch)
         for at, drafts in zip(places, speculation.propose(samples, most, rows, self.running), strict=True):
-            sample, new = plan[at]
+            sample, new = batch[at]
             drafts = drafts[:room]
             try:
                 self.pool.reserve(sample.key, len(drafts), self._copy_page)
             except PoolExhausted:  # no page is taken from a sample for a draft
                 continue
-            plan[at] = sample, new + drafts
+            batch[at] = sample, new + drafts
             room -= len(drafts)
 
-    def timed(self, plan: Plan, seconds: float) -> None:
+    def timed(self, batch: Batch, seconds: float) -> None:
         """Says how long a step took: the next one with prompts beside samples that decode takes about `max_gap`."""
-        prompts = sum(len(new) for sample, new in plan if sample.is_prefilling)
-        if self._max_gap is None or prompts == 0 or all(sample.is_prefilling for sample, _ in plan):
+        prompts = sum(len(new) for sample, new in batch if sample.is_prefilling)
+        if self._max_gap is None or prompts == 0 or all(sample.is_prefilling for sample, _ in batch):
             return
         if seconds > self._max_gap or prompts >= self._chunk:
             wanted = prompts * min(max(self._max_gap / seconds, 0.25), 2)

@@ -2,7 +2,7 @@
 
 A page is known by a chain of SHA-256: of the model's digest, what computed it, the kind of page and the namespace, then
 of the tokens of each page. The name of a page's file is the chain's digest with the page's own tokens; the file has the
-form of `prefix_file`, and says in its metadata the digest before it. A reader compares all of that and the tokens
+format of `prefix_file`, and says in its metadata the digest before it. A reader compares all of that and the tokens
 themselves, and the SHA-256 of the content, before a page of the model is written. So a file that is damaged, cut short,
 renamed or of another model is as if it were missing. It tells damage, not malice: the folder is the user's alone.
 

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
-from paged_kv.engine.batching import Batching, Plan
+from paged_kv.engine.batching import Batch, Batching
 from paged_kv.engine.disk_tier import DiskPages, DiskTier
-from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_form
+from paged_kv.engine.interfaces import EngineModel, Statistics, TextCoder, compile_structure
 from paged_kv.engine.outputs import OutputStream
 from paged_kv.engine.prefix_file import check_key, load_prefix, save_prefix
 from paged_kv.engine.requests import (
@@ -188,7 +188,7 @@ class Engine:
             ContractTypeError, ContractError: an argument has the wrong type or is out of range; the prompt is empty,
                 too long for the model, or has a token that is not in the vocabulary.
             PoolExhausted: the prompt and its new tokens need more pages than there are.
-            ToolchainError: it has a form, and llguidance is not installed.
+            ToolchainError: it has a structure, and llguidance is not installed.
         """
         return self.add(self.prepare(prompt, sampling, n, namespace=namespace))
 
@@ -200,7 +200,7 @@ class Engine:
         *,
         namespace: Hashable = None,
     ) -> Request:
-        """A request for `add`: what of `add_request` may take long, as a form that is compiled. Raises as that."""
+        """Make a request for `add`: the part of `add_request` that may take long, for a structure. Raises as that."""
         return self._request(prompt, sampling, n, namespace, self._outputs)
 
     def add(self, request: Request) -> int:
@@ -245,9 +245,9 @@ class Engine:
             self._interrupted = True
             self._take_wanted()
             began = time.perf_counter()
-            if plan := self._batching.plan():
-                counts = [_rows_wanted(sample, new) for sample, new in plan]
-                self._continue(plan, counts, self._execute(plan, counts, began))
+            if batch := self._batching.next_batch():
+                counts = [_rows_wanted(sample, new) for sample, new in batch]
+                self._continue(batch, counts, self._execute(batch, counts, began))
             self._interrupted = False
 
     def stream(
@@ -334,10 +334,12 @@ class Engine:
                 f"prompt of {len(tokens)} tokens with up to {limit - len(tokens)} new ones needs {needed} pages of"
                 f" {self.pool.page_size}, the pool has {self.pool.num_pages}"
             )
-        form = compile_form(self._tokenizer, sampling.form)
+        structure = compile_structure(self._tokenizer, sampling.structured_output)
         end = frozenset(sampling.stop_tokens) | frozenset(() if sampling.ignore_end else config.eos_token_ids)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        return Request(next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, form, root=root)
+        return Request(
+            next(self._numbers), tokens, sampling, n, namespace, seed, limit, end, outbox, structure, root=root
+        )
 
     def _namespace(self, namespace: Hashable) -> Hashable:
         """Return what stands for a namespace in later look-ups: they call no `__hash__` of the user's, which may
@@ -361,26 +363,26 @@ class Engine:
                 self._batching.add(Sample(request, 0, list(request.prompt)))
             self._wanted.popleft()  # last: an exception before it does all again
 
-    def _execute(self, plan: Plan, counts: list[int], began: float) -> npt.NDArray[np.float32]:
+    def _execute(self, batch: Batch, counts: list[int], began: float) -> npt.NDArray[np.float32]:
         """Logits after the last `counts[i]` tokens of each sample; all of them are in the cache afterwards."""
         planned = began if self._speculation is None else time.perf_counter()
-        drafted = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in plan]
-        total = sum(len(new) for _, new in plan)
-        prompts = sum(len(new) for sample, new in plan if sample.cached < len(sample.request.prompt))
+        drafted = [max(0, sample.cached + len(new) - len(sample.tokens)) for sample, new in batch]
+        total = sum(len(new) for _, new in batch)
+        prompts = sum(len(new) for sample, new in batch if sample.cached < len(sample.request.prompt))
         logits = self.model.step(
-            [new for _, new in plan],
-            [sample.cached for sample, _ in plan],
-            [self.pool.pages(sample.key) for sample, _ in plan],
+            [new for _, new in batch],
+            [sample.cached for sample, _ in batch],
+            [self.pool.pages(sample.key) for sample, _ in batch],
             *([counts] if any(count > 1 for count in counts) else []),
         )
         ended = time.perf_counter()
         self.statistics.add_step(ended - began, prompts, total - prompts - sum(drafted), self.pool.num_used)
-        self._batching.timed(plan, ended - began)
+        self._batching.timed(batch, ended - began)
         if self._speculation is not None and not prompts:
             self._speculation.timed(total, ended - planned)
         return logits
 
-    def _continue(self, plan: Plan, counts: list[int], logits: npt.NDArray[np.float32]) -> None:
+    def _continue(self, batch: Batch, counts: list[int], logits: npt.NDArray[np.float32]) -> None:
         """Gives the next token to samples whose tokens are all in the cache, and to those that begin with them.
 
         Where it is the one that was drafted, the next row of logits gives the one after it.
@@ -388,7 +390,7 @@ class Engine:
         # Each with the row of its logits, how many of its drafts were right, and those that follow.
         turn: list[tuple[Sample, int, int, list[int]]] = []
         row = 0
-        for (sample, new), rows_of_it in zip(plan, counts, strict=True):
+        for (sample, new), rows_of_it in zip(batch, counts, strict=True):
             cached = sample.cached + len(new)
             drafts = new[len(sample.tokens) - sample.cached :]
             if sample.request.wants_prompt:
@@ -424,7 +426,7 @@ class Engine:
         token = choice.token
         try:
             decoder = sample.text or self._begin_text(sample)
-            form = sample.history.form
+            structure = sample.history.structure
             new = len(sample.tokens) + 1 - len(request.prompt)
             text, stops, at_end = _decode(sample, decoder, token, new)
             finish: FinishReason | None = None
@@ -435,11 +437,11 @@ class Engine:
             if finish is not None and not stops:
                 rest, stops = decoder.flush()
                 text, finish = text + rest, "stop" if stops else finish
-            if form is not None:
-                form.add_text(text)
-                if finish == "stop" and not form.is_whole():
+            if structure is not None:
+                structure.add_text(text)
+                if finish == "stop" and not structure.is_whole():
                     # By a stop text, by a stop token within it, or by a tokenizer that spells tokens in two ways.
-                    return _failed(sample, f"request {request.number}: its text ended before its form did")
+                    return _failed(sample, f"request {request.number}: its text ended before its structure did")
         except Exception as error:  # a decoder may raise anything
             return _failed(sample, error)
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
@@ -447,15 +449,15 @@ class Engine:
         return Output(*sample.key, (token,), text, finish, None, logprobs, request.cached, of_prompt)
 
     def _begin_text(self, sample: Sample) -> StopText:
-        """Makes what decodes a sample's tokens; it and the form take those that the sample has. A decoder may raise."""
+        """Make a sample's decoder; it and the structure take the tokens that the sample has. A decoder may raise."""
         request = sample.request
         skips = request.sampling.skip_special_tokens
         stream = None if self._tokenizer is None else self._tokenizer.stream(skip_special_tokens=skips)
         decoder = StopText(stream, tuple(request.sampling.stop))
         for new, token in enumerate(sample.tokens[len(request.prompt) :], 1):
             text, _, _ = _decode(sample, decoder, token, new)
-            if sample.history.form is not None:
-                sample.history.form.add_text(text)
+            if sample.history.structure is not None:
+                sample.history.structure.add_text(text)
         sample.text = decoder
         return decoder
 
@@ -521,9 +523,9 @@ def _add_prompt_logprobs(sample: Sample, logits: npt.NDArray[np.float32]) -> Non
 
 
 def _decode(sample: Sample, decoder: StopText, token: int, new: int) -> tuple[str, bool, bool]:
-    """The text of a sample's `new`-th token; whether a stop text ends it, and whether its form or an end token does."""
-    request, form = sample.request, sample.history.form
-    at_end = form is not None and form.push(token)
+    """The text of a sample's `new`-th token; True if a stop text ends it; True if an end token or structure does."""
+    request, structure = sample.request, sample.history.structure
+    at_end = structure is not None and structure.push(token)
     if token in request.end_tokens:
         return "", False, True
     return *decoder.push(token, may_stop=new > request.sampling.min_tokens), at_end

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from paged_kv.engine.prefix_file import PagedModel
 from paged_kv.engine.stop_text import Decoder
 from paged_kv.errors import ContractError
-from paged_kv.forms import CompiledForm, Form, Forms
 from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.structured_output import CompiledStructure, Structure, StructureCompiler
 
 
 class EngineModel(PagedModel, Protocol):
@@ -53,27 +53,27 @@ class TextCoder(Protocol):
 
 
 @runtime_checkable
-class FormCoder(Protocol):
-    """The interface to a tokenizer beside that, for requests with forms."""
+class StructureCoder(Protocol):
+    """The interface to a tokenizer beside that, for requests with a structure."""
 
     @property
-    def forms(self) -> Forms:
-        """Compiles forms for its vocabulary."""
+    def structure_compiler(self) -> StructureCompiler:
+        """Compiles structures for its vocabulary."""
         ...
 
 
-def compile_form(tokenizer: object, form: Form | None) -> CompiledForm | None:
-    """A request's form for a tokenizer.
+def compile_structure(tokenizer: object, structure: Structure | None) -> CompiledStructure | None:
+    """Compile a request's structure for a tokenizer.
 
     Raises:
-        ContractError: the tokenizer has no forms, or this one cannot be compiled.
-        ToolchainError: as `Forms`.
+        ContractError: the tokenizer compiles none, or this one cannot be compiled.
+        ToolchainError: as `StructureCompiler`.
     """
-    if form is None:
+    if structure is None:
         return None
-    if not isinstance(tokenizer, FormCoder):
-        raise ContractError("form: the text of a form needs a tokenizer that has `forms`")
-    return tokenizer.forms.compile(form)
+    if not isinstance(tokenizer, StructureCoder):
+        raise ContractError("structured_output: it needs a tokenizer that has `structure_compiler`")
+    return tokenizer.structure_compiler.compile(structure)
 
 
 @dataclass

@@ -50,7 +50,7 @@ class DecoderModel:
         compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
         kv_format: KVFormat | None = None,
-        rotate: CacheRotation | None = None,
+        cache_rotation: CacheRotation | None = None,
     ) -> None:
         """Compiles the step, or reads it from disk, and binds `weights` without copying them.
 
@@ -63,16 +63,16 @@ class DecoderModel:
             runtime: Of the device that the model runs on; the CPU's where None. Weights stay on the host until MAX
                 copies them to a GPU.
             kv_format: "int8" or "int4": the cache holds codes with a scale a token and KV head.
-            rotate: "hadamard": q and k go through a Walsh-Hadamard transform before the cache, for caches of few bits.
+            cache_rotation: "hadamard": q and k take a Walsh-Hadamard transform before the cache, for few bits.
 
         Raises:
             ContractTypeError: `num_pages` or `page_size` is no integer.
             ContractError: one of them is negative, or the pages do not fit into memory; `kv_format` is unknown, or the
-                model has latents; the model cannot `rotate`.
+                model has latents; the model cannot have that `cache_rotation`.
             ToolchainError: as `load_graphs`.
         """
         num_pages, page_size = integer("num_pages", num_pages, 0), integer("page_size", page_size, 1)
-        self.config = config = with_cache_rotation(config, rotate)
+        self.config = config = with_cache_rotation(config, cache_rotation)
         self.weights = weights
         self.num_pages = num_pages
         self.page_size = page_size
@@ -108,7 +108,7 @@ class DecoderModel:
         compiled_ahead: Path | None = None,
         runtime: Runtime | None = None,
         kv_format: KVFormat | None = None,
-        rotate: CacheRotation | None = None,
+        cache_rotation: CacheRotation | None = None,
     ) -> DecoderModel:
         """The model of a Hugging Face folder or a GGUF file, its weights memory-mapped and converted only where they
         must be.
@@ -130,7 +130,7 @@ class DecoderModel:
             compiled_ahead=compiled_ahead,
             runtime=runtime,
             kv_format=kv_format,
-            rotate=rotate,
+            cache_rotation=cache_rotation,
         )
 
     @property

@@ -11,8 +11,8 @@ import numpy as np
 from paged_kv.engine.sampling import History, Logprobs, Sampling
 from paged_kv.engine.stop_text import StopText
 from paged_kv.errors import ContractError, ContractTypeError
-from paged_kv.forms import CompiledForm
 from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.structured_output import CompiledStructure
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -29,8 +29,8 @@ class Output:
     text: str
     """The text that it completes, perhaps none; always empty without a tokenizer."""
     finish: FinishReason | None = None
-    """Why the sample ends with it: "stop" for an end token, a stop text or the end of its form, "length" for its limit,
-    "error"."""
+    """The reason if the sample ends with it: "stop" for an end token, a stop text or its structure's end, "length" for
+    its limit, "error"."""
     error: str | None = None
     """The error, if there was one."""
     logprobs: tuple[Logprobs, ...] = ()
@@ -106,8 +106,8 @@ class Request:
     end_tokens: frozenset[int]
     outbox: Outbox
     """The queue for its outputs."""
-    form: CompiledForm | None = None
-    """The form that its texts must have."""
+    structure: CompiledStructure | None = None
+    """The structure that its texts must have."""
     ended: set[int] = field(default_factory=set)
     """The samples that have ended."""
     aborted: bool = False
@@ -181,9 +181,9 @@ class Sample:
     def __post_init__(self) -> None:
         request = self.request
         self.chain = [] if request.root is None else [request.root]
-        form = None if request.form is None else request.form.begin(request.end_tokens)
+        structure = None if request.structure is None else request.structure.begin(request.end_tokens)
         self.history = History(
-            request.sampling, request.seed, self.index, self.tokens, len(request.prompt), form, request.end_tokens
+            request.sampling, request.seed, self.index, self.tokens, len(request.prompt), structure, request.end_tokens
         )
 
     @property

@@ -25,12 +25,12 @@ import numpy.typing as npt
 
 from paged_kv.arguments import integer, shown
 from paged_kv.errors import ContractError, ContractTypeError, ShapeError
-from paged_kv.forms import Form, FormState, Grammar, JsonSchema, Regex
+from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, StructureState
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Logits: TypeAlias = npt.NDArray[np.float32]
-Kind = Literal["number", "integer", "flag", "texts", "tokens", "biases", "form"]
-"""The kind of a field of `Sampling`; the command line makes its options of it, but of a form."""
+Kind = Literal["number", "integer", "flag", "texts", "tokens", "biases", "structure"]
+"""The kind of a field of `Sampling`; the command line makes its options of it, but of a structure."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _form(name: str, value: Any) -> Form | None:
+def _structure(name: str, value: Any) -> Structure | None:
     if not isinstance(value, JsonSchema | Regex | Grammar | None):
         raise ContractTypeError(f"{name} must be a JsonSchema, a Regex or a Grammar, not {shown(value)}")
     return value
@@ -225,14 +225,16 @@ class Sampling:
         ),
     )
     """True if special tokens are left out of the text. Those that end it are left out in any case."""
-    form: Form | None = field(default=None, metadata=_option("form", _form, "", served=False))
-    """The form that each text must have, from its first character to its last: a JSON schema, a regular expression or
+    structured_output: Structure | None = field(
+        default=None, metadata=_option("structure", _structure, "", served=False)
+    )
+    """The structure of each text, from its first character to its last: a JSON schema, a regular expression or
     a grammar. It needs a tokenizer."""
     min_tokens: int = field(
         default=0, metadata=_option("integer", _at_least(0), "Tokens before which no end token or stop text counts.")
     )
-    """New tokens before which no end token may come and no stop text is looked for; at most `max_tokens`. A form may
-    end its text before."""
+    """New tokens before which no end token may come and no stop text is looked for; at most `max_tokens`. A
+    structure may end its text before."""
     prompt_logprobs: int | None = field(
         default=None,
         metadata=_option(
@@ -315,7 +317,7 @@ class History:
         index: Of the sample among those of the request.
         tokens: The prompt, and what was chosen so far; the caller appends to it.
         prompt_length: How many of them are the prompt's.
-        form: How far its text has come in the form that it must have.
+        structure: The progress of its text in the structure that it must have.
         end_tokens: Those that end the sample: they cannot come before `min_tokens`.
     """
 
@@ -326,10 +328,10 @@ class History:
         index: int,
         tokens: list[int],
         prompt_length: int,
-        form: FormState | None = None,
+        structure: StructureState | None = None,
         end_tokens: Iterable[int] = (),
     ) -> None:
-        self.sampling, self.form = sampling, form
+        self.sampling, self.structure = sampling, structure
         self._end_tokens = tuple(end_tokens)
         self._seed, self._index = seed, index
         self.tokens, self.prompt_length = tokens, prompt_length
@@ -365,7 +367,7 @@ class History:
         return scores
 
     def ahead(self, vocab_size: int) -> History:
-        """The same sample with tokens of its own to go on with, no form, and no bias on tokens that a model lacks."""
+        """The same sample with its own copy of the tokens, no structure, and no bias on tokens that a model lacks."""
         sampling = self.sampling
         if any(token >= vocab_size for token, _ in sampling.biases):
             sampling = replace(sampling, logit_bias=[each for each in sampling.biases if each[0] < vocab_size])
@@ -399,7 +401,7 @@ def choose(logits: Logits, rows: Sequence[int], histories: Sequence[History]) ->
 
     Returns:
         A choice for each sample; a `ContractError` where its row holds NaN or +inf, or only -inf, or no token continues
-        its form.
+        its structure.
 
     Raises:
         ShapeError: `logits` is not of two dimensions with at least one column.
@@ -422,15 +424,15 @@ def _choose(logits: Logits, history: History) -> Choice | ContractError:
     if not np.isfinite(scores[token]):
         return ContractError("its logits hold NaN or +inf, or are all -inf")
     ids = None
-    if history.form is not None:
+    if history.structure is not None:
         try:
-            ids = history.form.allowed()
+            ids = history.structure.allowed()
         except ContractError as error:
             return error
         scores = scores[ids]
         token = int(scores.argmax())
         if not np.isfinite(scores[token]):
-            return ContractError("its logits are -inf for all tokens that its form allows")
+            return ContractError("its logits are -inf for all tokens that its structure allows")
     if sampling.temperature > 0:
         token = _draw(scores, sampling, history.uniform())
     if ids is not None:

@@ -1,7 +1,7 @@
 """Drafts of the tokens that come next: one step of the model judges several of them.
 
 A draft is appended like any token, and the step gives the logits after it too. Each token is then chosen as it always
-is: by the logits of its place, by what its request asks there (form, penalties) and by the random number of its
+is: by the logits of its place, by what its request asks there (structure, penalties) and by the random number of its
 position. Where it is the token that was drafted, the logits after it are there already. So a draft decides how soon a
 token comes, never which one: texts are those without drafts, and drawn tokens have the model's distribution. To draw a
 token and compare it with the draft is rejection sampling of a draft that was certain: it is taken as often as the model
@@ -77,7 +77,7 @@ class DraftModel:
 
     It keeps the texts of samples in pages of its own, of which it alone decides; prompts that begin alike share them.
     A draft is drawn with the random number that will draw the token itself: where both models expect about the same,
-    they draw the same. Forms do not count in a draft.
+    they draw the same. Structures do not count in a draft.
 
     Args:
         model: Used by nothing else.

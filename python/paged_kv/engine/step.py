@@ -23,7 +23,7 @@ from paged_kv.options import CacheRotation
 from paged_kv.runtime.artefacts import compile_ahead
 from paged_kv.runtime.compile_key import MODELS, CompileKey
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_family import GraphFamily
+from paged_kv.runtime.graph_bundle import GraphBundle
 from paged_kv.runtime.session import default_runtime
 
 DEMO_DTYPE = DType.float32
@@ -55,10 +55,10 @@ class StepGraph:
         decoder.build_step(self.geometry, self.dtype, module, device, kv_format=self.kv_format)
 
 
-def demo_family() -> GraphFamily:
+def demo_bundle() -> GraphBundle:
     """The step of `paged-kv demo`, which is compiled ahead with the kernels of the array API."""
     step = StepGraph.of(load_config(FOLDER), DEMO_DTYPE)
-    return GraphFamily(step.keys(""), partial(_build_on_cpu, step), _demo_weights)
+    return GraphBundle(step.keys(""), partial(_build_on_cpu, step), _demo_weights)
 
 
 def _build_on_cpu(step: StepGraph, module: Module, _names: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def compile_checkpoint(
     target: str | None,
     out: Path | None,
     kv_format: KVFormat | None = None,
-    rotate: CacheRotation | None = None,
+    cache_rotation: CacheRotation | None = None,
 ) -> Path:
     """Compiles the step of a checkpoint, or finds it compiled; returns its file.
 
@@ -86,10 +86,10 @@ def compile_checkpoint(
         dtype: "float32" or "bfloat16"; the checkpoint's own where None.
         target: The CPU to compile for, one of `REQUIRED_FLAGS`; this one where None.
         out: The folder to keep it in, the cache folder where None.
-        kv_format, rotate: As in `DecoderModel`.
+        kv_format, cache_rotation: As in `DecoderModel`.
 
     Raises:
-        ContractError: the target is unknown, or the model cannot `rotate`.
+        ContractError: the target is unknown, or the model cannot have that `cache_rotation`.
         CheckpointError: there is no checkpoint that this package runs.
         ToolchainError: it cannot be compiled or kept.
     """
@@ -98,7 +98,7 @@ def compile_checkpoint(
     if target is not None:
         set_virtual_cpu_target(target)
     runtime = default_runtime()
-    config = with_cache_rotation(source.on(runtime.device).config, rotate)
+    config = with_cache_rotation(source.on(runtime.device).config, cache_rotation)
     step = StepGraph.of(config, DType.bfloat16 if (dtype or config.dtype) == "bfloat16" else DType.float32, kv_format)
 
     def build(module: Module, _: Sequence[str]) -> None:

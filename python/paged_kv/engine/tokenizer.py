@@ -13,8 +13,8 @@ from paged_kv.checkpoint.end_tokens import END_TEXTS
 from paged_kv.checkpoint.source import Source
 from paged_kv.checkpoint.tokenizer_file import TOKENIZER, library_errors, read_tokenizer
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError
-from paged_kv.forms import Forms
 from paged_kv.graphs.models.config import DecoderConfig
+from paged_kv.structured_output import StructureCompiler
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
 _UNFINISHED = 3  # a character has at most four bytes: at most three can wait for the last
@@ -107,9 +107,9 @@ class Tokenizer:
         return frozenset(token.content for token in added if token.special)
 
     @cached_property
-    def forms(self) -> Forms:
-        """Compiles forms for its vocabulary: half a second for a large one, the first time. Raises as `Forms`."""
-        return Forms(self._tokenizer)
+    def structure_compiler(self) -> StructureCompiler:
+        """Compiles structures for its vocabulary, half a second for a large one. Raises as `StructureCompiler`."""
+        return StructureCompiler(self._tokenizer)
 
     def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
         """A decoder for the tokens of one request."""

@@ -35,7 +35,7 @@ _BUFFERS = (
 )
 
 _DEEPSEEK_SCALE = (128 + 64) ** -0.5
-"""The scale of scores in FlashInfer's "cutlass" form, which plans nothing."""
+"""The scale of scores in FlashInfer's backend "cutlass", which plans nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,8 +316,8 @@ def index_arrays(flat: MLAPlanMetadata, metadata: Any, page_size: int) -> tuple[
 
     Raises:
         ContractTypeError: `metadata` is no `MLAPlanMetadata`.
-        ContractError: an array is missing, or arrays of two forms are given where one is meant.
-        ShapeError, PageTableError: a dense table is inconsistent, or says something else than the other form.
+        ContractError: an array is missing, or both kinds of tables are given where one is meant.
+        ShapeError, PageTableError: a dense table is inconsistent, or says something else than the other table.
     """
     if metadata is not None:
         if not isinstance(metadata, MLAPlanMetadata):
@@ -325,18 +325,18 @@ def index_arrays(flat: MLAPlanMetadata, metadata: Any, page_size: int) -> tuple[
         if any(getattr(flat, name) is not None for name in (*_CSR, *_DENSE)):
             raise ContractError("metadata: index arrays are given beside it")
     found = flat if metadata is None else metadata
-    forms = [any(getattr(found, name) is not None for name in names) for names in (_CSR, _DENSE)]
-    if forms == [True, True] and metadata is None:
+    tables = [any(getattr(found, name) is not None for name in names) for names in (_CSR, _DENSE)]
+    if tables == [True, True] and metadata is None:
         raise ContractError("block_tables: qo_indptr, kv_indptr, kv_indices and kv_len_arr say the requests already")
-    for names in [names for names, given in zip((_CSR, _DENSE), forms, strict=True) if given or not any(forms)]:
+    for names in [names for names, given in zip((_CSR, _DENSE), tables, strict=True) if given or not any(tables)]:
         for name in names:
             if getattr(found, name) is None:
                 raise ContractError(f"{name} is needed")
     csr = tuple(getattr(found, name) for name in _CSR)
-    if not forms[1]:
+    if not tables[1]:
         return csr
     dense = (found.cum_seq_lens_q, *csr_of_dense(found.seq_lens, found.block_tables, page_size))
-    if forms[0]:
+    if tables[0]:
         one, other = (LatentBatch.of(arrays, page_size, True) for arrays in (csr, dense))
         same = (
             (one.qo_indptr, other.qo_indptr),

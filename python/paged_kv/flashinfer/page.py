@@ -11,7 +11,7 @@ Rows and a cache on a GPU have their index arrays on the host, checked as ever, 
 there would wait for the device, so only types and shapes are checked: a row without a slot in the table is skipped, and
 of two rows for one slot the last wins. Results of index arithmetic over arrays on a GPU lie there.
 
-A page table comes in one of two forms:
+A page table comes in one of two kinds:
 
 * CSR: request b owns the pages `kv_indices[kv_indptr[b] : kv_indptr[b + 1]]`; `kv_last_page_len[b]`, from 1 to
   page_size, counts the tokens in its last page, those of this append included.
@@ -172,7 +172,7 @@ def get_batch_indices_positions(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     2. `(page_table, last_page_len, page_size)`, with a dense page table `[B, n]`: every token that the pages hold,
        request after request; nnz is the sum of `get_seq_lens`. On the host alone, as only the values tell nnz.
 
-    On a GPU, rows before the first token of their request are padding too. nnz is at most 2^25 in either form.
+    On a GPU, rows before the first token of their request are padding too. nnz is at most 2^25 in either case.
 
     Returns arrays of the kind of the first argument, int64 where it is int64, else int32.
 

@@ -64,7 +64,7 @@ class Arguments(BaseModel):
     num_pages: PositiveInt = 512
     page_size: PositiveInt = 16
     cache_dtype: KVFormat | None = None
-    rotate: CacheRotation | None = None
+    cache_rotation: CacheRotation | None = None
     speculate: str | None = None
     """"lookup", or a smaller checkpoint at the same path on every machine."""
     kv_disk: Path | None = None

@@ -26,7 +26,7 @@ from paged_kv.ray.replica import DEMO, Model
 Format = Literal["json", "parquet"]
 
 SUFFIXES: dict[Format, str] = {"json": ".jsonl", "parquet": ".parquet"}
-_KINDS = {each.name: each.metadata["kind"] for each in fields(Sampling) if each.name != "form"}
+_KINDS = {each.name: each.metadata["kind"] for each in fields(Sampling) if each.name != "structured_output"}
 OPTIONS = tuple(_KINDS)
 """Columns that say for a row what `sampling` says for all; a null leaves it."""
 TOGETHER, ALONE = 2, 2
@@ -88,7 +88,7 @@ class Work:
             json.dumps(
                 asdict(self.sampling)
                 | {"model": where, "dtype": model.dtype, "seed": self.seed}
-                | {"cache_dtype": model.cache_dtype, "rotate": model.rotate}
+                | {"cache_dtype": model.cache_dtype, "cache_rotation": model.cache_rotation}
             )
         )
         try:
@@ -200,7 +200,7 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def finish(engine: Engine, work: Work, rows: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Computes a batch and writes its file, unless an engine that died later has done so; which rows failed."""
+    """Compute a batch and write its file, unless an engine that died later did; return for each row if it failed."""
     file = work.file_of(rows)
     if not file.exists():
         tries = Tries(file)

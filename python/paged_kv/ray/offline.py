@@ -80,8 +80,8 @@ def generate(
     """
     if format not in SUFFIXES:
         raise ContractError(f"format must be 'json' or 'parquet', not {shown(format)}")
-    if sampling is not None and (not isinstance(sampling, Sampling) or sampling.form is not None):
-        raise ContractTypeError(f"sampling must be a Sampling without a form, not {shown(sampling)}")
+    if sampling is not None and (not isinstance(sampling, Sampling) or sampling.structured_output is not None):
+        raise ContractTypeError(f"sampling must be a Sampling without a structure, not {shown(sampling)}")
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     model = model if isinstance(model, Model) else Model(model)

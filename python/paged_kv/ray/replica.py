@@ -21,7 +21,7 @@ from paged_kv.options import CacheRotation
 from paged_kv.ray.placement import claim
 from paged_kv.ray.streams import BEGAN, FAILED, REFUSED
 from paged_kv.serve.backend import Failed, Job, Piece
-from paged_kv.serve.loading import plan
+from paged_kv.serve.loading import set_up
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.settings import Settings
 
@@ -46,7 +46,7 @@ class Model:
     cores.
     """
     cache_dtype: KVFormat | None = None
-    rotate: CacheRotation | None = None
+    cache_rotation: CacheRotation | None = None
     speculate: str | None = None
     """"lookup", or a smaller checkpoint at the same path on every machine."""
     max_gap: float | None = None
@@ -64,13 +64,13 @@ class Model:
         """Claims CPUs, binds this process to them and loads the model. Once a process.
 
         Raises:
-            ContractError, CheckpointError, ToolchainError: as `plan`, `claim`, `set_num_threads` and `Plan.engine`.
+            ContractError, CheckpointError, ToolchainError: as `set_up`, its `engine`, `claim` and `set_num_threads`.
         """
-        planned = plan(settings_of(self, model=self.folder, name=self.model, pages=self.num_pages))
+        setup = set_up(settings_of(self, model=self.folder, name=self.model, pages=self.num_pages))
         cores = claim(self.cpus)
         cores.bind()
         set_num_threads(cores.threads)
-        return planned.engine(Tokenizer(planned.source, planned.source.config))
+        return setup.engine(Tokenizer(setup.source, setup.source.config))
 
 
 def settings_of(given: Any, **others: Any) -> Settings:

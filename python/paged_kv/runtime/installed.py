@@ -1,7 +1,7 @@
 """The store that comes with the package, read and never written: a folder for each CPU target.
 
     TARGET/index.json             digest of a graph's key -> its file; the target, versions, the SHA-256 of each file
-    TARGET/FAMILY.graph.xz        a compressed artefact of some graphs, sealed under their digests (`store.py`)
+    TARGET/BUNDLE.graph.xz        a compressed artefact of some graphs, sealed under their digests (`store.py`)
     TARGET/NAME.library.xz        a compressed library of kernels, sealed likewise
 
 `python -m paged_kv.build_kernels` makes them. They lie in `paged_kv/kernels` or in a distribution of their own,

@@ -1,6 +1,6 @@
-"""Compiling families of graphs ahead, for CPUs that need not be here: what `python -m paged_kv.build_kernels` does.
+"""Compiling bundles of graphs ahead, for CPUs that need not be here: what `python -m paged_kv.build_kernels` does.
 
-A process compiles for one target, so each family of each target gets a process of its own. A family that lies there
+A process compiles for one target, so each bundle of each target gets a process of its own. A bundle that lies there
 whole, under today's digests, is not compiled again.
 """
 
@@ -28,7 +28,7 @@ from paged_kv.errors import ContractError, ToolchainError
 from paged_kv.runtime.artefacts import compile_graphs, export
 from paged_kv.runtime.compile_key import Key, Sources, digests_of
 from paged_kv.runtime.cpu_target import REQUIRED_FLAGS
-from paged_kv.runtime.graph_family import GraphFamily
+from paged_kv.runtime.graph_bundle import GraphBundle
 from paged_kv.runtime.installed import INDEX, LIBRARY, SUFFIX, Index, read_compressed
 from paged_kv.runtime.libraries import Library, build_library
 from paged_kv.runtime.store import seal
@@ -42,28 +42,28 @@ _SECONDS = 1800
 """After which a compile has hung: one takes 15 to 40 s on an idle core."""
 
 
-Family: TypeAlias = GraphFamily | Library
+Bundle: TypeAlias = GraphBundle | Library
 """The contents of one file: graphs, or a library of kernels."""
 
 
 @dataclass(frozen=True)
 class KernelFile:
-    """One file: a family for a target."""
+    """One file: a bundle for a target."""
 
     folder: Path
     target: str
     name: str
-    """The family's name."""
-    family: Family
+    """The bundle's name."""
+    bundle: Bundle
 
     @property
     def path(self) -> Path:
-        return self.folder / self.target / f"{self.name}{LIBRARY if isinstance(self.family, Library) else SUFFIX}"
+        return self.folder / self.target / f"{self.name}{LIBRARY if isinstance(self.bundle, Library) else SUFFIX}"
 
     @property
     def keys(self) -> Mapping[str, Key]:
         """The keys of its graphs, or of the library, by name."""
-        return {self.name: self.family.key()} if isinstance(self.family, Library) else self.family.keys
+        return {self.name: self.bundle.key()} if isinstance(self.bundle, Library) else self.bundle.keys
 
     def digests(self, sources: Sources) -> dict[str, str]:
         """Return the digests of its graphs, by name."""
@@ -78,7 +78,7 @@ class KernelFile:
 
 
 def build(
-    families: Mapping[str, Family],
+    bundles: Mapping[str, Bundle],
     folder: Path,
     targets: Sequence[str] = TARGETS,
     *,
@@ -89,10 +89,10 @@ def build(
     """Compiles what `folder` lacks, and writes the index of each target.
 
     Args:
-        families: All that the folder may hold, by the name of the file.
+        bundles: All that the folder may hold, by the name of the file.
         folder: Gets a folder for each target; made where it is missing.
         targets: LLVM's names, of `REQUIRED_FLAGS`.
-        only: Names of the families to compile; all of them where None.
+        only: Names of the bundles to compile; all of them where None.
         jobs: Compiles at a time.
         report: Gets a line for each file.
 
@@ -100,18 +100,18 @@ def build(
         A line for each file that could not be compiled.
 
     Raises:
-        ContractError: a target or a family is not known; another one would end the process.
+        ContractError: a target or a bundle is not known; another one would end the process.
         ToolchainError: the folder cannot be written, or this is no x86-64 machine.
     """
-    chosen = tuple(families) if only is None else only
-    for what, names, known in (("target", targets, REQUIRED_FLAGS), ("family", chosen, families)):
+    chosen = tuple(bundles) if only is None else only
+    for what, names, known in (("target", targets, REQUIRED_FLAGS), ("bundle", chosen, bundles)):
         for name in names:
             if name not in known:
                 raise ContractError(f"{what} {name!r} is none of {', '.join(known)}")
     if (machine := platform.machine().lower()) not in ("x86_64", "amd64"):
         raise ToolchainError(f"kernels are compiled ahead on x86-64, and this is {machine}")
     sources = Sources.installed()
-    files = [KernelFile(folder, target, name, families[name]) for target in targets for name in chosen]
+    files = [KernelFile(folder, target, name, bundles[name]) for target in targets for name in chosen]
     try:
         for file in files:
             file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def build(
         report(f"{len(files) - len(missing)} of {len(files)} files are there")
         failures = list(_compile_all(missing, compiles_at_a_time() if jobs is None else jobs, report))
         for target in targets:
-            _write_index([KernelFile(folder, target, name, family) for name, family in families.items()], sources)
+            _write_index([KernelFile(folder, target, name, bundle) for name, bundle in bundles.items()], sources)
     except OSError as error:
         raise ToolchainError(f"{folder}: {error.strerror or error}") from error
     return failures
@@ -173,11 +173,11 @@ def compile_file(file: KernelFile) -> None:
     digests = file.digests(Sources.installed())
     with tempfile.TemporaryDirectory(dir=file.path.parent, prefix=".") as unfinished:
         plain, whole = Path(unfinished, "plain"), Path(unfinished, "whole")
-        if isinstance(file.family, Library):
-            build_library(file.family, plain, file.target)
+        if isinstance(file.bundle, Library):
+            build_library(file.bundle, plain, file.target)
             content = plain.read_bytes()
         else:
-            content = _compiled_graphs(file.family, digests, file.target, plain)
+            content = _compiled_graphs(file.bundle, digests, file.target, plain)
         if file.digests(Sources.installed()) != digests:
             raise ToolchainError("a source was edited while it was compiled")
         whole.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
@@ -186,14 +186,14 @@ def compile_file(file: KernelFile) -> None:
         os.replace(whole, file.path)
 
 
-def _compiled_graphs(family: GraphFamily, digests: Mapping[str, str], target: str, path: Path) -> bytes:
+def _compiled_graphs(bundle: GraphBundle, digests: Mapping[str, str], target: str, path: Path) -> bytes:
     """Graphs, compiled in this process, whose CPU target is then theirs."""
     set_virtual_cpu_target(target)
     session = InferenceSession(devices=[CPU()])
-    export(compile_graphs(session, list(digests), family.build), path)
+    export(compile_graphs(session, list(digests), bundle.build), path)
     content = path.read_bytes()
     # Loaded, not run: this CPU may lack the target's features.
-    names = set(session.init_all(read(BytesIO(content)), weights_registry=family.weights()))
+    names = set(session.init_all(read(BytesIO(content)), weights_registry=bundle.weights()))
     if names != set(digests):
         raise ToolchainError(f"MAX calls the graphs {', '.join(sorted(names))}")
     return content

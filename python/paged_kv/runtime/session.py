@@ -1,7 +1,7 @@
 """Run the ops: libraries of kernels on the CPU, and on a GPU a session of MAX with a graph for each variant.
 
 On a GPU a cold compile costs some 25 s for one graph and little more for a few, so a variant that is missing is
-compiled together with its family.
+compiled together with its bundle.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ class GraphRuntime(Runtime):
         self._models.update({variant: models[variant.name] for variant in missing})
 
     def execute(self, variant: Variant, *inputs: Any) -> list[Any]:
-        """Runs one variant, loading its family first where needed; arrays of the host go in as they are."""
+        """Runs one variant, loading its bundle first where needed; arrays of the host go in as they are."""
         check_not_forked()
         model = self._models.get(variant)
         if model is None:
-            self.load(variant.family())
+            self.load(variant.bundle())
             model = self._models[variant]
         return model.execute(*(Buffer.from_dlpack(each) if isinstance(each, np.ndarray) else each for each in inputs))
 

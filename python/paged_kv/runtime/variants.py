@@ -48,7 +48,7 @@ class Variant:
         """Return what the graph depends on; `architecture` is a GPU's, with its number."""
         return CompileKey(self.name, ("runtime/variants.py",), architecture)
 
-    def family(self) -> list[Variant]:
+    def bundle(self) -> list[Variant]:
         """The variants that are compiled with this one: append and gather go together where they copy bits."""
         if self.op not in ("append", "gather") or self.dtype != self.kv_dtype:
             return [self]

@@ -44,7 +44,7 @@ class CacheSize:
         return self.num_pages * self.page_bytes
 
 
-def plan_cache(
+def cache_size_of(
     config: DecoderConfig,
     dtype: DType,
     kv_format: KVFormat | None,

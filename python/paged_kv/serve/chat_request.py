@@ -10,13 +10,13 @@ from typing import Any, Literal
 from paged_kv.arguments import shown
 from paged_kv.engine.sampling import Logprobs
 from paged_kv.errors import ContractError
-from paged_kv.forms import Form
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.chat import CallStart, ChatFormat, Content, Delta, MessageParser, Reasoning
 from paged_kv.serve.exchange import Event, Exchange
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.sampling import read_max_tokens, read_sampling
 from paged_kv.serve.served_model import ServedModel
+from paged_kv.structured_output import Structure
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Conversation:
             self.format.check_tools(self.tools, self.choice)
         return self.format.render(self.messages, self.tools, **self.template)
 
-    def form(self, prompt: str, answer: Form | None) -> Form | None:
+    def structure(self, prompt: str, answer: Structure | None) -> Structure | None:
         """Return what the answer to a prompt must be; `answer` where it is no call. Raises ContractError."""
         return self.format.structure(self.tools, self.choice, self.parallel, answer, prompt)
 
@@ -50,7 +50,7 @@ class Conversation:
         self,
         body: Fields,
         model: ServedModel,
-        answer: Form | None,
+        answer: Structure | None,
         limits: tuple[str, ...],
         *,
         name: str = "messages",
@@ -75,9 +75,9 @@ class Conversation:
         prompt = self.prompt()
         tokens = model.tokens(name, prompt, is_template=True)
         left = model.left(name, tokens)
-        form = self.form(prompt, answer)
+        structure = self.structure(prompt, answer)
         most = read_max_tokens(body, limits, left, 1, left)
-        options |= {"form": form, "skip_special_tokens": self.format.skip_special_tokens}
+        options |= {"structured_output": structure, "skip_special_tokens": self.format.skip_special_tokens}
         sampling = read_sampling(body, model, most, **options)
         return Job(tokens, sampling, n, body.text("cache_salt", None)), prompt
 
@@ -138,7 +138,7 @@ class Message:
     logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
 
     def take(self, pieces: Sequence[Piece]) -> list[Delta]:
-        """Notes pieces; what they say."""
+        """Note pieces, and return what they say."""
         deltas: list[Delta] = []
         for piece in pieces:
             deltas += self.parser.push(piece.text)

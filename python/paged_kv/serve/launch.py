@@ -23,7 +23,7 @@ from paged_kv.runtime.threads import allowed_cpus, pool_threads
 from paged_kv.serve.address import listening_sockets, url_of
 from paged_kv.serve.application import application
 from paged_kv.serve.connections import GuardedServer
-from paged_kv.serve.loading import Plan, plan
+from paged_kv.serve.loading import EngineSetup, set_up
 from paged_kv.serve.local import LocalBackend
 from paged_kv.serve.metrics import Metrics
 from paged_kv.serve.middleware import Rules
@@ -43,14 +43,14 @@ def serve(settings: Settings) -> None:
         ToolchainError: the step cannot be compiled.
         OSError: stdout cannot be written when the server is ready.
     """
-    planned = plan(settings)
-    rules = settings.rules(planned.size.max_length)
-    model = served_model(settings, planned.source, planned.size.max_length)
+    setup = set_up(settings)
+    rules = settings.rules(setup.size.max_length)
+    model = served_model(settings, setup.source, setup.size.max_length)
     sockets = listening_sockets(settings.host, settings.port)  # from here on, the port is no other program's
     os.environ.pop(API_KEY, None)  # nothing that this process starts needs it
-    for line in described(planned, model):
+    for line in described(setup, model):
         say(line)
-    engine = planned.engine(model.tokenizer)
+    engine = setup.engine(model.tokenizer)
     backend = LocalBackend(engine, settings.max_running + settings.max_queue, settings.stall_seconds)
     app = application(model, backend, Metrics(settings.name, backend))
     listen(app, rules, sockets, settings, model)
@@ -68,12 +68,12 @@ def served_model(settings: Settings, source: Source, most_tokens: int) -> Served
     return ServedModel(source, settings.name, most_tokens, read_template(settings.chat_template), sampling)
 
 
-def described(planned: Plan, model: ServedModel) -> list[str]:
+def described(setup: EngineSetup, model: ServedModel) -> list[str]:
     """Return what was chosen, and how much memory it takes; the fifth line says that the server is ready."""
-    settings, size, dtype = planned.settings, planned.size, planned.dtype
+    settings, size, dtype = setup.settings, setup.size, setup.dtype
     kind = settings.cache_dtype or dtype.name
     kinds = dict.fromkeys(encoding for _, encoding in model.config.encodings)
-    rotated = f", rotated by {settings.rotate}" if settings.rotate else ""
+    rotated = f", rotated by {settings.cache_rotation}" if settings.cache_rotation else ""
     chat = "no chat template: /v1/completions alone" if model.chat is None else "chat by the model's template"
     others, threads = [chat], pool_threads() or len(allowed_cpus())
     if model.sampling:
@@ -117,7 +117,7 @@ class _Announced(GuardedServer):
         super().__init__(rules, sockets, config)
         self._lines = lines
         self.error: OSError | None = None
-        """Why they could not be printed."""
+        """The error that kept them from being printed."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -20,13 +20,13 @@ from paged_kv.graphs.models.config import with_cache_rotation
 from paged_kv.kv_formats import KVFormat
 from paged_kv.options import CacheRotation
 from paged_kv.output import say
-from paged_kv.serve.cache_size import CacheSize, free_memory, plan_cache
+from paged_kv.serve.cache_size import CacheSize, cache_size_of, free_memory
 from paged_kv.serve.settings import Settings
 
 
 @dataclass(frozen=True)
-class Plan:
-    """An engine that can be: settings that go together, and the pages that they come to."""
+class EngineSetup:
+    """Settings of an engine that go together, and the pages that they come to."""
 
     settings: Settings
     source: Source
@@ -43,11 +43,13 @@ class Plan:
             CheckpointError: the weights are not those of the configuration.
             ToolchainError: a step cannot be compiled.
         """
-        settings, guesser = self.settings, self.settings.speculate
-        draft: Any = guesser
+        settings = self.settings
+        draft: Any = settings.speculate
         if self.draft is not None:
-            draft = _load(Path(str(guesser)), dtype_of(self.draft, settings.dtype), self.size)
-        model = _load(settings.model, self.dtype, self.size, settings.compiled, settings.cache_dtype, settings.rotate)
+            draft = _load(Path(str(settings.speculate)), dtype_of(self.draft, settings.dtype), self.size)
+        model = _load(
+            settings.model, self.dtype, self.size, settings.compiled, settings.cache_dtype, settings.cache_rotation
+        )
         return Engine(
             model,
             tokenizer,
@@ -59,8 +61,8 @@ class Plan:
         )
 
 
-def plan(settings: Settings) -> Plan:
-    """Return what an engine of these settings would be.
+def set_up(settings: Settings) -> EngineSetup:
+    """Check the settings of an engine, and work out its dtype and pages.
 
     Raises:
         CheckpointError: there is no model that this package runs.
@@ -69,8 +71,8 @@ def plan(settings: Settings) -> Plan:
     settings.check()
     source = open_source(settings.model)
     dtype = dtype_of(source, settings.dtype)
-    size = plan_cache(
-        with_cache_rotation(source.config, settings.rotate),
+    size = cache_size_of(
+        with_cache_rotation(source.config, settings.cache_rotation),
         dtype,
         settings.cache_dtype,
         page_size=settings.page_size,
@@ -83,7 +85,7 @@ def plan(settings: Settings) -> Plan:
     disk = None if settings.kv_disk is None else DiskTier(settings.kv_disk, max(int(settings.kv_disk_gb * 1e9), 1))
     if disk is not None:
         disk.check()
-    return Plan(settings, source, dtype, size, _draft(settings, source), disk)
+    return EngineSetup(settings, source, dtype, size, _draft(settings, source), disk)
 
 
 def dtype_of(source: Source, asked: str | None) -> DType:
@@ -106,7 +108,7 @@ def _load(
     size: CacheSize,
     compiled: Path | None = None,
     kv_format: KVFormat | None = None,
-    rotate: CacheRotation | None = None,
+    cache_rotation: CacheRotation | None = None,
 ) -> DecoderModel:
     with progress_bar("weights") as on_progress:
         return DecoderModel.from_folder(
@@ -118,5 +120,5 @@ def _load(
             on_compile=lambda: say("compiling the decode step: half a minute, once for this kind of model and machine"),
             compiled_ahead=compiled,
             kv_format=kv_format,
-            rotate=rotate,
+            cache_rotation=cache_rotation,
         )

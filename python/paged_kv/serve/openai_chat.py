@@ -13,7 +13,7 @@ from paged_kv.serve.chat_request import Conversation, Message, chat_format, read
 from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.openai_completions import MOST_SAMPLES
-from paged_kv.serve.sampling import MOST_LOGPROBS, read_form
+from paged_kv.serve.sampling import MOST_LOGPROBS, read_structure
 from paged_kv.serve.served_model import ServedModel
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -41,7 +41,7 @@ def read_chat(body: Fields, model: ServedModel) -> Exchange:
     job, prompt = conversation.job(
         body,
         model,
-        read_form(body),
+        read_structure(body),
         ("max_completion_tokens", "max_tokens"),
         n=n,
         logprobs=top if logprobs else None,

@@ -10,7 +10,7 @@ from paged_kv.engine.sampling import Logprobs
 from paged_kv.serve.backend import Job, Piece
 from paged_kv.serve.exchange import ChoicesExchange, Event, Exchange, Wishes
 from paged_kv.serve.fields import Fields
-from paged_kv.serve.sampling import MOST_LOGPROBS, read_form, read_max_tokens, read_sampling
+from paged_kv.serve.sampling import MOST_LOGPROBS, read_max_tokens, read_sampling, read_structure
 from paged_kv.serve.served_model import ServedModel
 
 MOST_PROMPTS = 128
@@ -43,7 +43,7 @@ def read_completion(body: Fields, model: ServedModel) -> Exchange:
         body,
         model,
         max(most, 1),
-        form=read_form(body),
+        structured_output=read_structure(body),
         logprobs=0 if logprobs is None and best_of > n else logprobs,
         prompt_logprobs=logprobs if echo else None,
     )

@@ -6,13 +6,13 @@ import secrets
 import time
 from typing import Any
 
-from paged_kv.forms import Form, JsonSchema
 from paged_kv.serve.backend import Job
 from paged_kv.serve.chat import MessageParser
 from paged_kv.serve.chat_request import Block, BlockExchange, Conversation, chat_format, read_choice, read_tool
 from paged_kv.serve.exchange import Event
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.served_model import ServedModel
+from paged_kv.structured_output import JsonSchema, Structure
 
 _REFUSED = ("previous_response_id", "conversation", "background", "prompt", "max_tool_calls", "top_logprobs", "stop")
 _HARMLESS = ("include", "stream_options", "context_management", "client_metadata")
@@ -35,7 +35,7 @@ def read_response(body: Fields, model: ServedModel) -> Responses:
     body.refuse("truncation", ("disabled",))
     body.ignore(_HARMLESS)
     conversation = _conversation(body, model)
-    stream, answer = body.flag("stream", False), _form(body)
+    stream, answer = body.flag("stream", False), _structure(body)
     said = {name: body.any(name, default) for name, default in _ECHOED.items()}
     job, prompt = conversation.job(body, model, answer, ("max_output_tokens",), name="input")
     body.end()
@@ -115,20 +115,20 @@ def _tool(given: Fields) -> dict[str, Any]:
     return read_tool(given, given.object("parameters", None), ("strict",))
 
 
-def _form(body: Fields) -> Form | None:
+def _structure(body: Fields) -> Structure | None:
     """Return what the text must be, by `text.format`."""
     text = body.object("text", None)
     given = text.object("format", None)
-    kind, form = given.choice("type", ("text", "json_object", "json_schema"), "text"), None
+    kind, structure = given.choice("type", ("text", "json_object", "json_schema"), "text"), None
     if kind == "json_object":
-        form = JsonSchema({"type": "object"})
+        structure = JsonSchema({"type": "object"})
     elif kind == "json_schema":
         given.ignore(("name", "description", "strict"))
-        form = JsonSchema(given.any("schema"))
+        structure = JsonSchema(given.any("schema"))
     given.end()
     text.ignore(("verbosity",))
     text.end()
-    return form
+    return structure
 
 
 class Responses(BlockExchange):

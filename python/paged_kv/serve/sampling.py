@@ -9,9 +9,9 @@ from typing import Any
 from paged_kv.arguments import shown
 from paged_kv.engine.sampling import SERVED, Sampling
 from paged_kv.errors import ContractError
-from paged_kv.forms import Form, Grammar, JsonSchema, Regex
 from paged_kv.serve.fields import Fields
 from paged_kv.serve.served_model import ServedModel
+from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure
 
 MOST_LOGPROBS = 20
 """Most likely tokens beside each token."""
@@ -51,39 +51,39 @@ def read_sampling(body: Fields, model: ServedModel, max_tokens: int, **options: 
     return sampling
 
 
-def read_form(body: Fields) -> Form | None:
+def read_structure(body: Fields) -> Structure | None:
     """Return what the text must be, by `response_format`, `structured_outputs` or vLLM's older names.
 
     Raises:
         FieldError: one of them is malformed, or there are several.
         ContractError, ContractTypeError: as `JsonSchema`, `Regex` and `Grammar`.
     """
-    forms: dict[str, Form] = {}
+    structures: dict[str, Structure] = {}
     if "response_format" in body:
         given = body.object("response_format")
         kind = given.choice("type", ("text", "json_object", "json_schema"))
         if kind == "json_object":
-            forms["response_format"] = JsonSchema({"type": "object"})
+            structures["response_format"] = JsonSchema({"type": "object"})
         elif kind == "json_schema":
             schema = given.object("json_schema")
             schema.ignore(("name", "description", "strict"))
-            forms["response_format"] = JsonSchema(schema.any("schema", {}))
+            structures["response_format"] = JsonSchema(schema.any("schema", {}))
             schema.end()
         given.end()
     if "structured_outputs" in body:
         given = body.object("structured_outputs")
         for name in ("json", "regex", "grammar", "choice"):
             if name in given:
-                forms[given.path(name)] = _form(given, name, name)
+                structures[given.path(name)] = _structure(given, name, name)
         if given.flag("json_object", False):
-            forms[given.path("json_object")] = JsonSchema({"type": "object"})
+            structures[given.path("json_object")] = JsonSchema({"type": "object"})
         given.end()
     for name, kind in _GUIDED.items():
         if name in body:
-            forms[name] = _form(body, name, kind)
-    if len(forms) > 1:
-        raise ContractError(f"a text has one form: {' or '.join(forms)}, not both")
-    return next(iter(forms.values()), None)
+            structures[name] = _structure(body, name, kind)
+    if len(structures) > 1:
+        raise ContractError(f"a text has one structure: {' or '.join(structures)}, not both")
+    return next(iter(structures.values()), None)
 
 
 def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum: int, left: int) -> int:
@@ -96,7 +96,7 @@ def read_max_tokens(body: Fields, names: tuple[str, ...], default: int, minimum:
     return min(next((value for value in found if value is not None), default), left)
 
 
-def _form(body: Fields, name: str, kind: str) -> Form:
+def _structure(body: Fields, name: str, kind: str) -> Structure:
     if kind == "json":
         return JsonSchema(body.any(name))
     if kind == "choice":

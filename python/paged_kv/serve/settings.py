@@ -35,7 +35,7 @@ class Settings:
     dtype: str | None = None
     """"float32" or "bfloat16"."""
     cache_dtype: KVFormat | None = None
-    rotate: CacheRotation | None = None
+    cache_rotation: CacheRotation | None = None
     page_size: int = 16
     pages: int | None = None
     memory_gb: float | None = None

@@ -68,7 +68,7 @@ def paged_attention(
 
     Args:
         q: `[R, Hq, D]` float32, bfloat16 or float16.
-        k_cache, v_cache: `[pages, page_size, Hk, D]` in q's dtype, float8, or codes; see above for other forms.
+        k_cache, v_cache: `[pages, page_size, Hk, D]` in q's dtype, float8, or codes; see above for other layouts.
         block_tables: `[B, n]`.
         seq_lens: `[B]`, tokens of each request, its new ones included.
         qo_indptr: `[B + 1]` int32: rows `qo_indptr[b]` to `qo_indptr[b + 1]` of q are request b's last tokens, each of
@@ -117,7 +117,7 @@ def append_paged_kv(
     Args:
         k, v: `[N, Hk, D]` in the cache's dtype, or floats for a cache of codes, which are quantised: row i is token
             `positions[i]` of request `batch_indices[i]`.
-        k_cache, v_cache: `[pages, page_size, Hk, D]`, of which no two elements share memory; see above for other forms.
+        k_cache, v_cache: `[pages, page_size, Hk, D]`, of which no two elements share memory; other layouts: above.
         block_tables: `[B, n]`; a row ends at its first -1.
         batch_indices, positions: `[N]` int32; a row of request -1 is skipped.
         layer: The layer whose pages are written, of a cache of all layers.
@@ -150,7 +150,7 @@ def gather_paged_kv(
     cache's dtype, or of codes the numbers that they stand for, float32.
 
     Args:
-        k_cache, v_cache: `[pages, page_size, Hk, D]`; see above for other forms.
+        k_cache, v_cache: `[pages, page_size, Hk, D]`; see above for other layouts.
         block_tables: `[B, n]`.
         seq_lens: `[B]`, tokens of each request.
         num_tokens: Their sum: the shape of the result, which `torch.compile` has to know.

@@ -56,7 +56,7 @@ def _is_text(config: Any) -> bool:
 
 
 def why_not_generate(model: Any, generation_config: Any, given: dict[str, Any]) -> str | None:
-    """Why a call of `generate` does not run on pages, which its model does; None where it does."""
+    """The reason why a call of `generate` does not run on pages though its model does, or None."""
 
     def option(name: str) -> Any:
         found = given.get(name)

@@ -15,9 +15,9 @@ from ..prefill.softmax import (
     exceeds_limit,
     mask_scores,
     nan_where_overflowed,
-    negated_reference,
+    negated_maximum,
     only_scaled,
-    raise_references,
+    raise_maxima,
 )
 from ..prefill.step import PrefillStep, STEP_TILES, STEP_TOKENS
 from ..workspace import HeadLayout
@@ -76,7 +76,7 @@ def scores_to_weights_prefill[
     var greatest = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
     var sums = exp2_weights(count, scores, are_dots, factor, greatest, weights, workspace, products)
     if exceeds_limit(sums, greatest):
-        raise_references(queries, m, heads.padded_value, count * KV_TILE_TOKENS, scores, factor, sums)
+        raise_maxima(queries, m, heads.padded_value, count * KV_TILE_TOKENS, scores, factor, sums)
         greatest = queries.greatest.unsafe_load[width=QUERY_COLUMNS](m)
         sums = exp2_weights(count, scores, are_dots, factor, greatest, weights, workspace, products)
     queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=QUERY_COLUMNS](m) + sums)
@@ -97,7 +97,7 @@ def exp2_weights(
 
     The scores are dot products, or else may be -inf where a query does not see the token.
     """
-    var reference = negated_reference(greatest)
+    var negated = negated_maximum(greatest)
     var even = FloatVector(0)
     var odd = FloatVector(0)
     var lowest = FloatVector(0)
@@ -109,8 +109,8 @@ def exp2_weights(
             var second = source.unsafe_load[width=LANES]((2 * p + 1) * LANES)
             lowest = first.lt(lowest).select(first, lowest)
             lowest = second.lt(lowest).select(second, lowest)
-            var a = exp2(first.fma(FloatVector(factor), reference))
-            var b = exp2(second.fma(FloatVector(factor), reference))
+            var a = exp2(first.fma(FloatVector(factor), negated))
+            var b = exp2(second.fma(FloatVector(factor), negated))
             even += a
             odd += b
             var high_a = rounded_to_bf16(a)

@@ -38,7 +38,7 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
     var acc: FloatPointer
     """`[Q, Pv]`: weighted values, in `own_acc` or in a split result."""
     var greatest: FloatPointer
-    """`[Q]`: each query's reference, which its weights are relative to."""
+    """`[Q]`: each query's lagging maximum, which its weights are relative to."""
     var totals: FloatPointer
     """`[Q]`: the sum of each query's weights."""
     var first: Int32Pointer
@@ -82,7 +82,7 @@ struct PrefillQueries(RunningStates, TrivialRegisterPassable):
             var length = Int(rows.row_lengths[unsafe_offset=row])
             self.first[unsafe_offset=m] = Int32(rows.first_token(row, logits))
             self.last[unsafe_offset=m] = Int32(length)
-            # The reference of a padding query is 0: its dot products are 0, and do not exceed it.
+            # The maximum of a padding query is 0: its dot products are 0, and do not exceed it.
             self.greatest[unsafe_offset=m] = MINUS_INFINITY if m < queries else 0
             self.totals[unsafe_offset=m] = 0
         for i in range(0, room * heads.padded_value, LANES):

@@ -1,7 +1,7 @@
 """The softmax of a prefill step on all CPUs: 16 queries at a time, one in each SIMD lane.
 
 Weights are computed before the greatest score is known. Where the weights of a step sum up to more than
-`WEIGHT_SUM_LIMIT`, the references are raised and the weights computed again.
+`WEIGHT_SUM_LIMIT`, the lagging maxima are raised and the weights computed again.
 """
 
 from std.utils.numerics import isfinite, nan
@@ -15,7 +15,7 @@ from ..workspace import HeadLayout
 from .queries import PrefillQueries, QUERY_COLUMNS
 
 comptime WEIGHT_SUM_LIMIT: Float32 = 256
-"""The sum of a query's weights over one step beyond which its reference is raised to its greatest score."""
+"""The sum of a query's weights over one step beyond which its lagging maximum is raised."""
 
 
 @always_inline
@@ -26,7 +26,7 @@ def only_scaled(logits: Logits, factor: Float32) -> Bool:
 
 @always_inline
 def exceeds_limit(sums: FloatVector, greatest: FloatVector) -> Bool:
-    """Return whether the weights of a step, whose sums these are, need another reference; NaN counts as too much."""
+    """Return whether the weights of a step, whose sums these are, need another maximum; NaN counts as too much."""
     return not (sums.le(WEIGHT_SUM_LIMIT) & greatest.gt(MINUS_INFINITY)).reduce_and()
 
 
@@ -40,7 +40,7 @@ def nan_where_overflowed(sums: FloatVector, lowest: FloatVector) -> FloatVector:
 
 
 @always_inline
-def negated_reference(greatest: FloatVector) -> FloatVector:
+def negated_maximum(greatest: FloatVector) -> FloatVector:
     """Return what is added to scores before `exp2`: a query that has seen no token has no greatest score to subtract
     yet.
     """
@@ -49,7 +49,7 @@ def negated_reference(greatest: FloatVector) -> FloatVector:
 
 @always_inline
 def weights_of(x: FloatVector) -> FloatVector:
-    """The 2^x of scores less their reference, which they may exceed by any amount: above 2^126 it is not exact."""
+    """The 2^x of scores less their maximum, which they may exceed by any amount: above 2^126 it is not exact."""
     comptime if HAS_SCALEF:
         return exp2(x)
     else:
@@ -110,7 +110,7 @@ def mask_scores[
 
 
 @no_inline
-def raise_references(
+def raise_maxima(
     queries: PrefillQueries,
     m: Int,
     padded_value: Int,
@@ -119,7 +119,7 @@ def raise_references(
     factor: Float32,
     sums: FloatVector,
 ):
-    """Raises the references of 16 queries to their greatest scores, where their weights exceed the limit.
+    """Raises the lagging maxima of 16 queries to their greatest scores, where their weights exceed the limit.
 
     Args:
         queries: The queries of the segment.
@@ -134,7 +134,7 @@ def raise_references(
     var new = old
     for t in range(count):
         new = max(new, scores.unsafe_load[width=QUERY_COLUMNS](t * QUERY_COLUMNS) * factor)
-    # A NaN reference makes the weights and the result NaN.
+    # A NaN maximum makes the weights and the result NaN.
     new = sums.eq(sums).select(new, sums)
     new = (sums.le(WEIGHT_SUM_LIMIT) & old.gt(MINUS_INFINITY)).select(old, new)
     var scale = new.eq(old).select(FloatVector(1), exp2(old - new))

@@ -23,9 +23,9 @@ from ..prefill.softmax import (
     exceeds_limit,
     mask_scores,
     nan_where_overflowed,
-    negated_reference,
+    negated_maximum,
     only_scaled,
-    raise_references,
+    raise_maxima,
     weights_of,
 )
 from ..prefill.step import PrefillStep, STEP_TOKENS
@@ -216,7 +216,7 @@ def scores_to_weights[
         factor = 1
     var sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
     if exceeds_limit(sums, queries.greatest.unsafe_load[width=LANES](m)):
-        raise_references(queries, m, heads.padded_value, count, source, factor, sums)
+        raise_maxima(queries, m, heads.padded_value, count, source, factor, sums)
         sums = exp2_weights(count, source, are_dots, factor, queries.greatest.unsafe_load[width=LANES](m), target)
     queries.totals.unsafe_store(m, queries.totals.unsafe_load[width=LANES](m) + sums)
 
@@ -229,13 +229,13 @@ def exp2_weights(
 
     The scores are dot products, or else may be -inf where a query does not see the token.
     """
-    var reference = negated_reference(greatest)
+    var negated = negated_maximum(greatest)
     var sums = FloatVector(0)
     var lowest = FloatVector(0)
     for t in range(count):
         var score = scores.unsafe_load[width=LANES](t * LANES)
         lowest = score.lt(lowest).select(score, lowest)
-        var w = weights_of(score.fma(FloatVector(factor), reference))
+        var w = weights_of(score.fma(FloatVector(factor), negated))
         sums += w
         weights.unsafe_store(t * LANES, w)
     return nan_where_overflowed(sums, lowest) if are_dots else sums

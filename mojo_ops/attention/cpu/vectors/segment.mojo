@@ -185,7 +185,7 @@ def attend_segment_vectors[
             prefetcher.start(step.count * sum_runs)
             for i in range(step.count):
                 var tile = step.tiles[unsafe_offset=i]
-                # Tile by tile: raising a reference rescales all weighted values before it.
+                # Tile by tile: a maximum that is raised rescales the values of all weights before it.
                 for head in range(first, first + order.heads):
                     scores_to_weights[False](
                         rows, segment, logits, heads, head, head - first + i, tile, queries, workspace, prefetcher

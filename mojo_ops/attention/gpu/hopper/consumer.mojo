@@ -144,7 +144,7 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
 
     @always_inline
     def score_tile(mut self, ring: Ring[Self.Map.STAGES], tiles: ItemTiles, tile: Int32):
-        """One tile's weights and their reference; rescales the sums of the tiles before."""
+        """One tile's weights and their maximum; rescales the sums of the tiles before."""
         var valid = tiles.valid_rows(tile)
         with ring.consume(2 * tile) as stage:
             self.multiply_keys(stage * Self.Map.STAGE_BYTES)
@@ -152,7 +152,7 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
 
     @always_inline
     def weigh(mut self, token: Int32, valid: TileRows) -> Array[Float32, Self.COLUMNS]:
-        """From scores to weights and their reference, in a tile whose row 0 is `token`.
+        """From scores to weights and their maximum, in a tile whose row 0 is `token`.
 
         Returns:
             The factor of each column for the sums of the tiles before; where this warpgroup has them, they are rescaled.
@@ -171,13 +171,13 @@ struct Consumer[dtype: DType, o_dtype: DType, kv_dtype: DType, head_dim: Int, he
         comptime for c in range(Self.COLUMNS):
             highest[c] = max(highest[c], self.greatest[c])
             # Where no score is a number above -inf, weights are relative to 0.
-            var reference = highest[c] if highest[c] != MINUS_INFINITY else 0
-            var factor = exp2(self.greatest[c] - reference)
+            var maximum = highest[c] if highest[c] != MINUS_INFINITY else 0
+            var factor = exp2(self.greatest[c] - maximum)
             self.greatest[c] = highest[c]
             self.total[c] *= factor
             comptime for i in range(Self.WIDTH):
                 comptime if Self.column(i) == c:
-                    self.scores[i] = exp2(self.scores[i] - reference)
+                    self.scores[i] = exp2(self.scores[i] - maximum)
                     self.total[c] += self.scores[i]
             comptime if Self.Map.WARPGROUPS == 1:
                 self.rescale[c](factor)

@@ -4,7 +4,7 @@
     values    tile t:  widen V meanwhile; wait for a full buffer: rescale the sums, multiply
 
 `Ring` says which phase of which barrier each side waits for. After the last tile the keys' warpgroup leaves what the
-result needs of it in the same way: each head's reference, then the sum of its weights.
+result needs of it in the same way: each head's maximum, then the sum of its weights.
 """
 
 from max.gpu.memory import fence_async_view_proxy

@@ -22,7 +22,7 @@ def hopper_takes(dtype: DType, kv_dtype: DType) -> Bool:
 
 
 def hopper_shape_refusal(dtype: DType, kv_dtype: DType, head_dim: Int, group: Int, page_size: Int) -> String:
-    """Why this kernel does not serve a call, from dtypes and sizes; empty where they do not exclude it.
+    """The reason, from dtypes and sizes, why this kernel does not serve a call; empty where they do not exclude it.
 
     Args:
         dtype: Of q.
@@ -48,7 +48,7 @@ def hopper_shape_refusal(dtype: DType, kv_dtype: DType, head_dim: Int, group: In
 
 
 def hopper_storage_refusal[kv_dtype: DType, //](what: StaticString, cache: DynamicKVCache[kv_dtype]) -> String:
-    """Why the copy engine cannot address a cache, as `check_tensor_map` has it; empty where it can."""
+    """The reason why the copy engine cannot address a cache, as `check_tensor_map` has it; empty where it can."""
     if cache.num_pages() < 1 or cache.num_heads() < 1:
         return String(what, " has no page or no head")
     var strides = cache.strides()
@@ -68,7 +68,7 @@ def hopper_storage_refusal[kv_dtype: DType, //](what: StaticString, cache: Dynam
 def hopper_refusal[
     dtype: DType, o_dtype: DType, kv_dtype: DType, //
 ](params: GpuAttentionParams[dtype, o_dtype], k: DynamicKVCache[kv_dtype], v: DynamicKVCache[kv_dtype]) -> String:
-    """Why this kernel does not serve a call, from dtypes, sizes, addresses and strides; empty where it does."""
+    """The reason, from dtypes, sizes, addresses and strides, why this kernel does not serve a call; else empty."""
     var group = Int(params.num_heads) // max(1, k.num_heads())
     var refusal = hopper_shape_refusal(dtype, kv_dtype, Int(params.head_dim), group, k.slots())
     if refusal:

@@ -21,7 +21,7 @@ class Peer(ABC):
 
     @abstractmethod
     def available(self, case: Case) -> str | None:
-        """Why it cannot run this case here; None where it can. A missing package may also raise ImportError."""
+        """The reason not to run this case here, or None. A missing package may also raise ImportError."""
 
     @abstractmethod
     def prepare(self, problem: Any, copies: int) -> None:
@@ -71,6 +71,6 @@ def batched(problem: Any) -> tuple[Array, Array]:
 
 
 def unequal(case: Case) -> str | None:
-    """Why a system that takes one length for all requests cannot run the case."""
+    """The reason why a system that takes one length for all requests cannot run the case, or None."""
     lengths = getattr(case, "lengths", ())
     return None if len(set(lengths)) == 1 else "takes one length for all requests"

@@ -8,7 +8,6 @@ from typing import Any
 from paged_kv.checkpoint.source import Source
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import CheckpointError, ContractError
-from paged_kv.forms import Form
 from paged_kv.serve.chat.conversation import choose_syntax, read_habits, read_messages
 from paged_kv.serve.chat.deltas import Delta
 from paged_kv.serve.chat.grammar import Rules
@@ -19,6 +18,7 @@ from paged_kv.serve.chat.template import Template
 from paged_kv.serve.chat.template_files import DEFAULT, TOOL_USE, read_names, read_templates
 from paged_kv.serve.chat.thoughts import Thought, read_thought
 from paged_kv.serve.chat.tools import Tool, chosen_tools, read_tools
+from paged_kv.structured_output import Structure
 
 
 class ChatFormat:
@@ -102,10 +102,10 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] | None,
         choice: Any,
         parallel: bool,
-        answer: Form | None,
+        answer: Structure | None,
         prompt: str = "",
-    ) -> Form | None:
-        """Return what the model's message must be, for `Sampling.form`; None where it may be anything.
+    ) -> Structure | None:
+        """Return what the model's message must be, for `Sampling.structured_output`; None where it may be anything.
 
         A required call, or the answer, begins with the first token, or after a thought where the model thinks.
 
@@ -124,7 +124,7 @@ class ChatFormat:
         if not chosen and (answer is None or not (thought or isinstance(self.syntax, Harmony))):
             return answer
         rules = Rules()
-        rule = None if answer is None else rules.form(answer)
+        rule = None if answer is None else rules.structure(answer)
         asked = Asked(chosen, is_required, parallel, rule, thought, is_open)
         return rules.grammar(self.syntax.start(rules, asked))
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paged_kv.forms import Form, Grammar, JsonSchema, Regex, with_guidance
+from paged_kv.structured_output import Grammar, JsonSchema, Regex, Structure, with_guidance
 
 TEXT = "TEXT"
 """Any text, of ordinary tokens."""
@@ -50,15 +50,15 @@ class Rules:
         """JSON by a schema; the name of its rule."""
         return self.rule(f"%json {with_guidance(json.dumps(schema))}")
 
-    def form(self, form: Form) -> str:
-        """A text of a form; the name of its rule."""
-        match form:
+    def structure(self, structure: Structure) -> str:
+        """A text of a structure; the name of its rule."""
+        match structure:
             case JsonSchema():
-                return self.rule(f"%json {with_guidance(str(form.schema))}")
+                return self.rule(f"%json {with_guidance(str(structure.schema))}")
             case Regex():
-                return self.rule(regex(form.pattern))
+                return self.rule(regex(structure.pattern))
             case Grammar():
-                return self.rule(f"%lark {{\n{form.lark}\n}}")
+                return self.rule(f"%lark {{\n{structure.lark}\n}}")
 
     def grammar(self, start: str) -> Grammar:
         """The whole grammar.

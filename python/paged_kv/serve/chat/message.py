@@ -87,7 +87,7 @@ class Incoming:
             yield
 
     def json(self, say: Say) -> Step[bool]:
-        """Takes one value of JSON, which is told as it comes; whether it is whole."""
+        """Takes one value of JSON, which is told as it comes; True once it is whole."""
         yield from self.space()
         depth, in_string = 0, False
         first = yield from self.peek()

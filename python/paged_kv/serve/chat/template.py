@@ -133,8 +133,8 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from paged_kv.arguments import shown
 from paged_kv.errors import ContractError, ContractTypeError
-from paged_kv.forms import JsonSchema
+from paged_kv.structured_output import JsonSchema
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref", "if")

@@ -16,7 +16,7 @@ from paged_kv.serve.chat.tools import Tool
 
 @dataclass(frozen=True)
 class Asked:
-    """The form that a message must have.
+    """The structure of a message.
 
     Args:
         tools: Those that may be called.

@@ -117,7 +117,7 @@ class Gemma(Syntax):
         return True
 
     def _read_members(self, text: Incoming, say: Say) -> Step[bool]:
-        """Reads an object after its brace, told as JSON; whether it is whole."""
+        """Reads an object after its brace, told as JSON; True once it is whole."""
         say("{")
         between = ""
         while True:

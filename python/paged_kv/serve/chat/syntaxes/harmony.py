@@ -31,17 +31,17 @@ class Harmony(Syntax):
 
     def start(self, rules: Rules, asked: Asked) -> str:
         channel, message = rules.mark(_CHANNEL), rules.mark(_MESSAGE)
-        form = f'(" " {rules.mark(_CONSTRAIN)}? "json")?'
+        constrain = f'(" " {rules.mark(_CONSTRAIN)}? "json")?'
         before = ["analysis"] if asked.is_required or asked.answer else ["analysis", "commentary"]
         thoughts = rules.any(f"{channel} {literal(name)} {message} {rules.until(_END)}" for name in before)
         last = []
         for tool in asked.tools:
             to, arguments = f" to=functions.{tool.name}", rules.json(tool.parameters)
-            last.append(f"{channel} {literal('commentary' + to)} {form} {message} {arguments}")
-            last.append(f'{literal(to)} {channel} "commentary" {form} {message} {arguments}')
+            last.append(f"{channel} {literal('commentary' + to)} {constrain} {message} {arguments}")
+            last.append(f'{literal(to)} {channel} "commentary" {constrain} {message} {arguments}')
         if not asked.is_required:
             answer = TEXT if asked.answer is None else asked.answer
-            last.append(f'{channel} "final" {form if asked.answer else ""} {message} {answer}')
+            last.append(f'{channel} "final" {constrain if asked.answer else ""} {message} {answer}')
         return f'({thoughts} {rules.mark(_START)} "assistant")* {rules.any(last)}'
 
     def read(

@@ -99,7 +99,7 @@ def _value_rule(rules: Rules, schema: Schema) -> str:
 
 
 def _read_value(text: Incoming, say: Say, schema: Schema) -> Step[bool]:
-    """Reads a value up to its end; whether it is whole."""
+    """Reads a value up to its end; True once it is whole."""
     if schema.kinds == {"string"}:
         say('"')
         lines = _Inner(say)

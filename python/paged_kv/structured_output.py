@@ -1,4 +1,4 @@
-"""Forms that a request's text must have: a JSON schema, a regular expression or a grammar.
+"""Structured output: a request's text follows a JSON schema, a regular expression or a grammar, its structure.
 
 llguidance compiles them and says before each token which ones may come next; it is imported
 with the first request that asks. It never raises for what users write: a matcher that fails stays in error, and ends
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Tokens: TypeAlias = npt.NDArray[np.int64]
 
 MOST_CHARACTERS = 1 << 18
-"""The most characters of a form: llguidance reads 10 MB, and takes seconds and hundreds of megabytes to refuse them."""
+"""The most characters of a structure: llguidance reads 10 MB, then refuses them, with hundreds of megabytes."""
 MOST_DEPTH = 64
 """The deepest nesting of objects and arrays within a schema."""
 MOST_PATTERNS = 32
@@ -51,8 +51,8 @@ _SECONDS_TO_LOCATE = 0.5
 _OLDEST = (1, 9)
 """The version of llguidance from which `_WHITESPACE` holds."""
 _WHITESPACE = "( |\\n[ \\t]{0,20})?"
-_END = "<|paged-kv: the end of a form|>"
-"""A token that is added to the vocabulary that llguidance sees: where it may come, the form may end."""
+_END = "<|paged-kv: the end of a structure|>"
+"""A token that is added to the vocabulary that llguidance sees: where it may come, the structure may end."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class JsonSchema:
     def __post_init__(self) -> None:
         given = self.schema
         if not isinstance(given, Mapping | bool | str):
-            raise ContractTypeError(f"form: a JSON schema must be an object, a truth value or JSON, not {shown(given)}")
+            raise ContractTypeError(
+                f"structured_output: a JSON schema must be an object, a truth value or JSON, not {shown(given)}"
+            )
         try:
             if isinstance(given, str):
                 _check_text(self.KIND, given)
@@ -85,19 +87,21 @@ class JsonSchema:
             _check_tree(parsed)
             text = json.dumps(parsed, allow_nan=False, ensure_ascii=False)
         except RecursionError:
-            raise ContractError(f"form: the JSON schema is more than {MOST_DEPTH} deep") from None
+            raise ContractError(f"structured_output: the JSON schema is more than {MOST_DEPTH} deep") from None
         except ContractError:
             raise
         except (TypeError, ValueError) as error:
-            raise ContractError(f"form: the JSON schema is no JSON: {printable(error)}") from None
+            raise ContractError(f"structured_output: the JSON schema is no JSON: {printable(error)}") from None
         if not isinstance(parsed, Mapping | bool):
-            raise ContractTypeError(f"form: a JSON schema must be an object or a truth value, not {shown(parsed)}")
+            raise ContractTypeError(
+                f"structured_output: a JSON schema must be an object or a truth value, not {shown(parsed)}"
+            )
         _check_text(self.KIND, text)
         patterned = [node.get("patternProperties") for _, node in _parts("#", json.loads(text))]
         patterns = sum(len(each) for each in patterned if isinstance(each, dict))
         if patterns > MOST_PATTERNS:
             raise ContractError(
-                f"form: the JSON schema has {patterns} patternProperties, at most {MOST_PATTERNS} may be"
+                f"structured_output: the JSON schema has {patterns} patternProperties, at most {MOST_PATTERNS} may be"
             )
         object.__setattr__(self, "schema", text)
 
@@ -151,17 +155,17 @@ grammar = getattr(LLMatcher, "grammar_from_" + kind)(text)
 limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
 LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits).compute_bitmask()
 """
-"""Compiles a form in a process of its own: some overflow llguidance's stack, or take minutes."""
+"""Compiles a structure in a process of its own: some overflow llguidance's stack, or take minutes."""
 
-Form: TypeAlias = JsonSchema | Regex | Grammar
+Structure: TypeAlias = JsonSchema | Regex | Grammar
 
 
-class Forms:
-    """Compiles forms for one vocabulary.
+class StructureCompiler:
+    """Compiles structures for one vocabulary.
 
     Args:
         tokenizer: Of the model.
-        seconds: Of CPU time that a form may take to be compiled, where it is tried out.
+        seconds: Of CPU time that a structure may take to be compiled, where it is tried out.
 
     Raises:
         ToolchainError: llguidance is not installed or older than 1.9, or cannot read the tokenizer.
@@ -175,7 +179,7 @@ class Forms:
             installed = ""
         if not installed or tuple(map(int, installed.split(".")[:2])) < _OLDEST:
             found = f"{installed} is" if installed else "none is"
-            raise ToolchainError(f"form: forms need llguidance 1.9 or later, and {found} installed")
+            raise ToolchainError(f"structured_output: it needs llguidance 1.9 or later, and {found} installed")
         self._library, self._seconds = llguidance, seconds
         self._limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
         ended = type(tokenizer).from_str(tokenizer.to_str())
@@ -183,13 +187,15 @@ class Forms:
         end = ended.token_to_id(_END)
         self._token_of = ended.token_to_id
         if end is None:
-            raise ToolchainError("form: the tokenizer takes no further token")
+            raise ToolchainError("structured_output: the tokenizer takes no further token")
         self.end = end
-        """The token that says where a form may end; the model has no such token."""
+        """The token that says where a structure may end; the model has no such token."""
         try:
             self._tokens = llguidance.LLTokenizer(ended.to_str(), eos_token=self.end)
         except ValueError as error:
-            raise ToolchainError(f"form: llguidance cannot read the tokenizer: {printable(error)}") from None
+            raise ToolchainError(
+                f"structured_output: llguidance cannot read the tokenizer: {printable(error)}"
+            ) from None
 
     @cached_property
     def _bytes(self) -> LLTokenizer:
@@ -199,34 +205,36 @@ class Forms:
         """Return whether a token has no text: a special one."""
         return token < self._tokens.vocab_size and self._tokens.is_special_token(token)
 
-    def compile(self, form: Form) -> CompiledForm:
-        """A form that samples can begin.
+    def compile(self, structure: Structure) -> CompiledStructure:
+        """Compile a structure, which samples can then begin.
 
         Raises:
             ContractError: it cannot be compiled, or no text has it; the message says where, for a schema as a pointer.
         """
-        if refusal := _try_out(*_grammar(form), self._seconds):
+        if refusal := _try_out(*_grammar(structure), self._seconds):
             raise ContractError(refusal)
-        matcher = self._matcher(_grammar(form, self._special(form)), self._tokens)
+        matcher = self._matcher(_grammar(structure, self._special(structure)), self._tokens)
         problem = _problem(matcher)
         if not problem:
-            compiled = CompiledForm(self, form, matcher)
+            compiled = CompiledStructure(self, structure, matcher)
             try:
                 compiled.begin().allowed()
             except ContractError as error:
                 problem = str(error)
             else:
                 return compiled
-        raise ContractError(f"form: the {form.KIND} cannot be compiled{self._place(form, problem)}: {problem}")
+        raise ContractError(
+            f"structured_output: the {structure.KIND} cannot be compiled{self._place(structure, problem)}: {problem}"
+        )
 
-    def accepts(self, form: Form, text: str) -> bool:
-        """Return whether a whole text has a form, whatever tokens it came in."""
-        matcher = self._matcher(_grammar(form), self._bytes)
+    def accepts(self, structure: Structure, text: str) -> bool:
+        """Return whether a whole text has a structure, whatever tokens it came in."""
+        matcher = self._matcher(_grammar(structure), self._bytes)
         return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting() and not matcher.is_error()
 
-    def _special(self, form: Form) -> dict[str, int]:
-        """The special tokens of the vocabulary that a form's marks are."""
-        marks = form.marks if isinstance(form, Grammar) else ()
+    def _special(self, structure: Structure) -> dict[str, int]:
+        """The special tokens of the vocabulary that a structure's marks are."""
+        marks = structure.marks if isinstance(structure, Grammar) else ()
         tokens = {mark: self._token_of(mark) for mark in marks}
         return {mark: token for mark, token in tokens.items() if token is not None and self.is_silent(token)}
 
@@ -235,11 +243,11 @@ class Forms:
         compiled = getattr(self._library.LLMatcher, f"grammar_from_{kind}")(text)
         return self._library.LLMatcher(tokens, compiled, log_level=0, limits=self._limits)
 
-    def _place(self, form: Form, problem: str) -> str:
+    def _place(self, structure: Structure, problem: str) -> str:
         """In words, the smallest part of a schema that has the same problem alone, as far as it is found in time."""
-        if not isinstance(form, JsonSchema):
+        if not isinstance(structure, JsonSchema):
             return ""
-        schema, place = json.loads(str(form.schema)), "#"
+        schema, place = json.loads(str(structure.schema)), "#"
         until, found = time.monotonic() + _SECONDS_TO_LOCATE, True
         # References of a part lead to the whole schema, which lies beside it.
         whole = _moved(schema, "#/$defs/whole")
@@ -255,29 +263,29 @@ class Forms:
         return f" at {printable(place)}"
 
 
-class CompiledForm:
-    """A form of one vocabulary; any thread may begin samples of it."""
+class CompiledStructure:
+    """A structure of one vocabulary; any thread may begin samples of it."""
 
-    def __init__(self, forms: Forms, form: Form, matcher: LLMatcher) -> None:
-        self.forms, self.form, self._matcher = forms, form, matcher
+    def __init__(self, compiler: StructureCompiler, structure: Structure, matcher: LLMatcher) -> None:
+        self.compiler, self.structure, self._matcher = compiler, structure, matcher
 
-    def begin(self, end_tokens: frozenset[int] = frozenset()) -> FormState:
-        """The form at the beginning of a sample's text; tokens that end it and have no text may come where it ends."""
-        silent = np.array(sorted(filter(self.forms.is_silent, end_tokens)), np.int64)
-        return FormState(self, self._matcher.deep_copy(), silent)
+    def begin(self, end_tokens: frozenset[int] = frozenset()) -> StructureState:
+        """The state before a sample's first token; `end_tokens` that have no text may come where the structure ends."""
+        silent = np.array(sorted(filter(self.compiler.is_silent, end_tokens)), np.int64)
+        return StructureState(self, self._matcher.deep_copy(), silent)
 
 
-class FormState:
-    """The progress of one sample's text in its form."""
+class StructureState:
+    """The progress of one sample's text in its structure."""
 
-    def __init__(self, compiled: CompiledForm, matcher: LLMatcher, ends: Tokens) -> None:
+    def __init__(self, compiled: CompiledStructure, matcher: LLMatcher, ends: Tokens) -> None:
         self._compiled, self._matcher, self._ends = compiled, matcher, ends
         self._text = ""
         self._next: Tokens | None = None
 
     @property
     def ends(self) -> Tokens:
-        """The tokens that may come where the form may end."""
+        """The tokens that may come where the structure may end."""
         return self._ends
 
     def allowed(self) -> Tokens:
@@ -289,21 +297,21 @@ class FormState:
         if self._next is None:
             self._next = self._following()
         if problem := _problem(self._matcher):
-            raise ContractError(f"its form cannot be followed: {problem}")
+            raise ContractError(f"its structure cannot be followed: {problem}")
         if not self._next.size:
-            raise ContractError("no token of the vocabulary continues its form")
+            raise ContractError("no token of the vocabulary continues its structure")
         return self._next
 
     def push(self, token: int) -> bool:
-        """Takes the next token; whether the form ends with it, since nothing can follow.
+        """Take the next token, and return whether the structure ends with it, since nothing can follow.
 
         Raises:
-            ContractError: the form does not allow it, or a limit of the library was reached.
+            ContractError: the structure does not allow it, or a limit of the library was reached.
         """
         if token in self._ends:
             return True
         if not self._matcher.consume_token(token):
-            raise ContractError(f"token {token} breaks its form: {_problem(self._matcher)}")
+            raise ContractError(f"token {token} breaks its structure: {_problem(self._matcher)}")
         self._next = None if self._matcher.is_stopped() else self._following()
         return self._matcher.is_accepting() and (self._next is None or self._next.size == self._ends.size)
 
@@ -311,7 +319,7 @@ class FormState:
         """The tokens that may come next; none where the matcher has failed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little").view(bool)
-        end = self._compiled.forms.end
+        end = self._compiled.compiler.end
         if allowed[end]:
             allowed[end] = False
             allowed[self._ends] = True
@@ -322,13 +330,13 @@ class FormState:
         self._text += text
 
     def is_whole(self) -> bool:
-        """Return whether the text that was shown has the form, from beginning to end."""
-        return self._compiled.forms.accepts(self._compiled.form, self._text)
+        """Return whether the text that was shown has the structure, from beginning to end."""
+        return self._compiled.compiler.accepts(self._compiled.structure, self._text)
 
 
 @lru_cache(64)
 def _try_out(kind: str, text: str, seconds: int) -> str:
-    """Why a form cannot be compiled in bounded time, memory and stack, if so; a refusal is remembered too."""
+    """The reason not to compile a structure, in bounded time, memory and stack, or ""; refusals are remembered too."""
     if kind == "json_schema" and len(text) <= _SURE_CHARACTERS and not any(name in text for name in _UNSURE):
         return ""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -338,26 +346,28 @@ def _try_out(kind: str, text: str, seconds: int) -> str:
             [sys.executable, "-c", _TRIAL], input=given, env=environment, capture_output=True, timeout=60, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise ContractError(f"form: it was not tried out within {error.timeout} s: this machine is busy") from None
+        raise ContractError(
+            f"structured_output: it was not tried out within {error.timeout} s: this machine is busy"
+        ) from None
     except OSError as error:
-        raise ContractError(f"form: it cannot be tried out: {printable(error)}") from None
+        raise ContractError(f"structured_output: it cannot be tried out: {printable(error)}") from None
     if not trial.returncode:
         return ""
     return (
-        f"form: it cannot be compiled within {seconds} s, 4 GiB of memory and 4 MiB of stack"
+        f"structured_output: it cannot be compiled within {seconds} s, 4 GiB of memory and 4 MiB of stack"
         f" (a process that tried ended with {trial.returncode})"
     )
 
 
-def _grammar(form: Form, special: Mapping[str, int] = MappingProxyType({})) -> tuple[str, str]:
-    """Return what llguidance calls the kind of a form, and its text; marks that are no special tokens are texts."""
-    match form:
+def _grammar(structure: Structure, special: Mapping[str, int] = MappingProxyType({})) -> tuple[str, str]:
+    """A structure's kind in llguidance's words, and its text; marks that are no special tokens are texts."""
+    match structure:
         case JsonSchema():
-            return "json_schema", with_guidance(str(form.schema))
+            return "json_schema", with_guidance(str(structure.schema))
         case Regex():
-            return "regex", form.pattern
+            return "regex", structure.pattern
         case Grammar():
-            return "lark", "\n".join([form.lark, *_mark_rules(form.marks, special)])
+            return "lark", "\n".join([structure.lark, *_mark_rules(structure.marks, special)])
 
 
 def _mark_rules(marks: Sequence[str], special: Mapping[str, int]) -> Iterator[str]:
@@ -383,35 +393,39 @@ def with_guidance(schema: str) -> str:
 
 
 def _problem(matcher: LLMatcher) -> str:
-    """Return what is wrong with a matcher, in one line; nothing where nothing is."""
+    """The failure of a matcher, in one line; "" where it has not failed."""
     if matcher.is_error():
         problem = " ".join(matcher.get_error().split())
         return "no token continues it" if problem.startswith("NoExtension") else printable(problem)
-    return "no text has this form" if matcher.is_stopped() and not matcher.is_accepting() else ""
+    return "no text has this structure" if matcher.is_stopped() and not matcher.is_accepting() else ""
 
 
 def _check_text(kind: str, text: Any) -> None:
     if not isinstance(text, str):
-        raise ContractTypeError(f"form: the {kind} must be a string, not {shown(text)}")
+        raise ContractTypeError(f"structured_output: the {kind} must be a string, not {shown(text)}")
     if len(text) > MOST_CHARACTERS:
-        raise ContractError(f"form: the {kind} has {len(text)} characters, at most {MOST_CHARACTERS} may be")
+        raise ContractError(
+            f"structured_output: the {kind} has {len(text)} characters, at most {MOST_CHARACTERS} may be"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ContractError(f"form: the {kind} is not valid text: it has {text[error.start]!a} alone") from None
+        raise ContractError(
+            f"structured_output: the {kind} is not valid text: it has {text[error.start]!a} alone"
+        ) from None
 
 
 def _check_tree(node: Any, depth: int = 0) -> None:
     """Refuses what is too deep, and keys that are no strings: JSON would make one key of 1 and "1"."""
     if depth > MOST_DEPTH:
-        raise ContractError(f"form: the JSON schema is more than {MOST_DEPTH} deep")
+        raise ContractError(f"structured_output: the JSON schema is more than {MOST_DEPTH} deep")
     if isinstance(node, Mapping | list | tuple):
         for each in node.values() if isinstance(node, Mapping) else node:
             _check_tree(each, depth + 1)
     if isinstance(node, Mapping):
         for key in node:
             if not isinstance(key, str):
-                raise ContractError(f"form: a key of the JSON schema must be a string, not {shown(key)}")
+                raise ContractError(f"structured_output: a key of the JSON schema must be a string, not {shown(key)}")
 
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

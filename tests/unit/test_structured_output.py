@@ -1,4 +1,4 @@
-"""Texts of a form: what finished by itself has it, whatever the model says, and what cannot be compiled is refused."""
+"""Texts of a structure: those that finish by themselves have it, and what cannot be compiled is refused."""
 
 import builtins
 import json
@@ -12,17 +12,17 @@ import pytest
 from hypothesis import example, given, settings
 
 from paged_kv.checkpoint.config import load_config
-from paged_kv.commands.options import form_of
+from paged_kv.commands.options import structure_of
 from paged_kv.commands.prompts import FIELDS, PromptLine, RefusedLine, encode, read
 from paged_kv.engine import Grammar, JsonSchema, Regex, Sampling
 from paged_kv.engine.demo_model import FOLDER
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractError, ContractTypeError, PagedKVError, ToolchainError
-from paged_kv.forms import MOST_CHARACTERS, Forms
+from paged_kv.structured_output import MOST_CHARACTERS, StructureCompiler
 from support.fake_model import Nonsense
-from support.form_cases import HOSTILE, VALUES, schemas
 from support.properties import examples
+from support.structure_cases import HOSTILE, VALUES, schemas
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -66,7 +66,7 @@ def is_valid(schema, text):
 def test_what_finished_is_valid_and_what_was_cut_says_so(tokenizer, temperature):
     engine, asked = Engine(Nonsense(4000), tokenizer), schemas(200)
     for number, schema in enumerate(asked):
-        sampling = Sampling(120, temperature=temperature, seed=number, form=JsonSchema(schema))
+        sampling = Sampling(120, temperature=temperature, seed=number, structured_output=JsonSchema(schema))
         assert engine.add_request([1 + number], sampling) == number
     finished = 0
     for (number, _), (text, last) in outputs(engine).items():
@@ -78,12 +78,14 @@ def test_what_finished_is_valid_and_what_was_cut_says_so(tokenizer, temperature)
 
 
 def test_preempted_forked_and_chunked_samples_get_their_own_texts(tokenizer):
-    forms = [NAME, POINT, Regex("[a-c]{3,40}"), None, Grammar('start: "(" start ")" | "x"\n')]
+    structures = [NAME, POINT, Regex("[a-c]{3,40}"), None, Grammar('start: "(" start ")" | "x"\n')]
     found = []
     for num_pages in (400, 24):
         engine = Engine(Nonsense(num_pages, 4), tokenizer, max_step_tokens=16)
         for number in range(20):
-            sampling = Sampling(30, temperature=1.5, seed=number, form=forms[number % 5], top_p=0.9, min_p=0.01)
+            sampling = Sampling(
+                30, temperature=1.5, seed=number, structured_output=structures[number % 5], top_p=0.9, min_p=0.01
+            )
             engine.add_request(list(range(3, 4 + number)), sampling, n=1 + number % 3)
         last_ones = outputs(engine).items()
         found.append({key: (text, replace(last, cached_tokens=0)) for key, (text, last) in last_ones})
@@ -98,12 +100,14 @@ def test_preempted_forked_and_chunked_samples_get_their_own_texts(tokenizer):
         assert last.finish != "error"
 
 
-def test_a_form_that_may_go_on_ends_by_an_end_token_or_at_the_limit(tokenizer):
+def test_a_structure_that_may_go_on_ends_by_an_end_token_or_at_the_limit(tokenizer):
     (end,) = CONFIG.eos_token_ids
     for ignore_end, reason in ((False, "stop"), (True, "length")):
         bias = {end: 100} if not ignore_end else {}
         engine = Engine(Nonsense(40), tokenizer)
-        engine.add_request([5], Sampling(20, form=Regex("aaaa[a-z]*"), logit_bias=bias, ignore_end=ignore_end))
+        engine.add_request(
+            [5], Sampling(20, structured_output=Regex("aaaa[a-z]*"), logit_bias=bias, ignore_end=ignore_end)
+        )
         ((text, last),) = outputs(engine).values()
         assert last.finish == reason
         assert re.fullmatch("aaaa[a-z]*", text)
@@ -112,13 +116,16 @@ def test_a_form_that_may_go_on_ends_by_an_end_token_or_at_the_limit(tokenizer):
 
 def test_a_text_that_a_stop_cut_short_is_an_error_and_no_other_request_notices(tokenizer):
     engine = Engine(Nonsense(40), tokenizer)
-    engine.add_request([5], Sampling(40, form=NAME, stop='"'))
-    engine.add_request([5], Sampling(40, form=Regex("abc"), stop="nothing"))
-    engine.add_request([5], Sampling(40, form=Regex("[ab]"), stop_tokens=tokenizer.encode("ab")))
-    engine.add_request([5], Sampling(40, form=Regex("[ab]{9}"), stop_tokens=range(2, 1000)))
+    engine.add_request([5], Sampling(40, structured_output=NAME, stop='"'))
+    engine.add_request([5], Sampling(40, structured_output=Regex("abc"), stop="nothing"))
+    engine.add_request([5], Sampling(40, structured_output=Regex("[ab]"), stop_tokens=tokenizer.encode("ab")))
+    engine.add_request([5], Sampling(40, structured_output=Regex("[ab]{9}"), stop_tokens=range(2, 1000)))
     (_, cut), (text, whole), (short, inside), (_, too_soon) = outputs(engine).values()
     for last in (cut, too_soon):
-        assert (last.finish, last.error) == ("error", f"request {last.request}: its text ended before its form did")
+        assert (last.finish, last.error) == (
+            "error",
+            f"request {last.request}: its text ended before its structure did",
+        )
     assert (text, whole.finish) == ("abc", "stop")
     assert (short in ("a", "b"), inside.finish) == (True, "stop")
 
@@ -126,19 +133,19 @@ def test_a_text_that_a_stop_cut_short_is_an_error_and_no_other_request_notices(t
 def test_a_library_that_fails_in_between_ends_its_request_alone(tokenizer):
     engine = Engine(Nonsense(40), tokenizer)
     for _ in range(2):
-        engine.add_request([5], Sampling(40, form=POINT))
+        engine.add_request([5], Sampling(40, structured_output=POINT))
     first = engine._unfinished[0]
-    begin = first.form.begin
+    begin = first.structure.begin
 
     def broken(ends):
         state = begin(ends)
-        state._matcher.consume_token(7)  # not what the form begins with: an error for ever
+        state._matcher.consume_token(7)  # not what the structure begins with: an error for ever
         return state
 
-    first.form.begin = broken
+    first.structure.begin = broken
     (_, failed), (text, whole) = outputs(engine).values()
     assert failed.finish == "error"
-    assert "form" in failed.error
+    assert "structure" in failed.error
     assert whole.finish == "stop"
     assert is_valid(json.loads(POINT.schema), text)
 
@@ -154,7 +161,7 @@ FOLLOWED = {
 def test_what_is_hostile_is_refused_or_followed_within_bounds(tokenizer, name):
     engine, refused = Engine(Nonsense(40), tokenizer), ""
     try:
-        engine.add_request([5], Sampling(20, form=JsonSchema(HOSTILE[name])))
+        engine.add_request([5], Sampling(20, structured_output=JsonSchema(HOSTILE[name])))
     except PagedKVError as error:
         refused = str(error)
     assert len(refused.splitlines()) <= 1
@@ -167,9 +174,11 @@ def test_what_is_hostile_is_refused_or_followed_within_bounds(tokenizer, name):
 def test_what_would_end_the_process_or_take_minutes_is_refused(tokenizer):
     chain = "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(9000))
     remainders = {"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967, 9949, 9941)]}
-    for form in (Grammar(f'start: a0\n{chain}\na9000: "x"\n'), JsonSchema(remainders)):
-        with pytest.raises(ContractError, match=r"^form: it cannot be compiled within 4 s, 4 GiB of memory"):
-            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(form=form))
+    for structure in (Grammar(f'start: a0\n{chain}\na9000: "x"\n'), JsonSchema(remainders)):
+        with pytest.raises(
+            ContractError, match=r"^structured_output: it cannot be compiled within 4 s, 4 GiB of memory"
+        ):
+            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(structured_output=structure))
 
 
 def test_what_was_refused_is_not_tried_again(tokenizer, monkeypatch):
@@ -177,7 +186,7 @@ def test_what_was_refused_is_not_tried_again(tokenizer, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: tried.append(1) or failed)
     for _ in range(2):
         with pytest.raises(ContractError, match="ended with -9"):
-            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(form=Regex("refused twice")))
+            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(structured_output=Regex("refused twice")))
     assert len(tried) == 1
 
 
@@ -186,13 +195,13 @@ def test_errors_name_the_place(tokenizer):
     for bad, message in (
         (JsonSchema(schema), "cannot be compiled at #/properties/a~1b/items: Unknown format: weird"),
         (JsonSchema({"anyOf": [{"type": "string"}, {"not": {}}]}), 'at #/anyOf/1: Unimplemented keys: ["not"]'),
-        (JsonSchema({"$ref": "#"}), "cannot be compiled at #: its form cannot be followed: no token continues it"),
+        (JsonSchema({"$ref": "#"}), "cannot be compiled at #: its structure cannot be followed: no token continues it"),
         (Regex("(a"), "the regular expression cannot be compiled: "),
         (Regex("(?=a)b"), "the regular expression cannot be compiled: "),
         (Grammar("start: nothing\n"), "the grammar cannot be compiled: "),
     ):
         with pytest.raises(ContractError, match=re.escape(message)):
-            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(form=bad))
+            Engine(Nonsense(4), tokenizer).add_request([5], Sampling(structured_output=bad))
     for make, kind in (
         (lambda: JsonSchema("{"), ContractError),
         (lambda: JsonSchema(3), ContractTypeError),
@@ -200,9 +209,9 @@ def test_errors_name_the_place(tokenizer):
         (lambda: JsonSchema({"const": float("nan")}), ContractError),
         (lambda: Regex(b"a"), ContractTypeError),
         (lambda: Grammar("x" * (MOST_CHARACTERS + 1)), ContractError),
-        (lambda: Sampling(form="a"), ContractTypeError),
+        (lambda: Sampling(structured_output="a"), ContractTypeError),
     ):
-        with pytest.raises(kind, match=r"^form"):
+        with pytest.raises(kind, match=r"^structured_output"):
             make()
 
 
@@ -215,13 +224,13 @@ def test_errors_name_the_place(tokenizer):
 @example({"maxLength": 10**5000})
 @example({1: {}})
 @example("\ud800")
-def test_any_value_is_a_form_or_a_typed_refusal(tokenizer, value):
+def test_any_value_is_a_structure_or_a_typed_refusal(tokenizer, value):
     for kind in (JsonSchema, Regex, Grammar):
         try:
-            tokenizer.forms.compile(kind(value)).begin()
+            tokenizer.structure_compiler.compile(kind(value)).begin()
         except (ContractError, ContractTypeError) as error:
             message = str(error)
-            assert message.startswith("form: ")
+            assert message.startswith("structured_output: ")
             assert len(message.splitlines()) == 1
             message.encode()
 
@@ -234,7 +243,7 @@ def test_keys_of_a_schema_are_strings():
 
 def test_without_the_library_or_a_tokenizer_of_that_kind(tokenizer, monkeypatch):
     with pytest.raises(ContractError, match="needs a tokenizer"):
-        Engine(Nonsense(4)).add_request([5], Sampling(form=NAME))
+        Engine(Nonsense(4)).add_request([5], Sampling(structured_output=NAME))
     imported = builtins.__import__
 
     def missing(name, *others):
@@ -244,31 +253,31 @@ def test_without_the_library_or_a_tokenizer_of_that_kind(tokenizer, monkeypatch)
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ToolchainError, match=r"llguidance 1\.9 or later, and none is installed"):
-        Forms(tokenizer._tokenizer)
+        StructureCompiler(tokenizer._tokenizer)
 
 
 def test_an_older_library_has_other_rules_for_white_space(tokenizer, monkeypatch):
     """Its 1.7 is what vLLM's build for CPUs wants."""
-    monkeypatch.setattr("paged_kv.forms.version", lambda _: "1.7.6")
+    monkeypatch.setattr("paged_kv.structured_output.version", lambda _: "1.7.6")
     with pytest.raises(ToolchainError, match=r"llguidance 1\.9 or later, and 1\.7\.6 is installed"):
-        Forms(tokenizer._tokenizer)
+        StructureCompiler(tokenizer._tokenizer)
 
 
 @pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
 def test_json_may_be_indented_but_no_white_space_goes_on_for_ever(tokenizer, indent):
     value = {"x": 5, "s": "abc"}
-    assert tokenizer.forms.accepts(POINT, json.dumps(value, indent=indent))
+    assert tokenizer.structure_compiler.accepts(POINT, json.dumps(value, indent=indent))
     for endless in ('{\n\n"x":5,"s":"abc"}', '{  "x":5,"s":"abc"}'):
-        assert not tokenizer.forms.accepts(POINT, endless)
+        assert not tokenizer.structure_compiler.accepts(POINT, endless)
 
 
 def test_a_schema_cannot_turn_refusals_off(tokenizer):
     lenient = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
     with pytest.raises(ContractError, match="uniqueItems"):
-        tokenizer.forms.compile(JsonSchema(lenient))
+        tokenizer.structure_compiler.compile(JsonSchema(lenient))
 
 
-def test_json_lines_have_forms(tokenizer, tmp_path: Path):
+def test_json_lines_have_structures(tokenizer, tmp_path: Path):
     lines = [
         {"prompt": "a", "json_schema": {"type": "integer"}},
         {"prompt": "a", "regex": "a+"},
@@ -278,13 +287,15 @@ def test_json_lines_have_forms(tokenizer, tmp_path: Path):
     ]
     file = tmp_path / "lines"
     file.write_text("\n".join(map(json.dumps, lines)))
-    first, second, third, fourth, fifth = encode(read(str(file), Sampling(form=NAME), 1), tokenizer, CONFIG)
-    assert first.sampling.form == JsonSchema({"type": "integer"})
-    assert second.sampling.form == Regex("a+")
+    first, second, third, fourth, fifth = encode(
+        read(str(file), Sampling(structured_output=NAME), 1), tokenizer, CONFIG
+    )
+    assert first.sampling.structured_output == JsonSchema({"type": "integer"})
+    assert second.sampling.structured_output == Regex("a+")
     assert isinstance(third, RefusedLine)
     assert "Invalid type: nothing" in third.error
     assert isinstance(fourth, RefusedLine)
-    assert fifth.sampling.form == NAME
+    assert fifth.sampling.structured_output == NAME
 
 
 @settings(max_examples=examples(100))
@@ -308,14 +319,14 @@ def test_no_line_ends_the_others(tokenizer, value, schema, prompt):
 def test_options_of_the_command(tmp_path: Path):
     file = tmp_path / "schema.json"
     file.write_text('{"type": "integer"}')
-    assert form_of(file, None, None) == JsonSchema({"type": "integer"})
-    assert form_of(None, "a+", None) == Regex("a+")
-    assert form_of(None, None, file) == Grammar('{"type": "integer"}')
-    assert form_of(None, None, None) is None
+    assert structure_of(file, None, None) == JsonSchema({"type": "integer"})
+    assert structure_of(None, "a+", None) == Regex("a+")
+    assert structure_of(None, None, file) == Grammar('{"type": "integer"}')
+    assert structure_of(None, None, None) is None
     for arguments, message in (
         ((file, "a", None), "--json-schema or --regex"),
         ((tmp_path / "none", None, None), "--json-schema .*cannot be read"),
         ((tmp_path, None, None), "--json-schema .*cannot be read"),
     ):
         with pytest.raises(ContractError, match=message):
-            form_of(*arguments)
+            structure_of(*arguments)

@@ -16,7 +16,7 @@ from paged_kv.runtime.compile_key import CompileKey
 
 
 @dataclass(frozen=True)
-class GraphFamily:
+class GraphBundle:
     """Everything a compile and a load need. `kernel_build` sends it to another process, so there all of it can be
     pickled.
     """
