@@ -5,7 +5,11 @@ from __future__ import annotations
 from paged_kv.graphs.models import (
     deepseek_v2,
     deepseek_v3,
+    ernie4_5,
+    exaone4,
+    gemma2,
     gemma3,
+    glm4,
     gpt_oss,
     granite,
     llama,
@@ -16,6 +20,7 @@ from paged_kv.graphs.models import (
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
 )
 from paged_kv.graphs.models.family import Family
@@ -38,6 +43,11 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe,
         gpt_oss,
         smollm3,
+        gemma2,
+        seed_oss,
+        exaone4,
+        ernie4_5,
+        glm4,
     )
 }
 

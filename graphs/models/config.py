@@ -25,7 +25,7 @@ from paged_kv.options import (
 )
 
 Activation = Literal["silu", "gelu_tanh"]
-NormPlace = Literal["before", "after", "around"]
+NormPlace = Literal["before", "after", "around", "around (GLM)"]
 QkNorm = Literal["head", "all_heads"]
 
 THETA = (1.0 + 1e-6, 1e18)
@@ -71,8 +71,10 @@ class DecoderConfig:
     dtype: str | None
     """The checkpoint's own, None where it does not say."""
 
-    fused_projections: bool = False
-    """Q, K and V are one weight (`qkv_proj`), gate and up another (`gate_up_proj`)."""
+    fused_qkv: bool = False
+    """Q, K and V are one weight, `qkv_proj`."""
+    fused_gate_up: bool = False
+    """Gate and up are one weight, `gate_up_proj`."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -87,6 +89,8 @@ class DecoderConfig:
     activation: Activation = "silu"
     sm_scale: float | None = None
     """The scale of the attention scores; 1 / sqrt(head_dim) where it is None."""
+    attention_cap: float = 0.0
+    """Scores s become `cap * tanh(s / cap)` before the softmax; 0: they do not."""
     windows: tuple[int, ...] = ()
     """The number of tokens that a token of each layer sees before itself, -1 for all; empty where every layer sees
     all.
@@ -95,9 +99,13 @@ class DecoderConfig:
     """The rotation of the layers that have a window, where it is another one."""
     rotates: tuple[bool, ...] = ()
     """Tells for each layer if q and k are rotated; empty where all are."""
+    rotates_neighbours: bool = False
+    """Rotation turns elements 2i and 2i + 1 of a head; else i and i + half of what is rotated."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_cap: float = 0.0
+    """As `attention_cap`, of the logits."""
     sinks: bool = False
     """Each head has a score that joins the softmax's denominator alone."""
     latent: LatentSizes | None = None

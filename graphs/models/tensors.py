@@ -27,6 +27,12 @@ NORMS = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    "around (GLM)": (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
 }
 
 
@@ -163,13 +169,13 @@ def _projections(config: DecoderConfig) -> dict[str, Shape]:
             "k_up_proj": (heads, latent.kv_rank, latent.nope_dim),
             "v_up_proj": (heads, latent.v_dim, latent.kv_rank),
         }
-    if config.fused_projections:
+    if config.fused_qkv:
         return {"qkv_proj": (queries + 2 * keys, hidden)}
     return {f"{name}_proj": (size, hidden) for name, size in zip("qkv", (queries, keys, keys), strict=True)}
 
 
 def _gate_and_up(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]:
-    if config.fused_projections:
+    if config.fused_gate_up:
         return {f"{at}.gate_up_proj": (2 * inner, config.hidden_size)}
     return {f"{at}.{name}_proj": (inner, config.hidden_size) for name in ("gate", "up")}
 

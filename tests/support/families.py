@@ -84,6 +84,22 @@ CASES = {
             "pad_token_id": 0,
         },
     ),
+    "seed_oss": ("SeedOss", {"attention_out_bias": True}),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 3, "head_dim": 8, "sliding_window": 19, "sliding_window_pattern": 3}),
+    "exaone4, no windows": ("Exaone4", {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "ernie4_5": ("Ernie4_5", {"use_bias": True, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"pad_token_id": 0, "eos_token_id": 258, "attention_bias": True}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 19,
+            "query_pre_attn_scalar": 50,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 0.8,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {

@@ -1,0 +1,33 @@
+"""GLM-4 of 2025: norms around attention and MLP, and rotations of adjacent elements in half of each head."""
+
+from __future__ import annotations
+
+from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope
+from paged_kv.graphs.models.family import LAYER, Family, Gguf
+from paged_kv.graphs.models.fields import Fields
+
+_NAMES = {
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "mlp.gate_up_proj": "ffn_up",
+}
+
+
+def read(fields: Fields) -> DecoderConfig:
+    fields = fields.with_defaults(head_dim=128, partial_rotary_factor=0.5)
+    return read_config(
+        fields,
+        rope=read_rope(fields, fields.integer("head_dim")),
+        rotates_neighbours=True,
+        fused_gate_up=True,
+        norm_place="around (GLM)",
+        qkv_bias=fields.boolean("attention_bias", default=True),
+    )
+
+
+FAMILY = Family(
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    read=read,
+    gguf=Gguf("glm4", layer=LAYER | _NAMES, rotates_a_part=True),
+)
