@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope
-from paged_kv.graphs.models.family import Family, Gguf
+from paged_kv.graphs.models.family import Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 
 
@@ -20,4 +23,14 @@ def read(fields: Fields) -> DecoderConfig:
     )
 
 
-FAMILY = Family(architecture="Ernie4_5ForCausalLM", model_type="ernie4_5", read=read, gguf=Gguf("ernie4_5"))
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, bool]:
+    del number
+    return {"use_bias": values["attention_bias"]}
+
+
+FAMILY = Family(
+    architecture="Ernie4_5ForCausalLM",
+    model_type="ernie4_5",
+    read=read,
+    gguf=Gguf("ernie4_5", finish=_of_metadata),
+)

@@ -9,14 +9,14 @@ from paged_kv.graphs.models.config import DecoderConfig, read_config, read_windo
 from paged_kv.graphs.models.family import LAYER, NORMS_AFTER, Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def read(fields: Fields) -> DecoderConfig:
     fields.refuse("use_bidirectional_attention", "is not supported")
     bias = fields.boolean("attention_bias")
     # Null is no cap and no window; a key that is missing has its default.
-    fields = Fields(fields.file, {"sliding_window": 4096, **dict(zip(CAPS, (50.0, 30.0), strict=True)), **fields.values})
+    fields = Fields(fields.file, {"sliding_window": 4096, **CAPS, **fields.values}, fields.prefix)
     attention_cap, logits_cap = (0.0 if fields.get(key) is None else fields.number(key) for key in CAPS)
     return read_config(
         fields.with_defaults(head_dim=256, tie_word_embeddings=True),
@@ -34,14 +34,12 @@ def read(fields: Fields) -> DecoderConfig:
     )
 
 
-def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, float | None]:
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, float]:
     """Only the largest model (46 layers) scales its scores by another size than head_dim."""
     size = values["hidden_size"] // values["num_attention_heads"]
-    said = {key: number(name, default) or None for key, (name, default) in _CAPS.items()}
-    return {"query_pre_attn_scalar": size if values.get("num_hidden_layers") == 46 else values["head_dim"], **said}
+    scored = size if values.get("num_hidden_layers") == 46 else values["head_dim"]
+    return {"query_pre_attn_scalar": scored, **{key: number(key, default) for key, default in CAPS.items()}}
 
-
-_CAPS = {"attn_logit_softcapping": ("attn_logit_softcapping", 50.0), "final_logit_softcapping": ("final_logit_softcapping", 30.0)}
 
 FAMILY = Family(
     architecture="Gemma2ForCausalLM",
@@ -53,6 +51,8 @@ FAMILY = Family(
         norm_offset=1.0,
         defaults={"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None},
         finish=_of_metadata,
+        reads=frozenset(CAPS),
         windows=2,
+        needs_window=True,
     ),
 )

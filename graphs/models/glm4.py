@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from paged_kv.graphs.models.config import DecoderConfig, read_config, read_rope
-from paged_kv.graphs.models.family import LAYER, Family, Gguf
+from paged_kv.graphs.models.family import LAYER, Family, Gguf, Number
 from paged_kv.graphs.models.fields import Fields
 
 _NAMES = {
@@ -25,9 +28,15 @@ def read(fields: Fields) -> DecoderConfig:
     )
 
 
+def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, float]:
+    """A file that does not say how much of a head is rotated has all of it rotated."""
+    del number
+    return {"partial_rotary_factor": values.get("partial_rotary_factor", 1.0)}
+
+
 FAMILY = Family(
     architecture="Glm4ForCausalLM",
     model_type="glm4",
     read=read,
-    gguf=Gguf("glm4", layer=LAYER | _NAMES, rotates_a_part=True),
+    gguf=Gguf("glm4", layer=LAYER | _NAMES, rotates_a_part=True, finish=_of_metadata),
 )

@@ -21,7 +21,11 @@ WITHOUT_EFFECT = {
     "classifier.output_labels", "classifier.pooling_type", "deepstack_mapping", "n_deepstack_layers",
     "rope.scaling.finetuned",
 }  # fmt: skip
-PLAIN = {"rope_type": "default", "rope_theta": 150000.0}
+OWN = {
+    "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+}
+"""What a plain file's model has of its own."""
 GRANITE = {"expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size",
            "ssm.state_size", "ssm.time_step_rank"}  # fmt: skip
 """What Granite 4's dense files have of the hybrids that they are a form of."""
@@ -40,6 +44,11 @@ NEUTRAL = {
     "expert_gating_func": 1, "expert_weights_norm": True, "expert_shared_count": 0, "leading_dense_block_count": 0,
 }  # fmt: skip
 """Values that leave any model as it is: llama.cpp's defaults, and what the tests' models have."""
+NOT_NEUTRAL = {
+    "granite": {"attention.scale"},
+    "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
+    "glm4": {"rope.dimension_count"},
+}
 
 
 HUGGING_FACE = {
@@ -48,7 +57,7 @@ HUGGING_FACE = {
     "logit_scale": "logits_scaling", "rope.freq_base": "rope_theta", "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
 """What an error may say instead."""
-WINDOWED = ("llama", "phi3", "olmo2", "gemma3", "gpt-oss")
+WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4")
 OF_WINDOWS = {
     "attention.key_length_swa", "attention.sliding_window_pattern", "attention.value_length_swa", "rope.freq_base_swa",
     "rope.dimension_count_swa",
@@ -73,7 +82,7 @@ def headers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys")
     found = {}
     for name in MODELS.keys() - {"olmo3"}:
-        sizes = {"num_hidden_layers": 2, "head_dim": 32} | ({"rope_parameters": PLAIN} if name == "gpt-oss" else {})
+        sizes = {"num_hidden_layers": 2, "head_dim": 32} | OWN.get(name, {})
         file = write_gguf(folder / f"{name}.gguf", make_model(name, **sizes), lambda _: "F32")
         found[name] = open_gguf(file).header
     return found
@@ -119,7 +128,7 @@ def test_neutral_values_pass(headers, kind):
     header = headers[kind]
     plain = config_of(header)
     for key, value in NEUTRAL.items():
-        if key == "attention.scale" and kind == "granite":
+        if key in NOT_NEUTRAL.get(kind, ()):
             continue
         assert config_of(header, **{key: value}) == plain, key
 
