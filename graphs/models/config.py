@@ -25,7 +25,7 @@ from paged_kv.options import (
 )
 
 Activation = Literal["silu", "gelu_tanh"]
-NormPlace = Literal["before", "after", "around", "around (GLM)"]
+NormPlace = Literal["before", "after", "around", "around (GLM)", "before both"]
 QkNorm = Literal["head", "all_heads"]
 
 THETA = (1.0 + 1e-6, 1e18)
@@ -48,7 +48,7 @@ class LatentSizes:
     v_dim: int
 
     NORM_EPS: ClassVar[float] = 1e-6
-    """The epsilon of the norms of latents, whatever `rms_norm_eps` is."""
+    """The epsilon of the norms of latents, whatever the others have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class DecoderConfig:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     rope: Rope
     tie_word_embeddings: bool
     bos_token_id: int | None
@@ -75,13 +75,20 @@ class DecoderConfig:
     """Q, K and V are one weight, `qkv_proj`."""
     fused_gate_up: bool = False
     """Gate and up are one weight, `gate_up_proj`."""
+    gated: bool = True
+    """The MLP multiplies by a gate; else it is `c_proj(activation(c_fc(x)))`."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm | None = None
     """An RMS norm of q and k before they are rotated: of each head, or of all heads as one vector."""
     norm_place: NormPlace = "before"
-    """RMS norms stand before attention and MLP (on their input), after them (on their output), or around them."""
+    """Norms stand before attention and MLP (on their input), after them (on their output), or around them. Before both:
+    one norm's output is the input of both, whose outputs are added together."""
+    layer_norm: bool = False
+    """Norms subtract the mean first (LayerNorm); else they are RMS norms."""
+    norm_bias: bool = False
+    """LayerNorms have biases."""
     norm_offset: float = 0.0
     """The number that is added to the weights of all norms."""
     norm_rounds_once: bool = False
@@ -154,8 +161,11 @@ def with_cache_rotation(config: DecoderConfig, rotate: CacheRotation | None) -> 
     return replace(config, rotate=rotate)
 
 
-def read_config(fields: Fields, **switches: Any) -> DecoderConfig:
+def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) -> DecoderConfig:
     """The sizes and the rotation from `config.json`'s usual keys; `switches` are what the family adds.
+
+    Args:
+        eps_key: What the family calls the epsilon of its norms.
 
     Raises:
         CheckpointError: a field is missing, of a wrong type, or of a value that this package does not run.
@@ -186,7 +196,7 @@ def read_config(fields: Fields, **switches: Any) -> DecoderConfig:
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": fields.integer("max_position_embeddings"),
-        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "norm_eps": fields.number(eps_key),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings"),
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": fields.tokens("eos_token_id", vocab_size),

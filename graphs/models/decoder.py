@@ -88,9 +88,14 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
             for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
         ]
         xs = [x if rows is None else paged.take_rows(x, rows) for x, rows in zip(xs, of_use, strict=True)]
-        xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
-        ys = _normed(steps, layer, mlp_in, xs)
-        parts = [_feed_forward(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
+        if config.norm_place == "before both":
+            ys = [y if rows is None else paged.take_rows(y, rows) for y, rows in zip(ys, of_use, strict=True)]
+            outputs = zip(steps, ys, parts, strict=True)
+            parts = [part + _feed_forward(step.parameters, y, layer) for step, y, part in outputs]
+        else:
+            xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
+            ys = _normed(steps, layer, mlp_in, xs)
+            parts = [_feed_forward(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
         xs = _plus(config, xs, _normed(steps, layer, mlp_out, add_up(parts)))
     return xs
 
@@ -196,6 +201,9 @@ def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorV
 def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
     """`down(activation(gate(x)) * up(x))`, `[N, hidden]`; of several devices, the part of its inner dimension."""
     config = parameters.config
+    if not config.gated:
+        (inner,) = parameters.linear(x, f"{at}.c_fc")
+        return parameters.linear(ops.gelu(inner, "tanh"), f"{at}.c_proj")[0]
     if config.fused_gate_up:
         gate_up = parameters.linear(x, f"{at}.gate_up_proj")[0]
         gate, up = ops.split(gate_up, [int(gate_up.shape[1]) // 2] * 2, axis=-1)

@@ -89,6 +89,40 @@ CASES = {
     "exaone4, no windows": ("Exaone4", {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "ernie4_5": ("Ernie4_5", {"use_bias": True, "pad_token_id": 0}),
     "glm4": ("Glm4", {"pad_token_id": 0, "eos_token_id": 258, "attention_bias": True}),
+    "cohere": ("Cohere", {"head_dim": 8, "logit_scale": 0.3, "pad_token_id": 0, "attention_bias": True}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 19,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "logit_scale": 0.3,
+            "pad_token_id": 0,
+            "head_dim": 24,
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"head_dim": 8, "sliding_window": 19, "norm_epsilon": 0.1}),
+    "stablelm": ("StableLm", {"head_dim": 8, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm, parallel": ("StableLm", {"head_dim": 8, "use_parallel_residual": True, "partial_rotary_factor": 0.5}),
+    "olmoe": ("Olmoe", {"head_dim": 8, "num_experts": 16, "num_experts_per_tok": 3, "pad_token_id": 0}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": 19, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "gemma2": (
         "Gemma2",
         {
