@@ -25,6 +25,6 @@ FAMILY = Family(
         "olmoe",
         layer=LAYER | EXPERTS,
         sizes={"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
-        neutral={"expert_weights_norm": (False,)},
+        neutral={"expert_gating_func": (0, 1), "expert_weights_norm": (False,)},
     ),
 )

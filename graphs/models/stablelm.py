@@ -32,9 +32,12 @@ def _of_metadata(values: Mapping[str, Any], number: Number) -> dict[str, Any]:
     return {"use_qkv_bias": values["attention_bias"], "partial_rotary_factor": part}
 
 
+_PARALLEL = frozenset({"use_parallel_residual"})
+"""Converters write true where config.json says nothing; a model whose layers are parallel has no second norm."""
+
 FAMILY = Family(
     architecture="StableLmForCausalLM",
     model_type="stablelm",
     read=read,
-    gguf=Gguf("stablelm", eps=LAYER_NORM_EPS, rotates_a_part=True, finish=_of_metadata),
+    gguf=Gguf("stablelm", eps=LAYER_NORM_EPS, rotates_a_part=True, finish=_of_metadata, without_effect=_PARALLEL),
 )

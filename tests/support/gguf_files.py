@@ -59,6 +59,17 @@ MODELS = {
     "exaone4": (transformers.Exaone4Config, {"num_hidden_layers": 5, "sliding_window": 8}),
     "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 32}),
     "glm4": (transformers.Glm4Config, {"head_dim": 32}),
+    "command-r": (transformers.CohereConfig, {"logit_scale": 0.3, "tie_word_embeddings": True, "layer_norm_eps": 1e-5}),
+    "cohere2": (
+        transformers.Cohere2Config,
+        {"logit_scale": 0.3, "tie_word_embeddings": True, "num_hidden_layers": 5, "sliding_window": 8},
+    ),
+    "starcoder2": (transformers.Starcoder2Config, {"norm_epsilon": 1e-5}),
+    "stablelm": (transformers.StableLmConfig, {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
+    "olmoe": (
+        transformers.OlmoeConfig,
+        {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256, "norm_topk_prob": False},
+    ),
     "gemma2": (
         transformers.Gemma2Config,
         {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
@@ -73,7 +84,13 @@ MODELS = {
 """Of GGUF's architectures: transformers' configuration, and what is not in `SIZES`."""
 
 GEMMAS = ("gemma2", "gemma3")
-ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "cohere": "command-r",
+}
 
 _KEYS = {
     "embedding_length": "hidden_size",
@@ -93,6 +110,7 @@ _KEYS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
@@ -145,6 +163,10 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         value = getattr(config, name, None)
         if value is None and name == "moe_intermediate_size" and architecture == "gpt-oss":
             value = config.intermediate_size
+        if key == "logit_scale":
+            value = getattr(config, key, value)
+        if key == "attention.layer_norm_epsilon":
+            value = getattr(config, "norm_epsilon", value)
         if value is None and name == "num_local_experts":
             value = getattr(config, "num_experts", None)
         if value is None and name == "head_dim":
