@@ -31,16 +31,18 @@ class Rotary:
         return paged.rotate(x, self.cos, self.sin)
 
     def of_pairs(self, x: TensorValue) -> TensorValue:
-        """Rotates the pairs of adjacent dimensions of every head of `x` `[T, H, 2 pairs]`, in float32.
+        """Rotates the pairs of adjacent dimensions at the beginning of every head of `x` `[T, H, D]`, in float32.
 
         The rotated pairs come out as halves, all first members and then all second ones: in products of queries and
         keys that are both in this order it makes no difference.
         """
         tokens, heads, dims = x.shape
+        count = int(self.cos.shape[1])
         cos, sin = ops.unsqueeze(self.cos, 1), ops.unsqueeze(self.sin, 1)
-        pairs = ops.reshape(ops.cast(x, DType.float32), [tokens, heads, int(dims) // 2, 2])
+        pairs = ops.reshape(ops.cast(x[:, :, : 2 * count], DType.float32), [tokens, heads, count, 2])
         a, b = pairs[:, :, :, 0], pairs[:, :, :, 1]
-        return ops.cast(ops.concat([a * cos - b * sin, b * cos + a * sin], -1), x.dtype)
+        rotated = [ops.cast(part, x.dtype) for part in (a * cos - b * sin, b * cos + a * sin)]
+        return ops.concat([*rotated, x[:, :, 2 * count :]] if int(dims) > 2 * count else rotated, -1)
 
     def of_rows(self, rows: TensorValue) -> Rotary:
         """Those of some rows, `[N]` int32."""
@@ -82,11 +84,20 @@ class StepRows:
         *,
         layer: int,
         sm_scale: float | None,
+        logits_soft_cap: float,
         window_left: int,
         sinks: TensorValue | None = None,
     ) -> TensorValue:
         """Attention of the rows' q `[T, Hq, D]` over what each sees in a layer, as `q`; `sinks` are `[Hq]` float32."""
         o, _ = paged.attention(
-            cache, q, self.batch, self.lengths, layer=layer, sm_scale=sm_scale, window_left=window_left, sinks=sinks
+            cache,
+            q,
+            self.batch,
+            self.lengths,
+            layer=layer,
+            sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            window_left=window_left,
+            sinks=sinks,
         )
         return o

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from paged_kv.graphs.models import (
+    cohere,
+    cohere2,
     deepseek_v2,
     deepseek_v3,
+    ernie4_5,
+    exaone4,
+    gemma2,
     gemma3,
+    glm4,
+    glm4_moe,
     gpt_oss,
     granite,
     llama,
+    ministral,
     mistral,
     olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
+    stablelm,
+    starcoder2,
 )
 from paged_kv.graphs.models.family import Family
 from paged_kv.graphs.models.fields import Fields
@@ -38,6 +50,18 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe,
         gpt_oss,
         smollm3,
+        gemma2,
+        seed_oss,
+        exaone4,
+        ernie4_5,
+        glm4,
+        cohere,
+        cohere2,
+        starcoder2,
+        stablelm,
+        olmoe,
+        glm4_moe,
+        ministral,
     )
 }
 

@@ -12,7 +12,7 @@ from paged_kv.arguments import shown
 from paged_kv.errors import ContractError
 from paged_kv.graphs.encodings import Encoding
 from paged_kv.graphs.layer_ops import is_hadamard_size
-from paged_kv.graphs.models.fields import Fields
+from paged_kv.graphs.models.fields import MAX_LAYERS, Fields
 from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.rope import Linear, Llama3, LongRope, Rope, Scaling, Yarn
 from paged_kv.options import (
@@ -25,7 +25,7 @@ from paged_kv.options import (
 )
 
 Activation = Literal["silu", "gelu_tanh"]
-NormPlace = Literal["before", "after", "around"]
+NormPlace = Literal["before", "after", "around", "around (GLM)", "before both"]
 QkNorm = Literal["head", "all_heads"]
 
 THETA = (1.0 + 1e-6, 1e18)
@@ -48,7 +48,7 @@ class LatentSizes:
     v_dim: int
 
     NORM_EPS: ClassVar[float] = 1e-6
-    """The epsilon of the norms of latents, whatever `rms_norm_eps` is."""
+    """The epsilon of the norms of latents, whatever the others have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class DecoderConfig:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
-    rms_norm_eps: float
+    norm_eps: float
     rope: Rope
     tie_word_embeddings: bool
     bos_token_id: int | None
@@ -71,15 +71,24 @@ class DecoderConfig:
     dtype: str | None
     """The checkpoint's own, None where it does not say."""
 
-    fused_projections: bool = False
-    """Q, K and V are one weight (`qkv_proj`), gate and up another (`gate_up_proj`)."""
+    fused_qkv: bool = False
+    """Q, K and V are one weight, `qkv_proj`."""
+    fused_gate_up: bool = False
+    """Gate and up are one weight, `gate_up_proj`."""
+    gated: bool = True
+    """The MLP multiplies by a gate; else it is `c_proj(activation(c_fc(x)))`."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: QkNorm | None = None
     """An RMS norm of q and k before they are rotated: of each head, or of all heads as one vector."""
     norm_place: NormPlace = "before"
-    """RMS norms stand before attention and MLP (on their input), after them (on their output), or around them."""
+    """Norms stand before attention and MLP (on their input), after them (on their output), or around them. Before both:
+    one norm's output is the input of both, whose outputs are added together."""
+    layer_norm: bool = False
+    """Norms subtract the mean first (LayerNorm); else they are RMS norms."""
+    norm_bias: bool = False
+    """LayerNorms have biases."""
     norm_offset: float = 0.0
     """The number that is added to the weights of all norms."""
     norm_rounds_once: bool = False
@@ -87,6 +96,8 @@ class DecoderConfig:
     activation: Activation = "silu"
     sm_scale: float | None = None
     """The scale of the attention scores; 1 / sqrt(head_dim) where it is None."""
+    attention_cap: float = 0.0
+    """Scores s become `cap * tanh(s / cap)` before the softmax; 0: they do not."""
     windows: tuple[int, ...] = ()
     """The number of tokens that a token of each layer sees before itself, -1 for all; empty where every layer sees
     all.
@@ -95,13 +106,19 @@ class DecoderConfig:
     """The rotation of the layers that have a window, where it is another one."""
     rotates: tuple[bool, ...] = ()
     """Tells for each layer if q and k are rotated; empty where all are."""
+    rotates_neighbours: bool = False
+    """Rotation turns elements 2i and 2i + 1 of a head; else i and i + half of what is rotated."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_cap: float = 0.0
+    """As `attention_cap`, of the logits."""
     sinks: bool = False
     """Each head has a score that joins the softmax's denominator alone."""
     latent: LatentSizes | None = None
     experts: Experts | None = None
+    draft_layers: int = 0
+    """Layers that a checkpoint has after the model's own, which draft tokens ahead; they are not read."""
     encodings: tuple[tuple[str, Encoding], ...] = ()
     """The encoding of each weight that stays in blocks, by checkpoint name."""
     cache_rotation: CacheRotation | None = None
@@ -148,8 +165,11 @@ def with_cache_rotation(config: DecoderConfig, rotation: CacheRotation | None) -
     return replace(config, cache_rotation=rotation)
 
 
-def read_config(fields: Fields, **switches: Any) -> DecoderConfig:
+def read_config(fields: Fields, eps_key: str = "rms_norm_eps", **switches: Any) -> DecoderConfig:
     """The sizes and the rotation from `config.json`'s usual keys; `switches` are what the family adds.
+
+    Args:
+        eps_key: What the family calls the epsilon of its norms.
 
     Raises:
         CheckpointError: a field is missing, of a wrong type, or of a value that this package does not run.
@@ -180,11 +200,12 @@ def read_config(fields: Fields, **switches: Any) -> DecoderConfig:
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": fields.integer("max_position_embeddings"),
-        "rms_norm_eps": fields.number("rms_norm_eps"),
+        "norm_eps": fields.number(eps_key),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings"),
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": fields.tokens("eos_token_id", vocab_size),
         "dtype": _dtype(fields),
+        "draft_layers": fields.integer("num_nextn_predict_layers", default=0, least=0, most=MAX_LAYERS),
     }
     if "rope" not in switches:
         sizes["rope"] = read_rope(fields, head_dim)

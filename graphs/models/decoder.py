@@ -88,9 +88,14 @@ def decode(steps: Sequence[DeviceStep], add_up: AddUp = lambda parts: parts) -> 
             for step, y, rotary, rows in zip(steps, ys, rotaries, of_use, strict=True)
         ]
         xs = [x if rows is None else paged.take_rows(x, rows) for x, rows in zip(xs, of_use, strict=True)]
-        xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
-        ys = _normed(steps, layer, mlp_in, xs)
-        parts = [_feed_forward(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
+        if config.norm_place == "before both":
+            ys = [y if rows is None else paged.take_rows(y, rows) for y, rows in zip(ys, of_use, strict=True)]
+            outputs = zip(steps, ys, parts, strict=True)
+            parts = [part + _feed_forward(step.parameters, y, layer) for step, y, part in outputs]
+        else:
+            xs = _plus(config, xs, _normed(steps, layer, attention_out, add_up(parts)))
+            ys = _normed(steps, layer, mlp_in, xs)
+            parts = [_feed_forward(step.parameters, y, layer) for step, y in zip(steps, ys, strict=True)]
         xs = _plus(config, xs, _normed(steps, layer, mlp_out, add_up(parts)))
     return xs
 
@@ -119,6 +124,8 @@ def logits(parameters: Parameters, x: TensorValue) -> TensorValue:
     y = parameters.linear(parameters.norm("model.norm", x), head)[0]
     if config.logits_divisor != 1:
         y = y / config.logits_divisor
+    if config.logits_cap:
+        y = ops.tanh(y / config.logits_cap) * config.logits_cap
     return paged.widened(y)
 
 
@@ -147,11 +154,12 @@ def _attention(
         return parameters.norm(f"{at}.{name}_norm", y) if config.qk_norm == "head" else y
 
     def rotated(y: TensorValue, by: Rotary | None) -> TensorValue:
-        y = y if by is None else by(y)
+        if by is not None:
+            y = by.of_pairs(y) if config.rotates_neighbours else by(y)
         return y if config.cache_rotation is None else paged.hadamard(y)
 
     of_q, q_rotary = rows, rotary
-    if config.fused_projections:
+    if config.fused_qkv:
         keys = config.num_key_value_heads * config.head_dim
         sizes = [config.num_attention_heads * config.head_dim, keys, keys]
         q, k, v = ops.split(parameters.linear(x, f"{at}.qkv_proj")[0], sizes, axis=-1)
@@ -172,6 +180,7 @@ def _attention(
         rotated(heads(q, "q"), q_rotary),
         layer=layer,
         sm_scale=config.sm_scale,
+        logits_soft_cap=config.attention_cap,
         window_left=config.window_left(layer),
         sinks=ops.cast(parameters.values[f"{at}.sinks"], DType.float32) if config.sinks else None,
     )
@@ -192,7 +201,10 @@ def _feed_forward(parameters: Parameters, x: TensorValue, layer: int) -> TensorV
 def _mlp(parameters: Parameters, x: TensorValue, at: str) -> TensorValue:
     """`down(activation(gate(x)) * up(x))`, `[N, hidden]`; of several devices, the part of its inner dimension."""
     config = parameters.config
-    if config.fused_projections:
+    if not config.gated:
+        (inner,) = parameters.linear(x, f"{at}.c_fc")
+        return parameters.linear(ops.gelu(inner, "tanh"), f"{at}.c_proj")[0]
+    if config.fused_gate_up:
         gate_up = parameters.linear(x, f"{at}.gate_up_proj")[0]
         gate, up = ops.split(gate_up, [int(gate_up.shape[1]) // 2] * 2, axis=-1)
     else:

@@ -36,6 +36,10 @@ EXPERTS = {
 NORMS_AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
+RMS_NORM_EPS = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
+LAYER_NORM_EPS = ("layer_norm_eps", "attention.layer_norm_epsilon")
+"""The epsilon of norms: Hugging Face's key and GGUF's."""
+
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the rotary frequencies: Llama 3's scaling, already applied to each pair of dimensions."""
 LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -59,6 +63,8 @@ class Gguf:
     _: KW_ONLY
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     """Names of a layer's tensors: Hugging Face's to GGUF's."""
+    eps: tuple[str, str] = RMS_NORM_EPS
+    """Keys of the epsilon of its norms."""
     rotates_neighbours: bool = False
     """Rotation turns elements 2i and 2i + 1: the rows of q and k were reordered for it, and are put back."""
     norm_offset: float = 0.0

@@ -74,9 +74,12 @@ class Parameters:
         return [y if bias is None else y + bias for y, bias in zip(ys, biases, strict=True)]
 
     def norm(self, name: str, x: TensorValue, eps: float | None = None) -> TensorValue:
-        """The RMS norm of the last axis; with the configuration's `eps` where it is None."""
+        """The norm of the last axis; with the configuration's `eps` where it is None."""
         config = self.config
-        weight, eps = self.values[f"{name}.weight"], config.rms_norm_eps if eps is None else eps
+        weight, eps = self.values[f"{name}.weight"], config.norm_eps if eps is None else eps
+        if config.layer_norm:
+            bias = self.values.get(f"{name}.bias")
+            return layer_norm(x, weight, bias, eps)
         return paged.rms_norm(x, weight, eps, offset=config.norm_offset, rounds_once=config.norm_rounds_once)
 
     def embed(self, tokens: TensorValue) -> TensorValue:
@@ -127,7 +130,7 @@ def _share(config: DecoderConfig, count: int) -> DecoderConfig:
 def _part(config: DecoderConfig, name: str, value: TensorValue, index: int, count: int) -> TensorValue | None:
     """The device's part of a weight; None of a bias that only the first device adds to the sum."""
     layer, kind = name.split(".")[-2:]
-    if layer in ("o_proj", "down_proj"):
+    if layer in ("o_proj", "down_proj", "c_proj"):
         if kind == "bias":
             return value if index == 0 else None
         columns = int(value.shape[1]) // count
@@ -138,7 +141,7 @@ def _part(config: DecoderConfig, name: str, value: TensorValue, index: int, coun
         "gate_up_proj": (config.intermediate_size,) * 2,
     }.get(layer)
     if pieces is None:
-        if layer not in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        if layer not in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc"):
             return value
         pieces = (int(value.shape[0]),)
     parts, start = [], 0
@@ -147,6 +150,14 @@ def _part(config: DecoderConfig, name: str, value: TensorValue, index: int, coun
         parts.append(value[start + index * rows : start + (index + 1) * rows])
         start += size
     return parts[0] if len(parts) == 1 else ops.concat(parts, axis=0)
+
+
+def layer_norm(x: TensorValue, weight: TensorValue, bias: TensorValue | None, eps: float) -> TensorValue:
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` of the last axis, in float32, rounded once."""
+    wide = ops.cast(x, DType.float32)
+    wide = wide - ops.mean(wide, axis=-1)
+    y = wide * ops.rsqrt(ops.mean(wide * wide, axis=-1) + eps) * ops.cast(weight, DType.float32)
+    return ops.cast(y if bias is None else y + ops.cast(bias, DType.float32), x.dtype)
 
 
 def times(x: TensorValue, factor: float) -> TensorValue:

@@ -8,7 +8,7 @@ from paged_kv.graphs.models.fields import Fields
 
 
 def read(fields: Fields) -> DecoderConfig:
-    return read_config(fields, fused_projections=True, windows=read_windows(fields))
+    return read_config(fields, fused_qkv=True, fused_gate_up=True, windows=read_windows(fields))
 
 
 FAMILY = Family(

@@ -17,7 +17,7 @@ from paged_kv.graphs.models.mixture import Experts
 
 Shape = tuple[int, ...]
 
-# Where RMS norms stand: the norms on the input and on the output of the attention, then of the MLP.
+# Where norms stand: the norms on the input and on the output of the attention, then of the MLP.
 NORMS = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -27,6 +27,13 @@ NORMS = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    "around (GLM)": (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
+    "before both": ("input_layernorm", None, None, None),
 }
 
 
@@ -82,7 +89,7 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     for index in range(config.num_hidden_layers):
         layer = kinds[config.has_experts(index)]
         tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    tensors["model.norm.weight"] = (config.hidden_size,)
+    tensors |= _norm(config, "model.norm")
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return tensors
@@ -125,12 +132,12 @@ def checkpoint_tensors(config: DecoderConfig, stored: Container[str] = ()) -> di
 def _layer(config: DecoderConfig, has_experts: bool) -> dict[str, Shape]:
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent
     linear: dict[str, Shape] = {"self_attn.o_proj": (hidden, heads * (latent.v_dim if latent else config.head_dim))}
-    linear |= {} if has_experts else {"mlp.down_proj": (hidden, config.intermediate_size)}
     linear |= {f"self_attn.{name}": shape for name, shape in _projections(config).items()}
-    linear |= _experts(config) if has_experts else _gate_and_up(config, "mlp", config.intermediate_size)
+    linear |= _experts(config) if has_experts else _mlp(config)
     layer: dict[str, Shape] = {f"{name}.weight": shape for name, shape in linear.items()}
     layer |= {f"{name}.bias": shape[:-1] for name, shape in linear.items() if _has_bias(config, name)}
-    layer |= {f"{name}.weight": (hidden,) for name in NORMS[config.norm_place] if name is not None}
+    for name in NORMS[config.norm_place]:
+        layer |= {} if name is None else _norm(config, name)
     if latent is not None:
         layer["self_attn.kv_a_layernorm.weight"] = (latent.kv_rank,)
         if latent.q_rank is not None:
@@ -163,13 +170,25 @@ def _projections(config: DecoderConfig) -> dict[str, Shape]:
             "k_up_proj": (heads, latent.kv_rank, latent.nope_dim),
             "v_up_proj": (heads, latent.v_dim, latent.kv_rank),
         }
-    if config.fused_projections:
+    if config.fused_qkv:
         return {"qkv_proj": (queries + 2 * keys, hidden)}
     return {f"{name}_proj": (size, hidden) for name, size in zip("qkv", (queries, keys, keys), strict=True)}
 
 
+def _norm(config: DecoderConfig, name: str) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if config.norm_bias else ("weight",)
+    return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds}
+
+
+def _mlp(config: DecoderConfig) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if not config.gated:
+        return {"mlp.c_fc": (inner, hidden), "mlp.c_proj": (hidden, inner)}
+    return {"mlp.down_proj": (hidden, inner), **_gate_and_up(config, "mlp", inner)}
+
+
 def _gate_and_up(config: DecoderConfig, at: str, inner: int) -> dict[str, Shape]:
-    if config.fused_projections:
+    if config.fused_gate_up:
         return {f"{at}.gate_up_proj": (2 * inner, config.hidden_size)}
     return {f"{at}.{name}_proj": (inner, config.hidden_size) for name in ("gate", "up")}
 

@@ -52,10 +52,12 @@ class TreeStepRows(StepRows):
         *,
         layer: int,
         sm_scale: float | None,
+        logits_soft_cap: float,
         window_left: int,
         sinks: TensorValue | None = None,
     ) -> TensorValue:
-        o, _ = tree_attention(cache, q, self.by_window[window_left], layer=layer, sm_scale=sm_scale, sinks=sinks)
+        options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
+        o, _ = tree_attention(cache, q, self.by_window[window_left], layer=layer, sinks=sinks, **options)
         return o
 
 

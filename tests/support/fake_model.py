@@ -29,7 +29,7 @@ def fake_config(max_positions: int = 4096, window: int = -1) -> DecoderConfig:
         **heads,
         vocab_size=VOCAB,
         max_position_embeddings=max_positions,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         rope=Rope(8),
         tie_word_embeddings=False,
         bos_token_id=None,

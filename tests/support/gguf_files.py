@@ -55,6 +55,26 @@ MODELS = {
     ),
     "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4}),
     "phi3": (transformers.Phi3Config, {"sliding_window": 8}),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32}),
+    "exaone4": (transformers.Exaone4Config, {"num_hidden_layers": 5, "sliding_window": 8}),
+    "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 32}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 32}),
+    "command-r": (transformers.CohereConfig, {"logit_scale": 0.3, "tie_word_embeddings": True, "layer_norm_eps": 1e-5}),
+    "cohere2": (
+        transformers.Cohere2Config,
+        {"logit_scale": 0.3, "tie_word_embeddings": True, "num_hidden_layers": 5, "sliding_window": 8},
+    ),
+    "starcoder2": (transformers.Starcoder2Config, {"norm_epsilon": 1e-5}),
+    "stablelm": (transformers.StableLmConfig, {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
+    "olmoe": (
+        transformers.OlmoeConfig,
+        {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 256, "norm_topk_prob": False},
+    ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
+         "num_hidden_layers": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
     "gemma3": (
         transformers.Gemma3TextConfig,
         {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True,
@@ -63,7 +83,14 @@ MODELS = {
 }  # fmt: skip
 """Transformers' configuration of each of GGUF's architectures, and what is not in `SIZES`."""
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+GEMMAS = ("gemma2", "gemma3")
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "cohere": "command-r",
+}
 
 _KEYS = {
     "embedding_length": "hidden_size",
@@ -83,6 +110,9 @@ _KEYS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 _YARN = {
     "factor": "factor",
@@ -108,7 +138,7 @@ def make_model(architecture, **overrides):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
-                weight.copy_(torch.randn_like(weight) * 0.2 + (0 if "bias" in name or architecture == "gemma3" else 1))
+                weight.copy_(torch.randn_like(weight) * 0.2 + (0 if "bias" in name or architecture in GEMMAS else 1))
             else:
                 weight.normal_(0, 1.5 / np.sqrt(weight.shape[1]))
     return model
@@ -133,17 +163,24 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
         value = getattr(config, name, None)
         if value is None and name == "moe_intermediate_size" and architecture == "gpt-oss":
             value = config.intermediate_size
+        if key == "logit_scale":
+            value = getattr(config, key, value)
+        if key == "attention.layer_norm_epsilon":
+            value = getattr(config, "norm_epsilon", value)
         if value is None and name == "num_local_experts":
             value = getattr(config, "num_experts", None)
         if value is None and name == "head_dim":
             value = config.hidden_size // config.num_attention_heads
         if value is not None and key not in drop:
             values[f"{architecture}.{key}"] = value
-    if config.model_type == "olmo3":
+    if config.model_type in ("olmo3", "exaone4") and config.sliding_window:
         narrow = [kind == "sliding_attention" for kind in config.layer_types]
         values[f"{architecture}.attention.sliding_window_pattern"] = narrow
     parameters = config.rope_parameters.get("full_attention", config.rope_parameters)
     values[f"{architecture}.rope.freq_base"] = parameters["rope_theta"]
+    part = parameters.get("partial_rotary_factor", 1.0)
+    if part != 1:
+        values[f"{architecture}.rope.dimension_count"] = int(part * values[f"{architecture}.attention.key_length"])
     if parameters.get("rope_type") == "yarn":
         scaling = f"{architecture}.rope.scaling"
         values |= {f"{scaling}.{key}": parameters[name] for key, name in _YARN.items() if name in parameters}
@@ -250,6 +287,6 @@ def _converted(architecture, name, values, config, back=False):
         half = len(values) // heads // 2
         order = np.arange(len(values)).reshape(heads, 2, half).swapaxes(1, 2).reshape(-1)
         return np.ascontiguousarray(values[np.argsort(order)] if back else values[order])
-    if architecture == "gemma3" and name.endswith("norm.weight"):
+    if architecture in GEMMAS and name.endswith("norm.weight"):
         return values - 1 if back else values + 1
     return np.ascontiguousarray(values)

@@ -36,7 +36,7 @@ def test_defaults(tmp_path):
         head_dim=16,
         vocab_size=259,
         max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
+        norm_eps=1e-5,
         rope=Rope(16),
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -17,11 +17,15 @@ from paged_kv.errors import CheckpointError
 from support.gguf_files import MODELS, make_model, write_gguf
 
 WITHOUT_EFFECT = {
-    "attention.group_norm_epsilon", "attention.group_norm_groups", "attention.layer_norm_epsilon", "pooling_type",
+    "attention.group_norm_epsilon", "attention.group_norm_groups", "pooling_type",
     "classifier.output_labels", "classifier.pooling_type", "deepstack_mapping", "n_deepstack_layers",
     "rope.scaling.finetuned",
 }  # fmt: skip
-PLAIN = {"rope_type": "default", "rope_theta": 150000.0}
+OWN = {
+    "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+}
+"""What a plain file's model has of its own."""
 GRANITE = {"expert_shared_feed_forward_length", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size",
            "ssm.state_size", "ssm.time_step_rank"}  # fmt: skip
 """The keys of Granite's hybrids that Granite 4's dense files have too."""
@@ -40,15 +44,27 @@ NEUTRAL = {
     "expert_gating_func": 1, "expert_weights_norm": True, "expert_shared_count": 0, "leading_dense_block_count": 0,
 }  # fmt: skip
 """Values that leave any model as it is: llama.cpp's defaults, and what the tests' models have."""
+NOT_NEUTRAL = {
+    "granite": {"attention.scale"},
+    "gemma2": {"attn_logit_softcapping", "final_logit_softcapping"},
+    "glm4": {"rope.dimension_count"},
+    "stablelm": {"attention.layer_norm_epsilon", "rope.dimension_count"},
+    "command-r": {"attention.layer_norm_epsilon"},
+    "cohere2": {"attention.layer_norm_epsilon"},
+    "starcoder2": {"attention.layer_norm_epsilon"},
+    "olmoe": {"expert_weights_norm", "feed_forward_length"},
+}
+LAYER_NORMS = {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"}
+OWN_WITHOUT_EFFECT = {"granite": GRANITE, "stablelm": {"use_parallel_residual"}}
 
 
 HUGGING_FACE = {
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps", "block_count": "tensor",
-    "logit_scale": "logits_scaling", "rope.freq_base": "rope_theta", "expert_used_count": "num_experts_per_tok",
+    "logit_scale": "logits_scaling", "attention.layer_norm_epsilon": "norm_eps", "rope.freq_base": "rope_theta", "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
 """What an error may say instead."""
-WINDOWED = ("llama", "phi3", "olmo2", "gemma3", "gpt-oss")
+WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4", "cohere2")
 OF_WINDOWS = {
     "attention.key_length_swa", "attention.sliding_window_pattern", "attention.value_length_swa", "rope.freq_base_swa",
     "rope.dimension_count_swa",
@@ -73,7 +89,7 @@ def headers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys")
     found = {}
     for name in MODELS.keys() - {"olmo3"}:
-        sizes = {"num_hidden_layers": 2, "head_dim": 32} | ({"rope_parameters": PLAIN} if name == "gpt-oss" else {})
+        sizes = {"num_hidden_layers": 2, "head_dim": 32} | OWN.get(name, {})
         file = write_gguf(folder / f"{name}.gguf", make_model(name, **sizes), lambda _: "F32")
         found[name] = open_gguf(file).header
     return found
@@ -104,8 +120,9 @@ def test_a_key_is_used_or_refused(headers, kind, key):
     header = headers[kind]
     bases = [{}, YARN, {"attention.sliding_window": 16}] if kind in WINDOWED else [{}, YARN]
     values = [7, 0.37, False, "x", np.array([3, 5], np.uint32), Strings(2)]
-    without = WITHOUT_EFFECT - {"rope.scaling.finetuned"} | GRANITE if kind == "granite" else WITHOUT_EFFECT
-    without = without | (OF_WINDOWS if kind not in WINDOWED else set())
+    without = WITHOUT_EFFECT - ({"rope.scaling.finetuned"} if kind == "granite" else set())
+    without |= OWN_WITHOUT_EFFECT.get(kind, set()) | (OF_WINDOWS if kind not in WINDOWED else set())
+    without |= LAYER_NORMS - {GGUF_FAMILIES[kind].eps[1]}
     if key in without or (kind, key) == ("gpt-oss", "feed_forward_length"):
         assert all(config_of(header, **{key: value}) == config_of(header) for value in values)
         return
@@ -119,7 +136,7 @@ def test_neutral_values_pass(headers, kind):
     header = headers[kind]
     plain = config_of(header)
     for key, value in NEUTRAL.items():
-        if key == "attention.scale" and kind == "granite":
+        if key in NOT_NEUTRAL.get(kind, ()):
             continue
         assert config_of(header, **{key: value}) == plain, key
 

@@ -91,6 +91,17 @@ def test_buffers_outlive_the_checkpoint_and_what_older_ones_carry_is_ignored(tin
     assert_same(loaded, tensors)
 
 
+def test_layers_that_draft_are_not_read_where_the_config_names_them(tiny):
+    folder, _, tensors = tiny
+    after = {
+        "model.layers.2.eh_proj.weight": torch.ones(2),
+        "model.layers.3.mlp.experts.0.up_proj.weight": torch.ones(2),
+    }
+    save_file(tensors | after, folder / SINGLE_FILE)
+    assert_same(open_checkpoint(folder).load(read_config(folder, num_nextn_predict_layers=2), DType.float32), tensors)
+    refuse(folder, read_config(folder, num_nextn_predict_layers=1), "model.layers.3.* is no part of the model")
+
+
 def test_progress_counts_bytes(tiny):
     folder, config, tensors = tiny
     save_file(tensors, folder / SINGLE_FILE)

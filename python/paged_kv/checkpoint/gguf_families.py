@@ -69,8 +69,9 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
     for key, name in {**_SIZES, **family.sizes}.items():
         if metadata.scalar(name) is not None:
             values[key] = metadata.integer(name)
-    if metadata.scalar("attention.layer_norm_rms_epsilon") is not None:
-        values["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon", 0.0)
+    key, name = family.eps
+    if metadata.scalar(name) is not None:
+        values[key] = metadata.number(name, 0.0)
     for key, name in family.multipliers.items():
         values[key] = metadata.number(name, 1.0) or 1.0
     heads, hidden = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
@@ -132,7 +133,7 @@ def hugging_face_config(header: GgufHeader) -> dict[str, Any]:
 
 def _used(family: Gguf) -> frozenset[str]:
     """The metadata's keys that a family reads, beside those of all."""
-    used = family.reads.union(family.sizes.values(), family.multipliers.values())
+    used = family.reads.union(family.sizes.values(), family.multipliers.values(), family.eps[1:])
     used |= frozenset() if family.windows is None else WINDOWS
     return used | ({"rope.freq_base_swa"} if family.rotates_windows_apart else set())
 

@@ -25,7 +25,7 @@ from paged_kv.graphs.models.fields import MAX_SIZE
 
 USED = frozenset({
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "block_count", "context_length", "embedding_length", "feed_forward_length",
+    "block_count", "context_length", "embedding_length", "feed_forward_length",
     "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
@@ -36,8 +36,9 @@ WINDOWS = frozenset({"attention.sliding_window", "attention.sliding_window_patte
 """Keys that families with windows use."""
 
 WITHOUT_EFFECT = frozenset({
-    # Of norms that no family here has.
+    # Of norms that the family, or all families here, have not.
     "attention.group_norm_epsilon", "attention.group_norm_groups", "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
     # Of embeddings and classifiers; their tensors are refused.
     "classifier.output_labels", "classifier.pooling_type", "pooling_type",
     # Of images: text adds zeros there.

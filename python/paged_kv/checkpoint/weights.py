@@ -96,8 +96,8 @@ class Checkpoint:
 
         Those of `assembled_tensors(config)` are put together in memory from the files' tensors.
         A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
-        Of the file's other tensors, `rotary_emb.inv_freq` (older checkpoints) and, with tied embeddings,
-        `lm_head.weight` are ignored; any other one means that the model is not the one that would be computed.
+        Of the file's other tensors, `rotary_emb.inv_freq` (older checkpoints), `lm_head.weight` with tied embeddings, and
+        those of `config.draft_layers` are ignored; any other one means that the model is not the one that would be computed.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or of a wrong shape or dtype, or `dtype` is not one of
@@ -111,7 +111,7 @@ class Checkpoint:
         sources = checkpoint_tensors(config, self.tensors)
         packed = self._packed(sources)
         as_bytes = {name for weight in assembled.values() if weight.is_packed for name in weight.sources}
-        self._check(sources, packed, as_bytes)
+        self._check(config, sources, packed, as_bytes)
 
         sizes = {name: math.prod(shape) * dtype.size_in_bytes for name, shape in expected.items()}
         done, total = 0, sum(sizes.values())
@@ -240,6 +240,7 @@ class Checkpoint:
 
     def _check(
         self,
+        config: DecoderConfig,
         expected: Mapping[str, tuple[int, ...]],
         packed: Mapping[str, tuple[int, int]],
         as_bytes: Container[str],
@@ -263,10 +264,12 @@ class Checkpoint:
             if stored.dtype not in dtypes:
                 found = f"has dtype {stored.dtype}, expected {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
                 raise CheckpointError(f"{stored.file}: tensor {name} {found}")
+        own = config.num_hidden_layers
+        unread = tuple(f"model.layers.{own + index}." for index in range(config.draft_layers))
         for name, stored in self.tensors.items():
             # lm_head.weight is expected unless it is tied, and then it repeats the embeddings.
             known = name in expected or name in parts or name == "lm_head.weight"
-            if not known and not name.endswith("rotary_emb.inv_freq"):
+            if not known and not name.startswith(unread) and not name.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(f"{stored.file}: tensor {printable(name)} is no part of the model of config.json")
 
 

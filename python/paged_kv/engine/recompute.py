@@ -50,7 +50,7 @@ def recompute(
     ids = np.asarray(tokens)
     if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ContractError(f"tokens must be a non-empty list of ids below vocab_size = {config.vocab_size}")
-    eps = config.rms_norm_eps
+    eps = config.norm_eps
 
     def weight(name: str) -> Array:
         array: Array = weights[f"{name}.weight"].astype(dtype)
