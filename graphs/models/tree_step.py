@@ -56,8 +56,15 @@ class TreeStepRows(StepRows):
         window_left: int,
         sinks: TensorValue | None = None,
     ) -> TensorValue:
-        options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-        o, _ = tree_attention(cache, q, self.by_window[window_left], layer=layer, sinks=sinks, **options)
+        o, _ = tree_attention(
+            cache,
+            q,
+            self.by_window[window_left],
+            layer=layer,
+            sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+        )
         return o
 
 

@@ -61,7 +61,8 @@ OWN_WITHOUT_EFFECT = {"granite": GRANITE, "stablelm": {"use_parallel_residual"}}
 HUGGING_FACE = {
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps", "block_count": "tensor",
-    "logit_scale": "logits_scaling", "attention.layer_norm_epsilon": "norm_eps", "rope.freq_base": "rope_theta", "expert_used_count": "num_experts_per_tok",
+    "logit_scale": "logits_scaling", "attention.layer_norm_epsilon": "norm_eps", "rope.freq_base": "rope_theta",
+    "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
 """What an error may say instead."""
 WINDOWED = ("llama", "phi3", "olmo2", "gemma2", "gemma3", "gpt-oss", "exaone4", "cohere2")

@@ -96,8 +96,9 @@ class Checkpoint:
 
         Those of `assembled_tensors(config)` are put together in memory from the files' tensors.
         A Buffer keeps the memory behind it alive: the map of its file, or its own copy. Do not write to it.
-        Of the file's other tensors, `rotary_emb.inv_freq` (older checkpoints), `lm_head.weight` with tied embeddings, and
-        those of `config.draft_layers` are ignored; any other one means that the model is not the one that would be computed.
+        Of the file's other tensors, `rotary_emb.inv_freq` (older checkpoints), `lm_head.weight` with tied embeddings,
+        and those of `config.draft_layers` are ignored; any other one means that the model is not the one that would be
+        computed.
 
         Raises:
             CheckpointError: a tensor is missing, unexpected, or of a wrong shape or dtype, or `dtype` is not one of
