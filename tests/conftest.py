@@ -54,12 +54,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="compile the kernels for this LLVM target instead of the best that this CPU can run",
     )
     parser.addoption(
-        "--compiled-kernels",
-        type=Path,
-        metavar="DIR",
-        help="take kernels from a folder of build_kernels, with a compiler that refuses; for tests/api",
-    )
-    parser.addoption(
         "--q-dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of tests/ops, the tests of queries of this dtype alone; they compile nothing for others",
@@ -112,10 +106,6 @@ def pytest_configure(config: pytest.Config) -> None:
         from support import narrowed
 
         narrowed.install(dtype)
-    if (folder := config.getoption("--compiled-kernels")) is not None:
-        from support import compiled_kernels
-
-        compiled_kernels.install(folder, in_worker=hasattr(config, "workerinput"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
