@@ -32,7 +32,7 @@ def compiles(monkeypatch):
     sources = Sources.installed()
 
     def write(piece, cache):  # noqa: ARG001
-        piece.path.write_bytes(lzma.compress(f"{piece.name} for {piece.target}".encode()))
+        piece.path.write_bytes(lzma.compress(f"{piece.name} for {piece.target}".encode(), preset=0))
         seal(piece.path, list(piece.digests(sources).values()))
         done.append((piece.target, piece.name))
 
