@@ -76,9 +76,7 @@ class LibraryKey:
     def digest(self, sources: Sources, toolchain: str) -> str:
         """32 hexadecimal digits, different where anything that the library depends on differs."""
         read = sources.read(f"runtime/{self.program}") + [
-            item
-            for item in sources.read(MOJO)
-            if len(item[0].parts) > 2 and NOT_IN_LIBRARIES.isdisjoint(item[0].parts)
+            item for item in sources.read(MOJO) if len(item[0].parts) > 2 and NOT_IN_LIBRARIES.isdisjoint(item[0].parts)
         ]
         return hash_of((toolchain.encode(), self.facts.encode(), *_parts(read)))
 
