@@ -255,23 +255,6 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     assert bytes_in(tmp_path, pages_only=True) > 10_000
 
 
-def test_two_engines_that_write_in_turns_are_within_the_limit_at_each_write(tmp_path, monkeypatch):
-    limit, write_all, most = 30_000, disk_tier._write_all, [0]
-
-    def write(number, data):
-        write_all(number, data)
-        most[0] = max(most[0], bytes_in(tmp_path))
-
-    monkeypatch.setattr(disk_tier, "_write_all", write)
-    engines = [engine_on(tmp_path, limit=limit) for _ in range(2)]
-    for turn in range(6):
-        engine, prompt = engines[turn % 2], [turn, *PROMPT]
-        assert answered(engine, prompt) == alone(prompt, FIVE)
-        engine.flush()
-        assert bytes_in(tmp_path) <= limit
-    assert limit - 2000 < most[0] <= limit
-
-
 def test_a_process_that_is_killed_leaves_a_folder_within_its_limit(tmp_path):
     """Two write at once and both are killed at some moment, 20 times; the next ones find what they left."""
     program = [sys.executable, "-m", "support.disk_folders", tmp_path, os.environ.get("PAGED_KV_KILLS", "20")]

@@ -42,19 +42,6 @@ def test_the_last_token_is_left_to_compute(length, found):
     assert shared.start("b", tokens[:length]) == found
 
 
-@pytest.mark.parametrize("collide", [lambda *_: 7, lambda _, tokens: len(tokens), lambda before, _: before])
-def test_pages_whose_hashes_collide_are_never_shared(collide):
-    shared = SharedPages(num_pages=200, page_size=2, hash_function=collide)
-    rng = np.random.default_rng(0)
-    for turn in range(40):
-        tokens = rng.integers(0, 2, 7).tolist()
-        shared.start(turn, tokens)  # checks what it found
-        if turn % 3 == 2:
-            shared.free(turn - 1)
-        shared.check_all()
-    assert shared.prefixes.match([9] * 7) == 0
-
-
 def test_pages_of_ended_requests_are_found_until_they_are_needed():
     shared = SharedPages(num_pages=4, page_size=2)
     events = told(shared.pool)
@@ -156,17 +143,6 @@ def test_pages_outside_every_window_return_and_leave_holes():
     assert shared.prefixes.match([1, 2, 3, 4, 5]) == 0  # its dropped pages were needed for the new tokens
     shared.free("a")
     shared.check_all()
-
-
-def test_refused_proposals_are_taken_back():
-    shared = SharedPages(num_pages=6, page_size=2)
-    shared.start("a", [1, 2, 3])
-    shared.append("a", [4, 5, 6, 7])
-    shared.shrink("a", 3)
-    assert shared.pool.pages("a") == (0, 1)
-    shared.append("a", [8, 9])
-    shared.check_all()
-    assert shared.prefixes.match([1, 2, 3, 4, 8, 9, 0]) == 6
 
 
 def test_a_full_page_that_is_written_again_is_not_found_by_its_old_tokens():
