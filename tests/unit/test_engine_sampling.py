@@ -8,16 +8,8 @@ import pytest
 from paged_kv.engine import Logprobs, Sampling
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.sampling import choose
-from support.engine_runs import run
+from support.engine_runs import KINDS, run
 from support.fake_model import VOCAB, FakeModel, alone, logits_after
-
-KINDS = [
-    Sampling(20),
-    Sampling(20, temperature=1.0, top_p=0.8, seed=1),
-    Sampling(20, temperature=0.8, top_k=5, repetition_penalty=1.3, seed=2),
-    Sampling(20, temperature=1.2, min_p=0.1, presence_penalty=1.0, frequency_penalty=0.5, seed=3),
-    Sampling(20, repetition_penalty=1.5, logit_bias={3: 1.5, 4: -100}),
-]
 
 
 def test_every_kind_of_sampling_gets_its_own_tokens_beside_the_others_and_after_preemptions():

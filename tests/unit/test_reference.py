@@ -139,6 +139,22 @@ def test_attention_plain_agrees_with_torch_sdpa():
     assert_close(o, expected[:, :, 0].numpy(), rel=REL, what="o")
 
 
+def test_masks_keep_the_tokens_whose_bits_are_set():
+    cache, bits = build(CacheCase(lengths=(20, 9), page_size=5)), np.random.default_rng(3).random(40) < 0.5
+    starts, firsts = (3, 19), (4, 0)
+    o, lse = reference.masked_attention(
+        *(cache.q, *cache.pages, *cache.decode_rows),
+        mask=np.packbits(bits, bitorder="little"),
+        mask_starts=np.array(starts),
+        mask_firsts=np.array(firsts),
+    )
+    for r, (length, start, first) in enumerate(zip((20, 9), starts, firsts, strict=True)):
+        keep = np.concatenate([np.ones(first, bool), bits[start : start + length - first]])
+        expected = dense_row(cache.q[r], cache.keys[r][keep], cache.values[r][keep])
+        assert_close(o[r], expected[0], rel=REL, what="o")
+        assert_lse_close(lse[r], expected[1], tol=REL, what="lse")
+
+
 def test_padding_rows_are_zero_even_with_sinks():
     cache = build(CacheCase(lengths=(5, 0)))
     q = np.concatenate([cache.q, cache.q[:1]])
