@@ -50,10 +50,8 @@ def test_a_longer_match_than_the_longest_is_as_good():
 def test_outputs_are_those_without_guesses(draft):
     """Tokens, texts, log-probabilities and ends; a text that repeats itself for drafts by look-up."""
     rng = np.random.default_rng(1)
-    asked = [
-        (rng.integers(VOCAB, size=int(rng.integers(1, 20))).tolist(), [*KINDS, Sampling(30, stop=("ab", "q"))][at % 6])
-        for at in range(24)
-    ]
+    kinds = [*KINDS, Sampling(30, stop=("ab", "q"))]
+    asked = [(rng.integers(VOCAB, size=int(rng.integers(1, 20))).tolist(), kinds[at % 6]) for at in range(24)]
     found = []
     for engine in (
         Engine(FakeModel(400, 4, window=1 if draft == "lookup" else -1), Letters()),
