@@ -20,7 +20,7 @@ from paged_kv.graphs.models.config import LatentSizes
 from paged_kv.graphs.models.mixture import Experts
 from paged_kv.graphs.models.parameters import Parameters
 from paged_kv.graphs.models.tensors import assembled_tensors, expected_tensors
-from support.checkpoints import TORCH, random_tensors, raw_safetensors, to_torch, write_config
+from support.checkpoints import TORCH, random_tensors, raw_safetensors, read, to_torch, write_config
 from support.refusals import refused
 
 YARN = json.loads("""
@@ -57,12 +57,6 @@ SMALL = LITE | json.loads("""
 "num_hidden_layers": 3, "num_key_value_heads": 4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24,
 "vocab_size": 64}
 """)
-
-
-def read(folder, values, **overrides):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values | overrides))
-    return load_config(folder)
 
 
 def test_v2_lites_file(tmp_path):

@@ -23,7 +23,7 @@ from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows
 from support import gguf_blocks
 from support.gguf_blocks import SCALES, dequantise
-from support.gguf_files import MODELS, hugging_face_weights, make_model, write_gguf
+from support.gguf_files import MODELS, finish, hugging_face_weights, make_model, write_gguf
 from support.refusals import refused
 
 MIXED = {"token_embd": "Q6_K", "output": "Q6_K", "attn_v": "F16", "ffn_down": "Q4_0", "attn_output": "BF16"}
@@ -185,10 +185,7 @@ def test_tensors_lie_at_the_alignment_that_the_file_names(tmp_path):
     writer.add_custom_alignment(4096)
     for name, count in (("a", 3), ("b", 5)):
         writer.add_tensor(name, np.arange(count, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tensors = read_header(tmp_path / "a.gguf").tensors
     assert {name: tensor.data.view(np.float32).tolist() for name, tensor in tensors.items()} == {
         "a": [0, 1, 2],
@@ -200,9 +197,7 @@ def test_strings_are_counted_and_skipped(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_token_list(["a", "bc", ""])
     writer.add_array("llama.attention.head_count", [8, 8])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     header = read_header(tmp_path / "a.gguf")
     assert header.metadata["tokenizer.ggml.tokens"] == Strings(3)
     assert header.metadata["llama.attention.head_count"].tolist() == [8, 8]

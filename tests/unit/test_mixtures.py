@@ -12,7 +12,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint import mxfp4
-from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
 from paged_kv.errors import CheckpointError
@@ -20,7 +19,7 @@ from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models.mixture import ClampedUnits, Experts
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.rope import Yarn
-from support.checkpoints import TORCH, random_tensors, raw_safetensors, to_torch
+from support.checkpoints import TORCH, random_tensors, raw_safetensors, read, to_torch
 from support.gguf_blocks import dequantise
 from support.refusals import refused
 
@@ -53,12 +52,6 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
 SMALL_QWEN = QWEN | SIZES | {"num_experts": 4, "moe_intermediate_size": 24}
 SMALL_GPT = GPT | SIZES | {"num_local_experts": 4}
 EXPERTS = "model.layers.1.mlp.experts"
-
-
-def read(folder, values, **overrides):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values | overrides))
-    return load_config(folder)
 
 
 def load(folder, config, tensors, dtype=DType.float32):
