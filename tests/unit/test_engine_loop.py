@@ -19,11 +19,9 @@ from support.fake_model import VOCAB, FakeDraft, FakeModel, alone, logits_after
 @pytest.mark.parametrize(
     ("page_size", "temperature", "speculate"),
     [
-        *((page_size, temperature, None) for page_size in (1, 5, 16) for temperature in (0.0, 1.0)),
-        *((page_size, 0.1, "lookup") for page_size in (1, 5)),
-        (16, 0.0, "lookup"),
-        *((page_size, 1.0, "draft") for page_size in (5, 16)),
-        (1, 0.0, "draft"),
+        *((1, 1.0, None), (5, 0.0, None), (16, 1.0, None)),
+        *((5, 0.1, "lookup"), (16, 0.0, "lookup")),
+        *((1, 0.0, "draft"), (5, 1.0, "draft")),
     ],
 )
 def test_200_requests_in_a_small_pool_get_the_tokens_that_each_gets_alone(page_size, temperature, speculate):
