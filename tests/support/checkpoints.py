@@ -54,6 +54,13 @@ def read_config(folder, **overrides):
     return load_config(write_config(folder, **overrides))
 
 
+def read(folder, values, **overrides):
+    """The configuration of a `config.json` that says these values alone."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values | overrides))
+    return load_config(folder)
+
+
 def random_tensors(config, dtype=torch.float32, seed=0):
     """The tensors of a model of this `config`, standard normal."""
     generator = torch.Generator().manual_seed(seed)

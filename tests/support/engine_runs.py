@@ -15,6 +15,14 @@ from paged_kv.engine.requests import Output, Sampling
 from paged_kv.structured_output import StructureCompiler
 from support.fake_model import VOCAB, alone
 
+KINDS = [
+    Sampling(30),
+    Sampling(30, temperature=1.0, top_p=0.8, seed=1, logprobs=2),
+    Sampling(30, temperature=0.8, top_k=5, repetition_penalty=1.3, seed=2),
+    Sampling(30, temperature=1.2, min_p=0.1, presence_penalty=1.0, frequency_penalty=0.5, seed=3, logprobs=0),
+    Sampling(30, repetition_penalty=1.5, logit_bias={3: 1.5, 4: -100}, stop_tokens=(9,)),
+]
+"""Each way to choose a token."""
 MOST_STEPS = 3000
 """After which requests that have not ended never will."""
 

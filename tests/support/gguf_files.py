@@ -211,11 +211,16 @@ def write_gguf(file, model, encoding_of, *, drop=(), metadata=None, more_tensors
             weight.copy_(torch.from_numpy(_converted(architecture, name, decoded, config, back=True)))
     for name, values in (more_tensors or {}).items():
         writer.add_tensor(name, np.asarray(values, np.float32))
+    finish(writer)
+    return file
+
+
+def finish(writer):
+    """Writes all that a writer was given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
 
 
 def hugging_face_weights(model):

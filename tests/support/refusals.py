@@ -5,10 +5,10 @@ import pytest
 from paged_kv.errors import CheckpointError
 
 
-def refused(call, *args, match=None):
+def refused(call, *args, match=None, **options):
     """The message of the CheckpointError that a call raises: one printable line that is not too long."""
     with pytest.raises(CheckpointError, match=match) as caught:
-        call(*args)
+        call(*args, **options)
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 600

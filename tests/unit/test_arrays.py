@@ -113,6 +113,13 @@ class OnDevice:
         return (2, 0)
 
 
+def shortened():
+    """A tensor whose last element is no longer in its storage."""
+    tensor = torch.zeros(3)
+    tensor.untyped_storage().resize_(8)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -125,6 +132,7 @@ class OnDevice:
         (torch.zeros(2, dtype=torch.complex64), "complex64"),
         (torch.zeros(2, device="meta"), "meta"),
         (torch.eye(2).to_sparse(), "sparse"),
+        (shortened(), "its elements take 12 bytes of storage, which holds 8"),
         (OnDevice(), r"\(2, 0\)"),
         (Buffer.zeros((2,), DType.float8_e4m3fnuz), "float8_e4m3fnuz"),
     ],
@@ -289,6 +297,7 @@ def test_what_is_only_read_may_be_read_only_and_shared():
     Pages.of(read_only(), "NHD")
     Pages.of((PAIR, PAIR), "HND")
     Pages.of(torch.zeros(1, 2, 5, 2, 8).expand(4, 2, 5, 2, 8), "NHD")
+    Pages.of(one_layer()[:1][::-1], "NHD")  # nothing moves by this stride
 
 
 def test_halves_of_one_array_are_no_overlap():

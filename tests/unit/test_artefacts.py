@@ -243,16 +243,6 @@ def test_of_other_targets_a_lower_one_is_taken_by_a_cpu_that_runs_it(tmp_path, m
     assert load("first", ahead=tmp_path / "ahead") == []
 
 
-def test_a_damaged_file_or_another_graphs_is_not_read(ahead, monkeypatch):
-    (mine,) = ahead.iterdir()
-    (other,) = compile_ahead(Session(), keys(["first"], " of another size"), build, ahead)
-    shutil.copyfile(mine, other)
-    mine.write_bytes(b"first")
-    monkeypatch.setattr(artefacts, "read", lambda _: pytest.fail("MAX sees it"))
-    for facts in ("", " of another size"):
-        assert load("first", facts=facts, ahead=ahead) == [["first"]]
-
-
 def test_a_named_folder_that_cannot_be_written_is_read_and_keeps_its_mode(ahead):
     ahead.chmod(0o555)
     with permissions_count():

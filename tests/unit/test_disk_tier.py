@@ -208,7 +208,12 @@ def test_a_whole_file_that_says_what_is_not_so_is_not_read(tmp_path):
     assert answered(engine_on(tmp_path)) != alone(PROMPT, FIVE)  # the lie would be seen
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def anybodys(path):
+    path.write_bytes(path.parent.with_name("outside").read_bytes())
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "anybody's"])
 def test_what_is_not_a_page_is_not_read_nor_followed(tmp_path, kind):
     folder, outside = tmp_path / "tier", tmp_path / "outside"
     written(folder)
@@ -216,7 +221,8 @@ def test_what_is_not_a_page_is_not_read_nor_followed(tmp_path, kind):
     disk.grow(chain := [disk.root(None)], PROMPT, 1)
     file = folder / f"{chain[1].hex()}.page"
     file.rename(outside)
-    {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to(outside)}[kind](file)
+    made = {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to(outside), "anybody's": anybodys}
+    made[kind](file)
     (folder / "notes.page").write_text("mine")
     content = outside.read_bytes()
     engine = engine_on(folder, limit=3000)
@@ -247,23 +253,6 @@ def test_what_a_killed_writer_left_is_removed(tmp_path):
     written(tmp_path, limit=20_000)
     assert not (tmp_path / "unfinished").exists()
     assert bytes_in(tmp_path, pages_only=True) > 10_000
-
-
-def test_two_engines_that_write_in_turns_are_within_the_limit_at_each_write(tmp_path, monkeypatch):
-    limit, write_all, most = 30_000, disk_tier._write_all, [0]
-
-    def write(number, data):
-        write_all(number, data)
-        most[0] = max(most[0], bytes_in(tmp_path))
-
-    monkeypatch.setattr(disk_tier, "_write_all", write)
-    engines = [engine_on(tmp_path, limit=limit) for _ in range(2)]
-    for turn in range(6):
-        engine, prompt = engines[turn % 2], [turn, *PROMPT]
-        assert answered(engine, prompt) == alone(prompt, FIVE)
-        engine.flush()
-        assert bytes_in(tmp_path) <= limit
-    assert limit - 2000 < most[0] <= limit
 
 
 def test_a_process_that_is_killed_leaves_a_folder_within_its_limit(tmp_path):
@@ -314,7 +303,7 @@ def test_a_disk_that_fails_turns_the_tier_off_with_one_warning(tmp_path, monkeyp
 
     with pytest.warns(RuntimeWarning, match=r"the disk tier in .* is off: .*No space") as caught:
         answers()
-    assert len(caught) == calls[0] == 1
+    assert sum("the disk tier" in str(each.message) for each in caught) == calls[0] == 1  # garbage may warn too
     monkeypatch.undo()
     assert not (tmp_path / "unfinished").exists()
     engine = engine_on(tmp_path)

@@ -144,22 +144,6 @@ def test_a_namespace_that_turns_hostile_later_harms_nobody():
     Hostile.calm = True  # for the weak reference to it
 
 
-@pytest.mark.parametrize("pages", [12, 200])  # too few for all, so that samples are preempted before they fork; enough
-@pytest.mark.parametrize("max_running", [8, 10, 17])
-def test_samples_of_all_prompts_count_for_max_running(max_running, pages):
-    rows = []
-    model = FakeModel(pages, 4)
-    step = model.step
-    model.step = lambda tokens, *rest: rows.append(len(tokens)) or step(tokens, *rest)
-    ledger = Ledger(Engine(model, max_running=max_running, max_step_tokens=11))
-    for first in range(4):
-        ledger.add([first] * 9, Sampling(7, 1.0, seed=first), 8)
-    ledger.finish()
-    ledger.check()
-    assert (ledger.engine.preemptions > 0) == (pages == 12)
-    assert max(rows) <= max_running
-
-
 @pytest.mark.parametrize("leave", ["close", "drop", "drop in a thread"])
 @pytest.mark.parametrize("taken", [0, 1])
 def test_a_stream_that_nobody_reads_is_aborted(leave, taken):

@@ -8,16 +8,8 @@ import pytest
 from paged_kv.engine import Logprobs, Sampling
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.sampling import choose
-from support.engine_runs import run
+from support.engine_runs import KINDS, run
 from support.fake_model import VOCAB, FakeModel, alone, logits_after
-
-KINDS = [
-    Sampling(20),
-    Sampling(20, temperature=1.0, top_p=0.8, seed=1),
-    Sampling(20, temperature=0.8, top_k=5, repetition_penalty=1.3, seed=2),
-    Sampling(20, temperature=1.2, min_p=0.1, presence_penalty=1.0, frequency_penalty=0.5, seed=3),
-    Sampling(20, repetition_penalty=1.5, logit_bias={3: 1.5, 4: -100}),
-]
 
 
 def test_every_kind_of_sampling_gets_its_own_tokens_beside_the_others_and_after_preemptions():
@@ -95,6 +87,10 @@ def test_logits_that_are_no_numbers_name_their_request():
     assert {each.error for each in bad} == {"request 1: its logits hold NaN or +inf, or are all -inf"}
     assert engine.is_idle
     assert engine.pool.num_used == 0
+    engine.add_request([3] * 9, Sampling(1))
+    (failed,) = engine.step()
+    assert failed.error is not None
+    assert engine.pool.num_cached == 0  # nothing that such a step computed is known
 
 
 def prompt_logprobs_of(prompt, count):
@@ -166,13 +162,13 @@ def run_one(engine, sampling):
 
 
 def test_steps_in_which_samples_decode_take_about_as_long_as_they_may(monkeypatch):
-    """The clock is the model's: a millisecond a token."""
-    clock, sizes = [0.0], []
+    """The clock is the model's: a millisecond a token, a hundredth of that later."""
+    clock, sizes, cost = [0.0], [], [1e-3]
 
     class Timed(FakeModel):
         def step(self, tokens, *others):
             sizes.append(sum(map(len, tokens)))
-            clock[0] += sizes[-1] / 1000
+            clock[0] += sizes[-1] * cost[0]
             return super().step(tokens, *others)
 
     monkeypatch.setattr("paged_kv.engine.engine.time.perf_counter", lambda: clock[0])
@@ -185,7 +181,12 @@ def test_steps_in_which_samples_decode_take_about_as_long_as_they_may(monkeypatc
         engine.step()
     assert sizes[1] == 65
     assert all(30 <= size <= 50 for size in sizes[2:20])
+    cost[0] /= 100
+    engine.add_request([7] * 600, Sampling(1))
     del sizes[:]
+    for _ in range(3):
+        engine.step()
+    assert sizes[0] < sizes[1] <= 2 * sizes[0] < sizes[2] <= 2 * sizes[1]
     run(engine)
     engine.add_request(list(range(20)) * 30, Sampling(1))
     del sizes[:]

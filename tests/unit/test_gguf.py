@@ -23,7 +23,8 @@ from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.quantised import QuantisedWeight, quantised_linear, quantised_rows
 from support import gguf_blocks
 from support.gguf_blocks import SCALES, dequantise
-from support.gguf_files import MODELS, hugging_face_weights, make_model, write_gguf
+from support.gguf_files import MODELS, finish, hugging_face_weights, make_model, write_gguf
+from support.refusals import refused
 
 MIXED = {"token_embd": "Q6_K", "output": "Q6_K", "attn_v": "F16", "ffn_down": "Q4_0", "attn_output": "BF16"}
 
@@ -145,8 +146,7 @@ def test_scales_that_are_not_finite(tmp_path, encoding, scale):
         right = blocks[-1].copy()
         blocks[-1, at : at + 2] = 255 if encoding == "MXFP4" else np.array([scale], np.float16).view(np.uint8)
         problem = rf"tensor blk\.1\.ffn_up\.weight: row {len(data) - 1} has the scale {scale}, a finite one is expected"
-        with pytest.raises(CheckpointError, match=problem):
-            checkpoint.load(checkpoint.config, DType.float32)
+        refused(checkpoint.load, checkpoint.config, DType.float32, match=problem)
         blocks[-1] = right
 
 
@@ -185,10 +185,7 @@ def test_tensors_lie_at_the_alignment_that_the_file_names(tmp_path):
     writer.add_custom_alignment(4096)
     for name, count in (("a", 3), ("b", 5)):
         writer.add_tensor(name, np.arange(count, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     tensors = read_header(tmp_path / "a.gguf").tensors
     assert {name: tensor.data.view(np.float32).tolist() for name, tensor in tensors.items()} == {
         "a": [0, 1, 2],
@@ -200,9 +197,7 @@ def test_strings_are_counted_and_skipped(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_token_list(["a", "bc", ""])
     writer.add_array("llama.attention.head_count", [8, 8])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     header = read_header(tmp_path / "a.gguf")
     assert header.metadata["tokenizer.ggml.tokens"] == Strings(3)
     assert header.metadata["llama.attention.head_count"].tolist() == [8, 8]
@@ -236,8 +231,8 @@ def test_what_is_not_run_is_refused(tmp_path, written, message):
 def test_a_wrong_shape_is_refused(tmp_path):
     checkpoint = open_gguf(write(tmp_path / "model.gguf"))
     larger = dataclasses.replace(checkpoint.config, intermediate_size=1024)
-    with pytest.raises(CheckpointError, match=r"blk.0.ffn_down.weight has shape \[256, 512\], expected \[256, 1024\]"):
-        checkpoint.load(larger, DType.float32)
+    message = r"blk.0.ffn_down.weight has shape \[256, 512\], expected \[256, 1024\]"
+    refused(checkpoint.load, larger, DType.float32, match=message)
 
 
 @pytest.mark.parametrize("encoding", GGUF_ENCODINGS)
@@ -247,8 +242,7 @@ def test_damaged_files_are_refused(tmp_path, encoding):
     bad = tmp_path / "bad.gguf"
     for size in (0, 3, 4, 10, 23, 24, 100, 700, 2000, len(whole) // 2, len(whole) - 32):
         bad.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match=r"bad\.gguf: "):
-            open_gguf(bad)
+        refused(open_gguf, bad, match=r"bad\.gguf: ")
     random = np.random.default_rng(0)
     for at in random.integers(0, 2500, 50):
         bad.write_bytes(whole[:at] + bytes([random.integers(256)]) + whole[at + 1 :])
@@ -268,16 +262,14 @@ def test_a_tensor_of_another_encoding_than_it_says(tmp_path, encoding):
         if len(sizes) == 1:
             open_gguf(bad)
             continue
-        with pytest.raises(CheckpointError, match=r"bad\.gguf: (tensor \S+ begins at offset \d+|cut short)"):
-            open_gguf(bad)
+        refused(open_gguf, bad, match=r"bad\.gguf: (tensor \S+ begins at offset \d+|cut short)")
 
 
 def test_which_file_is_meant(tmp_path):
     file = write(tmp_path / "one.gguf")
     assert open_source(tmp_path).checkpoint.header.file == file
     write(tmp_path / "two.gguf")
-    with pytest.raises(CheckpointError, match=r"2 GGUF files: name one of one\.gguf, two\.gguf"):
-        open_source(tmp_path)
+    refused(open_source, tmp_path, match=r"2 GGUF files: name one of one\.gguf, two\.gguf")
 
 
 def test_a_missing_tokenizer_is_named(tmp_path, capsys):

@@ -15,6 +15,7 @@ from paged_kv.checkpoint.gguf_header import Strings
 from paged_kv.checkpoint.source import open_source
 from paged_kv.errors import CheckpointError
 from support.gguf_files import MODELS, make_model, write_gguf
+from support.refusals import refused
 
 WITHOUT_EFFECT = {
     "attention.group_norm_epsilon", "attention.group_norm_groups", "pooling_type",
@@ -144,8 +145,8 @@ def test_neutral_values_pass(headers, kind):
 
 @pytest.mark.parametrize("kind", GGUF_FAMILIES)
 def test_an_unknown_key_is_named_with_its_value(headers, kind):
-    with pytest.raises(CheckpointError, match=rf"gguf: {kind}\.attention\.twist = 0\.25: is no key that is known of"):
-        config_of(headers[kind], **{"attention.twist": 0.25})
+    message = rf"gguf: {kind}\.attention\.twist = 0\.25: is no key that is known of"
+    refused(config_of, headers[kind], **{"attention.twist": 0.25}, match=message)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +205,7 @@ def test_without_windows_all_layers_rotate_alike(headers, kind):
     ],
 )  # fmt: skip
 def test_what_another_model_says_is_refused(headers, kind, said, message):
-    with pytest.raises(CheckpointError, match=message):
-        config_of(headers[kind], **said)
+    refused(config_of, headers[kind], **said, match=message)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from max.dtype import DType
 from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint.gguf import open_gguf
 from paged_kv.checkpoint.source import open_source
-from support.gguf_files import make_model, write_gguf
+from support.gguf_files import finish, make_model, write_gguf
 from support.refusals import refused
 
 MEMORY = 16 << 20
@@ -89,9 +89,7 @@ def of_another_model(file):
     for key, value in (("no", 1), ("count", 3)):
         writer.add_uint16(f"split.{key}", value)
     writer.add_int32("split.tensors.count", len(tensors))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
 
 
 FAULTS = {

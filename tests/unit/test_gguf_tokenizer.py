@@ -24,7 +24,7 @@ from paged_kv.checkpoint.gguf_tokenizer import end_texts, make_tokenizer, tokeni
 from paged_kv.checkpoint.source import open_source
 from paged_kv.cli import _run
 from paged_kv.engine.tokenizer import Tokenizer
-from support.gguf_files import make_model, write_gguf
+from support.gguf_files import finish, make_model, write_gguf
 from support.llama_splits import BEGINS, LLAMA_SPLITS, WHOLE_WORDS
 from support.odd_strings import SPECIAL, TRAINING, USER, odd_strings
 from support.refusals import refused
@@ -145,9 +145,7 @@ def header(folder, said, architecture="llama"):
     """Of a GGUF file with this vocabulary and nothing else."""
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     add_vocabulary(writer, said)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    finish(writer)
     return read_header(folder / "model.gguf")
 
 
@@ -405,20 +403,15 @@ SPM_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", BPE_FAULTS)
-def test_damaged_byte_level_vocabularies_are_refused(tmp_path, fault):
-    damage, message = BPE_FAULTS[fault]
-    said = byte_level("qwen2")[1]
-    make_tokenizer(header(tmp_path, said))
-    refused(make_tokenizer, header(tmp_path, damage(said)), match=rf"model\.gguf: tokenizer\.ggml\..*{message}")
+FAULTS = {f"byte level, {name}": (lambda: byte_level("qwen2")[1], *fault) for name, fault in BPE_FAULTS.items()}
+FAULTS |= {f"sentencepiece, {name}": (lambda: sentencepiece(True)[1], *fault) for name, fault in SPM_FAULTS.items()}
 
 
-@pytest.mark.parametrize("fault", SPM_FAULTS)
-def test_damaged_sentencepiece_vocabularies_are_refused(tmp_path, fault):
-    damage, message = SPM_FAULTS[fault]
-    said = sentencepiece(True)[1]
-    make_tokenizer(header(tmp_path, said))
-    refused(make_tokenizer, header(tmp_path, damage(said)), match=rf"model\.gguf: tokenizer\.ggml\..*{message}")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_damaged_vocabularies_are_refused(tmp_path, kind):
+    said_of, damage, message = FAULTS[kind]
+    make_tokenizer(header(tmp_path, said_of()))
+    refused(make_tokenizer, header(tmp_path, damage(said_of())), match=rf"model\.gguf: tokenizer\.ggml\..*{message}")
 
 
 def test_no_unknown_and_no_bytes(tmp_path):

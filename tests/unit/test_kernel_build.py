@@ -32,7 +32,7 @@ def compiles(monkeypatch):
     sources = Sources.installed()
 
     def write(piece, cache):  # noqa: ARG001
-        piece.path.write_bytes(lzma.compress(f"{piece.name} for {piece.target}".encode()))
+        piece.path.write_bytes(lzma.compress(f"{piece.name} for {piece.target}".encode(), preset=0))
         seal(piece.path, list(piece.digests(sources).values()))
         done.append((piece.target, piece.name))
 
@@ -142,6 +142,15 @@ def test_a_compile_that_fails_is_said_and_the_others_are_kept(tmp_path, compiles
     index = json.loads((tmp_path / "haswell" / INDEX).read_text())
     assert list(index["files"]) == ["merge_float32.library.xz"]
     assert compiles == [("haswell", "merge_float32")]
+
+
+def test_sources_that_are_edited_meanwhile_leave_no_file(tmp_path, monkeypatch):
+    piece, digests = KernelFile(tmp_path, "", "merge_float32", FAMILIES["merge_float32"]), iter("ab")
+    monkeypatch.setattr(kernel_build, "build_library", lambda _, path, __: path.write_bytes(b"code"))
+    monkeypatch.setattr(kernel_build, "digests_of", lambda *_: {"": next(digests) * 32})
+    with pytest.raises(ToolchainError, match="edited while it was compiled"):
+        kernel_build.compile_file(piece)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_architecture_is_refused(tmp_path, compiles, monkeypatch):

@@ -12,7 +12,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from paged_kv.arrays.host import to_numpy
 from paged_kv.checkpoint import mxfp4
-from paged_kv.checkpoint.config import load_config
 from paged_kv.checkpoint.source import open_source
 from paged_kv.checkpoint.weights import SINGLE_FILE, open_checkpoint
 from paged_kv.errors import CheckpointError
@@ -20,8 +19,9 @@ from paged_kv.graphs.encodings import row_bytes
 from paged_kv.graphs.models.mixture import ClampedUnits, Experts
 from paged_kv.graphs.models.tensors import expected_tensors
 from paged_kv.graphs.rope import Yarn
-from support.checkpoints import TORCH, random_tensors, raw_safetensors, to_torch
+from support.checkpoints import TORCH, random_tensors, raw_safetensors, read, to_torch
 from support.gguf_blocks import dequantise
+from support.refusals import refused
 
 QWEN = json.loads("""
 {"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "bos_token_id": 151643,
@@ -52,12 +52,6 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
 SMALL_QWEN = QWEN | SIZES | {"num_experts": 4, "moe_intermediate_size": 24}
 SMALL_GPT = GPT | SIZES | {"num_local_experts": 4}
 EXPERTS = "model.layers.1.mlp.experts"
-
-
-def read(folder, values, **overrides):
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values | overrides))
-    return load_config(folder)
 
 
 def load(folder, config, tensors, dtype=DType.float32):
@@ -142,8 +136,7 @@ def test_the_number_of_experts_as_transformers_writes_it(tmp_path):
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path, values, said, message):
-    with pytest.raises(CheckpointError, match=message):
-        read(tmp_path, values, **said)
+    refused(read, tmp_path, values, **said, match=message)
 
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
@@ -242,18 +235,15 @@ def test_damaged_blocks_are_named(tmp_path):
         ({blocks: tensors[blocks].float()}, f"tensor {blocks} has dtype F32, expected U8"),
         ({f"{EXPERTS}.down_proj": torch.zeros(4, 32, 64)}, f"tensor {EXPERTS}.down_proj is no part of the model"),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            load(tmp_path, config, tensors | changed)
+        refused(load, tmp_path, config, tensors | changed, match=message)
     del tensors[scales]
-    with pytest.raises(CheckpointError, match=f"tensor {scales} is missing"):
-        load(tmp_path, config, tensors)
+    refused(load, tmp_path, config, tensors, match=f"tensor {scales} is missing")
 
 
 def test_blocks_that_config_json_does_not_announce_are_refused(tmp_path):
     config = read(tmp_path, SMALL_GPT, quantization_config=None)
     tensors, _ = in_blocks(config)
-    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj is missing"):
-        load(tmp_path, config, tensors)
+    refused(load, tmp_path, config, tensors, match=r"experts\.gate_up_proj is missing")
 
 
 @pytest.mark.parametrize(("values", "key"), [(SMALL_QWEN, "num_experts"), (SMALL_GPT, "num_local_experts")])

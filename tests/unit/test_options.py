@@ -78,6 +78,12 @@ def test_a_product_of_scales_that_float32_has_not(scales):
         chosen.numbers(64)
 
 
+def test_the_widest_window():
+    assert AttentionOptions(window_left=2**31 - 1).window_left == 2**31 - 1
+    with pytest.raises(ContractError, match=r"window_left must be at least -1 \(-1 = off\) and below 2\^31"):
+        AttentionOptions(window_left=2**31)
+
+
 def test_products_of_scales_that_float32_has():
     assert AttentionOptions(1e30, q_scale=1e-30, k_scale=-2.0).numbers(64)[0] == -2
     assert AttentionOptions(1e30, q_scale=1e30, k_scale=0.0).numbers(64)[0] == 0

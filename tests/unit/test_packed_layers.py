@@ -121,6 +121,23 @@ def test_experts_that_lie_apart_become_a_stack_of_blocks(tmp_path):
                 np.testing.assert_array_equal(got, expected.astype(np.float32))
 
 
+def test_heads_that_share_a_packed_layer_are_dequantised(tmp_path):
+    """DeepSeek's kv_b_proj has rows of both; those of keys are put together transposed, which blocks are not."""
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24, "q_lora_rank": None}
+    make_checkpoint(tmp_path, family="DeepseekV2", num_key_value_heads=4, first_k_dense_replace=2, **sizes)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.kv_b_proj"
+    parts, weight, said = make("awq 4 wide", *tensors.pop(f"{name}.weight").shape)
+    tensors |= {f"{name}.{part}": torch.from_numpy(np.ascontiguousarray(v)) for part, v in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    rewrite(tmp_path / "config.json", quantization_config=said)
+    source = open_source(tmp_path)
+    assert source.config.encodings == ()
+    found = to_torch(source.load(DType.float32)["model.layers.0.self_attn.k_up_proj.weight"])
+    expected = weight.astype(np.float32).reshape(4, 40, 32)[:, :16].swapaxes(1, 2)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+
+
 LAYER = "model.layers.1.self_attn.k_proj"
 
 

@@ -42,6 +42,8 @@ def test_the_page_returned_last_is_taken_first():
     pool.free("a")
     pool.free("b")
     assert pool.start("d", 3) == (1, 0, 3)
+    pool.free("d")  # of its own pages the first is on top
+    assert pool.start("e", 2) == (1, 0)
 
 
 def test_empty_requests_and_an_empty_pool():

@@ -7,7 +7,7 @@ prefix they have in common, is held there.
 import numpy as np
 import pytest
 
-from paged_kv.errors import ContractError, ContractTypeError, PoolExhausted, RequestError
+from paged_kv.errors import ContractError, ContractTypeError, IntegrityError, PoolExhausted, RequestError
 from paged_kv.options import NO_PAGE
 from paged_kv.pool import PageEvent, PagePool
 from support.shared_pages import SharedPages
@@ -40,19 +40,6 @@ def test_the_last_token_is_left_to_compute(length, found):
     shared.start("a", tokens[:8])
     assert shared.prefixes.match(tokens[:length]) == found
     assert shared.start("b", tokens[:length]) == found
-
-
-@pytest.mark.parametrize("collide", [lambda *_: 7, lambda _, tokens: len(tokens), lambda before, _: before])
-def test_pages_whose_hashes_collide_are_never_shared(collide):
-    shared = SharedPages(num_pages=200, page_size=2, hash_function=collide)
-    rng = np.random.default_rng(0)
-    for turn in range(40):
-        tokens = rng.integers(0, 2, 7).tolist()
-        shared.start(turn, tokens)  # checks what it found
-        if turn % 3 == 2:
-            shared.free(turn - 1)
-        shared.check_all()
-    assert shared.prefixes.match([9] * 7) == 0
 
 
 def test_pages_of_ended_requests_are_found_until_they_are_needed():
@@ -207,6 +194,28 @@ def test_clear_forgets_prefixes_and_frees_cached_pages():
     shared.append("b", [9])  # stores it anew
     assert shared.prefixes.match([6, 7, 8, 9, 0]) == 4
     shared.check_all()
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda s: s.known.pop(0), "page 0 is cached, and its content is not known"),
+        (lambda s: s.returned.append(s.cached.forget([0]) and 0), "the content of page 0 is known, and it is free"),
+        (lambda s: s.shared.update({2: 3}), "page 2 counts 3 owners and has 2"),
+        (lambda s: s.shared.pop(2), "page 2 is held twice: by request 'b' and by request 'c'"),
+    ],
+)
+def test_check_integrity_names_what_is_wrong_with_known_and_shared_pages(corrupt, message):
+    shared = SharedPages(num_pages=6, page_size=2)
+    shared.start("a", [1, 2, 3])
+    shared.free("a")  # page 0 is cached, page 1 free
+    shared.pool.start("b", 4)
+    shared.pool.fork("b", "c")
+    assert shared.pool.pages("b") == (1, 2)
+    shared.pool.check_integrity()
+    corrupt(shared.pool._state)
+    with pytest.raises(IntegrityError, match=message):
+        shared.pool.check_integrity()
 
 
 def test_records_of_evicted_pages_do_not_pile_up():

@@ -10,6 +10,7 @@ from paged_kv.engine.engine import Engine
 from paged_kv.engine.requests import Sampling
 from paged_kv.errors import CheckpointError, ContractError, ContractTypeError, PoolExhausted
 from support.fake_model import VOCAB, FakeModel, alone
+from support.refusals import refused
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 2000).tolist()
 
@@ -83,8 +84,8 @@ def changed(path, *, metadata=None, **tensors):
 def test_a_file_of_another_model_or_kind_of_page_is_refused(saved, key, value):
     path, page_size = saved
     engine = Engine(FakeModel(2100 // page_size, page_size))
-    with pytest.raises(CheckpointError, match=f"{key} is '{value}', that of this model is"):
-        engine.load_prefix(changed(path, metadata={key: value}))
+    message = f"{key} is '{value}', that of this model is"
+    refused(engine.load_prefix, changed(path, metadata={key: value}), match=message)
     assert (engine.pool.num_used, engine.pool.num_cached) == (0, 0)
 
 
@@ -94,11 +95,9 @@ def test_a_file_whose_content_was_changed_is_refused(saved):
     tensors = load_file(path)
     tokens, pages = tensors["tokens"].copy(), tensors["pages"].copy()
     tokens[3] += 1
-    with pytest.raises(CheckpointError, match="is damaged"):
-        engine.load_prefix(changed(path, tokens=tokens))
+    refused(engine.load_prefix, changed(path, tokens=tokens), match="is damaged")
     pages[-1, 0] ^= 1
-    with pytest.raises(CheckpointError, match="is damaged"):
-        engine.load_prefix(changed(path, pages=pages))
+    refused(engine.load_prefix, changed(path, pages=pages), match="is damaged")
     for wrong, message in (
         ({"tokens": tokens[:-1].copy()}, "tokens of int64 for"),
         ({"tokens": tokens.astype(np.int32)}, "of int32 for"),
@@ -107,8 +106,7 @@ def test_a_file_whose_content_was_changed_is_refused(saved):
         ({"more": pages}, "holds other tensors"),
         ({"pages": np.array(3, np.uint32)}, r"pages are uint32 \[\]"),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            engine.load_prefix(changed(path, **wrong))
+        refused(engine.load_prefix, changed(path, **wrong), match=message)
     assert (engine.pool.num_used, engine.pool.num_cached) == (0, 0)
 
 
@@ -136,8 +134,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(saved, tmp_path):
     with pytest.raises(ContractError, match="no page of it is in the cache"):
         engine.save_prefix(tmp_path / "new", [1, 2, 3])
     answered(engine, [1] * 40)
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        engine.save_prefix(tmp_path / "missing" / "new", [1] * 40)
+    refused(engine.save_prefix, tmp_path / "missing" / "new", [1] * 40, match="cannot be written")
     for wrong in (None, 5, b"\0"):
         with pytest.raises((ContractTypeError, CheckpointError)):
             engine.load_prefix(wrong)
@@ -148,8 +145,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(saved, tmp_path):
         ("pipe", "not a reg"),
         ("/dev/zero", "not a reg"),
     ):
-        with pytest.raises(CheckpointError, match=said):
-            engine.load_prefix(tmp_path / wrong)
+        refused(engine.load_prefix, tmp_path / wrong, match=said)
     alone_engine = Engine(FakeModel(40, 4), share_prefixes=False)
     with pytest.raises(ContractError, match="share_prefixes"):
         alone_engine.load_prefix(path)
@@ -173,8 +169,7 @@ def test_a_key_tells_who_wrote_a_file(saved, tmp_path):
         (changed(keyed, metadata={"hmac-sha256": "\u00e9"}), KEY, "is damaged"),
         (changed(keyed, pages=load_file(keyed)["pages"] ^ 1), KEY, "is damaged"),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            other.load_prefix(path, key=key)
+        refused(other.load_prefix, path, key=key, match=message)
     assert (other.pool.num_used, other.pool.num_cached) == (0, 0)
     for wrong, error in (("text" * 9, ContractTypeError), (b"short", ContractError)):
         with pytest.raises(error, match="key must"):

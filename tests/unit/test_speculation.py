@@ -5,26 +5,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from paged_kv.engine import DiskTier, JsonSchema, Regex, Sampling
-from paged_kv.engine.demo_model import FOLDER
+from paged_kv.engine import Sampling
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.model import _last_rows
 from paged_kv.engine.requests import Luck
 from paged_kv.engine.speculation import PANEL, DraftModel, Speculation, look_up
-from paged_kv.engine.tokenizer import Tokenizer
 from paged_kv.errors import ContractError, ContractTypeError
 from paged_kv.pool import PagePool, PrefixCache, pages_needed
-from support.engine_runs import Ledger, Letters, guess_often, run
+from support.engine_runs import KINDS, Letters, guess_often, run
 from support.fake_model import VOCAB, FakeDraft, FakeModel, Nonsense, alone, logits_after
-
-KINDS = [
-    Sampling(30),
-    Sampling(30, temperature=1.0, top_p=0.8, seed=1, logprobs=2),
-    Sampling(30, temperature=0.8, top_k=5, repetition_penalty=1.3, seed=2),
-    Sampling(30, temperature=1.2, min_p=0.1, presence_penalty=1.0, frequency_penalty=0.5, seed=3, logprobs=0),
-    Sampling(30, repetition_penalty=1.5, logit_bias={3: 1.5, 4: -100}, stop_tokens=(9,)),
-    Sampling(30, stop=("ab", "q")),
-]
 
 
 def drafting(draft="draft", pages=200, page_size=4, model=FakeModel, **options):
@@ -61,7 +50,8 @@ def test_a_longer_match_than_the_longest_is_as_good():
 def test_outputs_are_those_without_guesses(draft):
     """Tokens, texts, log-probabilities and ends; a text that repeats itself for drafts by look-up."""
     rng = np.random.default_rng(1)
-    asked = [(rng.integers(VOCAB, size=int(rng.integers(1, 20))).tolist(), KINDS[at % 6]) for at in range(24)]
+    kinds = [*KINDS, Sampling(30, stop=("ab", "q"))]
+    asked = [(rng.integers(VOCAB, size=int(rng.integers(1, 20))).tolist(), kinds[at % 6]) for at in range(24)]
     found = []
     for engine in (
         Engine(FakeModel(400, 4, window=1 if draft == "lookup" else -1), Letters()),
@@ -142,90 +132,6 @@ def test_rows_are_within_the_limits_of_a_step():
     assert max(rows) == 6
     assert model.largest <= 7
     assert engine.statistics.accepted_tokens > 10
-
-
-def test_an_exception_anywhere_loses_no_token():
-    """Of the model, of the draft and of the copy of a page: what was judged stays, the rest is computed again."""
-    failed, rng = 0, np.random.default_rng(0)
-
-    def failing(method):
-        def call(*given):
-            nonlocal failed
-            if rng.random() < 0.15:
-                failed += 1
-                raise MemoryError("on purpose")
-            return method(*given)
-
-        return call
-
-    model, draft = FakeModel(30, 3), FakeDraft(80, 3)
-    engine = Engine(model, speculate=draft)
-    guess_often(engine)
-    model.step, model.copy_page, draft.step = map(failing, (model.step, model.copy_page, draft.step))
-    ledger = Ledger(engine)
-    for first in range(3):
-        ledger.add([first, 2, 3, 4], Sampling(40, 1.0, seed=first), 2)
-
-    def step():
-        try:
-            return engine.step()
-        except MemoryError:
-            return []
-
-    ledger.finish(step)
-    assert ledger.check() == 0
-    assert failed > 15
-    assert engine.statistics.accepted_tokens > 30
-
-
-def test_requests_with_structures_on_a_disk_get_their_own_texts(tmp_path):
-    """200 in each of two engines: structures, penalties, forks, aborts, preemptions, pages on disk, all drafts."""
-    pytest.importorskip("llguidance")
-
-    class Half(Nonsense):
-        def place(self, past):
-            return super().place(past if past[-1] % 3 else past[:-1])
-
-    tokenizer = Tokenizer(FOLDER, Nonsense.DEMO)
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "n": {"type": "integer"}}, "required": ["a"]}
-    kinds = [
-        Sampling(20, structured_output=JsonSchema(schema)),
-        Sampling(15, 1.0, seed=4, structured_output=Regex("(yes|no), because [a-z ]{1,30}")),
-        Sampling(15, 0.9, seed=5, repetition_penalty=1.2),
-        Sampling(15),
-    ]
-
-    def play(engine):
-        rng, outputs, aborted = np.random.default_rng(2), {}, set()
-        for turn in range(200):
-            prompt = [*range(40), *rng.integers(0, 400, rng.integers(1, 20)).tolist()]
-            engine.add_request(prompt, kinds[turn % 4], int(rng.choice([1, 1, 2])))
-            if turn % 17 == 5:
-                engine.abort(turn)
-                aborted.add(turn)
-            for output in engine.step() if turn % 2 else ():
-                outputs.setdefault((output.request, output.sample), []).append(
-                    (output.tokens, output.text, output.finish)
-                )
-        while not engine.is_idle:
-            for output in engine.step():
-                outputs.setdefault((output.request, output.sample), []).append(
-                    (output.tokens, output.text, output.finish)
-                )
-            engine.pool.check_integrity()
-        assert engine.pool.num_used == 0
-        return {key: found for key, found in outputs.items() if key[0] not in aborted}
-
-    plain = play(Engine(Nonsense(3000, 8), tokenizer))
-    for _ in range(2):
-        disk = DiskTier(tmp_path / "pages", 1 << 20)
-        engine = Engine(Nonsense(45, 8), tokenizer, disk=disk, speculate=Half(100, 8))
-        guess_often(engine)
-        assert play(engine) == plain
-        assert engine.statistics.accepted_tokens > 60
-        assert engine.preemptions > 2
-        engine.flush()
-    assert engine.tokens_restored > 0
 
 
 class Clock:
@@ -383,14 +289,11 @@ def test_a_draft_shares_prefixes_within_a_namespace_and_gives_pages_back():
     assert pool.num_used <= 8
 
 
-@pytest.mark.parametrize(("speculate", "error"), [("look-up", ContractTypeError), (5, ContractTypeError)])
-def test_what_cannot_guess_is_refused(speculate, error):
-    with pytest.raises(error, match="speculate must be 'lookup' or a model, not"):
-        Engine(FakeModel(9, 4), speculate=speculate)
-
-
-def test_a_model_does_not_guess_for_itself():
+def test_what_cannot_draft_is_refused():
     model = FakeModel(9, 4)
+    for speculate in ("look-up", 5):
+        with pytest.raises(ContractTypeError, match="speculate must be 'lookup' or a model, not"):
+            Engine(model, speculate=speculate)
     with pytest.raises(ContractError, match="its own pages"):
         Engine(model, speculate=model)
 

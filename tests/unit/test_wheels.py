@@ -44,7 +44,7 @@ def kernels(tmp_path):
         (tmp_path / "kernels" / target).mkdir(parents=True)
         pieces = [KernelFile(tmp_path / "kernels", target, name, bundle) for name, bundle in BUNDLES.items()]
         for piece in pieces:
-            piece.path.write_bytes(lzma.compress(f"{piece.name} {target}".encode()))
+            piece.path.write_bytes(lzma.compress(f"{piece.name} {target}".encode(), preset=0))
             seal(piece.path, list(piece.digests(SOURCES).values()))
         _write_index(pieces, SOURCES)
     return tmp_path / "kernels"

@@ -15,7 +15,7 @@ tests/unit/test_compile_key.py for Python's imports and by .ci/check_mojo_import
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
@@ -75,13 +75,10 @@ class LibraryKey:
 
     def digest(self, sources: Sources, toolchain: str) -> str:
         """32 hexadecimal digits, different where anything that the library depends on differs."""
-        read = sources.files(f"runtime/{self.program}") + [
-            item
-            for item in sources.files(MOJO)
-            if len(item[0].parts) > 2 and NOT_IN_LIBRARIES.isdisjoint(item[0].parts)
+        read = sources.read(f"runtime/{self.program}") + [
+            item for item in sources.read(MOJO) if len(item[0].parts) > 2 and NOT_IN_LIBRARIES.isdisjoint(item[0].parts)
         ]
-        parts = (part for name, file in read for part in (str(name).encode(), file.read_bytes()))
-        return hash_of((toolchain.encode(), self.facts.encode(), *parts))
+        return hash_of((toolchain.encode(), self.facts.encode(), *_parts(read)))
 
 
 @dataclass(frozen=True)
@@ -94,6 +91,7 @@ class Sources:
 
     folders: Mapping[str, Path]
     _digests: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict, repr=False, compare=False)
+    _read: dict[str, list[tuple[PurePosixPath, bytes]]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def installed(cls) -> Sources:
@@ -105,11 +103,16 @@ class Sources:
         """Return the digest of the files that a graph for a "cpu" or a "gpu" is made of."""
         asked = device, built_by
         if asked not in self._digests:
-            python = [item for pattern in (*PYTHON, *built_by) for item in self.files(pattern)]
-            mojo = [item for item in self.files(MOJO) if OTHER_DEVICE[device].isdisjoint(item[0].parts)]
-            parts = (part for name, file in (*python, *mojo) for part in (str(name).encode(), file.read_bytes()))
-            self._digests[asked] = hash_of(parts)
+            python = [item for pattern in (*PYTHON, *built_by) for item in self.read(pattern)]
+            mojo = [item for item in self.read(MOJO) if OTHER_DEVICE[device].isdisjoint(item[0].parts)]
+            self._digests[asked] = hash_of(_parts([*python, *mojo]))
         return self._digests[asked]
+
+    def read(self, pattern: str) -> list[tuple[PurePosixPath, bytes]]:
+        """The names and the contents of a pattern's files. Raises as `files`."""
+        if pattern not in self._read:
+            self._read[pattern] = [(name, file.read_bytes()) for name, file in self.files(pattern)]
+        return self._read[pattern]
 
     def files(self, pattern: str) -> list[tuple[PurePosixPath, Path]]:
         """The files of a pattern, each by its name in the installed package.
@@ -140,6 +143,10 @@ def digests_of(keys: Mapping[str, Key], sources: Sources, target: str | None = N
     """The name of each graph's artefact, for a CPU target (None: the one in force)."""
     tools = toolchain(target)
     return {name: key.digest(sources, tools) for name, key in keys.items()}
+
+
+def _parts(read: Sequence[tuple[PurePosixPath, bytes]]) -> Iterator[bytes]:
+    return (part for name, content in read for part in (str(name).encode(), content))
 
 
 def hash_of(parts: Iterable[bytes]) -> str:
