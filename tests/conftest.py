@@ -19,8 +19,7 @@ FOLDERS = {
     "mojo": "the Mojo package's own tests",
     "isa": "the ops compiled for other CPU targets",
     "browser": "pages that a browser shows",
-    "gpu_model": "GPU kernels without a GPU: compiled, and run on a model of the hardware",
-    "gpu": "needs a GPU that MAX can use",
+    "gpu": "needs a GPU that MAX can use; `gpu/model`: GPU kernels without one, compiled and run on a model of it",
     "serve": "the server",
     "max_serve": "MAX Serve with these kernels; needs an environment of its own",
     "ray": "replicas and offline batches on a local cluster of Ray; needs an environment of its own",
@@ -29,7 +28,7 @@ FOLDERS = {
 """Each folder is a marker: `-m ops`."""
 QUICK = ("unit", "ops", "api", "engine")
 """`-m quick` runs these folders but for tests that are marked `slow`."""
-ONE_PROCESS = ("isa", "gpu_model", "gpu", "max_serve", "ray", "vllm")
+ONE_PROCESS = ("isa", "gpu", "max_serve", "ray", "vllm")
 """Not spread over workers by itself: jobs of `background.py` keep the other cores busy, a GPU has one owner, a server
 takes several GB."""
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_model import generic_kernels, programs
-from gpu_model.generic_kernels import SHORT, DeviceMemory, attend, kernels
+from gpu.model import generic_kernels, programs
+from gpu.model.generic_kernels import SHORT, DeviceMemory, attend, kernels
 from paged_kv import reference
 from paged_kv.kv_formats import CODE_DTYPES
 from support.cases import Cache, CacheCase, build

@@ -9,10 +9,10 @@ import re
 
 import pytest
 
-from gpu_model import programs
-from gpu_model.hopper_calls import HopperCall as Call
-from gpu_model.hopper_calls import any_order
-from gpu_model.hopper_variants import DTYPES, tensor_kernels, variant_of
+from gpu.model import programs
+from gpu.model.hopper_calls import HopperCall as Call
+from gpu.model.hopper_calls import any_order
+from gpu.model.hopper_variants import DTYPES, tensor_kernels, variant_of
 
 pytestmark = pytest.mark.waits_for(programs.hopper)
 

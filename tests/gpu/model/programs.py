@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_model.cubins import Kernel, kernels
+from gpu.model.cubins import Kernel, kernels
 from support import background
 from support.background import Job
 from support.mojo_programs import MOJO, ROOT, TESTS

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.generic_kernels import SHORT, Call, DeviceMemory, attend, kernels
+from gpu.model import programs
+from gpu.model.generic_kernels import SHORT, Call, DeviceMemory, attend, kernels
 from paged_kv.reference import mla_attention
 from support.cases import CacheCase, build
 from support.compare import assert_bits_equal, assert_close, assert_lse_close

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.generic_kernels import THREADS, kernels, view_bytes
-from gpu_model.ptx_machine import Machine
+from gpu.model import programs
+from gpu.model.generic_kernels import THREADS, kernels, view_bytes
+from gpu.model.ptx_machine import Machine
 from paged_kv import reference
 from support.cases import CacheCase, build
 from support.compare import assert_bits_equal

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.generic_kernels import SHORT, THREADS, kernels, view_bytes
-from gpu_model.ptx_machine import GLOBAL, Machine
+from gpu.model import programs
+from gpu.model.generic_kernels import SHORT, THREADS, kernels, view_bytes
+from gpu.model.ptx_machine import GLOBAL, Machine
 from paged_kv import reference
 from support.cases import Cache, CacheCase, build
 from support.codes import quantised_cache, widened_pages

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from gpu_model import programs
-from gpu_model.hopper_calls import HopperCall, any_order
-from gpu_model.hopper_variants import tensor_kernels, variant_of
-from gpu_model.rules import block_threads
+from gpu.model import programs
+from gpu.model.hopper_calls import HopperCall, any_order
+from gpu.model.hopper_variants import tensor_kernels, variant_of
+from gpu.rules import block_threads
 
 pytestmark = pytest.mark.waits_for(programs.hopper)
 

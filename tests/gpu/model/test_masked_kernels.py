@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_model import programs
-from gpu_model.generic_kernels import MASKED_PARAMS, SHORT, Call, DeviceMemory, attend, kernels
+from gpu.model import programs
+from gpu.model.generic_kernels import MASKED_PARAMS, SHORT, Call, DeviceMemory, attend, kernels
 from paged_kv import reference
 from paged_kv.kv_formats import CODE_DTYPES
 from support.cases import CacheCase, build
