@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support import background, properties
-from support.isa import CPU_TARGETS
+from support import background, isa, properties
 
 TESTS = Path(__file__).parent
 
@@ -49,7 +48,7 @@ MAX_WORKERS = 8
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cpu-target",
-        choices=CPU_TARGETS,
+        choices=isa.CPU_TARGETS,
         help="compile the kernels for this LLVM target instead of the best that this CPU can run",
     )
     parser.addoption(
@@ -99,9 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     properties.load_profile(config.getoption("--hypothesis-profile"), quick=config.option.markexpr == "quick")
     target = config.getoption("--cpu-target")
     if target is not None:
-        from max.driver import set_virtual_cpu_target
-
-        set_virtual_cpu_target(target)  # a target that is already set stays in force (`apply_cpu_target`)
+        isa.use_libraries(target=target)
     if config.getoption("--emulate-amx"):
         from support import amx_emulation
 
