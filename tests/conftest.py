@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cpu-target",
         choices=isa.CPU_TARGETS,
-        help="compile the kernels for this LLVM target instead of the best that this CPU can run",
+        help="build the libraries of kernels for this LLVM target instead of the best that this CPU can run",
     )
     parser.addoption(
         "--compiled-kernels",
